@@ -63,6 +63,7 @@ _ANYWHERE = frozenset({"cpu", "meta"})
 """Tags that load on every machine."""
 _NAMED = ("hpu", "xpu", "mtia")
 """Kinds of device for which torch's error is worded as for cuda."""
+_FIRST = {"cuda": "cuda:0"}
 _WITHOUT_STORAGE = ("xla", "maia", "ort")
 
 
@@ -252,7 +253,7 @@ def placement(patient: Patient) -> Iterator[Found]:
     if format_of(patient.checkpoint.format).tensors_only:
         return
     tags = [tag for tag in restored_devices(patient.checkpoint.root) if tag not in _ANYWHERE]
-    missing = [tag for tag in tags if _device_of(tag) not in patient.devices]
+    missing = [tag for tag in tags if _FIRST.get(tag, tag) not in patient.devices]
     if missing:
         names = _names(patient, missing)
         gpus = sum(tag.startswith("cuda:") for tag in patient.devices)
@@ -292,10 +293,6 @@ def placement(patient: Patient) -> Iterator[Found]:
             "memory runs full (CUDA out of memory after a resume), the others' do not",
         )
         yield Found(complaint, {"to": "cpu"})
-
-
-def _device_of(tag: str) -> str:
-    return f"{tag}:0" if tag == "cuda" else tag
 
 
 def _names(patient: Patient, tags: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,7 +131,8 @@ def doctor(
             complaints = tuple(unopened(error, file))
             return Diagnosis(file, None, here, complaints, complaints[0].commands)
         patient = Patient(checkpoint, key, here, reference)
-        found = list(_checked(patient))  # before all of it is read: the key may name nothing
+        # before all of it is read: the key may name nothing
+        found = [one for check in _CHECKS for one in check(patient)]
         harm = [] if quick else list(damage(patient, limits, progress))
         return _assembled(patient, [*harm, *found])
 
@@ -151,11 +152,6 @@ def _wanted(like: Like) -> Target:
             file=path or None,
             hint=f"ckptool extract {shell(path)} --key NAME -o reference.pth",
         ) from error
-
-
-def _checked(patient: Patient) -> Iterator[Found]:
-    for check in _CHECKS:
-        yield from check(patient)
 
 
 def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:

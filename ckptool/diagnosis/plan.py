@@ -18,8 +18,8 @@ from ckptool.errors import CheckpointError, NotRepresentable
 from ckptool.formats import format_of, writer
 from ckptool.formats.identify import unused
 from ckptool.hollow import refuse_hollow
-from ckptool.inspection.advice import convert_command
-from ckptool.statedict import MODEL_KINDS, sections
+from ckptool.inspection.advice import convert_command, weights
+from ckptool.statedict import MODEL_KINDS
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.plain import is_refused
 from ckptool.tree import name_of
@@ -181,11 +181,8 @@ def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, alone: bool) 
         NotRepresentable: they do.
     """
     kinds = MODEL_KINDS if alone else (*MODEL_KINDS, "optimizer")
-    parts = [part for part in sections(before.root) if part.kind in kinds]
-    held = sum(len(part.tensors()) for part in parts)
-    kept = [part for part in sections(after.root) if part.kind in kinds]
-    if sum(len(part.tensors()) for part in kept) < held:
-        tensors = [pair for part in parts for pair in part.tensors()]
+    tensors = weights(before.root, kinds)
+    if len(weights(after.root, kinds)) < len(tensors):
         refused = [pair for pair in tensors if is_refused(pair[1])] or tensors
         names = [name_of(path) for path, _ in refused]
         raise NotRepresentable(

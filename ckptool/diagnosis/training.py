@@ -283,7 +283,14 @@ def training(patient: Patient) -> Iterator[Found]:
 
 def _complaints(patient: Patient, section: Section) -> Iterator[Complaint]:
     if not section.node["param_groups"]:
-        yield _other_groups(section, "no parameter group", _OTHER_NUMBER)
+        yield Complaint(
+            "optimizer-groups",
+            "fails",
+            "the optimizer has no parameter group",
+            (f"{_where(section)}/param_groups",),
+            f"load_state_dict of the optimizer says: {_OTHER_NUMBER}",
+            remedy=_ANEW,
+        )
         return
     known = {key for group in groups_of(section) for key in group}
     gone = [key for key in section.node["state"] if key not in known]
@@ -365,15 +372,4 @@ def _permuted(wrong: list[int], names: Sequence[str]) -> Complaint:
         "each other's moments, and step() fails or, where shapes are equal, goes on with them",
         remedy="build the optimizer with its parameters in the order that it was saved in; without "
         "the optimizer the weights load",
-    )
-
-
-def _other_groups(section: Section, text: str, says: str) -> Complaint:
-    return Complaint(
-        "optimizer-groups",
-        "fails",
-        f"the optimizer has {text}",
-        (f"{_where(section)}/param_groups",),
-        f"load_state_dict of the optimizer says: {says}",
-        remedy=_ANEW,
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptool.model import Path, TensorRef
+from ckptool.statedict import MODEL_KINDS, sections
 from ckptool.words import are, as_argument, counted, listed
 from ckptool.writing.target import DEFAULT, default_target
 
@@ -19,6 +21,7 @@ __all__ = [
     "format_notes",
     "load_commands",
     "waste_notes",
+    "weights",
 ]
 
 CHOICE = "NAME"
@@ -80,6 +83,12 @@ def _words(options: Mapping[str, Any]) -> Iterator[str]:
 
 def _joined(*words: str) -> str:
     return shlex.join(["ckptool", *words])
+
+
+def weights(root: Any, kinds: Collection[str] = MODEL_KINDS) -> list[tuple[Path, TensorRef]]:
+    """Return the tensors of all sections of these kinds."""
+    parts = (part for part in sections(root) if part.kind in kinds)
+    return [pair for part in parts for pair in part.tensors()]
 
 
 def format_notes(file: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from ckptool.inspection.advice import (
     format_notes,
     load_commands,
     waste_notes,
+    weights,
 )
 from ckptool.inspection.obstacles import (
     layout_blockers,
@@ -297,12 +298,6 @@ def _plain(checkpoint: Checkpoint) -> tuple[str, ...]:
             made = to_plain(checkpoint, drop=drop)
         except CheckpointError:
             continue
-        if _of_models(made) >= _of_models(checkpoint):
+        if len(weights(made.root)) >= len(weights(checkpoint.root)):
             return options
     return ()
-
-
-def _of_models(checkpoint: Checkpoint) -> int:
-    """Return how many tensors the models in a checkpoint have."""
-    models = (part for part in checkpoint.sections if part.kind in MODEL_KINDS)
-    return sum(len(part.tensors()) for part in models)
