@@ -71,13 +71,25 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """What each option that is a word may be."""
 _LARGEST = 3.4e38
-_AT_LEAST_ONE = frozenset(
-    ("epochs", "batch_size", "accumulate", "step_size", "keep", "save_every", "patience")
-) | {"max_steps"}
-_POSITIVE = frozenset(("lr", "clip", "save_seconds"))
-_NOT_NEGATIVE = frozenset(
-    ("weight_decay", "gamma", "warmup", "staleness", "output_device", "workers")
+_COUNTS = (
+    *("epochs", "max_steps", "batch_size", "accumulate"),
+    *("step_size", "keep", "save_every", "patience"),
 )
+_BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_COUNTS, (lambda value: value >= 1, "must be at least 1")),
+    **dict.fromkeys(("lr", "clip", "save_seconds"), (lambda value: value > 0, "must be above 0")),
+    **dict.fromkeys(
+        ("weight_decay", "gamma", "warmup", "staleness", "output_device", "workers"),
+        (lambda value: value >= 0, "must not be below 0"),
+    ),
+    **dict.fromkeys(
+        ("ema", "momentum"), (lambda value: 0 <= value < 1, "must be from 0 to below 1")
+    ),
+    "seed": (lambda value: -(2**63) <= value < 2**63, "must be from -2**63 to below 2**63"),
+    "resume": (bool, "must be a checkpoint, a folder or auto"),
+    "out": (bool, "must be a folder"),
+}
+_WORDS = {"data": data_fault, "model": model_fault, "loss": loss_fault}
 _ONLY_WITH = {
     "sharded": {"strategy": "fsdp", "save": "full"},
     "ema": {"save": "full"},
@@ -191,31 +203,16 @@ def _unlike(value: Any, kind: str) -> str | None:
 
 
 def _fault(name: str, value: Any) -> str | None:
-    if name == "data":
-        return data_fault(value)
-    if name == "model":
-        return model_fault(value)
-    if name == "loss":
-        return loss_fault(value)
+    if name in _WORDS:
+        return _WORDS[name](value)
     if name in CHOICES and value not in CHOICES[name]:
         return f"is none of {', '.join(CHOICES[name])}"
     if isinstance(value, float) and not math.isfinite(value):
         return "is no finite number"
     if isinstance(value, (int, float)) and abs(value) > _LARGEST:
         return "is beyond what float32 holds"
-    if name in _AT_LEAST_ONE and value < 1:
-        return "must be at least 1"
-    if name in _POSITIVE and value <= 0:
-        return "must be above 0"
-    if name in _NOT_NEGATIVE and value < 0:
-        return "must not be below 0"
-    if name == "seed" and not -(2**63) <= value < 2**63:
-        return "must be from -2**63 to below 2**63"
-    if name in ("ema", "momentum") and not 0 <= value < 1:
-        return "must be from 0 to below 1"
-    if name == "resume" and not value:
-        return "must be a checkpoint, a folder or auto"
-    return "must be a folder" if name == "out" and not value else None
+    is_within, rule = _BOUNDS.get(name, (None, ""))
+    return None if is_within is None or is_within(value) else rule
 
 
 @dataclass(frozen=True, kw_only=True)

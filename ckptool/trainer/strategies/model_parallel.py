@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
@@ -121,19 +122,15 @@ def stages(sizes: Sequence[int], count: int) -> list[int]:
 def _cuts(weights: Sequence[int], count: int) -> list[int]:
     """Return the first items of all parts but the first, so that the heaviest part is lightest."""
     sums = [0, *accumulate(weights)]
-    best: list[tuple[float, tuple[int, ...]]] = [(one, ()) for one in sums]  # of one part, by end
-    for _ in range(1, count):
-        best = [
-            min(
-                (
-                    (max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], cut))
-                    for cut in range(1, end)
-                ),
-                default=(float("inf"), ()),
-            )
-            for end in range(len(sums))
-        ]
-    return list(best[-1][1])
+
+    @cache
+    def best(parts: int, end: int) -> tuple[int, tuple[int, ...]]:
+        if parts == 1:
+            return sums[end], ()
+        before = ((cut, *best(parts - 1, cut)) for cut in range(parts - 1, end))
+        return min((max(size, sums[end] - sums[cut]), (*cuts, cut)) for cut, size, cuts in before)
+
+    return list(best(count, len(weights))[1])
 
 
 class _Moving:
