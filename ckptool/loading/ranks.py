@@ -21,6 +21,7 @@ from ckptool.tensors.live import dtype_name
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = [
     "Ranks",
@@ -42,6 +43,8 @@ _Failures = dict[int, CheckpointError | str]
 _HIDDEN = frozenset({"_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module"})
 """Components of module paths that the hooks of these wrappers keep out of the names."""
 _FLAT = frozenset({"_flat_param", "flat_param"})
+_FAILED = "failed"
+"""The key of a store that a process sets which failed."""
 
 
 class Ranks:
@@ -52,14 +55,21 @@ class Ranks:
     """
 
     def __init__(
-        self, groups: Sequence[Any], *, error: type[CheckpointError], undone: str, call: str
+        self,
+        groups: Sequence[Any],
+        *,
+        error: type[CheckpointError],
+        undone: str,
+        call: str,
+        store: Store | None = None,
     ) -> None:
         """Take `groups` of `torch.distributed`, None being the default one; empty: this process.
 
         `error` is raised where another process failed with a foreign one; `undone` says what a
-        failure means for this process, and `call` names what all of them call.
+        failure means for this process, and `call` names what all of them call. In `store` they
+        note a failure for those that are at work meanwhile.
         """
-        self._groups = tuple(groups)
+        self._groups, self._store = tuple(groups), store
         self._error, self._undone, self._call = error, undone, call
         self._is_lost = False
 
@@ -67,6 +77,11 @@ class Ranks:
     def own(self) -> int:
         """The number of this process, 0 where it is alone."""
         return _rank() if self._groups else 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a process has failed, as far as known here; nothing is waited for."""
+        return self._store is not None and bool(self._store.check([_FAILED]))
 
     @contextmanager
     def reached(self, undone: str = "") -> Iterator[None]:
@@ -83,7 +98,9 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            with suppress(CheckpointError):  # the others may not be there to hear it
+            with suppress(CheckpointError, RuntimeError):  # the others may not be there to hear it
+                if self._store is not None:
+                    self._store.set(_FAILED, "")
                 self._told({_rank(): sendable(error)}, self._undone)
             raise
         undone = undone or self._undone

@@ -164,7 +164,8 @@ def team(call: str, *, undone: str) -> Iterator[Ranks]:
     """
     with connected(torch.device("cpu")):
         group = dist.new_group(timeout=_HOURS)
-        yield Ranks((group,), error=WriteError, undone=undone, call=call)
+        store = of_this_attempt(_meeting_point()[0])
+        yield Ranks((group,), error=WriteError, undone=undone, call=call, store=store)
 
 
 @cache

@@ -37,6 +37,11 @@ class Team(Protocol):
         """The number of this process."""
         ...
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a process has failed, as far as known here; nothing is waited for."""
+        ...
+
     def reached(self) -> AbstractContextManager[None]:
         """Raise in every process where the block raises in one."""
         ...
@@ -76,7 +81,8 @@ def write_divided(plan: Plan, job: Job, team: Team, options: str) -> None:
         shares = _shares(left, len(team.all(0)))
         with team.reached():
             files = {file.path: file for file in plan.files}
-            _write(job, [(files[one.path], one) for one in shares[team.own]], names, plan.format)
+            own = [(files[one.path], one) for one in shares[team.own]]
+            _write(job, own, names, plan.format, team)
         team.first(lambda: _finish(plan, target, parts, names, job))
 
 
@@ -147,8 +153,13 @@ def _shares(parts: Sequence[Part], count: int) -> list[list[Part]]:
 
 
 def _write(
-    job: Job, own: Sequence[tuple[NewFile, Part]], names: Mapping[str, str], format: str
+    job: Job,
+    own: Sequence[tuple[NewFile, Part]],
+    names: Mapping[str, str],
+    format: str,
+    team: Team,
 ) -> None:
+    """Write the files of this process; after a failure of another one, no further file."""
     total, done = sum(part.size for _, part in own), 0
 
     def report(now: int, _: int) -> None:
@@ -160,6 +171,8 @@ def _write(
     held = job.checkpoint.with_root(roots)
     with job.reading(), source_check(held, format) as check_sources:
         for file, part in own:
+            if team.has_failed:
+                return
             part.old = refuse_target(part.path, overwrite=job.may_replace)
             part.reserve()
             with worded(part.path), part.output(report) as output:

@@ -17,7 +17,8 @@ DEADLINE = 240
 CHANGED = ["--max-shard-size", "40KB", "--cast", "bfloat16"]
 
 PROGRAM = """
-import os, sys, time
+import os, sys
+import click
 import ckptool.writing.divided as divided
 from ckptool.cli import main
 name, work = os.environ.get("STEP", "").partition("=")[::2]
@@ -25,15 +26,20 @@ rank, at = os.environ["RANK"], work.partition(":")
 done, replace = [], os.replace
 def counted(*names):
     replace(*names)
-    if str(names[1]).endswith(".whole"):
-        done.append(names)
+    if not str(names[1]).endswith(".whole"):
+        return
+    done.append(names)
     if name == "kill" and rank == at[0] and len(done) == int(at[2]):
         os.kill(os.getpid(), 9)
+    if name == "fail" and rank == at[0]:
+        raise OSError(28, "No space left on device")
+    if name == "fail":  # until the others know of it
+        click.get_current_context().meta["ckptool.team"]._store.wait(["failed"])
 divided.os.replace = counted
 sys.argv[0] = "__main__.py"
 sys.exit(main())
 """
-"""`python -m ckptool`, in which one process may end in the middle."""
+"""`python -m ckptool`, in which one process may end, or fail, in the middle."""
 
 
 @pytest.fixture
@@ -153,6 +159,14 @@ def test_a_rerun_goes_on_after_a_kill_on_one_of_two_nodes(model, program, tmp_pa
     assert whole <= made
     assert len(list((tmp_path / "out").iterdir())) == 11
     assert ckptool.diff(model, index).identical
+
+
+def test_after_a_failure_the_others_begin_no_further_file(model, program, tmp_path):
+    words = ["convert", model, tmp_path / "out" / "m.safetensors.index.json"]
+    told, ended_well = torchrun([*words, "--max-shard-size", "20KB"], program, step="fail=1:1")
+    assert not ended_well
+    assert "No space left on device" in told
+    assert len(list((tmp_path / "out").glob(".*.whole"))) == 2, told  # of 10
 
 
 def test_an_old_set_keeps_its_names_until_the_new_one_is_whole(model, program, tmp_path):

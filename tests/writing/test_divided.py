@@ -19,6 +19,7 @@ class Alone:
     """The first of some processes, of which the others do nothing."""
 
     own = 0
+    has_failed = False
 
     def __init__(self, seen_elsewhere=None):
         self.seen_elsewhere = seen_elsewhere
