@@ -32,6 +32,7 @@ __all__ = [
     "is_optimizer",
     "is_the_models",
     "likely_models",
+    "loose_optimizers",
     "model_state_dict",
     "noted_owners",
     "only_its_class",
@@ -195,6 +196,27 @@ def is_optimizer(mapping: dict[Any, Any]) -> bool:
     )
 
 
+def loose_optimizers(root: Any) -> Iterator[Section]:
+    """Yield what an optimizer keeps by name, where its groups, if any, stand beside it.
+
+    So it is in the folders of `ckptool train --sharded`.
+    """
+    if not isinstance(root, dict) or is_optimizer(root):
+        return
+    groups = {"param_groups": root.get("param_groups", [])}
+    for key, state in root.items():
+        made = {"state": state, **groups}
+        if is_optimizer(made) and state and all(map(_is_of_a_parameter, state.values())):
+            yield Section((key,), "optimizer", made, state)
+
+
+def _is_of_a_parameter(node: Any) -> bool:
+    """Whether it is what an optimizer keeps of one parameter."""
+    if not isinstance(node, dict):
+        return False
+    return node.keys() <= _OF_A_PARAMETER and not node.keys().isdisjoint(_USUAL)
+
+
 def _is_scheduler(mapping: dict[Any, Any]) -> bool:
     """Return a learning rate scheduler's state; a whole checkpoint that notes its epoch is none."""
     if "last_epoch" not in mapping and "_step_count" not in mapping:
@@ -209,8 +231,8 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
         return False  # what a pickled optimizer keeps of a parameter
     if any(name.startswith("param_groups.") for name in mapping):
         return False  # an optimizer's state, flattened: get_optimizer_state_dict of torch 2.5
-    if path and mapping.keys() <= _OF_A_PARAMETER and not mapping.keys().isdisjoint(_USUAL):
-        return False  # what an optimizer keeps of one parameter, where no groups tell
+    if path and _is_of_a_parameter(mapping):
+        return False  # where no groups tell
     entries = list(mapping.values())
     if any(name.endswith(_EXTRA_STATE) for name in mapping):
         entries = [value for name, value in mapping.items() if not is_extra_state(name)]

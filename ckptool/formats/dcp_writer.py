@@ -31,6 +31,8 @@ __all__ = ["plan_edit", "plan_folder", "refused"]
 
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+_OF_A_RUN = "run.pth"
+"""What `ckptool train --sharded` keeps beside the index: the groups of its optimizer have names."""
 _Stops = Callable[[Path, Any], bool]
 """Whether a node is one item, whatever it holds."""
 
@@ -95,6 +97,8 @@ def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Pl
         if name in described:
             raise refused(checkpoint, f"two entries would be called {printable(name)!r}")
         paths[name] = path
+        if name != old and _OF_A_RUN in there:
+            raise refused(checkpoint, f"{_OF_A_RUN}, which stays, names the parameters too")
         if old is None:
             described[name], stored[_index(name, None)] = _bytes(), files.add(leaf)
             continue

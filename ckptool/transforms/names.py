@@ -26,6 +26,7 @@ from ckptool.statedict import (
     MODEL_KINDS,
     Section,
     is_optimizer,
+    loose_optimizers,
     model_state_dict,
     optimizer_names,
     wrapped_names,
@@ -224,7 +225,9 @@ class NamePlan:
         Raises:
             NameCollision: two of its names would become one.
         """
-        for part in parts:
+        every = list(parts)
+        loose = (loose_optimizers(part.holder) for part in every if part.kind == "values")
+        for part in chain(every, *loose):
             if part.kind == "optimizer":
                 own = optimizer_names(part.node)
                 renamed = self._followed(own)

@@ -288,6 +288,31 @@ def test_a_file_beside_the_index_stays(run, tmp_path):
             part.save(run, in_place=True, overwrite=True)
 
 
+def test_the_optimizer_of_a_run_follows_where_its_groups_do(tmp_path):
+    state = training()
+    optim, folder = state["optim"], tmp_path / "run"
+    dcp.save(
+        {"state_dict": state["model"], "optimizer": optim["state"]},
+        checkpoint_id=folder,
+        no_dist=True,
+    )
+    torch.save({"param_groups": optim["param_groups"]}, folder / "run.pth")
+    before = bytes_of(folder)
+    with ckptool.open(folder) as checkpoint:
+        made = checkpoint.strip_module()
+        made.save(tmp_path / "new.pth")
+        with pytest.raises(NotRepresentable, match=r"run\.pth, which stays, names"):
+            made.save(folder, in_place=True)
+    assert bytes_of(folder) == before
+    new = torch.load(tmp_path / "new.pth", weights_only=False)
+    expected = stripped()["optim"]["state"]
+    assert_equal(new["optimizer"], expected)
+    (folder / "run.pth").unlink()
+    with ckptool.open(folder) as checkpoint:
+        checkpoint.strip_module().save(folder, in_place=True)
+    assert_equal(by_torch(folder, tmp_path)["optimizer"], expected)
+
+
 def test_more_than_names_is_refused_in_place(run):
     before = bytes_of(run)
     with ckptool.open(run) as checkpoint:
