@@ -19,7 +19,7 @@ from ckptool.inspection.equality import first_difference
 from ckptool.model import Opaque, OrderedMap, Path
 from ckptool.modules import is_module
 from ckptool.statedict import MODEL_KINDS, Section, sections
-from ckptool.transforms.name_rules import Rule
+from ckptool.transforms.name_rules import AppliedRules, Rule
 from ckptool.transforms.names import unwrapped_modules
 from ckptool.tree import name_of
 from ckptool.words import listed, printable
@@ -72,7 +72,7 @@ def align(
     aligned = _Alignment(
         found.a,
         found.b,
-        SideNames(a.path, strict_names, tuple(rules)),
+        SideNames(a.path, strict_names, AppliedRules(rules, a.path)),
         SideNames(b.path, strict_names),
         whole=found.key is None,
     ).run()
@@ -110,7 +110,7 @@ class _Alignment:
         self.notes.extend(_unpaired(left[0], left[1]))
         if rest and self.whole:
             self.notes.extend(_weights_alone(self.a, self.b, couples))
-        self.notes.extend(self.names_a.idle())
+        self.notes.extend(self.names_a.rules.idle())
         return Alignment(
             tuple(self.pairs), tuple(self.only_a), tuple(self.only_b), tuple(self.notes)
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ckptool.errors import NameCollision
 from ckptool.names import check_collisions, strip_names
 from ckptool.statedict import Section, optimizer_names, wrapped_names
-from ckptool.transforms.name_rules import Rule
+from ckptool.transforms.name_rules import AppliedRules
 from ckptool.words import printable
 
 __all__ = ["Names", "Renamed", "SideNames"]
@@ -37,9 +37,7 @@ class SideNames:
 
     file: str
     strict: bool = False
-    rules: tuple[Rule, ...] = ()
-    _matched: set[int] = field(default_factory=set)
-    """Positions of the rules that changed a name."""
+    rules: AppliedRules = field(default_factory=lambda: AppliedRules(()))
     _namings: list[tuple[frozenset[str], Names]] = field(default_factory=list)
 
     def stripped(self, part: Section) -> Renamed:
@@ -58,7 +56,7 @@ class SideNames:
         """
         names = [name for name in part.node if isinstance(name, str)]
         renamed = self._ruled(names, stripped)
-        hint = RULES_HINT if self.rules else STRICT_HINT
+        hint = RULES_HINT if self.rules.rules else STRICT_HINT
         where = printable(part.name) or "the root"
         check_collisions(part.node, renamed, file=self.file or None, place=where, hint=hint)
         settled = Names(stripped, renamed)
@@ -87,23 +85,6 @@ class SideNames:
             raise NameCollision(error.message, file=self.file or None, hint=STRICT_HINT) from error
 
     def _ruled(self, names: Sequence[str], stripped: Renamed) -> Renamed:
-        if not self.rules:
-            return stripped
-        new = {name: self._apply(stripped.get(name, name)) for name in names}
+        ruled = self.rules.of(stripped.get(name, name) for name in names)
+        new = {name: ruled[stripped.get(name, name)] for name in names}
         return {name: to for name, to in new.items() if to != name}
-
-    def _apply(self, name: str) -> str:
-        for at, rule in enumerate(self.rules):
-            new = rule.apply(name)
-            if new is not None:
-                self._matched.add(at)
-                name = new
-        return name
-
-    def idle(self) -> list[str]:
-        """Return a sentence for each rule that matched no name."""
-        return [
-            f"{printable(rule.text)} matched no name"
-            for at, rule in enumerate(self.rules)
-            if at not in self._matched
-        ]

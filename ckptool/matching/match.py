@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ckptool.errors import UsageError
 from ckptool.matching.align import Alignment, align, ends, is_average_counter, proposals
 from ckptool.matching.known_renames import BATCHES, FOREIGN, beside, uncounted
 from ckptool.matching.report import (
@@ -23,8 +22,7 @@ from ckptool.matching.report import (
 )
 from ckptool.matching.slots import Slot
 from ckptool.names import check_collisions
-from ckptool.transforms.name_rules import Rule, prefix_regex, regex_rule
-from ckptool.words import printable
+from ckptool.transforms.name_rules import AppliedRules, Rule, prefix_regex, regex_rule
 
 __all__ = ["Match", "matched"]
 
@@ -140,23 +138,11 @@ def _ruled(
     names: Iterable[str], rules: Sequence[Rule], file: str
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return what the user's rules make of the names, and a note for each that matches nothing."""
-    ruled = {name: name for name in names}
-    idle = []
-    for rule in rules:
-        changed = {own: new for own, at in ruled.items() if (new := rule.apply(at)) is not None}
-        if not changed:
-            idle.append(f"the rule {printable(rule.text)!r} matches no name")
-        ruled.update(changed)
-    name = next((own for own, new in ruled.items() if not new and own), None)
-    if name is not None:
-        raise UsageError(
-            f"nothing would be left of the name {printable(name)!r}",
-            file=file or None,
-            hint="every tensor needs a name: let the rules keep a part of it",
-        )
+    made = AppliedRules(rules, file)
+    ruled = made.of(names)
     if rules:
         check_collisions(ruled, ruled, file=file or None, hint=_COLLISION_HINT)
-    return ruled, tuple(idle)
+    return ruled, tuple(made.idle())
 
 
 def _spelled(

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from heapq import nlargest
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from ckptool.errors import FileDenied, FileMissing, UsageError
-from ckptool.words import printable
+from ckptool.words import listed, printable
 
 __all__ = [
+    "AppliedRules",
     "Rule",
+    "Step",
     "expansion",
     "prefix_regex",
     "prefix_rule",
@@ -31,6 +33,7 @@ _MOST, _LONGEST = 2000, 120
 _CANDIDATES = 20
 """Names compared letter by letter, after counting letters has chosen them."""
 _WORDS = 4
+_MOST_IDLE = 3
 
 
 def similar(wanted: str, names: Iterable[str], most: int = 3) -> list[str]:
@@ -198,6 +201,81 @@ def _text(given: Any, wanted: str) -> str:
     if isinstance(given, str):
         return given
     raise UsageError(f"{wanted}, not {given!r}")
+
+
+class Step(NamedTuple):
+    """One rule that matched a name."""
+
+    rule: int
+    old: str
+    new: str
+
+
+class AppliedRules:
+    """Rules over the names of a file, each name once, and what each rule has done."""
+
+    def __init__(self, rules: Iterable[Rule], file: str = "") -> None:
+        """Apply the rules in order; `file` is what errors name."""
+        self.rules = list(rules)
+        self.file = file
+        self.steps: dict[str, list[Step]] = {}
+
+    def of(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the new name of each.
+
+        Raises:
+            UsageError: nothing is left of a name.
+        """
+        found = {name: self.new(name) for name in names}
+        for name, new in found.items():
+            if name and not new:
+                raise UsageError(
+                    f"nothing would be left of the name {printable(name)!r}",
+                    file=self.file or None,
+                    hint="every tensor needs a name: let the rules keep a part of it",
+                )
+        return found
+
+    def new(self, name: str) -> str:
+        """Return the name after all rules."""
+        if name not in self.steps:
+            self.steps[name] = self.run(name)
+        steps = self.steps[name]
+        return steps[-1].new if steps else name
+
+    def run(self, name: str) -> list[Step]:
+        """Return what the rules do to a name, without remembering it."""
+        steps: list[Step] = []
+        for at, rule in enumerate(self.rules):
+            new = rule.apply(name)
+            if new is not None:
+                steps.append(Step(at, name, new))
+                name = new
+        return steps
+
+    def idle(self) -> Iterator[str]:
+        """Yield which rules matched no name, or which names of a table are nowhere."""
+        matched: list[set[str]] = [set() for _ in self.rules]
+        for step in chain.from_iterable(self.steps.values()):
+            matched[step.rule].add(step.old)
+        for at, rule in enumerate(self.rules):
+            idle = [name for name in rule.wanted if name not in matched[at]]
+            if not matched[at]:
+                yield f"{printable(rule.text)} matched no name{self._near(at, idle)}"
+            elif rule.exact and idle:
+                text = f"{len(idle):,} of the {len(rule.wanted):,} names in {printable(rule.text)}"
+                yield f"{text} are nowhere: {listed(idle)}{self._near(at, idle)}"
+
+    def _near(self, at: int, idle: list[str]) -> str:
+        """Return which names like those there are, after the rules before this one."""
+        names = [
+            next((step.new for step in reversed(steps) if step.rule < at), name)
+            for name, steps in self.steps.items()
+        ]
+        near = dict.fromkeys(
+            name for wanted in idle[:_MOST_IDLE] for name in similar(wanted, names)
+        )
+        return f"; there is {listed(near)}" if near else ""
 
 
 def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
@@ -31,7 +30,7 @@ from ckptool.statedict import (
     optimizer_names,
     wrapped_names,
 )
-from ckptool.transforms.name_rules import Rule, rules_of, similar
+from ckptool.transforms.name_rules import AppliedRules, Rule, Step, rules_of
 from ckptool.tree import rebuild
 from ckptool.words import counted, listed, printable
 
@@ -415,7 +414,6 @@ def _below(
 _HINT = "make the rules narrower, or rename one of the two to something else first"
 _BELOW = "z"
 """Stands for a name below a module that has none."""
-_MOST_IDLE = 3
 """Names of a table that are nowhere, each told with what is like it."""
 
 
@@ -441,120 +439,56 @@ def rename(
     for part in every if key is None else [model_state_dict(checkpoint, key)]:
         names = wrapped_names(part.node)
         if part.kind == "state_dict":
-            plan.rename(part, names, made.of(names), made.module)
+            plan.rename(part, names, made.renamed(names), made.module)
         elif part.kind == "module":
-            made.look_at(names)
+            for name in names:
+                made.new(name)
             plan.changes.append(stays(part))
-    plan.follow(every, lambda own: made.of(own) if key is None else {})
+    plan.follow(every, lambda own: made.renamed(own) if key is None else {})
     plan.changes[:0] = made.changes()
-    plan.changes.extend(made.warnings())
+    plan.changes.extend(Change("warning", text) for text in made.idle())
     return plan.applied(checkpoint)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One rule that matched a name."""
-
-    rule: int
-    old: str
-    new: str
-
-
-class _Renaming:
-    """The rules over names, each name once, and what each rule has done."""
+class _Renaming(AppliedRules):
+    """The rules of a rename, and how many names each has changed."""
 
     def __init__(self, rules: list[Rule], file: str) -> None:
-        self._rules = rules
-        self._file = file
-        self._steps: dict[str, list[_Step]] = {}
+        super().__init__(rules, file)
         self._changed = [0 for _ in rules]
-        self._examples: list[_Step | None] = [None for _ in rules]
+        self._examples: list[Step | None] = [None for _ in rules]
 
-    def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Old name to new, of the names that change; what each rule does to them is counted."""
-        renamed: dict[str, str] = {}
-        for name in names:
-            new = self._new(name)
-            if not new and name:
-                raise UsageError(
-                    f"nothing would be left of the name {printable(name)!r}",
-                    file=self._file or None,
-                    hint="every tensor needs a name: let the rules keep a part of it",
-                )
+    def renamed(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the names that change, old to new; what each rule does to them is counted."""
+        found = self.of(names)
+        for name, new in found.items():
             if "/" in new and "/" not in name:
                 raise UsageError(
                     f"{printable(new)!r} has a / in it, and so has no address",
-                    file=self._file or None,
+                    file=self.file or None,
                     hint="dots stand between the parts of a name",
                 )
-            for step in self._steps[name]:
+            for step in self.steps[name]:
                 if step.old != step.new:
                     self._changed[step.rule] += 1
                     self._examples[step.rule] = self._examples[step.rule] or step
-            if new != name:
-                renamed[name] = new
-        return renamed
-
-    def look_at(self, names: Iterable[str]) -> None:
-        """Note which rules match names that stay all the same."""
-        for name in names:
-            self._new(name)
+        return {name: new for name, new in found.items() if new != name}
 
     def module(self, path: str) -> str:
         """Return the module path that the rules give to a module without parameters."""
         before = f"{path}." if path else ""
-        new = self._run(f"{before}{_BELOW}")
+        new = self.run(f"{before}{_BELOW}")
         name = new[-1].new if new else f"{before}{_BELOW}"
         above, _, last = name.rpartition(".")
         return above if last == _BELOW else path
 
-    def _new(self, name: str) -> str:
-        if name not in self._steps:
-            self._steps[name] = self._run(name)
-        steps = self._steps[name]
-        return steps[-1].new if steps else name
-
-    def _run(self, name: str) -> list[_Step]:
-        steps: list[_Step] = []
-        for at, rule in enumerate(self._rules):
-            new = rule.apply(name)
-            if new is not None:
-                steps.append(_Step(at, name, new))
-                name = new
-        return steps
-
     def changes(self) -> Iterator[Change]:
         """Yield a change for each rule."""
-        for rule, count, example in zip(self._rules, self._changed, self._examples, strict=True):
+        for rule, count, example in zip(self.rules, self._changed, self._examples, strict=True):
             if example is not None:
                 such = f"{printable(example.old)} -> {printable(example.new)}"
                 text = f"{printable(rule.text)} changed {counted(count, 'name')}: {such}"
                 yield Change("rename", text, count)
-
-    def warnings(self) -> Iterator[Change]:
-        """Which rules did nothing, or which names of a table were nowhere."""
-        matched: list[set[str]] = [set() for _ in self._rules]
-        for step in chain.from_iterable(self._steps.values()):
-            matched[step.rule].add(step.old)
-        for at, rule in enumerate(self._rules):
-            idle = [name for name in rule.wanted if name not in matched[at]]
-            if not matched[at]:
-                yield self._idle(f"{printable(rule.text)} matched no name", at, idle)
-            elif rule.exact and idle:
-                text = f"{len(idle):,} of the {len(rule.wanted):,} names in {printable(rule.text)}"
-                yield self._idle(f"{text} are nowhere: {listed(idle)}", at, idle)
-
-    def _idle(self, text: str, rule: int, idle: list[str]) -> Change:
-        names = list(self._arriving(rule))
-        near = dict.fromkeys(
-            name for wanted in idle[:_MOST_IDLE] for name in similar(wanted, names)
-        )
-        return Change("warning", f"{text}; there is {listed(near)}" if near else text)
-
-    def _arriving(self, rule: int) -> Iterator[str]:
-        """Return the names after the rules before this one."""
-        for name, steps in self._steps.items():
-            yield next((step.new for step in reversed(steps) if step.rule < rule), name)
 
 
 def strip_module(
