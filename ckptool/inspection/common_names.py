@@ -9,6 +9,7 @@ from ckptool.errors import NameCollision
 from ckptool.names import check_collisions, strip_names
 from ckptool.statedict import Section, optimizer_names, wrapped_names
 from ckptool.transforms.name_rules import AppliedRules
+from ckptool.transforms.names import followed
 from ckptool.words import printable
 
 __all__ = ["Names", "Renamed", "SideNames"]
@@ -66,17 +67,12 @@ class SideNames:
     def optimizer(self, part: Section) -> Names:
         """The same of the names that an optimizer holds: as those of the model they belong to."""
         own = optimizer_names(part.node)
-        wanted = frozenset(own)
-        namings = sorted(self._namings, key=lambda naming: -len(wanted & naming[0]))
-        if not namings or not wanted & namings[0][0]:
-            stripped = {} if self.strict else self._strip(own)
-            return Names(stripped, self._ruled(own, stripped))
-        found = Names({}, {})
-        for names, settled in namings:
-            for name in wanted & names - found.compared.keys():
-                found.shown[name] = settled.shown.get(name, name)
-                found.compared[name] = settled.compared.get(name, name)
-        return found
+        shown = followed(own, [(names, settled.shown) for names, settled in self._namings])
+        if shown:
+            namings = [(names, settled.compared) for names, settled in self._namings]
+            return Names(shown, followed(own, namings))
+        stripped = {} if self.strict else self._strip(own)
+        return Names(stripped, self._ruled(own, stripped))
 
     def _strip(self, names: list[str]) -> Renamed:
         try:

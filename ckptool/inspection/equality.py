@@ -36,6 +36,7 @@ __all__ = [
     "first_difference",
     "is_made_of_parts",
     "own_parts",
+    "portions",
     "raw_elements",
     "type_name",
 ]
@@ -353,13 +354,20 @@ def _tells(layer: Wrapping) -> bool:
     return layer.type is not None or layer.state is not None
 
 
-def _steps(node: Opaque, held: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the steps that made an object; items that were added in portions are one step."""
+def portions(node: Opaque) -> Iterator[tuple[str, list[Any]]]:
+    """Yield what made an object: its states, and the items that were added in portions as one."""
     for kind, run in groupby(node.steps, lambda step: step[0]):
+        values = [value for _, value in run]
+        yield kind, values if kind == "build" else list(chain.from_iterable(values))
+
+
+def _steps(node: Opaque, held: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the states of an object one by one, and items that are not empty."""
+    for kind, values in portions(node):
         if kind == "build":
-            yield from run
-        elif held and (items := list(chain.from_iterable(portion for _, portion in run))):
-            yield kind, items
+            yield from ((kind, state) for state in values)
+        elif held and values:
+            yield kind, values
 
 
 def _is_member(item: Any) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any
 
 from ckptool.inspection.diff_regions import is_set
-from ckptool.inspection.equality import own_parts, raw_elements, type_name
+from ckptool.inspection.equality import own_parts, portions, raw_elements, type_name
 from ckptool.inspection.values import set_items
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, StorageRef, TensorRef
 
@@ -66,7 +66,11 @@ class Fingerprints:
         if isinstance(node, Opaque):
             if node.plain is not None:
                 return f"{node.plain!r}"
-            kinds = "" if is_set(node) else " ".join(f"{kind} {n}" for kind, n in _steps(node))
+            kinds = (
+                ""
+                if is_set(node)
+                else " ".join(f"{kind} {len(held)}" for kind, held in portions(node))
+            )
             return f"{node.class_name} {kinds}"
         if isinstance(node, DeviceValue):
             return f"device {node.tag}"
@@ -110,15 +114,9 @@ def _of_object(node: Opaque) -> Iterator[Any]:
     yield from (node.args, node.kwargs)
     if not isinstance(node.func, Global):
         yield node.func
-    for kind, value in node.steps:
-        yield from (value,) if kind == "build" else value
+    for _, held in portions(node):
+        yield from held
 
 
 def _flat(pairs: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
     return chain.from_iterable(pairs)
-
-
-def _steps(node: Opaque) -> Iterator[tuple[str, int]]:
-    """What was done to an object when it was made, what was added in portions at once."""
-    for kind, run in groupby(node.steps, lambda step: step[0]):
-        yield kind, sum(1 if kind == "build" else len(value) for _, value in run)

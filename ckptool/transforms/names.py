@@ -40,6 +40,7 @@ __all__ = [
     "add_module",
     "changed",
     "distinct",
+    "followed",
     "moved_metadata",
     "place",
     "remaining_metadata",
@@ -148,12 +149,21 @@ def _inside_any(path: str, gone: set[str], metadata: Mapping[Any, Any]) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class _Naming:
-    """The names of one state dict, and those of them that change."""
+Naming = tuple[frozenset[str], Mapping[str, str]]
+"""The names of one state dict, and those of them that change, old to new."""
 
-    names: frozenset[str]
-    renamed: dict[str, str]
+
+def followed(own: Iterable[str], namings: Iterable[Naming]) -> dict[str, str]:
+    """Return the new names of an optimizer, as the state dicts have them that hold most of its own.
+
+    Names that no state dict has are left out.
+    """
+    wanted = frozenset(own)
+    found: dict[str, str] = {}
+    for names, renamed in sorted(namings, key=lambda naming: -len(wanted & naming[0])):
+        for name in wanted & names - found.keys():
+            found[name] = renamed.get(name, name)
+    return found
 
 
 @dataclass
@@ -168,7 +178,7 @@ class NamePlan:
     instead: dict[int, Any] = field(default_factory=dict)
     """What stands in place of a dict or object."""
     changes: list[Change] = field(default_factory=list)
-    _namings: list[_Naming] = field(default_factory=list)
+    _namings: list[Naming] = field(default_factory=list)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the changed checkpoint; the checkpoint itself if nothing changes."""
@@ -185,7 +195,7 @@ class NamePlan:
 
     def note(self, names: Iterable[str], renamed: dict[str, str]) -> None:
         """Remember how the names of a state dict change, for the optimizers to follow."""
-        self._namings.append(_Naming(frozenset(names), renamed))
+        self._namings.append((frozenset(names), renamed))
 
     def rename(
         self, part: Section, names: list[str], renamed: dict[str, str], rename_module: Rename
@@ -229,23 +239,9 @@ class NamePlan:
         for part in chain(every, *loose):
             if part.kind == "optimizer":
                 own = optimizer_names(part.node)
-                renamed = self._followed(own)
-                self._rename_optimizer(part, own, alone(own) if renamed is None else renamed)
-
-    def _followed(self, own: list[str]) -> dict[str, str] | None:
-        """How an optimizer's names change with the state dict that has most of them.
-
-        None where no state dict has any of them.
-        """
-        wanted = frozenset(own)
-        best = sorted(self._namings, key=lambda naming: len(wanted & naming.names), reverse=True)
-        if not best or not wanted & best[0].names:
-            return None
-        renamed: dict[str, str] = {}
-        for naming in best:
-            for name in wanted & naming.names - renamed.keys():
-                renamed[name] = naming.renamed.get(name, name)
-        return {name: new for name, new in renamed.items() if new != name}
+                found = followed(own, self._namings)
+                renamed = {name: new for name, new in found.items() if new != name}
+                self._rename_optimizer(part, own, renamed if found else alone(own))
 
     def _rename_optimizer(self, part: Section, own: list[str], renamed: dict[str, str]) -> None:
         """Plan an optimizer's state dict under its new names."""
