@@ -9,7 +9,7 @@ from itertools import chain, groupby, islice
 from ckptool.inspection.values import shape_text
 from ckptool.matching.judging import Allowance, Judgement
 from ckptool.matching.report import Cast, MatchReport, Renaming
-from ckptool.names import families, numbered
+from ckptool.names import numbered
 from ckptool.remedies import Remedy
 from ckptool.render.diff import folded
 from ckptool.render.remedies import as_options
@@ -218,7 +218,7 @@ def _ambiguous(report: MatchReport, fold: bool) -> list[_Row]:
         names = [name for n in members for name in held[n][0]]
         others = [name for n in members for name in held[n][1]]
         could = f"could be {_patterns(others, fold)}" if others else ""
-        key = _first_of(names) if fold else _patterns(names, fold)
+        key = _patterns(names, fold, most=1 if fold else _MOST_NAMED)
         rows.append(_Row(key, "AMBIGUOUS", could))
     return rows
 
@@ -245,7 +245,7 @@ def _cast(found: Sequence[Cast], fold: bool) -> list[_Row]:
         if casts[0].loss:
             rows += _named("CAST", ((name, change) for name in names), fold)
         else:
-            rows.append(_Row(_first_of(names), "CAST", change))
+            rows.append(_Row(_patterns(names, most=1), "CAST", change))
     return rows
 
 
@@ -261,16 +261,8 @@ def _renamed(renaming: Renaming, fold: bool, status: str = "RENAMED") -> list[_R
     if not renaming.names:
         return []
     if fold:
-        return [_Row(_first_of([own for own, _ in renaming.names]), status, text)]
+        return [_Row(_patterns((own for own, _ in renaming.names), most=1), status, text)]
     return [_Row(_label(own), status, f"{_label(new)} ({text})") for own, new in renaming.names]
-
-
-def _first_of(names: Sequence[str]) -> str:
-    """Names as one pattern where they are one, else the first of those."""
-    found = families((name, None) for name in names)
-    rest = sum(len(other.names) for other in found[1:])
-    shown = "".join(_label(one.label) for one in found[:1])
-    return f"{shown} and {count(rest)} more" if rest else shown
 
 
 def _alike(found: Sequence[tuple[str, Sequence[str]]], fold: bool) -> list[tuple[int, ...]]:
@@ -285,12 +277,12 @@ def _in_step(name: str, others: Sequence[str]) -> Hashable:
     return tuple(texts if place == own else (texts, place) for texts, place in pairs)
 
 
-def _patterns(names: Iterable[str], fold: bool) -> str:
-    """Names in a cell, each once: `a.{0..3}.w, b.w, and 4 more`."""
+def _patterns(names: Iterable[str], fold: bool = True, most: int = _MOST_NAMED) -> str:
+    """Return names for a cell, each once: `a.{0..3}.w, b.w and 4 more`."""
     found = folded([(name, None) for name in dict.fromkeys(names)], fold=fold)
-    shown = [_label(one.label) for one in found[:_MOST_NAMED]]
-    rest = sum(len(one.names) for one in found[_MOST_NAMED:])
-    return ", ".join([*shown, f"and {count(rest)} more"] if rest else shown)
+    rest = sum(len(one.names) for one in found[most:])
+    shown = ", ".join(_label(one.label) for one in found[:most])
+    return f"{shown} and {count(rest)} more" if rest else shown
 
 
 def _label(name: str) -> str:

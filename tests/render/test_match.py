@@ -158,7 +158,7 @@ def test_of_many_candidates_some_are_named():
     names = tuple(f"{letter}.weight" for letter in "abcdefg")
     found = report(parameters=1000, ambiguous=(Ambiguity(("x.weight",), names),))
     (row,) = [line for line in lines(found) if "| AMBIGUOUS |" in line]
-    assert row.endswith("could be a.weight, b.weight, c.weight, and 4 more")
+    assert row.endswith("could be a.weight, b.weight, c.weight and 4 more")
 
 
 def test_what_is_allowed_is_said_to_fit_with_it():
