@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ckptool.diagnosis import doctor
     from ckptool.errors import *  # noqa: F403
     from ckptool.files.recovery import recover
-    from ckptool.inspection import diff, info, list_tensors, verify
+    from ckptool.inspection import info, list_tensors, verify
+    from ckptool.inspection.diff import diff
     from ckptool.inspection.scan import scan
     from ckptool.inspection.stats import stats
     from ckptool.loading.load import load
@@ -38,7 +39,8 @@ _HOMES = {
     "diagnosis": ("doctor",),
     "errors": ("errors",),
     "files.recovery": ("recover",),
-    "inspection": ("diff", "info", "list_tensors", "verify"),
+    "inspection": ("info", "list_tensors", "verify"),
+    "inspection.diff": ("diff",),
     "inspection.scan": ("scan",),
     "inspection.stats": ("stats",),
     "loading.load": ("load",),

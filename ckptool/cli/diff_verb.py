@@ -13,7 +13,7 @@ from ckptool.cli.console import Progress, print_document, print_lines, say, sett
 from ckptool.cli.options import PATH, fmt_option, json_option, quiet_option, verb
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.diffing import diff
+from ckptool.inspection.diff import diff
 from ckptool.transforms import regex_rule
 
 __all__ = ["command"]

@@ -7,7 +7,7 @@ import click
 from ckptool.cli.console import Progress, print_document, print_lines, stdout_look
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.showing import HEAD, show
+from ckptool.inspection.show import HEAD, show
 
 __all__ = ["command"]
 

@@ -11,28 +11,24 @@ from ckptool._lazy import importer
 
 if TYPE_CHECKING:
     from ckptool.inspection.diff_result import Diff
-    from ckptool.inspection.diffing import diff
     from ckptool.inspection.folding import tree
     from ckptool.inspection.listing import Listing, list_tensors
     from ckptool.inspection.reporting import report
-    from ckptool.inspection.showing import show
     from ckptool.inspection.stats import Stats
     from ckptool.inspection.summary import Info, info
     from ckptool.inspection.verdict import Verdict
     from ckptool.inspection.verifying import verify
 
 __all__ = [
-    "Diff", "Info", "Listing", "Stats", "Verdict", "diff", "info", "list_tensors", "report", "show",
-    "tree", "verify",
+    "Diff", "Info", "Listing", "Stats", "Verdict", "info", "list_tensors", "report", "tree",
+    "verify",
 ]  # fmt: skip
 
 _HOMES = {
     "diff_result": ("Diff",),
-    "diffing": ("diff",),
     "folding": ("tree",),
     "listing": ("Listing", "list_tensors"),
     "reporting": ("report",),
-    "showing": ("show",),
     "stats": ("Stats",),
     "summary": ("Info", "info"),
     "verdict": ("Verdict",),

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.inspection.common_names import Names, Renamed, SideNames
+from ckptool.errors import NameCollision
 from ckptool.inspection.diff_regions import Entry, Pair, Region, pair_regions
 from ckptool.inspection.diff_scope import Scope, in_scope, scopes
 from ckptool.inspection.equality import first_difference
 from ckptool.model import Opaque, OrderedMap, Path
 from ckptool.modules import is_module
-from ckptool.statedict import MODEL_KINDS, Section, sections
+from ckptool.names import check_collisions, strip_names
+from ckptool.statedict import MODEL_KINDS, Section, optimizer_names, sections, wrapped_names
 from ckptool.transforms.name_rules import AppliedRules, Rule
-from ckptool.transforms.names import unwrapped_modules
+from ckptool.transforms.names import followed, unwrapped_modules
 from ckptool.tree import name_of
 from ckptool.words import listed, printable
 
@@ -31,7 +32,77 @@ _SORTS = {"state_dict": "model", "module": "model"}
 
 Couple = tuple[Section, Section]
 
-_AS_THEY_ARE = Names({}, {})
+Renamed = dict[str, str]
+"""Old name to new, of the names that change."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """How the names of a section change."""
+
+    shown: Renamed
+    """For the screen: wrapper components off."""
+    compared: Renamed
+    """For the comparison: the rules applied to that as well."""
+
+
+_AS_THEY_ARE = _Names({}, {})
+STRICT_HINT = "--strict-names compares the names as they are"
+RULES_HINT = "make the rules narrower"
+
+
+@dataclass
+class _SideNames:
+    """How the names of one checkpoint change for the comparison."""
+
+    file: str
+    strict: bool = False
+    rules: AppliedRules = field(default_factory=lambda: AppliedRules(()))
+    _namings: list[tuple[frozenset[str], _Names]] = field(default_factory=list)
+
+    def stripped(self, part: Section) -> Renamed:
+        """The wrapper components taken off the names of a model's section.
+
+        Raises:
+            NameCollision: two names would become one.
+        """
+        return {} if self.strict else self._strip(wrapped_names(part.node))
+
+    def settle(self, part: Section, stripped: Renamed) -> _Names:
+        """The names of a model's section as they are compared, remembered for the optimizers.
+
+        Raises:
+            NameCollision: two entries would get one name.
+        """
+        names = [name for name in part.node if isinstance(name, str)]
+        renamed = self._ruled(names, stripped)
+        hint = RULES_HINT if self.rules.rules else STRICT_HINT
+        where = printable(part.name) or "the root"
+        check_collisions(part.node, renamed, file=self.file or None, place=where, hint=hint)
+        settled = _Names(stripped, renamed)
+        self._namings.append((frozenset(names), settled))
+        return settled
+
+    def optimizer(self, part: Section) -> _Names:
+        """The same of the names that an optimizer holds: as those of the model they belong to."""
+        own = optimizer_names(part.node)
+        shown = followed(own, [(names, settled.shown) for names, settled in self._namings])
+        if shown:
+            namings = [(names, settled.compared) for names, settled in self._namings]
+            return _Names(shown, followed(own, namings))
+        stripped = {} if self.strict else self._strip(own)
+        return _Names(stripped, self._ruled(own, stripped))
+
+    def _strip(self, names: list[str]) -> Renamed:
+        try:
+            return strip_names(names).renamed
+        except NameCollision as error:
+            raise NameCollision(error.message, file=self.file or None, hint=STRICT_HINT) from error
+
+    def _ruled(self, names: Sequence[str], stripped: Renamed) -> Renamed:
+        ruled = self.rules.of(stripped.get(name, name) for name in names)
+        new = {name: ruled[stripped.get(name, name)] for name in names}
+        return {name: to for name, to in new.items() if to != name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +143,8 @@ def align(
     aligned = _Alignment(
         found.a,
         found.b,
-        SideNames(a.path, strict_names, AppliedRules(rules, a.path)),
-        SideNames(b.path, strict_names),
+        _SideNames(a.path, strict_names, AppliedRules(rules, a.path)),
+        _SideNames(b.path, strict_names),
         whole=found.key is None,
     ).run()
     return in_scope(found, aligned)
@@ -85,8 +156,8 @@ class _Alignment:
 
     a: Scope
     b: Scope
-    names_a: SideNames
-    names_b: SideNames
+    names_a: _SideNames
+    names_b: _SideNames
     whole: bool
     """Whether all that is found will be kept."""
     pairs: list[Pair] = field(default_factory=list)
@@ -117,9 +188,9 @@ class _Alignment:
 
     def _models(
         self, couples: list[Couple], parts_a: list[Section], parts_b: list[Section], taken: set[int]
-    ) -> dict[int, Names]:
+    ) -> dict[int, _Names]:
         """How the names of every section change, by the section's identity."""
-        settled: dict[int, Names] = {}
+        settled: dict[int, _Names] = {}
         for one, other in couples:
             if one.kind in MODEL_KINDS:
                 stripped = self._stripped(one, other)
@@ -145,7 +216,7 @@ class _Alignment:
             return mine, others
         return max(ways, key=lambda way: _common(one, way[0], other, way[1]))
 
-    def _couple(self, one: Section, other: Section, names: dict[int, Names]) -> None:
+    def _couple(self, one: Section, other: Section, names: dict[int, _Names]) -> None:
         here, there = self.a.base + one.path, self.b.base + other.path
         before = here if here == there else ()
         if here != there and one.path == other.path:
@@ -168,7 +239,7 @@ class _Alignment:
         parts_a: list[Section],
         parts_b: list[Section],
         taken: set[int],
-        names: dict[int, Names],
+        names: dict[int, _Names],
     ) -> bool:
         """Values, and sections that nothing stands against: by path; whether there are any."""
         pools = []
@@ -235,7 +306,7 @@ def _sort(part: Section) -> str:
     return _SORTS.get(part.kind, part.kind)
 
 
-def _region(part: Section, base: Path, names: Names) -> Region:
+def _region(part: Section, base: Path, names: _Names) -> Region:
     region = Region()
     _fill(region, part, base, names, ())
     region.leaves.pop((), None)  # an object that is the section itself
@@ -243,7 +314,7 @@ def _region(part: Section, base: Path, names: Names) -> Region:
     return region
 
 
-def _fill(region: Region, part: Section, base: Path, names: Names, before: Path) -> None:
+def _fill(region: Region, part: Section, base: Path, names: _Names, before: Path) -> None:
     """Take what a section holds, under the names by which it is compared."""
     under = _optimizer_names if part.kind == "optimizer" else _model_names
 

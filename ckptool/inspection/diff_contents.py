@@ -95,7 +95,7 @@ class Contents:
         meter: Meter,
         limits: Limits,
     ) -> None:
-        """Nothing is compared yet; options as `diffing.diff`.
+        """Nothing is compared yet; options as `diff.diff`.
 
         Raises:
             UsageError: a tolerance is negative, or no number.

@@ -148,7 +148,7 @@ def _compared(
     """Return the report with the differences from another file."""
     from ckptool.inspection.aligning import align
     from ckptool.inspection.charting import bars
-    from ckptool.inspection.diffing import diff
+    from ckptool.inspection.diff import diff
 
     found = diff(checkpoint, other, key=one.key, structure=structure, progress=progress)
     norms = {row.row.name: row.measures.norm for row in one.tensors if row.measures}

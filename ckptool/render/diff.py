@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckptool.inspection.diff import TAGS
 from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side, magnitude
-from ckptool.inspection.diffing import TAGS
 from ckptool.inspection.values import shape_text
 from ckptool.names import Family, families, numbered
 from ckptool.render.table import apart, table

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckptool.inspection.folding import TreeNode
 from ckptool.inspection.listing import Listing, ObjectRow, TensorRow
-from ckptool.inspection.showing import Shown, ShownContainer, ShownObject, ShownTensor, ShownValue
+from ckptool.inspection.show import Shown, ShownContainer, ShownObject, ShownTensor, ShownValue
 from ckptool.inspection.values import shape_text, summarise
 from ckptool.model import Opaque, Storage, TensorRef
 from ckptool.render.table import apart, table

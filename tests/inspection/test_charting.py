@@ -6,7 +6,7 @@ import pytest
 
 from ckptool.inspection.aligning import align
 from ckptool.inspection.charting import bars, relative_change
-from ckptool.inspection.diffing import diff
+from ckptool.inspection.diff import diff
 from ckptool.tensors.comparing import Difference
 from tests.inspection.handmade import checkpoint, floats, tensor
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from ckptool.checkpoint import Change
-from ckptool.inspection import info, list_tensors, show, tree
+from ckptool.inspection import info, list_tensors, tree
+from ckptool.inspection.show import show
 from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.render.info import info_lines
 from ckptool.render.listing import listing_lines, shown_lines, tree_lines

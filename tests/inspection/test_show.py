@@ -8,8 +8,13 @@ import torch
 
 from ckptool.errors import AmbiguousName, LimitExceeded, NotFound
 from ckptool.formats import open_checkpoint
-from ckptool.inspection import show
-from ckptool.inspection.showing import ShownContainer, ShownObject, ShownTensor, ShownValue
+from ckptool.inspection.show import (
+    ShownContainer,
+    ShownObject,
+    ShownTensor,
+    ShownValue,
+    show,
+)
 from ckptool.limits import Limits
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from tests.inspection.handmade import checkpoint, floats, storage, tensor
