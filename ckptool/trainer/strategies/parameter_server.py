@@ -149,110 +149,6 @@ def launched_as() -> tuple[int, int]:
     return rank, size
 
 
-class Workers:
-    """The server's side: hands out tasks, and takes what comes back in the order it comes.
-
-    Attributes:
-        free: The ranks that have nothing to do.
-        outcome: What the run came to, which all of them are told at the end.
-    """
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        """Begin with all workers free."""
-        self.free = set(ranks)
-        self.outcome: Any = None
-        self._all_here = True
-
-    @classmethod
-    @contextmanager
-    def connected(cls, size: int) -> Iterator[Workers]:
-        """Connect the workers of a run of `size` processes, which end with it.
-
-        Raises:
-            TrainingError: they cannot be reached.
-        """
-        _connect(_SERVER, 0, size)
-        workers = cls(range(1, size))
-        failure = None
-        try:
-            yield workers
-        except BaseException as error:
-            failure = _as_told(error)
-            raise
-        finally:
-            _release(size, _Released(workers._all_here, workers.outcome, failure))
-
-    def hand_out(self, task: Task) -> None:
-        """Send the task to the first worker that is free."""
-        rank = min(self.free)
-        self.free.remove(rank)
-        answer: Future[Answer] = rpc.rpc_async(_name(rank), _ask, args=(task,), timeout=0)
-        answer.add_done_callback(lambda done: _post.inbox.put((rank, _answer(rank, done))))
-
-    def next(self, *, waits: bool) -> Answer | None:
-        """Return the next answer; None: there is none yet, and `waits` is false.
-
-        Raises:
-            PeerLost: a worker has failed, or is gone; the message has its traceback.
-        """
-        try:
-            rank, outcome = _post.inbox.get(waits)
-        except Empty:
-            return None
-        if isinstance(outcome, PeerLost):
-            self._all_here = False
-            raise outcome
-        self.free.add(rank)
-        return outcome  # type: ignore[no-any-return]
-
-
-class Service:
-    """A worker's side: takes tasks until the server has no more."""
-
-    def __init__(self) -> None:
-        """Begin as not released."""
-        self._end: _Released | None = None
-
-    @classmethod
-    @contextmanager
-    def connected(cls, rank: int, size: int) -> Iterator[Service]:
-        """Connect to the server of `size` processes, which hears of what is raised inside.
-
-        Raises:
-            TrainingError: it cannot be reached.
-        """
-        _connect(_name(rank), rank, size)
-        service = cls()
-        over: Future[_Released] = rpc.rpc_async(_SERVER, _until_over, timeout=0)
-        over.add_done_callback(lambda done: _post.inbox.put(_end_of(done)))
-        try:
-            yield service
-        except BaseException as error:
-            if service._end is None:
-                _tell(rank, error)
-            raise
-        finally:
-            _leave(is_graceful=service._end is not None and service._end.all_here)
-
-    def tasks(self) -> Iterator[tuple[Task, Callable[[Answer], None]]]:
-        """Yield every task, with the function that takes its answer.
-
-        Raises:
-            PeerLost: the server is gone.
-            CheckpointError: it could not go on, for this reason.
-        """
-        while not isinstance(message := _post.inbox.get(), _Released):
-            yield message
-        self._end = message
-        if message.failure is not None:
-            raise message.failure
-
-    @property
-    def outcome(self) -> Any:
-        """What the run came to, once there are no more tasks."""
-        return None if self._end is None else self._end.outcome
-
-
 # What is called in another process.
 
 
@@ -397,16 +293,42 @@ class ParameterServer(Strategy):
         """Connect the server with the workers; whoever fails, all of them end."""
         self._rank, self._size = launched_as()
         self._part = 0, 1
-        if self.takes_steps:
-            is_split = self.config.updates == "synchronous"
-            self._parts = self._size - 1 if is_split else 1
-            self._in_flight = InFlight(0 if is_split else self.config.staleness)
-            self._handed_out: dict[int, tuple[Step, float, list[Answer]]] = {}
-            with Workers.connected(self._size) as self._workers:
-                yield
-        else:
-            with Service.connected(self._rank, self._size) as self._service:
-                yield
+        self._end: _Released | None = None
+        _connect(_SERVER if self.takes_steps else _name(self._rank), self._rank, self._size)
+        with self._serving() if self.takes_steps else self._working():
+            yield
+
+    @contextmanager
+    def _serving(self) -> Iterator[None]:
+        """Lead the workers, which end with the block."""
+        is_split = self.config.updates == "synchronous"
+        self._parts = self._size - 1 if is_split else 1
+        self._in_flight = InFlight(0 if is_split else self.config.staleness)
+        self._handed_out: dict[int, tuple[Step, float, list[Answer]]] = {}
+        self._free, self._are_all_here = set(range(1, self._size)), True
+        self._outcome: Any = None
+        failure = None
+        try:
+            yield
+        except BaseException as error:
+            failure = _as_told(error)
+            raise
+        finally:
+            _release(self._size, _Released(self._are_all_here, self._outcome, failure))
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Watch the server, and tell it of what is raised in the block."""
+        over: Future[_Released] = rpc.rpc_async(_SERVER, _until_over, timeout=0)
+        over.add_done_callback(lambda done: _post.inbox.put(_end_of(done)))
+        try:
+            yield
+        except BaseException as error:
+            if self._end is None:
+                _tell(self._rank, error)
+            raise
+        finally:
+            _leave(is_graceful=self._end is not None and self._end.all_here)
 
     @property
     def takes_steps(self) -> bool:
@@ -447,8 +369,8 @@ class ParameterServer(Strategy):
         # The votes are of this process, and stay in it.
         task = Task(replace(step, votes=()), state, scaler.state_dict())
         for part in range(self._parts):
-            self._workers.hand_out(replace(task, part=(part, self._parts)))
-        return self._collected(lambda: bool(self._in_flight.has_room and self._workers.free))
+            self._hand_out(replace(task, part=(part, self._parts)))
+        return self._collected(lambda: bool(self._in_flight.has_room and self._free))
 
     def settled(self) -> list[StepResult]:
         """Wait until nothing is in flight any more."""
@@ -456,12 +378,30 @@ class ParameterServer(Strategy):
 
     def end(self, outcome: Any) -> None:
         """Give the outcome to the workers when they are released."""
-        self._workers.outcome = outcome
+        self._outcome = outcome
+
+    def _hand_out(self, task: Task) -> None:
+        rank = min(self._free)
+        self._free.remove(rank)
+        answer: Future[Answer] = rpc.rpc_async(_name(rank), _ask, args=(task,), timeout=0)
+        answer.add_done_callback(lambda done: _post.inbox.put((rank, _answer(rank, done))))
+
+    def _next(self, *, waits: bool) -> Answer | None:
+        """Return the next answer; None: there is none yet, and `waits` is false."""
+        try:
+            rank, outcome = _post.inbox.get(waits)
+        except Empty:
+            return None
+        if isinstance(outcome, PeerLost):
+            self._are_all_here = False
+            raise outcome
+        self._free.add(rank)
+        return outcome  # type: ignore[no-any-return]
 
     def _collected(self, is_enough: Callable[[], bool]) -> list[StepResult]:
         """Apply what has arrived, and what arrives until it is enough."""
         results = []
-        while (answer := self._workers.next(waits=not is_enough())) is not None:
+        while (answer := self._next(waits=not is_enough())) is not None:
             answers = self._handed_out[answer.number][2]
             answers.append(answer)
             if len(answers) == self._parts:
@@ -487,9 +427,13 @@ class ParameterServer(Strategy):
             CheckpointError: it could not go on, for this reason.
         """
         self.model.train()
-        for task, answer in self._service.tasks():
+        while not isinstance(message := _post.inbox.get(), _Released):
+            task, answer = message
             answer(self._computed(task, votes()))
-        return self._service.outcome
+        self._end = message
+        if message.failure is not None:
+            raise message.failure
+        return message.outcome
 
     def _computed(self, task: Task, votes: Sequence[float]) -> Answer:
         self._part = part, _ = task.part
