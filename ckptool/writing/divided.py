@@ -17,14 +17,15 @@ from typing import Protocol, TypeVar
 from ckptool.errors import UnreadableFile
 from ckptool.files.atomic import Part, begun_set, parts_of, refuse_target
 from ckptool.files.beside import beside
-from ckptool.files.renames import rename_all
+from ckptool.files.journal import read_journal
+from ckptool.files.renames import rename_all, settle_set
 from ckptool.files.system import worded
 from ckptool.formats.base import NewFile, Plan
 from ckptool.tree import name_of
 from ckptool.writing.job import Job
 from ckptool.writing.verification import source_check, verify_file
 
-__all__ = ["Team", "write_divided"]
+__all__ = ["Team", "finish_divided", "write_divided"]
 
 _Result = TypeVar("_Result")
 
@@ -84,6 +85,19 @@ def write_divided(plan: Plan, job: Job, team: Team, options: str) -> None:
             own = [(files[one.path], one) for one in shares[team.own]]
             _write(job, own, names, plan.format, team)
         team.first(lambda: _finish(plan, target, parts, names, job))
+
+
+def finish_divided(plan: Plan, job: Job, options: str) -> bool:
+    """Finish the same write, if a kill has cut short its renames; return whether one had.
+
+    Raises:
+        As `settle_set`.
+    """
+    journal = read_journal(os.path.realpath(plan.index))
+    if journal is None or f".ckptool-{_token(plan, job, options)}-" not in str(journal.facts):
+        return False
+    settle_set(plan.index, journal)
+    return True
 
 
 def _check_same_sources(job: Job, team: Team) -> None:

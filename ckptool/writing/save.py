@@ -28,7 +28,7 @@ from ckptool.statedict import what_there_is
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
 from ckptool.words import counted, listed
-from ckptool.writing.divided import Team, write_divided
+from ckptool.writing.divided import Team, finish_divided, write_divided
 from ckptool.writing.job import Job, carry_out
 from ckptool.writing.sharding import parse_size, plan_shards
 from ckptool.writing.target import (
@@ -168,6 +168,9 @@ def save(
     )
     if to_folder or files_from is not None:
         plan = _accompanied(plan, job, files_from, to_folder=to_folder)
+    with_team = team if plan.index and not dry_run else None
+    if with_team and with_team.first(lambda: finish_divided(plan, job, options)):
+        return _receipt(plan, job, team, dry_run=False)
     _check_files(checkpoint, plan, overwrite=overwrite, in_place=in_place)
     refuse_empty(checkpoint, plan)
     plan = replace(plan, notes=(*plan.notes, *remarks(checkpoint, path, format, name)))

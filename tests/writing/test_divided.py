@@ -7,8 +7,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ckptool.errors import UnreadableFile
-from ckptool.files import atomic
+import ckptool
+from ckptool.errors import TargetExists, UnreadableFile
+from ckptool.files import atomic, renames
+from ckptool.files.renames import Move
 from ckptool.formats import open_checkpoint
 from ckptool.writing import divided, save
 
@@ -71,6 +73,33 @@ def test_room_is_asked_for_what_is_not_whole_yet(model, tmp_path, monkeypatch):
     sizes = [size for _, size in receipt.files]
     assert asked == [sum(sizes[6:])]
     assert all(os.path.getsize(path) == size for path, size in receipt.files)
+
+
+def test_the_same_write_finishes_renames_that_a_kill_cut_short(model, tmp_path, monkeypatch):
+    index, carry_out, moved = tmp_path / "out" / "m.safetensors.index.json", Move.carry_out, []
+    with monkeypatch.context() as patched:
+
+        def killed(move, folder):
+            if len(moved) == 3:
+                raise KeyboardInterrupt
+            moved.append(os.path.join(folder, move.name))
+            carry_out(move, folder)
+
+        patched.setattr(Move, "carry_out", killed)
+        patched.setattr(renames, "_end", lambda target, moves: None)
+        with pytest.raises(KeyboardInterrupt):
+            write(model, index, Alone())
+    assert not index.exists()
+    with pytest.raises(TargetExists, match="exists already"), open_checkpoint(model) as checkpoint:
+        save(checkpoint, str(index), max_shard_size="10KB", team=Alone(), options="others")
+    assert not index.exists()
+    inodes = [os.stat(path).st_ino for path in moved]
+    receipt = write(model, index, Alone())
+    assert [os.stat(path).st_ino for path in moved] == inodes
+    assert {path.name for path in index.parent.iterdir()} == {
+        os.path.basename(path) for path, _ in receipt.files
+    }
+    assert ckptool.diff(model, index).identical
 
 
 def test_an_unfinished_file_is_not_the_one_of_another_run(model, tmp_path, monkeypatch):
