@@ -100,7 +100,7 @@ def command(
     if name_status and fmt:
         given.append("--fmt")
     if len(given) > 1:
-        raise UsageError(f"of {' and '.join(given)} one can be had")
+        raise UsageError(f"{' and '.join(given)} cannot be combined")
     rules = [regex_rule(text) for text in regexes]
     with _opened(a) as one, _opened(b) as other, Progress(quiet=quiet) as progress:
         found = diff(one, other, rules=rules, progress=progress, **how)

@@ -108,7 +108,7 @@ def diff(
 def _check_options(structure: bool, quick: bool, tolerant: bool, max_diffs: int | None) -> None:
     if structure and quick:
         raise UsageError(
-            "of --structure and --quick one can be had",
+            "--structure and --quick cannot be combined",
             hint="--structure compares no values at all, --quick those of which a checksum tells",
         )
     if tolerant and (structure or quick):
