@@ -228,7 +228,7 @@ def filled(data: ByteRange) -> Iterator[memoryview]:
 
 
 def _found_beside(target: str, ending: str) -> list[str]:
-    """The files beside `target` of the name that `beside` gives with an ending of this pattern."""
+    """Return the files beside `target` whose names `beside` gives with such an ending."""
     folder, beginning = os.path.split(beside(target, ""))
     pattern = re.compile(re.escape(beginning) + ending)
     found: list[str] = []
@@ -239,7 +239,7 @@ def _found_beside(target: str, ending: str) -> list[str]:
 
 @contextmanager
 def _folder_of(target: str) -> Iterator[str]:
-    """The target's folder, made if need be; what was made goes again where the block fails."""
+    """Give the target's folder, made if need be, and removed again if the block fails."""
     folder = os.path.dirname(target)
     missing = missing_folders(folder)
     try:
@@ -255,7 +255,7 @@ def _folder_of(target: str) -> Iterator[str]:
 
 
 def _private(mode: int | None) -> Callable[[str, int], int]:
-    """An opener of a file for us alone while it is written, where its mode is set at the end."""
+    """Return an opener of a file that is ours alone until its mode is set at the end."""
     return lambda path, flags: os.open(path, flags, 0o666 if mode is None else 0o600)
 
 
@@ -290,7 +290,7 @@ def atomic_output(
     check: Callable[[], None] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[FileOutput]:
-    """An output for exactly `size` bytes that become the file at `path` when the block ends well.
+    """Give an output for `size` bytes that become the file at `path` if the block ends well.
 
     `size` is None where it is not known before; the space is then not reserved.
 
@@ -334,7 +334,7 @@ def atomic_output(
 
 
 def refuse_target(path: str | os.PathLike[str], *, overwrite: bool) -> os.stat_result | None:
-    """What the system says of a file that may be replaced; None where there is none.
+    """Return what the system says of a file that may be replaced; None where there is none.
 
     Raises:
         TargetExists: it is there and not to be overwritten, or is a folder.
@@ -377,7 +377,7 @@ def _refuse_other_writers(target: str, own: str) -> None:
 
 @contextmanager
 def _temporary_file(target: str, mode: int | None) -> Iterator[FileIO]:
-    """A new file beside the target, open and locked; it is removed where the block fails."""
+    """Give a new file beside the target, open and locked; remove it if the block fails."""
     while True:
         temporary = beside(target, f".ckptool-{secrets.token_hex(6)}.tmp")
         try:
@@ -406,7 +406,7 @@ def atomic_set(
     check: Callable[[], None] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Outputs]:
-    """Outputs for files that appear together when the block ends well; see `atomic_output`.
+    """Give outputs for files that appear together if the block ends well; see `atomic_output`.
 
     Each is written beside its target; when all are on the disk, they are renamed, the index last.
     Whatever else happens leaves the old files, and nothing beside them; what a kill leaves, the
@@ -542,7 +542,7 @@ class Part:
         self.old = refuse_target(self.path, overwrite=overwrite)
 
     def move(self) -> Move:
-        """What is left to do for it."""
+        """Return what is left to do for it."""
         names = os.path.basename(self.temporary), os.path.basename(self.target)
         return Move(*names, self.inode or 0, self.size, state_of(self.old))
 
@@ -560,7 +560,7 @@ def _cleared(target: str, parts: Sequence[Part]) -> Iterator[None]:
 
 
 def parts_of(target: str, sizes: Mapping[str, int], mode: int | None) -> list[Part]:
-    """The files, which lie in one folder, the index last."""
+    """Return the files, which lie in one folder, the index last."""
     token, parts = secrets.token_hex(6), []
     for number, (path, size) in enumerate(sizes.items(), 1):
         temporary = beside(target, f".ckptool-{token}-{number:05}.part")

@@ -34,7 +34,7 @@ def journal_path(target: str) -> str:
 
 
 def journalled(name: str) -> str | None:
-    """The file whose journal is called `name` (if that was not cut); None for any other name."""
+    """Return the file whose journal is called `name` (if that was not cut); else None."""
     if not name.startswith(".") or not name.endswith(_JOURNAL):
         return None
     return name[1 : -len(_JOURNAL)]

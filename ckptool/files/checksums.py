@@ -75,7 +75,7 @@ class Checked:
 
 
 def combined(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two runs of bytes on end, the second of `length` bytes."""
+    """Return the CRC-32 of two runs of bytes on end, the second of `length` bytes."""
     if first == 0:
         return second
     return _product(_shift(length), first) ^ second
@@ -83,7 +83,7 @@ def combined(first: int, second: int, length: int) -> int:
 
 @lru_cache(maxsize=64)
 def _shift(length: int) -> int:
-    """What a CRC-32 is multiplied with where `length` bytes follow: x to the power of their bits.
+    """Return the factor of a CRC-32 before `length` bytes: x to the power of their bits.
 
     After `crc32_combine` of zlib 1.2.12.
     """
@@ -125,7 +125,7 @@ _WORTH = 4 << 20
 
 
 def crc32s(runs: Sequence[ByteRange], told: Told | None = None) -> Iterator[int | CorruptFile]:
-    """The CRC-32 of each run, in order; of one that cannot be inflated, the error.
+    """Yield the CRC-32 of each run, in order; of one that cannot be inflated, the error.
 
     `told` is called with bytes done, now and then.
 
@@ -188,7 +188,7 @@ def _summed(runs: Sequence[ByteRange], job: list[_Piece]) -> list[_Found]:
 
 
 def _crc32(run: ByteRange, start: int, length: int, block: memoryview) -> int | CorruptFile:
-    """The CRC-32 of a piece, read into `block` part by part."""
+    """Return the CRC-32 of a piece, read into `block` part by part."""
     crc = 0
     try:
         for position in range(start, start + length, len(block) or 1):

@@ -145,7 +145,7 @@ class Ahead:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """The same for all sources."""
+    """Return the same for all sources."""
     from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
 
     return ThreadPoolExecutor(THREADS, thread_name_prefix="ckptool-ahead")
@@ -163,7 +163,7 @@ def gathered(
     stride: tuple[int, ...],
     offset: int,
 ) -> ByteRange:
-    """The elements of a view of `data` in row-major order, gathered as they are read.
+    """Return the elements of a view of `data` in row-major order, gathered as they are read.
 
     `stride` and `offset` count elements of `itemsize` bytes; the view lies inside `data`. Reading
     on where the last read ended costs one pass, from elsewhere a start at the row there.
@@ -224,7 +224,7 @@ class _Rows:
 
 
 def joined(parts: Sequence[ByteRange]) -> ByteRange:
-    """The parts as one range: of their own source where they follow each other in it."""
+    """Return the parts as one range: of their own source where they follow each other in it."""
     runs = neighbours(parts)
     if len(runs) == 1:
         return runs[0]

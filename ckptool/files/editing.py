@@ -72,7 +72,7 @@ class Edit:
 
     @classmethod
     def of(cls, fd: int, patch: Patch) -> Edit:
-        """The edit that brings `patch` into the open file.
+        """Return the edit that brings `patch` into the open file.
 
         Raises:
             WriteError: the patch begins neither at the end of the file nor at its beginning, or is
@@ -90,7 +90,7 @@ class Edit:
 
     @classmethod
     def from_journal(cls, journal: Journal, path: str) -> Edit:
-        """The edit that a journal tells of.
+        """Return the edit that a journal tells of.
 
         Raises:
             CorruptFile: it tells of none.
@@ -116,7 +116,7 @@ class Edit:
         return max(self.size, self.offset + len(self.new))
 
     def to_journal(self) -> Journal:
-        """What must be on the disk before the edit begins."""
+        """Return what must be on the disk before the edit begins."""
         facts = {key: getattr(self, key) for key in (*_NUMBERS, "tail")}
         return Journal(KIND, facts, (self.old, self.new), self.pid, self.boot)
 
@@ -145,7 +145,7 @@ class Edit:
         return State.CUT
 
     def _stranger(self, fd: int, path: str) -> CorruptFile:
-        """The error for a file that is not the one that was edited; it may be a copy of that."""
+        """Return the error for a file that is not the one that was edited: a copy of it, say."""
         with suppress(CorruptFile):
             if self.state(fd, path, moved=True) is State.CUT:
                 return _moved(path)

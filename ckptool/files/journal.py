@@ -99,7 +99,7 @@ def write_journal(target: str, journal: Journal) -> None:
 
 
 def read_journal(target: str) -> Journal | None:
-    """The journal of `target`; None where there is none.
+    """Return the journal of `target`; None where there is none.
 
     Raises:
         CorruptFile: it is damaged, or of a version that is not known here.
@@ -194,7 +194,7 @@ _ATTEMPTS = 3
 
 @contextmanager
 def exclusive(path: str | os.PathLike[str]) -> Iterator[int]:
-    """The file at `path`, links resolved, open and locked against every other process that asks.
+    """Give the file at `path`, links resolved, open and locked against others that ask.
 
     The descriptor can be written to where the system lets us, else only read. The lock ends with
     the block, or with the process. A system or a file system without locks goes on without, unless
@@ -245,7 +245,7 @@ def undisturbed(path: str) -> Iterator[None]:
 
 @contextmanager
 def occupied(folder: str) -> Iterator[None]:
-    """A folder, made where it is not there, kept from every other process that asks for it.
+    """Give a folder, made if need be, and keep it from every other process that asks for it.
 
     That ends with the block, or with the process. A system or a file system without locks goes on
     without. A folder that was made for it goes again if nothing is in it at the end.
@@ -340,7 +340,7 @@ def leads_to(path: str | os.PathLike[str], fd: int) -> bool:
 
 
 def _open(path: str) -> int:
-    """A descriptor to read and write, or to read where that is all that we may."""
+    """Return a descriptor to read and write, or to read where that is all that we may."""
     with suppress(OSError):
         return os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
     return open_descriptor(path)

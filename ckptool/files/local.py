@@ -86,7 +86,7 @@ class Place:
         check: Callable[[], None],
         progress: Progress | None,
     ) -> AbstractContextManager[Outputs]:
-        """Outputs for files that appear together; as `files.atomic.atomic_set`."""
+        """Give outputs for files that appear together; as `files.atomic.atomic_set`."""
         from ckptool.files.atomic import atomic_set
 
         return atomic_set(

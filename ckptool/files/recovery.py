@@ -42,7 +42,7 @@ class Recovery(Result):
     """The same as a clause without a full stop."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The document `ckptool.recover/1`."""
+        """Return the document `ckptool.recover/1`."""
         return {
             "schema": "ckptool.recover/1",
             "file": self.path,
@@ -52,7 +52,7 @@ class Recovery(Result):
 
 
 def open_settled(path: str) -> FileSource:
-    """The file beside which a journal lies, open for reading, set right first.
+    """Return the file beside which a journal lies, open for reading, set right first.
 
     Raises:
         FileMissing, FileBusy, CorruptFile, UnreadableFile: as `open_source`.
@@ -140,13 +140,13 @@ def _recovered(path: str, *, moved: bool) -> Recovery:
 
 
 def _opened_as_finished(path: str) -> FileSource:
-    """The index of a set of which the files have just got their names."""
+    """Return the index of a set of which the files have just got their names."""
     warn(f"{path}: {FINISHED}")
     return FileSource(path)
 
 
 def _opened_as_settled(path: str) -> FileSource:
-    """The file beside which a journal lies, set right as far as the system lets us."""
+    """Return the file beside which a journal lies, set right as far as the system lets us."""
     with _held(path) as fd:
         edit = _leftover(path)
         if edit is None:
@@ -176,14 +176,14 @@ def _set_right(edit: Edit, state: State, fd: int) -> None:
 
 
 def _leftover(path: str) -> Edit | None:
-    """What the journal of a file tells that we hold the lock on."""
+    """Return what the journal of a file tells that we hold the lock on."""
     remove_unfinished(path)
     journal = read_journal(path)
     return None if journal is None else Edit.from_journal(journal, path)
 
 
 def _outcome(edit: Edit, state: State) -> tuple[str, str]:
-    """The action of a `Recovery`, and its text."""
+    """Return the action of a `Recovery`, and its text."""
     if state is State.NEW:
         return "completed", f"the edit of process {edit.pid} that was cut short is all there"
     return "rolled-back", f"rolled back to its {_before(edit)}"
@@ -204,13 +204,13 @@ def _finish_set(path: str) -> bool:
 
 @contextmanager
 def _held(path: str) -> Iterator[int]:
-    """The file, open and locked."""
+    """Give the file, open and locked."""
     with ExitStack() as stack:
         yield _patiently(lambda: stack.enter_context(exclusive(path)))
 
 
 def _patiently(attempt: Callable[[], _Got]) -> _Got:
-    """What `attempt` gives; the edit of another process is waited for, which takes no longer."""
+    """Return what `attempt` gives; wait for the edit of another process."""
     for pause in _PAUSES:
         try:
             return attempt()

@@ -184,7 +184,7 @@ class RemotePlace(Place):
         check: Callable[[], None],
         progress: Progress | None,
     ) -> AbstractContextManager[Outputs]:
-        """Outputs for objects of which the index appears last; as `uploaded_set`."""
+        """Give outputs for objects of which the index appears last; as `uploaded_set`."""
         from ckptool.files.upload import uploaded_set
 
         for path in sizes:

@@ -58,7 +58,7 @@ class Move:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any], target: str) -> Move:
-        """What a journal says of one file; ValueError, KeyError or TypeError where it is none."""
+        """Return what a journal says of one file; ValueError, KeyError, TypeError if it is none."""
         temporary, name, old = str(facts["temporary"]), str(facts["name"]), facts["replaces"]
         beginning = os.path.basename(beside(target, ""))
         if not re.fullmatch(re.escape(beginning) + PART, temporary):
@@ -139,7 +139,7 @@ def finish_renames(target: str, journal: Journal) -> None:
 
 
 def state_of(status: os.stat_result | None) -> tuple[int, ...] | None:
-    """What tells a file from others and from what it was before; None: there is none."""
+    """Return what tells a file from others and from what it was before; None: there is none."""
     return None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
 

@@ -74,7 +74,7 @@ class Source:
         self.fill(offset, buffer)
 
     def fd(self) -> int | None:
-        """The open descriptor, for copies and mappings by the kernel; None where there is none.
+        """Return the open descriptor, for copies and mappings by the kernel; None if none is.
 
         Raises:
             UsageError: the file has been closed.
@@ -86,7 +86,7 @@ class Source:
         return str(self.size)
 
     def changed(self) -> str | None:
-        """What has been done to it since it was opened; None: nothing."""
+        """Return what has been done to it since it was opened; None: nothing."""
         return None
 
     def check_unchanged(self) -> None:
@@ -191,7 +191,7 @@ class FileSource(Source):
             raise UnreadableFile("cannot be read, as it is not a regular file", file=self.path)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles open the file again: a descriptor's number means nothing elsewhere."""
+        """Have copies and pickles open the file again: a descriptor means nothing elsewhere."""
         state = self._stored, self._mtime
         return _reopened, (os.path.abspath(self.path), state, self.size, self._head)
 
@@ -200,7 +200,7 @@ class FileSource(Source):
         return f"{self.size} {self._mtime}"
 
     def fd(self) -> int:
-        """The open descriptor.
+        """Return the open descriptor.
 
         Raises:
             UsageError: the file has been closed.
@@ -228,7 +228,7 @@ class FileSource(Source):
         buffer[: len(shown)] = shown
 
     def changed(self) -> str | None:
-        """What has been done to the open file since it was opened; None: nothing."""
+        """Return what has been done to the open file since it was opened; None: nothing."""
         status = os.fstat(self.fd())
         if status.st_size != self._stored:
             return f"it had {self._stored:,} bytes and has {status.st_size:,}"
@@ -247,7 +247,7 @@ class FileSource(Source):
             self._fd = -1
 
     def _system(self, call: Callable[[int, _Wanted, int], _Got], wanted: _Wanted, at: int) -> _Got:
-        """What a read of the open descriptor gives, its refusals put into words."""
+        """Return what a read of the open descriptor gives, its refusals put into words."""
         try:
             return call(self.fd(), wanted, at)
         except OSError as error:
@@ -295,7 +295,7 @@ def _preadv(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def _reopened(path: str, state: tuple[int, int], size: int, head: bytes) -> FileSource:
-    """The file of a copied or unpickled source, if it is still the one that was read."""
+    """Return the file of a copied or unpickled source, if it is still the one that was read."""
     source = FileSource(path, size=size, head=head)
     status = os.fstat(source.fd())
     if (status.st_size, status.st_mtime_ns) != state:
@@ -373,7 +373,7 @@ class ByteRange:
         self.slice(start, len(buffer)).source.read_into(self.offset + start, buffer)
 
     def slice(self, start: int, length: int) -> ByteRange:
-        """The sub-range of `length` bytes from `start`."""
+        """Return the sub-range of `length` bytes from `start`."""
         if start < 0 or length < 0 or start + length > self.length:
             raise TruncatedFile(
                 f"{length:,} bytes are wanted at {start:,} of a run of {self.length:,}",
@@ -382,7 +382,7 @@ class ByteRange:
         return ByteRange(self.source, self.offset + start, length)
 
     def blocks(self, size: int = BLOCK) -> Iterator[bytes]:
-        """The content in order, at most `size` bytes at a time."""
+        """Yield the content in order, at most `size` bytes at a time."""
         for start in range(0, self.length, size):
             yield self.source.read(self.offset + start, min(size, self.length - start))
 
@@ -435,7 +435,7 @@ def far_bytes(ranges: Iterable[ByteRange]) -> int:
 
 
 def neighbours(parts: Iterable[ByteRange]) -> list[ByteRange]:
-    """The parts in order, those that follow each other in one source put together."""
+    """Return the parts in order, those that follow each other in one source put together."""
     runs: list[ByteRange] = []
     for part in parts:
         last = runs[-1] if runs else None

@@ -51,7 +51,7 @@ def row_major(
     offset: int,
     block: int = BLOCK,
 ) -> Iterator[bytes]:
-    """The elements of a view of `data` in row-major order, about `block` bytes at a time.
+    """Yield the elements of a view of `data` in row-major order, about `block` bytes at a time.
 
     `stride` and `offset` count elements of `itemsize` bytes; the view lies inside `data`. Never
     more than some six blocks are held, however far apart the elements lie.
@@ -77,7 +77,7 @@ def row_major(
 def _content(
     data: ByteRange, itemsize: int, start: int, box: list[Axis], limit: int
 ) -> Iterator[bytes]:
-    """The elements of a box that begins at element `start` of `data`, in portions."""
+    """Yield the elements of a box that begins at element `start` of `data`, in portions."""
     buffer = bytearray(prod(axis.size for axis in box) * itemsize)
     _fill(buffer, data, itemsize, start, box, limit)
     portion = max(limit // PORTIONS, 1) * itemsize
@@ -86,7 +86,7 @@ def _content(
 
 
 def _joined(shape: Sequence[int], stride: Sequence[int]) -> list[Axis]:
-    """The dimensions of a view, those of size 1 left out and those that run on joined."""
+    """Return the dimensions of a view, those of size 1 left out and those that run on joined."""
     axes: list[Axis] = []
     for size, step in zip(shape, stride, strict=True):
         if size == 1:
@@ -99,7 +99,7 @@ def _joined(shape: Sequence[int], stride: Sequence[int]) -> list[Axis]:
 
 
 def _reach(axes: Sequence[Axis]) -> tuple[int, int]:
-    """The lowest and the highest element that these axes reach, counted from the first."""
+    """Return the lowest and the highest element that these axes reach, counted from the first."""
     low = sum((axis.size - 1) * axis.step for axis in axes if axis.step < 0)
     return low, low + _span(axes) - 1
 
@@ -122,7 +122,7 @@ def _boxes(axes: list[Axis], limit: int) -> Iterator[tuple[int, list[Axis]]]:
 
 
 def _cut(axes: list[Axis], limit: int) -> tuple[int, int]:
-    """The axis along which to cut, and how many of its rows a box of `limit` elements takes."""
+    """Return the axis to cut along, and how many of its rows a box of `limit` elements takes."""
     inner = 1
     for index in range(len(axes) - 1, 0, -1):
         if inner * axes[index].size > limit:
@@ -162,7 +162,7 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(axes: list[Axis], itemsize: int, tile: int) -> _Tiling:
-    """The run is what lies close together in the file; a tile has about `tile` elements."""
+    """Return the run is what lies close together in the file; a tile has about `tile` elements."""
     axes = sorted(axes, key=lambda axis: axis.step)
     run: list[Axis] = []
     while axes:
@@ -203,7 +203,7 @@ def _fill(
 
 
 def _cells(buffer: bytearray, itemsize: int) -> Cells:
-    """The buffer as a sequence of elements of `itemsize` bytes."""
+    """Return the buffer as a sequence of elements of `itemsize` bytes."""
     return buffer if itemsize == 1 else memoryview(buffer).cast(FORMATS[itemsize])
 
 
@@ -233,7 +233,7 @@ def _corners(axes: list[Axis], start: int, place: int) -> list[tuple[int, int]]:
 
 
 def _cost(axis: Axis) -> float:
-    """What an element moved along this axis costs; steps in the tile stay in the cache."""
+    """Return what an element moved along this axis costs; steps in the tile stay in the cache."""
     return CALL_COST / axis.size + (abs(axis.place) > 8) + (axis.step != 1) / 2
 
 
@@ -254,7 +254,7 @@ def _move(target: Cells, cells: Cells, axes: list[Axis], place: int) -> None:
 
 
 def swap_bytes(data: bytes, size: int) -> bytes:
-    """`data` with each group of `size` bytes (1, 2, 4 or 8) reversed."""
+    """Return `data` with each group of `size` bytes (1, 2, 4 or 8) reversed."""
     if size == 1:
         return data
     items = array(FORMATS[size], data)

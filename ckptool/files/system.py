@@ -41,7 +41,7 @@ _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 @contextmanager
 def worded(path: str) -> Iterator[None]:
-    """The system's refusals as our errors, about `path`.
+    """Raise the system's refusals as our errors, about `path`.
 
     Raises:
         NoSpace: the disk is full.
@@ -187,7 +187,7 @@ def try_lock(fd: int) -> bool | None:
 
 
 def lock_holder(fd: int) -> int | None:
-    """The process that has the lock on an open file, where the system tells (Linux)."""
+    """Return the process that has the lock on an open file, where the system tells (Linux)."""
     status = os.fstat(fd)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError, ValueError), open("/proc/locks", encoding="ascii") as lines:
@@ -199,7 +199,7 @@ def lock_holder(fd: int) -> int | None:
 
 
 def holder_of(path: str) -> int | None:
-    """The process that has a lock on a file; 0: one that the system does not tell, None: nobody."""
+    """Return the process that has a lock on a file; 0: the system does not tell, None: nobody."""
     if sys.platform == "win32":
         return None
     with suppress(OSError):
@@ -226,7 +226,7 @@ def is_running(pid: int) -> bool:
 
 
 def boot_id() -> str:
-    """What tells one run of the system from the next (Linux); empty where it does not say."""
+    """Return what tells one run of the system from the next (Linux); empty if it does not say."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
     return ""

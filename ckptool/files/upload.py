@@ -62,7 +62,7 @@ def uploaded_set(
     check: Callable[[], None] | None,
     progress: Progress | None,
 ) -> Iterator[Outputs]:
-    """Outputs for objects, asked for one after the other, the index last; see `atomic_set`.
+    """Give outputs for objects, asked for one by one, the index last; see `atomic_set`.
 
     `check` is called before the last one appears. Those that are there when something fails stay,
     and are named in a `CheckpointWarning`.
@@ -99,7 +99,7 @@ def uploaded_set(
 
 @contextmanager
 def _uploaded(path: str, size: int, progress: Progress) -> Iterator[FileOutput]:
-    """An object that appears when the block ends well."""
+    """Give an object that appears when the block ends well."""
     system, inner = system_of(path)
     transaction = system.transaction
     transaction.start()  # every file system defers what is written in one, `memory` too
