@@ -129,10 +129,11 @@ class _EndTuple:
         self.node = node
 
 
-_MARK, _REDUCE, _BUILD = _Raw(b"("), _Raw(b"R"), _Raw(b"b")
+_MARK, _TUPLE, _REDUCE, _BUILD, _NEW = map(_Raw, (b"(", b"t", b"R", b"b", b"\x81"))
 _END_OF_STEP = {"append": _Raw(b"e"), "set": _Raw(b"u"), "add": _Raw(b"\x90")}
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
+_UINT = struct.Struct("<I").pack
 _SHORT_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 
@@ -154,8 +155,7 @@ class _Encoder:
         todo, writers = self.todo, _WRITERS
         while todo:
             node = todo.pop()
-            kind = type(node)
-            writer = writers.get(kind) or _writer_for(node)
+            writer = writers.get(type(node)) or _writer_for(node)
             writer(self, node)
         self.out += b"."
         storages, dtypes, untyped = zip(*self.order, strict=True) if self.order else ((), (), ())
@@ -169,13 +169,13 @@ class _Encoder:
         index = self.memo.get(key)
         if index is None:
             return False
-        self.out += b"h%c" % index if index < 256 else b"j" + struct.pack("<I", index)
+        self.out += b"h%c" % index if index < 256 else b"j" + _UINT(index)
         return True
 
     def remember(self, key: Any) -> None:
         """Memoize the top of the stack under `key`."""
         index = self.memo[key] = len(self.memo)
-        self.out += b"q%c" % index if index < 256 else b"r" + struct.pack("<I", index)
+        self.out += b"q%c" % index if index < 256 else b"r" + _UINT(index)
 
     # Leaves
 
@@ -209,10 +209,10 @@ class _Encoder:
         self.out += b"G" + struct.pack(">d", node)
 
     def write_text(self, node: str) -> None:
-        key = ("text", str(node))
+        key = str(node)
         if not self.recall(key):
             raw = node.encode("utf-8", "surrogatepass")
-            self.out += b"X" + struct.pack("<I", len(raw)) + raw
+            self.out += b"X" + _UINT(len(raw)) + raw
             self.remember(key)
 
     def write_complex(self, node: complex) -> None:
@@ -309,7 +309,7 @@ class _Encoder:
         """Put `func(*args)` on the work list, memoized as `node`; args are not shared."""
         self.kept.append(args)
         put = () if node is None else (_Put(node),)
-        self.push(func, _MARK, *args, _Raw(b"t"), _REDUCE, *put)
+        self.push(func, _MARK, *args, _TUPLE, _REDUCE, *put)
 
     def push(self, *work: Any) -> None:
         """Do these next, in this order."""
@@ -337,10 +337,10 @@ class _Encoder:
         elif node.kwargs is not None:
             made = (
                 Global("copyreg", "__newobj_ex__"), _MARK, node.func, node.args, node.kwargs,
-                _Raw(b"t"), _REDUCE,
+                _TUPLE, _REDUCE,
             )  # fmt: skip
         else:
-            made = (node.func, node.args, _REDUCE if node.maker == "reduce" else _Raw(b"\x81"))
+            made = (node.func, node.args, _REDUCE if node.maker == "reduce" else _NEW)
         self.push(*made, _Put(node), *steps)
 
     # Tensors
