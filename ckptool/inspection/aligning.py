@@ -61,7 +61,7 @@ class _SideNames:
     _namings: list[tuple[frozenset[str], _Names]] = field(default_factory=list)
 
     def stripped(self, part: Section) -> Renamed:
-        """The wrapper components taken off the names of a model's section.
+        """Return the wrapper components taken off the names of a model's section.
 
         Raises:
             NameCollision: two names would become one.
@@ -69,7 +69,7 @@ class _SideNames:
         return {} if self.strict else self._strip(wrapped_names(part.node))
 
     def settle(self, part: Section, stripped: Renamed) -> _Names:
-        """The names of a model's section as they are compared, remembered for the optimizers.
+        """Return a model's names as they are compared, remembered for the optimizers.
 
         Raises:
             NameCollision: two entries would get one name.
@@ -84,7 +84,7 @@ class _SideNames:
         return settled
 
     def optimizer(self, part: Section) -> _Names:
-        """The same of the names that an optimizer holds: as those of the model they belong to."""
+        """Return an optimizer's names as they are compared: as those of its model."""
         own = optimizer_names(part.node)
         shown = followed(own, [(names, settled.shown) for names, settled in self._namings])
         if shown:
@@ -206,7 +206,7 @@ class _Alignment:
         return settled
 
     def _stripped(self, one: Section, other: Section) -> tuple[Renamed, Renamed]:
-        """Wrapper components off both, unless more names agree where one or both stay as they are.
+        """Take wrappers off both, unless more names agree where one or both stay as they are.
 
         They do where a layer is called `module` by its author, and one file has nothing else.
         """
@@ -327,12 +327,12 @@ def _fill(region: Region, part: Section, base: Path, names: _Names, before: Path
 
 
 def _model_names(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, Any]:
-    """An entry of a model's section under its new name."""
+    """Return an entry of a model's section under its new name."""
     return (renamed.get(path[0], path[0]), *path[1:]) if path else path, leaf
 
 
 def _optimizer_names(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, Any]:
-    """An entry of an optimizer: names are keys of `state`, and items in the groups."""
+    """Return an entry of an optimizer: names are keys of `state`, and items in the groups."""
     if path[:1] == ("state",) and len(path) > 1:
         return ("state", renamed.get(path[1], path[1]), *path[2:]), leaf
     named = path[:1] == ("param_groups",) and path[2:3] in (("params",), ("param_names",))
@@ -340,7 +340,7 @@ def _optimizer_names(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, Any
 
 
 def _bare(holder: Opaque) -> Opaque:
-    """A pickled module without the pickled wrappers around it."""
+    """Return a pickled module without the pickled wrappers around it."""
     if not is_module(holder):
         return holder
     instead = unwrapped_modules(holder).instead
@@ -362,7 +362,7 @@ def _common(one: Section, mine: Renamed, other: Section, others: Renamed) -> int
 
 
 def _unpaired(left_a: list[str], left_b: list[str]) -> Iterator[str]:
-    """What to tell of state dicts, by address, that nothing stands against."""
+    """Yield what to tell of state dicts, by address, that nothing stands against."""
     if left_a and left_b:
         yield (
             f"A has the state dicts {listed(left_a)} and B has {listed(left_b)}: none of them is "
@@ -371,7 +371,7 @@ def _unpaired(left_a: list[str], left_b: list[str]) -> Iterator[str]:
 
 
 def _weights_alone(a: Scope, b: Scope, couples: list[Couple]) -> Iterator[str]:
-    """What to tell where one file is a state dict and the other holds more beside it."""
+    """Yield what to tell where one file is a state dict and the other holds more beside it."""
     for one, other in couples:
         if one.kind in MODEL_KINDS and bool(one.path) != bool(other.path):
             scope, part = (a, one) if one.path else (b, other)

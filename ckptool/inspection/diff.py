@@ -186,7 +186,7 @@ class _Comparison:
         self._note(pair, what + _unlike_tags(a, b), found)
 
     def _quantizers(self, a: TensorRef, b: TensorRef) -> _Elements:
-        """What the headers alone tell of how codes become values."""
+        """Return what the headers alone tell of how codes become values."""
         if not a.kind == b.kind == "quantized" or (a.dtype, a.shape) != (b.dtype, b.shape):
             return _Elements()
         unlike = first_difference(a, b, devices=False, limits=self.limits)
@@ -204,7 +204,7 @@ class _Comparison:
         return _Elements(verdict.equal, verdict, verdict.is_close)
 
     def _parts(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
-        """The same of tensors of one kind that are made of others; the figures are of one part."""
+        """Return the same of tensors that are made of others; the figures are of one part."""
         verdicts: list[Verdict] = []
         same = self._asking(pair, verdicts)
         unlike = first_difference(a, b, same, devices=False, limits=self.limits)
@@ -215,7 +215,7 @@ class _Comparison:
         return _Elements(unlike is None, last, close, unlike)
 
     def _asking(self, pair: Pair, verdicts: list[Verdict]) -> Same:
-        """What compares the arrays inside a pair, and keeps the verdicts."""
+        """Return what compares the arrays inside a pair, and keeps the verdicts."""
 
         def same(one: TensorRef, other: TensorRef, exact: bool) -> bool:
             verdicts.append(self.contents.compare(pair.a.path, one, other, exact=exact))
@@ -345,7 +345,7 @@ def _unlike_tags(a: TensorRef, b: TensorRef) -> list[str]:
 
 
 def _rank(row: Changed) -> tuple[Any, ...]:
-    """What counts before what does not; other types first, then by the size of the change.
+    """Return what counts before what does not; other types first, then by the size of the change.
 
     Where more or fewer elements are NaN or infinite than before, no other change is larger.
     """
@@ -357,7 +357,7 @@ def _rank(row: Changed) -> tuple[Any, ...]:
 
 
 def _side(entry: Entry, name: str | None = None) -> Side:
-    """An entry as the result has it, under its whole address unless a name is given."""
+    """Return an entry as the result has it, under its whole address unless a name is given."""
     leaf = entry.leaf
     shown = name_of(entry.path) if name is None else name
     if isinstance(leaf, TensorRef):

@@ -41,7 +41,7 @@ class Meter:
         self._total = max(self._total, self._done + nbytes)
 
     def told(self, nbytes: int) -> None:
-        """Some bytes of the part are done."""
+        """Take note that some bytes of the part are done."""
         self._within = min(self._within + nbytes, self._size)
         if self._progress is not None:
             self._progress(self._done + self._within, self._total)
@@ -123,7 +123,7 @@ class Contents:
             self._meter.expect(a.nbytes)
 
     def compare(self, path: Path, a: TensorRef, b: TensorRef, *, exact: bool = False) -> Verdict:
-        """The verdict on two plain arrays of one shape; `path` is for messages.
+        """Return the verdict on two plain arrays of one shape; `path` is for messages.
 
         With `exact` the tolerance is not for them.
 

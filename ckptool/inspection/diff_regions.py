@@ -89,7 +89,7 @@ class Region:
 
 
 def comparable(path: Path) -> Key:
-    """The path with keys that are equal in another file where they mean the same."""
+    """Return the path with keys that are equal in another file where they mean the same."""
     for key in path:
         if type(key) not in _PLAIN_KEYS:
             return tuple(key if type(key) in _PLAIN_KEYS else _key(key) for key in path)
@@ -97,7 +97,7 @@ def comparable(path: Path) -> Key:
 
 
 def _key(key: Any) -> Any:
-    """A key of another type: the type belongs to it, as `True == 1 == 1.0` as keys."""
+    """Return a key of another type: the type belongs to it, as `True == 1 == 1.0` as keys."""
     match key:
         case str():
             return str(key)
@@ -129,7 +129,7 @@ def same_container(a: Any, b: Any) -> bool:
 def pair_regions(
     a: Region, b: Region, named: Callable[[Path], str]
 ) -> tuple[list[Pair], list[Entry], list[Entry]]:
-    """What both have by key, what only A has, what only B has, each in its file's order.
+    """Return what both have by key, what only A has, what only B has, each in its file's order.
 
     A container is an entry where it stands against something else, or is empty and alone.
     """

@@ -57,7 +57,7 @@ class Side:
     """Of a value: itself, as JSON holds it; of an object or container: a few words."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What `ckptool.diff/1` tells of one side."""
+        """Return what `ckptool.diff/1` tells of one side."""
         if self.sort != "tensor":
             return {"name": self.name, "type": self.type, "value": self.value}
         return {
@@ -99,7 +99,7 @@ class Changed:
         return "T" if {"type", "kind", "dtype", "shape"} & set(self.what) else "M"
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as `ckptool.diff/1` has it; figures are null where there are none."""
+        """Return the row as `ckptool.diff/1` has it; figures are null where there are none."""
         found = self.difference
         tensors = self.a.sort == self.b.sort == "tensor"
         figures = {key: json_value(getattr(found, key, None)) for key in _FIGURES if tensors}
@@ -126,7 +126,7 @@ class Renamed:
     """`device` and `requires_grad`, where they differ."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as `ckptool.diff/1` has it: the two names, and what the tensor is."""
+        """Return the row as `ckptool.diff/1` has it: the two names, and what the tensor is."""
         about = self.a.to_dict()
         return {"a": about.pop("name"), "b": self.b.name, "what": list(self.what), **about}
 
@@ -186,7 +186,7 @@ class Diff(Result):
         raise TypeError("a Diff is neither true nor false; ask for its .identical")
 
     def to_dict(self) -> dict[str, Any]:
-        """The document `ckptool.diff/1`."""
+        """Return the document `ckptool.diff/1`."""
         return {
             "schema": "ckptool.diff/1",
             "a": self.a,

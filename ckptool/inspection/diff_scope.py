@@ -45,7 +45,7 @@ class Scopes:
 
 
 def scopes(a: Checkpoint, b: Checkpoint, key: Any = None) -> Scopes:
-    """What an address stands for in each; all of both without one.
+    """Return what an address stands for in each; all of both without one.
 
     Raises:
         NotFound: nothing answers to it in a file that is not one flat state dict.
@@ -87,7 +87,7 @@ def _is_container(node: Any) -> bool:
 def _of_entry(
     a: Checkpoint, b: Checkpoint, key: Any, found: list[Scope | NotFound], error: NotFound | None
 ) -> Scopes:
-    """An entry is held against its like within the section that it is in."""
+    """Return an entry is held against its like within the section that it is in."""
     around: list[Scope] = []
     entries: list[Entry | None] = []
     for checkpoint, scope in zip((a, b), found, strict=True):
@@ -109,7 +109,7 @@ def _section_around(checkpoint: Checkpoint, scope: Scope) -> Scope:
 
 
 def in_scope(found: Scopes, aligned: Alignment) -> Alignment:
-    """What of an alignment answers to the address; all of it where that names a container.
+    """Return what of an alignment answers to the address; all of it where that names a container.
 
     Raises:
         NotFound: nothing does.

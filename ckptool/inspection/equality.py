@@ -65,7 +65,7 @@ _VALUES = frozenset({"values", "buffer", "_local_tensor"})
 
 
 def type_name(node: Any) -> str:
-    """The type of a value as `list` has it, the class of anything else."""
+    """Return the type of a value as `list` has it, the class of anything else."""
     if isinstance(node, Opaque):
         return node.plain[0] if node.plain is not None else node.class_name
     if isinstance(node, (TensorRef, StorageRef, DeviceValue, Global)):
@@ -89,7 +89,7 @@ def is_made_of_parts(tensor: TensorRef) -> bool:
 
 
 def raw_elements(tensor: TensorRef | StorageRef) -> TensorRef | None:
-    """The stored elements of a tensor, or the bytes of a storage, as a plain array.
+    """Return the stored elements of a tensor, or the bytes of a storage, as a plain array.
 
     Those of a quantised tensor are integers, or bytes where several elements share one.
     None where no run of bytes lies behind it: such a tensor is what its parts are.
@@ -186,7 +186,7 @@ class _Comparison:
         return None
 
     def _inside(self, a: Any, b: Any, exact: bool, *, held: bool = True) -> list[Step]:
-        """What is to be compared of two nodes; raises `_Differ` where they do themselves."""
+        """Return what is to be compared of two nodes; raises `_Differ` where they do themselves."""
         if a is b or not self._is_new(a, b):
             return []
         if isinstance(a, dict) and isinstance(b, dict):
@@ -303,7 +303,7 @@ def _keys(trail: Trail) -> tuple[Any, ...]:
 
 
 def _mappings(a: dict[Any, Any], b: dict[Any, Any]) -> Iterator[Step]:
-    """The entries of two mappings by key, whatever their order."""
+    """Return the entries of two mappings by key, whatever their order."""
     mine = {comparable((key,)): (key, value) for key, value in a.items()}
     others = {comparable((key,)): value for key, value in b.items()}
     if len(a) != len(b) or mine.keys() != others.keys():
@@ -312,7 +312,7 @@ def _mappings(a: dict[Any, Any], b: dict[Any, Any]) -> Iterator[Step]:
 
 
 def _attributes(a: dict[Any, Any], b: dict[Any, Any]) -> Iterator[Step]:
-    """What `OrderedDict`s hold beside their entries; an ordinary dict holds nothing."""
+    """Return what `OrderedDict`s hold beside their entries; an ordinary dict holds nothing."""
     if isinstance(a, OrderedMap) and isinstance(b, OrderedMap):
         return _mappings(a.attributes, b.attributes)
     return iter(())
@@ -339,7 +339,7 @@ def _entries(parts: dict[Any, Any]) -> int | None:
 
 
 def _layers(a: TensorRef, b: TensorRef) -> list[Step]:
-    """What was put around the tensors, where that says more than the header."""
+    """Return what was put around the tensors, where that says more than the header."""
     mine, others = ([layer for layer in ref.wrapping if _tells(layer)] for ref in (a, b))
     if len(mine) != len(others):
         return []  # what a file of another format cannot hold
@@ -378,12 +378,12 @@ def _is_member(item: Any) -> bool:
 
 
 def _member(item: Any) -> Any:
-    """An item of a set as something that is equal in another file where it means the same."""
+    """Return an item of a set as what is equal in another file if it means the same."""
     return comparable((item,))
 
 
 def _arguments(node: Opaque) -> Any:
-    """What an object was made with; protocols 0 and 1 spell `cls.__new__(cls)` by a function."""
+    """Return what an object was made with; protocols 0 and 1 spell `__new__` by a function."""
     match node:
         case Opaque(func=Global(name="_reconstructor"), args=(_, Global(name="object"), None)):
             return ()

@@ -29,7 +29,7 @@ class Fingerprints:
         self._known: dict[int, bytes] = {}
 
     def of(self, root: Any) -> str:
-        """The digest of a node, as 16 hexadecimal digits; the tree must outlive this object."""
+        """Return the digest of a node, 16 hexadecimal digits; the tree must outlive this object."""
         stack: list[Any] = [root]
         entered: set[int] = set()
         while stack:
@@ -56,7 +56,7 @@ class Fingerprints:
         return _hash(self._head(node).encode("utf-8", "backslashreplace"))
 
     def _head(self, node: Any) -> str:
-        """What a node is beside its children."""
+        """Return what a node is beside its children."""
         if isinstance(node, (TensorRef, StorageRef)):
             raw = raw_elements(node)
             content = "" if raw is None else self._elements(raw)
@@ -91,7 +91,7 @@ def _hash(head: bytes, *parts: bytes) -> bytes:
 
 
 def _children(node: Any) -> Iterable[Any]:
-    """What a node is made of; of a mapping and of a tensor, keys and values in turns."""
+    """Return what a node is made of; of a mapping and of a tensor, keys and values in turns."""
     if isinstance(node, dict):
         more = node.attributes if isinstance(node, OrderedMap) else {}
         return chain(_flat(node.items()), ("attributes", more) if more else ())

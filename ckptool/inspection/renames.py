@@ -52,7 +52,7 @@ class Renames:
         return total
 
     def found(self, same: Same, meter: Meter) -> list[tuple[Entry, Entry]]:
-        """The pairs, in the order of A. `same` confirms what checksums say.
+        """Return the pairs, in the order of A. `same` confirms what checksums say.
 
         Raises:
             LimitExceeded: strides repeat more bytes than real ones do.
@@ -71,7 +71,7 @@ class Renames:
         return pairs
 
     def _checksum(self, entry: Entry, meter: Meter) -> int | None:
-        """The CRC-32 of the elements in row-major order, as `TensorRef.content` has them."""
+        """Return the CRC-32 of the elements in row-major order, as `TensorRef.content` has them."""
         tensor: TensorRef = entry.leaf
         stated = _stated(tensor)
         if stated is not None or self._stated_only:
@@ -90,7 +90,7 @@ class Renames:
 
 
 def _stated(tensor: TensorRef) -> int | None:
-    """What the file states of just these elements."""
+    """Return what the file states of just these elements."""
     storage = tensor.storage
     whole = storage is not None and storage.nbytes == tensor.nbytes and tensor.is_verbatim
     return storage.crc32 if storage is not None and whole else None
@@ -129,5 +129,5 @@ def _matched(mine: list[Entry], others: list[Entry]) -> Iterator[tuple[Entry, En
 
 
 def _parts(name: str) -> tuple[str, ...]:
-    """The last components of a name, the last one first."""
+    """Return the last components of a name, the last one first."""
     return tuple(reversed(name.replace("/", ".").rsplit(".", _MOST_PARTS)[-_MOST_PARTS:]))

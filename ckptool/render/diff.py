@@ -125,7 +125,7 @@ def folded(names: Iterable[tuple[str, Hashable]], *, fold: bool) -> list[Family]
 
 
 def figures(found: Difference | None, *, whole: bool) -> list[str]:
-    """The cells below `_FIGURES`; `whole` numbers have six digits, others three."""
+    """Return the cells below `_FIGURES`; `whole` numbers have six digits, others three."""
     if found is None:
         return [""] * len(_FIGURES)
 
@@ -167,7 +167,7 @@ def _said_of(row: Changed, whole: bool, tags: bool) -> tuple[str, str, str]:
 
 
 def _said(side: Side, aspects: Sequence[str], row: Changed, whole: bool) -> Iterator[str]:
-    """The aspects of one side in which the two differ."""
+    """Yield the aspects of one side in which the two differ."""
     for aspect in aspects:
         if aspect == "shape" and side.shape is not None:
             yield shape_text(side.shape)
@@ -181,14 +181,14 @@ def _said(side: Side, aspects: Sequence[str], row: Changed, whole: bool) -> Iter
 
 
 def _words(side: Side, whole: bool) -> str:
-    """What an entry of one file alone is."""
+    """Return what an entry of one file alone is."""
     if side.sort == "tensor":
         return f"{side.dtype} {shape_text(side.shape or ())}"
     return "None" if side.value is None else _typed(side, whole)
 
 
 def _typed(side: Side, whole: bool, *, alone: bool = True) -> str:
-    """The type of an entry, with its value where that is told nowhere else."""
+    """Return the type of an entry, with its value where that is told nowhere else."""
     kind = clean(side.type)
     if side.sort == "tensor":
         return f"{kind} {side.dtype} {shape_text(side.shape or ())}" if alone else kind
@@ -199,7 +199,7 @@ def _typed(side: Side, whole: bool, *, alone: bool = True) -> str:
 
 
 def _literal(side: Side, whole: bool) -> str:
-    """A value as Python writes it; the words for anything else."""
+    """Return a value as Python writes it; the words for anything else."""
     value: Any = side.value
     if not isinstance(value, str):
         return str(value)
@@ -224,7 +224,7 @@ class Column:
 
 
 def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator[str]:
-    """The files, what differs with the largest change first, and a summary.
+    """Yield the files, what differs with the largest change first, and a summary.
 
     With `fold` repeated layers are one row, with the worst of each figure. With `look.fmt` the
     result is one table that has a row for every difference.
@@ -247,7 +247,7 @@ def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator
 
 
 def status_lines(diff: Diff) -> Iterator[str]:
-    r"""A line for each entry that differs, as git has it: `M\tname`, `R\told\tnew`.
+    r"""Return a line for each entry that differs, as git has it: `M\tname`, `R\told\tnew`.
 
     Names with quotes, backslashes or what does not print stand in quotes as in C, bytes of UTF-8 in
     octal (git's `core.quotePath=false`).
@@ -265,7 +265,7 @@ def _differing(diff: Diff) -> Iterator[tuple[str, ...]]:
 
 
 def note_lines(diff: Diff, look: Look) -> Iterator[str]:
-    """What is worth knowing beside the differences."""
+    """Yield what is worth knowing beside the differences."""
     for note in diff.notes:
         yield from wrapped(f"note: {clean(note)}", look.width)
     hidden = diff.changed_in_all - len(diff.changed)
@@ -310,7 +310,7 @@ def _different(diff: Diff) -> str:
 
 
 def _on_trust(diff: Diff) -> Iterator[str]:
-    """What makes equal less than equal byte for byte."""
+    """Yield what makes equal less than equal byte for byte."""
     if diff.close:
         yield f"{count(diff.close)} within the tolerance"
     if diff.by_checksum:
@@ -461,7 +461,7 @@ _WIDEST_BAR = 32
 
 
 def stat_lines(diff: Diff, look: Look, *, fold: bool = True) -> Iterator[str]:
-    """A line for each module in which something differs and the totals; `fold` repeated ones."""
+    """Yield a line for each module that differs, and the totals; `fold` repeated ones."""
     tables = [_modules(diff, look, fold and not look.fmt)] if look.fmt or not diff.identical else []
     return apart(
         tables if look.fmt else [*tables, note_lines(diff, look), summary_lines(diff, look)]

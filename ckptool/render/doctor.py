@@ -76,13 +76,13 @@ def _block(number: int, complaint: Complaint, look: Look, explain: bool) -> Iter
 
 
 def _cut(text: str, look: Look) -> str:
-    """The text in one line, its end left out where the line is too long."""
+    """Return the text in one line, its end left out where the line is too long."""
     most = (look.width or len(text) + _INDENT) - 3
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _command_lines(command: str, look: Look, taken: int) -> Iterator[str]:
-    """A command in lines that fit the terminal, broken as a shell takes them together again."""
+    """Yield a command in lines that fit, broken as a shell takes them together again."""
     fits = look.width is None or taken + len(runnable(command)) <= look.width
     if fits or look.width is None or not command.startswith("ckptool "):
         yield runnable(command)
@@ -106,7 +106,7 @@ def _fact(name: str, text: str, look: Look) -> Iterator[str]:
 
 
 def _wrapped(text: str, look: Look, taken: int) -> list[str]:
-    """The text in lines that fit beside what is `taken`; a word that is longer stays whole."""
+    """Return the text in lines that fit beside what is `taken`; longer words stay whole."""
     text = clean("; ".join(text.split("\n")))  # a refusal may have several lines
     if look.width is None:
         return [text]
@@ -115,7 +115,7 @@ def _wrapped(text: str, look: Look, taken: int) -> list[str]:
 
 
 def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
-    """The commands: for the weights, to resume the training, and those to choose from."""
+    """Yield the commands: for the weights, to resume the training, and those to choose from."""
     every = list(enumerate(diagnosis.complaints, start=1))
     if diagnosis.commands:
         mended = [number for number, complaint in every if complaint.commands]

@@ -32,7 +32,7 @@ _MACHINES = {"one_gpu": "one GPU", "cpu": "no GPU"}
 
 
 def checkpoint_lines(checkpoint: Checkpoint) -> Iterator[str]:
-    """The screen about it."""
+    """Return the screen about it."""
     return info_lines(info(checkpoint))
 
 
@@ -43,7 +43,7 @@ def checkpoint_line(checkpoint: Checkpoint) -> str:
 
 
 def info_line(info: Info) -> str:
-    """The same of what is known of one."""
+    """Return the same of what is known of one."""
     return _line(info.file, info, sum(section.nbytes for section in info.sections))
 
 
@@ -55,7 +55,7 @@ def _line(file: str, told: Checkpoint | Info, nbytes: int) -> str:
 
 
 def info_lines(info: Info, look: Look = PLAIN) -> Iterator[str]:
-    """What it is, what is in it, what keeps it from loading, and what to do about it.
+    """Yield what it is, what is in it, what keeps it from loading, and what to do about it.
 
     Where tables are all that is asked for (`look.fmt`): its sections.
     """
@@ -94,7 +94,7 @@ def _items(texts: tuple[str, ...]) -> Iterator[str]:
 
 
 def format_text(info: Info) -> str:
-    """The format, who wrote it, and what pickle is in it."""
+    """Return the format, who wrote it, and what pickle is in it."""
     parts = [info.format]
     if info.writer:
         parts.append(f"written by {info.writer}")

@@ -76,7 +76,7 @@ def _tensors(listing: Listing, look: Look) -> Iterator[str]:
 
 
 def _content(row: TensorRow | ObjectRow) -> str:
-    """The hash of the elements, and a digest of what is more than elements."""
+    """Return the hash of the elements, and a digest of what is more than elements."""
     digests = [row.sha256] if isinstance(row, TensorRow) else []
     digests.append(f"parts:{row.digest}" if row.digest else None)
     return " ".join(filter(None, digests))
@@ -105,7 +105,7 @@ def _whole(value: object) -> str:
 
 
 def _short(value: object) -> str:
-    """The repr of a value, not more of a long one than is shown."""
+    """Return the repr of a value, not more of a long one than is shown."""
     short = shorten(value, _VALUE_WIDTH) if isinstance(value, str) else value
     return shorten(_whole(short), _VALUE_WIDTH)
 
@@ -204,7 +204,7 @@ def shown_lines(shown: Shown, look: Look) -> Iterator[str]:
 
 
 def _as_table(shown: Shown, look: Look) -> Iterator[str]:
-    """What it holds, a row each; of a value itself, of a tensor its facts."""
+    """Return what it holds, a row each; of a value itself, of a tensor its facts."""
     if isinstance(shown, ShownContainer):
         return _entries(shown.entries, look)
     if isinstance(shown, ShownObject):
@@ -216,7 +216,7 @@ def _as_table(shown: Shown, look: Look) -> Iterator[str]:
 
 
 def _length(shown: ShownContainer) -> str:
-    """`dict of 3 entries`."""
+    """Return `dict of 3 entries`."""
     return f"{shown.type} of {counted(len(shown.entries), 'entry')}"
 
 

@@ -74,12 +74,12 @@ def match_line(report: MatchReport) -> str:
 def note_lines(
     report: MatchReport, look: Look, *, judgement: Judgement | None = None, options: bool = False
 ) -> Iterator[str]:
-    """What each status of the report means, and what helps."""
+    """Return what each status of the report means, and what helps."""
     return _notes(_rows(report, fold=True), report, look, options, _unseen(judgement))
 
 
 def advice_lines(judgement: Judgement, look: Look, *, command: str = "") -> Iterator[str]:
-    """What helps, as options; of what is accepted the `command` that writes it, if there is one."""
+    """Yield what helps, as options; of what is accepted the `command` that writes it."""
     if judgement.remedy:
         yield ""
         yield f"hint: {clean(as_options(judgement.remedy))}"  # broken, no shell would take it
@@ -160,7 +160,7 @@ def _table(rows: Sequence[_Row], look: Look) -> Iterator[str]:
 
 
 def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:
-    """What does not fit, then what fits by a change, then what is by the way."""
+    """Return what does not fit, then what fits by a change, then what is by the way."""
     unclear = {name for ambiguity in report.ambiguous for name in ambiguity.names}
     unexpected = [name for name in report.unexpected_keys if name not in unclear]
     return [
@@ -193,7 +193,7 @@ def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:
 
 
 def _cut(rows: Iterable[_Row]) -> Iterator[_Row]:
-    """The first rows of each status, and how many there are more."""
+    """Yield the first rows of each status, and how many there are more."""
     for status, alike in groupby(rows, key=lambda row: row.status):
         for row in islice(alike, _MOST_ROWS):
             yield _Row(shorten(row.key, _MOST_LETTERS), status, shorten(row.details, _MOST_LETTERS))
@@ -303,7 +303,7 @@ def _meaning(status: str, report: MatchReport, options: bool) -> str:
 
 
 def _deciding(report: MatchReport) -> str:
-    """The first rule, if there is one; not where one would be for a single layer of several."""
+    """Return the first rule, if there is one that is not for a single layer of several."""
     is_more = report.moved or report.respelled or report.reformed
     rules = [] if is_more else [rule for one in report.ambiguous for rule in one.rules]
     return f"`{clean(str(Remedy((('rules', tuple(rules[:1])),))))}`" if rules else "a rule of yours"

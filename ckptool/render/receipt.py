@@ -21,7 +21,7 @@ WORST = 3
 
 
 def receipt_lines(receipt: Receipt) -> Iterator[str]:
-    """What changed, what was left out, what stays in the way, and the file."""
+    """Yield what changed, what was left out, what stays in the way, and the file."""
     for kind, alike in groupby(receipt.changes, key=lambda change: change.kind):
         yield from _few(f"warning: {one.text}" if kind == "warning" else one.text for one in alike)
     if not receipt.left_out and {one.kind for one in receipt.changes} <= {"warning", "format"}:
@@ -46,7 +46,7 @@ def _few(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _told(outcomes: Sequence[Change]) -> Iterator[str]:
-    """What the computation told; of overflow and underflow the worst tensors, the rest folded.
+    """Yield what the computation told; of overflow and underflow only the worst tensors.
 
     That a tensor loses precision is what a cast is for: the totals say how much.
     """
@@ -64,7 +64,7 @@ def _told(outcomes: Sequence[Change]) -> Iterator[str]:
 
 
 def receipt_line(receipt: Receipt) -> str:
-    """What was done to the file, and how large it is."""
+    """Return what was done to the file, and how large it is."""
     present, past = ("edit", "edited") if receipt.edited else ("write", "wrote")
     if not receipt.written:
         present, past = "leave", "left"
@@ -79,5 +79,5 @@ def receipt_line(receipt: Receipt) -> str:
 
 
 def recovery_lines(recovery: Recovery) -> Iterator[str]:
-    """What became of a file and its journal."""
+    """Yield what became of a file and its journal."""
     yield f"{clean(recovery.path)}: {clean(recovery.text)}"

@@ -15,12 +15,12 @@ _WITH_EQUALS = ("--allow-", "--min-")
 
 
 def option_words(remedy: Remedy, *, rule: str = "--map") -> list[str]:
-    """The words that a command is given for the arguments, none quoted."""
+    """Return the words that a command is given for the arguments, none quoted."""
     return [word for argument in remedy.arguments for word in _words(*argument, rule)]
 
 
 def as_options(remedy: Remedy, *, rule: str = "--map") -> str:
-    """The text, with options in place of the library's arguments, as a shell takes them.
+    """Return the text, with options in place of the library's arguments, as a shell takes them.
 
     `rule` is the option that is given a rule.
     """
@@ -41,7 +41,7 @@ def _words(name: str, given: Given, rule: str) -> Iterator[str]:
 
 
 def _quoted(word: str) -> str:
-    """The option as it is, and what it is given in quotes where a shell needs them."""
+    """Return the option as it is, and what it is given in quotes where a shell needs them."""
     option, equals, text = word.partition("=")
     if word.startswith("--") and equals:
         return f"{option}={runnable(shlex.quote(text))}"

@@ -51,7 +51,7 @@ def line(result: object) -> str:
 
 
 def _functions(result: object) -> tuple[str, Any, Any]:
-    """The name of a class that has texts, and the functions that make them."""
+    """Return the name of a class that has texts, and the functions that make them."""
     name = next(one.__name__ for one in type(result).__mro__ if one.__name__ in _TEXTS)
     room, lines, short = _TEXTS[name]
     module = import_module(f"ckptool.render.{room}")

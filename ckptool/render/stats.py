@@ -41,7 +41,7 @@ _LEFT = ("name", "dtype", "histogram", "flags")
 
 
 def bars(counts: Sequence[int], ramp: str = BLOCKS) -> str:
-    """A histogram as a character a bin: its height is the share of the fullest bin.
+    """Return a histogram as a character a bin: its height is the share of the fullest bin.
 
     Whatever is not empty has at least the lowest mark.
     """
@@ -50,7 +50,7 @@ def bars(counts: Sequence[int], ramp: str = BLOCKS) -> str:
 
 
 def ramp_for(encoding: str | None) -> str:
-    """The marks that a stream of that encoding can show: blocks, or ASCII."""
+    """Return the marks that a stream of that encoding can show: blocks, or ASCII."""
     try:
         BLOCKS.encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -59,7 +59,7 @@ def ramp_for(encoding: str | None) -> str:
 
 
 def stats_lines(stats: Stats, look: Look = PLAIN, ramp: str = BLOCKS) -> Iterator[str]:
-    """A row for each tensor, what is odd in words, and totals; with `look.fmt` the table alone."""
+    """Yield a row for each tensor, what is odd, and totals; with `look.fmt` the table alone."""
     rows = _table(stats.tensors, look, ramp) if stats.tensors or look.fmt else ()
     if look.fmt:
         return iter(rows)
@@ -92,7 +92,7 @@ def _width(columns: dict[str, list[str]]) -> int:
 
 
 def _columns(rows: Sequence[TensorStats], ramp: str) -> dict[str, list[str]]:
-    """The cells of each column by its heading."""
+    """Return the cells of each column by its heading."""
     found = [row.measures for row in rows]
     columns = {
         "name": [_name(row) for row in rows],
@@ -137,7 +137,7 @@ def _flags(row: TensorStats) -> str:
 
 
 def _remarks(rows: Sequence[TensorStats], width: int | None) -> Iterator[str]:
-    """What is odd about some tensors, and why others have no figures."""
+    """Yield what is odd about some tensors, and why others have no figures."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.reason is not None:

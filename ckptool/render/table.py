@@ -29,7 +29,7 @@ def table(
     spare: Sequence[int] = (),
     ruled: bool = False,
 ) -> Iterator[str]:
-    """The lines of a table; cells are clean already.
+    """Return the lines of a table; cells are clean already.
 
     `right` are the columns aligned to the right. Where the rows would be wider than the terminal,
     the `spare` columns are left out one by one until the `flexible` ones need little shortening,
@@ -76,7 +76,7 @@ def _left_out(
     spare: Sequence[int],
     gap: str,
 ) -> Sequence[int]:
-    """The first of the spare columns, as many as must go."""
+    """Return the first of the spare columns, as many as must go."""
     least = [
         min(width, _READABLE) if column in flexible else width
         for column, width in enumerate(widths)
@@ -95,7 +95,7 @@ def _not_shown(headers: Sequence[str], look: Look) -> Iterator[str]:
 
 
 def _shortened(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[list[str]]:
-    """The cells in at most those widths, names in the first column."""
+    """Return the cells in at most those widths, names in the first column."""
     names = fit_names([row[0] for row in rows], widths[0])
     return [
         [name, *(shorten(cell, width) for cell, width in zip(row[1:], widths[1:], strict=True))]
@@ -104,7 +104,7 @@ def _shortened(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[lis
 
 
 def apart(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
-    """The lines of several tables or paragraphs, an empty line between them; empty ones go."""
+    """Yield the lines of tables or paragraphs, an empty line between them; empty ones go."""
     begun = False
     for block in blocks:
         for number, line in enumerate(block):
@@ -117,7 +117,7 @@ def apart(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
 def _fit(
     widths: Sequence[int], available: int | None, flexible: Sequence[int], gap: str
 ) -> list[int]:
-    """The widths with the flexible columns narrowed, the widest of them first."""
+    """Return the widths with the flexible columns narrowed, the widest of them first."""
     fitted = list(widths)
     excess = sum(widths) + len(gap) * (len(widths) - 1) - (available or 1 << 30)
     if excess <= 0:
@@ -165,7 +165,7 @@ class _Returned:
 
 
 def known_format(word: str) -> str:
-    """The format of that name.
+    """Return the format of that name.
 
     Raises:
         UsageError: there is none; the message lists them all.
@@ -186,7 +186,7 @@ def known_formats() -> list[str]:
 def formatted(
     headers: Sequence[str], rows: Sequence[Sequence[str]], fmt: str, right: frozenset[int]
 ) -> Iterator[str]:
-    """The lines of a table in a format that `known_format` returned.
+    """Return the lines of a table in a format that `known_format` returned.
 
     Cells are clean already; what the format would take for its own syntax is escaped.
 

@@ -21,7 +21,7 @@ class Look:
     fmt: str | None = None
 
     def bold(self, text: str) -> str:
-        """A heading."""
+        """Return a heading."""
         return f"\x1b[1m{text}\x1b[0m" if self.colour else text
 
     def faint(self, text: str) -> str:
@@ -37,7 +37,7 @@ PLAIN = Look()
 
 
 def look_of(stream: TextIO) -> Look:
-    """The look for a stream: colour and a width on a terminal only, NO_COLOR obeyed."""
+    """Return the look for a stream: colour and a width on a terminal only, NO_COLOR obeyed."""
     if not stream.isatty():
         return PLAIN
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"

@@ -28,12 +28,12 @@ _NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def label(name: str, path: Sequence[Any]) -> str:
-    """What a row is called: its name, whatever the file gave it, and where it is the root."""
+    """Return what a row is called: its name, or a word for the root."""
     return (clean(name) or "''") if path else "(the whole file)"
 
 
 def runnable(command: str) -> str:
-    r"""A command as a shell takes it from the screen, where `clean` would change its words.
+    r"""Return a command as a shell takes it from the screen, where `clean` would change its words.
 
     What is quoted and not printable becomes `$'a\nb'`, which bash, zsh and ksh know: control
     characters, and bytes of a file's name that are no text.
@@ -75,7 +75,7 @@ def size(nbytes: int) -> str:
 
 
 def count(number: int) -> str:
-    """An integer with its thousands apart."""
+    """Return an integer with its thousands apart."""
     return f"{number:,}"
 
 
@@ -108,7 +108,7 @@ def fit_names(names: Sequence[str], width: int) -> list[str]:
 
 
 def wrapped(text: str, width: int | None) -> list[str]:
-    """A sentence in lines of at most `width` (20 or more) characters; longer words are broken."""
+    """Return a sentence in lines of `width` (20 or more) characters; break longer words."""
     if width is None or len(text) <= width:
         return [text]
     import textwrap
@@ -118,7 +118,7 @@ def wrapped(text: str, width: int | None) -> list[str]:
 
 
 def number(value: Any) -> str:
-    """A number of a tensor, six digits where it is a float."""
+    """Return a number of a tensor, six digits where it is a float."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, complex):
@@ -130,7 +130,7 @@ _C_NAMED = dict(zip('\a\b\t\n\v\f\r"\\', 'abtnvfr"\\', strict=True))
 
 
 def quoted(text: str) -> str:
-    r"""The text as git quotes a path: `"a\tb\342\200\256"` where it must, else as it is.
+    r"""Return the text as git quotes a path: `"a\tb\342\200\256"` where it must, else as it is.
 
     It must where a character does not print, or is a double quote or a backslash. What else does
     not print stands as its bytes of UTF-8 in octal (quote.c in git, `core.quotePath=false`).

@@ -47,7 +47,7 @@ _WITHOUT = {
 
 
 def heading(look: Look) -> str:
-    """What the columns of `epoch_line` are."""
+    """Return what the columns of `epoch_line` are."""
     return look.bold(_aligned(list(_COLUMNS)))
 
 
@@ -72,7 +72,7 @@ def _aligned(cells: Sequence[str]) -> str:
 
 
 def started_line(started: Started) -> str:
-    """What is trained on what."""
+    """Return what is trained on what."""
     where = ", ".join(dict.fromkeys(started.devices))
     if started.processes > 1:
         where = f"{started.processes} processes, {where}"
@@ -107,7 +107,7 @@ def _duration(seconds: float) -> str:
 
 
 def trace_line(traced: Traced, rank: int | None) -> str:
-    """What a replica, or the loop, was given and got, as the tutorial of DataParallel has it."""
+    """Return what a replica, or the loop, got and gave, as DataParallel's tutorial has it."""
     given, got = _sizes(traced.inputs), _sizes(traced.outputs)
     told = (
         f"Outside: input size {given} output_size {got}"
@@ -123,7 +123,7 @@ def _sizes(shape: Sequence[int]) -> str:
 
 
 def end_lines(saved: Sequence[Saved], *, is_read: bool) -> Iterator[str]:
-    """The checkpoints that are there, and with `is_read` the command that reads the last one."""
+    """Yield the checkpoints that are there; with `is_read` the command that reads the last."""
     width = max((len(clean(one.path)) for one in saved), default=0)
     for one in saved:
         yield f"{clean(one.path):<{width}}  step {count(one.step)}"
@@ -138,7 +138,7 @@ def trained_line(step: int, epoch: int, best: float) -> str:
 
 
 def stopped_line(step: int, path: str) -> str:
-    """What is left of a run that a signal has ended."""
+    """Return what is left of a run that a signal has ended."""
     return f"saved at step {count(step)} in {clean(path)}: --resume auto goes on"
 
 

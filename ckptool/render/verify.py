@@ -73,7 +73,7 @@ def summary_line(verdicts: Sequence[Verdict], errors: int, look: Look) -> str:
 
 
 def manifest_line(outcome: ManifestOutcome) -> str:
-    """What became of the manifest."""
+    """Return what became of the manifest."""
     name = clean(outcome.file)
     if outcome.reason == "problem":
         return f"{name} not written: a manifest of what is damaged would say that it is fine"
@@ -93,7 +93,7 @@ def manifest_line(outcome: ManifestOutcome) -> str:
 def verdict_table(
     results: Sequence[Verdict | CheckpointError], outcome: ManifestOutcome | None, look: Look
 ) -> Iterator[str]:
-    """A row for each file that is fine, and for each problem of one that is not."""
+    """Return a row for each file that is fine, and for each problem of one that is not."""
     rows = [row for result in results for row in _rows(result)]
     if outcome is not None:
         rows += [_row(outcome.file, problem) for problem in outcome.problems]

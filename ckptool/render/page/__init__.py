@@ -46,7 +46,7 @@ class PageReceipt(Result):
     """Sentences worth telling the user."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The document `ckptool.report/1`."""
+        """Return the document `ckptool.report/1`."""
         return {
             "schema": "ckptool.report/1",
             "source": self.source,
@@ -112,13 +112,13 @@ def write_page(
 
 
 def page_lines(receipt: PageReceipt) -> Iterator[str]:
-    """What was written, for people."""
+    """Yield what was written, for people."""
     for note in receipt.notes:
         yield f"note: {clean(note)}"
     yield page_line(receipt)
 
 
 def page_line(receipt: PageReceipt) -> str:
-    """The page, and how large it is."""
+    """Return the page, and how large it is."""
     tensors = counted(receipt.tensors, "tensor")
     return f"wrote {clean(receipt.path)} ({tensors}, {size(receipt.size)})"

@@ -51,7 +51,7 @@ def figure(value: Any) -> float | int | str | None:
 
 
 def bars(histogram: Histogram) -> str:
-    """The heights of the bars, a digit each; where there are any elements it is above zero."""
+    """Return the heights of the bars, a digit each; above zero if there are any elements."""
     most, steps = max(histogram.counts, default=0), len(DIGITS) - 1
     return "".join(
         DIGITS[max(1, steps * count // most)] if count else DIGITS[0] for count in histogram.counts
@@ -73,7 +73,7 @@ class Names:
         self._modules: dict[tuple[str, ...], int] = {}
 
     def place(self, path: Sequence[str | int]) -> tuple[int, str]:
-        """The module that a tensor with this path belongs to, and the label of its own.
+        """Return the module that a tensor with this path belongs to, and the label of its own.
 
         A name of more dots than modules nest is one label.
         """
@@ -92,11 +92,11 @@ class Names:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The modules so far, as columns."""
+        """Return the modules so far, as columns."""
         return {"label": self._labels, "parent": self._parents}
 
     def _module(self, keys: tuple[str, ...], *, dotted: bool) -> int:
-        """The module at these keys, of which the last, where `dotted`, has parts of its own."""
+        """Return the module at these keys; if `dotted`, the last key has parts of its own."""
         known = (*keys, "." if dotted else "/")
         if known not in self._modules:
             module = 0
@@ -132,7 +132,7 @@ class ChangeRow:
 
 
 def diff_columns(report: Report) -> dict[str, Any]:
-    """The chart and the table of changes, as columns over one tree of names."""
+    """Return the chart and the table of changes, as columns over one tree of names."""
     names = Names()
     rows = list(change_rows(report))
     chart = names.columns([bar.name.split("/") for bar in report.chart])
@@ -218,7 +218,7 @@ _WORDS: dict[str, Callable[[ReportedTensor], str]] = {
 
 
 def columns(report: Report) -> dict[str, Any]:
-    """What the script of the page reads: names, tensors, their values, and what differs."""
+    """Return what the script of the page reads: names, tensors, their values, and what differs."""
     names = Names()
     placed = names.columns([tensor.row.path for tensor in report.tensors])
     words, coded = _coded(report.tensors)
@@ -251,7 +251,7 @@ def _marks(tensor: ReportedTensor) -> Iterable[str]:
 def _coded(
     tensors: Sequence[ReportedTensor],
 ) -> tuple[dict[str, list[str]], dict[str, list[int]]]:
-    """The words of each column in order of first use, and the number of each tensor's."""
+    """Return the words of each column in order of first use, and the number of each tensor's."""
     words, coded = {}, {}
     for column, word_of in _WORDS.items():
         known: dict[str, int] = {}
@@ -261,7 +261,7 @@ def _coded(
 
 
 def _values(tensors: Sequence[ReportedTensor]) -> dict[str, list[Any]]:
-    """A column for each figure, null where a tensor has none."""
+    """Return a column for each figure, null where a tensor has none."""
     measured = [tensor.measures for tensor in tensors]
     drawn = [None if one is None else one.histogram for one in measured]
     return {

@@ -55,7 +55,7 @@ def words(text: str) -> str:
 
 
 def element(tag: str, content: str, **attributes: str) -> str:
-    """An element around `content`, which is HTML already; `class_` is the attribute `class`."""
+    """Return an element around `content`, which is HTML; `class_` is the attribute `class`."""
     given = "".join(
         f' {name.rstrip("_")}="{escape(value)}"' for name, value in attributes.items() if value
     )
@@ -70,7 +70,7 @@ def table(
     class_: str,
     caption: str = "",
 ) -> str:
-    """A table of cells that are HTML already, as the caption is; `right`: columns of numbers."""
+    """Return a table of cells that are HTML, as the caption is; `right`: columns of numbers."""
     head = "".join(
         element("th", header, scope="col", class_="right" if column in right else "")
         for column, header in enumerate(headers)
@@ -115,7 +115,7 @@ _STATUSES = {
 
 
 def facts(infos: Sequence[Info]) -> str:
-    """What each file is, side by side."""
+    """Return what each file is, side by side."""
     rows = [
         ("file", [words(one.file) for one in infos]) if len(infos) > 1 else None,
         ("format", [escape(format_text(one)) for one in infos]),
@@ -152,7 +152,7 @@ def _weights_only(info: Info) -> str:
 
 
 def sections(info: Info, caption: str = "") -> str:
-    """The named parts of a file; `caption` is text."""
+    """Return the named parts of a file; `caption` is text."""
     headers = ["section", "kind", "tensors", "parameters", "bytes", "wrappers"]
     rows = [_section(one) for one in info.sections]
     if not rows:
@@ -172,7 +172,7 @@ def _section(section: SectionInfo) -> list[str]:
 
 
 def notes(report: Report) -> str:
-    """What is worth knowing of the files, of what was looked at, and of what was not."""
+    """Return what is worth knowing of the files, of what was looked at, and of what was not."""
     infos = [report.info] if report.other is None else [report.info, report.other]
     named = [
         note if note.startswith(one.file) or len(infos) == 1 else f"{one.file}: {note}"
@@ -201,7 +201,7 @@ def changes_at_a_glance(diff: Diff) -> str:
 
 
 def first_tensors(report: Report) -> str:
-    """The first rows of the table of tensors."""
+    """Return the first rows of the table of tensors."""
     rows = [
         [
             words(shorten(one.row.name, _LONGEST)),
@@ -217,7 +217,7 @@ def first_tensors(report: Report) -> str:
 
 
 def first_changes(report: Report) -> str:
-    """The first rows of the table of changes."""
+    """Return the first rows of the table of changes."""
     every = change_rows(report)
     rows = [
         [row.status, words(shorten(row.name, _LONGEST)), words(row.what)]
@@ -251,7 +251,7 @@ SCRIPTS = (
 
 
 def page(report: Report) -> bytes:
-    """The whole page, as UTF-8 (ASCII but for what names hold)."""
+    """Return the whole page, as UTF-8 (ASCII but for what names hold)."""
     return "".join(_document(report)).encode()
 
 
@@ -276,7 +276,7 @@ def _document(report: Report) -> Iterator[str]:
 
 
 def _part(name: str, title: str, content: str, *, hidden: bool = False) -> str:
-    """A section with a place that the script fills."""
+    """Return a section with a place that the script fills."""
     inner = element("h2", title) + content + element("div", "", id=f"{name}-here")
     return f'<section id="{name}"{" hidden" if hidden else ""}>{inner}</section>\n'
 
