@@ -117,7 +117,7 @@ class _Naming:
         plan.changes.extend(self._changes())
 
     def _completed(self, plan: NamePlan, holder: Any, gone: frozenset[str]) -> Any:
-        """Yield the renamed state dict with the mates, and without the names that are `gone`."""
+        """Return the renamed state dict with the mates, and without the names that are `gone`."""
 
         def complete(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
             for name, value in items:

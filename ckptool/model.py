@@ -559,7 +559,7 @@ def over_elements(tensor: TensorRef, **place: Any) -> TensorRef:
 
 
 def children(node: Any) -> Iterable[Any]:
-    """Yield what a container or an object holds directly, in the file's order."""
+    """Return what a container or an object holds directly, in the file's order."""
     if isinstance(node, OrderedMap):
         return (*node.keys(), *node.values(), *node.attributes.values())
     if isinstance(node, dict):

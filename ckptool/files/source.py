@@ -6,7 +6,6 @@ truncates would kill the process.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import stat
@@ -24,7 +23,6 @@ __all__ = [
     "MemorySource",
     "Source",
     "Stated",
-    "Stream",
     "far_bytes",
     "neighbours",
     "open_descriptor",
@@ -385,40 +383,6 @@ class ByteRange:
         """Yield the content in order, at most `size` bytes at a time."""
         for start in range(0, self.length, size):
             yield self.source.read(self.offset + start, min(size, self.length - start))
-
-
-class Stream(io.RawIOBase):
-    """A range of bytes as the file object that a library reads."""
-
-    def __init__(self, data: ByteRange) -> None:
-        """Stand at the start of `data`."""
-        self._data, self._position = data, 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move, as every file does."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._data.length}
-        self._position = base[whence] + offset
-        return self._position
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` as far as there are bytes, and return how many it got."""
-        count = max(0, min(len(buffer), self._data.length - self._position))
-        if count:
-            self._data.read_into(memoryview(buffer)[:count], self._position)
-        self._position += count
-        return count
 
 
 def far_bytes(ranges: Iterable[ByteRange]) -> int:

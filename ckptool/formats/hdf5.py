@@ -7,6 +7,7 @@ keras/src/saving/saving_lib.py (`H5IOStore`, bfloat16 as two bytes with an attri
 
 from __future__ import annotations
 
+import io
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
-from ckptool.files.source import Stream
 from ckptool.files.tiled import late
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Format, Probe, Refusal
@@ -92,6 +92,33 @@ class Keras(Format):
 HDF5, KERAS = Hdf5(), Keras()
 
 
+class _Stream(io.RawIOBase):
+    """A range of bytes as the file object that h5py reads."""
+
+    def __init__(self, data: ByteRange) -> None:
+        self._data, self._position = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._data.length}
+        self._position = base[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._data.length - self._position))
+        self._data.read_into(memoryview(buffer)[:count], self._position)
+        self._position += count
+        return count
+
+
 @contextmanager
 def _opened(data: ByteRange) -> Iterator[Any]:
     """Open the file by h5py, whose errors are put into words."""
@@ -103,7 +130,7 @@ def _opened(data: ByteRange) -> Iterator[Any]:
             "is HDF5, and h5py is not installed", file=file, hint="pip install h5py"
         ) from error
     try:
-        with h5py.File(Stream(data), "r") as found:
+        with h5py.File(_Stream(data), "r") as found:
             yield found
     except CheckpointError:
         raise

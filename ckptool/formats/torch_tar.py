@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import struct
-import tarfile
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, TruncatedFile
+from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange, Source
-from ckptool.files.source import Stream
 from ckptool.formats.base import Format, Probe, Refusal
 from ckptool.formats.legacy_stream import COUNT, NestedStreams, SourceTexts, unpickle_record
 from ckptool.limits import Limits
@@ -25,77 +22,132 @@ __all__ = ["BLOCK", "TORCH_TAR", "TorchTar", "is_tar", "read_members"]
 BLOCK = 512
 """Bytes of a header; the content of a member is filled up to a multiple of it."""
 _MOST_EXTRA = 1 << 20
+_LINKS = (b"1", b"2")
+_NO_FILES = (*_LINKS, b"3", b"4", b"5", b"6")
+"""Links, devices and folders; Python's tarfile takes any other kind for a file."""
 _MEMBERS = ("pickle", "tensors", "storages")
+_LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK = b"L", b"x", b"g", b"K"
 
 
 def is_tar(head: bytes) -> bool:
-    """Return whether the first block is a tar header, by its checksum: older ones have no magic."""
-    with suppress(tarfile.TarError, ValueError):
-        tarfile.TarInfo.frombuf(head[:BLOCK], "utf-8", "replace")
-        return True
-    return False
+    """Whether the first block is a tar header, by its checksum: older ones have no magic."""
+    return len(head) >= BLOCK and _checksum_fits(head[:BLOCK])
 
 
 def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
-    """Return the files in the tar by name, in its order; the last of one name counts.
+    """Return the files in the tar, by name, in its order; the last of one name counts.
 
     Raises:
-        CorruptFile: a header that is none; a member that is sparse, or a link where data belongs.
+        CorruptFile: a header that is none.
         TruncatedFile: a member that reaches behind the end of the file.
         LimitExceeded: more members than `limits` allows.
     """
     members: dict[str, ByteRange] = {}
-    headers: Any = _Headers(source)
-    try:
-        with tarfile.open(fileobj=headers, mode="r:", errors="replace") as tar:
-            for count, info in enumerate(tar):
-                if count == limits.max_records:
-                    what = f"the tar has more than {count:,} members"
-                    raise LimitExceeded(what, file=source.name)
-                is_link = info.name in _MEMBERS and (info.issym() or info.islnk())
-                if info.issparse() or is_link:
-                    what = "a link" if is_link else "sparse"
-                    raise CorruptFile(f"member {info.name!r:.80} is {what}", file=source.name)
-                if not (info.isdir() or info.isdev() or info.issym() or info.islnk()):
-                    members[info.name] = _content(source, info)
-            rest = ByteRange(source, tar.offset, max(0, min(BLOCK, source.size - tar.offset)))
-    except CheckpointError:
-        raise
-    except (tarfile.TarError, ValueError, OverflowError) as error:
-        kind = TruncatedFile if source.size % BLOCK else CorruptFile  # tars are whole blocks
-        raise kind(f"the tar has a broken header: {error}", file=source.name) from error
-    if rest.read().strip(b"\0"):
-        what = f"the tar has no member header at offset {rest.offset:,}"
-        raise CorruptFile(what, file=source.name)
-    return members
+    position, extra = 0, _Extra()
+    for _ in range(limits.max_records):
+        if position + BLOCK > source.size:
+            return members
+        header = source.read(position, BLOCK)
+        if not header.strip(b"\0"):
+            return members
+        kind, name, size = _parse(header, position, source.name)
+        size = size if extra.size is None else extra.size
+        data = _content(source, position + BLOCK, size, extra.name or name)
+        if kind in (_PAX, _LONG_NAME):
+            extra = extra.with_record(kind, _small(data))
+        elif kind not in (_PAX_GLOBAL, _LONG_LINK):
+            if kind in _LINKS and (extra.name or name) in _MEMBERS:
+                raise CorruptFile(f"member {name!r:.80} of the tar is a link", file=source.name)
+            if kind not in _NO_FILES:
+                members[extra.name or name] = data
+            extra = _Extra()
+        position += BLOCK + -(-size // BLOCK) * BLOCK
+    raise LimitExceeded(f"the tar has more than {limits.max_records:,} members", file=source.name)
 
 
-class _Headers(Stream):
-    """The file as `tarfile` reads it: headers alone, of which a hostile one may be long."""
+class _Extra(NamedTuple):
+    """What the next header cannot hold: a name longer than 100 bytes, a size beyond 8 GiB."""
 
-    def __init__(self, source: Source) -> None:
-        super().__init__(ByteRange(source, 0, source.size))
-        self._name = source.name
+    name: str = ""
+    size: int | None = None
 
-    def read(self, size: int = -1) -> bytes | None:
-        if size > _MOST_EXTRA:
-            what = f"a tar header takes {size:,} bytes, more than {_MOST_EXTRA:,}"
-            raise LimitExceeded(what, file=self._name)
-        return super().read(size)
+    def with_record(self, kind: bytes, raw: bytes) -> _Extra:
+        """Return what `raw` adds: GNU's long name, or pax records, `LENGTH KEY=VALUE` a line."""
+        if kind == _LONG_NAME:
+            return _Extra(_text(raw), self.size)
+        name, size = self.name, self.size
+        while raw:
+            length, _, _ = raw.partition(b" ")
+            if not length.isdigit() or len(length) > 9 or not int(length):
+                break
+            record, raw = raw[: int(length)], raw[int(length) :]
+            key, _, value = record[len(length) + 1 : -1].partition(b"=")
+            if key.startswith(b"GNU.sparse"):
+                raise CorruptFile("a member of the tar is sparse")
+            if key == b"path":
+                name = _text(value)
+            elif key == b"size" and value.isdigit() and len(value) < 20:
+                size = int(value)
+        return _Extra(name, size)
 
 
-def _content(source: Source, info: tarfile.TarInfo) -> ByteRange:
-    if info.size < 0:
-        raise CorruptFile(f"the tar member {info.name!r:.80} has no size", file=source.name)
-    missing = info.offset_data + info.size - source.size
+def _parse(header: bytes, position: int, file: str) -> tuple[bytes, str, int]:
+    """Type flag, name and size of a member."""
+    if not _checksum_fits(header):
+        raise CorruptFile(f"the tar has no member header at offset {position:,}", file=file)
+    size = _number(header[124:136])
+    if size is None or size < 0:
+        raise CorruptFile(f"the tar member at offset {position:,} has no size", file=file)
+    if header[156:157] == b"S":
+        raise CorruptFile(f"the tar member at offset {position:,} is sparse", file=file)
+    name, prefix = _text(header[:100]), _text(header[345:500])
+    whole = f"{prefix}/{name}" if prefix and header[257:263] == b"ustar\0" else name
+    return header[156:157], whole, size
+
+
+def _content(source: Source, start: int, size: int, name: str) -> ByteRange:
+    missing = start + size - source.size
     if missing > 0:
         raise TruncatedFile(
-            f"the file ends in tar member {info.name!r:.80}: "
-            f"{missing:,} of its {info.size:,} bytes are missing",
+            f"the file ends in tar member {name!r:.80}: "
+            f"{missing:,} of its {size:,} bytes are missing",
             file=source.name,
             hint="download or copy it again",
         )
-    return ByteRange(source, info.offset_data, info.size)
+    return ByteRange(source, start, size)
+
+
+def _small(data: ByteRange) -> bytes:
+    if data.length > _MOST_EXTRA:
+        raise LimitExceeded(
+            f"a tar header takes {data.length:,} bytes, more than {_MOST_EXTRA:,}",
+            file=data.source.name,
+        )
+    return data.read()
+
+
+def _checksum_fits(header: bytes) -> bool:
+    """Return the sum of all bytes, signed or not, those of the checksum itself taken as spaces."""
+    wanted = _number(header[148:156])
+    if not wanted:
+        return False
+    summed = header[:148] + b" " * 8 + header[156:]
+    total = sum(summed)
+    return wanted in (total, total - 256 * sum(byte > 127 for byte in summed))
+
+
+def _number(field: bytes) -> int | None:
+    """Octal text, or base 256 where the first bit is set; None for anything else."""
+    if field[:1] == b"\x80":
+        return int.from_bytes(field[1:], "big")
+    try:
+        return int(field.partition(b"\0")[0].strip() or b"0", 8)
+    except ValueError:
+        return None
+
+
+def _text(raw: bytes) -> str:
+    return raw.partition(b"\0")[0].decode("utf-8", "replace")
 
 
 class TorchTar(Format):

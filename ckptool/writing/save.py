@@ -168,8 +168,8 @@ def save(
     )
     if to_folder or files_from is not None:
         plan = _accompanied(plan, job, files_from, to_folder=to_folder)
-    with_team = team if plan.index and not dry_run else None
-    if with_team and with_team.first(lambda: finish_divided(plan, job, options)):
+    is_divided = plan.index and not (dry_run or is_far)
+    if team and is_divided and team.first(lambda: finish_divided(plan, job, options)):
         return _receipt(plan, job, team, dry_run=False)
     _check_files(checkpoint, plan, overwrite=overwrite, in_place=in_place)
     refuse_empty(checkpoint, plan)

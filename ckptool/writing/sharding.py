@@ -220,7 +220,7 @@ def _torch_parts(checkpoint: Checkpoint) -> _Parts:
 
 
 def _shareable(value: Any) -> dict[int, int]:
-    """Yield what entries could have in common, with the bytes of each outside the pickle."""
+    """Return what entries could have in common, with the bytes of each outside the pickle."""
     found: dict[int, int] = {}
     for node in everything(value):
         storage: Storage | None = None

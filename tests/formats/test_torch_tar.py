@@ -211,7 +211,7 @@ def test_a_tar_cut_anywhere_is_an_error_or_no_torch_tar(written):
         probe = Probe(path, DEFAULT_LIMITS)
         try:
             recognised = TORCH_TAR.recognise(probe)
-        except (TruncatedFile, CorruptFile):
+        except TruncatedFile:
             recognised = False
         assert not recognised
         probe.close()
@@ -252,7 +252,7 @@ def header(name=b"a", size=b"00000000000\0", kind=b"0"):
 
 
 def test_a_size_in_base_256(written):
-    data = header(size=b"\x80" + (3).to_bytes(11, "big")) + b"abc".ljust(512, b"\0")
+    data = header(size=b"\x80" + (3).to_bytes(11, "big")) + b"abc"
     assert spans(data, written)["a"].length == 3
 
 
@@ -262,6 +262,7 @@ def test_a_size_in_base_256(written):
         (header(size=b"00000002000\0") + bytes(100), TruncatedFile, "924 of its 1,024 bytes"),
         (header(size=b"\x80" + b"\xff" * 11), TruncatedFile, "are missing"),
         (header(size=b"\xff" * 12), CorruptFile, "no size"),
+        (header(size=b"9999"), CorruptFile, "no size"),
         (header() + b"x" * 512, CorruptFile, "no member header at offset 512"),
         (header(kind=b"x", size=b"00010000000\0") + bytes(8 << 20), LimitExceeded, "header takes"),
         (header() * 6, LimitExceeded, "more than 5 members"),
@@ -278,31 +279,28 @@ def test_headers_that_lie(tmp_path, data, kind, words):
 
 
 @pytest.mark.parametrize(
-    ("records", "words"),
-    [
-        (b"abc", None),
-        (b"0 path=x\n", "broken header"),
-        (b"99 path=b\n", None),
-        (b"9 size=-1\n", "no member header"),
-        (b"9" * 30 + b" path=x\n", "broken header"),
-    ],
+    "records", [b"abc", b"0 path=x\n", b"99 path=b\n", b"9 size=-1\n", b"9" * 30 + b" path=x\n"]
 )
-def test_pax_records_that_are_none(tmp_path, records, words):
+def test_pax_records_that_are_none_change_nothing_that_counts(tmp_path, records):
     path = tmp_path / "hostile.tar"
-    block = header(kind=b"x", size=b"%011o\0" % len(records)) + records.ljust(512, b"\0")
-    path.write_bytes(block + header(size=b"00000000001\0") + b"1".ljust(512, b"\0"))
+    size = b"%011o\0" % len(records)
+    block = records + bytes(512 - len(records))
+    path.write_bytes(header(kind=b"x", size=size) + block + header(size=b"00000000001\0") + b"1")
     probe = Probe(path, DEFAULT_LIMITS)
-    if words is None:
-        (found,) = read_members(probe.source, probe.limits).values()
-        assert found.length == 1
-    else:
-        with pytest.raises(CorruptFile, match=words):
-            read_members(probe.source, probe.limits)
+    (found,) = read_members(probe.source, probe.limits).values()
+    assert found.length == 1
     probe.close()
 
 
-def test_a_checksum_of_something_else_is_no_tar():
-    assert is_tar(header())
-    assert not is_tar(header()[:100] + b"x" + header()[101:])
-    assert not is_tar(header()[:500])
-    assert not is_tar(header(size=b"9999"))
+@pytest.mark.parametrize("records", [[b"11 path=xx\n"] * 3000, [b"1" * 60_000] * 20])
+def test_pax_records_cost_what_their_bytes_cost(records, tmp_path):
+    path = tmp_path / "hostile.tar"
+    blocks = [
+        header(kind=b"x", size=b"%011o\0" % len(one)) + one.ljust(-(-len(one) // 512) * 512, b"\0")
+        for one in records
+    ]
+    path.write_bytes(b"".join(blocks) + header(size=b"00000000001\0") + b"1")
+    probe = Probe(path, DEFAULT_LIMITS)
+    (found,) = read_members(probe.source, probe.limits).values()
+    assert found.length == 1
+    probe.close()

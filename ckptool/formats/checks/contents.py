@@ -238,6 +238,9 @@ def tar_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Find
     for name, member in members.items():
         stop = member.offset + member.length
         padded = -(-stop // BLOCK) * BLOCK
+        if padded > source.size:
+            problems.append(Problem("truncated", name, "its last block is cut short"))
+            return Findings(tuple(problems))
         if source.read(stop, padded - stop).strip(b"\0"):
             problems.append(Problem("padding", name, "what fills its last block is not zero"))
         end = max(end, padded)
