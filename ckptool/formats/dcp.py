@@ -162,7 +162,7 @@ class Dcp(FolderFormat):
         for name in index.order:
             _place(tree, index.paths.get(name, (name,)), leaves[name], len(index.order))
         ends: dict[str, int] = {}
-        for _, item in index.items():
+        for item in (one for _, one in index.items()):
             ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
         is_far = any(source.is_far for source in index.sources)  # to ask for a size is a request
         sizes = sum(ends.values()) if is_far else _size(ends)
