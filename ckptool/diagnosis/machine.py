@@ -1,8 +1,7 @@
 """Which devices this machine has for torch, told without importing torch.
 
-NVIDIA's driver for Linux makes a file in /dev for every GPU; CUDA_VISIBLE_DEVICES hides some. A
-torch that was built without CUDA (its `version.py` says so, which is read, not run) has none of
-them. Other GPUs (Windows, AMD) are not looked for: the user names them.
+NVIDIA's driver makes a file in /dev for every GPU; CUDA_VISIBLE_DEVICES hides some. A torch that
+was built without CUDA (its `version.py` says so, which is read, not run) has none of them.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from itertools import takewhile
 
 from ckptool.errors import UsageError
 
@@ -29,10 +26,13 @@ _KINDS = frozenset({
 """What torch.device takes (c10/core/DeviceType.h), and back ends that register their own word."""
 _GPU_FILE = re.compile(r"nvidia\d+")
 _WITHOUT_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*None", re.MULTILINE)
+_WITHOUT_ROCM = re.compile(r"^hip\b[^=\n]*=\s*None", re.MULTILINE)
+_AMD_GPU = re.compile(r"^simd_count [1-9]", re.MULTILINE)
+_AMD_NODES = "sys/class/kfd/kfd/topology/nodes"
 
 
 def parsed_devices(devices: str | Iterable[object]) -> tuple[str, ...]:
-    """Return the devices that the user names (`cuda:0,cuda:1`), with `cpu`.
+    """`cpu`, `cuda:0,cuda:1`: the devices of the machine that is meant; `cpu` is always one.
 
     Args:
         devices: Words with commas between, or a word each: text, or a `torch.device`.
@@ -40,14 +40,26 @@ def parsed_devices(devices: str | Iterable[object]) -> tuple[str, ...]:
     Raises:
         UsageError: a word is no device.
     """
-    given: object = devices.split(",") if isinstance(devices, str) else devices
-    each = given if isinstance(given, Iterable) else (given,)  # a lone torch.device
-    words = [str(word).strip() for word in each]
+    given = devices.split(",") if isinstance(devices, str) else _each(devices)
+    words = [str(word).strip() for word in given]
     for word in words:
-        found = _WORD.fullmatch(word)
-        if found is None or found[1] not in _KINDS:
+        if not _is_device(word):
             raise UsageError(f"{word!r} is no device", hint="--devices cpu or --devices cuda:0")
-    return tuple(dict.fromkeys(("cpu", *("cuda:0" if word == "cuda" else word for word in words))))
+    return tuple(dict.fromkeys(("cpu", *(_numbered(word) for word in words))))
+
+
+def _each(devices: object) -> Iterable[object]:
+    """Return what a list holds; a lone `torch.device` is one of one."""
+    return devices if isinstance(devices, Iterable) else (devices,)
+
+
+def _is_device(word: str) -> bool:
+    found = _WORD.fullmatch(word)
+    return found is not None and found[1] in _KINDS
+
+
+def _numbered(word: str) -> str:
+    return "cuda:0" if word == "cuda" else word
 
 
 def devices_here(
@@ -62,30 +74,68 @@ def devices_here(
 
 
 def _gpus(root: str) -> int:
-    """Return how many of the system's GPUs the installed torch can use."""
-    with suppress(OSError):
-        names = os.listdir(os.path.join(root, "dev"))
-        if not _WITHOUT_CUDA.search(_installed_torch()):
-            return sum(1 for name in names if _GPU_FILE.fullmatch(name))
-    return 0
+    """How many GPUs there are for the torch that is installed."""
+    version = _installed_torch()
+    nvidia = sum(1 for name in _entries(os.path.join(root, "dev")) if _GPU_FILE.fullmatch(name))
+    amd = sum(map(_is_amd_gpu, _paths(os.path.join(root, _AMD_NODES))))
+    if not nvidia and _has_windows_driver(root):
+        nvidia = 1  # how many only the driver knows
+    without = nvidia and version and _WITHOUT_CUDA.search(version)
+    if amd and not (version and _WITHOUT_ROCM.search(version)):
+        return amd
+    return 0 if without else nvidia
 
 
 def _visible(environment: Mapping[str, str]) -> int:
-    """Return how many GPUs CUDA_VISIBLE_DEVICES leaves; a negative number hides what follows."""
+    """How many GPUs CUDA_VISIBLE_DEVICES leaves; what follows a number that is none is hidden."""
     stated = environment.get("CUDA_VISIBLE_DEVICES")
     if stated is None:
         return 1 << 16
-    words = [word.strip() for word in stated.split(",")]
-    return sum(1 for _ in takewhile(lambda word: word and not word.startswith("-"), words))
+    count = 0
+    for word in stated.split(","):
+        if not word.strip() or word.strip().startswith("-"):
+            break
+        count += 1
+    return count
 
 
-def _installed_torch() -> str:
-    """Return the text of the installed torch's `version.py`; an empty text without torch."""
+def _installed_torch() -> str | None:
+    """Return the text of the installed torch's `version.py`; None where there is no torch."""
     try:
         spec = importlib.util.find_spec("torch")
-        if spec is None or spec.origin is None:
-            return ""
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    try:
         with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as at:
             return at.read(1 << 16)
-    except (ImportError, ValueError, OSError):
-        return ""
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _has_windows_driver(root: str) -> bool:
+    """Whether NVIDIA's library for Windows is there, also inside its Linux."""
+    windows = os.environ.get("SYSTEMROOT", "C:\\Windows")
+    if sys.platform == "win32":
+        return os.path.exists(os.path.join(windows, "System32", "nvcuda.dll"))
+    return os.path.exists(os.path.join(root, "usr/lib/wsl/lib/libcuda.so"))
+
+
+def _is_amd_gpu(node: str) -> bool:
+    try:
+        with open(os.path.join(node, "properties"), encoding="ascii") as file:
+            return _AMD_GPU.search(file.read(1 << 16)) is not None
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _entries(folder: str) -> Iterable[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return ()
+
+
+def _paths(folder: str) -> Iterable[str]:
+    return (os.path.join(folder, name) for name in _entries(folder))

@@ -9,18 +9,25 @@ from ckptool.errors import UsageError
 
 CUDA = "cuda: Optional[str] = '12.4'\nhip: Optional[str] = None\n"
 WITHOUT = "cuda: Optional[str] = None\nhip: Optional[str] = None\n"
+ROCM = "cuda: Optional[str] = None\nhip: Optional[str] = '6.2'\n"
 
 
 @pytest.fixture
 def system(tmp_path, monkeypatch):
     """A machine with so many GPUs, and a torch that was built for something."""
 
-    def with_gpus(nvidia=0, torch=CUDA):
+    def with_gpus(nvidia=0, amd=0, torch=CUDA):
         monkeypatch.setattr(machine, "_installed_torch", lambda: torch)
         monkeypatch.setattr(machine.sys, "platform", "linux")
         (tmp_path / "dev").mkdir()
         for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{n}" for n in range(nvidia))):
             (tmp_path / "dev" / name).touch()
+        for number in range(amd + 1):  # the first node is the processor
+            node = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(number)
+            node.mkdir(parents=True)
+            (node / "properties").write_text(
+                f"cpu_cores_count 8\nsimd_count {240 * (number > 0)}\n"
+            )
         return str(tmp_path)
 
     return with_gpus
@@ -31,8 +38,10 @@ def system(tmp_path, monkeypatch):
     [
         ({}, ("cpu",)),
         ({"nvidia": 2}, ("cpu", "cuda:0", "cuda:1")),
-        ({"nvidia": 2, "torch": ""}, ("cpu", "cuda:0", "cuda:1")),
+        ({"nvidia": 2, "torch": None}, ("cpu", "cuda:0", "cuda:1")),
         ({"nvidia": 2, "torch": WITHOUT}, ("cpu",)),
+        ({"amd": 1, "torch": ROCM}, ("cpu", "cuda:0")),
+        ({"amd": 1, "torch": CUDA}, ("cpu",)),
     ],
 )
 def test_gpus_are_counted_as_far_as_torch_can_use_them(system, gpus, expected):
