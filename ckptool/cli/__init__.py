@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 __all__ = ["main"]
@@ -11,4 +12,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ckptool` with `arguments` (`sys.argv` if None) and return its exit code."""
     from ckptool.cli.console import run
 
-    return run(arguments)
+    code = run(arguments)
+    processes = sys.modules.get("ckptool.trainer.processes")
+    if arguments is None and processes is not None:
+        processes.end_if_connected(code)
+    return code

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -23,6 +25,7 @@ __all__ = [
     "TIMEOUT",
     "Processes",
     "connected",
+    "end_if_connected",
     "local_rank",
     "of_this_attempt",
     "ranks",
@@ -149,6 +152,20 @@ def connected(device: torch.device) -> Iterator[Processes]:
     finally:
         _ENDED[:] = [dist.group.WORLD]
         dist.destroy_process_group()
+
+
+def end_if_connected(code: int) -> None:
+    """End this process with an exit code, if it was connected to others.
+
+    Python's own end would take its lock away from a thread of gloo that has a tensor left to free,
+    which ends the process by SIGABRT ("terminate called without an active exception").
+    """
+    if _ENDED:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
 
 
 @contextmanager

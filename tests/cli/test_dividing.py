@@ -166,7 +166,8 @@ def test_after_a_failure_the_others_begin_no_further_file(model, program, tmp_pa
     told, ended_well = torchrun([*words, "--max-shard-size", "20KB"], program, step="fail=1:1")
     assert not ended_well
     assert "No space left on device" in told
-    assert len(list((tmp_path / "out").glob(".*.whole"))) == 2, told  # of 10
+    whole = len(list((tmp_path / "out").glob(".*.whole")))
+    assert whole in (1, 2), told  # of 10; 1: the other had not begun its first
 
 
 def test_an_old_set_keeps_its_names_until_the_new_one_is_whole(model, program, tmp_path):

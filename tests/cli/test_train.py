@@ -402,6 +402,31 @@ def test_the_older_launcher_of_torch(tmp_path):
     assert "ddp on 2 processes" in done.stderr
 
 
+AT_PYTHONS_END = """
+import os, sys
+from ckptool.cli import main
+
+class Late:
+    def __del__(self, abort=os.abort):
+        abort()
+
+kept = Late()
+sys.exit(main())
+"""
+
+
+def test_a_process_that_was_connected_ends_before_python_takes_its_lock_away(tmp_path):
+    (tmp_path / "program.py").write_text(AT_PYTHONS_END)
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", 1, "program.py")
+    words = ("train", "--out", "run", "--strategy", "ddp", "--device", "cpu", "--epochs", 1)
+    done = finished(*launcher, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("Trained to step 13, 1 epoch.")
+    done = finished(*launcher, *words, "--epochs", 0, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "SIGABRT" in done.stderr  # it never was connected
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize(
     ("number", "more"),
