@@ -43,6 +43,12 @@ Large file: {size:,} bytes, 225 float16 tensors, names with `module.`, storages 
 
 {verdict}
 
+On a file system that shares blocks (XFS or btrfs, whose `cp` takes no time) a new file shares
+those of the source: `python -m benchmarks.sharing` makes an XFS in a file and measures it.
+2026-11-25, 2 cores, 5 GB: `strip-module` 0.12 s, `remap` 0.13 s, `rename` 0.17 s, `add-module`
+0.17 s and 1.1 MB of the disk each, `extract --model-only` of a training checkpoint 0.17 s and
+1.0 MB; `cp --reflink` 0.002 s.
+
 To repeat: `make bench`; `make bench ARGS=--quick` takes a tenth of the size, one run of each and
 two minutes. The programs run beside ckptool are in `benchmarks/idioms.py`.
 """

@@ -75,6 +75,8 @@ class Details:
     """Bytes on disk, all files of the checkpoint together."""
     writer: str = ""
     """Who wrote it, as far as the layout tells: `torch 2.7 or newer`."""
+    folder: str = ""
+    """Of a zip: the folder in which all of its records stand, if its name is a plain one."""
     torch_version: str | None = None
     """The version, where the file states it."""
     byteorder: str = "little"

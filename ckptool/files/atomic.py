@@ -32,7 +32,7 @@ from ckptool.files.renames import (
     rename_all,
     state_of,
 )
-from ckptool.files.source import BLOCK, ByteRange
+from ckptool.files.source import BLOCK, ByteRange, Shared
 from ckptool.files.system import (
     check_space,
     close_to_rename,
@@ -42,6 +42,7 @@ from ckptool.files.system import (
     lock,
     remove_unlocked,
     reserve,
+    shares_blocks,
     start_writeback,
     sync_folder,
     who,
@@ -289,10 +290,12 @@ def atomic_output(
     mode: int | None = None,
     check: Callable[[], None] | None = None,
     progress: Progress | None = None,
+    shared: Shared | None = None,
 ) -> Iterator[FileOutput]:
     """Give an output for `size` bytes that become the file at `path` if the block ends well.
 
-    `size` is None where it is not known before; the space is then not reserved.
+    `size` is None where it is not known before; the space is then not reserved, nor is it where
+    blocks are `shared` with the source: a disk with room for the others will do.
 
     Whatever else happens, a kill included, an old file stays as it was. The temporary file is
     removed; after a kill, by the next run that writes to the same name: whoever writes holds a
@@ -318,10 +321,12 @@ def atomic_output(
         settle(target)
         with undisturbed(target), _folder_of(target) as folder:
             _remove_debris(target)
-            check_space(folder, size or 0)
+            check_space(folder, (size or 0) - (shared.length if shared else 0))
             with _temporary_file(target, mode if old is None else 0o600) as file:
                 _refuse_other_writers(target, file.name)
-                reserve(file.fileno(), size or 0)
+                if shared is None or not shares_blocks(shared.run, file.fileno()):
+                    check_space(folder, size or 0)
+                    reserve(file.fileno(), size or 0)
                 output = FileOutput(file.fileno(), size, progress, file.name)
                 yield output
                 _seal(file, output, old, mode)
@@ -405,6 +410,7 @@ def atomic_set(
     mode: int | None = None,
     check: Callable[[], None] | None = None,
     progress: Progress | None = None,
+    shared: Shared | None = None,
 ) -> Iterator[Outputs]:
     """Give outputs for files that appear together if the block ends well; see `atomic_output`.
 
@@ -422,6 +428,7 @@ def atomic_set(
         check: Called when all is on the disk, before the first rename; what it raises leaves the
             old files.
         progress: Told bytes done and bytes of all files.
+        shared: As `atomic_output` takes it, where it is one file.
 
     Raises:
         UsageError: the files are not in one folder, two are the same, or the index is not the last.
@@ -437,7 +444,13 @@ def atomic_set(
     parts = parts_of(target, sizes, mode)
     if len(parts) == 1:
         with atomic_output(
-            path, parts[0].size, overwrite=overwrite, mode=mode, check=check, progress=progress
+            path,
+            parts[0].size,
+            overwrite=overwrite,
+            mode=mode,
+            check=check,
+            progress=progress,
+            shared=shared,
         ) as alone:
             yield lambda _: nullcontext(alone)
         return

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from ckptool.files.opening import open_source
-from ckptool.files.source import FolderFile, Source
+from ckptool.files.source import FolderFile, Shared, Source
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import Outputs, Progress
@@ -85,10 +85,17 @@ class Place:
         mode: int | None,
         check: Callable[[], None],
         progress: Progress | None,
+        shared: Shared | None = None,
     ) -> AbstractContextManager[Outputs]:
         """Give outputs for files that appear together; as `files.atomic.atomic_set`."""
         from ckptool.files.atomic import atomic_set
 
         return atomic_set(
-            index, sizes, overwrite=overwrite, mode=mode, check=check, progress=progress
+            index,
+            sizes,
+            overwrite=overwrite,
+            mode=mode,
+            check=check,
+            progress=progress,
+            shared=shared,
         )

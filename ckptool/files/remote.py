@@ -23,7 +23,7 @@ from ckptool.errors import FileDenied, FileMissing, UnreadableFile, UnsupportedF
 from ckptool.files.filesystems import INSTALL, Fetch, by_fsspec, system_of, told_by
 from ckptool.files.http import fetch
 from ckptool.files.local import Place
-from ckptool.files.source import Source
+from ckptool.files.source import Shared, Source
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import Outputs, Progress
@@ -183,6 +183,7 @@ class RemotePlace(Place):
         mode: int | None,
         check: Callable[[], None],
         progress: Progress | None,
+        shared: Shared | None = None,
     ) -> AbstractContextManager[Outputs]:
         """Give outputs for objects of which the index appears last; as `uploaded_set`."""
         from ckptool.files.upload import uploaded_set

@@ -11,16 +11,19 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ckptool.errors import FileDenied, FileMissing, TruncatedFile, UnreadableFile, UsageError
 
 __all__ = [
     "BLOCK",
+    "MANY",
+    "SHARED",
     "ByteRange",
     "FileSource",
     "FolderFile",
     "MemorySource",
+    "Shared",
     "Source",
     "Stated",
     "far_bytes",
@@ -408,6 +411,20 @@ def neighbours(parts: Iterable[ByteRange]) -> list[ByteRange]:
         else:
             runs.append(part)
     return runs
+
+
+SHARED = 4096
+"""File systems that share blocks (XFS, btrfs) share those that lie at the same place modulo it."""
+MANY = 1 << 20
+"""Fewer bytes are not worth sharing."""
+
+
+class Shared(NamedTuple):
+    """Bytes of a new file that take no space where the file system shares blocks."""
+
+    length: int
+    run: ByteRange
+    """One of the ranges that they are copied from."""
 
 
 Stated = tuple[str, ByteRange, int]

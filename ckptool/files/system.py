@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 
 from ckptool.errors import CheckpointError, NoSpace, WriteDenied, WriteError
-from ckptool.files.source import BLOCK, Source
+from ckptool.files.source import BLOCK, SHARED, ByteRange, Source
 
 __all__ = [
     "allow_open_files",
@@ -27,6 +28,7 @@ __all__ = [
     "lock_holder",
     "remove_unlocked",
     "reserve",
+    "shares_blocks",
     "start_writeback",
     "sync_folder",
     "try_lock",
@@ -296,6 +298,26 @@ _REFUSALS = frozenset(
 _Way = Callable[[int, int, int, int, int], int]
 
 
+_CLONE = 0x4020940D
+"""`FICLONERANGE` (linux/fs.h): refused where no blocks can be shared, and never a copy."""
+
+
+def shares_blocks(run: ByteRange, target: int) -> bool:
+    """Whether an empty file can share blocks with that of a run; one of them becomes its first.
+
+    Only Linux has the call; macOS shares whole files.
+    """
+    source = run.source.fd()
+    if source is None or not sys.platform.startswith("linux"):
+        return False
+    block = -(-run.offset // SHARED) * SHARED
+    try:
+        fcntl.ioctl(target, _CLONE, struct.pack("qQQQ", source, block, SHARED, 0))
+    except OSError:
+        return False
+    return True
+
+
 def copy_bytes(source: Source, offset: int, target: int, position: int, length: int) -> None:
     """Copy `length` bytes of `source` at `offset` to descriptor `target` at `position`.
 
@@ -311,9 +333,11 @@ def copy_bytes(source: Source, offset: int, target: int, position: int, length: 
     done = 0
     while done < length:
         places = offset + done, target, position + done
-        if fd is None or not ways:
-            data = source.read(offset + done, min(BLOCK, length - done))
-            write_at(target, data, position + done)
+        # Whole blocks are shared, where a range begins with one.
+        to_block = -places[0] % SHARED if (offset - position) % SHARED == 0 else 0
+        if fd is None or not ways or to_block:
+            data = source.read(places[0], min(to_block or BLOCK, length - done))
+            write_at(target, data, places[2])
             done += len(data)
             continue
         moved = _attempt(ways[0], fd, *places, min(MOST, length - done))

@@ -20,6 +20,7 @@ from ckptool.model import find_tensors
 if TYPE_CHECKING:
     from ckptool.files.atomic import Output
     from ckptool.files.editing import Patch
+    from ckptool.files.source import Shared
 
 __all__ = [
     "A_FOLDER",
@@ -214,6 +215,8 @@ class NewFile(NamedTuple):
     """Its place in a set of files; empty for a single file, whose place the user names."""
     members: Sequence[Member] = ()
     """What to compare it with, where it is made of files of torch.save's."""
+    shared: Shared | None = None
+    """What of it lies at the same place in a block as in the file that it is copied from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -13,7 +13,7 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import CorruptFile, NotRepresentable, UnreadableFile
 from ckptool.files import ByteRange, Source
-from ckptool.files.source import neighbours
+from ckptool.files.source import MANY, Shared, neighbours
 from ckptool.formats.base import EditableFormat, NewFile, Plan, Probe
 from ckptool.formats.safetensors_header import (
     FORMAT,
@@ -318,6 +318,16 @@ def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
             yield from group
 
 
+def _shared(
+    pieces: Sequence[ByteRange | TensorRef], nbytes: int, sources: Sequence[Source]
+) -> Shared | None:
+    """Return the first piece, if it is most of `nbytes` and lies in a source; else None."""
+    first = pieces[0] if pieces else None
+    if isinstance(first, ByteRange) and first.length >= MANY and 2 * first.length > nbytes:
+        return Shared(first.length, first) if any(first.source is one for one in sources) else None
+    return None
+
+
 def _body(source: Source) -> ByteRange:
     """Return the bytes behind the header of a file that has been opened as safetensors."""
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
@@ -403,10 +413,15 @@ class Safetensors(EditableFormat):
         content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
         written = content.written
         entries = _entries(written)
-        head = header_bytes(
-            (entries[name] for name in written), content.metadata, file=checkpoint.path
-        )
         pieces = list(_pieces(written[name] for name in entries))
+        nbytes = sum(tensor.nbytes for tensor in written.values())
+        shared = _shared(pieces, nbytes, checkpoint.sources)
+        head = header_bytes(
+            (entries[name] for name in written),
+            content.metadata,
+            file=checkpoint.path,
+            congruent=shared.run.offset if shared else None,
+        )
 
         def write(output: Output) -> None:
             output.write(head)
@@ -416,10 +431,9 @@ class Safetensors(EditableFormat):
                 else:
                     output.stream(piece.content())
 
-        size = len(head) + sum(tensor.nbytes for tensor in written.values())
         return Plan(
             self.name,
-            (NewFile(size, write, checkpoint),),
+            (NewFile(len(head) + nbytes, write, checkpoint, shared=shared),),
             left_out=content.left_out,
             notes=(*remarks(content.tensors, content.ties), *overlapping(written)),
             tensors=len(content.tensors),

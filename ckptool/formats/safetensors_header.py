@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import CorruptFile, LimitExceeded, NotRepresentable, TruncatedFile
 from ckptool.files import ByteRange, Source
+from ckptool.files.source import SHARED
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.words import printable
@@ -260,14 +261,24 @@ def _shown(entry: Entry | None) -> str:
     return f"tensor '{printable(entry.name)}'" if entry else "the header"
 
 
-def header_bytes(entries: Iterable[Entry], metadata: Mapping[str, str], *, file: str) -> bytes:
+def header_bytes(
+    entries: Iterable[Entry],
+    metadata: Mapping[str, str],
+    *,
+    file: str,
+    congruent: int | None = None,
+) -> bytes:
     """Length and JSON, padded with spaces so that the tensors begin at a multiple of 8.
+
+    If `congruent` is such a multiple, they begin where it is, modulo `SHARED`.
 
     Raises:
         NotRepresentable: it is longer than readers take.
     """
     text = header_text(entries, metadata)
     text += b" " * (-len(text) % LENGTH.size)
+    if congruent is not None and congruent % LENGTH.size == 0:
+        text += b" " * ((congruent - LENGTH.size - len(text)) % SHARED)
     if len(text) > MAX_BYTES:
         raise NotRepresentable(
             f"the header would take {len(text):,} bytes; safetensors allows {MAX_BYTES:,}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -28,7 +29,14 @@ from ckptool.formats.archive import (
 )
 from ckptool.formats.base import Archive, EditableFormat, NewFile, Plan, Probe, Record
 from ckptool.formats.legacy_stream import NestedStreams
-from ckptool.formats.zip_writer import NewRecord, Place, end_records, literal, plan_zip
+from ckptool.formats.zip_writer import (
+    NewRecord,
+    Place,
+    end_records,
+    literal,
+    plan_sharing_zip,
+    plan_zip,
+)
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Storage, StorageRef
 from ckptool.symbolic import Unpickled, unpickle
@@ -67,16 +75,17 @@ def _payload(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
             file=file,
         )
     swap = BY_NAME[dtype].swap_size if storage.byteorder == "big" else 1
+    is_copied = swap == 1 and storage.crc32 is not None and not storage.compressed
 
     def write(output: Output) -> int:
         if swap > 1:
             return output.stream(swapped(data.blocks(), swap))
-        if storage.crc32 is not None and not storage.compressed:
+        if is_copied:
             output.copy(data)
-            return storage.crc32
+            return storage.crc32 or 0
         return output.copy_checked(data)
 
-    return NewRecord(f"data/{index}", storage.nbytes, write)
+    return NewRecord(f"data/{index}", storage.nbytes, write, data if is_copied else None)
 
 
 PICKLE = "data.pkl"
@@ -87,6 +96,9 @@ SHORT = 64
 """Bytes that a record of a fact may have."""
 COMPUTING = (".format_version", ".storage_alignment")
 """The records that let torch compute where storages are, instead of looking it up."""
+
+
+_PLAIN_FOLDER = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 
 
 _STALE = ".data/serialization_id"
@@ -286,10 +298,12 @@ class TorchZip(EditableFormat):
         for index, storage in enumerate(encoded.storages):
             records.append(_payload(index, storage, encoded.dtypes[index], checkpoint.path))
         records.append(literal("version", b"3\n"))
-        new = plan_zip("archive", records, ALIGNMENT)
+        folder = checkpoint.details.folder
+        new = folder and plan_sharing_zip(folder, records, "data/0", ALIGNMENT)
+        new = new or plan_zip("archive", records, ALIGNMENT)
         return Plan(
             self.name,
-            (NewFile(new.size, new.write, checkpoint),),
+            (NewFile(new.size, new.write, checkpoint, shared=new.shared),),
             tensors=sum(1 for _ in checkpoint.tensors()),
             blockers=encoded.blockers,
         )
@@ -338,6 +352,7 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
     return Details(
         size=archive.size,
         writer=_writer(archive, contents),
+        folder=archive.folder if is_zip and _PLAIN_FOLDER.fullmatch(archive.folder) else "",
         byteorder=contents.storages.byteorder,
         protocol=unpickled.protocol,
         globals=unpickled.globals,

@@ -10,15 +10,16 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptool.errors import WriteError
+from ckptool.files.source import MANY, SHARED, ByteRange, Shared
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import Output
 
-__all__ = ["NewRecord", "NewZip", "Place", "end_records", "literal", "plan_zip"]
+__all__ = ["NewRecord", "NewZip", "Place", "end_records", "literal", "plan_sharing_zip", "plan_zip"]
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _DESCRIPTOR = struct.Struct("<4s3I")
@@ -44,6 +45,8 @@ class NewRecord:
     size: int
     write: Callable[[Output], int]
     """Writes exactly `size` bytes and returns their CRC-32."""
+    copied: ByteRange | None = None
+    """What is copied as it is; None: it is computed."""
 
 
 def literal(name: str, data: bytes) -> NewRecord:
@@ -66,6 +69,8 @@ class Place:
     header: int
     """Offset of the local header."""
     alignment: int
+    congruent: int | None = None
+    """An offset that its payload is to be congruent to, modulo `SHARED`."""
 
     @property
     def wide(self) -> bool:
@@ -82,6 +87,8 @@ class Place:
         """Offset of the first byte of content: the next multiple of the alignment."""
         least = self.header + _LOCAL.size + len(self.name) + len(self.wide_field(local=True))
         least += _PADDING_HEADER.size
+        if self.congruent is not None:
+            return least + (self.congruent - least) % SHARED
         return -(-least // self.alignment) * self.alignment
 
     @property
@@ -147,6 +154,8 @@ class NewZip:
     records: tuple[tuple[NewRecord, Place], ...]
     size: int
     """Bytes of the whole file."""
+    shared: Shared | None = None
+    """What lies at the same place in a block as in the file that it is copied from."""
 
     def write(self, output: Output) -> None:
         """Write all of it.
@@ -189,11 +198,42 @@ def end_records(entries: int, offset: int, length: int) -> bytes:
 
 def plan_zip(folder: str, records: Sequence[NewRecord], alignment: int) -> NewZip:
     """Lay `records` out in `folder`, in their order, each payload at a multiple of `alignment`."""
+    return _laid_out(folder, records, alignment, None)
+
+
+def plan_sharing_zip(
+    folder: str, records: Sequence[NewRecord], first: str, alignment: int
+) -> NewZip | None:
+    """Lay records out so that most bytes can share their blocks with the file they come from.
+
+    The record `first` goes to where its offset is congruent to that in its file, modulo `SHARED`;
+    what is copied behind it follows by itself, if the file has it in that order.
+
+    Returns:
+        None where that is not so for most of the bytes, or where they are few.
+    """
+    run = next((one.copied for one in records if one.name == first), None)
+    if run is None or run.offset % alignment:
+        return None
+    new = _laid_out(folder, records, alignment, (first, run.offset))
+    shared = sum(
+        record.size
+        for record, place in new.records
+        if record.copied and (record.copied.offset - place.payload) % SHARED == 0
+    )
+    is_most = shared >= MANY and 2 * shared > new.size
+    return replace(new, shared=Shared(shared, run)) if is_most else None
+
+
+def _laid_out(
+    folder: str, records: Sequence[NewRecord], alignment: int, fixed: tuple[str, int] | None
+) -> NewZip:
     placed = []
     position = directory = 0
     for record in records:
         name = f"{folder}/{record.name}".encode()
-        place = Place(name, record.size, position, alignment)
+        congruent = fixed[1] if fixed and fixed[0] == record.name else None
+        place = Place(name, record.size, position, alignment, congruent)
         placed.append((record, place))
         position = place.end
         directory += place.entry_size

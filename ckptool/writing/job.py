@@ -133,6 +133,7 @@ def _write_files(plan: Plan, job: Job) -> None:
             mode=job.mode,
             check=check,
             progress=job.progress,
+            shared=plan.files[0].shared if len(plan.files) == 1 else None,
         ) as output_of,
     ):
         for file in plan.files:
