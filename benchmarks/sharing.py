@@ -55,15 +55,15 @@ def mounted(size: int) -> Iterator[Path]:
         image.touch()
         place.mkdir()
         for command in (
-            ["truncate", "-s", str(size), image],
-            ["mkfs.xfs", "-q", "-m", "reflink=1", image],
-            ["mount", "-o", "loop", image, place],
+            ["truncate", "-s", str(size), str(image)],
+            ["mkfs.xfs", "-q", "-m", "reflink=1", str(image)],
+            ["mount", "-o", "loop", str(image), str(place)],
         ):
             subprocess.run(command, check=True)
         try:
             yield place
         finally:
-            subprocess.run(["umount", place], check=True)
+            subprocess.run(["umount", str(place)], check=True)
 
 
 def main() -> int:
