@@ -346,6 +346,8 @@ def value_rows(inputs: Inputs) -> Iterator[Row]:
         "`stats`, large float32 file",
         inputs.single,
         (Command.ckptool("stats", inputs.single), idiom),
+        beside=idiom.label,
+        most_times=1.1,
         most_bytes=400 * MB,
     )
 

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptool.errors import UnsupportedFormat, UsageError
 from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
-from ckptool.tensors.runtime import require_torch, torch_dtype
-from ckptool.tensors.sameness import Told, in_turns, side_by_side
+from ckptool.tensors.runtime import one_thread, require_torch, torch_dtype
+from ckptool.tensors.sameness import Told, side_by_side
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["COMPARED", "Comparer", "Difference"]
 
-CHUNK = (1 << 15) - 64
-"""Elements handled at a time: they stay in the processor's cache, and below what torch divides
-among threads of its own."""
-BLOCK = 8 * CHUNK
-"""Elements that a thread takes at a time."""
-_SHARED = 2 * BLOCK
-"""Elements from which two threads take turns."""
+CHUNK = 1 << 16
+"""Elements handled at a time: they stay in the processor's cache."""
 
 _COMPLEX = frozenset(("complex32", "complex64", "complex128"))
 _WHOLE = frozenset(
@@ -76,7 +70,7 @@ class Difference:
 
 
 class Comparer:
-    """Compares tensors, one pair after the other, with one set of buffers a thread."""
+    """Compares tensors, one pair after the other, with one set of buffers for each two types."""
 
     def __init__(
         self, *, atol: float | None = None, rtol: float | None = None, equal_nan: bool = False
@@ -93,7 +87,7 @@ class Comparer:
                 raise UsageError(f"{name} is {value}: a tolerance is a number from 0 on")
         asked = atol is not None or rtol is not None
         self._tolerance = _Tolerance(atol or 0.0, rtol or 0.0, equal_nan, asked)
-        self._kernels: dict[tuple[str, str], list[_Kernel]] = {}
+        self._kernels: dict[tuple[str, str], _Kernel] = {}
 
     def compare(self, a: TensorRef, b: TensorRef, told: Told | None = None) -> Difference:
         """Compare two tensors of one shape with `has_content`; b is the reference.
@@ -106,20 +100,6 @@ class Comparer:
             UnsupportedFormat: elements that are no numbers, or that this torch does not have.
             CheckpointError: the bytes of either cannot be read.
         """
-        sums, count = _Sums(), a.numel
-        if count:
-            one, other = _beside(a, b)
-            plain = one.data.source.is_shared and other.data.source.is_shared
-            kernels = self._started(a, b, 2 if plain and count >= _SHARED else 1)
-            workers = [partial(kernel.compare, one, other) for kernel in kernels]
-            in_turns(count, BLOCK, workers, told and _in_bytes(told, a.itemsize))
-            sums = kernels[0].sums
-            for kernel in kernels[1:]:
-                sums.add(kernel.sums)
-        return sums.difference(count, asked=self._tolerance.asked)
-
-    def _started(self, a: TensorRef, b: TensorRef, threads: int) -> list[_Kernel]:
-        """Return a kernel for each thread."""
         for tensor in (a, b):
             if tensor.dtype not in COMPARED:
                 data = tensor.storage.data if tensor.storage is not None else None
@@ -127,16 +107,21 @@ class Comparer:
                     f"elements of type {tensor.dtype} are no numbers that can be compared",
                     file=data.source.name if data else None,
                 )
-        known = self._kernels.setdefault((a.dtype, b.dtype), [])
-        while len(known) < threads:
-            known.append(_Kernel(a.dtype, b.dtype, self._tolerance))
-        for kernel in known[:threads]:
-            kernel.start()
-        return known[:threads]
-
-
-def _in_bytes(told: Told, itemsize: int) -> Told:
-    return lambda count: told(count * itemsize)
+        count = a.numel
+        if not count:
+            return _Sums().difference(0, asked=self._tolerance.asked)
+        kernel = self._kernels.get((a.dtype, b.dtype))
+        if kernel is None:
+            kernel = self._kernels[a.dtype, b.dtype] = _Kernel(a.dtype, b.dtype, self._tolerance)
+        one, other = _beside(a, b)
+        kernel.sums = _Sums()
+        with one_thread():
+            for start in range(0, count, CHUNK):
+                stop = min(start + CHUNK, count)
+                kernel.compare(one, other, start, stop)
+                if told is not None:
+                    told((stop - start) * a.itemsize)
+        return kernel.sums.difference(count, asked=self._tolerance.asked)
 
 
 def _beside(a: TensorRef, b: TensorRef) -> tuple[Elements, Elements]:
@@ -228,7 +213,7 @@ class _Sums:
 
 
 class _Kernel:
-    """The arithmetic for two types of elements, for one thread."""
+    """The arithmetic for two types of elements."""
 
     def __init__(self, a: str, b: str, tolerance: _Tolerance) -> None:
         """Take memory for chunks of these types, which are among `COMPARED`.
@@ -253,19 +238,13 @@ class _Kernel:
         self._a, self._b, self._gap = (torch.empty(CHUNK, dtype=lane) for _ in range(3))
         self._tolerance = tolerance
         self.sums = _Sums()
-        """Of all that was compared since the last `start`."""
+        """Of all that was compared; set anew for other tensors."""
 
-    def start(self) -> None:
-        """Begin with other tensors."""
-        self.sums = _Sums()
-
-    def compare(self, a: Elements, b: Elements, start: int, stop: int) -> bool:
-        """Take in the elements from `start` up to `stop`; there is more to do."""
-        for at in range(start, stop, CHUNK):
-            count = min(CHUNK, stop - at)
-            x, y = self._buffers[0].read(a, at, count), self._buffers[1].read(b, at, count)
-            self.sums.add((self._quick(x, y) if self._plain else None) or self._careful(x, y))
-        return True
+    def compare(self, a: Elements, b: Elements, start: int, stop: int) -> None:
+        """Take in the elements from `start` up to `stop`, at most a chunk."""
+        count = stop - start
+        x, y = self._buffers[0].read(a, start, count), self._buffers[1].read(b, start, count)
+        self.sums.add((self._quick(x, y) if self._plain else None) or self._careful(x, y))
 
     def _quick(self, x: torch.Tensor, y: torch.Tensor) -> _Sums | None:
         """Return the figures if all numbers and their squares are finite and not too small."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -13,21 +12,16 @@ from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import UsageError
 from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
-from ckptool.tensors.runtime import require_torch
-from ckptool.tensors.sameness import Told, in_turns
+from ckptool.tensors.runtime import one_thread, require_torch
+from ckptool.tensors.sameness import Told
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Histogram", "Measurer", "Measures", "Moments", "Number", "measurable"]
 
-BLOCK = 1 << 20
-"""Elements that a thread takes at a time."""
-CHUNK = (1 << 15) - 64
-"""Elements handled at a time: they stay in the processor's cache, and are fewer than torch, which
-divides reductions of 32,768, gives to several threads, whose waiting for each other costs more
-than it gains where the machine is busy."""
-THREADS = min(2, os.cpu_count() or 1)
+CHUNK = 1 << 17
+"""Elements handled at a time: they stay in the processor's cache."""
 
 Number = int | float
 _T = TypeVar("_T")
@@ -150,7 +144,7 @@ class Moments:
 
 
 class Measurer:
-    """Measures tensors one after the other, with one set of buffers a thread."""
+    """Measures tensors one after the other, with one set of buffers for each type."""
 
     def __init__(self, bins: int = 16) -> None:
         """Histograms have `bins` bins. Torch is imported when the first element is wanted.
@@ -161,7 +155,7 @@ class Measurer:
         if bins < 1:
             raise UsageError(f"a histogram of {bins} bins cannot be drawn")
         self._bins = bins
-        self._kernels: dict[str, list[_Kernel]] = {}
+        self._kernels: dict[str, _Kernel] = {}
 
     def measure(self, ref: TensorRef, told: Told | None = None) -> Measures:
         """Measure a tensor that has figures (`measurable`); `told` is called with the bytes done.
@@ -187,7 +181,9 @@ class Measurer:
             if told is not None and part:
                 told(part)
 
-        made = self._measured(elements_of(once), once.numel, tell)
+        require_torch()
+        with one_thread():
+            made = self._measured(elements_of(once), once.numel, tell)
         tell(2 * ref.numel)
         return made if once is ref else made.repeated(ref.numel // max(once.numel, 1))
 
@@ -220,23 +216,15 @@ class Measurer:
         run: Elements,
         count: int,
         tell: Told,
-    ) -> list[_T]:
-        """Return the result of `work` for each chunk, in order; two threads share large tensors."""
-        found: dict[int, _T] = {}
-
-        def done(kernel: _Kernel, start: int, stop: int) -> bool:
-            for first in range(start, stop, CHUNK):
-                found[first] = work(kernel, run, first, min(first + CHUNK, stop))
-            return True
-
-        if not count:
-            return []
-        threads = THREADS if count > BLOCK and run.data.source.is_shared else 1
-        kernels = self._kernels.setdefault(run.dtype, [])
-        while len(kernels) < threads:
-            kernels.append(_Kernel(run.dtype))
-        in_turns(count, BLOCK, [partial(done, kernel) for kernel in kernels[:threads]], tell)
-        return [found[first] for first in sorted(found)]
+    ) -> Iterator[_T]:
+        """Yield the result of `work` for each chunk, in order."""
+        if run.dtype not in self._kernels:
+            self._kernels[run.dtype] = _Kernel(run.dtype)
+        kernel = self._kernels[run.dtype]
+        for start in range(0, count, CHUNK):
+            stop = min(start + CHUNK, count)
+            yield work(kernel, run, start, stop)
+            tell(stop - start)
 
 
 class _Axis:
@@ -266,10 +254,8 @@ class _Kernel:
         """Take memory for a chunk.
 
         Raises:
-            TorchMissing: torch is not installed.
             UnsupportedFormat: this torch does not have the type.
         """
-        require_torch()
         import torch
 
         self._bias = _BIAS.get(dtype, 0)

@@ -212,10 +212,8 @@ def test_a_complex_number_that_is_both_is_nan():
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", "int64"])
-def test_many_chunks_blocks_and_threads(dtype, special, monkeypatch):
+def test_many_chunks(dtype, special, monkeypatch):
     monkeypatch.setattr(comparing, "CHUNK", 256)
-    monkeypatch.setattr(comparing, "BLOCK", 1000)
-    monkeypatch.setattr(comparing, "_SHARED", 2000)
     x, y = numbers(dtype, 1, 23_456), numbers(dtype, 2, 23_456)
     y[20_000:] = x[20_000:]
     if dtype != "int64":
@@ -373,10 +371,8 @@ def test_elements_that_are_no_numbers(dtype):
 
 
 def test_all_bytes_are_told(monkeypatch):
-    monkeypatch.setattr(comparing, "BLOCK", 100)
-    for shared in (10, 10_000):
-        monkeypatch.setattr(comparing, "_SHARED", shared)
-        done = []
-        Comparer().compare(ref(torch.zeros(950)), ref(torch.ones(950)), done.append)
-        assert sum(done) == 3800
-        assert min(done) > 0
+    monkeypatch.setattr(comparing, "CHUNK", 100)
+    done = []
+    Comparer().compare(ref(torch.zeros(950)), ref(torch.ones(950)), done.append)
+    assert sum(done) == 3800
+    assert min(done) > 0

@@ -100,8 +100,8 @@ def test_every_type_that_is_a_number(dtype, count):
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "int16", "uint8", "complex64", "int64", "uint64"])
-def test_several_chunks_and_blocks(dtype, monkeypatch):
-    monkeypatch.setattr(statistics, "BLOCK", 3 * statistics.CHUNK)
+def test_several_chunks(dtype, monkeypatch):
+    monkeypatch.setattr(statistics, "CHUNK", 5000)
     made = values(dtype, 7 * statistics.CHUNK + 5)
     assert_as_torch(Measurer().measure(reference(made)), made)
 
@@ -198,12 +198,11 @@ def test_no_bins_is_an_error():
 NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
-@given(st.lists(NUMBERS, max_size=40), st.integers(1, 9), st.integers(1, 5), st.integers(1, 20))
-def test_wherever_chunks_and_blocks_end(numbers, chunk, blocks, bins):
+@given(st.lists(NUMBERS, max_size=40), st.integers(1, 9), st.integers(1, 20))
+def test_wherever_chunks_end(numbers, chunk, bins):
     made = torch.tensor(numbers, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(statistics, "CHUNK", chunk)
-        patch.setattr(statistics, "BLOCK", chunk * blocks)
         assert_as_torch(Measurer(bins).measure(reference(made)), made, bins)
 
 
@@ -218,7 +217,6 @@ def test_all_patterns_of_small_types(patterns, piece, dtype):
     made = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(statistics, "CHUNK", piece)
-        patch.setattr(statistics, "BLOCK", 5 * piece)
         found = Measurer(7).measure(tensor(data, dtype, (len(patterns),)))
     assert_as_torch(found, made, 7)
 
@@ -266,7 +264,7 @@ def test_repeated_elements_are_read_once():
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint8", "float64"])
 def test_all_bytes_are_told_of_once(dtype, monkeypatch):
-    monkeypatch.setattr(statistics, "BLOCK", 1000)
+    monkeypatch.setattr(statistics, "CHUNK", 1000)
     told = []
     ref = reference(values(dtype, 12_345))
     Measurer().measure(ref, told.append)
@@ -274,25 +272,22 @@ def test_all_bytes_are_told_of_once(dtype, monkeypatch):
     assert min(told) > 0
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_results_do_not_depend_on_threads(threads, monkeypatch, tmp_path):
-    made = values("float32", 50_000)
-    path = tmp_path / "elements"
-    path.write_bytes(raw(made))
-    monkeypatch.setattr(statistics, "BLOCK", 1000)
-    one = Measurer().measure(reference(made))
-    monkeypatch.setattr(statistics, "THREADS", threads)
-    source = FileSource(path)
-    storage = Storage("0", ByteRange(source, 0, source.size), source.size)
-    ref = TensorRef("float32", (50_000,), (1,), 0, storage, "cpu")
-    assert Measurer().measure(ref) == one
-    source.close()
+def test_torch_has_as_many_threads_afterwards_as_before():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        Measurer().measure(reference(values("float32", 50_000)))
+        with pytest.raises(UsageError):
+            Measurer().measure(tensor(bytes(40), "bits8", (40,)))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
-def test_a_file_that_ends_too_early_is_an_error_in_any_thread(monkeypatch, tmp_path):
+def test_a_file_that_ends_too_early_is_an_error(monkeypatch, tmp_path):
     path = tmp_path / "elements"
     path.write_bytes(bytes(40_000))
-    monkeypatch.setattr(statistics, "BLOCK", 1000)
+    monkeypatch.setattr(statistics, "CHUNK", 1000)
     source = FileSource(path)
     storage = Storage("0", ByteRange(source, 0, 40_000), 40_000)
     path.write_bytes(bytes(20_000))
