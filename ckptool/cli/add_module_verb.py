@@ -17,13 +17,13 @@ __all__ = ["command"]
     "ckptool add-module model.pth",
 )
 @file_argument
-@click.option("--at", metavar="PATH", help="Around this submodule instead: features.")
+@click.option("--at", metavar="PATH", help="Wrap only this submodule, as features.")
 @target_options()
 def command(file: str, at: str | None, target: Target) -> None:
-    """Put module. before the names, as DataParallel does.
+    """Add the prefix "module." to names, as DataParallel does.
 
-    Every state dict of the file is treated, with its _metadata and the optimizer state that is
-    keyed by name. The result goes to FILE with .wrapped before its ending.
+    Every state dict of the file is changed, with its _metadata and optimizer state that is keyed
+    by name. The result of model.pth goes to model.wrapped.pth.
     """
 
     def change(checkpoint: Checkpoint) -> Checkpoint:

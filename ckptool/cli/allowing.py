@@ -24,19 +24,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 _EVERY = "*"
 _GLOB = "*?["
 _WORDS = {
-    "allow_missing": "Names of the model that may keep what it has.",
-    "allow_unexpected": "Names of the file that may be passed over.",
-    "allow_mismatched": "Names that may be of another shape, and keep what the model has.",
-    "allow_lossy_cast": "Names whose numbers may change with their type.",
+    "allow_missing": "Tensors of the model that may be missing from the file.",
+    "allow_unexpected": "Tensors of the file that may be left out.",
+    "allow_mismatched": "Tensors that may differ in shape; the model keeps its own.",
+    "allow_lossy_cast": "Tensors whose values a cast may change.",
 }
 """The options, each what it allows."""
 _LAYOUTS = (
-    ("--no-transpose", "GLOB", "Names of the model whose tensors have torch's axes; repeatable."),
+    ("--no-transpose", "GLOB", "Do not transpose these tensors of the model; repeatable."),
     (
         "--transpose",
         "GLOB[=AXES]",
-        "Names of the model to transpose, where the type of the module does not say so for a file "
-        "of TensorFlow, Keras or Flax: 'fc.weight', 'depthwise.*=2,3,0,1'; repeatable.",
+        "Transpose these tensors of a TensorFlow, Keras or Flax file, if the type of the module "
+        "does not decide it: 'fc.weight', 'depthwise.*=2,3,0,1'; repeatable.",
     ),
 )
 
@@ -108,11 +108,11 @@ def allowance_options(*, casts: bool = True) -> Callable[[F], F]:
             "--min-coverage",
             type=_Share(0, 1),
             metavar="SHARE",
-            help="The least share of the model's parameters that must fit: 0.9; with 0 none need.",
+            help="The smallest share of the model's parameters that must match: 0.9.",
         )(gathered)
         for name, text in reversed(words.items()):
             option = f"--{name.replace('_', '-')}"
-            help = f"{text} Repeatable; without GLOB: all."
+            help = f"{text} Repeatable; all without GLOB."
             decorated = click.option(option, multiple=True, metavar="[GLOB]", help=help)(decorated)
         for option, metavar, help in _LAYOUTS:
             decorated = click.option(option, multiple=True, metavar=metavar, help=help)(decorated)

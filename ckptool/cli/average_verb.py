@@ -28,21 +28,21 @@ __all__ = ["command"]
     type=click.Choice(["same", "first"]),
     default="same",
     show_default=True,
-    help="Integer tensors must be equal in all files, or are those of the first.",
+    help="Integer tensors must be the same in all files, or are taken from the first.",
 )
-@click.option("--key", metavar="NAME", help="The one state dict to average, alone.")
+@click.option("--key", metavar="NAME", help="Average only this state dict.")
 @target_options(place=False)
 def command(files: tuple[str, ...], ints: str, key: str | None, target: Target) -> None:
-    """Write the mean of several checkpoints' weights.
+    """Average the weights of several checkpoints.
 
-    Tensors of the same name, wrapper names off, are summed in float64 and rounded to the type that
-    they have in the first file. Names, ties, _metadata and all that is no weight are the first
-    file's; the state of optimizers and schedulers is left out.
+    Tensors of the same name, without wrapper prefixes, are summed in float64 and rounded to their
+    type in the first file. Names, ties, _metadata and other values come from the first file;
+    optimizer and scheduler state is left out.
     """
     if target.output is None:
-        raise UsageError("average has no file to write", hint="ckptool average A B -o mean.pth")
+        raise UsageError("average needs -o FILE", hint="ckptool average A B -o mean.pth")
     if len(files) < 2:
-        raise UsageError("a mean takes two files or more", hint="ckptool average A B -o mean.pth")
+        raise UsageError("average needs two or more files", hint="ckptool average A B -o mean.pth")
     with ExitStack() as opened:
 
         def change(first: Checkpoint) -> Checkpoint:

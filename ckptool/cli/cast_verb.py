@@ -40,20 +40,21 @@ __all__ = ["command", "parsed_keep"]
     "--dequantize",
     metavar="DTYPE",
     shell_complete=completed_by(floating_types),
-    help="8-bit weights times their scales, in DTYPE.",
+    help="Multiply 8-bit weights by their scales, and write DTYPE.",
 )
-@click.option("--raw", is_flag=True, help="Cast quantised numbers as if they were plain ones.")
+@click.option("--raw", is_flag=True, help="Cast quantised values without their scales.")
 @click.option(
     "--keep",
     multiple=True,
     metavar="GLOB[=DTYPE]",
-    help="Tensors of such names get this type, or keep theirs; repeatable, the first decides.",
+    help="Cast matching tensors to this type instead, or not at all; repeatable, the first match "
+    "decides.",
 )
-@click.option("--all", "everything", is_flag=True, help="Cast the state of optimizers too.")
+@click.option("--all", "everything", is_flag=True, help="Cast optimizer state, too.")
 @click.option(
     "--allow-overflow",
     is_flag=True,
-    help="Write elements that the type cannot hold as torch does (inf, NaN, the largest).",
+    help="Write values that are too large for the type as torch does: inf, NaN or the largest.",
 )
 @master_option
 @workers_option
@@ -70,18 +71,18 @@ def command(
     workers: int | None,
     target: Target,
 ) -> None:
-    """Cast the floating tensors to another type.
+    """Cast floating-point tensors to another type.
 
-    Integers, booleans and optimizer state stay as they are. What the type cannot hold is counted
-    and told; overflow is an error. It is judged after rounding to the nearest value: 65519.99 fits
-    float16 (as 65504), 65520 does not. A GLOB is matched with a tensor's own name, or with its
-    whole path if it has a slash. What means something only with the numbers beside it (8-bit
-    weights with scales) is refused, but for --dequantize and --raw. The result goes to FILE with
-    the type before its ending.
+    Integers, booleans and optimizer state stay as they are. The result says how many values
+    overflow, underflow or lose precision; an overflow is an error. Values are rounded first:
+    65519.99 fits float16 (as 65504), 65520 does not. A GLOB is compared with the name of a tensor,
+    a GLOB with a / with its whole path. 8-bit weights that need their scales are refused without
+    --dequantize or --raw. With --dtype bfloat16 the result of model.pth goes to
+    model.bfloat16.pth.
     """
     word = dtype or dequantize
     if word is None:
-        raise UsageError("cast has no type to cast to", hint="--dtype bfloat16")
+        raise UsageError("cast needs a type", hint="--dtype bfloat16")
     name = floating_type(word)
     rules = parsed_keep(keep)
 
@@ -96,7 +97,7 @@ def command(
             raw=raw,
         )
         if target.dry_run and made.root is not checkpoint.root:
-            text = "whether an element overflows is known only when all are computed"
+            text = "a dry run computes no values, so it cannot tell whether any overflows"
             made = made.with_root(made.root, Change("note", text))
         return made
 

@@ -14,7 +14,7 @@ from ckptool.words import clean
 
 __all__ = ["command"]
 
-_NOTHING = Change("compact", "nothing to compact: tensors see every byte, and none is dead")
+_NOTHING = Change("compact", "nothing to compact: tensors use every byte")
 
 
 @verb(
@@ -26,12 +26,12 @@ _NOTHING = Change("compact", "nothing to compact: tensors see every byte, and no
 @file_argument
 @target_options()
 def command(file: str, target: Target) -> None:
-    """Leave out the bytes that no tensor sees, and dead ones.
+    """Drop bytes that no tensor uses.
 
-    torch.save writes the whole storage of a tensor, also where the tensor is a small view of it:
-    big[:10] takes what big takes. Storages are cut down to what is seen of them, and dead bytes go,
-    such as edits in place leave behind. Tensors that shared bytes still share them. The result goes
-    to FILE with .compact before its ending.
+    torch.save writes the whole storage of a tensor, even if the tensor is a small view of it:
+    big[:10] takes as much space as big. compact trims each storage to the part that tensors use,
+    and drops the dead bytes that edits in place leave behind. Tensors that share bytes still share
+    them. The result of model.pth goes to model.compact.pth.
     """
     before = 0
 

@@ -76,14 +76,14 @@ class _Convert(Allowing, Sectioned):
     "--concat",
     multiple=True,
     metavar="GLOB=DIM",
-    help="Join tensors that Megatron's ranks hold in parts, along this dimension; repeatable.",
+    help="Join the parts of Megatron's ranks along this dimension; repeatable.",
 )
-@click.option("--key", metavar="NAME", help="The state dict to take, where there are several.")
+@click.option("--key", metavar="NAME", help="The state dict to take, if there are several.")
 @glob_options
 @click.option(
     "--wrappers",
     type=click.Choice(["strip", "keep"]),
-    help="Wrapper names such as module. [default: strip towards safetensors, else keep]",
+    help="Remove or keep prefixes such as module. [default: strip for safetensors, else keep]",
 )
 @click.option(
     "--rename", multiple=True, metavar="'REGEX=>REPL'", help="Rename tensors; repeatable, in order."
@@ -92,10 +92,10 @@ class _Convert(Allowing, Sectioned):
     "--like",
     metavar="REFERENCE",
     type=PATH,
-    help="Names as this checkpoint has them, or the model of MODULE:FACTORY (ckptool match).",
+    help="Use the names of this checkpoint, or of the model of MODULE:FACTORY (ckptool match).",
 )
 @click.option(
-    "--like-key", metavar="NAME", help="The state dict of REFERENCE, where there are several."
+    "--like-key", metavar="NAME", help="The state dict of REFERENCE, if there are several."
 )
 @allowance_options(casts=False)
 @plain_options
@@ -104,25 +104,30 @@ class _Convert(Allowing, Sectioned):
     type=click.Choice(["keep", "copy"]),
     default="keep",
     show_default=True,
-    help="Tied tensors written once, or each with bytes of its own.",
+    help="Write tied tensors once, or each with its own bytes.",
 )
 @click.option(
     "--cast",
     metavar="DTYPE",
     shell_complete=completed_by(floating_types),
-    help="Floating tensors to this type: bfloat16, float16.",
+    help="Cast floating-point tensors to this type: bfloat16, float16.",
 )
 @click.option(
-    "--keep", multiple=True, metavar="GLOB[=DTYPE]", help="An exception from --cast; repeatable."
+    "--keep", multiple=True, metavar="GLOB[=DTYPE]", help="Except these from --cast; repeatable."
 )
-@click.option("--dequantize", metavar="DTYPE", help="8-bit weights times their scales, in DTYPE.")
-@click.option("--raw", is_flag=True, help="Cast quantised numbers as if they were plain ones.")
-@click.option("--cast-optimizer", is_flag=True, help="Cast the optimizer's state as well.")
-@click.option("--allow-overflow", is_flag=True, help="Cast what is too large for the type, too.")
-@click.option("--compact", is_flag=True, help="Trim storages to what tensors see of them.")
-@click.option("--to", metavar="DEVICE", help="Everything to this device: cpu, cuda:0.")
 @click.option(
-    "--device-map", multiple=True, metavar="A=B", help="What is on A to B; repeatable; cuda:*."
+    "--dequantize", metavar="DTYPE", help="Multiply 8-bit weights by their scales, and write DTYPE."
+)
+@click.option("--raw", is_flag=True, help="Cast quantised values without their scales.")
+@click.option("--cast-optimizer", is_flag=True, help="Cast optimizer state, too.")
+@click.option("--allow-overflow", is_flag=True, help="Cast values too large for the type, too.")
+@click.option("--compact", is_flag=True, help="Trim storages to the part that tensors use.")
+@click.option("--to", metavar="DEVICE", help="Move all tensors to it: cpu, cuda:0.")
+@click.option(
+    "--device-map",
+    multiple=True,
+    metavar="A=B",
+    help="Move tensors on device A to device B; cuda:* is any index. Repeatable.",
 )
 @click.option(
     "--visible-devices", metavar="LIST", help="Renumber as CUDA_VISIBLE_DEVICES=LIST does."
@@ -130,16 +135,16 @@ class _Convert(Allowing, Sectioned):
 @click.option(
     "--max-shard-size",
     metavar="SIZE",
-    help="Split what is larger into files of SIZE (5GB) and an index.",
+    help="Split a larger result into files of SIZE (5GB) and an index.",
 )
 @click.option(
     "--files-from",
     metavar="DIR",
     type=PATH,
-    help="Copy configuration, tokenizer and processor files of DIR beside the weights.",
+    help="Copy configuration, tokenizer and processor files of DIR next to the weights.",
 )
 @workers_option
-@click.option("--strict", is_flag=True, help="Refuse to leave anything out.")
+@click.option("--strict", is_flag=True, help="Stop with an error if anything is left out.")
 @target_options(place=False)
 def command(
     source: str,
@@ -156,18 +161,20 @@ def command(
     target: Target,
     **changes: Any,
 ) -> None:
-    """Write another format, with any of the changes on the way.
+    """Convert to another format; rename, cast and move on the way.
 
-    The ending of DESTINATION decides the format (.safetensors, .safetensors.index.json for
-    shards), or --format; otherwise it is that of SOURCE. A folder gets model.safetensors, as
-    from_pretrained reads it, and the files that belong beside it: those of --files-from, or
-    config.json and the others in SOURCE, where it is a folder of many processes, or in its
-    huggingface/. --format dcp writes a folder that torch.distributed.checkpoint.load reads, in
-    files of --max-shard-size. Safetensors holds one flat state dict: what is left out is named.
-    All of it is one pass over the file, in the order in which the options stand here.
+    --format or the ending of DESTINATION decides the format (.safetensors,
+    .safetensors.index.json for shards); any other ending keeps the format of SOURCE. Safetensors
+    holds one flat state dict; the rest is left out and named. The changes are made in one pass, in
+    the order of the sections below.
+
+    If DESTINATION is a folder, convert writes model.safetensors in it, as from_pretrained reads
+    it, and copies config.json, the tokenizer and other such files from --files-from or from a
+    SOURCE that is a folder of ranks. --format dcp writes a folder that
+    torch.distributed.checkpoint.load reads.
     """
     if (destination is None) == (target.output is None):
-        raise UsageError("convert takes one file to write", hint="ckptool convert A B, or A -o B")
+        raise UsageError("convert needs one file to write", hint="ckptool convert A B, or A -o B")
     to_folder = is_folder(destination or target.output or "")  # one that a worker makes is none
     path = in_folder(destination or target.output or "", target.format)
     conversion = Conversion(

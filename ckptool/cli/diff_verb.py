@@ -38,42 +38,44 @@ def _tolerance(_: click.Context, option: click.Parameter, given: float | None) -
 )
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
-@click.option("--strict-names", is_flag=True, help="Compare names as they are, wrappers and all.")
+@click.option("--strict-names", is_flag=True, help="Compare names with their wrapper prefixes.")
 @click.option(
     "--map",
     "regexes",
     multiple=True,
     metavar="REGEX=>REPL",
-    help="Make names of A, wrappers off, into those of B; repeatable.",
+    help="Rename tensors of A, without wrapper prefixes, to those of B; repeatable.",
 )
-@click.option("--key", metavar="NAME", help="Compare only what stands at this address.")
-@click.option("--structure", is_flag=True, help="Names, types and shapes alone; no values.")
+@click.option("--key", metavar="NAME", help="Compare only what is below this path.")
+@click.option("--structure", is_flag=True, help="Compare names, types and shapes, but no values.")
 @click.option(
-    "--quick", is_flag=True, help="Trust the CRC-32 where both files state one; no figures."
+    "--quick", is_flag=True, help="Compare CRC-32 sums if both files have them; no figures."
 )
-@click.option("--strict", is_flag=True, help="Device tags and requires_grad count as differences.")
+@click.option("--strict", is_flag=True, help="Compare device tags and requires_grad, too.")
 @click.option(
     "--atol",
     type=float,
     callback=_tolerance,
-    help="Absolute tolerance, as in torch.allclose (1e-8 where only --rtol is given).",
+    help="Absolute tolerance, as in torch.allclose (1e-8 if only --rtol is given).",
 )
 @click.option(
     "--rtol",
     type=float,
     callback=_tolerance,
-    help="Relative tolerance, as in torch.allclose (1e-5 where only --atol is given).",
+    help="Relative tolerance, as in torch.allclose (1e-5 if only --atol is given).",
 )
-@click.option("--equal-nan", is_flag=True, help="NaN is equal to NaN where values are compared.")
-@click.option("--stat", is_flag=True, help="How much differs in each module.")
-@click.option("--name-status", is_flag=True, help="A line an entry: A, D, M, R or T and its name.")
+@click.option("--equal-nan", is_flag=True, help="Treat NaN as equal to NaN.")
+@click.option("--stat", is_flag=True, help="Show how much differs in each module.")
+@click.option(
+    "--name-status", is_flag=True, help="Print one line per entry: A, D, M, R or T, and its name."
+)
 @click.option(
     "--max-diffs",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Only the N tensors that changed most.",
+    help="Show only the N tensors that changed most.",
 )
-@click.option("--no-fold", is_flag=True, help="A row for each tensor, not one for repeated layers.")
+@click.option("--no-fold", is_flag=True, help="Show a row for each tensor; do not fold layers.")
 @fmt_option
 @json_option
 @quiet_option
@@ -89,11 +91,11 @@ def command(
     quiet: bool,
     **how: Any,
 ) -> None:
-    """Say what differs between two checkpoints, of any formats.
+    """Show what differs between two checkpoints of any formats.
 
-    Names are compared with wrappers such as module. off. Equal bytes are found without torch;
-    where they differ there are figures, relative ones to B, the largest change first. Repeated
-    layers are one row, with the worst of each figure; --fmt folds nothing.
+    Wrapper prefixes such as "module." are ignored. The tensors that changed most come first; rel
+    is relative to B. Repeated layers are folded into one row, which has the largest of each
+    figure; --fmt folds nothing. Figures need torch, the rest does not.
     """
     shown = {"--stat": stat, "--name-status": name_status, "--json": as_json}
     given = [name for name, wanted in shown.items() if wanted]

@@ -22,7 +22,7 @@ _TEAM = "ckptool.team"
 workers_option = click.option(
     "--workers",
     type=click.IntRange(min=1),
-    help="Write the shards in so many processes of this machine; torchrun does it on several.",
+    help="Write the shards with this many processes; torchrun spreads them over machines.",
 )
 
 

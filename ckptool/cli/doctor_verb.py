@@ -25,18 +25,16 @@ __all__ = ["command"]
     "--like",
     metavar="REFERENCE",
     type=PATH,
-    help="A checkpoint of the model that it is to load into, or MODULE:FACTORY (ckptool match).",
+    help="Check against the model: another checkpoint of it, or MODULE:FACTORY (ckptool match).",
 )
-@click.option(
-    "--key", metavar="NAME", help="The state dict that is meant, where there are several."
-)
-@click.option("--quick", is_flag=True, help="Only the header: neither checksums nor NaN.")
+@click.option("--key", metavar="NAME", help="The state dict to check, if there are several.")
+@click.option("--quick", is_flag=True, help="Read only the header: no checksums, no NaN.")
 @click.option(
     "--devices",
     metavar="LIST",
-    help="Devices of the machine that is meant: cpu, or cuda:0,cuda:1. Default: this one's.",
+    help="Devices of the machine that will load it: cpu, or cuda:0,cuda:1. Default: this one's.",
 )
-@click.option("--explain", is_flag=True, help="Where and why as well, and what else helps.")
+@click.option("--explain", is_flag=True, help="Add where and why, and what else helps.")
 @json_option
 @quiet_option
 def command(
@@ -49,12 +47,12 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Say why a checkpoint does not load, and what mends it.
+    """Explain why a checkpoint does not load, and how to fix it.
 
-    Every reason why torch.load(FILE) and load_state_dict fail or mislead, and the command that
-    mends it. The command makes a new file; FILE itself is never changed. Notes (what works, and is
-    worth knowing) do not count for the exit code. The system says which GPUs there are: torch is
-    not imported, except for MODULE:FACTORY.
+    doctor lists every error of torch.load(FILE) and load_state_dict, every warning (it loads, but
+    wrongly) and notes, and prints the command that writes a file without them. FILE itself is
+    never changed. Notes do not change the exit code. torch is not imported, except for
+    MODULE:FACTORY.
     """
     reference = None if like is None else referred(like)
     with Progress(quiet=quiet) as progress:

@@ -33,7 +33,7 @@ __all__ = ["command"]
     "ckptool extract run.pth --plain --drop-objects",
 )
 @file_argument
-@click.option("--key", metavar="NAME", help="A section, a container or a tensor, by its address.")
+@click.option("--key", metavar="NAME", help="The section, container or tensor at this path.")
 @glob_options
 @master_option
 @plain_options
@@ -41,15 +41,15 @@ __all__ = ["command"]
 def command(
     file: str, master: bool, plain: bool, drop_objects: bool, target: Target, **what: Any
 ) -> None:
-    """Take out a section, some tensors, or the weights alone.
+    """Extract a section, some tensors, or only the weights.
 
-    What is left out is named. An optimizer of which a tensor goes leaves as a whole; values and
-    objects stay unless --model-only. The result goes to FILE with .extracted before its ending;
-    --in-place needs --force, as the rest is lost.
+    The result lists what is left out. If one tensor of an optimizer is left out, all of the
+    optimizer is; values and objects stay, except with --model-only. The result of model.pth goes
+    to model.extracted.pth. --in-place needs --force, because the rest is lost.
     """
     if what["key"] is None and not (any(what.values()) or master or plain or drop_objects):
         raise UsageError(
-            "extract takes at least one of --key, --include, --exclude, --model-only, --master, "
+            "extract needs at least one of --key, --include, --exclude, --model-only, --master, "
             "--plain and --drop-objects",
             hint="ckptool extract FILE --model-only",
         )

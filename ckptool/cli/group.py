@@ -11,30 +11,36 @@ __all__ = ["VERBS", "cli"]
 VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "read": {
         "list": ("list_verb", "List the tensors, values and objects of a checkpoint."),
-        "info": ("info_verb", "Say on one screen what a checkpoint is and what makes it load."),
+        "info": ("info_verb", "Summarise a checkpoint and show how to load it."),
         "show": ("show_verb", "Show one value, one object or the head of one tensor."),
-        "stats": ("stats_verb", "Say what the numbers of each tensor are like."),
-        "diff": ("diff_verb", "Say what differs between two checkpoints, of any formats."),
-        "verify": ("verify_verb", "Check that files are intact: all that torch does not check."),
-        "scan": ("scan_verb", "Say what loading a file would run, without running it."),
-        "doctor": ("doctor_verb", "Say why a checkpoint does not load, and what mends it."),
-        "match": ("match_verb", "Say whether a checkpoint fits a model, and under which names."),
-        "report": ("report_verb", "Write a page about a checkpoint, or about two compared."),
+        "stats": ("stats_verb", "Show the range, mean, zeros and NaN of each tensor."),
+        "diff": ("diff_verb", "Show what differs between two checkpoints of any formats."),
+        "verify": ("verify_verb", "Check files for damage, also where torch does not look."),
+        "scan": ("scan_verb", "Show what loading a file would run, without running it."),
+        "doctor": ("doctor_verb", "Explain why a checkpoint does not load, and how to fix it."),
+        "match": ("match_verb", "Check whether a checkpoint fits a model, and with which renames."),
+        "report": ("report_verb", "Write an HTML page about a checkpoint, or to compare two."),
     },
     "change": {
-        "strip-module": ("strip_module_verb", "Take wrapper names such as module. off the names."),
-        "add-module": ("add_module_verb", "Put module. before the names, as DataParallel does."),
-        "rename": ("rename_verb", "Rewrite names by regular expressions, prefixes or a table."),
-        "remap": ("remap_verb", "Rewrite the devices that the tensors are tagged with."),
-        "cast": ("cast_verb", "Cast the floating tensors to another type."),
-        "extract": ("extract_verb", "Take out a section, some tensors, or the weights alone."),
-        "compact": ("compact_verb", "Leave out the bytes that no tensor sees, and dead ones."),
-        "average": ("average_verb", "Write the mean of several checkpoints' weights."),
-        "convert": ("convert_verb", "Write another format, with any of the changes on the way."),
-        "recover": ("recover_verb", "Undo what a killed edit in place left of a file."),
+        "strip-module": (
+            "strip_module_verb",
+            'Remove wrapper prefixes such as "module." from names.',
+        ),
+        "add-module": (
+            "add_module_verb",
+            'Add the prefix "module." to names, as DataParallel does.',
+        ),
+        "rename": ("rename_verb", "Rename tensors by regular expressions, prefixes or a table."),
+        "remap": ("remap_verb", "Change the devices that tensors are tagged with."),
+        "cast": ("cast_verb", "Cast floating-point tensors to another type."),
+        "extract": ("extract_verb", "Extract a section, some tensors, or only the weights."),
+        "compact": ("compact_verb", "Drop bytes that no tensor uses."),
+        "average": ("average_verb", "Average the weights of several checkpoints."),
+        "convert": ("convert_verb", "Convert to another format; rename, cast and move on the way."),
+        "recover": ("recover_verb", "Roll back an edit in place that was killed."),
     },
     "make": {
-        "train": ("train_verb", "Train a model on one device or many, and save as each way does."),
+        "train": ("train_verb", "Train a model on one or many devices, and save checkpoints."),
     },
 }
 """Every verb with its module and the first line of its help, which is not imported for a list."""
@@ -121,4 +127,4 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 )
 @click.option("--local-rank", "--local_rank", type=int, hidden=True, expose_value=False)
 def cli() -> None:
-    """Read, explain and rewrite PyTorch checkpoints, without torch and without running them."""
+    """Read, explain and rewrite PyTorch checkpoints, without running their code."""

@@ -19,11 +19,11 @@ __all__ = ["command"]
 @json_option
 @quiet_option
 def command(file: str, fmt: str | None, as_json: bool, quiet: bool) -> None:
-    """Say on one screen what a checkpoint is and what makes it load.
+    """Summarise a checkpoint and show how to load it.
 
-    Format and writer, sections, wrapper names, devices, what keeps weights_only=True from loading
-    it, bytes on disk and bytes that the tensors reach, and the commands that make it load on a
-    machine with one GPU or none. With --fmt the table of sections alone.
+    The page shows the format and its writer, the sections, wrapper prefixes and devices, why
+    weights_only=True refuses the file, bytes on disk and bytes that tensors use, and the commands
+    that make it load on a machine with one GPU or none. --fmt prints only the table of sections.
     """
     with open_checkpoint(file) as checkpoint:
         summary = info(checkpoint)

@@ -21,16 +21,15 @@ __all__ = ["command"]
     "ckptool list model.pth --fmt markdown",
 )
 @file_argument
-@click.option("--tree", "as_tree", is_flag=True, help="By module, repeated layers folded.")
-@click.option("--hash", "hashed", is_flag=True, help="With the SHA-256 of each tensor's content.")
+@click.option("--tree", "as_tree", is_flag=True, help="Show modules, repeated layers folded.")
+@click.option("--hash", "hashed", is_flag=True, help="Show the SHA-256 of each tensor's content.")
 @click.option(
     "--include",
     multiple=True,
     metavar="GLOB",
-    help="Only names that match; repeatable. A glob with a / is held against the whole name, "
-    "any other against its last part.",
+    help="Show only names that match; a GLOB with a / is compared with the whole path. Repeatable.",
 )
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Not these; repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Hide names that match. Repeatable.")
 @fmt_option
 @json_option
 @quiet_option
@@ -46,7 +45,7 @@ def command(
 ) -> None:
     """List the tensors, values and objects of a checkpoint.
 
-    Only the header is read, whatever the file weighs; --hash reads the tensors too.
+    Only the header is read, however large the file is; --hash reads the tensors, too.
     """
     if fmt and as_tree:
         raise UsageError("--fmt draws tables and --tree a tree: give one of them")

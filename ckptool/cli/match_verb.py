@@ -42,28 +42,28 @@ __all__ = ["command"]
     type=PATH,
     metavar="REFERENCE",
     required=True,
-    help="A checkpoint of the model, or MODULE:FACTORY: code of yours that builds it.",
+    help="A checkpoint of the model, or MODULE:FACTORY, your code that builds it.",
 )
-@click.option("--key", metavar="NAME", help="The state dict of FILE, where there are several.")
+@click.option("--key", metavar="NAME", help="The state dict of FILE, if there are several.")
 @click.option(
-    "--like-key", metavar="NAME", help="The state dict of REFERENCE, where there are several."
+    "--like-key", metavar="NAME", help="The state dict of REFERENCE, if there are several."
 )
 @click.option(
     "--map",
     "regexes",
     multiple=True,
     metavar="REGEX=>REPL",
-    help="A rule for the names of FILE, before all others; repeatable.",
+    help="Rename tensors of FILE first; repeatable.",
 )
 @click.option(
     "--prefix",
     "prefixes",
     multiple=True,
     metavar="OLD=NEW",
-    help="The same for whole components at the front, after --map; model.= takes them off.",
+    help="Replace whole components at the front, after --map; model.= removes. Repeatable.",
 )
 @allowance_options()
-@click.option("--no-fold", is_flag=True, help="A row for each tensor, not one for repeated layers.")
+@click.option("--no-fold", is_flag=True, help="Show a row for each tensor; do not fold layers.")
 @fmt_option
 @json_option
 @quiet_option
@@ -82,13 +82,13 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Say whether a checkpoint fits a model, and under which names.
+    """Check whether a checkpoint fits a model, and with which renames.
 
-    Wrappers such as module., one common prefix and the renames of torch's own history make no
-    difference. Every other rename is only proposed: give its rule with --map. A file REFERENCE is
-    read by its header, without torch; MODULE:FACTORY is imported from the current folder and called
-    without arguments, on the meta device if that works. ckptool.load_into loads what fits, and
-    convert --like writes it under the model's names.
+    Wrapper prefixes such as "module.", one common prefix, and names that torch itself has changed
+    match without a rule. Any other rename is only proposed: apply it with --map. Of a REFERENCE
+    that is a file only the header is read, without torch. MODULE:FACTORY is imported from the
+    current folder and called without arguments, on the meta device if possible.
+    ckptool.load_into loads what matches; ckptool convert --like writes it under the model's names.
     """
     named = referred(like)
     wanted = target_like(named, key=like_key)

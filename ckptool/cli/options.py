@@ -104,7 +104,7 @@ class Sectioned(click.Command):
             for title, names in self.sections.items()
         }
         for title, options in {**found, "Output": list(rest.values())}.items():
-            rows = [one.get_help_record(ctx) for one in options]
+            rows = [one.get_help_record(ctx) for one in options if isinstance(one, click.Option)]
             with formatter.section(title):
                 formatter.write_dl([row for row in rows if row is not None])
 
@@ -134,8 +134,8 @@ def fmt_option(function: F) -> F:
         metavar="FORMAT",
         callback=_known_format,
         shell_complete=completed_by(_formats),
-        help="Only the tables, nothing shortened, as markdown, csv, html, latex, rst or any other "
-        "of tabulate's formats; an empty line between two.",
+        help="Print only the tables, unshortened, as markdown, csv, html, latex, rst or another "
+        "format of tabulate.",
     )
     decorated: Any = option(checked)
     return decorated  # type: ignore[no-any-return]
@@ -172,32 +172,34 @@ glob_options = _together(
         "--include",
         multiple=True,
         metavar="GLOB",
-        help="Only tensors of such a name; with a /, of such a whole address. Repeatable.",
+        help="Take only tensors whose name matches; a GLOB with a / is compared with the whole "
+        "path. Repeatable.",
     ),
     click.option(
-        "--exclude", multiple=True, metavar="GLOB", help="No tensors of these. Repeatable."
+        "--exclude", multiple=True, metavar="GLOB", help="Leave out tensors that match. Repeatable."
     ),
     click.option(
         "--model-only",
         is_flag=True,
-        help="The one model state dict alone; a pickled module as one.",
+        help="Take only the state dict of the model; a pickled module becomes a state dict.",
     ),
 )
 
 master_option = click.option(
-    "--master", is_flag=True, help="The fp32 masters of DeepSpeed's optimizer for the weights."
+    "--master", is_flag=True, help="Take the fp32 master weights of DeepSpeed's optimizer."
 )
 
 plain_options = _together(
     click.option(
         "--plain",
         is_flag=True,
-        help="Objects into plain data, as weights_only=True takes it; what remains is an error.",
+        help="Turn objects into data that weights_only=True loads; where that is not possible, "
+        "stop with an error.",
     ),
     click.option(
         "--drop-objects",
         is_flag=True,
-        help="Leave objects out; with --plain, those that cannot be made plain.",
+        help="Drop all objects; with --plain, only those that cannot be turned into data.",
     ),
 )
 
@@ -209,19 +211,19 @@ _TARGET_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--format",
         type=click.Choice(WRITABLE),
-        help="Format of the target, whatever its name ends in.",
+        help="Format to write, whatever the name ends in.",
     ),
     click.option(
         "--verify/--no-verify",
         default=None,
-        help="Read the result back and compare it [default: where tensors are computed].",
+        help="Read the result back and compare it [default: only if tensors are computed].",
     ),
     json_option,
     quiet_option,
 )
 _PLACE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("-o", "--output", type=PATH, help="File to write (default: beside the source)."),
-    click.option("--in-place", is_flag=True, help="Replace the file itself."),
+    click.option("--in-place", is_flag=True, help="Change FILE itself, under a journal."),
 )
 _DESTINATION = click.argument("destination", type=PATH, required=False)
 
@@ -229,11 +231,14 @@ _DESTINATION = click.argument("destination", type=PATH, required=False)
 def _new_file(destination: str, output: str | None, in_place: bool) -> str:
     """Return the second file, unless it may have been meant as another one to change."""
     if output is not None or in_place:
-        raise UsageError(f"{destination} would be the file to write, and an option names another")
+        raise UsageError(
+            f"there are two places for the result: {destination}, and that of -o or --in-place",
+            hint="keep one of them; one command changes one file",
+        )
     if os.path.lexists(destination):
         raise UsageError(
-            f"{destination} is there already, and a second file is written only where it is new",
-            hint=f"-o {destination} --force writes over it; one command changes one file",
+            f"the file to write, {destination}, exists already",
+            hint=f"-o {destination} --force overwrites it; one command changes one file",
         )
     return destination
 

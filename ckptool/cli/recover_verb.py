@@ -18,24 +18,22 @@ __all__ = ["command"]
     "ckptool recover --discard model.pth",
 )
 @file_argument
-@click.option(
-    "--discard", is_flag=True, help="Only remove the journal; leave the file as it is now."
-)
+@click.option("--discard", is_flag=True, help="Only remove the journal; leave FILE as it is now.")
 @click.option(
     "--force",
     is_flag=True,
-    help="Roll back a file that was copied or moved since, journal and all.",
+    help="Roll back a file that was copied or moved together with its journal.",
 )
 @json_option
 @quiet_option
 def command(file: str, discard: bool, force: bool, as_json: bool, quiet: bool) -> None:
-    """Undo what a killed edit in place left of a file.
+    """Roll back an edit in place that was killed.
 
-    An edit in place first notes in a journal beside the file, .FILE.ckptool-journal, what was
-    there. Where it was cut short, the file is rolled back to that; where all of the edit is there,
-    the file stays. Any ckptool command that opens the file does the same first. A file other than
-    the one that the journal tells of is never touched: that is an error, and --discard removes the
-    journal alone.
+    An edit in place first saves the old bytes in a journal next to the file,
+    .FILE.ckptool-journal. If the edit was cut short, recover writes them back; if it was complete,
+    the file stays. Every ckptool command that opens the file does the same first. If FILE is not
+    the file that the journal belongs to, recover stops with an error and changes nothing;
+    --discard then removes the journal.
     """
     done = recover(file, discard=discard, force=force)
     say(recovery_lines(done), quiet=quiet)

@@ -29,18 +29,18 @@ __all__ = ["command"]
     "ckptool remap --visible-devices 0,2 model.pth",
 )
 @file_argument
-@click.option("--to", "device", metavar="DEVICE", help="Everything to this device: cpu, cuda:0.")
+@click.option("--to", "device", metavar="DEVICE", help="Move all tensors to it: cpu, cuda:0.")
 @click.option(
     "--map",
     "rules",
     multiple=True,
     metavar="A=B",
-    help="What is on A to B; repeatable, applied at once. cuda:* stands for any index.",
+    help="Move tensors on device A to device B; cuda:* is any index. Repeatable, all at once.",
 )
 @click.option(
     "--visible-devices",
     metavar="LIST",
-    help="Renumber as CUDA_VISIBLE_DEVICES=LIST does: with 0,2 the physical 2 becomes cuda:1.",
+    help="Renumber as CUDA_VISIBLE_DEVICES=LIST does: with 0,2 the GPU 2 becomes cuda:1.",
 )
 @target_options()
 def command(
@@ -50,11 +50,11 @@ def command(
     visible_devices: str | None,
     target: Target,
 ) -> None:
-    """Rewrite the devices that the tensors are tagged with.
+    """Change the devices that tensors are tagged with.
 
-    Optimizer state and torch.device values are treated as well, the bytes of the tensors are not
-    touched; the result loads with a bare torch.load. It goes to FILE with the device (or
-    .remapped) before its ending.
+    Optimizer state and torch.device values are changed as well; the bytes of the tensors stay. The
+    result loads with torch.load without map_location. With --to cpu the result of model.pth goes
+    to model.cpu.pth, with --map to model.remapped.pth.
     """
     if sum(map(bool, (device is not None, rules, visible_devices is not None))) != 1:
         raise UsageError(

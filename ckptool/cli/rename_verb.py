@@ -39,7 +39,7 @@ class _InOrder(click.Command):
     "regexes",
     multiple=True,
     metavar="REGEX=>REPL",
-    help=r"Replace what matches; groups are \1 or \g<name>. Repeatable.",
+    help=r"Replace the part of a name that matches; groups are \1 or \g<name>. Repeatable.",
 )
 @click.option(
     "--map-file",
@@ -47,16 +47,16 @@ class _InOrder(click.Command):
     multiple=True,
     metavar="FILE",
     type=PATH,
-    help="Whole names, old and new: a JSON object or two columns. Repeatable.",
+    help="Read old and new names, whole, from a JSON object or two columns. Repeatable.",
 )
 @click.option(
     "--prefix",
     "prefixes",
     multiple=True,
     metavar="OLD=NEW",
-    help="Whole components at the front; model.= takes them off, =model. adds. Repeatable.",
+    help="Replace whole components at the front; model.= removes, =model. adds. Repeatable.",
 )
-@click.option("--key", metavar="NAME", help="Only in this state dict. Default: in all of them.")
+@click.option("--key", metavar="NAME", help="Change only this state dict. Default: all of them.")
 @target_options()
 @click.pass_context
 def command(
@@ -68,11 +68,11 @@ def command(
     key: str | None,
     target: Target,
 ) -> None:
-    """Rewrite names by regular expressions, prefixes or a table.
+    """Rename tensors by regular expressions, prefixes or a table.
 
-    Rules are applied in the order in which they are given, each to what the one before made of a
-    name. _metadata and optimizer state that is keyed by name follow. The result goes to FILE with
-    .renamed before its ending.
+    Rules are applied in the order in which they are given, each to the result of the one before.
+    _metadata and optimizer state that is keyed by name follow. The result of model.pth goes to
+    model.renamed.pth.
     """
     rules = {
         "regexes": map(regex_rule, regexes),

@@ -20,9 +20,9 @@ __all__ = ["command"]
 )
 @file_argument
 @click.argument("other", metavar="[FILE2]", type=PATH, required=False)
-@click.option("-o", "--output", type=PATH, required=True, help="Page to write.")
-@click.option("--key", metavar="NAME", help="Only the tensors below this address.")
-@click.option("--no-values", is_flag=True, help="Read the header alone: no histograms, no figures.")
+@click.option("-o", "--output", type=PATH, required=True, help="The page to write.")
+@click.option("--key", metavar="NAME", help="Show only the tensors below this path.")
+@click.option("--no-values", is_flag=True, help="Read only the header: no histograms, no figures.")
 @click.option("--force", is_flag=True, help="Overwrite an existing page.")
 @json_option
 @quiet_option
@@ -36,11 +36,11 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Write a page about a checkpoint, or about two compared.
+    """Write an HTML page about a checkpoint, or to compare two.
 
-    It is one HTML file that needs no network: summary, a map of the bytes by module, every
-    tensor with search and sort, histograms of the values; of two files also what differs, layer by
-    layer. Any browser opens it.
+    The page is one file that needs no network. It has a summary, a map of the bytes by module,
+    every tensor with search and sort, and histograms of the values; with FILE2 also what differs,
+    layer by layer.
     """
     with Progress(quiet=quiet) as progress:
         receipt = report(

@@ -36,18 +36,17 @@ _FEW = 20
     finding="a file runs something, or it cannot be told (--strict: or it needs code)",
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
-@click.option(
-    "--strict", is_flag=True, help="Pass data alone: a file that needs code is a finding."
-)
+@click.option("--strict", is_flag=True, help="Exit with 1 also for a file that needs code.")
 @json_option
 @quiet_option
 def command(paths: tuple[str, ...], strict: bool, as_json: bool, quiet: bool) -> None:
-    """Say what loading a file would run, without running it.
+    """Show what loading a file would run, without running it.
 
-    Every pickle is executed on symbols: in torch files of any age, bare pickles, numpy, joblib, zip
-    and tar archives, compressed files; whatever a file is called. The verdict is data (what
-    weights_only=True allows), needs code (classes are imported and filled), runs (something else
-    is called: each call is printed with its arguments) or cannot tell. Folders are searched.
+    Pickles are read symbolically, in torch files of any version, bare pickles, numpy and joblib
+    files, zip and tar archives and compressed files, whatever their names are. The verdict is
+    "data" (weights_only=True allows it), "needs code" (classes are imported and filled), "runs"
+    (something else is called; each call is printed with its arguments) or "cannot tell". Folders
+    are searched.
     """
     results, errors = list[Scan](), list[CheckpointError]()
     files = list(files_below(paths))

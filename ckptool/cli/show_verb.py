@@ -25,7 +25,7 @@ __all__ = ["command"]
     type=click.IntRange(min=0),
     default=HEAD,
     show_default=True,
-    help="Elements of a tensor to show.",
+    help="How many elements of a tensor to show.",
 )
 @fmt_option
 @json_option
@@ -33,8 +33,8 @@ __all__ = ["command"]
 def command(file: str, name: str, count: int, fmt: str | None, as_json: bool, quiet: bool) -> None:
     """Show one value, one object or the head of one tensor.
 
-    NAME is the name that list prints, or an end of it that begins after a / and is unique. Of a
-    tensor, minimum, maximum and mean are over all its finite elements.
+    NAME is a name that ckptool list prints, or the end of one after a /, if only one name ends so.
+    Minimum, maximum and mean are those of all finite elements of the tensor.
     """
     with open_checkpoint(file) as checkpoint, Progress(quiet=quiet) as progress:
         shown = show(checkpoint, name, count=count, progress=progress)

@@ -27,24 +27,24 @@ __all__ = ["command"]
     "--include",
     multiple=True,
     metavar="GLOB",
-    help="Only tensors of such a name; repeatable. A glob with a / is held against the whole "
-    "name, any other against its last part.",
+    help="Show only tensors whose name matches; a GLOB with a / is compared with the whole path. "
+    "Repeatable.",
 )
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Not these; repeatable.")
-@click.option("--key", metavar="NAME", help="Only what stands at this address.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Hide names that match. Repeatable.")
+@click.option("--key", metavar="NAME", help="Show only the tensors below this path.")
 @click.option(
     "--bins",
     type=click.IntRange(1, 1000),
     default=BINS,
     show_default=True,
-    help="Bins of a histogram, from the least to the largest element.",
+    help="Bins of a histogram, from the smallest to the largest element.",
 )
 @click.option(
     "--sort",
     type=click.Choice(tuple(SORTABLE)),
-    help="The largest first; names from A to Z [default: the order of the file].",
+    help="Sort by this, the largest first, names from A to Z [default: the order of the file].",
 )
-@click.option("--fold", is_flag=True, help="Repeated layers in one row.")
+@click.option("--fold", is_flag=True, help="Show repeated layers in one row.")
 @fmt_option
 @json_option
 @quiet_option
@@ -59,13 +59,13 @@ def command(
     quiet: bool,
     **how: Any,
 ) -> None:
-    """Say what the numbers of each tensor are like.
+    """Show the range, mean, zeros and NaN of each tensor.
 
-    Range, mean, share of zeros, NaN, a histogram. std is that of the population (divided by n);
-    norm is Euclidean. NaN and infinite elements are counted and left out of all else; complex
-    numbers count by their magnitude. Flagged are constant, all-zero, NaN and Inf tensors, and those
-    that are unlike the others of their role, as layers.{0..31}.mlp.weight: in type, shape or
-    device, or 10 times off in norm or std.
+    std is the standard deviation of the population (divided by n); norm is Euclidean. NaN and
+    infinite elements are counted, and left out of all other figures; of complex numbers the
+    magnitude is measured. A tensor is flagged if it is constant or zero, if it has NaN or Inf, or
+    if it differs from the same tensor of the other layers (layers.{0..31}.mlp.weight) in type,
+    shape or device, or by a factor of 10 in norm or std.
     """
     with open_checkpoint(file) as checkpoint, Progress(quiet=quiet) as progress:
         found = stats(checkpoint, include=include, exclude=exclude, progress=progress, **how)

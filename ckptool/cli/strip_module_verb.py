@@ -26,20 +26,20 @@ __all__ = ["command"]
     multiple=True,
     metavar="WRAPPER",
     shell_complete=completed_by(lambda: WRAPPERS),
-    help="Only this wrapper (module, _orig_mod, ...); repeatable. Default: all of them.",
+    help="Remove only this wrapper (module, _orig_mod, ...); repeatable. Default: all.",
 )
-@click.option("--levels", type=click.IntRange(min=1), help="At most so many levels.")
-@click.option("--at", metavar="PATH", help="A wrapper on this submodule: features.")
+@click.option("--levels", type=click.IntRange(min=1), help="Remove at most this many wrappers.")
+@click.option("--at", metavar="PATH", help="Remove the wrapper of this submodule, as features.")
 @target_options()
 def command(
     file: str, only: tuple[str, ...], levels: int | None, at: str | None, target: Target
 ) -> None:
-    """Take wrapper names such as module. off the names.
+    """Remove wrapper prefixes such as "module." from names.
 
-    DataParallel and DistributedDataParallel put module. there, torch.compile _orig_mod., FSDP and
-    others their own, in any order; all go. Every state dict is treated, with its _metadata and the
-    optimizer state that is keyed by name. The result goes to FILE with .stripped before its
-    ending.
+    DataParallel and DistributedDataParallel add "module.", torch.compile adds "_orig_mod.", FSDP
+    and others add their own. All are removed, in whatever order, from every state dict of the
+    file, its _metadata, and optimizer state that is keyed by name. The result of model.pth goes to
+    model.stripped.pth.
     """
 
     def change(checkpoint: Checkpoint) -> Checkpoint:

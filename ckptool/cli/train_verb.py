@@ -46,15 +46,13 @@ SCHEMA = "ckptool.train/1"
 )
 @config_options
 @click.option(
-    "--nproc", type=click.IntRange(min=1), help="Start that many processes, without torchrun."
+    "--nproc", type=click.IntRange(min=1), help="Start this many processes, without torchrun."
 )
 @click.option(
-    "--port", type=click.IntRange(1, 65535), help="Where those meet; a free one if none is named."
+    "--port", type=click.IntRange(1, 65535), help="Their port [default: one that is free]."
 )
-@click.option(
-    "--gpus", metavar="0,2", help="Sees these of the machine's GPUs alone: cuda:0 is the first."
-)
-@click.option("--list-devices", is_flag=True, help="List what can be trained on, and end.")
+@click.option("--gpus", metavar="0,2", help="Use only these GPUs; the first becomes cuda:0.")
+@click.option("--list-devices", is_flag=True, help="List the devices that can train, and exit.")
 @json_option
 @quiet_option
 def command(
@@ -66,12 +64,12 @@ def command(
     quiet: bool,
     **given: Any,
 ) -> None:
-    """Train a model on one device or many, and save as each way does.
+    """Train a model on one or many devices, and save checkpoints.
 
-    The loop is the same under every strategy, and so are, to rounding, the losses. OUT gets
-    last.pth, best.pth, metrics.jsonl and whatever else is asked for; what has been saved by one
-    strategy goes on in another. Where torchrun starts it, it is one of torchrun's processes, of ddp
-    without --strategy; where torchrun starts it again (--max-restarts), --resume is auto.
+    All strategies share one loop, and their losses agree to rounding. OUT gets last.pth, best.pth,
+    metrics.jsonl and what other options ask for; a run that one strategy saved resumes under any
+    other. Under torchrun the default strategy is ddp, and after a restart (--max-restarts) the
+    default of --resume is auto.
     """
     from ckptool.cli.console import in_words
 

@@ -39,12 +39,12 @@ __all__ = ["command"]
     type=PATH,
     metavar="PATH...",
 )
-@click.option("--values", is_flag=True, help="Look for NaN and infinite values too.")
+@click.option("--values", is_flag=True, help="Look for NaN and infinite values, too.")
 @click.option(
     "--manifest",
     metavar="FILE",
     type=PATH,
-    help="Hold the SHA-256 of every tensor against those in FILE, or write it where there is none.",
+    help="Compare the SHA-256 of every tensor with FILE, or write FILE if it does not exist.",
 )
 @fmt_option
 @json_option
@@ -57,11 +57,11 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Check that files are intact: all that torch does not check.
+    """Check files for damage, also where torch does not look.
 
-    Of a zip the CRC-32 of every record and all that it states twice, of every format the structure;
-    of shards the index too. Folders are searched for checkpoints. A manifest is the same for every
-    format: that of model.pth checks its copy in model.safetensors.
+    In a zip, the CRC-32 of every record and the duplicate fields of its headers are checked; in
+    every format the structure, and of shards the index. Folders are searched for checkpoints. A
+    manifest is the same for every format: the manifest of model.pth checks model.safetensors.
     """
     verifier = Verifier(values=values, manifest=manifest)
     results: list[Verdict | CheckpointError] = []

@@ -222,50 +222,50 @@ class TrainConfig:
     A `Trainer` that is given data or a model has no use for `data`, `target` or `model`.
 
     Attributes:
-        out: The folder of the run's checkpoints and figures.
-        strategy: How it is spread over devices.
+        out: The folder for checkpoints and figures of the run.
+        strategy: How the training is spread over devices.
         data: `random`, `friedman`, `digits`, `csv:PATH` or `module:factory`.
-        target: The column of a CSV that is predicted, the last one if none is named.
-        loss: What is minimised: a name in `torch.nn.functional`, or `module:function`; that of the
-            data if none is named.
+        target: The column of a CSV to predict [default: the last].
+        loss: The loss: a name in `torch.nn.functional`, or `module:function` [default: that of the
+            data].
         model: `linear`, `mlp:16,32`, `cnn` or `module:factory`.
         compile: Compile the model with `torch.compile`.
-        epochs: How many times the data are gone through.
-        max_steps: The end after that many steps of the optimizer, if it comes first.
-        batch_size: Samples of one batch over all devices.
-        workers: Processes that prepare the batches ahead, into pinned memory for a GPU.
-        accumulate: Batches whose gradients make one step.
-        seed: Of the weights, the order of the samples, and what is random in the model.
-        dtype: Of weights and features.
-        optimizer: What turns gradients into weights.
-        lr: Its learning rate, before the schedule.
-        momentum: Of `sgd`.
-        weight_decay: Of the optimizer.
-        schedule: `constant`, `cosine` and `linear` (to 0 after the last step), or `step`.
-        step_size: Epochs after which the schedule `step` multiplies the rate by `gamma`.
-        gamma: What the schedule `step` multiplies the rate by.
-        warmup: Steps over which the rate rises linearly to its own, before the schedule.
+        epochs: How many times to go through the data.
+        max_steps: Stop after this many optimizer steps.
+        batch_size: Samples in a batch, over all devices together.
+        workers: Processes that prepare batches ahead, in pinned memory for a GPU.
+        accumulate: How many batches to accumulate gradients over.
+        seed: The seed of the weights, the order of the samples and dropout.
+        dtype: The type of weights and features.
+        optimizer: The optimizer.
+        lr: The learning rate, before the schedule.
+        momentum: The momentum of `sgd`.
+        weight_decay: The weight decay of the optimizer.
+        schedule: The learning rate over time; `cosine` and `linear` fall to 0 at the last step.
+        step_size: With the schedule `step`: epochs between two changes of the rate.
+        gamma: With the schedule `step`: the factor of each change.
+        warmup: Steps in which the rate rises linearly, before the schedule.
         amp: Automatic mixed precision: `bf16`, or `fp16` with a gradient scaler.
         clip: The largest norm of all gradients together.
-        ema: The decay of a moving average of the weights, as 0.999.
-        patience: Epochs without a lower validation loss after which training stops.
-        save: What a checkpoint is; runs go on from `full` exactly.
-        sharded: A folder of torch.distributed.checkpoint, of `fsdp`, instead of one file.
-        save_every: Steps after which `step-%08d.pth` is written.
-        save_seconds: Seconds after which it is.
-        keep: How many of those are kept.
-        resume: A checkpoint to go on from, or a run's folder; `auto`: the newest of `out`, if any.
-        overwrite: Remove what an earlier run has left in `out`, which otherwise is refused.
-        sync_batchnorm: Of `ddp`: batch norm over the whole batch, and not each process's share.
-        device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto`: an accelerator where there is one.
-        devices: Of `model-parallel`: over which the layers are spread, in order.
-        device_ids: Of `dp`: the GPUs of the replicas, all if none is named.
-        output_device: Of `dp`: where outputs are gathered, on the first of them if none is named.
-        updates: Of `parameter-server`: `asynchronous`, a batch a worker, applied as gradients
-            arrive; or `synchronous`, each batch split over all workers, applied once.
-        staleness: Of `parameter-server`: how many updates a worker's weights may lag behind.
-        trace_batches: Tell what each replica sees and gives.
-        tensorboard: Write TensorBoard's event files beside the figures, where it is installed.
+        ema: The decay of a moving average of the weights, for example 0.999.
+        patience: Stop after this many epochs without a lower validation loss.
+        save: What a checkpoint holds; only `full` resumes exactly.
+        sharded: With `fsdp`: save a folder of torch.distributed.checkpoint instead of one file.
+        save_every: Save `step-%08d.pth` after this many steps.
+        save_seconds: Save `step-%08d.pth` after this many seconds.
+        keep: How many files `step-%08d.pth` to keep.
+        resume: The checkpoint or run folder to resume from; `auto`: the newest in `out`, if any.
+        overwrite: Remove what an earlier run left in `out`; without it that is an error.
+        sync_batchnorm: With `ddp`: batch norm over the whole batch, not per process.
+        device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto`: an accelerator if there is one.
+        devices: With `model-parallel`: the devices of the layers, in order.
+        device_ids: With `dp`: the GPUs of the replicas [default: all].
+        output_device: With `dp`: the GPU that gathers the outputs [default: the first].
+        updates: With `parameter-server`: `asynchronous` applies gradients as they arrive, a batch
+            per worker; `synchronous` splits each batch over all workers and updates once.
+        staleness: With `parameter-server`: how many updates the weights of a worker may lag behind.
+        trace_batches: Print what each replica gets and returns.
+        tensorboard: Write TensorBoard event files next to the figures, if it is installed.
     """
 
     out: str

@@ -334,7 +334,7 @@ def test_a_second_file_is_written_where_there_is_none_yet(ckptool, model, tmp_pa
     for more in ([], ["--force"]):
         done = ckptool(*verb, model, target, *more)
         assert done.code == 2
-        assert "is there already" in done.err
+        assert "exists already" in done.err
         assert f"-o {target} --force" in done.err
     for more in (["--in-place"], ["-o", tmp_path / "other.pth"]):
         assert ckptool(*verb, model, tmp_path / "new.pth", *more).code == 2
@@ -349,7 +349,7 @@ def test_convert_takes_its_target_as_an_option_too(ckptool, model, tmp_path):
     for words in ([], [target, "-o", target]):
         done = ckptool("convert", model, *words)
         assert done.code == 2
-        assert "convert takes one file to write" in done.err
+        assert "convert needs one file to write" in done.err
 
 
 LARGE, SMALL = 300_000, 30
