@@ -99,6 +99,9 @@ def average(
     sources: Iterable[Source],
     target: str | os.PathLike[str],
     *,
+    mode: str = "mean",
+    weights: Sequence[float] = (),
+    t: float | None = None,
     ints: str = "same",
     key: str | None = None,
     format: str | None = None,
@@ -115,6 +118,10 @@ def average(
     Args:
         sources: Two or more paths or open checkpoints.
         target: The file to write.
+        mode: `"mean"`; `"slerp"`, of two files; `"task"`: the first + `t` (the second - the third).
+        weights: One for each source of a mean; divided by their sum.
+        t: How far slerp goes from the first (0) to the second (1), 0.5 if not given; or the factor
+            of the task's difference, 1 if not given.
         ints: Integer tensors must be the `"same"` in all sources, or are those of the `"first"`.
         key: The address of the only state dict to average.
         format: The format to write (`torch-zip`, `safetensors`, ...); default: by the extension.
@@ -128,7 +135,7 @@ def average(
 
     Raises:
         UnreadableFile: a source cannot be read.
-        NotFound, UsageError: keys, shapes or integers differ, or there are fewer than two sources.
+        NotFound, UsageError: keys, shapes or integers differ, or there are too few sources.
         WriteError: nothing was written.
     """
     if isinstance(sources, (str, os.PathLike)):
@@ -140,7 +147,7 @@ def average(
     with ExitStack() as stack:
         files = [stack.enter_context(opened(source)) for source in sources]
         return save(
-            transforms.average(files, ints=ints, key=key),
+            transforms.average(files, mode=mode, weights=weights, t=t, ints=ints, key=key),
             target,
             format=format,
             max_shard_size=max_shard_size,

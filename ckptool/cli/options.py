@@ -15,6 +15,7 @@ from ckptool.formats import WRITABLE
 
 __all__ = [
     "PATH",
+    "Listed",
     "Sectioned",
     "Target",
     "completed_by",
@@ -41,6 +42,33 @@ _AS_IT_STANDS = "\b\n"  # click wraps a paragraph that does not begin so
 PATH = click.Path(readable=False)
 """Of a file: whether it is there and can be read is said by who opens it."""
 file_argument = click.argument("file", type=PATH)
+
+
+class Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """Words, or numbers, with commas between them; a tuple."""
+
+    def __init__(self, kind: type[int] | type[float] | type[str]) -> None:
+        """Each of them is a `kind`."""
+        self._kind = kind
+        self.name, self._example = {
+            int: ("integers", "0,1"),
+            float: ("numbers", "0.7,0.3"),
+            str: ("words", "cuda:0,cuda:1"),
+        }[kind]
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
+        """Return the parts of a word; a tuple is one already."""
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in value.split(",")] if value.strip() else []
+        try:
+            if "" in words:
+                raise ValueError
+            return tuple(map(self._kind, words))
+        except ValueError:
+            self.fail(f"{value!r} is no list such as {self._example}", param, ctx)
 
 
 def completed_by(words: Callable[[], Iterable[str]]) -> Any:

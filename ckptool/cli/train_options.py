@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ckptool.cli.options import Sectioned
+from ckptool.cli.options import Listed, Sectioned
 from ckptool.errors import UsageError
 from ckptool.trainer.config import CHOICES, TrainConfig
 from ckptool.trainer.launching import recorded
@@ -63,30 +63,6 @@ def as_option(name: str, value: Any) -> str:
     return f"{option} {text}" if text.isprintable() and text else f"{option} {text!r}"
 
 
-class _Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """Words, or numbers, with commas between them; a tuple."""
-
-    def __init__(self, kind: type[int] | type[str]) -> None:
-        """Each of them is a `kind`."""
-        self._kind = kind
-        self.name = "integers" if kind is int else "words"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Any, ...]:
-        """Return the parts of a word; a tuple is one already."""
-        if isinstance(value, tuple):
-            return value
-        words = [word.strip() for word in value.split(",")] if value.strip() else []
-        try:
-            if "" in words:
-                raise ValueError
-            return tuple(map(self._kind, words))
-        except ValueError:
-            example = "0,1" if self._kind is int else "cuda:0,cuda:1"
-            self.fail(f"{value!r} is no list such as {example}", param, ctx)
-
-
 class TrainCommand(Sectioned):
     """Keeps its arguments for the processes that it starts."""
 
@@ -132,7 +108,7 @@ def _type(field: Field[Any]) -> Any:
         return click.Choice(CHOICES[field.name])
     kind = str(field.type)
     if kind.startswith("tuple"):
-        return _Listed(int if "int" in kind else str)
+        return Listed(int if "int" in kind else str)
     return {"int": int, "float": float}.get(kind.partition(" ")[0], str)
 
 

@@ -1,10 +1,12 @@
-"""Means of tensors, block by block."""
+"""Means and other mixtures of tensors, block by block."""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from threading import local
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +94,23 @@ def elements_of(tensor: TensorRef) -> Elements:
     return Elements(tensor.dtype, data, held.byteorder if held else "little", held, tensor.flags)
 
 
+PARALLEL, SHORT = 0.9995, 1e-8
+"""The cosine from which `slerp` is linear, and the length up to which a vector has no direction.
+
+Those of mergekit 0.1.5: `dot_threshold` and `eps` in `mergekit/merge_methods/slerp.py`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mix:
+    """The sum of runs, each times its weight, divided by `total`."""
+
+    weights: tuple[float, ...]
+    total: float
+    bounded: bool = False
+    """Whether the result lies between the runs, and so fits a type that all of them have."""
+
+
 class Averager:
     """Makes storages that are the mean of others, with one set of buffers a thread."""
 
@@ -102,13 +121,55 @@ class Averager:
         self._checked: dict[int, Checked] = {}
         """By the identity of a storage: several tensors may be in it."""
 
-    def mean(self, runs: Sequence[Elements], like: Storage, dtype: str, name: str = "") -> Storage:
+    def mean(
+        self,
+        runs: Sequence[Elements],
+        like: Storage,
+        dtype: str,
+        name: str = "",
+        *,
+        weights: Sequence[float] = (),
+    ) -> Storage:
         """Return the mean of runs of equally many elements, accumulated in float64 in their order.
 
-        It is rounded to `dtype`, as torch does it; key and device are those of `like`. Reading a
-        mean that is finite and does not fit `dtype` is an error (`NotRepresentable`, with `name`),
+        Each may have a weight, and the sum is divided by that of the weights. It is rounded to
+        `dtype`, as torch does it; key and device are those of `like`. Reading a mean that is finite
+        and does not fit `dtype` is an error (`NotRepresentable`, with `name`),
         and so is one of bytes that are not those that a file states (`CorruptFile`).
         """
+        each = tuple(weights) or (1.0,) * len(runs)
+        mix = _Mix(each, sum(each), min(each) >= 0)
+        return self._computed(runs, like, dtype, name, lambda: mix)
+
+    def slerp(
+        self, runs: Sequence[Elements], like: Storage, dtype: str, name: str, t: float
+    ) -> Storage:
+        """Return two runs mixed along the arc between them, `t` of the way, as `mean` returns it.
+
+        They are mixed along the straight line if their angle is near 0 or 180 degrees, or there is
+        none, because a number is not finite.
+        """
+
+        @cache
+        def mix() -> _Mix:
+            self._check(runs)
+            cosine = self._kernel(runs, dtype).cosine(runs)
+            if not abs(cosine) <= PARALLEL:
+                return _Mix((1 - t, t), 1.0, 0 <= t <= 1)
+            angle = math.acos(cosine)
+            arc = math.sin(angle)
+            return _Mix((math.sin(angle - t * angle) / arc, math.sin(t * angle) / arc), 1.0)
+
+        return self._computed(runs, like, dtype, name, mix)
+
+    def _computed(
+        self,
+        runs: Sequence[Elements],
+        like: Storage,
+        dtype: str,
+        name: str,
+        mix: Callable[[], _Mix],
+    ) -> Storage:
         for run in runs:
             held = run.storage
             if held is not None and held.data is not None:
@@ -117,11 +178,9 @@ class Averager:
         size = count * BY_NAME[dtype].itemsize
 
         def fill(offset: int, buffer: memoryview) -> None:
-            for run in runs:
-                if id(run.storage) in self._checked:
-                    self._checked[id(run.storage)].check()
+            self._check(runs)
             try:
-                self._fill(runs, dtype, offset, buffer)
+                self._fill(runs, mix(), dtype, offset, buffer)
             except OverflowError as error:
                 raise _refused(name, dtype, str(error), runs[0].data.source.name) from error
 
@@ -130,14 +189,22 @@ class Averager:
         source.made_of = [run.data for run in runs]
         return Storage(like.key, ByteRange(source, 0, size), size, like.device, sys.byteorder)
 
-    def _fill(self, runs: Sequence[Elements], dtype: str, offset: int, buffer: memoryview) -> None:
-        kernel = self._kernel(tuple(dict.fromkeys(run.dtype for run in runs)), dtype)
+    def _check(self, runs: Sequence[Elements]) -> None:
+        for run in runs:
+            if id(run.storage) in self._checked:
+                self._checked[id(run.storage)].check()
+
+    def _fill(
+        self, runs: Sequence[Elements], mix: _Mix, dtype: str, offset: int, buffer: memoryview
+    ) -> None:
+        kernel = self._kernel(runs, dtype)
         count = runs[0].data.length // BY_NAME[runs[0].dtype].itemsize
         size = BY_NAME[dtype].itemsize
         for start, stop, room, skipped in chunks(offset, buffer, size, count):
-            room[:] = kernel.mean(runs, start, stop)[skipped : skipped + len(room)]
+            room[:] = kernel.mixed(runs, mix, start, stop)[skipped : skipped + len(room)]
 
-    def _kernel(self, sources: tuple[str, ...], target: str) -> _Kernel:
+    def _kernel(self, runs: Sequence[Elements], target: str) -> _Kernel:
+        sources = tuple(dict.fromkeys(run.dtype for run in runs))
         known: dict[Any, _Kernel] = self._kernels.__dict__
         key = f"{sources} {target}"
         if key not in known:
@@ -168,42 +235,60 @@ class _Kernel:
         self._sum = torch.empty(CHUNK, dtype=wide)
         self._next = torch.empty(CHUNK, dtype=wide)
 
-    def mean(self, runs: Sequence[Elements], start: int, stop: int) -> memoryview:
+    def cosine(self, runs: Sequence[Elements]) -> float:
+        """Return the cosine of the angle between two runs."""
+        count = runs[0].data.length // BY_NAME[runs[0].dtype].itemsize
+        dot = [0.0, 0.0, 0.0]
+        for start in range(0, count, CHUNK):
+            size = min(CHUNK, count - start)
+            one, two = self._sum[:size], self._next[:size]
+            one.copy_(self._buffers[runs[0].dtype].read(runs[0], start, size))
+            two.copy_(self._buffers[runs[1].dtype].read(runs[1], start, size))
+            for at, (left, right) in enumerate(((one, two), (one, one), (two, two))):
+                dot[at] += float(_real(left).flatten() @ _real(right).flatten())
+        for norm in map(math.sqrt, dot[1:]):
+            dot[0] /= norm if norm > SHORT or math.isnan(norm) else 1.0
+        return dot[0]
+
+    def mixed(self, runs: Sequence[Elements], mix: _Mix, start: int, stop: int) -> memoryview:
         """Return the bytes of elements `start` to `stop`, which the next call overwrites.
 
         Raises:
             OverflowError: one is finite and not so in the target's type; the text tells it.
         """
         count = stop - start
-        mean, target = self._added(runs, start, count), self._target[:count]
-        _real(mean).div_(len(runs))  # by a complex number there would be no -0.0
+        mean, target = self._added(runs, mix, start, count), self._target[:count]
+        _real(mean).div_(mix.total)  # by a complex number there would be no -0.0
         if self._widest and not bool(mean.isfinite().all()):
-            mean = self._of_smaller(mean.clone(), runs, start)
+            mean = self._of_smaller(mean.clone(), runs, mix, start)
         target.copy_(mean)
-        if self._others:
+        if self._others or not mix.bounded:
             self._refuse_overflow(_real(mean), _real(target).to(_real(mean).dtype))
         return memoryview(self._made)[: count * self._target.element_size()]
 
     def _added(
-        self, runs: Sequence[Elements], start: int, count: int, scale: float = 1.0
+        self, runs: Sequence[Elements], mix: _Mix, start: int, count: int, scale: float = 1.0
     ) -> torch.Tensor:
         total, following = self._sum[:count], self._next[:count]
         for at, run in enumerate(runs):
             part = following if at else total  # a sum that begins with 0.0 has no -0.0
             part.copy_(self._buffers[run.dtype].read(run, start, count))
-            if scale != 1.0:
-                _real(part).mul_(scale)
+            factor = mix.weights[at] * scale
+            if factor != 1.0:
+                _real(part).mul_(factor)
             if at:
                 total.add_(following)
         return total
 
-    def _of_smaller(self, mean: torch.Tensor, runs: Sequence[Elements], start: int) -> torch.Tensor:
+    def _of_smaller(
+        self, mean: torch.Tensor, runs: Sequence[Elements], mix: _Mix, start: int
+    ) -> torch.Tensor:
         """Return the mean where the sum is beyond float64: numbers are made smaller first."""
         import torch
 
-        scale = 2.0 ** len(runs).bit_length()
-        again = self._added(runs, start, len(mean), 1 / scale)
-        plain, again = _real(mean), _real(again).div_(len(runs)).mul_(scale)
+        scale = 2.0 ** math.frexp(sum(map(abs, mix.weights)))[1]
+        again = self._added(runs, mix, start, len(mean), 1 / scale)
+        plain, again = _real(mean), _real(again).div_(mix.total).mul_(scale)
         plain.copy_(torch.where(plain.isfinite(), plain, again))
         return mean
 

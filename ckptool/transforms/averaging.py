@@ -1,7 +1,8 @@
-"""The mean of several checkpoints."""
+"""The mean of several checkpoints, and other mixtures."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
 from ckptool.hollow import refuse_hollow
-from ckptool.model import TensorRef, over_elements, remade, row_major_strides
+from ckptool.model import Storage, TensorRef, over_elements, remade, row_major_strides
 from ckptool.names import N_AVERAGED, strip_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
-from ckptool.tensors.averaging import Averager, elements_of
+from ckptool.tensors.averaging import Averager, Elements, elements_of
 from ckptool.tensors.sameness import same_content
 from ckptool.transforms.casting import (
     FLOATING,
@@ -29,8 +30,72 @@ Tensors = tuple[TensorRef, ...]
 """The tensors of one name, one from each file."""
 
 
+MEAN, SLERP, TASK = MODES = ("mean", "slerp", "task")
+
+
+@dataclass(frozen=True)
+class _Mixing:
+    """How the tensors of one name become one."""
+
+    mode: str
+    count: int
+    """How many files there are."""
+    weights: tuple[float, ...]
+    t: float
+
+    @classmethod
+    def of(cls, mode: str, count: int, weights: Sequence[float], t: float | None) -> _Mixing:
+        """Take what `average` was asked for.
+
+        Raises:
+            UsageError: it makes no sense for so many files.
+        """
+        wanted = {MEAN: max(count, 2), SLERP: 2, TASK: 3}.get(mode)
+        if wanted is None:
+            raise UsageError(f"mode takes {listed(MODES)}, not {mode!r}")
+        if count != wanted:
+            what = "a mean takes two checkpoints or more"
+            if mode != MEAN:
+                what = f"{mode} takes {wanted} checkpoints, not {count}"
+            raise UsageError(what, hint=f"ckptool average {_USAGE[mode]} -o OUT")
+        for given, fits, of in ((bool(weights), mode == MEAN, "weights"),
+                                (t is not None, mode != MEAN, "t")):  # fmt: skip
+            if given and not fits:
+                raise UsageError(f"mode {mode} takes no {of}", hint=f"average {_USAGE[mode]}")
+        if weights and (len(weights) != count or not sum(weights)):
+            raise UsageError(
+                f"weights takes one number for each of {count} files, of a sum that is not 0"
+            )
+        if not all(map(math.isfinite, (*weights, t or 0.0))):
+            raise UsageError("weights and t take finite numbers")
+        default = {SLERP: 0.5}.get(mode, 1.0)
+        return cls(mode, count, tuple(map(float, weights)), default if t is None else float(t))
+
+    def storage(
+        self, averager: Averager, runs: list[Elements], like: Storage, dtype: str, name: str
+    ) -> Storage:
+        """Return what the tensors of this name become."""
+        if self.mode == SLERP:
+            return averager.slerp(runs, like, dtype, name, self.t)
+        if self.mode == TASK:  # the difference first: it is 0 where there is none
+            runs, weights = [*runs[1:], runs[0]], (self.t, -self.t, 1.0)
+            return averager.mean(runs, like, dtype, name, weights=weights)
+        return averager.mean(runs, like, dtype, name, weights=self.weights)
+
+    def __str__(self) -> str:
+        if self.mode == SLERP:
+            return f"on the arc from the first file to the second, at {self.t:g}"
+        if self.mode == TASK:
+            return f"the first file + {self.t:g} (the second - the third)"
+        weighted = f", weighted {', '.join(f'{one:g}' for one in self.weights)}"
+        return f"the mean of {self.count} files{weighted if self.weights else ''}"
+
+
+_USAGE = {MEAN: "A B", SLERP: "A B --mode slerp --t 0.5", TASK: "A B C --mode task --t 1"}
+
+
 def _means(
-    named: Sequence[tuple[str, Tensors]], files: Sequence[str]
+    named: Sequence[tuple[str, Tensors]], files: Sequence[str], mixing: _Mixing
 ) -> tuple[dict[int, TensorRef], list[Change]]:
     """Return the mean for each tensor of the first file, by identity, and warnings.
 
@@ -46,7 +111,7 @@ def _means(
     for name, tensors in named:
         places = tuple(tensor.place for tensor in tensors)
         if places not in made:
-            made[places] = _mean(averager, name, tensors)
+            made[places] = _mean(averager, name, tensors, mixing)
         other, mean = means.setdefault(id(tensors[0]), (name, made[places]))
         if mean is not made[places]:
             raise UsageError(
@@ -62,7 +127,7 @@ def _means(
     return {identity: mean for identity, (_, mean) in means.items()}, warnings
 
 
-def _mean(averager: Averager, name: str, tensors: Tensors) -> TensorRef:
+def _mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixing) -> TensorRef:
     """Return a tensor like the first over the mean of all; strides stay if there are no holes."""
     first = tensors[0]
     if first.storage is None:
@@ -72,7 +137,7 @@ def _mean(averager: Averager, name: str, tensors: Tensors) -> TensorRef:
         order = list(range(len(stride)))
         stride = row_major_strides(tuple(size or 0 for size in first.shape))
     runs = [elements_of(tensor.permuted(order)) for tensor in tensors]
-    storage = averager.mean(runs, first.storage, first.dtype, name)
+    storage = mixing.storage(averager, runs, first.storage, first.dtype, name)
     return replace(first, storage=storage, offset=0, stride=stride, flags=())
 
 
@@ -80,7 +145,15 @@ _SAME, _FIRST = "same", "first"
 Names = dict[str, TensorRef]
 
 
-def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = None) -> Checkpoint:
+def average(
+    checkpoints: Sequence[Checkpoint],
+    *,
+    mode: str = MEAN,
+    weights: Sequence[float] = (),
+    t: float | None = None,
+    ints: str = _SAME,
+    key: Any = None,
+) -> Checkpoint:
     """Return the first checkpoint with the mean of all files in its models' floating tensors.
 
     Every state dict and pickled module is averaged with the model of the same name in the other
@@ -91,30 +164,33 @@ def average(checkpoints: Sequence[Checkpoint], *, ints: str = _SAME, key: Any = 
 
     Args:
         checkpoints: Two or more, open; they stay so until the result is written.
+        mode: `mean`; `slerp` of two files; `task`: the first + `t` (the second - the third).
+        weights: One for each file, of a mean; divided by their sum.
+        t: How far `slerp` goes from the first file (0) to the second (1); or the factor of `task`.
         ints: `same`: integer and boolean tensors must be equal everywhere; `first`: the first's.
         key: The address of the state dict to average, alone.
 
     Raises:
         NotRepresentable: quantised numbers, which mean something only with their companions;
             tensors without values (`hollow`).
-        UsageError: fewer than two; tensors of different shapes or kinds; integers that differ;
-            tensors that have no plain elements; names that the first file ties, and another not.
+        UsageError: too few or many for the mode; tensors of different shapes or kinds; integers
+            that differ; tensors that have no plain elements; names that the first file ties, and
+            another not.
         NotFound: there is no model, or a name that not every file has.
         AmbiguousName: `key` names several.
     """
-    if len(checkpoints) < 2:
-        raise UsageError("a mean takes two checkpoints or more", hint="ckptool average A B -o OUT")
+    mixing = _Mixing.of(mode, len(checkpoints), weights, t)
     if ints not in (_SAME, _FIRST):
         raise UsageError(f"ints takes 'same' or 'first', not {ints!r}")
     first, models = _models(checkpoints, key)
     for part, others in models:
         for checkpoint, one in zip(checkpoints, (part, *others), strict=True):
             refuse_hollow(checkpoint, one)
-    plan = _Plan(checkpoints, first, ints)
+    plan = _Plan(checkpoints, first, ints, mixing)
     for part, others in models:
         plan.add(part, others)
     refuse_apart(first, {id(tensors[0]) for _, tensors in plan.averaged})
-    means, warnings = _means(plan.averaged, [checkpoint.path for checkpoint in checkpoints])
+    means, warnings = _means(plan.averaged, [one.path for one in checkpoints], mixing)
     made = _made(first, means, [tensors[0] for _, tensors in plan.averaged])
     sources = {id(source): source for one in checkpoints for source in one.sources}
     rest = [] if key is not None else list(_rest(first, made))
@@ -201,6 +277,7 @@ class _Plan:
     checkpoints: Sequence[Checkpoint]
     first: Checkpoint
     ints: str
+    mixing: _Mixing
     averaged: list[tuple[str, tuple[TensorRef, ...]]] = field(default_factory=list)
     """Names with the tensors of all files."""
     _means: list[tuple[Section, int]] = field(default_factory=list)
@@ -228,10 +305,9 @@ class _Plan:
 
     def changes(self) -> Iterator[Change]:
         """Yield a change for everything that was averaged or kept."""
-        count = len(self.checkpoints)
         for part, means in self._means:
             where = printable(part.name) or "the root"
-            text = f"{counted(means, 'tensor')} of {where}: the mean of {count} files"
+            text = f"{counted(means, 'tensor')} of {where}: {self.mixing}"
             yield Change("average", text, means)
         if self._integers:
             first = self.checkpoints[0].path

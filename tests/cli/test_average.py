@@ -67,3 +67,19 @@ def test_ints_and_key(ckptool, tmp_path):
     assert torch.load(tmp_path / "o.pth")["m"]["n"].tolist() == [1]
     assert ckptool("average", *files, "-o", tmp_path / "e.pth", "--key", "ema").code == 0
     assert torch.load(tmp_path / "e.pth")["a.w"].tolist() == [12.0, 12.0]
+
+
+def test_weights_and_modes(ckptool, files, tmp_path):
+    target = tmp_path / "mixed.pth"
+    for options, wanted in (
+        (["--weights", "0.75,0.25"], 1.25),
+        (["--mode", "slerp", "--t", "0.25"], 1.25),
+        ([files[0], "--mode", "task", "--t", "3"], 4.0),
+    ):
+        done = ckptool("average", *files, *options, "-o", target, "--force")
+        assert done.code == 0, done.err
+        assert torch.load(target)["state_dict"]["fc.weight"].unique().tolist() == [wanted]
+    done = ckptool("average", *files, "--mode", "task", "-o", target, "--force")
+    assert done.code == 2
+    assert "task takes 3 checkpoints, not 2" in done.err
+    assert ckptool("average", *files, "--weights", "a,b", "-o", target, "--force").code == 2

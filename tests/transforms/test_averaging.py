@@ -332,3 +332,84 @@ def test_an_averaged_model_and_its_plain_one_have_a_mean(tmp_path):
     assert mean.keys() == averaged.keys()
     assert any(text.startswith("n_averaged of") for text in texts(made, "keep"))
     assert torch.equal(mean["module.bias"], judged(state["bias"], averaged["module.bias"]))
+
+
+def slerp(t, one, two):
+    """As in Shoemake's paper, with the constants of mergekit, on whole tensors in float64."""
+    one, two = one.double().numpy(), two.double().numpy()
+    norms = [np.linalg.norm(each) for each in (one, two)]
+    units = [
+        each / norm if norm > 1e-8 else each for each, norm in zip((one, two), norms, strict=True)
+    ]
+    cosine = np.sum(units[0] * units[1])
+    if not abs(cosine) <= 0.9995:
+        return torch.from_numpy(np.asarray((1 - t) * one + t * two))
+    angle = np.arccos(cosine)
+    parts = np.sin(angle - t * angle) * one + np.sin(t * angle) * two
+    return torch.from_numpy(np.asarray(parts / np.sin(angle)))
+
+
+@pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slerp_goes_along_the_arc_between_two_files(tmp_path, t, dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(7, 5)
+    pairs = {
+        "any": (torch.randn(7, 5), torch.randn(7, 5)),
+        "long": (torch.randn(300_000), torch.randn(300_000)),
+        "parallel": (weight, weight + 0.001 * torch.randn(7, 5)),
+        "opposite": (weight.clone(), -weight),
+        "zero": (torch.zeros(5), torch.randn(5)),
+        "scalar": (torch.tensor(2.0), torch.tensor(4.0)),
+        "nan": (torch.tensor([1.0, float("nan"), 3.0]), torch.tensor([3.0, 1.0, -5.0])),
+    }
+    roots = [{name: pair[at].to(dtype) for name, pair in pairs.items()} for at in range(2)]
+    loaded, made, _ = mean_of(tmp_path, *roots, mode="slerp", t=t)
+    for name, tensor in loaded.items():
+        wanted = slerp(t, roots[0][name], roots[1][name])
+        assert torch.allclose(tensor, wanted.to(dtype), rtol=1e-6, atol=1e-9, equal_nan=True), name
+        assert tensor.dtype == dtype
+    assert loaded["nan"].isnan().tolist() == [False, True, False]
+    assert f"on the arc from the first file to the second, at {t:g}" in texts(made, "average")[0]
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.3), (2, 1), (1.5, -0.5)])
+def test_weights_are_divided_by_their_sum(tmp_path, weights):
+    roots = [{"w": torch.randn(50), "n": torch.tensor(3)} for _ in range(2)]
+    loaded, _, _ = mean_of(tmp_path, *roots, weights=weights)
+    first, second = (one["w"].double() for one in roots)
+    wanted = (weights[0] * first + weights[1] * second) / sum(weights)
+    assert torch.equal(loaded["w"], wanted.float())
+    assert loaded["n"] == 3
+
+
+@pytest.mark.parametrize("t", [None, 0.25, -1.0])
+def test_a_task_is_added(tmp_path, t):
+    roots = [{"w": torch.randn(50), "same": torch.randn(5)} for _ in range(3)]
+    roots[2]["same"] = roots[1]["same"]
+    loaded, made, _ = mean_of(tmp_path, *roots, mode="task", t=t)
+    one, two, three = (root["w"].double() for root in roots)
+    factor = 1.0 if t is None else t
+    assert torch.equal(loaded["w"], (one + factor * (two - three)).float())
+    assert torch.equal(loaded["same"], roots[0]["same"])
+    assert texts(made, "average")[0].endswith(f"+ {factor:g} (the second - the third)")
+
+
+def test_a_sum_beyond_the_type_is_refused(tmp_path):
+    roots = [{"w": torch.tensor([60000.0 * sign]).half()} for sign in (1, 1, -1)]
+    with pytest.raises(NotRepresentable, match="does not fit float16"):
+        mean_of(tmp_path, *roots, mode="task")
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (2, {"mode": "task"}), (3, {"mode": "slerp"}), (1, {}), (2, {"mode": "ties"}),
+        (2, {"t": 0.5}), (2, {"mode": "slerp", "weights": (1, 2)}), (2, {"weights": (1, 2, 3)}),
+        (2, {"weights": (1, -1)}), (2, {"weights": (1, float("nan"))}),
+        (2, {"mode": "slerp", "t": float("inf")}),
+    ],
+)  # fmt: skip
+def test_modes_say_what_they_take(tmp_path, count, options):
+    with opened(tmp_path, *[{"w": torch.ones(2)}] * count) as found, pytest.raises(UsageError):
+        average(found, **options)
