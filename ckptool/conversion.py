@@ -35,16 +35,17 @@ Like: TypeAlias = (
 class Conversion:
     """What `convert` is to change on the way, in this order, whatever the order of the options.
 
-    Selection, wrappers, names, plain data, ties, dtypes, storages, devices. With `like` the names
-    are the reference's, wrappers and all. The fields are arguments of `ckptool.convert`, which
-    tells what each does:
-    `master`, `concat`, `key`, `model_only`, `include`, `exclude`, `wrappers`, `rename`, `like`,
-    `like_key`, `transpose`, `no_transpose`, `allow_missing`, `allow_unexpected`,
+    What is whole, selection, wrappers, names, plain data, ties, dtypes, storages, devices. With
+    `like` the names are the reference's, wrappers and all. The fields are arguments of
+    `ckptool.convert`, which tells what each does:
+    `salvage`, `master`, `concat`, `key`, `model_only`, `include`, `exclude`, `wrappers`,
+    `rename`, `like`, `like_key`, `transpose`, `no_transpose`, `allow_missing`, `allow_unexpected`,
     `allow_mismatched`, `min_coverage`, `plain`, `drop_objects`, `ties`, `cast`, `keep`,
     `cast_optimizer`, `allow_overflow`, `dequantize`, `raw`, `compact`, `to`, `device_map`,
     `visible_devices`.
     """
 
+    salvage: bool = False
     master: bool = False
     concat: tuple[str, ...] = ()
     key: str | None = None
@@ -119,6 +120,8 @@ class Conversion:
         Safetensors and shards hold one flat state dict, safetensors by tradition without wrappers;
         other formats all there is, with the names that it has.
         """
+        if self.salvage:
+            checkpoint = transforms.salvaged(checkpoint)
         if self.master:
             checkpoint = transforms.with_masters(checkpoint)
         if self.concat:
@@ -231,6 +234,7 @@ def convert(
     dry_run: bool = False,
     verify: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
+    salvage: bool = False,
     master: bool = False,
     concat: Iterable[str] = (),
     key: str | None = None,
@@ -275,6 +279,8 @@ def convert(
         dry_run: Plan only.
         verify: Read the result back and compare it. None: only if tensors are computed.
         progress: Called with the bytes done and the bytes in all.
+        salvage: Take what is whole of a file that is damaged or cut short, and leave out the rest.
+            `source` is then a path.
         master: Take the fp32 masters that the optimizer of DeepSpeed keeps for the weights.
         concat: `GLOB=DIM` each: the dimension along which the ranks of Megatron split tensors.
         key: The address of the only state dict to write.
@@ -316,8 +322,8 @@ def convert(
     """
     devices = None if visible_devices is None else _listed("visible_devices", visible_devices)
     conversion = Conversion(
-        master=master, concat=tuple(concat), key=key, model_only=model_only, wrappers=wrappers,
-        rename=_listed("rename", rename),
+        salvage=salvage, master=master, concat=tuple(concat), key=key, model_only=model_only,
+        wrappers=wrappers, rename=_listed("rename", rename),
         include=_listed("include", include), exclude=_listed("exclude", exclude),
         like=like, like_key=like_key, allow_missing=allow_missing, min_coverage=min_coverage,
         transpose=_listed("transpose", transpose),
@@ -329,7 +335,7 @@ def convert(
         to=to, device_map=device_map, visible_devices=devices,
     )  # fmt: skip
     to_folder, target = is_folder(target), in_folder(target, format)
-    with opened(source) as checkpoint:
+    with opened(source, salvage=salvage) as checkpoint:
         name = target_format(checkpoint, target, format, sharded=max_shard_size is not None)
         return save(
             conversion.applied(checkpoint, name),

@@ -32,6 +32,7 @@ def write_changed(
     max_shard_size: str | None = None,
     files_from: str | None = None,
     to_folder: bool = False,
+    salvage: bool = False,
 ) -> Receipt:
     """Open `source`, `change` it, write it where `target` says, and tell what happened.
 
@@ -56,7 +57,7 @@ def write_changed(
             file=source,
             hint="-o FILE; files there are not changed in place" if target.in_place else "-o FILE",
         )
-    with open_checkpoint(source) as checkpoint, progress:
+    with open_checkpoint(source, salvage=salvage) as checkpoint, progress:
         sharded = bool(shard_of(checkpoint.format))
         if target.in_place:
             for file in checkpoint.sources:

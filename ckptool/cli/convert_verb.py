@@ -11,6 +11,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.cli.allowing import Allowing, allowance_options, in_options
 from ckptool.cli.cast_verb import parsed_keep
 from ckptool.cli.changing import write_changed
+from ckptool.cli.console import settle
 from ckptool.cli.dividing import divided, workers_option
 from ckptool.cli.factory import referred
 from ckptool.cli.options import (
@@ -36,7 +37,7 @@ __all__ = ["command"]
 
 
 _SECTIONS = {
-    "What is taken": ("master", "concat", "key", "include", "exclude", "model_only"),
+    "What is taken": ("salvage", "master", "concat", "key", "include", "exclude", "model_only"),
     "Names": (
         *("wrappers", "rename", "like", "like_key", "transpose", "no_transpose"),
         *("allow_missing", "allow_unexpected", "allow_mismatched", "min_coverage"),
@@ -71,6 +72,11 @@ class _Convert(Allowing, Sectioned):
 @click.argument("source", type=PATH)
 @click.argument("destination", type=PATH, required=False)
 @click.option("-o", "--output", type=PATH, help="The same as DESTINATION.")
+@click.option(
+    "--salvage",
+    is_flag=True,
+    help="Take what is whole of a damaged file; exit code 1 where something is not.",
+)
 @master_option
 @click.option(
     "--concat",
@@ -157,6 +163,7 @@ def command(
     workers: int | None,
     strict: bool,
     like: str | None,
+    salvage: bool,
     allowance: Allowance,
     target: Target,
     **changes: Any,
@@ -178,6 +185,7 @@ def command(
     to_folder = is_folder(destination or target.output or "")  # one that a worker makes is none
     path = in_folder(destination or target.output or "", target.format)
     conversion = Conversion(
+        salvage=salvage,
         device_map=parsed_rules(device_map),
         visible_devices=None if visible_devices is None else tuple(parsed_visible(visible_devices)),
         keep=tuple(parsed_keep(keep)),
@@ -196,7 +204,7 @@ def command(
             return conversion.applied(checkpoint, name)
 
     def write() -> None:
-        write_changed(
+        receipt = write_changed(
             source,
             change,
             replace(target, output=path),
@@ -205,6 +213,9 @@ def command(
             max_shard_size=max_shard_size,
             files_from=files_from,
             to_folder=to_folder,
+            salvage=salvage,
         )
+        if any(one.kind == "salvage" and one.count for one in receipt.changes):
+            settle(1)
 
     divided(write, workers)

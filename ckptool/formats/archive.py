@@ -32,11 +32,16 @@ from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid
 __all__ = [
     "ARRAY",
     "DEFLATED",
+    "DESCRIPTOR",
+    "LOCAL_SIGNATURE",
     "REFUSED",
     "STORED",
     "End",
     "Entry",
+    "LocalHeaders",
+    "check_names",
     "find_end",
+    "folder_of",
     "open_archive",
     "payload_offsets",
     "raw_entries",
@@ -61,10 +66,10 @@ _ENTRY = struct.Struct("<4s4x2H4x3I4H6xI")
 _LENGTHS = struct.Struct("<28x3H")
 """Of a directory entry, the lengths of what follows it: name, extra field, comment."""
 _ENTRY_SIGNATURE = b"PK\x01\x02"
-_LOCAL_SIGNATURE = b"PK\x03\x04"
+LOCAL_SIGNATURE = b"PK\x03\x04"
 _FAR, _MANY = 0xFFFFFFFF, 0xFFFF
 
-_ENCRYPTED, _DESCRIPTOR, _PATCH, _STRONG, _MASKED = 1 << 0, 1 << 3, 1 << 5, 1 << 6, 1 << 13
+_ENCRYPTED, DESCRIPTOR, _PATCH, _STRONG, _MASKED = 1 << 0, 1 << 3, 1 << 5, 1 << 6, 1 << 13
 REFUSED = _ENCRYPTED | _PATCH | _STRONG | _MASKED
 """Flags of records that nobody reads without more."""
 _LONGEST_ENTRY = _ENTRY.size + 3 * 0xFFFF
@@ -205,7 +210,7 @@ def _entries(data: ByteRange, directory: bytes, end: End) -> Iterator[Entry]:
         if _FAR in (packed, size, header):
             extra = directory[extra_start : extra_start + extra_length]
             size, packed, header = _widen(data, name, extra, size, packed, header)
-        descriptor = bool(flags & _DESCRIPTOR)
+        descriptor = bool(flags & DESCRIPTOR)
         entry = Entry(name, raw_name, method, crc, packed, size, header, descriptor)
         odd_method = method not in (STORED, DEFLATED) or (method == STORED and packed != size)
         if odd_method or flags & REFUSED or disk > 1:
@@ -275,7 +280,7 @@ def _refuse_record(data: ByteRange, entry: Entry, flags: int) -> NoReturn:
 
 def _refuse_shifted(data: ByteRange, shift: int) -> NoReturn:
     """Offsets that are all `shift` too small: archives one behind another, or something before."""
-    if data.read(shift, 4) == data.read(0, 4) == _LOCAL_SIGNATURE:
+    if data.read(shift, 4) == data.read(0, 4) == LOCAL_SIGNATURE:
         raise UnsupportedFormat(
             "this is a run of zip archives one behind another, as a shard (`.distcp`) of a "
             "distributed checkpoint is",
@@ -309,7 +314,7 @@ def payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[di
     """
     if data.source.is_far:  # each header would be a request
         return {}, 0
-    headers = _LocalHeaders(data, end.offset)
+    headers = LocalHeaders(data, end.offset)
     ordered = sorted(entries, key=attrgetter("header"))
     starts = [*(entry.header for entry in ordered), end.offset]
     offsets: dict[int, int] = {}
@@ -332,10 +337,11 @@ def payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[di
     return offsets, dead + end.offset - reached
 
 
-class _LocalHeaders:
+class LocalHeaders:
     """Reads local headers in the order of the file, several at once where they lie close."""
 
     def __init__(self, data: ByteRange, end: int) -> None:
+        """Read those of `data`, whose records end at `end`."""
         self.data = data
         self.end = end
         self.window = b""
@@ -351,7 +357,7 @@ class _LocalHeaders:
             at = 0
         signature, stated, extra = _LOCAL.unpack_from(self.window, at)
         found = self.window[at + _LOCAL.size : at + length]
-        if signature != _LOCAL_SIGNATURE or stated != len(name) or found != name:
+        if signature != LOCAL_SIGNATURE or stated != len(name) or found != name:
             raise CorruptFile(
                 f"there is no record {entry.name!r} at offset {header:,}, "
                 "where the zip directory puts it",
@@ -407,7 +413,7 @@ def _behind_header(
     data: ByteRange, entry: Entry, stated: int | None
 ) -> tuple[ByteRange, int | None]:
     """Return what lies behind the local header of an entry, which is read for it, and its CRC."""
-    payload = _LocalHeaders(data, data.length).payload(entry, data.length)
+    payload = LocalHeaders(data, data.length).payload(entry, data.length)
     return data.slice(payload, entry.packed), stated
 
 
@@ -432,7 +438,8 @@ def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
         )
     else:
         fact += f"; it has {data.length:,} bytes"
-    return TruncatedFile(fact, file=data.source.name, hint="download or copy it again")
+    hint = "download or copy it again; or ckptool convert --salvage takes what is whole"
+    return TruncatedFile(fact, file=data.source.name, hint=hint)
 
 
 def _least_size(data: ByteRange, limits: Limits) -> int:
@@ -475,10 +482,15 @@ def open_archive(probe: Probe) -> Archive | None:
     """
     if probe.is_folder:
         return _open_folder(probe)
-    if probe.source is None or not probe.head.startswith(_LOCAL_SIGNATURE):
+    if probe.source is None or not probe.head.startswith(LOCAL_SIGNATURE):
         return None
     whole = ByteRange(probe.source, 0, probe.source.size)
-    archive = zip_archive(whole, probe.limits, (probe.source,))
+    if probe.salvages:
+        from ckptool.formats.salvage import whole_records  # what is whole needs none of it
+
+        archive = whole_records(whole, probe.limits, (probe.source,))
+    else:
+        archive = zip_archive(whole, probe.limits, (probe.source,))
     probe.source.stated = [
         (one.name, one.data, one.crc32) for one in archive.records.values() if one.crc32 is not None
     ]
@@ -502,9 +514,9 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = (
         raise truncated(data, limits)
     entries = read_directory(data, end, limits)
     arrays = all(entry.name.endswith(ARRAY) for entry in entries)
-    _check_names(data, entries, exact=arrays)
+    check_names(data, entries, exact=arrays)
     offsets, dead = payload_offsets(data, entries, end)
-    folder = "" if arrays else _folder_of(entries)
+    folder = "" if arrays else folder_of(entries)
     cut = len(folder) + 1 if folder else 0
     prefix = f"{folder}/" if folder else ""
     records: dict[str, Record] = {}
@@ -520,7 +532,7 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = (
     return Archive(data.source.name, folder, records, sources, data.length, dead, notes)
 
 
-def _check_names(data: ByteRange, entries: list[Entry], *, exact: bool) -> None:
+def check_names(data: ByteRange, entries: list[Entry], *, exact: bool) -> None:
     """Refuse two records of one name; torch looks names up without regard to ASCII case."""
     spelled = str if exact else str.lower
     if len({spelled(entry.name) for entry in entries}) == len(entries):
@@ -536,7 +548,8 @@ def _check_names(data: ByteRange, entries: list[Entry], *, exact: bool) -> None:
             )
 
 
-def _folder_of(entries: list[Entry]) -> str:
+def folder_of(entries: list[Entry]) -> str:
+    """Return the folder with `data.pkl`, if one alone has it; else that of the first entry."""
     holders = {
         entry.name.split("/", 1)[0]
         for entry in entries

@@ -121,15 +121,24 @@ class Archive(NamedTuple):
     size: int
     dead_bytes: int = 0
     notes: tuple[str, ...] = ()
+    is_partial: bool = False
+    """Whether it is to be salvaged: records may be missing."""
 
 
 class Probe:
     """A file or folder that is being recognised; what is asked twice is read once."""
 
     def __init__(
-        self, path: str | os.PathLike[str], limits: Limits, source: Source | None = None
+        self,
+        path: str | os.PathLike[str],
+        limits: Limits,
+        source: Source | None = None,
+        *,
+        salvages: bool = False,
     ) -> None:
         """Look at `path`, and open it if it is a file that is not open yet (`source`).
+
+        With `salvages` storages that are damaged or cut off have no bytes, and are no errors.
 
         Of a path that ends in a pattern (`run/model_world_size_4_rank_*.pt`) it is the folder, in
         which nothing but the names that match is seen; of a prefix of TensorFlow's its index.
@@ -140,7 +149,7 @@ class Probe:
             FileBusy: another process is editing it.
             CorruptFile: the journal of an edit lies beside it that cannot be settled.
         """
-        self.limits = limits
+        self.limits, self.salvages = limits, salvages
         self.place = place_of(path)
         self.path = self.place.spelled(os.fsdecode(path))
         self._pattern = "*"
@@ -287,6 +296,8 @@ class Format:
     """Whether the numbers lie in the pickle itself."""
     is_program = False
     """Whether it is a program with its weights, whose tensors are those of a module."""
+    can_salvage = False
+    """Whether a file that is cut short or damaged opens without the bytes that it lacks."""
     hands_on_crc = False
     """Whether the file states a CRC-32 of each storage, so that one which is known travels on."""
     header_key = ""

@@ -171,9 +171,14 @@ class LegacyStream:
     """One legacy stream, read from the start of `data`: the tree, the storages, what is behind."""
 
     def __init__(
-        self, data: ByteRange, limits: Limits, nested: Callable[[bytes], Any] | None = None
+        self,
+        data: ByteRange,
+        limits: Limits,
+        nested: Callable[[bytes], Any] | None = None,
+        *,
+        salvages: bool = False,
     ) -> None:
-        """Read it.
+        """Read it. With `salvages` storages have no bytes from the first on that is not whole.
 
         Raises:
             CorruptFile: a pickle is damaged, or the storages are not those that it names.
@@ -182,7 +187,7 @@ class LegacyStream:
         """
         self.data = data
         self.file = data.source.name
-        self.limits = limits
+        self.limits, self.salvages = limits, salvages
         self.nested = nested or NestedStreams(self.file, limits, data.length).load
         self.stored: dict[str, _Stored] = {}
         self.sources = SourceTexts()
@@ -269,12 +274,17 @@ class LegacyStream:
         for index, key in enumerate(keys):
             stored = self.stored[key]
             nbytes = stored.whole.nbytes
-            if position + COUNT.size > length:
-                raise self._cut(keys, index, position)
-            self._check_count(key, stored.numel, position)
+            try:
+                if position + COUNT.size > length:
+                    raise self._cut(keys, index, position)
+                self._check_count(key, stored.numel, position)
+                if position + COUNT.size + nbytes > length:
+                    raise self._cut(keys, index, position)
+            except CorruptFile:
+                if self.salvages:
+                    return length
+                raise
             position += COUNT.size
-            if position + nbytes > length:
-                raise self._cut(keys, index, position - COUNT.size)
             stored.place(self.data.slice(position, nbytes))
             position += nbytes
         return position
@@ -297,5 +307,5 @@ class LegacyStream:
             f"the file ends in storage {keys[index]!r:.80} ({index + 1:,} of {len(keys):,}): "
             f"{missing:,} of {position + wanted:,} bytes are missing",
             file=self.file,
-            hint="download or copy it again",
+            hint="download or copy it again; or ckptool convert --salvage takes what is whole",
         )

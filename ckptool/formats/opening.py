@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptool._lazy import uncollected
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CheckpointError, UnreadableFile, UnsupportedFormat
+from ckptool.errors import CheckpointError, UnreadableFile, UnsupportedFormat, UsageError
 from ckptool.files import Source as Bytes
 from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
@@ -33,19 +33,21 @@ def open_checkpoint(
     *,
     limits: Limits = DEFAULT_LIMITS,
     source: Bytes | None = None,
+    salvage: bool = False,
 ) -> Checkpoint:
     """Return the checkpoint in a file or folder, told apart by content; only the header is read.
 
     A folder that holds one model under the name that its library gives it is that file. A file
     that is changed meanwhile is read again: its header is that of one state. `source` is the file,
-    already open, as it stands: no journal beside it is looked for.
+    already open, as it stands: no journal beside it is looked for. With `salvage` what a torch
+    file or a file of safetensors lacks of the bytes of tensors is no error: they have none.
 
     Raises:
         UnreadableFile: it cannot be opened, is no checkpoint, of a kind not read, or damaged; or
             something writes to it all the time.
     """
     for _ in range(_ATTEMPTS if source is None else 1):
-        checkpoint = read_probe(Probe(path, limits, source))
+        checkpoint = read_probe(Probe(path, limits, source, salvages=salvage))
         if checkpoint is not None:
             return checkpoint
     raise UnreadableFile(
@@ -56,16 +58,18 @@ def open_checkpoint(
 
 
 @contextmanager
-def opened(source: Source) -> Iterator[Checkpoint]:
+def opened(source: Source, *, salvage: bool = False) -> Iterator[Checkpoint]:
     """Give a checkpoint that is open and stays so, or one opened for as long as this lasts.
 
     Raises:
         UnreadableFile: as `open_checkpoint`.
     """
     if isinstance(source, Checkpoint):
+        if salvage:
+            raise UsageError("a file is salvaged when it is opened", hint="give its path")
         yield source
         return
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source, salvage=salvage) as checkpoint:
         yield checkpoint
 
 
@@ -143,6 +147,12 @@ def read_probe(probe: Probe) -> Checkpoint | None:
 def _read(probe: Probe) -> Checkpoint:
     for known in candidates(probe):
         if known.recognise(probe):
+            if probe.salvages and not known.can_salvage:
+                raise UsageError(
+                    f"is {known.name}: one file of torch.save's or of safetensors can be salvaged",
+                    file=probe.path,
+                    hint="salvage the files of a set one by one",
+                )
             checkpoint = known.read(probe)
             for _ in walk(checkpoint.root, probe.limits):
                 pass  # nested too deep, or mentioned too often: told now, not half-way

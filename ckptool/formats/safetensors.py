@@ -367,6 +367,7 @@ class Safetensors(EditableFormat):
     name = "safetensors"
     flat = True
     tensors_only = True
+    can_salvage = True
     header_key = "format"
 
     def recognise(self, probe: Probe) -> bool:
@@ -387,7 +388,7 @@ class Safetensors(EditableFormat):
         source = probe.source
         if source is None:
             raise UnreadableFile("is a folder, not a safetensors file", file=probe.path)
-        header = read_header(source, probe.limits)
+        header = read_header(source, probe.limits, salvages=probe.salvages)
         tensors = {entry.name: _tensor(entry, header) for entry in header.entries}
         root, rest = restored(tensors, header.metadata)
         return Checkpoint(
@@ -480,7 +481,8 @@ SAFETENSORS = Safetensors()
 def _tensor(entry: Entry, header: Header) -> TensorRef:
     dtype = BY_SAFETENSORS[entry.code]
     nbytes = entry.stop - entry.start
-    data = ByteRange(header.body.source, header.body.offset + entry.start, nbytes)
+    whole = entry.stop <= header.body.length  # not so in a file that is to be salvaged
+    data = header.body.slice(entry.start, nbytes) if whole else None
     shape = _torch_shape(entry)
     storage = Storage(entry.name, data, nbytes)
     return TensorRef(dtype.name, shape, row_major_strides(shape), 0, storage, "cpu")

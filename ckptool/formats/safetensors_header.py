@@ -74,8 +74,8 @@ class Header:
     """The bytes of the tensors."""
 
 
-def read_header(source: Source, limits: Limits) -> Header:
-    """Return the header of a file, every rule checked.
+def read_header(source: Source, limits: Limits, *, salvages: bool = False) -> Header:
+    """Return the header of a file, every rule checked; with `salvages` tensors may be cut off.
 
     Raises:
         TruncatedFile: the header, or a tensor, reaches past the end.
@@ -99,13 +99,13 @@ def read_header(source: Source, limits: Limits) -> Header:
         )
     body = ByteRange(source, begin, source.size - begin)
     try:
-        return _parsed(source.read(LENGTH.size, length), body, limits)
+        return _parsed(source.read(LENGTH.size, length), body, limits, salvages=salvages)
     except CorruptFile as error:
         error.file = source.name
         raise
 
 
-def _parsed(raw: bytes, body: ByteRange, limits: Limits) -> Header:
+def _parsed(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> Header:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -117,7 +117,8 @@ def _parsed(raw: bytes, body: ByteRange, limits: Limits) -> Header:
     if "\\u" in text:
         _check_text(document, metadata)
     entries = tuple(_entry(name, fields, limits) for name, fields in document.items())
-    _check_tiling(entries, body.length)
+    ends = max((entry.stop for entry in entries), default=0)
+    _check_tiling(entries, max(ends, body.length) if salvages else body.length)
     return Header(entries, metadata, body)
 
 
@@ -249,7 +250,7 @@ def _check_tiling(entries: Iterable[Entry], length: int) -> None:
         raise TruncatedFile(
             f"{_shown(last)} ends at {end:,}, but the file has {length:,} bytes after its header: "
             f"{end - length:,} bytes are missing",
-            hint="fetch the file again: the download or copy was cut short",
+            hint="fetch the file again; or ckptool convert --salvage takes what is whole",
         )
     if end < length:
         raise CorruptFile(

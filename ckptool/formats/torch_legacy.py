@@ -84,6 +84,7 @@ class TorchLegacy(WritableFormat):
 
     name = "torch-legacy"
     by_torch = True
+    can_salvage = True
     legacy = True
 
     def recognise(self, probe: Probe) -> bool:
@@ -99,7 +100,8 @@ class TorchLegacy(WritableFormat):
             LimitExceeded: it asks for more than `probe.limits`.
         """
         source = probe.opened()
-        stream = LegacyStream(ByteRange(source, 0, source.size), probe.limits)
+        whole = ByteRange(source, 0, source.size)
+        stream = LegacyStream(whole, probe.limits, salvages=probe.salvages)
         unpickled = stream.unpickled
         details = Details(
             size=source.size,

@@ -165,7 +165,7 @@ class Storages:
             return Storage(
                 pid.key, record.data, pid.nbytes, pid.device, self.byteorder, record.crc32
             )
-        if pid.device == "meta":
+        if pid.device == "meta" or self.archive.is_partial:
             return Storage(pid.key, None, pid.nbytes, pid.device)
         raise CorruptFile(
             f"storage {pid.key!r} is missing: the pickle names it and there is no record "
@@ -249,6 +249,7 @@ class TorchZip(EditableFormat):
 
     name = "torch-zip"
     by_torch = True
+    can_salvage = True
     hands_on_crc = True
     remark = (
         "torch.load is its loader; torch.jit.load says: PytorchStreamReader failed locating file "

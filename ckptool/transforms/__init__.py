@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from ckptool.transforms.names import add_module, rename, strip_module
     from ckptool.transforms.plain import drop_objects, to_plain
+    from ckptool.transforms.salvage import salvaged
 
 __all__ = [
     "Rule",
@@ -46,6 +47,7 @@ __all__ = [
     "remap",
     "remap_dict",
     "rename",
+    "salvaged",
     "single_state_dict",
     "strip_module",
     "table_rule",
@@ -68,6 +70,7 @@ _HOMES = {
     "name_rules": ("Rule", "prefix_rule", "read_map_file", "regex_rule", "table_rule"),
     "names": ("add_module", "rename", "strip_module"),
     "plain": ("drop_objects", "to_plain"),
+    "salvage": ("salvaged",),
 }
 
 __getattr__ = importer(__name__, globals(), _HOMES)

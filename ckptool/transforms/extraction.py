@@ -32,6 +32,7 @@ __all__ = [
     "extract",
     "plain_state_dict",
     "single_state_dict",
+    "without",
 ]
 
 _MOST_TOLD = 20
@@ -196,6 +197,15 @@ def _thinned(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
         versions = remaining_metadata(made.metadata, names, kept)
         made.attributes = {**made.attributes, "_metadata": versions}
     return made
+
+
+def without(checkpoint: Checkpoint, choose: Callable[[Path], bool]) -> tuple[Any, list[Change]]:
+    """Return the tree with the tensors whose paths are chosen, or None, and what is left out.
+
+    Raises:
+        UsageError: a list or an object would lose some of its tensors.
+    """
+    return _Pruning(checkpoint.root, choose, ()).result(checkpoint.path or None)
 
 
 def _left_out_of(told: list[tuple[str, int]]) -> Iterator[Change]:

@@ -127,7 +127,8 @@ def prepare(folder: Path) -> None:
     (folder / "page.pth").write_text(PAGE)
     (folder / "empty.pth").write_bytes(b"")
     content = (folder / "model.pth").read_bytes()
-    torch.save({"weight": torch.zeros(100_000)}, folder / "cut.pth")
+    sizes = {"fc1.weight": 30_000, "fc1.bias": 10_000, "fc2.weight": 50_000, "fc2.bias": 10_000}
+    torch.save({name: torch.zeros(size) for name, size in sizes.items()}, folder / "cut.pth")
     os.truncate(folder / "cut.pth", 200_000)
     (folder / "zipped.pth").write_bytes(gzip.compress(content, mtime=0))
     (folder / "flipped.pth").write_bytes(_flipped(content))

@@ -1,0 +1,131 @@
+"""What of a damaged zip is whole: every record of which the length and the CRC-32 are right."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
+from ckptool.files import ByteRange, Source
+from ckptool.files.checksums import crc32s
+from ckptool.files.source import BLOCK
+from ckptool.formats.archive import (
+    DESCRIPTOR,
+    LOCAL_SIGNATURE,
+    STORED,
+    Entry,
+    LocalHeaders,
+    check_names,
+    find_end,
+    folder_of,
+    read_directory,
+    record_of,
+)
+from ckptool.formats.base import Archive, Record
+from ckptool.limits import Limits
+
+__all__ = ["whole_records"]
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_SIGNATURE = b"PK\x07\x08"
+_SIZES, _SIZES64 = struct.Struct("<3I"), struct.Struct("<I2Q")
+_NEEDED = ("data.pkl", "byteorder")
+"""Records without which nothing is known of the others."""
+
+
+def whole_records(data: ByteRange, limits: Limits, sources: tuple[Source, ...]) -> Archive:
+    """Return the records of a zip that are whole; all of its bytes are read.
+
+    They are those of its directory, or, where that is missing or damaged, those that stand one
+    behind the other from the beginning of the file.
+
+    Raises:
+        CorruptFile: the pickle, or the byte order, is not among them.
+        LimitExceeded: more records, or more inflation, than `limits` allows.
+    """
+    entries = _entries(data, limits)
+    check_names(data, entries, exact=False)
+    folder = folder_of(entries)
+    headers, found = LocalHeaders(data, data.length), list[Record]()
+    for entry in sorted(entries, key=lambda one: one.header):
+        inner = entry.name.removeprefix(f"{folder}/") if folder else entry.name
+        try:
+            offset = headers.payload(entry, data.length)
+            found.append(record_of(data, entry, offset, inner, limits))
+        except LimitExceeded:
+            raise
+        except CheckpointError:  # a damaged header: the record is lost
+            continue
+    sums = crc32s([one.data for one in found])
+    records = {
+        one.name: one
+        for one, crc in zip(found, sums, strict=True)
+        if one.crc32 in (None, crc)  # torch writes none if it is told so
+    }
+    for entry in entries:
+        name = entry.name.rpartition("/")[2]
+        if name in _NEEDED and name not in records:
+            raise CorruptFile(f"its record {name!r} is damaged", file=data.source.name)
+    return Archive(data.source.name, folder, records, sources, data.length, is_partial=True)
+
+
+def _entries(data: ByteRange, limits: Limits) -> list[Entry]:
+    try:
+        end = find_end(data)
+        if end is not None:
+            return read_directory(data, end, limits)
+    except CorruptFile:
+        pass
+    entries = []
+    for entry in _from_the_beginning(data):
+        entries.append(entry)
+        if len(entries) > limits.max_records:
+            raise LimitExceeded(
+                f"the zip has more than {limits.max_records:,} records", file=data.source.name
+            )
+    return entries
+
+
+def _from_the_beginning(data: ByteRange) -> Iterator[Entry]:
+    """Yield an entry for each local header, as long as one follows the other."""
+    position = 0
+    while position + _LOCAL.size <= data.length:
+        head = data.read(position, _LOCAL.size)
+        signature, _, flags, method, _, _, crc, packed, size, length, extra = _LOCAL.unpack(head)
+        payload = position + _LOCAL.size + length + extra
+        if signature != LOCAL_SIGNATURE or payload > data.length:
+            return
+        name = data.read(position + _LOCAL.size, length)
+        stop = payload + packed
+        if flags & DESCRIPTOR:
+            behind = _behind(data, payload, stored=method == STORED)
+            if behind is None:
+                return
+            crc, packed, size, stop = behind
+        if stop > data.length:
+            return
+        text = name.decode("utf-8", "backslashreplace")
+        yield Entry(text, name, method, crc, packed, size, position, bool(flags & DESCRIPTOR))
+        position = stop
+
+
+def _behind(data: ByteRange, payload: int, *, stored: bool) -> tuple[int, int, int, int] | None:
+    """Return CRC-32, packed size, size and end that the descriptor of a record states.
+
+    It is the first whose size is how far it stands behind the beginning of the payload.
+    """
+    position = payload
+    while position < data.length:
+        block = data.read(position, min(BLOCK + 24, data.length - position))
+        at = block.find(_SIGNATURE)
+        while at >= 0:
+            for layout in (_SIZES, _SIZES64):
+                stop = at + len(_SIGNATURE) + layout.size
+                if stop > len(block):
+                    continue
+                crc, packed, size = layout.unpack_from(block, at + len(_SIGNATURE))
+                if packed == position + at - payload and (size == packed or not stored):
+                    return crc, packed, size, position + stop
+            at = block.find(_SIGNATURE, at + 1)
+        position += BLOCK
+    return None

@@ -1,0 +1,43 @@
+"""What is left of a checkpoint whose file is damaged."""
+
+from __future__ import annotations
+
+from ckptool.checkpoint import Change, Checkpoint
+from ckptool.errors import NotFound
+from ckptool.model import find_tensors
+from ckptool.transforms.extraction import without
+from ckptool.words import counted
+
+__all__ = ["salvaged"]
+
+
+def salvaged(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint, opened to be salvaged, without the tensors whose bytes are not there.
+
+    An optimizer goes whole, as its state is of no use without a part of it.
+
+    Raises:
+        NotFound: no tensor is whole.
+        UsageError: a list or an object would lose some of its tensors.
+    """
+    every = list(checkpoint.tensors())
+    lost = [path for path, tensor in every if any(map(_is_lost, find_tensors(tensor)))]
+    storages = (tensor.storage for _, tensor in every)
+    summed = any(one is not None and one.crc32 is not None for one in storages)
+    how = "" if summed else "; only lengths tell, as the file has no checksums"
+    if not lost:
+        text = f"{counted(len(every), 'tensor')}, each of them whole{how}"
+        return checkpoint.with_root(checkpoint.root, Change("salvage", text))
+    gone = {path[:length] for path in lost for length in range(1, len(path) + 1)}
+    root, changes = without(checkpoint, lambda path: path not in gone)
+    if root is None:
+        raise NotFound("no tensor of it is whole", file=checkpoint.path)
+    left = checkpoint.with_root(root, *changes)
+    count = sum(1 for _ in left.tensors())
+    text = f"{count:,} of {counted(len(every), 'tensor')} salvaged, {len(lost):,} damaged{how}"
+    return left.with_root(root, Change("salvage", text, len(lost)))
+
+
+def _is_lost(tensor: object) -> bool:
+    storage = getattr(tensor, "storage", None)
+    return storage is not None and storage.data is None and storage.device != "meta"

@@ -1,0 +1,162 @@
+"""What is whole of damaged files: all of that, and nothing else."""
+
+import zipfile
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.errors import CheckpointError, CorruptFile, NotFound, TruncatedFile, UsageError
+
+COUNT = 8
+
+
+def weights():
+    torch.manual_seed(0)
+    return {f"l{i}.w": torch.randn(20 + i, 25) for i in range(COUNT)}
+
+
+def run():
+    model = weights()
+    state = {i: {"exp_avg": tensor * 2} for i, tensor in enumerate(model.values())}
+    groups = [{"lr": 0.1, "params": list(state)}]
+    return {"model": model, "optimizer": {"state": state, "param_groups": groups}, "epoch": 3}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    torch.save(weights(), folder / "zip.pth")
+    torch.save(weights(), folder / "legacy.pth", _use_new_zipfile_serialization=False)
+    save_file(weights(), folder / "one.safetensors")
+    torch.save(run(), folder / "run.pth")
+    return folder
+
+
+def salvaged(path, target):
+    """What torch reads of the result; the change that tells of it."""
+    receipt = ckptool.convert(path, target, salvage=True, overwrite=True)
+    (told,) = (one for one in receipt.changes if one.kind == "salvage")
+    load = load_file if target.suffix == ".safetensors" else torch.load
+    return load(target), told
+
+
+def damaged(files, tmp_path, name, change):
+    path = tmp_path / f"damaged-{name}"
+    path.write_bytes(change(bytearray((files / name).read_bytes())))
+    return path
+
+
+NAMES = ["zip.pth", "legacy.pth", "one.safetensors"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_whole_file_is_whole(files, tmp_path, name):
+    found, told = salvaged(files / name, tmp_path / name)
+    assert told.count == 0
+    assert told.text.startswith("8 tensors, each of them whole")
+    assert ("no checksums" in told.text) == (name != "zip.pth")
+    assert found.keys() == weights().keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+def test_of_a_file_that_is_cut_short_all_that_comes_before_is_taken(files, tmp_path, name, share):
+    size = (files / name).stat().st_size
+    cut = damaged(files, tmp_path, name, lambda raw: raw[: int(size * share)])
+    with pytest.raises(TruncatedFile) as refused:
+        ckptool.open(cut)
+    assert "--salvage" in refused.value.hint
+    found, told = salvaged(cut, tmp_path / name)
+    assert told.count == COUNT - len(found)
+    assert len(found) >= COUNT * share - 3
+    assert all(torch.equal(found[key], weights()[key]) for key in found)
+
+
+def test_a_record_with_another_checksum_is_left_out(files, tmp_path):
+    place = (files / "zip.pth").read_bytes().find(weights()["l3.w"].numpy().tobytes())
+
+    def change(raw):
+        raw[place + 100] ^= 1
+        return raw
+
+    found, told = salvaged(damaged(files, tmp_path, "zip.pth", change), tmp_path / "new.pth")
+    assert found.keys() == weights().keys() - {"l3.w"}
+    assert told.text == "7 of 8 tensors salvaged, 1 damaged"
+    assert all(torch.equal(found[key], weights()[key]) for key in found)
+
+
+@pytest.mark.parametrize("what", ["directory", "header", "end"])
+def test_a_damaged_directory_or_header_costs_no_more_than_it_must(files, tmp_path, what):
+    with zipfile.ZipFile(files / "zip.pth") as archive:
+        header = next(one for one in archive.infolist() if one.filename.endswith("data/2"))
+        start = archive.start_dir
+
+    def change(raw):
+        at = {"directory": start + 1, "header": header.header_offset, "end": len(raw) - 22}[what]
+        raw[at : at + 4] = b"\0\0\0\0"
+        return raw
+
+    found, told = salvaged(damaged(files, tmp_path, "zip.pth", change), tmp_path / "new.pth")
+    assert told.count == (1 if what == "header" else 0)
+    assert ("l2.w" in found) == (what != "header")
+
+
+def test_values_stay_and_an_optimizer_that_lost_a_part_goes_whole(files, tmp_path):
+    model = (files / "run.pth").read_bytes().find(weights()["l6.w"].numpy().tobytes())
+    moment = (files / "run.pth").read_bytes().find((weights()["l6.w"] * 2).numpy().tobytes())
+    for place, kept in ((model, {"model", "optimizer", "epoch"}), (moment, {"model", "epoch"})):
+
+        def change(raw, at=place):
+            raw[at] ^= 1
+            return raw
+
+        found, _ = salvaged(damaged(files, tmp_path, "run.pth", change), tmp_path / "new.pth")
+        assert found.keys() == kept
+        assert len(found["model"]) == (7 if place == model else 8)
+        assert found["epoch"] == 3
+
+
+def test_without_a_whole_pickle_or_tensor_there_is_nothing(files, tmp_path):
+    def pickle(raw):
+        raw[raw.find(b"l3.w")] ^= 1
+        return raw
+
+    target = tmp_path / "new.pth"
+    with pytest.raises(CorruptFile, match=r"its record 'data.pkl' is damaged"):
+        salvaged(damaged(files, tmp_path, "zip.pth", pickle), target)
+    with pytest.raises(CheckpointError):
+        salvaged(damaged(files, tmp_path, "zip.pth", lambda raw: raw[:300]), target)
+    first = (files / "zip.pth").read_bytes().find(weights()["l0.w"].numpy().tobytes())
+    with pytest.raises(NotFound, match="no tensor of it is whole"):
+        salvaged(damaged(files, tmp_path, "zip.pth", lambda raw: raw[: first + 50]), target)
+    assert not target.exists()
+
+
+def test_sets_and_open_checkpoints_are_refused(files, tmp_path):
+    ckptool.convert(files / "zip.pth", f"{tmp_path}/set/", max_shard_size="4KB")
+    with pytest.raises(UsageError, match="one file"):
+        ckptool.convert(tmp_path / "set", tmp_path / "new.pth", salvage=True)
+    with ckptool.open(files / "zip.pth") as opened, pytest.raises(UsageError, match="opened"):
+        ckptool.convert(opened, tmp_path / "new.pth", salvage=True)
+
+
+@given(st.sampled_from(NAMES), st.data())
+def test_whatever_is_cut_or_turned_nothing_wrong_is_called_whole(files, name, data):
+    raw = bytearray((files / name).read_bytes())
+    if data.draw(st.booleans()) or name != "zip.pth":
+        del raw[data.draw(st.integers(0, len(raw))) :]
+    else:
+        raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path = files / f"drawn-{name}"
+    path.write_bytes(raw)
+    target = files / f"new-{name}"
+    try:
+        found, told = salvaged(path, target)
+    except CheckpointError:
+        return
+    assert told.count == COUNT - len(found)
+    assert all(torch.equal(found[key], weights()[key]) for key in found)
