@@ -485,12 +485,7 @@ def open_archive(probe: Probe) -> Archive | None:
     if probe.source is None or not probe.head.startswith(LOCAL_SIGNATURE):
         return None
     whole = ByteRange(probe.source, 0, probe.source.size)
-    if probe.salvages:
-        from ckptool.formats.salvage import whole_records  # what is whole needs none of it
-
-        archive = whole_records(whole, probe.limits, (probe.source,))
-    else:
-        archive = zip_archive(whole, probe.limits, (probe.source,))
+    archive = (probe.salvages or zip_archive)(whole, probe.limits, (probe.source,))
     probe.source.stated = [
         (one.name, one.data, one.crc32) for one in archive.records.values() if one.crc32 is not None
     ]

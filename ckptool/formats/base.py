@@ -125,6 +125,9 @@ class Archive(NamedTuple):
     """Whether it is to be salvaged: records may be missing."""
 
 
+Salvages = Callable[[ByteRange, Limits, tuple[Source, ...]], Archive]
+
+
 class Probe:
     """A file or folder that is being recognised; what is asked twice is read once."""
 
@@ -134,11 +137,12 @@ class Probe:
         limits: Limits,
         source: Source | None = None,
         *,
-        salvages: bool = False,
+        salvages: Salvages | None = None,
     ) -> None:
         """Look at `path`, and open it if it is a file that is not open yet (`source`).
 
-        With `salvages` storages that are damaged or cut off have no bytes, and are no errors.
+        With `salvages`, which reads what is whole of a zip, storages that are damaged or cut off
+        have no bytes, and are no errors.
 
         Of a path that ends in a pattern (`run/model_world_size_4_rank_*.pt`) it is the folder, in
         which nothing but the names that match is seen; of a prefix of TensorFlow's its index.

@@ -46,8 +46,13 @@ def open_checkpoint(
         UnreadableFile: it cannot be opened, is no checkpoint, of a kind not read, or damaged; or
             something writes to it all the time.
     """
+    salvages = None
+    if salvage:
+        from ckptool.formats.salvage import whole_records  # what is whole needs none of it
+
+        salvages = whole_records
     for _ in range(_ATTEMPTS if source is None else 1):
-        checkpoint = read_probe(Probe(path, limits, source, salvages=salvage))
+        checkpoint = read_probe(Probe(path, limits, source, salvages=salvages))
         if checkpoint is not None:
             return checkpoint
     raise UnreadableFile(

@@ -388,7 +388,7 @@ class Safetensors(EditableFormat):
         source = probe.source
         if source is None:
             raise UnreadableFile("is a folder, not a safetensors file", file=probe.path)
-        header = read_header(source, probe.limits, salvages=probe.salvages)
+        header = read_header(source, probe.limits, salvages=probe.salvages is not None)
         tensors = {entry.name: _tensor(entry, header) for entry in header.entries}
         root, rest = restored(tensors, header.metadata)
         return Checkpoint(

@@ -101,7 +101,7 @@ class TorchLegacy(WritableFormat):
         """
         source = probe.opened()
         whole = ByteRange(source, 0, source.size)
-        stream = LegacyStream(whole, probe.limits, salvages=probe.salvages)
+        stream = LegacyStream(whole, probe.limits, salvages=probe.salvages is not None)
         unpickled = stream.unpickled
         details = Details(
             size=source.size,

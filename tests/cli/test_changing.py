@@ -493,17 +493,17 @@ def test_a_result_is_named_after_the_folder_of_a_pattern(ckptool, fixtures, tmp_
     assert (tmp_path / "run.bfloat16.pth").exists()
 
 
-def test_what_is_salvaged_is_told_and_what_is_lost_is_exit_code_1(run, tmp_path):
+def test_what_is_salvaged_is_told_and_what_is_lost_is_exit_code_1(ckptool, tmp_path):
     whole, cut = tmp_path / "whole.pth", tmp_path / "cut.pth"
     torch.save({f"l{i}": torch.ones(100, 100) for i in range(4)}, whole)
     cut.write_bytes(whole.read_bytes()[:100_000])
-    assert run("convert", cut, tmp_path / "a.pth").code == 2
-    done = run("convert", cut, tmp_path / "a.pth", "--salvage")
+    assert ckptool("convert", cut, tmp_path / "a.pth").code == 2
+    done = ckptool("convert", cut, tmp_path / "a.pth", "--salvage")
     assert done.code == 1
     assert done.err.splitlines()[:2] == [
         "2 of 4 tensors salvaged, 2 damaged",
         "left out: 2 names of the root: l2, l3",
     ]
-    assert run("convert", whole, tmp_path / "b.pth", "--salvage").code == 0
-    assert run("convert", cut, tmp_path / "c.pth", "--salvage", "--strict").code == 2
+    assert ckptool("convert", whole, tmp_path / "b.pth", "--salvage").code == 0
+    assert ckptool("convert", cut, tmp_path / "c.pth", "--salvage", "--strict").code == 2
     assert not (tmp_path / "c.pth").exists()
