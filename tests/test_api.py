@@ -9,7 +9,7 @@ import torch
 
 import ckptool
 
-MOST_LINES = 500
+MOST_LINES = 600
 """Of `help(ckptool)`: what one reads."""
 
 
