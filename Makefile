@@ -1,6 +1,6 @@
 # make demo: the main job on a real file, from a fresh clone.   make test: the whole test suite.
 # make examples: the files that README.md names, in build/examples.
-# make docs: docs/cli.md and docs/api.md, and what the cookbook's commands print.
+# make docs: docs/cli.md and docs/api.md, what the cookbook's commands print, and docs/pictures.
 # make fixtures: the trained checkpoints of fixtures/, by ckptool's own trainer.
 # All set up a private environment first. PYTHON chooses the interpreter (3.10 or newer).
 

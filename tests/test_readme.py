@@ -21,7 +21,7 @@ AROUND = ("make", "pip")
 
 
 SHOWN = {
-    "doctor": r"wrapper module\.",
+    "doctor": r"wrapper prefix module\.",
     "info": r"cuda:3 \(27\)",
     "list": r"27 tensors",
     "show": r"module\.fc\.weight",
@@ -38,7 +38,7 @@ SHOWN = {
     "convert": r"becomes safetensors|of-0000\d",
     "extract": r"of 28 tensors kept",
     "cast": r"lose precision",
-    "average": r"the mean of 2 files",
+    "average": r"the mean of 2 files|on the arc from the first",
     "compact": r"saves [1-9]",
     "recover": r"no edit of it was cut short",
     "train": r"Trained to step",

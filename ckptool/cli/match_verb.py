@@ -19,7 +19,6 @@ from ckptool.matching import Allowance, Judgement, MatchReport
 from ckptool.matching.align import is_average_counter
 from ckptool.matching.layouts import Choices
 from ckptool.render.remedies import as_options, option_words
-from ckptool.render.text import runnable
 from ckptool.transforms import regex_rule
 from ckptool.words import as_argument
 from ckptool.writing.target import default_target
@@ -159,7 +158,7 @@ def _writing(report: MatchReport, file: str, options: list[str]) -> str:
         return ""
     target = unused(default_target(file, "fitted"))
     words = ["ckptool", "convert", as_argument(file), as_argument(target), *options]
-    return runnable(shlex.join(words))
+    return shlex.join(words)
 
 
 def _allowing(allowance: Allowance) -> Iterator[str]:

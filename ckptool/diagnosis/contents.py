@@ -80,8 +80,8 @@ def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Itera
             "damaged",
             "fails",
             "it is damaged: ",
-            "torch.load checks no checksum: it loads other numbers than were saved, or fails",
-            "nothing brings the bytes back: download or copy it again (ckptool verify lists all)",
+            "torch.load checks no checksum: it loads wrong numbers, or fails",
+            "download or copy it again; ckptool verify lists every damaged record",
         )
     nan = [one for one in problems if one.kind == "nan" and _counts(patient, one.place)]
     if nan:
@@ -109,8 +109,8 @@ def _not_numbers(kind: str, word: str, problems: Sequence[Problem]) -> Found:
         "misleads",
         f"{counted(len(problems), 'tensor')} with {word}: {problems[0].text}",
         _places(problems),
-        "it loads without a word, and what is computed with these weights becomes NaN",
-        remedy="no command brings the numbers back: take an earlier checkpoint",
+        "it loads without an error, and the model computes NaN",
+        remedy="no command restores the numbers: take an earlier checkpoint",
     )
     return Found(complaint)
 
@@ -138,8 +138,8 @@ def _infinite(patient: Patient, problems: Sequence[Problem]) -> Iterator[Found]:
             "note",
             f"{counted(len(meant), 'buffer')} of infinities and zeros alone",
             names_of(one.place for one in found if one.place in meant),
-            "so is a mask that is added to scores, and the range of an observer that has seen no "
-            "data yet; elsewhere what is computed with it becomes NaN",
+            "that is right for an attention mask, and for an observer that has seen no data yet; "
+            "in any other buffer it makes the model compute NaN",
         )
         yield Found(complaint)
 
@@ -169,7 +169,7 @@ def _bloat(patient: Patient) -> Iterator[Found]:
     unseen, dead = held - reached, details.dead_bytes
     facts = []
     if unseen >= _LEAST_UNSEEN and unseen * _SHARE >= held:
-        facts.append(f"{unseen:,} of the {held:,} bytes of its storages no tensor sees")
+        facts.append(f"no tensor uses {unseen:,} of the {held:,} bytes of its storages")
     if dead >= _LEAST_DEAD and dead * _SHARE >= details.size:
         facts.append(f"{dead:,} of the {details.size:,} bytes of the file are dead")
     if facts:
@@ -183,8 +183,8 @@ def _bloat(patient: Patient) -> Iterator[Found]:
             "misleads",
             " and ".join(facts),
             names_of(views),
-            "torch.save writes the whole storage of a view (big[:10] takes what big takes), and "
-            "torch.load reads all of it into memory",
+            "torch.save writes the whole storage of a view (big[:10] takes as much space as big), "
+            "and torch.load reads all of it into memory",
         )
         yield Found(complaint, {"compact": True})
 
@@ -201,7 +201,7 @@ def _aliases(patient: Patient) -> Iterator[Found]:
         complaint = Complaint(
             "aliases",
             "fails",
-            f"{counted(len(kept), 'name')} stored only as tied to another",
+            f"{counted(len(kept), 'tied name')} stored only in the metadata of the file",
             names_of(f"{printable(name)} = {printable(other)}" for name, other in kept.items()),
             "load_state_dict(safetensors.torch.load_file(FILE)) says: Missing key(s) in "
             f"state_dict: {quoted_names(kept)}; safetensors.torch.load_model knows of them",
@@ -222,7 +222,7 @@ def _not_for_safetensors(patient: Patient) -> Iterator[Found]:
         complaint = Complaint(
             "ties",
             "note",
-            "names are tied: one tensor under several",
+            "tied weights: one tensor has several names",
             names_of(" = ".join(map(printable, names)) for names in tied),
             "torch.load keeps the tie; safetensors.torch.save_file says: Some tensors share "
             "memory, this will lead to duplicate memory on disk and potential differences when "
@@ -287,10 +287,10 @@ def placement(patient: Patient) -> Iterator[Found]:
         complaint = Complaint(
             "one-gpu",
             "misleads",
-            f"everything is on {tag}",
+            f"all tensors are on {tag}",
             names_of(_names(patient, tags)),
-            f"without map_location every rank of a DDP run restores the file onto {tag}: its "
-            "memory runs full (CUDA out of memory after a resume), the others' do not",
+            f"without map_location every rank of a DDP run loads the file onto {tag}, which then "
+            "runs out of memory (CUDA out of memory after a resume)",
         )
         yield Found(complaint, {"to": "cpu"})
 

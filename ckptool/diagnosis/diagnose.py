@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 _CHECKS = (layout, level, objects, naming, fit, training, versions, memory, placement)
 _RANK = {"fails": 0, "misleads": 0, "note": 1}
 _FIRST = {"malicious": -3, "damaged": -2, "part": -1, "meta": -1, "packed": -1}
-_UNMENDED = "no command mends it"
+_UNMENDED = "no command fixes it"
 _HOPELESS = frozenset({"damaged", "part", "meta", "packed"})
 """Kinds of complaint after which no command is worth running."""
 
@@ -148,7 +148,7 @@ def _wanted(like: Like) -> Target:
     except (NotFound, AmbiguousName) as error:
         path = like.path if isinstance(like, Checkpoint) else ""
         raise UsageError(
-            f"the reference is to hold one state dict: {error.message}",
+            f"the reference must hold one state dict: {error.message}",
             file=path or None,
             hint=f"ckptool extract {shell(path)} --key NAME -o reference.pth",
         ) from error
@@ -186,7 +186,7 @@ def _answered(found: Found, planner: Planner, plan: Plan, hopeless: bool) -> Com
     """Return a complaint with its commands, or with the reason why no command helps."""
     complaint = found.complaint
     if hopeless:
-        remedy = "first get weights that load" if found.fix is not None else ""
+        remedy = "first get an intact file" if found.fix is not None else ""
         return replace(complaint, remedy=complaint.remedy or remedy)
     tried = [planner.choice(one, plan) for one in found.choices]
     others = tuple(dict.fromkeys(command for command in tried if command is not None))

@@ -60,8 +60,8 @@ def layout(patient: Patient) -> Iterator[Found]:
             "big-endian",
             "misleads",
             "its numbers are stored big-endian",
-            "torch before 2.1, and programs that read the records by themselves, take them as they "
-            "lie: wrong values without an error",
+            "torch before 2.1, and programs that read the records themselves, do not swap the "
+            "bytes: wrong values without an error",
         )
     if known.legacy:
         yield _rewritten(
@@ -93,7 +93,7 @@ def _runs(found: tuple[str, ...], remedy: str) -> Complaint:
     return Complaint(
         "malicious",
         "fails",
-        f"it would run {listed(found)}",
+        f"loading it would run {listed(found)}",
         found,
         "torch.load(weights_only=False), and pickle.load, run it; ckptool never does",
         remedy=remedy,
@@ -176,7 +176,7 @@ def _compressed(patient: Patient) -> Iterator[Found]:
             "compressed",
             "misleads",
             "its records are compressed, as torch.save never writes them",
-            "torch.load(mmap=True) takes the compressed bytes for the numbers: garbage, without an "
+            "torch.load(mmap=True) reads the compressed bytes as numbers: garbage, without an "
             "error",
             names_of(names),
         )

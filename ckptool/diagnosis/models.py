@@ -81,7 +81,7 @@ def level(patient: Patient) -> Iterator[Found]:
         complaint = Complaint(
             "values-inside",
             "fails",
-            f"values stand among the tensors of the state dict: {listed(names)}",
+            f"the state dict has values among its tensors: {listed(names)}",
             names_of(names),
             "load_state_dict says: Unexpected key(s) in state_dict: ... " + quoted_names(names[:1]),
             remedy="ckptool.load_state_dict leaves them out, and so does a safetensors file",
@@ -108,8 +108,8 @@ def _one_level_down(patient: Patient, model: Section) -> Found:
     complaint = Complaint(
         "level",
         "note" if beside else "fails",
-        f"the weights are one level down, in {printable(model.name)}"
-        + (", beside the state of a training" if beside else ""),
+        f"the weights are under the key {printable(model.name)}"
+        + (", next to the training state" if beside else ""),
         (printable(model.name),),
         "load_state_dict(torch.load(FILE)) says: "
         + (
@@ -137,7 +137,7 @@ def _several(patient: Patient) -> Found:
     complaint = Complaint(
         "several-models",
         "note" if patient.is_training else "fails",
-        f"{len(shown)} state dicts are in it: choose the one to load",
+        f"it has {len(shown)} state dicts: choose the one to load",
         names_of(shown, most=20),
         "load_state_dict(torch.load(FILE)) says: Missing key(s) in state_dict",
         remedy="--key NAME chooses one, here and in ckptool convert",
@@ -172,7 +172,7 @@ def _none(patient: Patient) -> Found:
     if states:
         remedy = f"{states[0].kind}.load_state_dict(torch.load(FILE){_way(states[0])}) loads it"
     elif harmless and patient.blocked and not calls(patient.checkpoint):
-        remedy = "torch.load(FILE, weights_only=False) takes it, where whoever made it is trusted"
+        remedy = "torch.load(FILE, weights_only=False) loads it, if you trust whoever made it"
     elif harmless and patient.blocked:
         remedy = f"unpickling the file calls {listed(calls(patient.checkpoint))}"
     else:
@@ -222,7 +222,7 @@ def objects(patient: Patient) -> Iterator[Found]:
         classes = dict.fromkeys(class_of(node) for _, node in modules)
         known = [*classes, *patient.blocked]
         own = next((one for one in known if one.partition(".")[0] not in _EVERYWHERE), None)
-        absent = f"; where the class {printable(own)} is not, nothing else loads it" if own else ""
+        absent = f"; without the class {printable(own)} nothing else loads it" if own else ""
         complaint = Complaint(
             "module",
             "fails",
@@ -239,7 +239,7 @@ def objects(patient: Patient) -> Iterator[Found]:
             "fails",
             f"it holds objects that weights_only=True refuses: {listed(classes)}",
             names_of((f"{name or 'the root'} ({kind})" for name, kind in others), most=20),
-            f"{says}; weights_only=False, which it proposes, runs all that the file says",
+            f"{says}; weights_only=False, which it proposes, runs any code in the file",
             remedy=_remedy(classes),
         )
         yield Found(complaint, {"plain": True})
@@ -288,11 +288,11 @@ def naming(patient: Patient) -> Iterator[Found]:
             complaint = Complaint(
                 "wrapped-in-part",
                 "note",
-                f"module. is before {counted(len(within), 'name')}, and not before "
-                f"{printable(others[0])}",
+                f"{counted(len(within), 'name')} {'starts' if len(within) == 1 else 'start'} with "
+                f'"module.", and {printable(others[0])} does not',
                 names_of(within),
-                "strip-module leaves it there, as it may be a layer of that name",
-                remedy="where it is a wrapper's: ckptool rename with --prefix module.=",
+                "strip-module keeps it, because it may be a layer of that name",
+                remedy="if it is a wrapper: ckptool rename with --prefix module.=",
             )
             yield Found(complaint)
         yield from _adapters(section)
@@ -307,13 +307,13 @@ def _wrappers(sections: list[Section]) -> Iterator[Found]:
     complaint = Complaint(
         "wrappers",
         "fails",
-        f"names carry the wrapper{'s' if len(kinds) > 1 else ''} "
-        f"{' '.join(f'{word}.' for word in kinds)} of "
-        f"{listed(section.name or 'the root' for section in sections)}",
+        f"the names in {listed(section.name or 'the root' for section in sections)} have the "
+        f"wrapper prefix{'es' if len(kinds) > 1 else ''} "
+        f"{listed(f'{word}.' for word in kinds)}",
         names_of(names),
-        "load_state_dict into the bare model says: Missing key(s) in state_dict: ... Unexpected "
-        f"key(s) in state_dict: {quoted_names(names[:1])}; with strict=False it loads nothing of "
-        "it, without an error",
+        "load_state_dict of the unwrapped model says: Missing key(s) in state_dict: ... Unexpected "
+        f"key(s) in state_dict: {quoted_names(names[:1])}; with strict=False it loads nothing, "
+        "without an error",
         remedy=_collision(sections),
     )
     yield Found(complaint, {"wrappers": "strip"})
@@ -339,10 +339,10 @@ def _submodules(models: list[Section]) -> Iterator[Found]:
     complaint = Complaint(
         "submodule-wrapper",
         "fails",
-        f"below {listed(map(printable, paths), most=3)} there is nothing but module.: DataParallel "
-        "around a part of the model",
+        f'every name below {listed(map(printable, paths), most=3)} starts with "module.": '
+        "DataParallel wrapped a part of the model",
         names_of(own),
-        "load_state_dict into the bare model says: Unexpected key(s) in state_dict: ... "
+        "load_state_dict of the unwrapped model says: Unexpected key(s) in state_dict: ... "
         f"{quoted_names(own[:1])}; a model that has a layer of that name loads it (--like "
         "REFERENCE knows)",
     )
@@ -362,7 +362,7 @@ def _adapters(section: Section) -> Iterator[Found]:
     alone = len(adapted) == len(every)
     kind = "a merged model"
     if own:
-        kind = "adapters, weights beside those of a model" if alone else "a model with its adapters"
+        kind = "adapters without their base model" if alone else "a model with its adapters"
     shown = wrapped or adapted or names
     complaint = Complaint(
         "adapter",
@@ -416,8 +416,8 @@ def versions(patient: Patient) -> Iterator[Found]:
                 "misleads",
                 f"buffers that count or index were cast to {', '.join(kinds)}",
                 names_of(cast),
-                "load_state_dict copies them into the model's integer buffers without a word: a "
-                "float16 counts to 2048, bfloat16 to 256, a fraction is cut off",
+                "load_state_dict copies them into the model's integer buffers without an error: "
+                "float16 counts to 2048, bfloat16 to 256, and fractions are cut off",
                 remedy="in code: state[name] = state[name].long(); ckptool cast leaves them out",
             )
             yield Found(complaint)
@@ -456,7 +456,7 @@ def _lost(severity: Severity, names: Iterable[str], why: str) -> Found:
         "the state dict has lost its _metadata, the versions of its modules",
         names_of(names),
         f"{{k: v for k, v in state.items()}} and safetensors drop it; {why}",
-        remedy="save model.state_dict() as it is, where the model was made",
+        remedy="save model.state_dict() unchanged, where the model is in memory",
     )
     return Found(complaint)
 

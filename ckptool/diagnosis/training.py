@@ -85,8 +85,8 @@ def fit(patient: Patient) -> Iterator[Found]:
             Complaint(
                 "missing",
                 "fails",
-                f"{counted(len(missing), 'tensor')} of the reference's {total:,} "
-                f"{are(len(missing))} not in it",
+                f"{counted(len(missing), 'tensor')} of the {total:,} in the reference "
+                f"{are(len(missing))} missing",
                 names_of(missing),
                 "load_state_dict says: Missing key(s) in state_dict: "
                 f"{quoted_names(missing[:1])}; with strict=False they stay as they were "
@@ -141,7 +141,7 @@ def _difference(
     if report.proposed:
         return "ckptool match FILE --like REFERENCE shows the rules that it proposes for the names"
     if not report.fitting:
-        return "no name fits: the file is of another architecture"
+        return "no name matches: the file is for another architecture"
     if differs or not missing:
         return differs
     kept = listed(names_of(missing, most=2))
@@ -205,7 +205,7 @@ def _renamed(report: MatchReport, fix: dict[str, Any] | None) -> Iterator[Found]
     complaint = Complaint(
         "wrappers" if kinds == {"wrapper"} else "renamed",
         "fails",
-        f"names are not spelled as in the reference: {listed(texts, most=3)}",
+        f"names differ from the reference: {listed(texts, most=3)}",
         names_of(pairs),
         f"load_state_dict says: Missing key(s) in state_dict: ... "
         f"{quoted_names(list(pairs.values())[-1:])}; with strict=False they are left out, without "
@@ -224,7 +224,7 @@ def _shapes(report: MatchReport, differs: str) -> Iterator[Found]:
     complaint = Complaint(
         "size-mismatch",
         "fails",
-        f"{counted(len(wrong), 'tensor')} of another shape than in the reference: "
+        f"{counted(len(wrong), 'tensor')} with another shape than in the reference: "
         f"{listed(shown, most=3)}",
         names_of(names),
         f"load_state_dict says: size mismatch for {first.name}: copying a param with shape "
@@ -248,20 +248,20 @@ def _types(casts: Sequence[Cast]) -> Iterator[Found]:
             f"{counted(len(truncated), 'tensor')} with fractions go into integer or boolean "
             f"buffers: {_kinds(truncated)}",
             names_of(one.name for one in truncated),
-            "load_state_dict copies them without a word: 2.87 becomes 2, inf the smallest "
+            "load_state_dict copies them without an error: 2.87 becomes 2, inf the smallest "
             "integer, anything but 0 True",
-            remedy="in code: state[name] = state[name].long(), where the values are whole",
+            remedy="in code: state[name] = state[name].long(), if the values are whole",
         )
         yield Found(complaint)
     if rounded:
         complaint = Complaint(
             "dtype",
             "note",
-            f"{counted(len(rounded), 'tensor')} of another type than in the reference: "
+            f"{counted(len(rounded), 'tensor')} with another type than in the reference: "
             f"{_kinds(rounded)}",
             names_of(one.name for one in rounded),
-            "load_state_dict casts into the model's type without a word; what is too large for it "
-            "becomes inf (65,520 and more in float16)",
+            "load_state_dict casts to the model's type without an error; values that are too large "
+            "become inf (65,520 and more in float16)",
             remedy="ckptool cast counts what overflows, underflows and loses precision",
         )
         yield Found(complaint)
@@ -301,7 +301,7 @@ def _complaints(patient: Patient, section: Section) -> Iterator[Complaint]:
             f"the optimizer keeps the state of {counted(len(gone), 'parameter')} that its groups "
             "do not have",
             names_of(f"{_where(section)}/state/{key}" for key in gone),
-            "load_state_dict of the optimizer takes it without a word, and nobody ever uses it",
+            "the optimizer loads it without an error and never uses it",
             remedy=_ANEW,
         )
     model = model_of(section, patient.models, patient.optimizers)
@@ -365,11 +365,11 @@ def _permuted(wrong: list[int], names: Sequence[str]) -> Complaint:
     return Complaint(
         "optimizer-order",
         "misleads",
-        "the optimizer has its parameters in another order than the model: "
-        f"{counted(len(wrong), 'state')} of other shapes than the parameters in their place",
+        "the optimizer lists its parameters in a different order from the model: "
+        f"{counted(len(wrong), 'state')} with other shapes than the parameters in their place",
         names_of(names[at] for at in wrong),
-        "load_state_dict of the optimizer maps by position and checks no shape: parameters get "
-        "each other's moments, and step() fails or, where shapes are equal, goes on with them",
+        "load_state_dict of the optimizer goes by position and checks no shape: parameters get "
+        "the moments of other parameters, and step() fails or, with equal shapes, uses them",
         remedy="build the optimizer with its parameters in the order that it was saved in; without "
         "the optimizer the weights load",
     )

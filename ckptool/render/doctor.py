@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from ckptool.diagnosis import Complaint, Diagnosis
 from ckptool.formats import format_of
 from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import runnable
+from ckptool.render.text import command_lines
 from ckptool.words import clean, counted, listed
 
 __all__ = ["diagnosis_lines"]
@@ -34,7 +33,7 @@ def diagnosis_lines(
     """Yield the verdict, the complaints (where and why with `explain`) and what to run."""
     name = clean(diagnosis.file)
     if not diagnosis.complaints:
-        yield f"{look.bold(name)}: nothing is in the way of {_NOTHING[_is_flat(diagnosis)]}"
+        yield f"{look.bold(name)}: no problem found for {_NOTHING[_is_flat(diagnosis)]}"
         if explain and (remark := format_of(diagnosis.format or "").remark):
             yield from _fact("why", remark, look)
         return
@@ -72,29 +71,14 @@ def _block(number: int, complaint: Complaint, look: Look, explain: bool) -> Iter
     elif complaint.severity != "note":
         yield f"   {_cut(clean(complaint.why.partition('; ')[0]), look)}"
     if explain or not (complaint.commands or complaint.alternatives):
-        yield from _fact("helps", complaint.remedy, look)
+        yield from _fact("hint", complaint.remedy, look)
 
 
 def _cut(text: str, look: Look) -> str:
-    """Return the text in one line, its end left out where the line is too long."""
-    most = (look.width or len(text) + _INDENT) - 3
-    return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def _command_lines(command: str, look: Look, taken: int) -> Iterator[str]:
-    """Yield a command in lines that fit, broken as a shell takes them together again."""
-    fits = look.width is None or taken + len(runnable(command)) <= look.width
-    if fits or look.width is None or not command.startswith("ckptool "):
-        yield runnable(command)
-        return
-    line = ""
-    for word in map(runnable, map(shlex.quote, shlex.split(command))):
-        if line and taken + len(line) + len(word) + 3 > look.width:
-            yield f"{line} \\"
-            line = f"  {word}"
-        else:
-            line = f"{line} {word}" if line else word
-    yield line
+    """Return the text in one line, its last words left out if the line is too long."""
+    if look.width is None or len(text) <= look.width - 3:
+        return text
+    return f"{text[: look.width - 6].rpartition(' ')[0].rstrip(' .')} ..."
 
 
 def _fact(name: str, text: str, look: Look) -> Iterator[str]:
@@ -118,10 +102,11 @@ def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
     """Yield the commands: for the weights, to resume the training, and those to choose from."""
     every = list(enumerate(diagnosis.complaints, start=1))
     if diagnosis.commands:
-        mended = [number for number, complaint in every if complaint.commands]
-        title = "to use the weights" if diagnosis.resume else "to run"
-        if len(every) > 1:
-            title += f" (mends {listed(map(str, mended), most=len(mended))})"
+        numbers = [str(number) for number, complaint in every if complaint.commands]
+        fixed = listed(numbers, most=len(numbers)) if len(every) > 1 else ""
+        title = f"to fix {fixed or 'it'}"
+        if diagnosis.resume:
+            title = "to use the weights" + (f" (fixes {fixed})" if fixed else "")
         yield from _commands(title, diagnosis.commands, look)
     if diagnosis.resume is not None:
         title = "to resume the training, with optimizer, epoch and schedule"
@@ -138,4 +123,4 @@ def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
 def _commands(title: str, commands: Iterable[str], look: Look) -> Iterator[str]:
     yield look.bold(title)
     for one in commands:
-        yield from (f"  {line}" for line in _command_lines(one, look, 2))
+        yield from command_lines(one, look.width)

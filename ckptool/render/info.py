@@ -8,7 +8,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.inspection.summary import Info, SectionInfo, info
 from ckptool.render.table import table
 from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import count, runnable, shorten, size
+from ckptool.render.text import command_lines, count, shorten, size
 from ckptool.statedict import Section
 from ckptool.words import clean, counted, listed
 
@@ -162,11 +162,14 @@ def _commands(info: Info, look: Look) -> Iterator[str]:
         yield "loads as it is" if info.weights_only else "no command makes it load"
     elif len(set(commands.values())) == 1 and len(commands) == len(_MACHINES):
         yield look.bold("to make it load")
-        yield f"  {runnable(next(iter(commands.values())))}"
+        yield from command_lines(next(iter(commands.values())), look.width)
     else:
         yield look.bold("to make it load on a machine with")
         for machine, words in _MACHINES.items():
-            yield f"  {words:<{_INDENT - 4}}  {runnable(commands.get(machine, 'loads as it is'))}"
+            first = f"  {words:<{_INDENT - 4}}  "
+            yield from command_lines(
+                commands.get(machine, "loads as it is"), look.width, first=first
+            )
     if "resume" in info.commands:
         yield look.bold("to resume the training, with optimizer, epoch and schedule")
-        yield f"  {runnable(info.commands['resume'])}"
+        yield from command_lines(info.commands["resume"], look.width)

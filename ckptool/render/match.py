@@ -15,7 +15,7 @@ from ckptool.render.diff import folded
 from ckptool.render.remedies import as_options
 from ckptool.render.table import apart, table
 from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import count, share, shorten, wrapped
+from ckptool.render.text import command_lines, count, share, shorten, wrapped
 from ckptool.words import clean, counted
 
 __all__ = ["advice_lines", "match_line", "match_lines", "note_lines"]
@@ -86,7 +86,7 @@ def advice_lines(judgement: Judgement, look: Look, *, command: str = "") -> Iter
     if judgement.accepted and command:
         yield ""
         yield look.bold("to write it under these names")
-        yield f"  {command}"
+        yield from command_lines(command, look.width)
 
 
 def _unseen(judgement: Judgement | None) -> list[str]:

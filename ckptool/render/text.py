@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptool.words import clean
 
 __all__ = [
+    "command_lines",
     "count",
     "fit_names",
     "json_lines",
@@ -41,6 +43,22 @@ def runnable(command: str) -> str:
     if command.isprintable():
         return command
     return clean(_QUOTED.sub(_ansi_quoted, command))
+
+
+def command_lines(command: str, width: int | None, *, first: str = "  ") -> Iterator[str]:
+    r"""Yield a command below or behind `first`, in lines that fit, broken with `\\` for a shell."""
+    line, start = first + runnable(command), len(first)
+    if width is None or len(line) <= width or not command.startswith("ckptool "):
+        yield line
+        return
+    line = ""
+    for word in map(runnable, map(shlex.quote, shlex.split(command))):
+        if line and start + len(line) + len(word) + 3 > width:
+            yield f"{first}{line} \\"
+            first, line = " " * start, f"  {word}"
+        else:
+            line = f"{line} {word}" if line else word
+    yield f"{first}{line}"
 
 
 def _ansi_quoted(found: re.Match[str]) -> str:

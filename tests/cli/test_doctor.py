@@ -102,7 +102,7 @@ def test_a_healthy_file_has_no_complaint_at_all(ckptool, tmp_path):
     path = saved(healthy)(tmp_path)
     done = ckptool("doctor", "--quick", path)
     assert (done.code, done.err) == (0, "")
-    assert done.out == f"{path}: nothing is in the way of torch.load and load_state_dict\n"
+    assert done.out == f"{path}: no problem found for torch.load and load_state_dict\n"
     document = examined(ckptool, path)
     assert (document["complaints"], document["commands"]) == ([], [])
     assert (document["all_at_once"], document["target"]) == (None, None)
@@ -114,7 +114,7 @@ def test_the_screen_has_a_block_for_each_complaint_and_the_plan(ckptool, tmp_pat
     done = ckptool("doctor", "model.pth", "--quick", "--devices", "cpu")
     assert done.code == 1
     assert done.out.startswith("model.pth: does not load here: 2 errors, 1 warning, 1 note\n\n1. ")
-    plan = done.out.partition("to run (mends 1, 2, 3)\n")[2]
+    plan = done.out.partition("to fix 1, 2, 3\n")[2]
     assert plan == "  ckptool convert model.pth model.mended.pth --wrappers strip --to cpu\n"
     assert done.out.count("ckptool convert") == 1
     for word in ("   where ", "   why ", "with strict=False it loads nothing"):
@@ -362,7 +362,7 @@ def test_names_that_no_terminal_shows_are_printed_so_that_they_run(
     except OSError:
         pytest.skip("no such name on this file system")
     done = ckptool("doctor", "--quick", os.fsdecode(name))
-    command = done.out.partition("to run (mends 1)\n")[2].strip()
+    command = done.out.partition("to fix 1\n")[2].strip()
     words = subprocess.run(
         ["bash", "-c", command.replace("ckptool", r"printf %s\\0", 1)], capture_output=True
     )

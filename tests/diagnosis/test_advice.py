@@ -115,7 +115,7 @@ def run(diagnosis):
          r"architectures differ: the file has 6 tensors"),
         (Net, lambda: AveragedModel(Net()),
          r"strict=False: the model keeps its own n_averaged"),
-        (lambda: nn.LSTM(3, 4), Net, "no name fits: the file is of another architecture"),
+        (lambda: nn.LSTM(3, 4), Net, "no name matches: the file is for another architecture"),
     ],
     ids=["pruned", "into pruned", "spectral norm", "parametrised", "q, k, v", "qkv",
          "positions", "head", "adapter", "fewer layers", "more layers", "one of the layers",

@@ -178,7 +178,7 @@ def test_a_model_in_memory_is_a_reference(tmp_path):
 
 @pytest.mark.parametrize("like", [{"a": 1}, {"model": healthy(), "ema": healthy()}])
 def test_a_reference_has_one_state_dict(diagnosed, like):
-    with pytest.raises(UsageError, match="the reference is to hold one state dict"):
+    with pytest.raises(UsageError, match="the reference must hold one state dict"):
         diagnosed(healthy(), like=like)
 
 

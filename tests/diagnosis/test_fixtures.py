@@ -103,8 +103,8 @@ def test_the_commands_of_info_give_a_file_that_loads(memory_path, name):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("torch-2.13.0/whole_dp.pth", "the class net.Net is not"),
-        ("modules/whole_tower.pth", "the class nets.Tower is not"),
+        ("torch-2.13.0/whole_dp.pth", "without the class net.Net"),
+        ("modules/whole_tower.pth", "without the class nets.Tower"),
     ],
 )
 def test_a_module_fails_for_the_class_that_may_not_be_there(name, says):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.pages import api_page, cli_page, cookbook
+from tests.pages import api_page, cli_page, cookbook, pictures
 from tests.pages.prepared import prepare
 from tests.sources import PROJECT
 
@@ -24,3 +24,9 @@ if __name__ == "__main__":
     for name, page in {**PAGES, "cookbook.md": _cookbook}.items():
         (PROJECT / "docs" / name).write_text(page(), encoding="utf-8")
         print(f"docs/{name}")
+    with TemporaryDirectory() as folder:
+        prepare(Path(folder))
+        for name in pictures.COMMANDS:
+            page = PROJECT / "docs" / "pictures" / f"{name}.svg"
+            page.write_text(pictures.picture(name, folder), encoding="utf-8")
+            print(f"docs/pictures/{name}.svg")
