@@ -29,9 +29,15 @@ class Served:
         """By the number of a request, what the server does instead: a status, or a word."""
         self.headers = {}
         self.redirects = {}
+        self.most = None
+        """Bytes of an answer, however many are asked for."""
+        self.refusal = None
+        """Status and headers of the answer to a request for a file of a repository."""
         self.token = None
         """What a request must bring along."""
         self.seen_tokens = []
+        self.note = len
+        """Is called with the path of each request."""
         self.url = ""
 
     @property
@@ -51,6 +57,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         served = self.server.served
         path = unquote(urlsplit(self.path).path).lstrip("/")
+        served.note(path)
         served.seen_tokens.append(self.headers.get("Authorization"))
         if path in served.redirects:
             self.answer(302, {"Location": served.redirects[path]}, b"")
@@ -58,6 +65,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(401, {"X-Error-Message": "Access is restricted"}, b"")
         elif path.startswith("api/models/"):
             self.repository(served, path)
+        elif served.refusal and "/resolve/" in path:
+            self.answer(*served.refusal, b"")
         else:
             self.file(served, re.sub(r"^[^/]+/[^/]+/resolve/[^/]+/", "", path))
 
@@ -83,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         whole = not (served.ranges and found)
         start, stop = (0, len(content)) if whole else (int(found[1]), int(found[2]) + 1)
-        stop = min(stop, len(content))
+        stop = min(stop, len(content), start + (served.most or len(content)))
         served.asked.append((path, start, stop))
         misdeed = served.misdeeds.get(len(served.asked))
         tag = f'"{os.stat(place).st_mtime_ns}-{len(content)}"'
@@ -98,6 +107,8 @@ class Handler(BaseHTTPRequestHandler):
             data = content[start:stop]
             if misdeed == "lie":
                 headers["Content-Range"] = f"bytes {start + 1}-{stop}/{len(content)}"
+            if misdeed == "long":
+                headers["Content-Range"] = f"bytes {start}-{stop - 1}/{'9' * 5000}"
             if misdeed == "huge":
                 headers["Content-Range"] = f"bytes {start}-{stop - 1}/{1 << 60}"
             self.answer(200 if whole else 206, headers, data, cut=misdeed == "cut")

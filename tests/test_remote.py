@@ -1,8 +1,10 @@
 """Checkpoints at addresses: read as on this disk, by few requests; faults are sentences."""
 
+import io
 import json
 import os
 import shutil
+import zipfile
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from ckptool.errors import (
 )
 from ckptool.files import http
 from ckptool.files.remote import _repository
-from tests.servers import SHA, serving
+from tests.servers import SHA, Handler, serving
 
 
 @pytest.fixture
@@ -236,6 +238,73 @@ def test_what_is_packed_is_refused(large, served):
         ckptool.list_tensors(f"{served.url}/large.pth")
 
 
+def test_a_web_page_in_place_of_the_file_is_named(large, served, monkeypatch):
+    def answer(self, served, path):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"6\r\n<html>\r\n0\r\n\r\n")
+
+    monkeypatch.setattr(Handler, "file", answer)
+    with pytest.raises(UnreadableFile, match="the server sends a web page, not the file"):
+        ckptool.list_tensors(f"{served.url}/large.pth")
+
+
+def test_a_server_that_sends_little_at_a_time_is_asked_until_all_is_there(large, served, tmp_path):
+    served.most = 100_000  # a piece takes more answers than a failure is given attempts
+    ckptool.convert(f"{served.url}/large.pth", tmp_path / "there.pth")
+    assert ckptool.diff(large, tmp_path / "there.pth").identical
+
+
+@pytest.mark.parametrize(
+    ("name", "spelled"),
+    [
+        ("a b.pth", "a b.pth"), ("a b.pth", "a%20b.pth"), ("é日.pth", "é日.pth"),
+        ("a%20b.pth", "a%2520b.pth"), ("a#b.pth", "a%23b.pth"), ("a.pth", "a.pth#part"),
+    ],
+)  # fmt: skip
+def test_an_address_is_taken_as_a_browser_takes_it(name, spelled, served):
+    torch.save({"a": torch.ones(3)}, os.path.join(served.folder, name))
+    assert torch.equal(
+        ckptool.load_state_dict(f"{served.url}/{spelled}")["a"],
+        torch.load(f"{served.folder}/{name}")["a"],
+    )
+    assert ckptool.list_tensors(f"{served.url}/{spelled}".replace("http", "HTTP", 1)).tensors
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "http://host:port/x.pth", "http://a b/x.pth"])
+def test_what_is_no_address_is_a_sentence(address):
+    with pytest.raises(UnreadableFile, match="is no address"):
+        ckptool.list_tensors(address)
+
+
+def test_a_number_without_end_is_no_size(large, served):
+    served.misdeeds = {1: "long"}
+    with pytest.raises(UnreadableFile, match="other bytes than those asked for"):
+        ckptool.list_tensors(f"{served.url}/large.pth")
+
+
+def test_a_redirect_to_itself_is_a_line(served):
+    served.redirects = {"a.pth": "/a.pth"}
+    with pytest.raises(UnreadableFile, match="infinite loop") as raised:
+        ckptool.list_tensors(f"{served.url}/a.pth")
+    assert "\n" not in raised.value.message
+
+
+def test_a_member_of_a_zip_reads_through_a_chain(fixtures):
+    fsspec = pytest.importorskip("fsspec")
+    torch.save({"a": torch.ones(3)}, content := io.BytesIO())
+    with zipfile.ZipFile(packed := io.BytesIO(), "w") as archive:
+        archive.writestr("run/a.pth", content.getvalue())
+    fsspec.filesystem("memory").pipe("/packed.zip", packed.getvalue())
+    state = ckptool.load_state_dict("zip://run/a.pth::memory://packed.zip")
+    assert torch.equal(state["a"], torch.ones(3))
+    for missing in ("zip://b.pth::memory://packed.zip", "zip://a.pth::memory://nothing.zip"):
+        with pytest.raises(FileMissing, match="there is no such file"):
+            ckptool.list_tensors(missing)
+
+
 def test_what_is_not_there_or_not_ours_is_told(served):
     with pytest.raises(FileMissing):
         ckptool.list_tensors(f"{served.url}/nothing.pth")
@@ -310,6 +379,32 @@ def test_a_token_stays_with_its_host(large, hub, tmp_path):
         hub.redirects = {f"org/model/resolve/{SHA}/large.pth": f"{other.url}/elsewhere.pth"}
         assert len(ckptool.list_tensors("hf://org/model/large.pth").tensors) == 60
         assert set(other.seen_tokens) == {None}
+
+
+def test_a_gated_repository_is_told(large, hub):
+    told = {
+        "X-Error-Code": "GatedRepo",
+        "X-Error-Message": "Access to model org/model is restricted",
+    }
+    for status in (401, 403):
+        hub.refusal = (status, told)
+        with pytest.raises(FileDenied, match=f"{status} Access to model org/model") as raised:
+            ckptool.list_tensors("hf://org/model/large.pth")
+        assert raised.value.hint == "ask for access on its page, then: hf auth login"
+    hub.refusal = (401, {})
+    with pytest.raises(FileDenied) as raised:
+        ckptool.list_tensors("hf://org/model/large.pth")
+    assert raised.value.hint == "log in: hf auth login, or HF_TOKEN"
+
+
+@pytest.mark.parametrize(
+    "address", ["hf://org/model@refs/pr/3/large.pth", "{}/org/model/blob/refs%2Fpr%2F3/large.pth"]
+)
+def test_a_pull_request_is_a_revision(address, large, hub):
+    asked = []
+    hub.note = asked.append
+    assert len(ckptool.list_tensors(address.format(hub.url)).tensors) == 60
+    assert "api/models/org/model/revision/refs/pr/3" in asked
 
 
 def test_a_repository_that_is_not_there_is_told(hub):

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from ckptool.errors import FileDenied, FileMissing, UnreadableFile, UnsupportedFormat
+from ckptool.errors import (
+    CheckpointError,
+    FileDenied,
+    FileMissing,
+    UnreadableFile,
+    UnsupportedFormat,
+)
 from ckptool.files.http import Part
 
 __all__ = ["INSTALL", "Fetch", "by_fsspec", "system_of", "told_by"]
+
+_Told = TypeVar("_Told")
 
 INSTALL = "pip install fsspec huggingface_hub"
 
@@ -31,8 +39,14 @@ def by_fsspec(path: str) -> Fetch:
     size, known = facts()
 
     def ask(start: int, stop: int, tag: str) -> Part:
-        stop = min(stop, size)
-        data = told_by(path, lambda: system.cat_file(inner, start=start, end=stop)) if stop else b""
+        stop = max(min(stop, size), start)
+        data = (
+            told_by(path, lambda: system.cat_file(inner, start=start, end=stop))
+            if stop > start
+            else b""
+        )
+        if len(data) != stop - start:
+            raise UnreadableFile("changed while it was read: it is shorter by now", file=path)
         return Part(bytes(data), size, known)
 
     return ask
@@ -50,19 +64,27 @@ def system_of(path: str) -> tuple[Any, str]:
         raise UnsupportedFormat(
             "is read by fsspec, which is not installed", file=path, hint=INSTALL
         ) from error
-    try:
-        found: tuple[Any, str] = url_to_fs(path)
-    except ImportError as error:
-        raise UnsupportedFormat(f"cannot be read: {error}", file=path, hint=INSTALL) from error
-    except ValueError as error:
-        raise FileMissing(f"is no address that fsspec knows: {error}", file=path) from error
-    return found
+
+    def find() -> tuple[Any, str]:
+        try:
+            found: tuple[Any, str] = url_to_fs(path)
+        except ImportError as error:
+            raise UnsupportedFormat(f"cannot be read: {error}", file=path) from error
+        except ValueError as error:
+            raise UnsupportedFormat(
+                f"is no address that fsspec knows: {error}", file=path
+            ) from error
+        return found
+
+    return told_by(path, find)  # a chain asks for what it leads through
 
 
-def told_by(path: str, work: Callable[[], Any]) -> Any:
+def told_by(path: str, work: Callable[[], _Told]) -> _Told:
     """Do the work of a file system, whose errors are of any kind."""
     try:
         return work()
+    except CheckpointError:
+        raise
     except FileNotFoundError as error:
         raise FileMissing("there is no such file", file=path) from error
     except PermissionError as error:

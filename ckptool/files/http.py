@@ -13,9 +13,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urldefrag
 
-from ckptool.errors import FileDenied, FileMissing, TruncatedFile, UnreadableFile
+from ckptool.errors import CheckpointError, FileDenied, FileMissing, TruncatedFile, UnreadableFile
 
 __all__ = ["Part", "fetch"]
 
@@ -23,10 +23,12 @@ TIMEOUT = 30.0
 """Seconds that a server may be silent."""
 ATTEMPTS = 5
 LONGEST_PAUSE = 30.0
+_PROGRESS = 16 << 10
+"""Bytes after which a connection that breaks does not count among the attempts."""
 FROM_THE_START = 64 << 20
 """Bytes that are read from the beginning where a server sends no ranges."""
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _DOWNLOAD = "download it first: curl -LO URL"
 
 
@@ -66,30 +68,35 @@ def fetch(
         UnreadableFile: the server does not answer, answers with something else, or the file is
             another one by now.
     """
-    done = b""
-    for attempt in range(ATTEMPTS):
+    done, attempt = b"", 0
+    while attempt < ATTEMPTS:
         pause: float | None = None
         try:
             part = _ask(url, start + len(done), stop, tag, headers or {})
             return part._replace(data=done + part.data)
         except _Cut as cut:  # it goes on where the connection broke
-            done, why = done + cut.data, str(cut)
+            done, why, pause = done + cut.data, str(cut), cut.pause
+            if len(cut.data) >= _PROGRESS:
+                attempt = 0
         except _Retry as again:
             why, pause = str(again), again.pause
+        except CheckpointError:
+            raise
+        except (http.client.InvalidURL, ValueError) as error:
+            raise UnreadableFile(f"is no address: {error}", file=url) from error
         except (OSError, http.client.HTTPException) as error:
-            if isinstance(error, (FileMissing, FileDenied, UnreadableFile)):
-                raise
             why = _reason(error)
-        if attempt + 1 < ATTEMPTS:
-            time.sleep(min(LONGEST_PAUSE, 0.25 * 2**attempt if pause is None else pause))
+        attempt += 1
+        if attempt < ATTEMPTS:
+            time.sleep(min(LONGEST_PAUSE, 0.125 * 2**attempt if pause is None else pause))
     raise UnreadableFile(f"cannot be fetched: {why}", file=url, hint="try again, or " + _DOWNLOAD)
 
 
 class _Cut(_Retry):
-    """A connection that broke in the middle of an answer."""
+    """An answer that ended before all was there, be it that the server sends no more at a time."""
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__("the connection broke off")
+    def __init__(self, data: bytes, pause: float | None = None) -> None:
+        super().__init__("the connection broke off", pause)
         self.data = data
 
 
@@ -111,7 +118,7 @@ def _opener() -> urllib.request.OpenerDirector:
 
 def _ask(url: str, start: int, stop: int, tag: str, headers: Mapping[str, str]) -> Part:
     request = urllib.request.Request(
-        urlunsplit(urlsplit(url)._replace(fragment="")),
+        quote(urldefrag(url).url, safe="%/:=&?~#+!$,;'@()*[]"),  # as a browser takes it
         headers={"Accept-Encoding": "identity", "User-Agent": "ckptool"},
     )
     request.add_header("Range", f"bytes={start}-{stop - 1}")
@@ -136,18 +143,24 @@ def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> Part:
             file=url,
             hint=_DOWNLOAD,
         )
+    if told.get_content_type() == "text/html" and "Content-Length" not in told:
+        hint = "log in where the page is; give the link of the file itself"
+        raise UnreadableFile("the server sends a web page, not the file", file=url, hint=hint)
     now = told.get("ETag") or told.get("Last-Modified") or ""
     if tag and now and now != tag:
         raise _changed(url)
     if status == 206:
         found = _RANGE.fullmatch(told.get("Content-Range", ""))
-        if found is None or int(found[1]) != start or found[3] == "*":
+        if found is None or int(found[1]) != start:
             text = "the server sends other bytes than those asked for"
             raise UnreadableFile(text, file=url)
-        size = int(found[3])
-        return Part(_exactly(answer, min(stop, size) - start), size, now)
+        size, end = int(found[3]), int(found[2]) + 1
+        data = _exactly(answer, min(stop, size, end) - start)
+        if data and end < min(stop, size):
+            raise _Cut(data, 0.0)
+        return Part(data, size, now)
     length = told.get("Content-Length", "")
-    if not length.isdecimal():
+    if not re.fullmatch(r"[0-9]{1,18}", length):
         raise UnreadableFile(
             "the server says neither ranges nor the size of the file",
             file=url,
@@ -184,14 +197,18 @@ def _refused(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
     if code == 404 or code == 410:
         return FileMissing("the server has no such file", file=file, hint="look for a misspelling")
     if code in (401, 403):
-        hint = "log in: hf auth login, or HF_TOKEN; a gated repository asks for consent on its page"
         own = error.headers.get("X-Error-Message") or error.reason
+        hint = "an address that is signed may have expired; or download it where you are logged in"
+        if error.headers.get("X-Error-Code") == "GatedRepo":
+            hint = "ask for access on its page, then: hf auth login"
+        elif "X-Error-Message" in error.headers or "/resolve/" in url:
+            hint = "log in: hf auth login, or HF_TOKEN"
         return FileDenied(f"the server does not give it to us ({code} {own})", file=file, hint=hint)
     if code == 412:
         return _changed(url)
     if code == 416:
         return TruncatedFile(f"the file ends before {start:,}", file=file)
-    why = f"the server answers {code} {error.reason}"
+    why = f"the server answers {code} {str(error.reason).splitlines()[0]}"
     if code in _AGAIN:
         pause = error.headers.get("Retry-After", "")
         return _Retry(why, float(pause) if pause.isdecimal() else None)

@@ -101,7 +101,10 @@ class RemotePlace(Place):
             )
         if _is_http(path):
             return False
-        system, inner = system_of(path)
+        try:
+            system, inner = system_of(path)
+        except FileMissing:  # of a chain, what it leads through
+            return False
         return bool(told_by(path, lambda: system.isdir(inner)))
 
     def is_file(self, path: str) -> bool:
@@ -126,6 +129,8 @@ class RemotePlace(Place):
             return frozenset(
                 url.removeprefix(beginning) for url in known if url.startswith(beginning)
             )
+        if "::" in folder:
+            return frozenset()  # the last part of a chain is no folder of the first
         system, inner = system_of(folder)
         return frozenset(
             os.path.basename(one.rstrip("/"))
@@ -346,7 +351,7 @@ class _Ahead:
 
 
 def _is_http(path: str) -> bool:
-    return path.startswith(("http://", "https://"))
+    return re.match("https?://", path, re.IGNORECASE) is not None
 
 
 def _fetcher(path: str) -> Fetch:
@@ -358,7 +363,7 @@ def _fetcher(path: str) -> Fetch:
         url = f"{repository.base}/{quote(inner)}"
         return lambda start, stop, tag: fetch(url, start, stop, tag=tag, headers=repository.headers)
     if _is_http(path):
-        if "@" in urlsplit(path).netloc:
+        if re.match(r"\w+://[^/?#]*@", path):
             raise UnreadableFile(
                 "has a user or a password in it, which results would show: it is not asked",
                 file=path,
@@ -369,11 +374,12 @@ def _fetcher(path: str) -> Fetch:
 
 
 _HUB = re.compile(
-    r"hf://(?P<kind>datasets/|spaces/)?(?P<name>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<path>.*))?"
+    r"hf://(?P<kind>datasets/|spaces/)?(?P<name>[^/@]+/[^/@]+)"
+    r"(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?(?:/(?P<path>.*))?"
 )
 _PASTED = re.compile(
     r"(?P<kind>datasets/|spaces/)?(?P<name>[^/]+/[^/]+)"
-    r"(?:/(?:blob|resolve|tree|raw)/(?P<revision>[^/]+)(?:/(?P<path>.*))?)?/?"
+    r"(?:/(?:blob|resolve|tree|raw)/(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+)(?:/(?P<path>.*))?)?/?"
 )
 
 
@@ -381,7 +387,10 @@ def _in_hub(path: str) -> tuple[_Repository, str] | None:
     """Return the repository and the path in it that an address of Hugging Face means."""
     found = _HUB.fullmatch(path)
     if found is None and _is_http(path):
-        parts = urlsplit(path)
+        try:
+            parts = urlsplit(path)
+        except ValueError:
+            return None  # no address: `fetch` says so
         if parts.netloc in ("huggingface.co", "hf.co", urlsplit(_endpoint()).netloc):
             found = _PASTED.fullmatch(unquote(parts.path.lstrip("/")))
     if found is None:
