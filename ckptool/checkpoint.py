@@ -276,6 +276,7 @@ class Checkpoint(Result):
         include: Iterable[str] = (),
         exclude: Iterable[str] = (),
         model_only: bool = False,
+        ema: bool = False,
         trim: bool = True,
     ) -> Checkpoint:
         """Return a part of the checkpoint; `changes` name everything that is left out.
@@ -285,6 +286,8 @@ class Checkpoint(Result):
             include: Globs of the tensors to keep; default: all.
             exclude: Globs of the tensors to leave out.
             model_only: Keep only the state dict of the model.
+            ema: Take the averaged weights, under the names of the model that they are of; alone,
+                or with `include` and `exclude`.
             trim: Drop the bytes of a storage that only removed tensors use.
 
         Raises:
@@ -292,10 +295,15 @@ class Checkpoint(Result):
             NotFound: there is nothing at `key`, a glob matches nothing, or nothing would be left.
             UsageError: `key` is a plain value; or a list or an object would lose some tensors.
         """
-        from ckptool.transforms import extract
+        from ckptool.transforms import extract, with_averages
 
         return extract(
-            self, key=key, include=include, exclude=exclude, model_only=model_only, trim=trim
+            with_averages(self) if ema else self,
+            key=key,
+            include=include,
+            exclude=exclude,
+            model_only=model_only,
+            trim=trim,
         )
 
     def remap(self, rules: Mapping[str, str]) -> Checkpoint:

@@ -23,6 +23,7 @@ from ckptool.errors import NameCollision, UsageError
 from ckptool.words import printable
 
 __all__ = [
+    "BUFFER_NAMES",
     "COLLISION_HINT",
     "N_AVERAGED",
     "WRAPPERS",
@@ -50,6 +51,17 @@ WRAPPERS = (
     "_forward_module",
 )
 
+BUFFER_NAMES = frozenset(
+    {
+        "inv_freq",
+        "n_averaged",
+        "num_batches_tracked",
+        "position_ids",
+        "running_mean",
+        "running_var",
+    }
+)
+"""Last name parts that are buffers, not parameters, where the file does not say which is which."""
 N_AVERAGED = "n_averaged"
 """The counter that `AveragedModel` keeps beside its `module`."""
 

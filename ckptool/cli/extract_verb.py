@@ -19,7 +19,7 @@ from ckptool.cli.options import (
 )
 from ckptool.conversion import without_objects
 from ckptool.errors import UsageError
-from ckptool.transforms import extract, with_masters
+from ckptool.transforms import extract, with_averages, with_masters
 
 __all__ = ["command"]
 
@@ -27,7 +27,7 @@ __all__ = ["command"]
 @verb(
     "extract",
     "ckptool extract run.pth --model-only -o weights.pth",
-    "ckptool extract run.pth --key model_ema",
+    "ckptool extract run.pth --ema -o averaged.pth",
     "ckptool extract weights.pth --include 'backbone.*' --exclude '*.num_batches_tracked'",
     "ckptool extract run.pth --key state_dict/fc.weight -o fc.pth",
     "ckptool extract run.pth --plain --drop-objects",
@@ -35,11 +35,16 @@ __all__ = ["command"]
 @file_argument
 @click.option("--key", metavar="NAME", help="The section, container or tensor at this path.")
 @glob_options
+@click.option(
+    "--ema",
+    is_flag=True,
+    help="The averaged weights, under the names of the model that they are an average of.",
+)
 @master_option
 @plain_options
 @target_options()
 def command(
-    file: str, master: bool, plain: bool, drop_objects: bool, target: Target, **what: Any
+    file: str, ema: bool, master: bool, plain: bool, drop_objects: bool, target: Target, **what: Any
 ) -> None:
     """Extract a section, some tensors, or only the weights.
 
@@ -47,14 +52,20 @@ def command(
     optimizer is; values and objects stay, except with --model-only. The result of model.pth goes
     to model.extracted.pth. --in-place needs --force, because the rest is lost.
     """
-    if what["key"] is None and not (any(what.values()) or master or plain or drop_objects):
+    if what["key"] is None and not (any(what.values()) or ema or master or plain or drop_objects):
         raise UsageError(
-            "extract needs at least one of --key, --include, --exclude, --model-only, --master, "
-            "--plain and --drop-objects",
+            "extract needs at least one of --key, --include, --exclude, --model-only, --ema, "
+            "--master, --plain and --drop-objects",
             hint="ckptool extract FILE --model-only",
+        )
+    if ema and (master or what["model_only"] or what["key"] is not None):
+        raise UsageError(
+            "--ema takes the averaged weights alone, without --key, --model-only and --master",
+            hint="ckptool extract FILE --ema",
         )
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
+        checkpoint = with_averages(checkpoint) if ema else checkpoint
         checkpoint = with_masters(checkpoint) if master else checkpoint
         return without_objects(extract(checkpoint, **what), plain=plain, drop=drop_objects)
 

@@ -24,13 +24,13 @@ from ckptool.diagnosis.complaint import (
     unwrapped,
 )
 from ckptool.diagnosis.models import INTEGERS, is_floating
-from ckptool.inspection.summary import BUFFER_NAMES
 from ckptool.loading.target import Target
 from ckptool.matching import Cast, MatchReport
 from ckptool.matching.align import is_average_counter
 from ckptool.matching.judging import difference
 from ckptool.matching.known_renames import MERGE
 from ckptool.model import Shape
+from ckptool.names import BUFFER_NAMES
 from ckptool.optimizers import bare_names, groups_of, model_of, names_in, shapes_in
 from ckptool.statedict import Section
 from ckptool.tree import distinct

@@ -31,7 +31,7 @@ from ckptool.inspection.obstacles import (
 )
 from ckptool.inspection.values import json_path
 from ckptool.model import Path, TensorRef
-from ckptool.names import N_AVERAGED
+from ckptool.names import BUFFER_NAMES, N_AVERAGED
 from ckptool.statedict import MODEL_KINDS, Section, likely_models
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import to_plain
@@ -40,19 +40,7 @@ from ckptool.transforms.extraction import plain_state_dict
 from ckptool.tree import distinct, ties
 from ckptool.words import counted
 
-__all__ = ["BUFFER_NAMES", "Info", "SectionInfo", "info"]
-
-BUFFER_NAMES = frozenset(
-    {
-        "inv_freq",
-        "n_averaged",
-        "num_batches_tracked",
-        "position_ids",
-        "running_mean",
-        "running_var",
-    }
-)
-"""Last name parts that are buffers, not parameters, where the file does not say which is which."""
+__all__ = ["Info", "SectionInfo", "info"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckptool.transforms.compacting import compact, untie, without_unseen
     from ckptool.transforms.concatenating import concatenated
     from ckptool.transforms.devices import remap, visible_devices
+    from ckptool.transforms.ema import with_averages
     from ckptool.transforms.extraction import extract, single_state_dict
     from ckptool.transforms.masters import with_masters
     from ckptool.transforms.memory import changed_dict, remap_dict
@@ -54,6 +55,7 @@ __all__ = [
     "to_plain",
     "untie",
     "visible_devices",
+    "with_averages",
     "with_masters",
     "without_unseen",
 ]
@@ -64,6 +66,7 @@ _HOMES = {
     "compacting": ("compact", "untie", "without_unseen"),
     "concatenating": ("concatenated",),
     "devices": ("remap", "visible_devices"),
+    "ema": ("with_averages",),
     "extraction": ("extract", "single_state_dict"),
     "masters": ("with_masters",),
     "memory": ("changed_dict", "remap_dict"),

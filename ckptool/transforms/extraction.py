@@ -30,8 +30,10 @@ from ckptool.words import counted, listed, printable, shell
 __all__ = [
     "beside",
     "extract",
+    "left_out",
     "plain_state_dict",
     "single_state_dict",
+    "thinned",
     "without",
 ]
 
@@ -143,11 +145,11 @@ class _Pruning:
         if not self._gone:
             return self._root, []
 
-        def thinned(node: dict[Any, Any]) -> dict[Any, Any]:
+        def smaller(node: dict[Any, Any]) -> dict[Any, Any]:
             keys = dropped.get(id(node), ((), ()))[1]
-            return _thinned(node, keys) if keys else node
+            return thinned(node, keys) if keys else node
 
-        root = rebuild(self._root, mapping=thinned)
+        root = rebuild(self._root, mapping=smaller)
         return root, [*_left_out_of(told), *self._stale(staying)]
 
     def _name(self, path: Path) -> str:
@@ -189,7 +191,8 @@ class _Pruning:
                 yield Change("warning", text)
 
 
-def _thinned(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
+def thinned(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
+    """Return a state dict, or another mapping, without some entries, also in its `_metadata`."""
     made = remade(node, ((key, value) for key, value in node.items() if key not in dropped))
     if isinstance(made, OrderedMap) and isinstance(made.metadata, dict):
         names = wrapped_names(node)
@@ -247,7 +250,7 @@ def _state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
     if chosen.holder is checkpoint.root and isinstance(chosen.holder, OrderedMap):
         same = all(map(operator.is_, root.values(), chosen.holder.values()))
         return checkpoint if same else checkpoint.with_root(root)
-    return checkpoint.with_root(root, *_left_out(checkpoint.root, chosen))
+    return checkpoint.with_root(root, *left_out(checkpoint.root, chosen))
 
 
 def _weights_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
@@ -296,7 +299,7 @@ def _detached(tensor: TensorRef) -> TensorRef:
     return replace(tensor, requires_grad=False, hooks=None, wrapping=classes)
 
 
-def _left_out(root: Any, chosen: Section) -> Iterator[Change]:
+def left_out(root: Any, chosen: Section) -> Iterator[Change]:
     """Yield changes for what is around and beside a state dict, or could not be read of it."""
     if isinstance(chosen.holder, Opaque):
         text = f"the object of class {printable(chosen.holder.class_name)} around the state dict"

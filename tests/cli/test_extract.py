@@ -184,3 +184,18 @@ def test_keys_of_a_folder_of_dcp_are_dropped_in_its_index(ckptool, fixtures, tmp
         warnings.simplefilter("ignore")
         dcp_to_torch_save(run, tmp_path / "back.pth")
     assert "optim" not in torch.load(tmp_path / "back.pth", weights_only=False)
+
+
+def test_averages_are_taken_out_alone(ckptool, tmp_path):
+    root = {"model": {"a.w": torch.zeros(2)}, "ema": {"shadow_params": [torch.ones(2)]}}
+    torch.save(root, tmp_path / "run.pth")
+    done = ckptool("extract", tmp_path / "run.pth", "--ema", "-o", tmp_path / "ema.pth")
+    assert done.code == 0, done.err
+    assert "1 averaged weight of ema/shadow_params" in done.err
+    assert torch.load(tmp_path / "ema.pth")["a.w"].tolist() == [1, 1]
+    done = ckptool("extract", tmp_path / "run.pth", "--ema", "--key", "ema")
+    assert done.code == 2
+    assert "--ema takes the averaged weights alone" in done.err
+    done = ckptool("extract", tmp_path / "ema.pth", "--ema")
+    assert done.code == 2
+    assert "holds no averaged weights; looked for" in done.err

@@ -1,0 +1,254 @@
+"""Averaged weights under the names of the model whose average they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptool.checkpoint import Change, Checkpoint
+from ckptool.errors import AmbiguousName, NotFound
+from ckptool.model import OrderedMap, Path, TensorRef, remade
+from ckptool.names import BUFFER_NAMES, N_AVERAGED, strip_names
+from ckptool.statedict import MODEL_KINDS, Section
+from ckptool.transforms.casting import FLOATING
+from ckptool.transforms.compacting import without_unseen
+from ckptool.transforms.extraction import left_out, plain_state_dict, thinned
+from ckptool.tree import name_of
+from ckptool.words import counted, listed, printable, shell
+
+__all__ = ["with_averages"]
+
+_EMA = re.compile(r"(?<![A-Z])EMA|(?<![A-Za-z])[Ee]ma(?![a-z])")
+"""A part of a path that says so: `model_ema`, `state_dict_ema`, `ema`, a callback `EMACallback`."""
+_LIGHTNING = ("state_dict", "current_model_state", "averaging_state")
+"""Keys of Lightning's `WeightAveraging`: the average, the model, what counts."""
+_LITEMA = "model_ema."
+"""LDM, `ldm/modules/ema.py`: buffers of `LitEma`, named as parameters without their dots."""
+_LITEMA_COUNTS = ("decay", "num_updates")
+_ONLINE, _AVERAGED = "online_model.", "ema_model."
+"""ema-pytorch: the two copies that its `EMA` holds."""
+_SHADOW = "shadow_params"
+"""torch-ema and the `EMAModel` of diffusers: a list in the order of `model.parameters()`."""
+_LOOKED_FOR = (
+    "a state dict or module called ema (`model_ema`, `state_dict_ema`); names that begin with "
+    f"`{_LITEMA}` or `{_AVERAGED}`; a list `{_SHADOW}`; `averaging_state` of Lightning"
+)
+
+_Tensors = dict[str, TensorRef]
+
+
+@dataclass(frozen=True, eq=False)
+class _Average:
+    """Averaged tensors, by names or, in a list, by order."""
+
+    path: Path
+    tensors: _Tensors | Sequence[TensorRef]
+    section: Section | None = None
+    """The part that they are, where it is one of its own."""
+    model: Section | None = None
+    """The model, where the layout says which it is."""
+
+
+def with_averages(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose root is a state dict: the averaged weights, by the model's names.
+
+    What has no average, such as buffers and frozen weights, is the model's, and a change says so.
+
+    Raises:
+        NotFound: there are no averages, or not one model that they fit in one way alone.
+        AmbiguousName: there are several.
+    """
+    file = checkpoint.path or None
+    found = list(_averages(checkpoint))
+    where = [name_of(one.path) or "the root" for one in found]
+    if not found:
+        raise NotFound(
+            f"holds no averaged weights; looked for {_LOOKED_FOR}",
+            file=file,
+            hint=f"ckptool info {shell(file)}" if file else None,
+        )
+    if len(found) > 1:
+        raise AmbiguousName(
+            f"holds several averages: {listed(where)}",
+            file=file,
+            hint="--key NAME takes one of them out under its own names",
+        )
+    (average,) = found
+    models = [average.model] if average.model else _models(checkpoint, average)
+    fitting = [(one, named) for one in models if (named := _named(average, _raw(one)))]
+    if len(fitting) != 1:
+        names = listed(one.name or "the root" for one in models)
+        raise NotFound(
+            f"{counted(len(average.tensors), 'averaged tensor')} of {printable(where[0])} fit, by "
+            f"names and shapes or by order and shapes, no model in one way alone; there is {names}",
+            file=file,
+            hint="--key NAME takes a state dict out under its own names",
+        )
+    return without_unseen(checkpoint, _made(checkpoint, average, *fitting[0]))
+
+
+def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
+    """Yield what says of itself that it is an average."""
+    parts = [part for part in checkpoint.sections if part.kind in MODEL_KINDS]
+    root, named = checkpoint.root, {part.path: part for part in parts}
+    if isinstance(root, dict) and all(key in root for key in _LIGHTNING):
+        average, model = (named.get((key,)) for key in _LIGHTNING[:2])
+        if average is not None and model is not None:
+            yield _Average(average.path, _raw(average), average, model)
+        return
+    for part in parts:
+        tensors = _raw(part)
+        litema, inner = _under(_LITEMA, tensors), _under(_AVERAGED, tensors)
+        if litema:
+            counts = {name: one for name, one in litema.items() if name not in _LITEMA_COUNTS}
+            model = replace(part, node=thinned(part.node, {_LITEMA + name for name in litema}))
+            yield _Average((*part.path, _LITEMA), counts, None, model)
+        elif inner:
+            online = _under(_ONLINE, tensors)
+            model = replace(part, node=OrderedMap(online))
+            yield _Average(part.path, inner, None, model if online else None)
+        elif any(isinstance(key, str) and _EMA.search(key) for key in part.path):
+            yield _Average(part.path, tensors, part)
+    for path, node in _lists(root, ()):
+        yield _Average(path, node)
+
+
+def _lists(node: Any, path: Path, depth: int = 4) -> Iterator[tuple[Path, list[TensorRef]]]:
+    """Yield the lists of `shadow_params`, which lie a few dicts deep."""
+    for key, value in node.items() if isinstance(node, dict) and depth else ():
+        if key != _SHADOW:
+            yield from _lists(value, (*path, key), depth - 1)
+        elif value and isinstance(value, list) and all(isinstance(x, TensorRef) for x in value):
+            yield (*path, key), value
+
+
+def _raw(part: Section) -> _Tensors:
+    return {
+        name: one
+        for name, one in part.node.items()
+        if isinstance(name, str) and isinstance(one, TensorRef)
+    }
+
+
+def _under(prefix: str, tensors: _Tensors) -> _Tensors:
+    cut = len(prefix)
+    return {name[cut:]: one for name, one in tensors.items() if name.startswith(prefix)}
+
+
+def _models(checkpoint: Checkpoint, average: _Average) -> list[Section]:
+    """Return the models beside an average, each once."""
+    parts = {
+        id(part.holder): part
+        for part in checkpoint.sections
+        if part.kind in MODEL_KINDS and part.path != average.path
+    }
+    return list(parts.values())
+
+
+def _named(average: _Average, raw: _Tensors) -> _Tensors | None:
+    """Return the averages by the names of a model; None if they are not of this model."""
+    if not isinstance(average.tensors, dict):
+        return _by_order(average.tensors, raw)
+    flat = average.path[-1:] == (_LITEMA,)
+    for prefix in ("model.", "") if flat else ("",):
+        names = _by_dotless(raw, prefix) if flat else _by_bare(raw)
+        own = (
+            {_dotless(name): one for name, one in average.tensors.items()}
+            if flat
+            else ({new: average.tensors[old] for new, old in _by_bare(average.tensors).items()})
+        )
+        if own and own.keys() <= names.keys():
+            named = {names[name]: one for name, one in own.items()}
+            if all(one.shape == raw[name].shape for name, one in named.items()):
+                return named
+    return None
+
+
+def _by_bare(tensors: _Tensors) -> dict[str, str]:
+    """Return names by the name without wrappers, without the counter of averages."""
+    renamed = strip_names(tensors).renamed
+    return {renamed.get(name, name): name for name in tensors if _last(name) != N_AVERAGED}
+
+
+def _by_dotless(tensors: _Tensors, prefix: str) -> dict[str, str]:
+    """Return the names under a prefix by what `LitEma` calls them; none if two have one name."""
+    inside = _under(prefix, tensors)
+    found = {_dotless(name): f"{prefix}{name}" for name in inside}
+    return found if len(found) == len(inside) else {}
+
+
+def _dotless(name: str) -> str:
+    return name.replace(".", "")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _by_order(averages: Sequence[TensorRef], raw: _Tensors) -> _Tensors | None:
+    """Return a list's tensors by name, if their shapes fit the model's in one way alone.
+
+    Buffers are left out where their name says so; others, and frozen weights, are passed over.
+    """
+    once: dict[Any, str] = {}
+    for name, one in raw.items():
+        if _last(name) not in BUFFER_NAMES and one.dtype in FLOATING:
+            once.setdefault(one.place or id(one), name)
+    names = list(once.values())
+    shapes = [raw[name].shape for name in names]
+    wanted = [one.shape for one in averages]
+    first = _embedded(wanted, shapes)
+    last = _embedded(wanted[::-1], shapes[::-1])
+    if first is None or last is None or first != [len(shapes) - 1 - at for at in last[::-1]]:
+        return None
+    return {names[at]: one for at, one in zip(first, averages, strict=True)}
+
+
+def _embedded(wanted: Sequence[Any], there: Sequence[Any]) -> list[int] | None:
+    """Return the first places of `there` at which `wanted` stands in order."""
+    places: list[int] = []
+    for at, one in enumerate(there):
+        if len(places) < len(wanted) and one == wanted[len(places)]:
+            places.append(at)
+    return places if len(places) == len(wanted) else None
+
+
+def _made(checkpoint: Checkpoint, average: _Average, model: Section, named: _Tensors) -> Checkpoint:
+    raw, averages = _raw(model), _plain(checkpoint, average, named)
+    tied = {raw[name].place: one for name, one in averages.items()}
+    for name, one in raw.items():
+        if name not in averages and one.place is not None and one.place in tied:
+            averages[name] = tied[one.place]
+    state = plain_state_dict(checkpoint, model)
+    root = remade(state, ((name, averages.get(name, state[name])) for name in raw))
+    kept = [name for name in raw if name not in averages]
+    where = printable(name_of(average.path)) or "the root"
+    text = f"{counted(len(averages), 'averaged weight')} of {where}"
+    changes = [Change("ema", text, len(averages))]
+    if kept:
+        text = f"no average, so as in the model: {listed(kept)}"
+        changes.append(Change("keep", text, len(kept)))
+    rest = checkpoint.root
+    if not isinstance(average.tensors, dict):
+        rest = _without(rest, average.path)
+    return checkpoint.with_root(root, *changes, *left_out(rest, average.section or model))
+
+
+def _plain(checkpoint: Checkpoint, average: _Average, named: _Tensors) -> _Tensors:
+    """Return the averages as a state dict has them: detached, if a module holds them."""
+    if average.section is None:
+        return {**named}
+    plain = plain_state_dict(checkpoint, average.section)
+    own = {id(one): name for name, one in average.section.node.items()}
+    return {name: plain[own[id(one)]] for name, one in named.items()}
+
+
+def _without(node: Any, path: Path) -> Any:
+    """Return a tree without what lies at a path of dicts."""
+    key, *below = path
+    rest = {name: one for name, one in node.items() if name != key}
+    if below:
+        rest[key] = _without(node[key], tuple(below))
+    return remade(node, rest)
