@@ -381,6 +381,24 @@ def test_a_token_stays_with_its_host(large, hub, tmp_path):
         assert set(other.seen_tokens) == {None}
 
 
+def test_a_redirect_is_followed_once_and_anew_when_its_end_expires(large, hub, tmp_path):
+    asked = []
+    hub.note = asked.append
+    resolved = f"org/model/resolve/{SHA}/large.pth"
+    with serving(hub.folder) as other:
+        hub.redirects = {resolved: f"{other.url}/large.pth"}
+        ckptool.convert("hf://org/model/large.pth", tmp_path / "a.pth")
+        assert asked.count(resolved) == 2  # at the beginning, and to see that it is the same
+        assert len(other.asked) > 10
+        asked.clear()
+        other.asked.clear()
+        other.misdeeds = {5: 403}
+        ckptool.convert("hf://org/model/large.pth", tmp_path / "b.pth")
+        assert 3 <= asked.count(resolved) <= 12  # those that were on their way ask, too
+    assert ckptool.diff(large, tmp_path / "a.pth").identical
+    assert ckptool.diff(large, tmp_path / "b.pth").identical
+
+
 def test_a_gated_repository_is_told(large, hub):
     told = {
         "X-Error-Code": "GatedRepo",

@@ -28,6 +28,8 @@ _PROGRESS = 16 << 10
 FROM_THE_START = 64 << 20
 """Bytes that are read from the beginning where a server sends no ranges."""
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_LED: dict[str, str] = {}
+"""Where an address led to, for the further parts of one file: hosts count what they redirect."""
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _DOWNLOAD = "download it first: curl -LO URL"
 
@@ -117,20 +119,27 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def _ask(url: str, start: int, stop: int, tag: str, headers: Mapping[str, str]) -> Part:
+    there = _LED.get(url, url) if tag else url
     request = urllib.request.Request(
-        quote(urldefrag(url).url, safe="%/:=&?~#+!$,;'@()*[]"),  # as a browser takes it
+        quote(urldefrag(there).url, safe="%/:=&?~#+!$,;'@()*[]"),  # as a browser takes it
         headers={"Accept-Encoding": "identity", "User-Agent": "ckptool"},
     )
     request.add_header("Range", f"bytes={start}-{stop - 1}")
     if tag.startswith('"'):
         request.add_header("If-Match", tag)
-    for name, value in headers.items():
+    for name, value in headers.items() if there == url else ():
         request.add_unredirected_header(name, value)
     try:
         with _opener().open(request, timeout=TIMEOUT) as answer:
-            return _read(url, answer, start, stop, tag)
+            part = _read(url, answer, start, stop, tag)
+            if answer.url != request.full_url:
+                _LED[url] = answer.url
+            return part
     except urllib.error.HTTPError as error:
         with error:
+            if there != url and error.code in (400, 401, 403, 404, 410):  # it has expired
+                _LED.pop(url, None)
+                raise _Retry("the place that it led to is gone", 0.0) from error
             raise _refused(url, error, start) from error
 
 
