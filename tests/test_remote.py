@@ -21,6 +21,7 @@ from ckptool.errors import (
 )
 from ckptool.files import http
 from ckptool.files.remote import _repository
+from ckptool.inspection.scan import files_below
 from tests.servers import SHA, Handler, serving
 
 
@@ -397,6 +398,15 @@ def test_a_redirect_is_followed_once_and_anew_when_its_end_expires(large, hub, t
         assert 3 <= asked.count(resolved) <= 12  # those that were on their way ask, too
     assert ckptool.diff(large, tmp_path / "a.pth").identical
     assert ckptool.diff(large, tmp_path / "b.pth").identical
+
+
+def test_a_repository_is_scanned_as_a_folder(large, hub):
+    os.mkdir(os.path.join(hub.folder, "more"))
+    torch.save({"a": torch.ones(3)}, os.path.join(hub.folder, "more", "a b.pth"))
+    top = f"hf://org/model@{SHA}"
+    found = list(files_below(["hf://org/model"]))
+    assert found == [f"{top}/large.pth", f"{top}/more/a b.pth"]
+    assert [ckptool.scan(one).verdict for one in found] == ["data", "data"]
 
 
 def test_a_gated_repository_is_told(large, hub):

@@ -20,7 +20,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.inflated import InflatedSource, refuse_bomb
-from ckptool.files.place import place_of
+from ckptool.files.place import is_address, place_of
 from ckptool.formats.archive import DEFLATED, REFUSED, STORED, zip_archive
 from ckptool.formats.base import Record
 from ckptool.formats.identify import MAGICS
@@ -210,7 +210,7 @@ def files_below(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
     for given in map(os.fsdecode, paths):
         pattern = not os.path.lexists(given) and has_magic(given)
         for path in (sorted(glob(given, recursive=True)) if pattern else ()) or (given,):
-            for file in _inside(path) if os.path.isdir(path) else (path,):
+            for file in _inside(path) if place_of(path).is_folder(path) else (path,):
                 if file not in seen:
                     seen.add(file)
                     yield file
@@ -218,6 +218,12 @@ def files_below(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
 
 def _inside(folder: str) -> Iterator[str]:
     """Yield the files in a folder, and the folders that cannot be listed: opening one says why."""
+    if is_address(folder):
+        place = place_of(folder)
+        top = place.spelled(folder).rstrip("/")
+        for path in (f"{top}/{name}" for name in sorted(place.names(folder))):
+            yield from _inside(path) if place.is_folder(path) else (path,)
+        return
     failed = list[OSError]()
     for here, folders, names in os.walk(folder, onerror=failed.append):
         folders[:] = sorted(set(folders) - {".git", "__pycache__"})
