@@ -398,11 +398,11 @@ def in_words(error: BaseException) -> tuple[str, str | None]:
     if (place := _place_of_others(error)) is not None:
         return (
             f"the code at {place} fails: {what}",
-            "that is none of ckptool; CKPTOOL_DEBUG=1 shows how it came there",
+            "this code is not part of ckptool; CKPTOOL_DEBUG=1 shows the traceback",
         )
     return (
-        f"something unexpected happened, {what}",
-        "this is a fault of ckptool; CKPTOOL_DEBUG=1 shows where it lies",
+        f"an unexpected error: {what}",
+        "this is a bug in ckptool; CKPTOOL_DEBUG=1 shows the traceback",
     )
 
 

@@ -44,7 +44,7 @@ def command(
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
         changed = strip_module(checkpoint, only=only or None, levels=levels, at=at)
-        none = Change("warning", f"no {listed(only or ['wrapper'])} in the names")
+        none = Change("warning", f"no name has the prefix {listed(only or ['of a wrapper'])}")
         return changed if changed.changes else changed.with_root(changed.root, none)
 
     write_changed(file, change, target, word="stripped")

@@ -408,11 +408,12 @@ def _text(probe: Probe) -> Finding | None:
 def _git_lfs(path: str, text: str) -> Finding:
     size = re.search(r"^size (\d{1,18})$", text, re.MULTILINE)
     real = f" (the real one has {int(size[1]) / 2**20:,.1f} MiB)" if size else ""
-    folder, name = os.path.split(os.path.abspath(path))
+    folder, name = os.path.split(path)
+    place = f"-C {shell(folder)} " if folder else ""
     pattern = "**/" + re.sub(r"[*\[\]\\,]", "?", name)  # --include takes a list of patterns
     return Finding(
         f"a git-lfs pointer, not the file itself{real}",
-        f"git lfs install && git -C {shell(folder)} lfs pull --include {shell(pattern)}",
+        f"git lfs install && git {place}lfs pull --include {shell(pattern)}",
     )
 
 
@@ -431,10 +432,10 @@ def _page(text: str) -> Finding:
     is_drive = "drive.google.com" in text or "Google Drive" in text
     if "quota" in title.lower() or "Quota exceeded" in text:
         return Finding(
-            "an HTML page: Google Drive's, saying that too many have downloaded the file"
+            "an HTML page: Google Drive says that too many have downloaded the file"
             if is_drive
             else f"an HTML page{named}: the server's limit on downloads",
-            "try again tomorrow, or copy the file to a Drive of your own and download that",
+            "try again tomorrow, or copy the file to your own Drive and download the copy",
         )
     if is_drive:
         return Finding(

@@ -47,7 +47,7 @@ _SPECIAL = re.compile(r"[*?[]")
 _NONE = Remedy()
 _ANY_RULE = Remedy((("rules", ("REGEX=>REPL",)),), to_fill_in=True)
 _OTHER = Remedy(
-    lead="is it of another model? ",
+    lead="the file may be for another model; ",
     instead=(
         Remedy((("key", "NAME"),), " takes another state dict of the file", to_fill_in=True),
         _ANY_RULE._replace(note=" renames"),
@@ -364,14 +364,14 @@ def _nothing(report: MatchReport, mismatched: Sequence[Mismatch]) -> Iterator[Pr
         yield Problem("coverage", text, Remedy((("min_coverage", 0),), note))
     elif report.fitting:
         text = (
-            f"none of the model's parameters is in it: {report.fitting:,} of its other "
-            "tensors are all that fit"
+            f"the file has none of the model's parameters: only {report.fitting:,} of its other "
+            "tensors match"
         )
         yield Problem("coverage", text, _OTHER)
     else:
         own, wanted = _folded(report.unexpected_keys, 2), _folded(report.missing_keys, 2)
         own = own if report.unexpected_keys else "no tensors"
-        text = f"nothing of it is in the model: it has {own}; the model has {wanted}"
+        text = f"no name matches: the file has {own}; the model has {wanted}"
         yield Problem("coverage", text, _OTHER)
 
 

@@ -8,7 +8,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.inspection.summary import Info, SectionInfo, info
 from ckptool.render.table import table
 from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import command_lines, count, shorten, size
+from ckptool.render.text import command_lines, count, shorten, size, wrapped
 from ckptool.statedict import Section
 from ckptool.words import clean, counted, listed
 
@@ -64,17 +64,8 @@ def info_lines(info: Info, look: Look = PLAIN) -> Iterator[str]:
         return
     yield look.bold(clean(info.file))
     if info.would_run:
-        yield look.alarm(_fact("would run", listed(info.would_run)))
-    yield _fact("format", format_text(info))
-    yield _fact("size", size_text(info))
-    yield _fact("devices", counts_text(info.devices))
-    yield _fact("dtypes", counts_text(info.dtypes))
-    if info.ties:
-        yield _fact("ties", _few([" = ".join(names) for names in info.ties], "; ", 3))
-    yield _fact("weights_only", "accepts it" if info.weights_only else "refuses it:")
-    yield from _items(info.blockers)
-    for note in info.notes:
-        yield _fact("note", clean(note))
+        yield look.alarm(f"{'would run':<{_INDENT}}{listed(info.would_run)}")
+    yield from _facts(info, look)
     if info.sections:
         yield ""
         yield from _sections(info.sections, look)
@@ -82,15 +73,22 @@ def info_lines(info: Info, look: Look = PLAIN) -> Iterator[str]:
     yield from _commands(info, look)
 
 
-def _fact(name: str, text: str) -> str:
-    return f"{name:<{_INDENT}}{text}"
-
-
-def _items(texts: tuple[str, ...]) -> Iterator[str]:
-    for text in texts[:_MOST_LISTED]:
-        yield " " * _INDENT + clean(text)
-    if len(texts) > _MOST_LISTED:
-        yield f"{'':<{_INDENT}}and {count(len(texts) - _MOST_LISTED)} more"
+def _facts(info: Info, look: Look) -> Iterator[str]:
+    more = len(info.blockers) - _MOST_LISTED
+    facts = [
+        ("format", format_text(info)),
+        ("size", size_text(info)),
+        ("devices", counts_text(info.devices)),
+        ("dtypes", counts_text(info.dtypes)),
+        ("ties", _few([" = ".join(names) for names in info.ties], "; ", 3)),
+        ("weights_only", "accepts it" if info.weights_only else "refuses it:"),
+        *(("", clean(text)) for text in info.blockers[:_MOST_LISTED]),
+        ("", f"and {count(more)} more" if more > 0 else ""),
+        *(("note", clean(note)) for note in info.notes),
+    ]
+    for name, text in facts:
+        if text:
+            yield from wrapped(f"{name:<{_INDENT}}{text}", look.width, indent=" " * _INDENT)
 
 
 def format_text(info: Info) -> str:

@@ -320,17 +320,14 @@ _ALLOWED = {
     "CAST": "allow_lossy_cast",
 }
 _MEANINGS = {
-    "MISSING": "the model has it and the file has not; what {} names stays as the model has it",
-    "UNEXPECTED": "the file has it and the model has not; what {} names is passed over",
-    "MISMATCH": "of another shape in the file than in the model; what {} names stays as the model "
-    "has it",
-    "LAYOUT": "the order of the axes does not follow from the format and the type of the module; "
+    "MISSING": "in the model, but not in the file; {} keeps the model's own tensor",
+    "UNEXPECTED": "in the file, but not in the model; {} leaves it out",
+    "MISMATCH": "the shapes differ; {} keeps the model's own tensor",
+    "LAYOUT": "neither the format nor the type of the module tells the order of the axes; "
     "{0}transpose or {0}no{1}transpose decides it",
     "TRANSPOSED": "the axes are put in torch's order, each shown by its number in the file",
-    "UNTIED": "one tensor in the model, and not the same in the file: it is of a model without "
-    "that tie",
-    "CAST": "the model has another type, and numbers change where it is lossy; {} accepts that "
-    "of what it names",
+    "UNTIED": "one tied tensor in the model, but different tensors in the file: another model",
+    "CAST": "the model has another type, and a lossy cast changes values; {} accepts that",
     "RENAMED": "matches after the renaming shown",
     "PROPOSED": "would match after the rule shown, which was not applied",
     "TIED": "one tensor under several names, which is loaded once",

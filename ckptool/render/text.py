@@ -125,14 +125,17 @@ def fit_names(names: Sequence[str], width: int) -> list[str]:
     return max(ways, key=lambda found: len(set(found)))
 
 
-def wrapped(text: str, width: int | None) -> list[str]:
-    """Return a sentence in lines of `width` (20 or more) characters; break longer words."""
+def wrapped(text: str, width: int | None, *, indent: str = "  ") -> list[str]:
+    """Return a sentence in lines of `width` (20 or more) characters; break longer words.
+
+    `indent` begins every line but the first.
+    """
     if width is None or len(text) <= width:
         return [text]
     import textwrap
 
-    width = max(width, _NARROWEST)
-    return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+    width = max(width, _NARROWEST + len(indent))
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def number(value: Any) -> str:

@@ -9,7 +9,7 @@ from ckptool.formats.base import Problem
 from ckptool.inspection.verifying import ManifestOutcome, Verdict
 from ckptool.render.table import table
 from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import size
+from ckptool.render.text import size, wrapped
 from ckptool.words import clean, counted
 
 __all__ = ["manifest_line", "summary_line", "verdict_lines", "verdict_table"]
@@ -32,7 +32,7 @@ def _problems(problems: Sequence[Problem], look: Look) -> Iterator[str]:
     told = set()
     for problem in problems[:SCREEN]:
         place = f"{clean(problem.place)}: " if problem.place else ""
-        yield f"  {place}{clean(problem.text)}"
+        yield from wrapped(f"  {place}{clean(problem.text)}", look.width, indent="    ")
         if problem.hint and problem.hint not in told:
             told.add(problem.hint)
             yield f"    {look.faint('hint:')} {clean(problem.hint)}"

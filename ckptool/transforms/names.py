@@ -568,7 +568,7 @@ def _add(plan: NamePlan, part: Section, wrapper: str, at: str | None) -> None:
         plan.changes.append(Change("warning", text, len(renamed)))
     plan.rename(part, names, renamed, add_name(wrapper, at))
     if renamed:
-        text = f"{before} put before {counted(len(renamed), 'name')} in {place(part)}"
+        text = f"added {before} to {counted(len(renamed), 'name')} in {place(part)}"
         plan.changes.append(Change("add", text, len(renamed)))
 
 
@@ -579,8 +579,8 @@ def _kept_in_part(
     within, others = wrapped_in_part(names, only=only)
     if within:
         text = (
-            f"module. stays before {counted(len(within), 'name')} in {place(part)}, as "
-            f"{printable(others[0])} has none: ckptool rename --prefix module.= takes it off"
+            f"module. stays in {counted(len(within), 'name')} of {place(part)}, because "
+            f"{printable(others[0])} has none: ckptool rename --prefix module.= removes it"
         )
         yield Change("warning", text, len(within))
 
@@ -590,7 +590,7 @@ def _stripped(
 ) -> Change:
     count = renamed if isinstance(renamed, int) else len(renamed)
     names, going = counted(count, "name"), counted(levels, "level")
-    text = f"{', '.join(kinds)} taken off {names} in {place(part)} ({going})"
+    text = f"removed {', '.join(kinds)} from {names} in {place(part)} ({going})"
     return Change("strip", text, count)
 
 

@@ -157,6 +157,22 @@ def test_a_pointer_is_fetched_by_git(ckptool, tmp_path):
     assert document["commands"][0].endswith(" lfs pull --include '**/-m.pth'")
 
 
+@pytest.mark.parametrize(
+    ("place", "given"),
+    [("a b", "-C .. "), (".", ""), ("..", "-C 'it is' ")],
+)
+def test_a_proposed_command_starts_where_the_user_stands(
+    ckptool, tmp_path, monkeypatch, place, given
+):
+    home = tmp_path / "it is"
+    (home / "a b").mkdir(parents=True)
+    (home / "m.pth").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    monkeypatch.chdir(home / place)
+    document = ckptool("doctor", os.path.relpath(home / "m.pth"), "--json").document
+    pull = f"git lfs install && git {given}lfs pull --include '**/m.pth'"
+    assert document["commands"] == [pull]
+
+
 def test_a_file_cut_short_is_a_finding(ckptool, tmp_path):
     path = saved(healthy)(tmp_path)
     path.write_bytes(path.read_bytes()[:-700])

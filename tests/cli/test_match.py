@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_a_finding(ckptool, folder):
         ["3.weight", "MISMATCH", "[9, 5] for [3, 5]"],
         ["3.bias", "MISMATCH", "[9] for [3]"],
     ]
-    assert "what --allow-mismatched names stays as the model has it" in done.out
+    assert "--allow-mismatched keeps the model's own tensor" in done.out
     assert done.out.splitlines()[-1] == (
         "hint: --allow-mismatched=3.weight --allow-mismatched=3.bias "
         "--allow-unexpected=extra.weight"
@@ -272,7 +272,7 @@ def test_names_that_look_like_arguments_are_names(ckptool, tmp_path, verb, own, 
     arguments = [file] if verb == "match" else [file, target]
     done = ckptool(verb, *arguments, "--like", reference)
     assert done.code == (1 if verb == "match" else 2)
-    assert "unexpected happened" not in done.err
+    assert "unexpected error" not in done.err
 
 
 WORDS = ("rules", "key", "like_key", "min_coverage", "strict", "prefixes", "optimizer_order", *(

@@ -377,4 +377,4 @@ def test_where_the_users_own_code_fails_is_told(ckptool, tmp_path, monkeypatch):
     done = ckptool("train", "--out", "run", *words, "--device", "cpu", "-q")
     place = tmp_path / "one_by_one.py"
     assert done.err.startswith(f"ckptool: the code at {place}:5 fails: ValueError: no batch of two")
-    assert "fault of ckptool" not in done.err
+    assert "bug in ckptool" not in done.err

@@ -147,4 +147,4 @@ def test_training_says_what_it_needs(torchless, tmp_path):
     done = torchless("train", "--out", tmp_path / "run")
     assert (done.code, done.out) == (2, "")
     assert "torch" in done.err
-    assert "a fault of ckptool" not in done.err
+    assert "a bug in ckptool" not in done.err

@@ -62,7 +62,7 @@ def test_the_format_is_small():
         ("cast run --dtype bfloat16 -o cast.pth", 0, "bfloat16"),
         ("rename run --map conv=>stem -o renamed.pth", 0, r"wrote renamed\.pth"),
         ("remap run --to cuda:1 -o there.pth", 0, "cpu becomes cuda:1"),
-        ("strip-module run -o bare.pth", 0, "module taken off 3 names"),
+        ("strip-module run -o bare.pth", 0, "removed module from 3 names"),
         ("average run same.pth -o mean.pth", 0, "the mean of 2 files"),
     ],
 )

@@ -118,7 +118,7 @@ def test_where_nothing_fits_nothing_is_accepted_unless_no_coverage_is_asked_for(
     assert kinds(Allowance(strict=False), found) == ["coverage"]
     assert kinds(Allowance(strict=False, min_coverage=0), found) == []
     error = Allowance(strict=False).refusal(found)
-    assert "it has c; the model has a, b" in str(error)
+    assert "the file has c; the model has a, b" in str(error)
     assert "rules=" in error.hint
 
 
@@ -202,7 +202,7 @@ def test_buffers_alone_are_nothing_of_a_model():
     found = report(missing_keys=["1.weight"], fitting=1, names=2, loaded=0, parameters=9)
     (problem,) = Allowance(strict=False).problems(found)
     assert problem.text.startswith(
-        "none of the model's parameters is in it: 1 of its other tensors"
+        "the file has none of the model's parameters: only 1 of its other tensors"
     )
 
 

@@ -95,7 +95,7 @@ def a_command(data: bytes) -> None:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
         code = main([verb, "file.pth", *options])
     assert code in (0, 1, 2), code
-    assert "a fault of ckptool" not in said.getvalue(), said.getvalue()
+    assert "a bug in ckptool" not in said.getvalue(), said.getvalue()
     for name in ("out.pth", "out.safetensors"):
         if Path(name).exists():
             os.remove(name)

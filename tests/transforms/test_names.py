@@ -38,8 +38,8 @@ def test_every_state_dict_of_the_file_is_treated_and_order_and_tensors_stay():
         a is b for a, b in zip(made.root["model"].values(), root["model"].values(), strict=True)
     ]
     assert texts(made) == [
-        ("strip", "module taken off 2 names in model (1 level)"),
-        ("strip", "module taken off 1 name in ema (1 level)"),
+        ("strip", "removed module from 2 names in model (1 level)"),
+        ("strip", "removed module from 1 name in ema (1 level)"),
     ]
     assert [change.count for change in made.changes] == [2, 1]
 
@@ -153,7 +153,7 @@ def test_pickled_wrappers_give_way_to_the_module_inside():
     made = strip({"model": parallel(parallel(net))})
     assert made.root["model"].class_name == "net.Net"
     assert list(module_state(made.root["model"])) == ["w", "block.v"]
-    assert texts(made) == [("strip", "module, _orig_mod taken off 2 names in model (3 levels)")]
+    assert texts(made) == [("strip", "removed module, _orig_mod from 2 names in model (3 levels)")]
     kept = strip({"model": parallel(parallel(net))}, levels=1).root["model"]
     assert list(module_state(kept)) == ["module.w", "module.block._orig_mod.v"]
     only = strip({"model": parallel(net)}, only="_orig_mod").root["model"]
@@ -202,7 +202,7 @@ def test_adding_to_every_state_dict_and_its_followers():
     assert made.root["model"].metadata[""] == {"version": 1}
     assert names_of(made.root["opt"]) == (["module.a.w"],) * 3
     assert texts(made) == [
-        ("add", "module. put before 1 name in model"),
+        ("add", "added module. to 1 name in model"),
         ("follow", "1 name in the optimizer opt follows"),
     ]
 
@@ -305,8 +305,8 @@ def test_a_module_before_most_names_stays_and_is_told():
         assert texts(made) == [
             (
                 "warning",
-                "module. stays before 2 names in model, as queue has none: "
-                "ckptool rename --prefix module.= takes it off",
+                "module. stays in 2 names of model, because queue has none: "
+                "ckptool rename --prefix module.= removes it",
             )
         ]
     for other in ("_orig_mod", "_fsdp_wrapped_module"):
