@@ -28,6 +28,12 @@ class Result:
 
         return line(self)
 
+    def _repr_html_(self) -> str:
+        """Return the page for a notebook, with every name in it escaped."""
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
+
 
 @contextmanager
 def uncollected() -> Iterator[None]:

@@ -33,6 +33,7 @@ def _tolerance(_: click.Context, option: click.Parameter, given: float | None) -
     "ckptool diff epoch1.pth epoch2.pth",
     "ckptool diff model.pth model.safetensors --quick",
     "ckptool diff a.pth b.pth --key state_dict --atol 1e-6",
+    "ckptool diff model.pth half.safetensors --ignore-dtype",
     r"ckptool diff a.pth b.pth --map '^encoder\.=>backbone.' --stat",
     finding="they differ",
 )
@@ -65,6 +66,11 @@ def _tolerance(_: click.Context, option: click.Parameter, given: float | None) -
     help="Relative tolerance, as in torch.allclose (1e-5 if only --atol is given).",
 )
 @click.option("--equal-nan", is_flag=True, help="Treat NaN as equal to NaN.")
+@click.option(
+    "--ignore-dtype",
+    is_flag=True,
+    help="Compare a wider type rounded to the narrower one: is a half copy exact?",
+)
 @click.option("--stat", is_flag=True, help="Show how much differs in each module.")
 @click.option(
     "--name-status", is_flag=True, help="Print one line per entry: A, D, M, R or T, and its name."

@@ -51,6 +51,7 @@ def diff(
     atol: float | None = None,
     rtol: float | None = None,
     equal_nan: bool = False,
+    ignore_dtype: bool = False,
     max_diffs: int | None = None,
     progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
@@ -72,6 +73,8 @@ def diff(
         atol: With `rtol`: tensors that are close count as equal, as in `torch.allclose`.
         rtol: See `atol`; if only one is given, the other has torch's default.
         equal_nan: Count NaN as equal to NaN where values are compared.
+        ignore_dtype: Compare a wider floating type as the narrower type of the other side has it,
+            rounded to nearest even; of other types the values must be equal.
         max_diffs: Keep at most this many entries of `Diff.changed`: the largest relative changes.
         progress: Called with the bytes done and the bytes in all, of one side.
         limits: Bounds for what a hostile file may cost.
@@ -84,15 +87,16 @@ def diff(
     """
     made = rules_of(rules)
     tolerant = atol is not None or rtol is not None
-    _check_options(structure, quick, tolerant or equal_nan, max_diffs)
+    _check_options(structure, quick, tolerant or equal_nan or ignore_dtype, max_diffs)
     meter = Meter(progress)
     contents = Contents(
-        quick=quick, atol=atol, rtol=rtol, equal_nan=equal_nan, meter=meter, limits=limits
-    )
+        quick=quick, atol=atol, rtol=rtol, equal_nan=equal_nan, rounded=ignore_dtype, meter=meter,
+        limits=limits,
+    )  # fmt: skip
     with opened(a) as one, opened(b) as other:
         one, other = one.settled(), other.settled()
         aligned = align(one, other, strict_names=strict_names, rules=made, key=key)
-        run = _Comparison(aligned, contents, meter, structure, quick, strict, limits)
+        run = _Comparison(aligned, contents, meter, structure, quick, strict, ignore_dtype, limits)
         renames = None
         if not structure:
             renames = Renames(aligned.only_a, aligned.only_b, stated_only=quick, limits=limits)
@@ -113,7 +117,8 @@ def _check_options(structure: bool, quick: bool, tolerant: bool, max_diffs: int 
         )
     if tolerant and (structure or quick):
         raise UsageError(
-            "a tolerance asks for values, which --structure and --quick do not read",
+            "a tolerance and --ignore-dtype ask for values, which --structure and --quick do not "
+            "read",
             hint="leave one of them out",
         )
     if max_diffs is not None and max_diffs < 0:
@@ -142,6 +147,7 @@ class _Comparison:
     structure: bool
     quick: bool
     strict: bool
+    ignore_dtype: bool
     limits: Limits
     changed: list[Changed] = field(default_factory=list)
     values: list[Changed] = field(default_factory=list)
@@ -176,6 +182,9 @@ class _Comparison:
     def _tensors(self, pair: Pair, a: TensorRef, b: TensorRef) -> None:
         what = _unlike_headers(a, b)
         found = self._quantizers(a, b) if self.structure else self._elements(pair, a, b)
+        if self.ignore_dtype and found.verdict is not None and "dtype" in what:
+            what.remove("dtype")
+            self.tally["of_other_types"] += 1
         if found.verdict is not None:
             self.tally["elements"] += a.numel
             self.tally["by_checksum" if found.verdict.by_checksum else "read"] += 1
@@ -321,6 +330,9 @@ class _Comparison:
                 "torch is not installed, so there are no figures: "
                 "tensors of different bytes count as different"
             )
+        others = self.tally["of_other_types"]
+        if others:
+            yield f"{counted(others, 'tensor')} compared without regard to their types"
         bits = self.tally["in_value_only"]
         if bits:
             verb = "differs" if bits == 1 else "differ"

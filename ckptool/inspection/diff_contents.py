@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import TorchMissing, UnsupportedFormat
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.limits import Limits
 from ckptool.model import Path, TensorRef
+from ckptool.tensors.casting import FLOATS, Caster, is_exact
 from ckptool.tensors.sameness import same_by_checksum, same_content
 
 if TYPE_CHECKING:
@@ -92,10 +93,13 @@ class Contents:
         atol: float | None,
         rtol: float | None,
         equal_nan: bool,
+        rounded: bool = False,
         meter: Meter,
         limits: Limits,
     ) -> None:
         """Nothing is compared yet; options as `diff.diff`.
+
+        `rounded`: a wider tensor is compared as the narrower type of the other has it.
 
         Raises:
             UsageError: a tolerance is negative, or no number.
@@ -106,7 +110,8 @@ class Contents:
             atol, rtol = _ATOL if atol is None else atol, _RTOL if rtol is None else rtol
         self._options: dict[str, Any] = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan}
         self._comparer = self._made_comparer() if tolerant else None  # it may refuse them
-        self._tolerant = tolerant or equal_nan
+        self._rounded = rounded
+        self._tolerant = tolerant or equal_nan or rounded
         self._meter = meter
         self._repeated = RepeatedBytes(limits)
         self._known: dict[Any, Verdict] = {}
@@ -151,12 +156,14 @@ class Contents:
             self._meter.end()
 
     def _read(self, a: TensorRef, b: TensorRef, exact: bool) -> Verdict:
+        if self._rounded:
+            a, b = _rounded(a, b), _rounded(b, a)
         same = a.dtype == b.dtype and same_content(a, b, self._meter.told)
         if same or self._quick:
             return Verdict(same)
         found = self._figures(a, b, exact)
         if found is None:  # of two types it is not known whether their values are the same
-            return Verdict(a.dtype != b.dtype)
+            return Verdict(a.dtype != b.dtype and not self._rounded)
         equal = found.mismatched == 0 if exact or found.close is None else found.close
         return Verdict(equal, difference=found)
 
@@ -177,6 +184,16 @@ class Contents:
         except UnsupportedFormat:  # a type of which nobody knows the numbers
             pass
         return None
+
+
+def _rounded(tensor: TensorRef, other: TensorRef) -> TensorRef:
+    """Return a tensor as the type of another has it, rounded as torch does, if that is narrower."""
+    held, source, target = tensor.storage, tensor.dtype, other.dtype
+    floating = source in FLOATS and target in FLOATS
+    if held is None or source == target or not floating or not is_exact(target, source):
+        return tensor
+    storage = Caster(source, target, allow_overflow=True).cast(held, [("", tensor)])
+    return replace(tensor, dtype=target, storage=storage)
 
 
 def _pair_key(a: TensorRef, b: TensorRef) -> Any:

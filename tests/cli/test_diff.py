@@ -211,3 +211,15 @@ def test_a_file_that_cannot_be_read_is_an_error_whichever_it_is(ckptool, files, 
         done = ckptool("diff", *pair)
         assert (done.code, done.out) == (2, "")
         assert "c.pth" in done.err
+
+
+def test_a_half_copy_is_faithful_or_not(ckptool, tmp_path):
+    wide = {"w": torch.randn(20)}
+    torch.save(wide, tmp_path / "wide.pth")
+    torch.save({"w": wide["w"].half()}, tmp_path / "half.pth")
+    assert ckptool("diff", tmp_path / "wide.pth", tmp_path / "half.pth").code == 1
+    done = ckptool("diff", tmp_path / "wide.pth", tmp_path / "half.pth", "--ignore-dtype")
+    assert done.code == 0, done.out
+    torch.save({"w": wide["w"].bfloat16().half()}, tmp_path / "half.pth")
+    done = ckptool("diff", tmp_path / "wide.pth", tmp_path / "half.pth", "--ignore-dtype")
+    assert done.code == 1

@@ -492,3 +492,58 @@ def test_a_diff_is_neither_true_nor_false(compare):
     found = compare({"a": torch.ones(1)}, {"a": torch.ones(1)})
     with pytest.raises(TypeError, match=r"\.identical"):
         bool(found)
+
+
+class TestTypesIgnored:
+    """A copy in a narrower type is exact if its values are the rounded ones."""
+
+    @pytest.fixture
+    def files(self, tmp_path):
+        torch.manual_seed(0)
+        wide = {"w": torch.randn(300), "big": torch.tensor([1e9, 1.0]), "n": torch.tensor([1, 2])}
+        wide["view"] = torch.randn(4, 6).t()
+
+        def write(change):
+            torch.save(wide, tmp_path / "wide.pth")
+            narrow = {name: change(tensor) for name, tensor in wide.items()}
+            torch.save(narrow, tmp_path / "narrow.pth")
+            return tmp_path / "wide.pth", tmp_path / "narrow.pth"
+
+        return write
+
+    @pytest.mark.parametrize(
+        "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2]
+    )
+    def test_a_faithful_copy_is_identical(self, files, dtype):
+        one, other = files(lambda x: x.to(dtype) if x.is_floating_point() else x)
+        for pair in ((one, other), (other, one)):
+            assert not ckptool.diff(*pair).identical
+            found = ckptool.diff(*pair, ignore_dtype=True)
+            assert found.identical, str(found)
+            assert "3 tensors compared without regard to their types" in found.notes
+
+    def test_one_value_that_is_not_the_rounded_one_is_found(self, files):
+        def change(tensor):
+            made = tensor.half() if tensor.is_floating_point() else tensor
+            if len(made) == 300:
+                made[7] = torch.nextafter(made[7], torch.tensor(9.0).half())
+            return made
+
+        found = ckptool.diff(*files(change), ignore_dtype=True)
+        assert [(row.name, row.what) for row in found.changed] == [("w", ("value",))]
+        assert found.changed[0].difference.mismatched == 1
+
+    def test_types_of_which_neither_holds_the_other_must_have_equal_values(self, tmp_path):
+        for name, dtype in (("a", torch.float16), ("b", torch.bfloat16)):
+            tensors = {"same": torch.tensor([0.5, 2.0]), "odd": torch.tensor([1.001])}
+            torch.save({k: v.to(dtype) for k, v in tensors.items()}, tmp_path / f"{name}.pth")
+        found = ckptool.diff(tmp_path / "a.pth", tmp_path / "b.pth", ignore_dtype=True)
+        assert [row.name for row in found.changed] == ["odd"]
+
+    def test_integers_and_shapes_count_as_before(self, files):
+        found = ckptool.diff(*files(lambda x: x.to(torch.int32)[:2]), ignore_dtype=True)
+        assert {row.name for row in found.changed} == {"w", "view"}
+
+    def test_it_needs_values(self, files):
+        with pytest.raises(UsageError, match="ask for values"):
+            ckptool.diff(*files(lambda x: x), ignore_dtype=True, structure=True)
