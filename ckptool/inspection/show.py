@@ -132,7 +132,7 @@ def show(
         NotFound: no node has the address (`AmbiguousName`: several nodes have it).
         LimitExceeded: the strides of a tensor repeat more bytes than `limits` allows.
     """
-    path, node = resolve(checkpoint, name)
+    path, node = _attribute(checkpoint, str(name)) or resolve(checkpoint, name)
     node = settled(node)
     place = (checkpoint.path, json_path(path), name_of(path))
     if isinstance(node, TensorRef):
@@ -144,6 +144,17 @@ def show(
     if isinstance(node, (dict, list, tuple)):
         return ShownContainer(*place, _container_name(node), _entries(node))
     return _object(place, node)
+
+
+def _attribute(checkpoint: Checkpoint, name: str) -> tuple[Path, Any] | None:
+    """Return an attribute of a pickled module, such as `model/names`, which is in no state dict."""
+    for part in checkpoint.sections:
+        if part.kind == "module":
+            held = part.holder.attributes
+            attribute = name.removeprefix(f"{part.name}/")
+            if (part.name == "") == (attribute == name) and attribute in held:
+                return (*part.path, attribute), held[attribute]
+    return None
 
 
 def _tensor(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
@@ -58,18 +58,15 @@ class _Mixing:
             if mode != MEAN:
                 what = f"{mode} takes {wanted} checkpoints, not {count}"
             raise UsageError(what, hint=f"ckptool average {_USAGE[mode]} -o OUT")
-        for given, fits, of in ((bool(weights), mode == MEAN, "weights"),
-                                (t is not None, mode != MEAN, "t")):  # fmt: skip
-            if given and not fits:
-                raise UsageError(f"mode {mode} takes no {of}", hint=f"average {_USAGE[mode]}")
-        if weights and (len(weights) != count or not sum(weights)):
+        numbers = tuple(map(float, weights))
+        fit = not weights or (mode == MEAN and len(weights) == count and sum(weights) != 0)
+        if not fit or (mode == MEAN) > (t is None) or not all(map(isfinite, (*numbers, t or 0))):
             raise UsageError(
-                f"weights takes one number for each of {count} files, of a sum that is not 0"
+                "a mean takes one weight for each file, of a sum that is not 0; slerp and task "
+                "take one number t; all of them finite"
             )
-        if not all(map(math.isfinite, (*weights, t or 0.0))):
-            raise UsageError("weights and t take finite numbers")
         default = {SLERP: 0.5}.get(mode, 1.0)
-        return cls(mode, count, tuple(map(float, weights)), default if t is None else float(t))
+        return cls(mode, count, numbers, default if t is None else float(t))
 
     def storage(
         self, averager: Averager, runs: list[Elements], like: Storage, dtype: str, name: str

@@ -76,8 +76,14 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
             hint="--key NAME takes one of them out under its own names",
         )
     (average,) = found
-    models = [average.model] if average.model else _models(checkpoint, average)
-    fitting = [(one, named) for one in models if (named := _named(average, _raw(one)))]
+    others = [
+        part
+        for part in checkpoint.sections
+        if part.kind in MODEL_KINDS and part.path != average.path
+    ]
+    once = {id(part.holder): part for part in others}.values()
+    models = [average.model] if average.model else list(once)
+    fitting = [(one, named) for one in models if (named := _named(average, _raw(one.node)))]
     if len(fitting) != 1:
         names = listed(one.name or "the root" for one in models)
         raise NotFound(
@@ -96,10 +102,10 @@ def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
     if isinstance(root, dict) and all(key in root for key in _LIGHTNING):
         average, model = (named.get((key,)) for key in _LIGHTNING[:2])
         if average is not None and model is not None:
-            yield _Average(average.path, _raw(average), average, model)
+            yield _Average(average.path, _raw(average.node), average, model)
         return
     for part in parts:
-        tensors = _raw(part)
+        tensors = _raw(part.node)
         litema, inner = _under(_LITEMA, tensors), _under(_AVERAGED, tensors)
         if litema:
             counts = {name: one for name, one in litema.items() if name not in _LITEMA_COUNTS}
@@ -110,7 +116,7 @@ def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
             model = replace(part, node=OrderedMap(online))
             yield _Average(part.path, inner, None, model if online else None)
         elif any(isinstance(key, str) and _EMA.search(key) for key in part.path):
-            yield _Average(part.path, tensors, part)
+            yield _Average(part.path, _raw(plain_state_dict(checkpoint, part)), part)
     for path, node in _lists(root, ()):
         yield _Average(path, node)
 
@@ -124,10 +130,10 @@ def _lists(node: Any, path: Path, depth: int = 4) -> Iterator[tuple[Path, list[T
             yield (*path, key), value
 
 
-def _raw(part: Section) -> _Tensors:
+def _raw(node: dict[Any, Any]) -> _Tensors:
     return {
         name: one
-        for name, one in part.node.items()
+        for name, one in node.items()
         if isinstance(name, str) and isinstance(one, TensorRef)
     }
 
@@ -135,16 +141,6 @@ def _raw(part: Section) -> _Tensors:
 def _under(prefix: str, tensors: _Tensors) -> _Tensors:
     cut = len(prefix)
     return {name[cut:]: one for name, one in tensors.items() if name.startswith(prefix)}
-
-
-def _models(checkpoint: Checkpoint, average: _Average) -> list[Section]:
-    """Return the models beside an average, each once."""
-    parts = {
-        id(part.holder): part
-        for part in checkpoint.sections
-        if part.kind in MODEL_KINDS and part.path != average.path
-    }
-    return list(parts.values())
 
 
 def _named(average: _Average, raw: _Tensors) -> _Tensors | None:
@@ -216,7 +212,7 @@ def _embedded(wanted: Sequence[Any], there: Sequence[Any]) -> list[int] | None:
 
 
 def _made(checkpoint: Checkpoint, average: _Average, model: Section, named: _Tensors) -> Checkpoint:
-    raw, averages = _raw(model), _plain(checkpoint, average, named)
+    raw, averages = _raw(model.node), {**named}
     tied = {raw[name].place: one for name, one in averages.items()}
     for name, one in raw.items():
         if name not in averages and one.place is not None and one.place in tied:
@@ -234,15 +230,6 @@ def _made(checkpoint: Checkpoint, average: _Average, model: Section, named: _Ten
     if not isinstance(average.tensors, dict):
         rest = _without(rest, average.path)
     return checkpoint.with_root(root, *changes, *left_out(rest, average.section or model))
-
-
-def _plain(checkpoint: Checkpoint, average: _Average, named: _Tensors) -> _Tensors:
-    """Return the averages as a state dict has them: detached, if a module holds them."""
-    if average.section is None:
-        return {**named}
-    plain = plain_state_dict(checkpoint, average.section)
-    own = {id(one): name for name, one in average.section.node.items()}
-    return {name: plain[own[id(one)]] for name, one in named.items()}
 
 
 def _without(node: Any, path: Path) -> Any:

@@ -165,3 +165,19 @@ def test_progress_tells_bytes():
     made = checkpoint({"x": tensor(floats(1.0, 2.0), [2])})
     show(made, "x", progress=lambda done, total: seen.append((done, total)))
     assert seen == [(8, 8)]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_attribute_of_a_pickled_module_has_an_address(saved, inside):
+    net = torch.nn.Linear(2, 2)
+    net.names, net.stride = {0: "person", 1: "car"}, torch.tensor([8.0, 16.0])
+    root, prefix = ({"model": net}, "model/") if inside else (net, "")
+    shown = saved(root, f"{prefix}names")
+    assert isinstance(shown, ShownContainer)
+    assert shown.name == f"{prefix}names"
+    assert shown.entries == (("0", "'person'"), ("1", "'car'"))
+    assert saved(root, f"{prefix}stride").head == (8.0, 16.0)
+    assert saved(root, f"{prefix}in_features").value == 2
+    assert isinstance(saved(root, f"{prefix}weight"), ShownTensor)
+    with pytest.raises(NotFound):
+        saved(root, f"{prefix}nothing")

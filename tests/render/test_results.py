@@ -1,5 +1,6 @@
 """What a result of the library is as text: its page on the command line, and a line as its repr."""
 
+import html
 import inspect
 import re
 
@@ -147,3 +148,25 @@ def test_a_subclass_is_told_as_what_it_is_made_of(files):
     found = Own("own", "torch-zip", (), (), ())
     assert line(found) == "<Listing own: 0 tensors, 0 elements, 0 B>"
     assert page(found) == "0 tensors, 0 elements, 0 B"
+
+
+def test_a_notebook_gets_the_page_with_hostile_names_escaped(tmp_path):
+    evil = "<script>alert(1)</script>&.weight"
+    for at in (1, 2):
+        torch.save({evil: torch.full((2,), float(at))}, tmp_path / f"{at}.pth")
+    one, two = tmp_path / "1.pth", tmp_path / "2.pth"
+    shown = {
+        "open": ckptool.open(one),
+        "info": ckptool.info(one),
+        "list": ckptool.list_tensors(one),
+        "diff": ckptool.diff(one, two),
+        "stats": ckptool.stats(one),
+        "match": ckptool.match(torch.nn.Linear(2, 2), one)[1],
+    }
+    for name, result in shown.items():
+        made = result._repr_html_()
+        assert made.startswith("<pre>"), name
+        assert html.unescape(made) == f"<pre>{result}</pre>"
+        assert re.findall(r"<[^>]*>", made) == ["<pre>", "</pre>"]
+        if name not in ("open", "info"):  # which name no tensors
+            assert "&lt;script&gt;" in made, name
