@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -11,9 +12,11 @@ from ckptool import transforms
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.formats import Source, format_of, opened
+from ckptool.formats.several import open_several
 from ckptool.hollow import refuse_hollow
 from ckptool.matching import Allowance, Allowed
 from ckptool.matching.layouts import Choices
+from ckptool.model import TensorRef
 from ckptool.writing import Receipt, in_folder, is_folder, save, target_format
 
 if TYPE_CHECKING:
@@ -35,17 +38,20 @@ Like: TypeAlias = (
 class Conversion:
     """What `convert` is to change on the way, in this order, whatever the order of the options.
 
-    What is whole, selection, wrappers, names, plain data, ties, dtypes, storages, devices. With
+    What is whole, one flat dict, selection, wrappers, names, plain data, ties, dtypes, storages,
+    devices, a key around all. With
     `like` the names are the reference's, wrappers and all. The fields are arguments of
     `ckptool.convert`, which tells what each does:
-    `salvage`, `master`, `concat`, `key`, `model_only`, `include`, `exclude`, `wrappers`,
-    `rename`, `like`, `like_key`, `transpose`, `no_transpose`, `allow_missing`, `allow_unexpected`,
-    `allow_mismatched`, `min_coverage`, `plain`, `drop_objects`, `ties`, `cast`, `keep`,
-    `cast_optimizer`, `allow_overflow`, `dequantize`, `raw`, `compact`, `to`, `device_map`,
-    `visible_devices`.
+    `salvage`, `flatten`, `nest`, `master`, `concat`, `key`, `model_only`, `include`, `exclude`,
+    `wrappers`, `rename`, `like`, `like_key`, `transpose`, `no_transpose`, `allow_missing`,
+    `allow_unexpected`, `allow_mismatched`, `min_coverage`, `plain`, `drop_objects`, `ties`,
+    `cast`, `keep`, `cast_optimizer`, `allow_overflow`, `dequantize`, `raw`, `compact`, `to`,
+    `device_map`, `visible_devices`.
     """
 
     salvage: bool = False
+    flatten: str | None = None
+    nest: str | None = None
     master: bool = False
     concat: tuple[str, ...] = ()
     key: str | None = None
@@ -126,11 +132,22 @@ class Conversion:
             checkpoint = transforms.with_masters(checkpoint)
         if self.concat:
             checkpoint = transforms.concatenated(checkpoint, self.concat)
+        nest = self.nest
+        if nest is not None and isinstance(checkpoint.root, TensorRef):  # which has no name
+            checkpoint, nest = transforms.nested(checkpoint, nest), None
+        if nest is not None and format_of(target).flat:
+            raise UsageError(
+                f"{target} holds one flat state dict, which cannot be nested",
+                hint="write a .pth; or --rename '^=>KEY.' changes the names",
+            )
+        if self.flatten is not None:
+            checkpoint = transforms.flattened(checkpoint, self.flatten)
         selected = self._selected(checkpoint, target)
         if self.model_only or self.like is not None:
             # A lazy parameter is missing in the model of `like`, which may be allowed.
             refuse_hollow(selected, but="" if self.like is None else "lazy")
-        return self._placed(self._retyped(self._renamed(selected, target)))
+        made = self._placed(self._retyped(self._renamed(selected, target)))
+        return made if nest is None else transforms.nested(made, nest)
 
     def _selected(self, checkpoint: Checkpoint, target: str) -> Checkpoint:
         asked, before = self.model_only or self.key is not None, checkpoint
@@ -223,7 +240,7 @@ def _wanted(before: Checkpoint, after: Checkpoint) -> Checkpoint:
 
 
 def convert(
-    source: Source,
+    source: Source | Sequence[str | os.PathLike[str]],
     target: str | os.PathLike[str],
     *,
     format: str | None = None,
@@ -235,6 +252,8 @@ def convert(
     verify: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
     salvage: bool = False,
+    flatten: str | None = None,
+    nest: str | None = None,
     master: bool = False,
     concat: Iterable[str] = (),
     key: str | None = None,
@@ -268,7 +287,8 @@ def convert(
     """Write `source` to `target` in another format or with changes; copy all other bytes.
 
     Args:
-        source: A path (a file, an index of shards or their folder), or an open checkpoint.
+        source: A path (a file, an index of shards or their folder), or an open checkpoint; or the
+            paths of several files that hold parts of one state dict.
         target: The file to write, or a folder for `model.safetensors` in it.
         format: `torch-zip`, `torch-legacy`, `safetensors`, ...; default: by the extension.
         max_shard_size: Split into files of at most this size: `"5GB"`, or bytes.
@@ -281,6 +301,8 @@ def convert(
         progress: Called with the bytes done and the bytes in all.
         salvage: Take what is whole of a file that is damaged or cut short, and leave out the rest.
             `source` is then a path.
+        flatten: Make nested dicts and lists one flat dict, keys joined by this: `"."`.
+        nest: Put all that is written under this key; a tensor that stands alone gets it as name.
         master: Take the fp32 masters that the optimizer of DeepSpeed keeps for the weights.
         concat: `GLOB=DIM` each: the dimension along which the ranks of Megatron split tensors.
         key: The address of the only state dict to write.
@@ -322,8 +344,8 @@ def convert(
     """
     devices = None if visible_devices is None else _listed("visible_devices", visible_devices)
     conversion = Conversion(
-        salvage=salvage, master=master, concat=tuple(concat), key=key, model_only=model_only,
-        wrappers=wrappers, rename=_listed("rename", rename),
+        salvage=salvage, flatten=flatten, nest=nest, master=master, concat=tuple(concat),
+        key=key, model_only=model_only, wrappers=wrappers, rename=_listed("rename", rename),
         include=_listed("include", include), exclude=_listed("exclude", exclude),
         like=like, like_key=like_key, allow_missing=allow_missing, min_coverage=min_coverage,
         transpose=_listed("transpose", transpose),
@@ -335,7 +357,13 @@ def convert(
         to=to, device_map=device_map, visible_devices=devices,
     )  # fmt: skip
     to_folder, target = is_folder(target), in_folder(target, format)
-    with opened(source, salvage=salvage) as checkpoint:
+    if isinstance(source, str) or not isinstance(source, Sequence):
+        whole: AbstractContextManager[Checkpoint] = opened(source, salvage=salvage)
+    elif salvage:
+        raise UsageError("one file is salvaged at a time", hint="salvage each, then join them")
+    else:
+        whole = open_several(source)
+    with whole as checkpoint:
         name = target_format(checkpoint, target, format, sharded=max_shard_size is not None)
         return save(
             conversion.applied(checkpoint, name),

@@ -37,9 +37,18 @@ __all__ = ["command"]
 
 
 _SECTIONS = {
-    "What is taken": ("salvage", "master", "concat", "key", "include", "exclude", "model_only"),
+    "What is taken": (
+        "salvage",
+        "flatten",
+        "master",
+        "concat",
+        "key",
+        "include",
+        "exclude",
+        "model_only",
+    ),
     "Names": (
-        *("wrappers", "rename", "like", "like_key", "transpose", "no_transpose"),
+        *("wrappers", "rename", "nest", "like", "like_key", "transpose", "no_transpose"),
         *("allow_missing", "allow_unexpected", "allow_mismatched", "min_coverage"),
     ),
     "Values": (
@@ -66,16 +75,23 @@ class _Convert(Allowing, Sectioned):
     "ckptool convert model.pth small.safetensors --cast bfloat16 --keep '*.norm.*=float32'",
     "ckptool convert model.pth model.safetensors --max-shard-size 5GB",
     "ckptool convert model.safetensors.index.json merged.safetensors",
+    "ckptool convert part1.safetensors part2.safetensors -o whole.safetensors",
     "ckptool convert model.pth fitted.pth --like reference.pth",
     cls=_Convert,
 )
-@click.argument("source", type=PATH)
-@click.argument("destination", type=PATH, required=False)
+@click.argument("sources", type=PATH, nargs=-1, required=True, metavar="SOURCE... [DESTINATION]")
 @click.option("-o", "--output", type=PATH, help="The same as DESTINATION.")
 @click.option(
     "--salvage",
     is_flag=True,
     help="Take what is whole of a damaged file; exit code 1 where something is not.",
+)
+@click.option(
+    "--flatten",
+    metavar="[SEP]",
+    is_flag=False,
+    flag_value=".",
+    help="Make nested dicts one flat dict; keys are joined by SEP, a dot by default.",
 )
 @master_option
 @click.option(
@@ -86,6 +102,7 @@ class _Convert(Allowing, Sectioned):
 )
 @click.option("--key", metavar="NAME", help="The state dict to take, if there are several.")
 @glob_options
+@click.option("--nest", metavar="KEY", help="Put all that is written under KEY, as state_dict.")
 @click.option(
     "--wrappers",
     type=click.Choice(["strip", "keep"]),
@@ -153,8 +170,7 @@ class _Convert(Allowing, Sectioned):
 @click.option("--strict", is_flag=True, help="Stop with an error if anything is left out.")
 @target_options(place=False)
 def command(
-    source: str,
-    destination: str | None,
+    sources: tuple[str, ...],
     device_map: tuple[str, ...],
     visible_devices: str | None,
     keep: tuple[str, ...],
@@ -180,10 +196,11 @@ def command(
     SOURCE that is a folder of ranks. --format dcp writes a folder that
     torch.distributed.checkpoint.load reads.
     """
-    if (destination is None) == (target.output is None):
+    if target.output is None and len(sources) < 2:
         raise UsageError("convert needs one file to write", hint="ckptool convert A B, or A -o B")
-    to_folder = is_folder(destination or target.output or "")  # one that a worker makes is none
-    path = in_folder(destination or target.output or "", target.format)
+    *files, destination = [*sources, target.output] if target.output else sources
+    to_folder = is_folder(destination)  # one that a worker makes is none
+    path = in_folder(destination, target.format)
     conversion = Conversion(
         salvage=salvage,
         device_map=parsed_rules(device_map),
@@ -205,7 +222,7 @@ def command(
 
     def write() -> None:
         receipt = write_changed(
-            source,
+            files[0],
             change,
             replace(target, output=path),
             word="converted",
@@ -214,6 +231,7 @@ def command(
             files_from=files_from,
             to_folder=to_folder,
             salvage=salvage,
+            beside=files[1:],
         )
         if any(one.kind == "salvage" and one.count for one in receipt.changes):
             settle(1)

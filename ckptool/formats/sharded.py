@@ -35,6 +35,7 @@ from ckptool.model import OrderedMap, TensorRef, find_tensors
 from ckptool.words import counted, few, listed, printable, quoted, shell
 
 __all__ = [
+    "NUMBERED",
     "SAFETENSORS_SHARDED",
     "TORCH_SHARDED",
     "ShardIndex",
@@ -51,7 +52,8 @@ _MARK = f'"{_WEIGHT_MAP}"'.encode()
 _NAME = re.compile(r".+\.index(\.[^.]+)?\.json", re.IGNORECASE)
 """How an index is called: `model.safetensors.index.json`, `model.safetensors.index.fp16.json`."""
 _INDEXED = re.compile(r"\.index(\.[^.]+)?\.json$", re.IGNORECASE)
-_NUMBERED = re.compile(r"(.*)-\d{5,}-of-(\d{5,})(.*)")
+NUMBERED = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})(.*)")
+"""The name of a shard: stem, number, how many there are, ending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +87,17 @@ class ShardIndex:
 
     def unnamed(self) -> Iterator[str]:
         """Files beside it that by their names are of the same set, and that it does not name."""
-        series = {found.groups() for name in self.shards if (found := _NUMBERED.fullmatch(name))}
+        series = {
+            found.group(1, 3, 4) for name in self.shards if (found := NUMBERED.fullmatch(name))
+        }
         if not series:
             return
         named, there = set(self.shards), []
         with suppress(OSError):  # a folder that we may enter, and not list
             there = sorted(place_of(self.path).names(os.path.dirname(self.path)))
         for name in there:
-            found = _NUMBERED.fullmatch(name)
-            if found and found.groups() in series and name not in named:
+            found = NUMBERED.fullmatch(name)
+            if found and found.group(1, 3, 4) in series and name not in named:
                 yield name
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         table_rule,
     )
     from ckptool.transforms.names import add_module, rename, strip_module
+    from ckptool.transforms.nesting import flattened, nested
     from ckptool.transforms.plain import drop_objects, to_plain
     from ckptool.transforms.salvage import salvaged
 
@@ -40,8 +41,10 @@ __all__ = [
     "concatenated",
     "drop_objects",
     "extract",
+    "flattened",
     "floating_type",
     "kept",
+    "nested",
     "prefix_rule",
     "read_map_file",
     "regex_rule",
@@ -72,6 +75,7 @@ _HOMES = {
     "memory": ("changed_dict", "remap_dict"),
     "name_rules": ("Rule", "prefix_rule", "read_map_file", "regex_rule", "table_rule"),
     "names": ("add_module", "rename", "strip_module"),
+    "nesting": ("flattened", "nested"),
     "plain": ("drop_objects", "to_plain"),
     "salvage": ("salvaged",),
 }

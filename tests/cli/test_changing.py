@@ -10,7 +10,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 
 def names(path, key="state_dict"):
@@ -348,10 +348,20 @@ def test_convert_takes_its_target_as_an_option_too(ckptool, model, tmp_path):
     target = tmp_path / "out.safetensors"
     assert ckptool("convert", model, "-o", target, "--model-only").code == 0
     assert len(load_file(target)) == 9
-    for words in ([], [target, "-o", target]):
-        done = ckptool("convert", model, *words)
-        assert done.code == 2
-        assert "convert needs one file to write" in done.err
+    done = ckptool("convert", model)
+    assert done.code == 2
+    assert "convert needs one file to write" in done.err
+
+
+def test_convert_joins_files(ckptool, model, tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"b": torch.ones(3)}, tmp_path / "b.safetensors")
+    paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
+    assert ckptool("convert", *paths, "-o", tmp_path / "ab.safetensors").code == 0
+    assert load_file(tmp_path / "ab.safetensors").keys() == {"a", "b"}
+    assert ckptool("convert", *paths, tmp_path / "ab.pth", "--nest", "state_dict").code == 0
+    assert torch.load(tmp_path / "ab.pth").keys() == {"state_dict"}
+    assert ckptool("convert", *paths, model, "-o", tmp_path / "no.pth").code == 2
 
 
 LARGE, SMALL = 300_000, 30

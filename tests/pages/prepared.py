@@ -7,6 +7,8 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 from tests.formats.megatron_files import whole, write_ranks
 from tests.sources import PROJECT
 
@@ -127,6 +129,11 @@ def prepare(folder: Path) -> None:
     (folder / "page.pth").write_text(PAGE)
     (folder / "empty.pth").write_bytes(b"")
     content = (folder / "model.pth").read_bytes()
+    bias = [torch.zeros(8), torch.zeros(4)]
+    encoder = {"weight": torch.zeros(8, 4), "bias": bias}
+    torch.save({"encoder": encoder, "epoch": 3}, folder / "nested.pth")
+    save_file({"fc1.weight": torch.zeros(8, 4)}, folder / "part1.safetensors")
+    save_file({"fc2.weight": torch.zeros(4, 8)}, folder / "part2.safetensors")
     sizes = {"fc1.weight": 30_000, "fc1.bias": 10_000, "fc2.weight": 50_000, "fc2.bias": 10_000}
     torch.save({name: torch.zeros(size) for name, size in sizes.items()}, folder / "cut.pth")
     os.truncate(folder / "cut.pth", 200_000)

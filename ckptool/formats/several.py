@@ -1,0 +1,85 @@
+"""Several files that hold parts of one state dict, as shards do whose index is missing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import FileMissing, NameCollision, UsageError
+from ckptool.formats.opening import opened_together
+from ckptool.formats.sharded import NUMBERED, ShardIndex, details_of, joined
+from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.model import TensorRef, find_tensors
+from ckptool.words import printable, shell
+
+__all__ = ["open_several"]
+
+_FORMATS = ("safetensors", "torch-zip", "torch-legacy")
+
+
+def open_several(
+    paths: Sequence[str | os.PathLike[str]], *, limits: Limits = DEFAULT_LIMITS
+) -> Checkpoint:
+    """Return the state dict that the files hold together, in their order.
+
+    Raises:
+        FileMissing: of files numbered `-00001-of-00003` one is not given.
+        NameCollision: two files have a tensor of one name.
+        UsageError: a file holds something else than one flat state dict.
+        UnreadableFile: as `open_checkpoint`.
+    """
+    names = [os.fspath(path) for path in paths]
+    _check_numbers(names)
+    with opened_together(names, limits, _FORMATS) as files:
+        shards = dict(zip(names, files, strict=True))
+        if len(shards) < len(names):
+            raise UsageError("one file is given twice")
+        weight_map: dict[str, str] = {}
+        for path, file in shards.items():
+            for key in _keys(path, file):
+                before = weight_map.setdefault(key, path)
+                if before != path:
+                    text = f"tensor '{printable(key)}' is in {before} too"
+                    raise NameCollision(text, file=path)
+        index = ShardIndex(files[0].sources[0], weight_map, {}, tuple(names))
+        root = joined(index, shards)
+        size = sum(file.details.size for file in files)
+        details = replace(details_of(index, shards, root), size=size)
+        sources = tuple(source for file in files for source in file.sources)
+        return replace(files[0], root=root, original=root, details=details, sources=sources)
+
+
+def _keys(path: str, file: Checkpoint) -> list[str]:
+    """Return the names of the tensors in a file whose root is a flat state dict."""
+    root = file.root if isinstance(file.root, dict) else {}
+    keys = [key for key, value in root.items() if isinstance(value, TensorRef)]
+    rest = [value for value in root.values() if not isinstance(value, TensorRef)]
+    if (
+        not keys
+        or any(True for _ in find_tensors(rest))
+        or not all(isinstance(k, str) for k in keys)
+    ):
+        raise UsageError(
+            "holds no flat state dict, and several files are joined by the names of their tensors",
+            file=path,
+            hint=f"ckptool convert {shell(path)} --model-only makes one",
+        )
+    return keys
+
+
+def _check_numbers(names: Sequence[str]) -> None:
+    series: dict[tuple[str, ...], set[int]] = {}
+    for name in names:
+        found = NUMBERED.fullmatch(name)
+        if found is not None:
+            series.setdefault(found.group(1, 3, 4), set()).add(int(found[2]))
+    for (stem, total, ending), numbers in series.items():
+        first = 0 if 0 in numbers else 1
+        missing = sorted(set(range(first, int(total) + first)) - numbers)
+        if missing:
+            raise FileMissing(
+                f"is one of {int(total):,} files of a set, of which {len(numbers):,} are given",
+                file=f"{stem}-{missing[0]:0{len(total)}}-of-{total}{ending}",
+            )
