@@ -68,8 +68,8 @@ def command(
 
     All strategies share one loop, and their losses agree to rounding. OUT gets last.pth, best.pth,
     metrics.jsonl and what other options ask for; a run that one strategy saved resumes under any
-    other. Under torchrun the default strategy is ddp, and after a restart (--max-restarts) the
-    default of --resume is auto.
+    other. Under torchrun the strategy is ddp unless another is given, and a restarted run
+    (--max-restarts) resumes from its newest checkpoint.
     """
     from ckptool.cli.console import in_words
 
