@@ -151,7 +151,7 @@ def _checked_kinds(only: str | Sequence[str] | None) -> tuple[str, ...]:
     unknown = [kind for kind in kinds if kind not in WRAPPERS]
     if unknown:
         raise UsageError(
-            f"{unknown[0]!r} is no wrapper that is known", hint=f"one of {', '.join(WRAPPERS)}"
+            f"{unknown[0]!r} is not a known wrapper", hint=f"one of {', '.join(WRAPPERS)}"
         )
     return kinds
 

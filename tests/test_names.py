@@ -92,7 +92,7 @@ def test_only_narrows_to_kinds_and_looks_behind_those_that_stay():
         "_orig_mod.module.a.w", "_orig_mod.module.b",
     ]  # fmt: skip
     assert stripped(*names, only=("module", "_orig_mod")) == ["a._checkpoint_wrapped_module.w", "b"]
-    with pytest.raises(UsageError, match="'modul' is no wrapper") as caught:
+    with pytest.raises(UsageError, match="'modul' is not a known wrapper") as caught:
         strip_names(names, only="modul")
     assert "_orig_mod" in caught.value.hint
 

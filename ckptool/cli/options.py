@@ -68,7 +68,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
                 raise ValueError
             return tuple(map(self._kind, words))
         except ValueError:
-            self.fail(f"{value!r} is no list such as {self._example}", param, ctx)
+            self.fail(f"{value!r} is not a list such as {self._example}", param, ctx)
 
 
 def completed_by(words: Callable[[], Iterable[str]]) -> Any:
@@ -303,7 +303,7 @@ def parsed_rules(rules: Sequence[str]) -> dict[str, str]:
     for rule in rules:
         source, _, target = (part.strip() for part in rule.partition("="))
         if not (source and target):
-            raise UsageError(f"{rule!r} is no rule A=B", hint="for example cuda:3=cuda:0")
+            raise UsageError(f"{rule!r} is not a rule A=B", hint="for example cuda:3=cuda:0")
         if mapping.setdefault(source, target) != target:
             raise UsageError(
                 f"there are two rules for {source!r}: to {mapping[source]!r} and to {target!r}",
@@ -321,6 +321,6 @@ def parsed_visible(listed: str) -> list[int]:
     words = [word.strip() for word in listed.split(",")]
     if not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
         raise UsageError(
-            f"{listed!r} is no list of device numbers", hint="for example --visible-devices 0,2"
+            f"{listed!r} is not a list of device numbers", hint="for example --visible-devices 0,2"
         )
     return [int(word) for word in words]

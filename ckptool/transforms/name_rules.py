@@ -92,14 +92,14 @@ def regex_rule(text: str) -> Rule:
     regex, arrow, replacement = text.partition("=>")
     if not arrow or not regex:
         raise UsageError(
-            f"'{printable(text)}' is no rule REGEX=>REPL",
+            f"'{printable(text)}' is not a rule REGEX=>REPL",
             hint=r"for example '^backbone\.=>encoder.'",
         )
     try:
         pattern = re.compile(regex)
     except (re.error, OverflowError, RecursionError) as error:
         raise UsageError(
-            f"'{printable(regex)}' is no regular expression: {error}",
+            f"'{printable(regex)}' is not a regular expression: {error}",
             hint=r"a backslash before . [ ( * + ? takes them as they are",
         ) from error
     try:
@@ -152,7 +152,7 @@ def prefix_rule(text: str) -> Rule:
     old, equals, new = (part.strip().removesuffix(".") for part in text.partition("="))
     if not equals or not (old or new):
         raise UsageError(
-            f"'{printable(text)}' is no rule OLD=NEW",
+            f"'{printable(text)}' is not a rule OLD=NEW",
             hint="for example backbone=encoder; model.= takes it off, =model. puts it before",
         )
     before = f"{old}." if old else ""
@@ -185,7 +185,7 @@ def rules_of(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[
     """Return the rules of a caller, `REGEX=>REPL` or made already, then the `prefixes`, `OLD=NEW`.
 
     Raises:
-        UsageError: what is no rule, or a text in place of a list of them.
+        UsageError: what is not a rule, or a text in place of a list of them.
     """
     for given in (rules, prefixes):
         if isinstance(given, (str, Rule)):
@@ -295,7 +295,7 @@ def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
     except FileNotFoundError as error:
         raise FileMissing("there is no such file", file=path) from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"is no text in UTF-8 ({error.reason})", file=path) from error
+        raise UsageError(f"is not UTF-8 text ({error.reason})", file=path) from error
     except OSError as error:
         raise FileDenied(f"cannot be read: {error.strerror}", file=path) from error
     rows = _json_rows(path, text) if text.lstrip()[:1] in ("{", "[") else _columns(path, text)
@@ -339,7 +339,7 @@ def _json_rows(path: str | os.PathLike[str], text: str) -> Iterable[tuple[int, s
             line += text.count("\n", at, found.end())
             at = found.end()
         if not isinstance(new, str):
-            raise _wrong(path, line, f"the new name of {printable(old)!r} is no text")
+            raise _wrong(path, line, f"the new name of {printable(old)!r} is not text")
         yield line, old, new
 
 

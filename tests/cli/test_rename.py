@@ -110,10 +110,10 @@ def test_only_one_state_dict(ckptool, tmp_path):
     ("options", "message"),
     [
         ([], "at least one of --map, --map-file and --prefix"),
-        (["--map", "conv=bn"], "'conv=bn' is no rule REGEX=>REPL"),
-        (["--map", "(=>x"], "'(' is no regular expression: "),
+        (["--map", "conv=bn"], "'conv=bn' is not a rule REGEX=>REPL"),
+        (["--map", "(=>x"], "'(' is not a regular expression: "),
         (["--map", r"a=>\1"], "invalid group reference 1"),
-        (["--prefix", "module"], "'module' is no rule OLD=NEW"),
+        (["--prefix", "module"], "'module' is not a rule OLD=NEW"),
         (["--map-file", "nowhere.txt"], "nowhere.txt: there is no such file"),
         (["--map", ".*=>"], "nothing would be left of the name 'module.conv1.weight'"),
         (["--map", "weight|bias=>w"], "'module.conv1.weight' and 'module.conv1.bias' would both"),

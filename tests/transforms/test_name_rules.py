@@ -1,4 +1,4 @@
-"""Rules for names: what each makes of a name, and what is no rule."""
+"""Rules for names: what each makes of a name, and what is not a rule."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_a_regular_expression(rule, name, new):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("a.b", "'a.b' is no rule REGEX=>REPL"),
-        ("=>b", "is no rule"),
-        ("", "is no rule"),
-        ("(a=>b", r"'\(a' is no regular expression: .*parenthesis|unterminated"),
+        ("a.b", "'a.b' is not a rule REGEX=>REPL"),
+        ("=>b", "is not a rule"),
+        ("", "is not a rule"),
+        ("(a=>b", r"'\(a' is not a regular expression: .*parenthesis|unterminated"),
         (r"a=>\1", r"'\\1' cannot replace what 'a' finds: invalid group reference 1"),
         (r"(a)=>\g<name>", "unknown group name"),
         (r"(a)=>\q", r"bad escape"),
-        ("a{99999999999}=>b", "is no regular expression"),
+        ("a{99999999999}=>b", "is not a regular expression"),
     ],
 )
 def test_what_is_no_regular_expression_is_shown(rule, message):
@@ -76,7 +76,7 @@ def test_a_prefix(rule, name, new):
 
 @pytest.mark.parametrize("rule", ["backbone", "", "=", ".=."])
 def test_what_is_no_prefix_rule(rule):
-    with pytest.raises(UsageError, match="is no rule OLD=NEW"):
+    with pytest.raises(UsageError, match="is not a rule OLD=NEW"):
         prefix_rule(rule)
 
 
@@ -133,8 +133,8 @@ def test_an_empty_table_is_one(tmp_path):
         ("a b\na,", 2, "is not two names"),
         ("a b\nx y\na c", 3, "'a' has another name already"),
         ('{"a": "b",\n "c": }', 2, "the JSON is broken"),
-        ('{"a": "c",\n "b": "a",\n "c": 3}', 3, "the new name of 'c' is no text"),
-        ('{"a": {"b": "c"}}', 1, "the new name of 'a' is no text"),
+        ('{"a": "c",\n "b": "a",\n "c": 3}', 3, "the new name of 'c' is not text"),
+        ('{"a": {"b": "c"}}', 1, "the new name of 'a' is not text"),
         ('{"a": "b",\n\n "a": "c"}', 3, "'a' has another name already"),
         ('["a", "b"]', 1, "a JSON object is wanted"),
         ("[" * 100_000, 1, "nested too deep"),
@@ -154,7 +154,7 @@ def test_a_table_that_cannot_be_read(tmp_path):
         read_map_file(tmp_path / "nowhere")
     with pytest.raises(FileDenied, match="cannot be read: Is a directory"):
         read_map_file(tmp_path)
-    with pytest.raises(UsageError, match="is no text in UTF-8"):
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
         read_map_file(written(tmp_path, b"\xff\xfe\x00"))
 
 
