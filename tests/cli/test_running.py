@@ -112,7 +112,7 @@ def test_an_interruption_is_130(failing, error):
         (["convert", "a", "b", "--ties", "maybe"], "'keep', 'copy'"),
         (["remap", "a"], "exactly one of --to, --map and --visible-devices"),
         (["remap", "a", "--to", "cpu", "--map", "a=b"], "exactly one of"),
-        (["remap", "a", "--map", "cuda"], "no rule A=B"),
+        (["remap", "a", "--map", "cuda"], "not a rule A=B"),
         (["remap", "a", "--map", "a=b", "--map", "a=c"], "two rules for 'a'"),
         (["remap", "a", "--visible-devices", "one"], "not a list of device numbers"),
         (["strip-module", "a", "-o", "b", "--in-place"], "exclude each other"),

@@ -90,7 +90,7 @@ def test_the_help_has_each_option_once_under_a_heading(ckptool):
         (["--sharded"], "--sharded is for --strategy fsdp"),
         (["--device-ids", "0,1"], "--device-ids 0,1 is for --strategy dp"),
         (["--devices", "cpu,cpu"], "--devices cpu,cpu is for --strategy model-parallel"),
-        (["--device-ids", "0,x"], "'0,x' is no list such as 0,1"),
+        (["--device-ids", "0,x"], "'0,x' is not a list such as 0,1"),
         (["--strategy", "dpp"], "'dpp' is not one of 'single', 'dp'"),
         (["--strategy", "ddp"], "nothing says in how many\nhint: --nproc 2, or torchrun"),
         (
