@@ -122,7 +122,7 @@ class CheckpointError(Exception):
         """The message, with the file in front where it is known and not named already."""
         if self.file is None or _names(self.message, self.file):
             return self.message
-        return f"{_shown(self.file)}: {self.message}"
+        return f"{without_query(self.file)}: {self.message}"
 
     def __str__(self) -> str:
         """Return the sentence, in Python 3.10 (no notes in tracebacks) with the hint below it."""
@@ -135,7 +135,7 @@ class CheckpointError(Exception):
         return (_rebuild, (type(self), self.message, self.file, self.remedy or self.hint))
 
 
-def _shown(file: str) -> str:
+def without_query(file: str) -> str:
     """Return a path; of an address no user, password or query, which may hold a token."""
     if "://" not in file:
         return file

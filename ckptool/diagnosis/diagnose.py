@@ -18,7 +18,7 @@ from ckptool.diagnosis.machine import devices_here, parsed_devices
 from ckptool.diagnosis.models import level, naming, objects, versions
 from ckptool.diagnosis.plan import Plan, Planner
 from ckptool.diagnosis.training import fit, training
-from ckptool.errors import AmbiguousName, CheckpointError, NotFound, UsageError
+from ckptool.errors import AmbiguousName, CheckpointError, NotFound, UsageError, without_query
 from ckptool.formats import open_checkpoint
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.loading.plan import target_like
@@ -171,7 +171,7 @@ def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
     resume = planner.plan(resume=True) if fails and patient.is_training else Plan()
     commands = (plan.command,) if plan.command is not None else ()
     return Diagnosis(
-        patient.checkpoint.path,
+        without_query(patient.checkpoint.path),
         patient.checkpoint.format,
         patient.devices,
         tuple(sorted(complaints, key=_place)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +92,7 @@ def weights(root: Any, kinds: Collection[str] = MODEL_KINDS) -> list[tuple[Path,
 
 def format_notes(file: str) -> tuple[str, ...]:
     """Return the note of a safetensors header without `format`, which some libraries ask for."""
-    command = convert_command(file, f"{os.path.splitext(file)[0]}.named.safetensors", {})
+    command = convert_command(file, default_target(file, "named"), {})
     return (
         "its header does not say format: pt, which transformers and mlx ask for: "
         f"{command} adds it",

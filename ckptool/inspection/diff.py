@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import UsageError
+from ckptool.errors import UsageError, without_query
 from ckptool.formats import Source, opened
 from ckptool.inspection.aligning import Alignment, Entry, Pair, align
 from ckptool.inspection.diff_contents import Contents, Meter, Progress, Verdict
@@ -301,8 +301,8 @@ class _Comparison:
         self.tally.update({"A": len(only_b), "D": len(only_a), "R": len(self.renamed)})
         counts = {status: self.tally[status] for status in STATUSES}
         return Diff(
-            a=a.path,
-            b=b.path,
+            a=without_query(a.path),
+            b=without_query(b.path),
             format_a=a.format,
             format_b=b.format,
             identical=not any(counts.values()),

@@ -17,6 +17,7 @@ from ckptool.errors import (
     FileDenied,
     UnreadableFile,
     UnsupportedFormat,
+    without_query,
 )
 from ckptool.files import InflatedSource, Source
 from ckptool.files.checksums import crc32s
@@ -113,7 +114,7 @@ def examine(
             look.blame(error)
         except PermissionError as error:
             raise FileDenied("the system does not let us read it", file=path) from error
-    return look.verdict, look.hashes
+    return replace(look.verdict, file=without_query(look.verdict.file)), look.hashes
 
 
 @dataclass

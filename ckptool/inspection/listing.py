@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from ckptool._lazy import Result
-from ckptool.errors import AmbiguousName, LimitExceeded, NotFound
+from ckptool.errors import AmbiguousName, LimitExceeded, NotFound, without_query
 from ckptool.formats import Source, opened
 from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -221,7 +221,7 @@ def list_tensors(
                 _sort_leaf(path, leaf, values, objects)
         hashes = _Hashes(leaves, limits, progress) if hash else None
         return Listing(
-            file=checkpoint.path,
+            file=without_query(checkpoint.path),
             format=checkpoint.format,
             tensors=tuple(_tensor_rows(leaves, hashes)),
             values=tuple(values),

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptool._lazy import Result
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import CheckpointError, LimitExceeded, TruncatedFile
+from ckptool.errors import CheckpointError, LimitExceeded, TruncatedFile, without_query
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.inflated import InflatedSource, refuse_bomb
 from ckptool.files.place import is_address, place_of
@@ -197,7 +197,7 @@ def scan(
         scanner.look(ByteRange(source, 0, source.size), "", 0)
         notes, code = tuple(dict.fromkeys(scanner.notes)), tuple(scanner.code)
         streams = tuple(scanner.streams)
-        return Scan(name, scanner.verdict, scanner.pickles, streams, code, notes)
+        return Scan(without_query(name), scanner.verdict, scanner.pickles, streams, code, notes)
 
 
 def files_below(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:

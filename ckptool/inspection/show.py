@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.errors import without_query
 from ckptool.inspection.listing import RepeatedBytes, StorageNames, TensorRow, tensor_row
 from ckptool.inspection.numbers import Statistics, decode, statistics
 from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
@@ -134,9 +135,9 @@ def show(
     """
     path, node = _attribute(checkpoint, str(name)) or resolve(checkpoint, name)
     node = settled(node)
-    place = (checkpoint.path, json_path(path), name_of(path))
+    place = (without_query(checkpoint.path), json_path(path), name_of(path))
     if isinstance(node, TensorRef):
-        return _tensor(checkpoint.path, path, node, count, progress, RepeatedBytes(limits))
+        return _tensor(place[0], path, node, count, progress, RepeatedBytes(limits))
     if isinstance(node, Opaque) and node.plain is not None:
         return ShownValue(*place, *node.plain)
     if is_value(node):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
-from ckptool.errors import NotFound, UnsupportedFormat, UsageError
+from ckptool.errors import NotFound, UnsupportedFormat, UsageError, without_query
 from ckptool.formats import Source, opened
 from ckptool.inspection.listing import (
     Progress,
@@ -290,7 +290,7 @@ def stats(
             rows[models[place]] = replace(
                 row, flags=(*row.flags, *oddity.flags), remarks=(*row.remarks, oddity.remark)
             )
-        return Stats(checkpoint.path, checkpoint.format, tuple(rows), _totals(rows))
+        return Stats(without_query(checkpoint.path), checkpoint.format, tuple(rows), _totals(rows))
 
 
 def _inside(path: Path, outer: Path) -> bool:

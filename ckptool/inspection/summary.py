@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool._lazy import Result
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CheckpointError
+from ckptool.errors import CheckpointError, without_query
 from ckptool.formats import Source, format_of, opened
 from ckptool.inspection.advice import (
     Needs,
@@ -168,7 +168,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
     needs = _needs(checkpoint, sections, rewrite=rewrite, objects_in_the_way=bool(objects))
     stuck = bool(objects) and not (needs.model_only or needs.plain)
     return Info(
-        file=checkpoint.path,
+        file=without_query(checkpoint.path),
         format=checkpoint.format,
         size=details.size,
         writer=details.writer,
@@ -267,7 +267,7 @@ def _needs(
     )
     plain = _plain(checkpoint) if objects_in_the_way else ()
     return Needs(
-        file=checkpoint.path,
+        file=without_query(checkpoint.path),
         devices=restored_devices(checkpoint.root),
         strip=any(section.wrappers for section in models),
         rewrite=rewrite,

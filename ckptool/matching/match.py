@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ckptool.errors import without_query
 from ckptool.matching.align import Alignment, align, ends, is_average_counter, proposals
 from ckptool.matching.known_renames import BATCHES, FOREIGN, beside, uncounted
 from ckptool.matching.report import (
@@ -113,7 +114,7 @@ def matched(
     )
     ambiguous, proposed = _proposed(found, origin, missing, unused)
     report = MatchReport(
-        file=file,
+        file=without_query(file),
         model=model,
         missing_keys=missing,
         unexpected_keys=unused,

@@ -15,6 +15,7 @@ from ckptool.errors import (
     NotFound,
     NotRepresentable,
     UsageError,
+    without_query,
 )
 from ckptool.files import Source
 from ckptool.files.atomic import Progress
@@ -350,7 +351,7 @@ def _receipt(plan: Plan, job: Job, team: Team | None, *, dry_run: bool) -> Recei
         format=plan.format,
         size=plan.size,
         tensors=plan.tensors,
-        source=job.checkpoint.path,
+        source=without_query(job.checkpoint.path),
         changes=(
             *_reformatted(job.checkpoint, plan),
             *(one for one in job.checkpoint.changes if one.kind != LEFT_OUT),
