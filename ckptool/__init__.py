@@ -17,7 +17,16 @@ from ckptool._lazy import importer
 from ckptool._version import __version__
 
 if TYPE_CHECKING:
-    from ckptool.api import add_module, average, open, remap, rename, report, strip_module
+    from ckptool.api import (
+        add_module,
+        average,
+        merge_lora,
+        open,
+        remap,
+        rename,
+        report,
+        strip_module,
+    )
     from ckptool.conversion import convert
     from ckptool.diagnosis import doctor
     from ckptool.errors import *  # noqa: F403
@@ -34,7 +43,16 @@ if TYPE_CHECKING:
     from ckptool.results import *  # noqa: F403
 
 _HOMES = {
-    "api": ("add_module", "average", "open", "remap", "rename", "report", "strip_module"),
+    "api": (
+        "add_module",
+        "average",
+        "merge_lora",
+        "open",
+        "remap",
+        "rename",
+        "report",
+        "strip_module",
+    ),
     "conversion": ("convert",),
     "diagnosis": ("doctor",),
     "errors": ("errors",),
@@ -53,8 +71,8 @@ _HOMES = {
 
 __all__ = [
     "__version__", "add_module", "average", "convert", "diff", "doctor", "info", "list_tensors",
-    "load", "load_into", "load_state_dict", "match", "open", "recover", "remap", "rename", "report",
-    "save", "scan", "stats", "strip_module", "verify",
+    "load", "load_into", "load_state_dict", "match", "merge_lora", "open", "recover", "remap",
+    "rename", "report", "save", "scan", "stats", "strip_module", "verify",
 ]  # fmt: skip
 
 _imported = importer(__name__, globals(), _HOMES)

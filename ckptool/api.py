@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 Words: TypeAlias = "str | Sequence[str] | None"
 Rules: TypeAlias = "Iterable[str | Rule]"
 
-__all__ = ["add_module", "average", "open", "remap", "rename", "report", "strip_module"]
+__all__ = [
+    "add_module",
+    "average",
+    "merge_lora",
+    "open",
+    "remap",
+    "rename",
+    "report",
+    "strip_module",
+]
 
 
 def open(
@@ -154,6 +163,62 @@ def average(
             strict=strict,
             overwrite=overwrite,
             in_place=in_place,
+            dry_run=dry_run,
+            verify=verify,
+            progress=progress,
+        )
+
+
+def merge_lora(
+    base: Source,
+    adapters: Iterable[Source],
+    target: str | os.PathLike[str],
+    *,
+    scale: Sequence[float] = (),
+    alpha: float | None = None,
+    key: str | None = None,
+    format: str | None = None,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    verify: bool | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Receipt:
+    """Write a model with LoRA adapters merged into its weights, as `merge_and_unload` of PEFT does.
+
+    Sums are calculated in float32 (float64 where a tensor has that type) and rounded once to the
+    type of the base.
+
+    Args:
+        base: A path or an open checkpoint.
+        adapters: Those of PEFT, kohya or diffusers; none if `base` is the state dict of a
+            PeftModel, which holds its own.
+        target: The file to write.
+        scale: A factor for each adapter, or one for all.
+        alpha: PEFT's `lora_alpha`, where no `adapter_config.json` beside the adapter says it.
+        key: The address of the state dict to change.
+        format: The format to write (`torch-zip`, `safetensors`, ...); default: by the extension.
+        max_shard_size: Split a larger result into shards and an index.
+        overwrite: Replace an existing target.
+        dry_run: Plan only.
+        verify: Read the result back and compare it; default: yes, as tensors are computed.
+        progress: Called with the bytes done and the bytes in all.
+
+    Raises:
+        UnreadableFile: a source cannot be read.
+        NotFound: a tensor of an adapter has no counterpart in the base.
+        UsageError: the scale is not known; shapes do not fit.
+        NotRepresentable: an adapter of another kind (LoHa, LoKr, ...); a base that is quantised.
+        WriteError: nothing was written.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(opened(source)) for source in (base, *adapters)]
+        return save(
+            transforms.merge_lora(files[0], files[1:], scale=scale, alpha=alpha, key=key),
+            target,
+            format=format,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
             dry_run=dry_run,
             verify=verify,
             progress=progress,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckptool.transforms.devices import remap, visible_devices
     from ckptool.transforms.ema import with_averages
     from ckptool.transforms.extraction import extract, single_state_dict
+    from ckptool.transforms.lora import merge_lora
     from ckptool.transforms.masters import with_masters
     from ckptool.transforms.memory import changed_dict, remap_dict
     from ckptool.transforms.name_rules import (
@@ -44,6 +45,7 @@ __all__ = [
     "flattened",
     "floating_type",
     "kept",
+    "merge_lora",
     "nested",
     "prefix_rule",
     "read_map_file",
@@ -71,6 +73,7 @@ _HOMES = {
     "devices": ("remap", "visible_devices"),
     "ema": ("with_averages",),
     "extraction": ("extract", "single_state_dict"),
+    "lora": ("merge_lora",),
     "masters": ("with_masters",),
     "memory": ("changed_dict", "remap_dict"),
     "name_rules": ("Rule", "prefix_rule", "read_map_file", "regex_rule", "table_rule"),

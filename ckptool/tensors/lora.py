@@ -1,0 +1,152 @@
+"""The arithmetic of LoRA and DoRA, one weight at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import NotRepresentable
+from ckptool.files import ByteRange
+from ckptool.files.computed import ComputedSource
+from ckptool.model import Storage, TensorRef
+from ckptool.tensors.casting import checked
+from ckptool.tensors.materialise import materialise
+from ckptool.tensors.runtime import torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Factors", "Merger"]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What an adapter adds to one weight: `up @ down`, times `scale`."""
+
+    down: TensorRef
+    up: TensorRef
+    scale: float
+    magnitude: TensorRef | None = None
+    """DoRA's."""
+    embedding: bool = False
+    transposed: bool = False
+    """Whether the weight is (in, out)."""
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """The shape of the product; of other ranks, or a wide convolution behind: none fits."""
+        (*_, first), second = (self.down.shape[:1], self.up.shape[1:2])
+        flat = all(size == 1 for size in self.up.shape[2:])
+        same = (first,) == second and flat and len(self.up.shape) == len(self.down.shape)
+        return (self.up.shape[0], *self.down.shape[1:]) if same else ()
+
+
+class Merger:
+    """Makes storages of merged weights; the last one computed is kept while it is read."""
+
+    def __init__(self) -> None:
+        """Nothing is computed yet."""
+        self._last: tuple[object, memoryview] | None = None
+        self._lock = Lock()
+
+    def storage(
+        self, weight: TensorRef, other: TensorRef | None, added: Sequence[Factors]
+    ) -> Storage:
+        """Return the weight (or `other` in its place) with all that is added to it."""
+        held = weight.storage
+        if held is None:
+            raise NotRepresentable("a tensor without bytes takes no adapter")
+        size = weight.numel * BY_NAME[weight.dtype].itemsize
+        start = weight if other is None else other
+
+        def fill(offset: int, buffer: memoryview) -> None:
+            with self._lock:
+                if self._last is None or self._last[0] is not fill:
+                    self._last = None
+                    self._last = fill, _bytes(_merged(start, weight, added))
+                buffer[:] = self._last[1][offset : offset + len(buffer)]
+
+        used = [start, *(one for each in added for one in (each.down, each.up))]
+        name = held.data.source.name if held.data else ""
+        source = ComputedSource(name, size, fill)
+        source.made_of = [one.storage.data for one in used if one.storage and one.storage.data]
+        return Storage(held.key, ByteRange(source, 0, size), size, held.device, sys.byteorder)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _read(ref: TensorRef) -> torch.Tensor:
+    """Return a tensor in the type in which it is calculated."""
+    import torch
+
+    if ref.storage is not None and ref.storage.data is not None:
+        checked(ref.storage, ref.storage.data).check()
+    made = materialise(ref).detach()
+    return made if made.dtype == torch.float64 else made.float()
+
+
+def _merged(start: TensorRef, weight: TensorRef, added: Sequence[Factors]) -> torch.Tensor:
+    """Return the result, with the operations of PEFT in their order."""
+    total = _read(start)
+    for factors in added:
+        delta = _delta(factors, total)
+        total = total + delta if factors.magnitude is None else _rescaled(total, delta, factors)
+    made = total.to(torch_dtype(weight.dtype))
+    if bool((total.isfinite() & ~made.float().isfinite()).any()):
+        raise NotRepresentable(
+            f"a merged weight does not fit {weight.dtype}, which it has in the base",
+            hint="widen the base first: ckptool cast BASE --dtype float32",
+        )
+    return made
+
+
+def _is_transposed(factors: Factors, shape: Sequence[int]) -> bool:
+    """Return whether the product is turned: as the shapes say, else as the configuration does."""
+    if len(shape) != 2 or factors.shape == factors.shape[::-1]:
+        return factors.transposed and len(shape) == 2
+    return tuple(shape) != factors.shape
+
+
+def _delta(factors: Factors, weight: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    down, up = _read(factors.down), _read(factors.up)
+    if down.dtype != up.dtype:
+        down, up = down.double(), up.double()
+    if down.dim() == 2:
+        product = up @ down
+        if _is_transposed(factors, weight.shape):
+            product = product.T
+        return product * factors.scale
+    if all(size == 1 for size in down.shape[2:]):
+        flat: torch.Tensor = up.flatten(1) @ down.flatten(1)
+        return flat.view(weight.shape) * factors.scale
+    convolve: Any = {3: torch.conv1d, 4: torch.conv2d, 5: torch.conv3d}[down.dim()]
+    made: torch.Tensor = convolve(down.transpose(0, 1), up).transpose(0, 1)
+    return made * factors.scale
+
+
+def _rescaled(weight: torch.Tensor, delta: torch.Tensor, factors: Factors) -> torch.Tensor:
+    """Return the sum with the lengths that DoRA learned for its rows."""
+    import torch
+
+    assert factors.magnitude is not None
+    turned = _is_transposed(factors, weight.shape)
+    both = weight + delta
+    rows = both.T if turned else both
+    if rows.dim() == 2:
+        lengths = torch.linalg.norm(rows, dim=1)
+    else:
+        lengths = rows.norm(p=2, dim=tuple(range(1, rows.dim())))
+    factor = _read(factors.magnitude).flatten() / lengths
+    factor = factor.view(-1, *[1] * (both.dim() - 1))
+    made: torch.Tensor = (factor.T if turned else factor) * both
+    return made

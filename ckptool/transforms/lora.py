@@ -1,0 +1,372 @@
+"""Low-rank adapters (LoRA, DoRA), merged into the weights that they were trained for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptool.checkpoint import Change, Checkpoint
+from ckptool.errors import NotFound, NotRepresentable, UsageError
+from ckptool.files.place import place_of
+from ckptool.hollow import refuse_hollow
+from ckptool.model import TensorRef, over_elements, remade, row_major_strides
+from ckptool.statedict import Section, model_state_dict
+from ckptool.tensors.lora import Factors, Merger
+from ckptool.transforms.casting import FLOATING, refuse_apart
+from ckptool.transforms.names import rename
+from ckptool.tree import rebuild
+from ckptool.words import counted, listed, printable
+
+__all__ = ["merge_lora"]
+
+_DOWN = r"lora_A|lora_embedding_A|lora[._](?:linear_layer\.)?down"
+_UP = r"lora_B|lora_embedding_B|lora[._](?:linear_layer\.)?up"
+_PART = re.compile(
+    rf"(?P<module>.+?)\.(?:(?P<down>{_DOWN})|(?P<up>{_UP})|(?P<size>lora_magnitude_vector)"
+    r"|(?P<alpha>alpha))(?:\.(?!(?:weight|bias)$)(?P<adapter>\w+))?(?:\.weight)?"
+)
+_FOREIGN = re.compile(
+    r"\.(hada_|lokr_|oft_|boft_|vera_|ia3_|lora_mid|dora_scale|lora_\w+|w_norm|b_norm|diff)"
+)
+_PEFT = "base_model.model."
+_KOHYA = re.compile(r"lora_(?:unet|te\d?|text_encoder\d?|transformer|prior)_")
+_TAKEN_OFF = (
+    r"^base_model\.model\.=>",
+    r"\.base_layer(?=\.)=>",
+    r"\.modules_to_save\.\w+(?=\.)=>",
+)
+"""How the names of a PeftModel become those of its model."""
+_KEPT_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the base as it is."""
+_UNKNOWN = ("alora_invocation_tokens", "layer_replication", "lora_bias", "target_parameters",
+            "trainable_token_indices", "use_qalora")  # fmt: skip
+"""Options of PEFT that mean another arithmetic."""
+
+
+def merge_lora(
+    base: Checkpoint,
+    adapters: Sequence[Checkpoint] = (),
+    *,
+    scale: Sequence[float] = (),
+    alpha: float | None = None,
+    key: Any = None,
+) -> Checkpoint:
+    """Return the base with adapters merged into its weights, in their order.
+
+    A weight becomes W + scale * alpha / r * B A: calculated in float32, or in float64 where a
+    tensor has that type, and rounded once to the type that it has in the base. Without adapters the
+    base is the state dict of a PeftModel, and its names become those of the model.
+
+    Args:
+        base: Open, as the adapters; they stay so until the result is written.
+        adapters: Of PEFT (with `adapter_config.json` beside), kohya or diffusers.
+        scale: A factor for each adapter, or one for all.
+        alpha: PEFT's `lora_alpha`, where no `adapter_config.json` says it.
+        key: The address of the state dict to change.
+
+    Raises:
+        NotFound: a tensor of an adapter has no counterpart in the base.
+        UsageError: the scale is not known; shapes do not fit.
+        NotRepresentable: an adapter of another kind (LoHa, LoKr, ...); a base that is quantised.
+    """
+    scales = tuple(map(float, scale)) or (1.0,)
+    count = max(len(adapters), 1)
+    if len(scales) not in (1, count) or not all(map(math.isfinite, scales)):
+        raise UsageError(f"scale takes one finite number, or one for each of {count} adapters")
+    refuse_hollow(base)
+    part = model_state_dict(base, key)
+    plan = _Plan(base, part)
+    own = None if adapters else _Adapter.of(base, part, scales[0], alpha, own=True)
+    others = (_Adapter.of(one, model_state_dict(one), factor, alpha)
+              for one, factor in zip(adapters, scales * count, strict=False))  # fmt: skip
+    changes = [plan.add(one) for one in ([own] if own else others)]
+    dropped = own.parts if own else set()
+    made = plan.made(dropped)
+    items = {name: made.get(name, node) for name, node in part.node.items() if name not in dropped}
+    found = False
+
+    def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
+        nonlocal found
+        if old is not part.holder:
+            return old
+        found = True
+        return remade(old, items)
+
+    root = rebuild(base.root, None, mapping)
+    if not found:
+        raise UsageError(
+            "the weights are in a pickled module, or beside other sections",
+            file=base.path,
+            hint=f"ckptool extract --model-only {base.path} -o weights.pth, and merge into that",
+        )
+    sources = {id(source): source for one in (base, *adapters) for source in one.sources}
+    result = replace(base.with_root(root, *changes), sources=tuple(sources.values()))
+    return rename(result, _TAKEN_OFF, key=key) if own else result
+
+
+@dataclass
+class _Adapter:
+    """What an adapter holds: factors by module, and tensors that take the place of others."""
+
+    path: str
+    scale: float
+    factors: dict[str, Factors]
+    saved: dict[str, TensorRef]
+    parts: set[str]
+    """The names of all its tensors, and of those that they replace."""
+
+    @classmethod
+    def of(
+        cls,
+        file: Checkpoint,
+        part: Section,
+        scale: float,
+        alpha: float | None,
+        *,
+        own: bool = False,
+    ) -> _Adapter:
+        """Read the names of an adapter, of a file of its own or (`own`) within its base."""
+        config = _config(file.path)
+        groups: dict[str, dict[str, TensorRef]] = {}
+        saved: dict[str, TensorRef] = {}
+        parts: set[str] = set()
+        named: set[str] = set()
+        tensors = {name: node for name, node in part.node.items() if isinstance(node, TensorRef)}
+        for name, tensor in tensors.items():
+            if found := _PART.fullmatch(name):
+                role = str(found.lastgroup if found.lastgroup != "adapter" else "")
+                role = role or next(one for one in ("down", "up", "size", "alpha") if found[one])
+                held = groups.setdefault(found["module"], {})
+                named.add(found["adapter"] or "")
+                if role in held:
+                    break
+                held[role] = tensor
+                if role == "down" and found["down"].startswith("lora_embedding"):
+                    held["embedding"] = tensor
+                parts.add(name)
+            elif foreign := _FOREIGN.search(name):
+                raise NotRepresentable(
+                    f"{printable(name)!r}: merge-lora does not know {foreign[1]}; it merges LoRA "
+                    "and DoRA, not LoHa, LoKr and other adapters",
+                    file=file.path,
+                )
+            elif own and ".original_module." in name:
+                parts.add(name)
+            elif not own:
+                saved[name] = tensor
+        if len(named) > 1:
+            raise UsageError(
+                f"holds several adapters: {listed(sorted(named))}",
+                file=file.path,
+                hint="merge_and_unload() of its PeftModel merges them",
+            )
+        if not groups:
+            raise NotFound("has no weights of a LoRA", file=file.path)
+        is_peft = own or config or any(name.startswith(_PEFT) for name in part.node)
+        is_told = alpha is not None or "lora_alpha" in config
+        if not is_told and (is_peft or "lora_adapter_metadata" in file.details.header):
+            raise UsageError(
+                "the scale of the adapter is unknown: there is no adapter_config.json beside it "
+                "that says lora_alpha",
+                file=file.path,
+                hint="--alpha N, where N is its lora_alpha",
+            )
+        factors = {}
+        for module, held in groups.items():
+            if not {"down", "up"} <= held.keys():
+                raise NotFound(f"{printable(module)!r} has only one factor", file=file.path)
+            rank = held["down"].shape[0] or 1
+            factor = _alpha(config, module, held, alpha, rank)
+            divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+            factors[module] = Factors(
+                held["down"],
+                held["up"],
+                scale * (factor / divisor),
+                magnitude=held.get("size"),
+                embedding="embedding" in held,
+                transposed=bool(config.get("fan_in_fan_out")) or "embedding" in held,
+            )
+        return cls(file.path, scale, factors, saved, parts)
+
+
+def _alpha(
+    config: Mapping[str, Any], module: str, held: Mapping[str, TensorRef], given: float | None,
+    rank: int,
+) -> float:  # fmt: skip
+    """Return the alpha of a module: of the file, the pattern that matches, or for all."""
+    if "alpha" in held:
+        return float(held["alpha"].torch())
+    if given is not None:
+        return given
+    name = module.removeprefix(_PEFT)
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return float(value)
+    return float(config.get("lora_alpha", rank))
+
+
+def _config(path: str) -> Mapping[str, Any]:
+    """Return the `adapter_config.json` beside a file or in a folder; empty where there is none.
+
+    Raises:
+        NotRepresentable: it asks for what is not known here.
+    """
+    folder = path if place_of(path).is_folder(path) else os.path.dirname(path)
+    place = os.path.join(folder, "adapter_config.json")
+    if not place_of(place).is_file(place):
+        return {}
+    source = place_of(place).open(place)
+    try:
+        config: Any = json.loads(source.read(0, source.size))
+    except ValueError as error:
+        raise UsageError("is no JSON", file=place) from error
+    finally:
+        source.close()
+    if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
+        raise NotRepresentable("the adapter is no LoRA", file=place)
+    unknown = [name for name in _UNKNOWN if config.get(name)]
+    if config.get("init_lora_weights") not in _KEPT_INITIAL:
+        unknown.append("init_lora_weights")
+    if unknown:
+        raise NotRepresentable(
+            f"the adapter has {listed(unknown)}, which merge-lora does not know",
+            file=place,
+            hint="merge_and_unload() of its PeftModel",
+        )
+    return config
+
+
+@dataclass
+class _Plan:
+    """Which weights of the base change, and by what."""
+
+    base: Checkpoint
+    part: Section
+    _added: dict[str, list[Factors]] = field(default_factory=dict)
+    _replaced: dict[str, TensorRef] = field(default_factory=dict)
+    _names: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Know the base's tensors by the names of the model."""
+        for name, node in self.part.node.items():
+            if isinstance(node, TensorRef) and not _PART.fullmatch(name):
+                self._names[_bare(name)] = name
+
+    def add(self, adapter: _Adapter) -> Change:
+        """Take an adapter, and return what it does."""
+        taken: dict[str, str] = {}
+        for module, factors in adapter.factors.items():
+            name = self._found(adapter, module, f"{module}.weight")
+            if name in taken:
+                raise UsageError(
+                    f"{printable(module)!r} and {printable(taken[name])!r} both mean "
+                    f"{printable(name)!r}",
+                    file=adapter.path,
+                )
+            taken[name] = module
+            self._check(adapter, module, self.part.node[name], factors)
+            self._added.setdefault(name, []).append(factors)
+        for own, tensor in adapter.saved.items():
+            name = self._found(adapter, own, own)
+            if tensor.shape != self.part.node[name].shape or tensor.dtype not in FLOATING:
+                raise UsageError(
+                    f"{printable(own)!r} has the shape {list(tensor.shape)}, and "
+                    f"{printable(name)!r} has {list(self.part.node[name].shape)}",
+                    file=adapter.path,
+                )
+            self._replaced[name] = tensor
+        rates = sorted({factors.scale for factors in adapter.factors.values()})
+        shown = listed([f"{rate:g}" for rate in rates], most=4)
+        text = f"{counted(len(taken), 'weight')} changed by {adapter.path}, times {shown}"
+        if adapter.saved:
+            text += f"; {counted(len(adapter.saved), 'tensor')} replaced"
+        return Change("merge", text, len(taken) + len(adapter.saved))
+
+    def made(self, dropped: set[str]) -> dict[str, TensorRef]:
+        """Return the new tensors by name; what was tied in the base changes with its twin."""
+        node, merger = self.part.node, Merger()
+        by_place: dict[Any, list[Factors]] = {}
+        for name, factors in self._added.items():
+            by_place.setdefault(node[name].place, []).extend(factors)
+        chosen = {
+            name: tensor
+            for name, tensor in node.items()
+            if isinstance(tensor, TensorRef)
+            and name not in dropped
+            and (tensor.place in by_place or name in self._replaced)
+        }
+        refuse_apart(self.base, {id(tensor) for tensor in chosen.values()})
+        known: dict[Any, TensorRef] = {}
+        made: dict[str, TensorRef] = {}
+        for name, tensor in chosen.items():
+            if tensor.dtype not in FLOATING or not tensor.has_content:
+                raise NotRepresentable(
+                    f"{printable(name)!r} is {tensor.dtype} {tensor.kind}, which takes no adapter",
+                    file=self.base.path,
+                )
+            other = self._replaced.get(name)
+            place = name if other is not None else tensor.place
+            if place not in known:
+                storage = merger.storage(tensor, other, by_place.get(tensor.place, ()))
+                shape = tuple(size or 0 for size in tensor.shape)
+                known[place] = over_elements(
+                    tensor, storage=storage, offset=0, stride=row_major_strides(shape), flags=()
+                )
+            made[name] = known[place]
+        return made
+
+    def _check(self, adapter: _Adapter, module: str, weight: TensorRef, one: Factors) -> None:
+        """Refuse factors whose product is not of the shape of the weight."""
+        fits = one.shape if not one.transposed else one.shape[::-1]
+        if weight.shape not in (fits, one.shape[::-1] if len(one.shape) == 2 else fits):
+            raise UsageError(
+                f"{printable(module)!r} makes the shape {list(fits)}, and its weight in "
+                f"{self.base.path} has {list(weight.shape)}",
+                file=adapter.path,
+            )
+        if one.magnitude is not None and one.embedding:
+            raise NotRepresentable("DoRA of an embedding is not known here", file=adapter.path)
+
+    def _found(self, adapter: _Adapter, shown: str, wanted: str) -> str:
+        """Return the name in the base for a tensor of the adapter.
+
+        Raises:
+            NotFound: there is none, or there are several.
+        """
+        for candidates in self._candidates(_bare(wanted)):
+            if len(candidates) == 1:
+                return candidates[0]
+            if candidates:
+                raise NotFound(
+                    f"{printable(shown)!r} may mean {listed(candidates, most=3)}",
+                    file=adapter.path,
+                )
+        raise NotFound(
+            f"{printable(shown)!r} has no counterpart in {self.base.path}",
+            file=adapter.path,
+            hint="is it the adapter of another model? extract --include takes a part of an adapter",
+        )
+
+    def _candidates(self, wanted: str) -> Iterator[list[str]]:
+        """Yield the names that may be meant, the surest first."""
+        yield [self._names[wanted]] if wanted in self._names else []
+        if found := _KOHYA.match(wanted):
+            flat = wanted[found.end() :].removesuffix(".weight")
+            each = {bare.removesuffix(".weight").replace(".", "_"): name
+                    for bare, name in self._names.items() if bare.endswith(".weight")}  # fmt: skip
+            yield [each[flat]] if flat in each else []
+            yield [name for bare, name in each.items() if bare.endswith(f"_{flat}")]
+        shorter = wanted.partition(".")[2]
+        yield [self._names[shorter]] if shorter in self._names else []
+        yield [name for bare, name in self._names.items() if bare.endswith(f".{wanted}")]
+
+
+def _bare(name: str) -> str:
+    """Return the model's own name for that of a PeftModel."""
+    name = name.removeprefix(_PEFT).replace(".base_layer.", ".")
+    return re.sub(r"\.modules_to_save\.\w+(?=\.)", "", name)

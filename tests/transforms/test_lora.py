@@ -1,0 +1,161 @@
+"""Adapters merged into their base: held against merge_and_unload of peft 0.21.2."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.errors import NotFound, NotRepresentable, UsageError
+from tests.conftest import FIXTURES
+
+LORA = FIXTURES / "lora"
+BASE = LORA / "base.safetensors"
+EXACT = ("plain", "rslora", "fan_in", "patterns", "embedding", "saved")
+"""Where matrices alone are multiplied; convolutions and norms differ by rounding, as by machine."""
+CASES = sorted(path.parent.name for path in LORA.glob("*/adapter_config.json"))
+
+
+def merged(target, *adapters, base=BASE, **options):
+    """Return what merge_lora writes, read by safetensors itself."""
+    ckptool.merge_lora(base, adapters, target, **options)
+    return load_file(target)
+
+
+@pytest.fixture
+def target(tmp_path):
+    """A file to write."""
+    return tmp_path / "merged.safetensors"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_result_is_that_of_peft(case, target):
+    made, base = merged(target, LORA / case), load_file(BASE)
+    wanted = base | load_file(LORA / case / "merged.safetensors")
+    assert made.keys() == base.keys()
+    assert any(not torch.equal(made[name], base[name]) for name in base)
+    bound = 0 if case in EXACT else 1e-6
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(made[name], tensor, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("case", ["plain", "saved"])
+def test_the_state_dict_of_a_whole_peft_model_becomes_that_of_the_model(case, target):
+    made = merged(target, base=LORA / case / "whole.pth")
+    wanted = load_file(BASE) | load_file(LORA / case / "merged.safetensors")
+    assert made.keys() == wanted.keys()
+    assert all(torch.equal(made[name], wanted[name]) for name in wanted)
+
+
+def test_adapters_add_up_with_their_scales(target, tmp_path):
+    base = load_file(BASE)
+    once = merged(tmp_path / "one.safetensors", LORA / "plain")["lin.weight"]
+    both = merged(target, LORA / "plain", LORA / "plain", scale=(0.5, 2))["lin.weight"]
+    wanted = base["lin.weight"] + 2.5 * (once - base["lin.weight"])
+    torch.testing.assert_close(both, wanted)
+
+
+def test_a_half_precision_base_is_rounded_once(target, tmp_path):
+    half = {name: tensor.bfloat16() for name, tensor in load_file(BASE).items()}
+    save_file(half, tmp_path / "half.safetensors")
+    adapter = load_file(LORA / "plain" / "adapter_model.safetensors")
+    down, up = (adapter[f"base_model.model.lin.lora_{one}.weight"] for one in "AB")
+    made = merged(target, LORA / "plain", base=tmp_path / "half.safetensors")
+    wanted = (half["lin.weight"].float() + up @ down * 1.5).bfloat16()
+    assert torch.equal(made["lin.weight"], wanted)
+
+
+def kohya(path, **more):
+    """Write a file of kohya: a linear layer and a LoCon convolution, with alpha."""
+    tensors = {
+        "lora_unet_lin.lora_down.weight": torch.rand(2, 8),
+        "lora_unet_lin.lora_up.weight": torch.rand(6, 2),
+        "lora_unet_lin.alpha": torch.tensor(1.0),
+        "lora_unet_conv.lora_down.weight": torch.rand(2, 3, 3, 3),
+        "lora_unet_conv.lora_up.weight": torch.rand(4, 2, 1, 1),
+        "lora_unet_conv.alpha": torch.tensor(3.0),
+    }
+    save_file(tensors | more, path)
+    return tensors
+
+
+def test_kohya_has_alpha_in_the_file(target, tmp_path):
+    one = kohya(tmp_path / "kohya.safetensors")
+    made, base = merged(target, tmp_path / "kohya.safetensors"), load_file(BASE)
+    down, up = (one[f"lora_unet_lin.lora_{word}.weight"] for word in ("down", "up"))
+    torch.testing.assert_close(made["lin.weight"], base["lin.weight"] + up @ down / 2)
+    down, up = (one[f"lora_unet_conv.lora_{word}.weight"] for word in ("down", "up"))
+    delta = torch.einsum("or,rihw->oihw", up[:, :, 0, 0], down) * 1.5
+    torch.testing.assert_close(made["conv.weight"], base["conv.weight"] + delta)
+
+
+@pytest.mark.parametrize("words", [("lora_A", "lora_B"), ("lora.down", "lora.up")])
+def test_diffusers_without_alpha_has_the_scale_1(words, target, tmp_path):
+    down, up = torch.rand(2, 8), torch.rand(6, 2)
+    names = [f"unet.lin.{word}.weight" for word in words]
+    save_file(dict(zip(names, (down, up), strict=True)), tmp_path / "pytorch_lora.safetensors")
+    made = merged(target, tmp_path / "pytorch_lora.safetensors")["lin.weight"]
+    torch.testing.assert_close(made, load_file(BASE)["lin.weight"] + up @ down)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lora_unet_lin.hada_w1_a", "lora_unet_lin.lokr_w1", "lora_unet_conv.lora_mid.weight",
+     "lora_unet_lin.dora_scale"],
+)  # fmt: skip
+def test_other_adapters_are_named_and_refused(name, target, tmp_path):
+    kohya(tmp_path / "other.safetensors", **{name: torch.rand(2, 2)})
+    with pytest.raises(NotRepresentable, match=name):
+        merged(target, tmp_path / "other.safetensors")
+    assert not target.exists()
+
+
+def test_what_fits_nothing_in_the_base_is_named(target, tmp_path):
+    more = {f"lora_te_x.lora_{word}.weight": torch.rand(2, 2) for word in ("down", "up")}
+    kohya(tmp_path / "more.safetensors", **more)
+    with pytest.raises(NotFound, match="'lora_te_x' has no counterpart"):
+        merged(target, tmp_path / "more.safetensors")
+
+
+def test_shapes_must_fit(target, tmp_path):
+    kohya(tmp_path / "a.safetensors", **{"lora_unet_lin.lora_up.weight": torch.rand(7, 2)})
+    with pytest.raises(UsageError, match=r"makes the shape \[7, 8\]"):
+        merged(target, tmp_path / "a.safetensors")
+
+
+def test_an_adapter_of_peft_needs_its_alpha(target, tmp_path):
+    alone = tmp_path / "adapter_model.safetensors"
+    shutil.copy(LORA / "plain" / "adapter_model.safetensors", alone)
+    with pytest.raises(UsageError, match="the scale of the adapter is unknown"):
+        merged(target, alone)
+    made = merged(target, alone, alpha=3)["lin.weight"]
+    assert torch.equal(made, load_file(LORA / "plain" / "merged.safetensors")["lin.weight"])
+
+
+@pytest.mark.parametrize(
+    "change", [{"peft_type": "LOHA"}, {"lora_bias": True}, {"init_lora_weights": "pissa"}]
+)
+def test_what_the_configuration_asks_for_beyond_lora_is_refused(change, target, tmp_path):
+    shutil.copytree(LORA / "plain", tmp_path / "one")
+    config = tmp_path / "one" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(NotRepresentable):
+        merged(target, tmp_path / "one")
+
+
+def test_tied_weights_change_together_and_the_rest_of_the_file_stays(tmp_path):
+    weight = torch.rand(6, 8)
+    state = {"lin.weight": weight, "twin.weight": weight, "b": torch.ones(3)}
+    torch.save({"epoch": 3, "state_dict": state}, tmp_path / "base.pth")
+    parts = {"lin.lora_A.weight": torch.rand(2, 8), "lin.lora_B.weight": torch.rand(6, 2)}
+    torch.save(parts, tmp_path / "adapter.pth")
+    ckptool.merge_lora(tmp_path / "base.pth", [tmp_path / "adapter.pth"], tmp_path / "out.pth")
+    made = torch.load(tmp_path / "out.pth")
+    one, two = (made["state_dict"][name] for name in ("lin.weight", "twin.weight"))
+    assert one.data_ptr() == two.data_ptr()
+    torch.testing.assert_close(
+        one, weight + parts["lin.lora_B.weight"] @ parts["lin.lora_A.weight"]
+    )
+    assert made["epoch"] == 3
