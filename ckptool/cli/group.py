@@ -36,7 +36,10 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "extract": ("extract_verb", "Extract a section, some tensors, or only the weights."),
         "compact": ("compact_verb", "Drop bytes that no tensor uses."),
         "average": ("average_verb", "Average the weights of several checkpoints."),
-        "merge-lora": ("merge_lora_verb", "Merge LoRA adapters into the weights of their base."),
+        "merge-lora": (
+            "merge_lora_verb",
+            "Merge LoRA adapters into the weights of their base model.",
+        ),
         "convert": ("convert_verb", "Convert to another format; rename, cast and move on the way."),
         "recover": ("recover_verb", "Roll back an edit in place that was killed."),
     },

@@ -97,8 +97,10 @@ def _merged(start: TensorRef, weight: TensorRef, added: Sequence[Factors]) -> to
     """Return the result, with the operations of PEFT in their order."""
     total = _read(start)
     for factors in added:
-        delta = _delta(factors, total)
-        total = total + delta if factors.magnitude is None else _rescaled(total, delta, factors)
+        total = total + _delta(factors, total)
+        if factors.magnitude is not None:
+            turned = _is_transposed(factors, total.shape)
+            total = _rescaled(total, factors.magnitude, turned=turned)
     made = total.to(torch_dtype(weight.dtype))
     if bool((total.isfinite() & ~made.float().isfinite()).any()):
         raise NotRepresentable(
@@ -134,19 +136,16 @@ def _delta(factors: Factors, weight: torch.Tensor) -> torch.Tensor:
     return made * factors.scale
 
 
-def _rescaled(weight: torch.Tensor, delta: torch.Tensor, factors: Factors) -> torch.Tensor:
+def _rescaled(both: torch.Tensor, size: TensorRef, *, turned: bool) -> torch.Tensor:
     """Return the sum with the lengths that DoRA learned for its rows."""
     import torch
 
-    assert factors.magnitude is not None
-    turned = _is_transposed(factors, weight.shape)
-    both = weight + delta
     rows = both.T if turned else both
     if rows.dim() == 2:
         lengths = torch.linalg.norm(rows, dim=1)
     else:
         lengths = rows.norm(p=2, dim=tuple(range(1, rows.dim())))
-    factor = _read(factors.magnitude).flatten() / lengths
+    factor = _read(size).flatten() / lengths
     factor = factor.view(-1, *[1] * (both.dim() - 1))
     made: torch.Tensor = (factor.T if turned else factor) * both
     return made

@@ -78,7 +78,9 @@ def test_json_and_quiet_are_everywhere(name):
 def test_verbs_that_write_share_their_options(name):
     options = {word for parameter in command_of(name).params for word in parameter.opts}
     assert {"--force", "--dry-run", "--format"} <= options
-    assert ({"-o", "--output", "--in-place"} <= options) is (name not in ("convert", "average"))
+    assert ({"-o", "--output", "--in-place"} <= options) is (
+        name not in ("convert", "average", "merge-lora")
+    )
 
 
 def test_an_alias_is_the_verb_itself(ckptool, model):

@@ -33,6 +33,7 @@ PARTS = {
     ],
     "Changes": [
         *("strip_module", "add_module", "rename", "remap", "convert", "Conversion", "average"),
+        "merge_lora",
         *("Receipt", "recover", "Recovery"),
     ],
     "What a checkpoint is made of": ["TensorRef", "Storage", "Opaque"],
