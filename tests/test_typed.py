@@ -67,6 +67,7 @@ RIGHT = {
     'ckptool.convert("a.pth", "b.safetensors", wrappers="strip", cast=torch.half, '
     'keep={"*.bias": None}, like=model, allow_missing=True, max_shard_size="5GB")': "Receipt",
     'ckptool.average(["a.pth", checkpoint], "b.pth", ints="first", overwrite=True)': "Receipt",
+    'ckptool.merge_lora("a.pth", ["b", checkpoint], "c.pth", scale=[1, 0.5])': "Receipt",
     'ckptool.recover("a.pth", discard=True).action': "str",
     "checkpoint.strip_module(levels=1)": "Checkpoint",
     'checkpoint.add_module(at="backbone")': "Checkpoint",
@@ -107,6 +108,7 @@ WRONG = {
     'ckptool.convert("a.pth", "b.pth", colour="red")': KEYWORD,
     'ckptool.convert("a.pth", "b.pth", like=3)': TYPE,
     'ckptool.average(["a.pth"], "b.pth", overwrit=True)': KEYWORD,
+    'ckptool.merge_lora("a.pth", ["b"], "c.pth", scales=[1])': KEYWORD,
     'ckptool.recover("a.pth", discard="yes")': TYPE,
     'checkpoint.strip_module(onyl="module")': KEYWORD,
     "checkpoint.add_module(at=3)": TYPE,

@@ -129,6 +129,8 @@ def prepare(folder: Path) -> None:
     (folder / "page.pth").write_text(PAGE)
     (folder / "empty.pth").write_bytes(b"")
     content = (folder / "model.pth").read_bytes()
+    shutil.copy(FIXTURES / "lora/base.safetensors", folder)
+    shutil.copytree(FIXTURES / "lora/plain", folder / "lora")
     bias = [torch.zeros(8), torch.zeros(4)]
     encoder = {"weight": torch.zeros(8, 4), "bias": bias}
     torch.save({"encoder": encoder, "epoch": 3}, folder / "nested.pth")
