@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 _COUNTER = "collections.Counter"
+_NOTHING = object()
+"""The form of what says no more than None."""
 
 
 def is_refused(node: Any) -> bool:
@@ -100,7 +102,9 @@ def plain_form(node: Opaque) -> Any:
         return node
     known = _KNOWN.get(node.class_name) or _KNOWN.get(_home(node.class_name))
     form = (known or _by_structure)(node)
-    return node if form is None else form
+    if form is None:
+        return node
+    return None if form is _NOTHING else form
 
 
 def _home(qualified: str) -> str:
@@ -264,6 +268,16 @@ def _scalar(node: Opaque) -> str | bytes | None:
     return None
 
 
+def _omegaconf(node: Opaque) -> Any:
+    """Return the items of a DictConfig or ListConfig, or the value of a node in one.
+
+    What else it has are types and ways back to its holder. Interpolations stay the text they are.
+    """
+    held = node.attributes
+    value = held.get("_content", held.get("_val"))
+    return _NOTHING if value is None and not held.keys().isdisjoint(("_content", "_val")) else value
+
+
 _UTF32 = {"<U": "utf-32-le", ">U": "utf-32-be"}
 
 
@@ -272,7 +286,7 @@ _KNOWN: dict[str, Callable[[Opaque], Any]] = {
     "builtins.frozenset": _frozenset,
     "collections.defaultdict": lambda node: _as_dict(node, ()),
     "collections.deque": _deque,
-    "omegaconf.*": lambda node: None,  # its attributes are types and ways back to its holder
+    "omegaconf.*": _omegaconf,
     "numpy.dtype": _dtype,
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,

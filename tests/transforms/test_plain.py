@@ -1,11 +1,13 @@
 """Objects turned into plain data or left out: torch.load(weights_only=True) is the judge."""
 
 import argparse
+import base64
 import collections
 import os
 import pathlib
 import pickle
 import warnings
+import zlib
 from itertools import chain
 
 import numpy as np
@@ -412,3 +414,29 @@ def test_a_bare_pickle_of_arrays(tmp_path):
         found = loaded(to_plain(source), tmp_path)
     assert torch.equal(found["w"], torch.arange(4.0, dtype=torch.float64))
     assert found["n"] == 2
+
+
+OMEGACONF = """
+eNplk3lT01AUxbuAQFgUVARxl6W4gLjvFUFRC1XjFhcMSfraF0iTnjRFO86b0T+cgY+g38Rv531Jg8mY6Uzue8n9nfNO
+br/nBDIFbV8mk7E8t2rXkLW8OqsZcjVXsa0g2laWqVyKSuRmfyAv0FXQ+qhPr7PAqBiBge5Eq2k0mUINgWG7zF/rvKJg
+H/X2CPQWtF7q9VlVD9oNhj6LbrZbUxbdtgJF66eHnrnJrCB63m/putmyncB2dV2RvhQMhAivEdieazgY3NHytN5ibQyV
+tW4qq45Ra2K/wAFNiZe673kBhne1oVC+6TnbzNctw+IMI5blOQ5pErCpVFjVaDlBpHWQD/zEIRWHQ03SiGyNckUboA3m
+sDpzO16PcKVlaj0ymobh0zbGymGbTskEcj0ucLSg5WjL8TGRSM31KqwpMyhToeAYhXVc4ESB/xftv0RP0kunBE4XeB9X
+eH+ZD+7wIT7B6dxn+PAuH+Gh+bMqJlsmH+N5rUt62abIplaKf37J6zcZlonVSdbBNJdfeEagQMJcfrFZgXMdPh+IBKal
+wPmEwAUVFzkFwsPzSyFO55yLhssx2sxvYj5xDMduxsO1SmU8XJdIbkHgcix9ReBqRzo1A7JdwbXIzLw0cz1h5oaKm3w0
+3eDReOHWnr0ZPr6O2wUuQ74jcFcKyizvCdxPZVnKSHoxQX+gYjFkLPCpUpYqyXgosBQzlgUepRlZyXicYKyoeLLHyHUY
+TwWexYySwGqakZOMtQSjrOJ5zNCyFPNXvOiQXgqoMemVwOs0KS9JbxKktyrexaRyy2Q0D/LPZFgBtJD3XuBDzPso8Ck9
+bZrkrSd4n1XonZQlLxyuL3Yl4NgIcYaAGeMsgUoatyFxLIGrqqjFuJA1+c3xBTiR5TC7Rp3BDsGbAlsx2BGop8G2BLsJ
+sKeisQeWJy4Wi0DLbIW/UIo1PIvDL+Vbc38BtSKZuw==
+"""
+"""A pickle by omegaconf 2.4.0, packed: {"config": OmegaConf.create(SETTINGS), "epoch": 3}."""
+SETTINGS = {
+    "lr": 0.1,
+    "model": {"layers": [1, 2, "x", None], "act": None, "width": "${lr}", "name": "???"},
+}
+
+
+def test_a_configuration_of_omegaconf_becomes_its_content(tmp_path):
+    (tmp_path / "a.pkl").write_bytes(zlib.decompress(base64.b64decode(OMEGACONF)))
+    with ckptool.open(tmp_path / "a.pkl") as source:
+        assert loaded(to_plain(source), tmp_path) == {"config": SETTINGS, "epoch": 3}
