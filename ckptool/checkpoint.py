@@ -362,7 +362,7 @@ class Checkpoint(Result):
             keep: Exceptions: globs, or globs with types (`{"*.norm.*": "float32"}`).
             everything: Cast the state of optimizers too.
             allow_overflow: Write elements that the type cannot hold as torch casts them.
-            dequantize: The type of 8-bit weights after they are multiplied by their scales.
+            dequantize: The type of quantised weights, which become plain numbers.
             raw: Cast quantised numbers as plain numbers.
 
         Raises:

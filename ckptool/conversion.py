@@ -326,7 +326,7 @@ def convert(
         keep: Exceptions from `cast`: globs, or globs with types (`{"*.norm.*": "float32"}`).
         cast_optimizer: Cast the state of optimizers too.
         allow_overflow: Write elements that the type cannot hold as torch casts them.
-        dequantize: The type of 8-bit weights after they are multiplied by their scales.
+        dequantize: The type of quantised weights, which become plain numbers.
         raw: Cast quantised numbers as plain numbers.
         compact: Drop the bytes of storages that no tensor uses.
         to: The device of all tensors.

@@ -40,7 +40,7 @@ __all__ = ["command", "parsed_keep"]
     "--dequantize",
     metavar="DTYPE",
     shell_complete=completed_by(floating_types),
-    help="Multiply 8-bit weights by their scales, and write DTYPE.",
+    help="Make plain numbers of type DTYPE of quantised weights.",
 )
 @click.option("--raw", is_flag=True, help="Cast quantised values without their scales.")
 @click.option(
@@ -76,9 +76,10 @@ def command(
     Integers, booleans and optimizer state stay as they are. The result says how many values
     overflow, underflow or lose precision; an overflow is an error. Values are rounded first:
     65519.99 fits float16 (as 65504), 65520 does not. A GLOB is compared with the name of a tensor,
-    a GLOB with a / with its whole path. 8-bit weights that need their scales are refused without
-    --dequantize or --raw. With --dtype bfloat16 the result of model.pth goes to
-    model.bfloat16.pth.
+    a GLOB with a / with its whole path. Quantised weights are refused without
+    --dequantize or --raw. --dequantize takes fp8 weights with scales, and nf4, fp4 and int8 of
+    bitsandbytes: the result is that of the library, and the scales are left out. With --dtype
+    bfloat16 the result of model.pth goes to model.bfloat16.pth.
     """
     word = dtype or dequantize
     if word is None:

@@ -139,7 +139,7 @@ class _Convert(Allowing, Sectioned):
     "--keep", multiple=True, metavar="GLOB[=DTYPE]", help="Except these from --cast; repeatable."
 )
 @click.option(
-    "--dequantize", metavar="DTYPE", help="Multiply 8-bit weights by their scales, and write DTYPE."
+    "--dequantize", metavar="DTYPE", help="Make plain numbers of type DTYPE of quantised weights."
 )
 @click.option("--raw", is_flag=True, help="Cast quantised values without their scales.")
 @click.option("--cast-optimizer", is_flag=True, help="Cast optimizer state, too.")

@@ -7,7 +7,6 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from shlex import quote
 from threading import Lock, local
 from typing import TYPE_CHECKING
@@ -34,7 +33,6 @@ __all__ = [
     "Losses",
     "checked",
     "chunks",
-    "dequantized",
     "is_exact",
     "losses_of",
 ]
@@ -86,10 +84,6 @@ def is_exact(source: str, target: str) -> bool:
         and (new.infinite or not old.infinite)
         and new.signed
     )
-
-
-_BLOCK = 128
-"""Rows and columns that have one scale in the files of DeepSeek-V3."""
 
 
 class Caster:
@@ -180,62 +174,6 @@ def checked(storage: Storage, data: ByteRange) -> Checked:
             hint="fetch the file again, or take another copy of it",
         ),
     )
-
-
-def dequantized(weight: TensorRef, scale: TensorRef) -> TensorRef | None:
-    """Return weights times their scales in float32, to be computed when they are read.
-
-    The scales are one for all, one for each index of the first dimension, or one for each block of
-    128 x 128, cut at the edges; None for any other layout. After `weight_dequant` of
-    DeepSeek-V3 (inference/kernel.py), which rounds the same product to bfloat16.
-    """
-    shape, scales = (tuple(size or 0 for size in one.shape) for one in (weight, scale))
-    rows = shape[0] if shape else 1
-    columns = weight.numel // max(rows, 1)
-    wide, across = max(columns, 1), 1
-    if scale.numel == 1:
-        high = max(rows, 1)
-    elif scales in ((rows,), (rows, *[1] * (len(shape) - 1))):
-        high = 1
-    elif len(shape) == 2 and scales == tuple(-(-size // _BLOCK) for size in shape):
-        high = wide = _BLOCK
-        across = scales[1]
-    else:
-        return None
-    held, beside = weight.storage, scale.storage
-    if held is None or beside is None or beside.data is None or not weight.is_verbatim:
-        return None
-    data, scale_check = weight.data, checked(beside, beside.data)
-
-    @cache
-    def factors() -> torch.Tensor:
-        import torch
-
-        scale_check.check()
-        found = torch.frombuffer(bytearray(scale.read()), dtype=torch_dtype(scale.dtype))
-        return found.to(torch.float32)
-
-    def fill(offset: int, buffer: memoryview) -> None:
-        require_torch()
-        import torch
-
-        for start, stop, room, skipped in chunks(offset, buffer, 4, weight.numel):
-            first, left = divmod(start, columns)
-            index = torch.arange(left, left + stop - start, dtype=torch.int32)
-            row = index // columns
-            column = index - row * columns
-            factor = factors()[(row + first) // high * across + column // wide]
-            raw = bytearray(data.read(start, stop - start))
-            numbers = torch.frombuffer(raw, dtype=torch_dtype(weight.dtype)).to(torch.float32)
-            made = bytearray((stop - start) * 4)
-            torch.mul(numbers, factor, out=torch.frombuffer(made, dtype=torch.float32))
-            room[:] = made[skipped : skipped + len(room)]
-
-    source = ComputedSource(data.source.name, weight.numel * 4, fill)
-    source.made_of = (data,)
-    made = ByteRange(source, 0, source.size)
-    storage = Storage(held.key, made, source.size, held.device, sys.byteorder, whole=held.data)
-    return replace(weight, dtype="float32", storage=storage, offset=0)
 
 
 class _Run:

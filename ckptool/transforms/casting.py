@@ -30,7 +30,8 @@ from ckptool.model import (
 from ckptool.modules import held_apart, modules_below, own_tensors
 from ckptool.quantisers import Quantised, quantised
 from ckptool.statedict import only_its_class
-from ckptool.tensors.casting import FLOATS, Caster, Losses, dequantized
+from ckptool.tensors.casting import FLOATS, Caster, Losses
+from ckptool.tensors.dequantising import dequantized
 from ckptool.tree import everything, name_of, rebuild, selected, walk
 from ckptool.tree import everything as every_node
 from ckptool.words import counted, listed, printable
@@ -176,8 +177,6 @@ Keep: TypeAlias = (
     "Mapping[str, str | torch.dtype | None] | Iterable[str | tuple[str, str | torch.dtype | None]]"
 )
 """Exceptions from a cast: globs with types, or with None for the type that a tensor has."""
-_SCALED = "fp8"
-"""How the schemes begin whose weights can be dequantised."""
 
 
 def floating_type(word: Any) -> str:
@@ -292,21 +291,14 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
                 refuse(f"numbers mean something only as they are: {only_its_class(path, one)}")
     for state, name, found in _quantised(checkpoint.root):
         if any(meets(state[one]) for one in (name, *found.companions)):
-            by_scales = "ckptool cast --dequantize bfloat16 multiplies them by their scales"
+            plain = "ckptool cast --dequantize bfloat16 makes plain numbers of them"
             cls = getattr(state[name], "class_name", "")
             held = listed(found.companions) if found.companions else f"its class, {printable(cls)}"
             refuse(
                 f"{printable(name)!r} is quantised ({found.scheme}): its numbers mean something "
                 f"only with {held}",
-                by_scales if _scaled(state, name, found) is not None else "",
+                plain if dequantized(state, name, found) is not None else "",
             )
-
-
-def _scaled(state: Mapping[Any, Any], name: str, found: Quantised) -> TensorRef | None:
-    """Return a weight times its scales; None if there are none, or in another layout."""
-    weight, scale = state[name], next((state[one] for one in found.companions), None)
-    known = found.scheme.startswith(_SCALED) and isinstance(scale, TensorRef)
-    return dequantized(weight, scale) if known and scale is not None else None
 
 
 def _quantised(root: Any) -> Iterator[tuple[dict[Any, Any], str, Quantised]]:
@@ -359,6 +351,8 @@ class _Plan:
     """By the identity of what holds the elements."""
     scaled: dict[int, str] = field(default_factory=dict)
     """The types that dequantised storages are to have, by their identity."""
+    gone: dict[str, str] = field(default_factory=dict)
+    """The names of what dequantised weights no longer need, with their scheme."""
     left: set[int] = field(default_factory=set)
     """The identities of what cannot be cast."""
     _matches: Counter[str] = field(default_factory=Counter)
@@ -369,31 +363,32 @@ class _Plan:
     _disputed: list[str] = field(default_factory=list)
 
     def dequantize(self, dtype: str) -> None:
-        """Put weights times their scales in the place of both; they are to be of `dtype`.
+        """Put plain numbers of `dtype` in the place of weights and of what quantised them.
 
         Raises:
             NotRepresentable: a weight is quantised otherwise.
             NotFound: none is quantised.
         """
-        made: dict[tuple[int, int], TensorRef | None] = {}
+        made: dict[tuple[int, ...], TensorRef | None] = {}
         copies: dict[int, dict[Any, Any]] = {}
         for state, name, found in _quantised(self.checkpoint.root):
-            weight, scale = state[name], next((state[one] for one in found.companions), None)
-            pair = id(weight), id(scale)
-            new = made[pair] = made.get(pair) or _scaled(state, name, found)
+            parts = (id(state[name]), *(id(state[one]) for one in found.companions))
+            new = made[parts] = made.get(parts) or dequantized(state, name, found)
             if new is None:
                 raise NotRepresentable(
-                    f"{printable(name)!r} cannot be dequantised: it is {found.scheme}, and "
-                    "only 8-bit floats with a scale for all, each row or 128 x 128 blocks can be",
+                    f"{printable(name)!r} cannot be dequantised: it is {found.scheme}, and this "
+                    "layout of it is none that is known",
                     file=self.checkpoint.path,
                 )
             self.scaled[id(new.storage)] = dtype
+            self.gone.update(dict.fromkeys(found.companions, found.scheme))
             if id(state) not in copies:
                 copies[id(state)] = copy(state)
             copies[id(state)][name] = new
-            del copies[id(state)][found.companions[0]]
+            for one in found.companions:
+                copies[id(state)].pop(one, None)
         if not copies:
-            raise NotFound("there are no 8-bit weights with scales", file=self.checkpoint.path)
+            raise NotFound("there are no quantised weights", file=self.checkpoint.path)
 
         root = rebuild(self.checkpoint.root, None, lambda old: copies.get(id(old), old))
         self.checkpoint = self.checkpoint.with_root(root)
@@ -439,7 +434,9 @@ class _Plan:
         """Yield a change for everything that is cast, or not, with the reason."""
         if self.scaled:
             count = len(self.scaled)
-            yield Change("dequantize", f"{_tensors(count)} multiplied by scales, which go", count)
+            schemes = listed(dict.fromkeys(self.gone.values()))
+            text = f"{_tensors(count)} dequantised ({schemes}); left out: {listed(self.gone)}"
+            yield Change("dequantize", text, count)
         pairs = Counter(wish.pair for wish in self.wanted.values() for _ in wish.names)
         for (old, new), count in pairs.items():
             becomes = "becomes" if count == 1 else "become"

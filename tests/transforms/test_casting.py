@@ -587,7 +587,9 @@ def test_the_rest_is_cast_to_another_type_than_what_is_dequantised(tmp_path):
         "a": "bfloat16", "n": "float16", "i": "int64"
     }  # fmt: skip
     assert made["a"].eq(3).all()
-    assert texts(receipt.changes, "dequantize") == ["1 tensor multiplied by scales, which go"]
+    assert texts(receipt.changes, "dequantize") == [
+        "1 tensor dequantised (fp8 with scales); left out: a_scale"
+    ]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -657,7 +659,7 @@ def test_damaged_weights_or_scales_are_told_and_nothing_written(tmp_path, which,
 
 def test_dequantize_is_refused_where_there_is_nothing_for_it(tmp_path):
     with saved(tmp_path / "m.pth", {"w": torch.ones(2)}) as checkpoint:
-        with pytest.raises(NotFound, match="no 8-bit weights with scales"):
+        with pytest.raises(NotFound, match="no quantised weights"):
             cast(checkpoint, dequantize="bfloat16")
         with pytest.raises(UsageError):
             cast(checkpoint)
