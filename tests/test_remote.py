@@ -5,11 +5,13 @@ import json
 import os
 import re
 import shutil
+import warnings
 import zipfile
 from subprocess import CompletedProcess
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckptool
@@ -114,6 +116,20 @@ def test_a_conversion_is_that_of_the_file_here(large, served, tmp_path):
         tmp_path / "here.safetensors"
     ).read_bytes()
     assert served.bytes < 1.05 * os.path.getsize(large)
+
+
+def test_a_chunk_of_a_folder_of_processes_takes_one_request(served, tmp_path):
+    state = {f"l{i}.w": torch.randn(300, 500) for i in range(20)}
+    folder = os.path.join(served.folder, "run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.save(state, checkpoint_id=folder)
+    target = tmp_path / "x.safetensors"
+    ckptool.convert(f"{served.url}/run/.metadata", target)
+    size = sum(os.path.getsize(os.path.join(folder, name)) for name in os.listdir(folder))
+    assert served.bytes < 1.1 * size + 1_000_000
+    assert len(served.asked) <= 20 + 8
+    assert ckptool.diff(target, folder).identical
 
 
 def test_an_extract_fetches_what_it_takes(large, served, tmp_path):

@@ -62,6 +62,8 @@ _ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 _ZSTD = "stream.zstd/1"
 _AROUND = 64 << 10
 """Bytes that torch.save writes around the elements of one tensor, at most."""
+_AT_ONCE = 64 << 20
+"""Bytes of an item on another machine that are fetched at once, not where they are read."""
 _HINT = "copy the whole folder again, or take an earlier checkpoint of the run"
 
 
@@ -500,6 +502,8 @@ def archive_of(item: Item, limits: Limits) -> Archive:
             hint=_HINT,
         )
     data = ByteRange(place_of(item.path).member(item.path, size), item.offset, item.length)
+    if data.source.is_far and data.length <= _AT_ONCE:  # one request; what follows comes meanwhile
+        data = ByteRange(MemorySource(data.read(), item.path), 0, data.length)
     if item.packed:
         data = _unpacked(data, item, limits)
     if data.read(0, min(data.length, 4)) != ZIP_MAGIC:
