@@ -87,6 +87,7 @@ def load_into(
     key: Any = None,
     optimizer_key: Any = None,
     optimizer_order: str | None = None,
+    optimizer_partial: bool = False,
 ) -> MatchReport:
     """Load a file or a state dict into `model`, or raise an error and change nothing.
 
@@ -118,6 +119,8 @@ def load_into(
         key: The address of the state dict (such as `"ema"`), if the source has several.
         optimizer_key: The same of the optimizer state, or the name of its file in the folder.
         optimizer_order: `"position"`: the optimizer has the parameters of the file in its order.
+        optimizer_partial: Let new parameters start without state, and leave out that of others.
+            Groups that are divided otherwise keep their own options. The report names all of it.
 
     Raises:
         MatchError: the source does not fit, or another process failed or did not call.
@@ -202,6 +205,7 @@ def load_into(
                         plan,
                         key=optimizer_key,
                         order=optimizer_order,
+                        partial=optimizer_partial,
                         allowance=allowance,
                     )
                 )

@@ -50,6 +50,11 @@ _VOUCH = Remedy(
     " where the optimizer was built over its parameters in the order of the file",
     instead=(Remedy(note="save it again with ckptool.save, which writes the names"),),
 )
+_PARTIAL = Remedy(
+    (("optimizer_partial", True),),
+    " takes the state of what both have, by names",
+    instead=(Remedy(note=_ALONE),),
+)
 _SPREAD = (
     "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True "
     "loads such state, by names"
@@ -130,14 +135,16 @@ def planned_optimizer(
     *,
     key: Any = None,
     order: str | None = None,
+    partial: bool = False,
     allowance: Allowance,
 ) -> OptimizerPlan:
     """Plan how the state of an optimizer in the file of `state` goes into `optimizer`.
 
     The names that the file has for the optimizer's parameters are matched with those of its state
     dict, which `plan` matches with the model. With `order="position"` parameters without names are
-    matched by position, for which the caller vouches. `key` is the address of the optimizer if the
-    file has several, or the name of its file in the folder.
+    matched by position, for which the caller vouches. With `partial` parameters that only one side
+    has, and groups that are divided otherwise, are told and no problem. `key` is the address of the
+    optimizer if the file has several, or the name of its file in the folder.
 
     Raises:
         UsageError: `optimizer` is no optimizer.
@@ -153,7 +160,7 @@ def planned_optimizer(
         _check_kind(saved, optimizer)
         wanted.check()
         try:
-            numbers = _by_names(saved, wanted, state, plan)
+            numbers = _by_names(saved, wanted, state, plan, partial=partial)
         except MatchError:
             if order is None:
                 raise
@@ -161,11 +168,16 @@ def planned_optimizer(
             report = replace(report, by="position")
             if saved.sizes != wanted.sizes:
                 raise MatchError(_misfit(saved, wanted)) from None
-        groups = _groups(saved, wanted, numbers)
-        every = zip(numbers, saved.keys, strict=True)
-        kept = {number: key for number, (_, key) in every if saved.state(key) is not None}
+        groups, notes = _grouped(saved, wanted, numbers, partial=partial)
+        report = replace(report, notes=(*report.notes, *notes))
+        kept = {
+            number: key
+            for number, (_, key) in zip(numbers, saved.keys, strict=True)
+            if number is not None and saved.state(key) is not None
+        }
         paths = (path for path, _ in walk(saved.section.node["state"]))
-        if numbers != sorted(numbers) and any(map(_FLAT.intersection, paths)):
+        in_order = numbers == list(range(len(wanted.names)))
+        if not in_order and any(map(_FLAT.intersection, paths)):
             raise MatchError("the optimizer keeps one state of all parameters, in another order")
         _check_state(saved, wanted, kept)
         casts = tuple(_casts(optimizer, saved, wanted, kept))
@@ -271,8 +283,13 @@ class _Wanted:
             )
 
 
-def _by_names(saved: _Saved, wanted: _Wanted, state: State, plan: Plan) -> list[int]:
-    """Return the number of the parameter that each name of the file's optimizer leads to."""
+def _by_names(
+    saved: _Saved, wanted: _Wanted, state: State, plan: Plan, *, partial: bool
+) -> list[int | None]:
+    """Return the number of the parameter that each name of the file's optimizer leads to.
+
+    With `partial` None where it leads to none.
+    """
     names = names_in(saved.section)
     remedy = _VOUCH if saved.sizes == wanted.sizes else _ALONE
     if len({*names}) != len(names) or not names:
@@ -296,12 +313,38 @@ def _by_names(saved: _Saved, wanted: _Wanted, state: State, plan: Plan) -> list[
     found = [leads.get(owns.get(name, "")) for name in names]
     numbers = [number for number in found if number is not None]
     if len({*numbers}) == len(names) == len(wanted.names):
-        return numbers
+        return found
+    if partial and numbers and len({*numbers}) == len(numbers):
+        return found
     alone = [name for name, number in zip(names, found, strict=True) if number is None]
     lacking = [name for number, name in enumerate(wanted.names) if number not in numbers]
     both = [(some[0], whose) for some, whose in ((alone, "file"), (lacking, "optimizer")) if some]
     first = " and ".join(f"{printable(name)} is in the {whose} only" for name, whose in both)
+    if numbers and not partial:
+        remedy = _PARTIAL if remedy is _ALONE else _PARTIAL._replace(instead=(_VOUCH,))
     raise MatchError(_misfit(saved, wanted, first), hint=remedy)
+
+
+def _grouped(
+    saved: _Saved, wanted: _Wanted, numbers: Sequence[int | None], *, partial: bool
+) -> tuple[list[int] | None, list[str]]:
+    """Return `_groups`, and what is to be said; None with `partial`: the optimizer's own stay."""
+    notes = []
+    held = {number for number in numbers if number is not None}
+    lacking = [name for number, name in enumerate(wanted.names) if number not in held]
+    names = names_in(saved.section)
+    if lacking:
+        notes.append(f"{counted(len(lacking), 'parameter')} without state: {listed(lacking)}")
+    if None in numbers:
+        gone = [name for name, number in zip(names, numbers, strict=True) if number is None]
+        notes.append(f"state of {counted(len(gone), 'parameter')} left out: {listed(gone)}")
+    try:
+        return _groups(saved, wanted, numbers), notes
+    except MatchError:
+        if not partial:
+            raise
+    notes.append("the groups keep their own learning rates and options: they are divided otherwise")
+    return None, notes
 
 
 def _misfit(saved: _Saved, wanted: _Wanted, difference: str = "") -> str:
@@ -315,15 +358,18 @@ def _misfit(saved: _Saved, wanted: _Wanted, difference: str = "") -> str:
     return f"{text}; first difference: {difference}" if difference else text
 
 
-def _groups(saved: _Saved, wanted: _Wanted, numbers: Sequence[int]) -> list[int]:
+def _groups(saved: _Saved, wanted: _Wanted, numbers: Sequence[int | None]) -> list[int]:
     """Return for each group of the optimizer the number of the file's group."""
     found: dict[int, int] = {}
     for number, (group, _) in zip(numbers, saved.keys, strict=True):
+        if number is None:
+            continue
         here = wanted.group[number]
         if found.setdefault(here, group) != group:
             raise MatchError(
                 f"{printable(wanted.names[number])} is in group {group} of the file, and others of "
-                f"group {here} of the optimizer are in group {found[here]}"
+                f"group {here} of the optimizer are in group {found[here]}",
+                hint=_PARTIAL if names_in(saved.section) else None,
             )
     empty = [at for at in range(len(saved.options)) if at not in found.values()]
     if len({*found.values()}) != len(found) or len(saved.options) != len(wanted.sizes):
@@ -419,7 +465,8 @@ class _Maker(NamedTuple):
     saved: _Saved
     wanted: _Wanted
     kept: Mapping[int, Any]
-    groups: Sequence[int]
+    groups: Sequence[int] | None
+    """By group of the optimizer that of the file; None: it keeps its own."""
 
     def state_dict(self, optimizer: Any) -> dict[str, Any]:
         """Make the state dict on the CPU: torch moves the state to the parameters' devices."""
@@ -457,8 +504,11 @@ class _Maker(NamedTuple):
         """Yield the groups with the options of the file, and options that the file lacks."""
         names = bare_names(self.wanted.names)
         numbers = iter(range(len(names)))
-        for own, at in zip(optimizer.param_groups, self.groups, strict=True):
-            given = {key: one for key, one in self.saved.options[at].items() if key != "params"}
+        every: list[Mapping[Any, Any]] = [{}] * len(optimizer.param_groups)
+        if self.groups is not None:
+            every = [self.saved.options[at] for at in self.groups]
+        for own, saved in zip(optimizer.param_groups, every, strict=True):
+            given = {key: one for key, one in saved.items() if key != "params"}
             is_named = bool(given.pop("param_names", ())) and self.wanted.are_named
             options = self._made_of(given)
             for key, value in options.items():

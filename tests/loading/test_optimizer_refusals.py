@@ -46,6 +46,10 @@ def unnamed(model):
     return list(model.parameters())
 
 
+PARTIAL = (
+    "`optimizer_partial=True` takes the state of what both have, by names; or without optimizer= "
+    "the model alone is loaded"
+)
 ALONE = "without optimizer= the model alone is loaded"
 VOUCH = (
     "`optimizer_order='position'` where the optimizer was built over its parameters in the order "
@@ -75,11 +79,11 @@ REFUSED = [
      "loads such state, by names"),
     (SPLIT, lambda model: torch.optim.Adam(groups(model, "^a")),
      "a.bias is in group 1 of the file, and others of group 0 of the optimizer are in group 0",
-     ALONE),
+     PARTIAL),
     (SPLIT, lambda model: torch.optim.Adam([model.a.weight, model.b.weight]),
-     f"{COUNTS} 2 in 2; first difference: c.weight is in the file only", ALONE),
+     f"{COUNTS} 2 in 2; first difference: c.weight is in the file only", PARTIAL),
     (SPLIT, lambda model: torch.optim.Adam([*unnamed(model), torch.nn.Parameter(torch.ones(3))]),
-     f"{COUNTS} 7 in 7; first difference: parameter 6 is in the optimizer only", ALONE),
+     f"{COUNTS} 7 in 7; first difference: parameter 6 is in the optimizer only", PARTIAL),
     ({"parameters": lambda model: list(model.a.named_parameters(prefix="a"))},
      lambda model: torch.optim.Adam(model.b.parameters()),
      "the file's optimizer is over other parameters: a.weight is in the file only and b.weight is "
