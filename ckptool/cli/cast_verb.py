@@ -77,9 +77,11 @@ def command(
     overflow, underflow or lose precision; an overflow is an error. Values are rounded first:
     65519.99 fits float16 (as 65504), 65520 does not. A GLOB is compared with the name of a tensor,
     a GLOB with a / with its whole path. Quantised weights are refused without
-    --dequantize or --raw. --dequantize takes fp8 weights with scales, and nf4, fp4 and int8 of
-    bitsandbytes: the result is that of the library, and the scales are left out. With --dtype
-    bfloat16 the result of model.pth goes to model.bfloat16.pth.
+    --dequantize or --raw. --dequantize takes fp8 weights with scales, nf4, fp4 and int8 of
+    bitsandbytes, quantised tensors and linear layers of torch, and Int8Tensor and
+    IntxUnpackedToInt8Tensor of torchao: the result is that of the library, and what only
+    quantised weights need is left out. With --dtype bfloat16 the result of model.pth goes to
+    model.bfloat16.pth.
     """
     word = dtype or dequantize
     if word is None:

@@ -55,9 +55,9 @@ __all__ = [
 
 _REMEDIES = {
     **dict.fromkeys(SPARSE_KINDS, "make it dense in torch before saving: .to_dense()"),
-    "quantized": "make it floating in torch before saving: .dequantize()",
+    "quantized": "--dequantize float32 makes it floating; in torch before saving: .dequantize()",
     "nested": "pad it in torch before saving: torch.nested.to_padded_tensor(tensor, 0.0)",
-    "subclass": "make it plain in torch before saving: .dequantize()",
+    "subclass": "--dequantize float32 makes those of torchao plain; in torch: .dequantize()",
 }
 """What helps against a tensor of a kind that has no plain bytes."""
 _GATHER = "gather it in torch before saving: .full_tensor()"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckptool.dtypes import BY_NAME
 from ckptool.files import ByteRange
-from ckptool.files.computed import ComputedSource
-from ckptool.model import Storage, TensorRef, row_major_strides
+from ckptool.files.computed import ComputedSource, gathered
+from ckptool.model import Global, Storage, TensorRef, row_major_strides
 from ckptool.quantisers import Quantised
 from ckptool.tensors.casting import CHUNK, checked, chunks
 from ckptool.tensors.runtime import require_torch, torch_dtype
@@ -21,27 +21,42 @@ from ckptool.tensors.runtime import require_torch, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["dequantized"]
+__all__ = ["PACKED", "dequantized"]
 
 _BLOCK = 128
 """Rows and columns that have one scale in the files of DeepSeek-V3."""
 _MOST_FACTS = 1 << 16
 """Bytes of JSON that are read about one weight."""
+PACKED = "_packed_params._packed_params"
+_CODES = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+_OF_TORCHAO = ("Int8Tensor", "IntxUnpackedToInt8Tensor")
 _PER_127 = 7.874015718698502e-3
 
 
-def dequantized(state: Mapping[Any, Any], name: str, found: Quantised) -> TensorRef | None:
-    """Return the weight of a state dict as the numbers that it stands for.
+def dequantized(
+    state: Mapping[Any, Any], name: str, found: Quantised
+) -> dict[str, TensorRef] | None:
+    """Return the weight of a state dict as the numbers that it stands for, under the name "".
 
-    None: its quantiser is not among those that are known here, or has laid it out otherwise.
+    Packed parameters (a name that ends with `PACKED`) become `weight` and `bias` in its place.
+    None: the quantiser is not among those that are known here, or has another layout.
     """
+    packed = state[name]
+    match packed:
+        case (TensorRef() as codes, bias) if name.endswith(PACKED):
+            weight = _affine(codes)
+            both = {"weight": weight, "bias": bias}
+            return {key: one for key, one in both.items() if one is not None} if weight else None
     make = _SCHEMES.get(found.scheme)
     beside = {one.rpartition(".")[2]: state[one] for one in found.companions}
-    plain = all(_is_plain(one) for one in (state[name], *beside.values()))
-    return make(state[name], beside) if make is not None and beside and plain else None
+    if make is not None and beside and all(map(_is_plain, (packed, *beside.values()))):
+        weight = make(packed, beside)
+    else:
+        weight = _affine(packed)
+    return None if weight is None else {"": weight}
 
 
-def _is_plain(tensor: Any) -> bool:
+def _is_plain(tensor: Any) -> TypeGuard[TensorRef]:
     return isinstance(tensor, TensorRef) and tensor.has_content and tensor.is_verbatim
 
 
@@ -168,6 +183,84 @@ def _block_scales(
         return torch.add(_elements(codes, 0, 256)[index] * own, offset)
 
     return scales
+
+
+def _affine(tensor: Any) -> TensorRef | None:
+    """Return what `dequantize` of torch or torchao makes of a tensor that has its scales in it.
+
+    That is codes less a zero point, times a scale, each of which counts for a block of the tensor.
+    """
+    parts = (tensor.parts if isinstance(tensor, TensorRef) else None) or {}
+    codes: TensorRef | None
+    scale: Any
+    zero: Any
+    match parts:
+        case {"quantizer": (Global(name="per_tensor_affine"), float(scale), int(zero))}:
+            codes, block = _codes(tensor), _shape(tensor)
+            if not -(1 << 31) <= zero < 1 << 31:
+                return None
+        case {"quantizer": (Global(), TensorRef() as scale, TensorRef() as zero, int(axis))}:
+            codes = _codes(tensor)
+            block = tuple(1 if at == axis else size for at, size in enumerate(_shape(tensor)))
+        case {
+            "type": Global(name=name),
+            "state": {
+                "qdata": codes,
+                "scale": TensorRef() as scale,
+                "block_size": [*sizes],
+                **others,
+            },
+        } if name in _OF_TORCHAO and others.get("act_pre_scale") is None:
+            block, zero = tuple(sizes), others.get("zero_point")
+        case _:
+            return None
+    if not _is_plain(codes) or len(block) != len(codes.shape):
+        return None
+    shape = _shape(codes)
+    pairs = list(zip(block, shape, strict=True))
+    if not all(_is_count(own) and own and not size % own for own, size in pairs):
+        return None
+    grid = tuple(size // own for own, size in pairs)
+    tables = [one for one in (scale, zero) if one is not None and not isinstance(one, (float, int))]
+    if not all(_is_plain(one) and one.numel == prod(grid) for one in tables):
+        return None
+
+    def numbers(start: int, stop: int) -> torch.Tensor:
+        import torch
+
+        elements = _elements(codes, start, stop)
+        if isinstance(scale, float):
+            return torch.mul(elements.int() - zero, torch.tensor(scale, dtype=torch.float32))
+        index = torch.arange(start, stop)
+        at = torch.zeros_like(index)
+        for own, count, step in zip(block, grid, row_major_strides(shape), strict=True):
+            at = at * count + index // step // own % count
+        first, last = int(at.min()), int(at.max()) + 1
+        less = 0 if zero is None else _elements(zero, first, last).float()[at - first]
+        wide = torch.float64 if scale.dtype == "float64" else torch.float32
+        return (elements.float() - less) * _elements(scale, first, last).to(wide)[at - first]
+
+    gathered_from = [] if tensor.is_contiguous else [tensor]
+    return _computed(codes, shape, [*tables, *gathered_from], numbers)
+
+
+def _codes(tensor: TensorRef) -> TensorRef:
+    """Return the integers of a quantised tensor of torch, in row-major order."""
+    codes = replace(
+        tensor, dtype=_CODES.get(tensor.dtype, tensor.dtype), kind="strided", parts=None
+    )
+    storage = codes.storage
+    if codes.dtype == tensor.dtype or storage is None or storage.data is None:
+        return tensor
+    if codes.is_contiguous:
+        return codes
+    shape = _shape(codes)
+    data = gathered(
+        storage.data,
+        itemsize=codes.itemsize, shape=shape, stride=codes.stride, offset=codes.offset,
+    )  # fmt: skip
+    held = replace(storage, data=data, nbytes=data.length, crc32=None)
+    return replace(codes, storage=held, stride=row_major_strides(shape), offset=0)
 
 
 def _facts(beside: Mapping[str, TensorRef]) -> dict[str, Any]:

@@ -669,7 +669,8 @@ def only_a_part(ref: TensorRef, name: str) -> UnsupportedFormat:
         return UnsupportedFormat(
             f"{called(name)} is of the class {ref.class_name}, which alone can put it together",
             file=_file(ref),
-            hint="make it plain in torch before saving: .dequantize()",
+            hint="ckptool cast --dequantize float32 makes those of torchao plain; in torch before "
+            "saving: .dequantize()",
         )
     return UnsupportedFormat(
         f"{called(name)} is a {shown}: spread over ranks, of which this file holds one rank's part",

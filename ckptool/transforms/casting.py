@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -31,7 +30,7 @@ from ckptool.modules import held_apart, modules_below, own_tensors
 from ckptool.quantisers import Quantised, quantised
 from ckptool.statedict import only_its_class
 from ckptool.tensors.casting import FLOATS, Caster, Losses
-from ckptool.tensors.dequantising import dequantized
+from ckptool.tensors.dequantising import PACKED, dequantized
 from ckptool.tree import everything, name_of, rebuild, selected, walk
 from ckptool.tree import everything as every_node
 from ckptool.words import counted, listed, printable
@@ -301,12 +300,25 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
             )
 
 
-def _quantised(root: Any) -> Iterator[tuple[dict[Any, Any], str, Quantised]]:
-    """Yield each quantised weight, with the dict that it and its companions are in."""
+def _quantised(
+    root: Any, *, alone: bool = False
+) -> Iterator[tuple[dict[Any, Any], str, Quantised]]:
+    """Yield each quantised weight, with the dict that it and its companions are in.
+
+    `alone`: also the quantised tensors of torch, which need nothing beside them; a layer's has the
+    scale of its activations there.
+    """
     for node in every_node(root):
         if isinstance(node, dict):
             for name, found in quantised(node).items():
-                yield node, name, found
+                if next(find_tensors(node[name]), None) is not None:
+                    yield node, name, found
+            for name, one in node.items() if alone else ():
+                if isinstance(one, TensorRef) and one.kind == "quantized":
+                    stem = str(name).removesuffix("weight")
+                    beside = tuple(f"{stem}{end}" for end in ("scale", "zero_point"))
+                    known = stem != name and all(key in node for key in beside)
+                    yield node, name, Quantised(f"torch.{one.dtype}", beside if known else ())
 
 
 def _elements(tensor: TensorRef) -> TensorRef:
@@ -351,8 +363,10 @@ class _Plan:
     """By the identity of what holds the elements."""
     scaled: dict[int, str] = field(default_factory=dict)
     """The types that dequantised storages are to have, by their identity."""
-    gone: dict[str, str] = field(default_factory=dict)
-    """The names of what dequantised weights no longer need, with their scheme."""
+    schemes: dict[str, None] = field(default_factory=dict)
+    """The schemes of dequantised weights, and"""
+    gone: dict[str, None] = field(default_factory=dict)
+    """the names of what these no longer need."""
     left: set[int] = field(default_factory=set)
     """The identities of what cannot be cast."""
     _matches: Counter[str] = field(default_factory=Counter)
@@ -369,9 +383,9 @@ class _Plan:
             NotRepresentable: a weight is quantised otherwise.
             NotFound: none is quantised.
         """
-        made: dict[tuple[int, ...], TensorRef | None] = {}
-        copies: dict[int, dict[Any, Any]] = {}
-        for state, name, found in _quantised(self.checkpoint.root):
+        made: dict[tuple[int, ...], dict[str, TensorRef] | None] = {}
+        plain: dict[int, dict[str, dict[str, TensorRef]]] = {}
+        for state, name, found in _quantised(self.checkpoint.root, alone=True):
             parts = (id(state[name]), *(id(state[one]) for one in found.companions))
             new = made[parts] = made.get(parts) or dequantized(state, name, found)
             if new is None:
@@ -380,17 +394,21 @@ class _Plan:
                     "layout of it is none that is known",
                     file=self.checkpoint.path,
                 )
-            self.scaled[id(new.storage)] = dtype
-            self.gone.update(dict.fromkeys(found.companions, found.scheme))
-            if id(state) not in copies:
-                copies[id(state)] = copy(state)
-            copies[id(state)][name] = new
-            for one in found.companions:
-                copies[id(state)].pop(one, None)
-        if not copies:
+            self.scaled[id(next(iter(new.values())).storage)] = dtype
+            self.schemes[found.scheme] = None
+            self.gone.update(dict.fromkeys(found.companions))
+            named = {name.removesuffix(PACKED) + end: one for end, one in new.items()}
+            own = plain.setdefault(id(state), {})
+            own.update({name: named} | {one: {} for one in found.companions})
+        if not plain:
             raise NotFound("there are no quantised weights", file=self.checkpoint.path)
 
-        root = rebuild(self.checkpoint.root, None, lambda old: copies.get(id(old), old))
+        def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
+            own = plain.get(id(old), {})
+            entries = (own.get(key, {key: value}).items() for key, value in old.items())
+            return remade(old, chain.from_iterable(entries)) if own else old
+
+        root = rebuild(self.checkpoint.root, None, mapping)
         self.checkpoint = self.checkpoint.with_root(root)
 
     def choose(self, spared: set[Path]) -> None:
@@ -434,9 +452,9 @@ class _Plan:
         """Yield a change for everything that is cast, or not, with the reason."""
         if self.scaled:
             count = len(self.scaled)
-            schemes = listed(dict.fromkeys(self.gone.values()))
-            text = f"{_tensors(count)} dequantised ({schemes}); left out: {listed(self.gone)}"
-            yield Change("dequantize", text, count)
+            text = f"{_tensors(count)} dequantised ({listed(self.schemes)})"
+            left_out = f"; left out: {listed(self.gone)}" if self.gone else ""
+            yield Change("dequantize", text + left_out, count)
         pairs = Counter(wish.pair for wish in self.wanted.values() for _ in wish.names)
         for (old, new), count in pairs.items():
             becomes = "becomes" if count == 1 else "become"

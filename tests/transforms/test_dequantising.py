@@ -1,13 +1,14 @@
 """Weights of quantisers as plain numbers, beside what their own libraries make of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptool.errors import CorruptFile, NotRepresentable
+from ckptool.errors import CheckpointError, CorruptFile, NotRepresentable
 from ckptool.formats import open_checkpoint
 from ckptool.transforms import cast
 from ckptool.writing import save
@@ -173,3 +174,117 @@ def test_damage_to_any_part_is_told_and_nothing_is_written(tmp_path, name):
         with pytest.raises(CorruptFile, match="is damaged"):
             save(made, tmp_path / "o.pth")
     assert not (tmp_path / "o.pth").exists()
+
+
+LAYOUTS = QUANTISED / "torchao_layouts.pth"
+TORCHAO = ["row", "tensor", "half", "dynamic", "group", "group16", "axis"]
+
+
+@pytest.mark.parametrize("name", TORCHAO)
+def test_tensors_of_torchao_are_what_its_dequantize_makes(tmp_path, name):
+    wanted = ANSWERS[f"{name}.weight"]
+    made, receipt = dequantised(LAYOUTS, tmp_path / "out.safetensors", wanted.dtype)
+    assert made.keys() == {f"{one}.weight" for one in TORCHAO}
+    assert torch.equal(made[f"{name}.weight"], wanted)
+    assert "7 tensors dequantised (torchao)" in {change.text for change in receipt.changes}
+
+
+def quantised_tensors():
+    """Of each type that torch quantises to, per tensor, per channel, with zeros that are floats."""
+    torch.manual_seed(6)
+    for dtype in (torch.qint8, torch.quint8, torch.qint32):
+        zero = 117 if dtype == torch.quint8 else -9
+        weight = torch.randn(301, 203) * 9
+        yield torch.quantize_per_tensor(weight, 0.0371, zero, dtype)
+        for axis in (0, 1):
+            count = weight.shape[axis]
+            scales, zeros = torch.rand(count) / 9 + 0.01, torch.randint(90, 127, (count,))
+            yield torch.quantize_per_channel(weight, scales.double(), zeros, axis, dtype)
+            if dtype != torch.qint32:
+                yield torch.quantize_per_channel(weight, scales, torch.rand(count), axis, dtype)
+    large = (torch.rand(40_000, dtype=torch.float64) * 4e9 - 2e9).float()
+    yield torch.quantize_per_tensor(large, 0.93, -1_234_567, torch.qint32)
+    scales, zeros = torch.rand(40_000).double() + 0.5, torch.randint(-300_000, 300_000, (40_000,))
+    yield torch.quantize_per_channel(large, scales, zeros, 0, torch.qint32)
+    image = torch.randn(8, 5, 3, 3).contiguous(memory_format=torch.channels_last)
+    scales, zeros = torch.rand(8).double() + 0.01, torch.zeros(8, dtype=torch.int64)
+    yield torch.quantize_per_channel(image, scales, zeros, 0, torch.qint8)
+    yield torch.quantize_per_tensor(image, 0.1, 2, torch.quint8)
+    yield torch.quantize_per_tensor(torch.randn(9, 4), 0.1, 2, torch.qint8)[2:7].t()
+    yield torch.quantize_per_tensor(torch.tensor(3.0), 0.1, 2, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantised tensors
+def test_quantised_tensors_of_torch_are_what_its_dequantize_makes(tmp_path):
+    state = {f"t{at}": one for at, one in enumerate(quantised_tensors())}
+    torch.save({"model": state, "epoch": 3}, tmp_path / "m.pth")
+    made, receipt = dequantised(tmp_path / "m.pth", tmp_path / "out.pth")
+    assert made["epoch"] == 3
+    assert made["model"].keys() == state.keys()
+    for name, one in state.items():
+        assert torch.equal(made["model"][name], one.dequantize()), (name, one.dtype, one.qscheme())
+        assert made["model"][name].shape == one.shape
+    (told,) = (change.text for change in receipt.changes if change.kind == "dequantize")
+    assert told.startswith(f"{len(state)} tensors dequantised (torch.qint8, torch.quint8, torch.q")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_damage_to_quantised_tensors_of_torch_is_told(tmp_path, layout):
+    image = torch.randn(8, 5, 3, 3).contiguous(memory_format=layout)
+    one = torch.quantize_per_tensor(image, 0.1, 2, torch.qint8)
+    torch.save({"w": one}, tmp_path / "m.pth")
+    content = bytearray((tmp_path / "m.pth").read_bytes())
+    codes = torch.as_strided(one.int_repr(), (one.numel(),), (1,))
+    content[content.index(codes.numpy().tobytes()) + 9] ^= 1
+    (tmp_path / "m.pth").write_bytes(content)
+    with pytest.raises(CorruptFile, match="is damaged"):
+        dequantised(tmp_path / "m.pth", tmp_path / "o.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["ao_dynamic_state.pth", "ao_static_state.pth"])
+def test_layers_of_torch_ao_become_those_of_the_plain_model(tmp_path, name):
+    source = torch.load(QUANTISED / name, weights_only=False)
+    made, receipt = dequantised(QUANTISED / name, tmp_path / "o.safetensors")
+    wanted = {}
+    for key, value in source.items():
+        if key.endswith("._packed_params._packed_params"):
+            stem = key.removesuffix("_packed_params._packed_params")
+            wanted[f"{stem}weight"], wanted[f"{stem}bias"] = value[0].dequantize(), value[1]
+        elif key in ("1.weight", "1.bias"):
+            wanted[key] = value.dequantize()
+        elif name == "ao_static_state.pth" and key in ("0.scale", "0.zero_point"):
+            wanted[key] = value  # of a QuantStub, which has no weight
+    assert made.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(made[key], value), key
+    (told,) = (change.text for change in receipt.changes if change.kind == "dequantize")
+    gone = {key for key in source if key.endswith(("_params.dtype", "scale", "zero_point"))}
+    assert set(told.partition("left out: ")[2].split(", ")) == gone - wanted.keys()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"block_size": [0, 64]}, {"block_size": [1]}, {"block_size": [1, 48]}, {"block_size": "x"},
+        {"scale": torch.ones(5, 1)}, {"scale": None}, {"zero_point": torch.zeros(4)},
+        {"act_pre_scale": torch.ones(64)}, {"qdata": None},
+    ],
+)  # fmt: skip
+def test_a_tensor_of_torchao_whose_parts_do_not_fit_is_refused(tmp_path, part):
+    with open_checkpoint(LAYOUTS) as checkpoint:
+        found = checkpoint["row.weight"]
+        live = {key: one for key, one in part.items() if isinstance(one, torch.Tensor)}
+        torch.save(live, tmp_path / "parts.pth")
+        with open_checkpoint(tmp_path / "parts.pth") as parts:
+            state = {**found.parts["state"], **part, **{key: parts[key] for key in live}}
+            changed = replace(found, parts={**found.parts, "state": state})
+            with pytest.raises(NotRepresentable, match="'w' cannot be dequantised: it is torchao"):
+                cast(checkpoint.with_root({"w": changed}), dequantize="bfloat16")
+
+
+@pytest.mark.parametrize("name", ["bnb4_whole.pth", "bnb8_whole.pth", "ao_dynamic_whole.pth"])
+def test_what_only_the_class_of_a_module_knows_is_refused(tmp_path, name):
+    with open_checkpoint(QUANTISED / name) as checkpoint, pytest.raises(CheckpointError):
+        cast(checkpoint, dequantize="bfloat16")
