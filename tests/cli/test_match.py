@@ -429,6 +429,9 @@ def test_what_convert_allows_is_left_out_and_named(ckptool, folder):
     quiet = ckptool("convert", "head.pth", "out.pth", "--like", "ref.pth", "--allow-unexpected",
                     "--allow-mismatched", "-q", "--force")  # fmt: skip
     assert (quiet.code, quiet.err) == (0, "")
+    all_of_it = ("--allow-unexpected", "--allow-mismatched")
+    assert ckptool("convert", *all_of_it, "head.pth", "b.pth", "--like", "ref.pth").code == 0
+    assert ckptool("convert", "--like", "ref.pth", *all_of_it, "head.pth", "-o", "c.pth").code == 0
 
 
 def test_renames_come_before(ckptool, folder):
