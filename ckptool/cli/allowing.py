@@ -52,7 +52,8 @@ class Allowing(click.Command):
         bare = _bare(args)
         every = [f"{word}={_EVERY}" if at in bare else word for at, word in enumerate(args)]
         given, left_over, _ = self.make_parser(ctx).parse_args(args=list(every))
-        if files := given.get("sources"):  # of convert, which takes any number
+        files = given.get("sources")
+        if isinstance(files, tuple):  # of convert, which takes any number
             left_over = list(files)[1 if given.get("output") else 2 :]
             bare = [at for at in bare if not os.path.lexists("".join(args[at + 1 : at + 2]))]
         likely = [at for at in bare if args[at + 1 : at + 2] and not args[at + 1].startswith("-")]
