@@ -372,9 +372,10 @@ def _adapters(section: Section) -> Iterator[Found]:
         "load_state_dict into the model says: Unexpected key(s) in state_dict: ... "
         f"{quoted_names(shown[:1])}; with strict=False an adapter is not applied, without an error",
         remedy=(
-            "load it with peft (PeftModel.from_pretrained) over its base model"
+            "ckptool merge-lora BASE ADAPTER -o OUT merges it into its base model; peft "
+            "(PeftModel.from_pretrained) loads it over that"
             if alone or not wrapped
-            else "load it into the PeftModel of its base model; merge_and_unload() gives the model"
+            else "ckptool merge-lora BASE -o OUT makes the model of it; its PeftModel takes it so"
         )
         if own
         else "",

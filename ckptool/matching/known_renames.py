@@ -90,7 +90,10 @@ _ORIGINAL = re.compile(r"[^.]+\.original_module\.(.+)$")
 """A module that PEFT trains beside an adapter, and what it was before."""
 ADAPTER = re.compile(r"(^|\.)(lora_|hada_|lokr_|ia3_|adapter_)", re.IGNORECASE)
 """Begins the name of what an adapter adds to a layer."""
-MERGE = "call merge_and_unload() of its PeftModel where it was trained, and save that"
+MERGE = (
+    "ckptool merge-lora BASE ADAPTER -o OUT merges LoRA into the base model (the state dict of a "
+    "whole PeftModel is BASE alone), merge_and_unload() of the PeftModel other adapters"
+)
 """What helps where the model has no adapters."""
 _FIRST = tuple(next(iter(row)).removeprefix("{}") for row in ENDINGS)
 _MARKS = (".default", ".base_layer.", ".original_module.")

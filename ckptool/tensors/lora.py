@@ -37,12 +37,19 @@ class Factors:
     """Whether the weight is (in, out)."""
 
     @property
-    def shape(self) -> tuple[int | None, ...]:
-        """The shape of the product; of other ranks, or a wide convolution behind: none fits."""
-        (*_, first), second = (self.down.shape[:1], self.up.shape[1:2])
-        flat = all(size == 1 for size in self.up.shape[2:])
-        same = (first,) == second and flat and len(self.up.shape) == len(self.down.shape)
-        return (self.up.shape[0], *self.down.shape[1:]) if same else ()
+    def shape(self) -> tuple[int | None, ...] | None:
+        """The shape of the product; None of matrices, or kernels, that do not fit each other."""
+        down, up = self.down.shape, self.up.shape
+        count = up[:1] if self.magnitude is None else (self.magnitude.numel,)
+        same = len(up) == len(down) in (2, 3, 4, 5) and up[1] == down[0] and count == up[:1]
+        return (up[0], *down[1:]) if same and all(size == 1 for size in up[2:]) else None
+
+    def turned(self, shape: Sequence[int | None]) -> bool | None:
+        """Whether the product is turned in a weight of that shape; None: a square one."""
+        fits = self.shape
+        return (
+            None if len(shape) == 2 and fits == (*shape[::-1],) == (*shape,) else (*shape,) != fits
+        )
 
 
 class Merger:
@@ -95,26 +102,26 @@ def _read(ref: TensorRef) -> torch.Tensor:
 
 def _merged(start: TensorRef, weight: TensorRef, added: Sequence[Factors]) -> torch.Tensor:
     """Return the result, with the operations of PEFT in their order."""
-    total = _read(start)
+    total = before = _read(start)
     for factors in added:
         total = total + _delta(factors, total)
         if factors.magnitude is not None:
             turned = _is_transposed(factors, total.shape)
             total = _rescaled(total, factors.magnitude, turned=turned)
     made = total.to(torch_dtype(weight.dtype))
-    if bool((total.isfinite() & ~made.float().isfinite()).any()):
+    if bool((before.isfinite() & ~made.double().isfinite()).any()):
         raise NotRepresentable(
-            f"a merged weight does not fit {weight.dtype}, which it has in the base",
-            hint="widen the base first: ckptool cast BASE --dtype float32",
+            f"a merged weight is infinite or no number in {weight.dtype}, which it has in the base",
+            hint="are all numbers of the adapter finite? A wider base takes larger ones: "
+            "ckptool cast BASE --dtype float32",
         )
     return made
 
 
 def _is_transposed(factors: Factors, shape: Sequence[int]) -> bool:
     """Return whether the product is turned: as the shapes say, else as the configuration does."""
-    if len(shape) != 2 or factors.shape == factors.shape[::-1]:
-        return factors.transposed and len(shape) == 2
-    return tuple(shape) != factors.shape
+    turned = factors.turned(shape)
+    return factors.transposed if turned is None else turned
 
 
 def _delta(factors: Factors, weight: torch.Tensor) -> torch.Tensor:

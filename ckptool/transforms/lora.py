@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +32,8 @@ _PART = re.compile(
     r"|(?P<alpha>alpha))(?:\.(?!(?:weight|bias)$)(?P<adapter>\w+))?(?:\.weight)?"
 )
 _FOREIGN = re.compile(
-    r"\.(hada_|lokr_|oft_|boft_|vera_|ia3_|lora_mid|dora_scale|lora_\w+|w_norm|b_norm|diff)"
+    r"\.(hada_|lokr_|oft_|boft_|vera_|ia3_|dora_scale|lora_\w+|trainable_tokens_"
+    r"|(?:w_norm|b_norm|diff|diff_b)$)"
 )
 _PEFT = "base_model.model."
 _KOHYA = re.compile(r"lora_(?:unet|te\d?|text_encoder\d?|transformer|prior)_")
@@ -41,6 +43,9 @@ _TAKEN_OFF = (
     r"\.modules_to_save\.\w+(?=\.)=>",
 )
 """How the names of a PeftModel become those of its model."""
+_SLOW = re.compile(r"\)[*+{]|((?<!\()[*+?{].*){4}", re.DOTALL)
+"""A pattern with a repeated group, or with four repeats, which might be searched for ever."""
+_LONGEST = 200
 _KEPT_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base as it is."""
 _UNKNOWN = ("alora_invocation_tokens", "layer_replication", "lora_bias", "target_parameters",
@@ -106,7 +111,13 @@ def merge_lora(
         )
     sources = {id(source): source for one in (base, *adapters) for source in one.sources}
     result = replace(base.with_root(root, *changes), sources=tuple(sources.values()))
-    return rename(result, _TAKEN_OFF, key=key) if own else result
+    if not own:
+        return result
+    if any(section.kind == "optimizer" for section in base.sections):
+        text = "the optimizer still has the state of the adapter, which is merged"
+        result = result.with_root(root, Change("warning", text))
+    rules = [rule for rule in _TAKEN_OFF if any(re.search(rule[:-2], name) for name in items)]
+    return rename(result, rules, key=key)
 
 
 @dataclass
@@ -131,22 +142,34 @@ class _Adapter:
         own: bool = False,
     ) -> _Adapter:
         """Read the names of an adapter, of a file of its own or (`own`) within its base."""
-        config = _config(file.path)
-        groups: dict[str, dict[str, TensorRef]] = {}
+        config = _Config.beside(file.path, alpha)
+        tensors = {name: node for name, node in part.node.items() if isinstance(node, TensorRef)}
+        found = {name: one for name in tensors if (one := _PART.fullmatch(name))}
+        named = {
+            (one["module"], one["adapter"] or "") for one in found.values() if not one["alpha"]
+        }
+        if not named:
+            raise NotFound("has no weights of a LoRA", file=file.path)
+        if len(adapters := {adapter for _, adapter in named}) > 1:
+            raise UsageError(
+                f"holds several adapters: {listed(sorted(adapters))}",
+                file=file.path,
+                hint="merge_and_unload() of its PeftModel merges them",
+            )
+        groups: dict[str, dict[str, TensorRef]] = {module: {} for module, _ in named}
         saved: dict[str, TensorRef] = {}
         parts: set[str] = set()
-        named: set[str] = set()
-        tensors = {name: node for name, node in part.node.items() if isinstance(node, TensorRef)}
         for name, tensor in tensors.items():
-            if found := _PART.fullmatch(name):
-                role = str(found.lastgroup if found.lastgroup != "adapter" else "")
-                role = role or next(one for one in ("down", "up", "size", "alpha") if found[one])
-                held = groups.setdefault(found["module"], {})
-                named.add(found["adapter"] or "")
+            one = found.get(name)
+            if one and one["module"] in groups:  # else a parameter is called alpha
+                held = groups[one["module"]]
+                role = next(role for role in ("down", "up", "size", "alpha") if one[role])
                 if role in held:
-                    break
+                    raise UsageError(
+                        f"{printable(one['module'])!r} has two of {one[role]}", file=file.path
+                    )
                 held[role] = tensor
-                if role == "down" and found["down"].startswith("lora_embedding"):
+                if (one["down"] or "").startswith("lora_embedding"):
                     held["embedding"] = tensor
                 parts.add(name)
             elif foreign := _FOREIGN.search(name):
@@ -159,86 +182,119 @@ class _Adapter:
                 parts.add(name)
             elif not own:
                 saved[name] = tensor
-        if len(named) > 1:
-            raise UsageError(
-                f"holds several adapters: {listed(sorted(named))}",
-                file=file.path,
-                hint="merge_and_unload() of its PeftModel merges them",
-            )
-        if not groups:
-            raise NotFound("has no weights of a LoRA", file=file.path)
-        is_peft = own or config or any(name.startswith(_PEFT) for name in part.node)
-        is_told = alpha is not None or "lora_alpha" in config
-        if not is_told and (is_peft or "lora_adapter_metadata" in file.details.header):
+        is_peft = own or config.is_there or any(name.startswith(_PEFT) for name in part.node)
+        is_peft = is_peft or "lora_adapter_metadata" in file.details.header
+        if is_peft and config.alpha is None and any("alpha" not in one for one in groups.values()):
             raise UsageError(
                 "the scale of the adapter is unknown: there is no adapter_config.json beside it "
                 "that says lora_alpha",
                 file=file.path,
-                hint="--alpha N, where N is its lora_alpha",
+                hint="put it there; or --alpha N, where N is its lora_alpha, if it has neither "
+                "patterns nor rslora",
             )
         factors = {}
         for module, held in groups.items():
             if not {"down", "up"} <= held.keys():
                 raise NotFound(f"{printable(module)!r} has only one factor", file=file.path)
-            rank = held["down"].shape[0] or 1
-            factor = _alpha(config, module, held, alpha, rank)
-            divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+            rank = (held["down"].shape[:1] or (1,))[0] or 1
+            if "alpha" in held:
+                factor = _number(_scalar(held["alpha"]), f"{printable(module)}.alpha", file.path)
+            else:
+                factor = config.of(module, default=rank)
             factors[module] = Factors(
                 held["down"],
                 held["up"],
-                scale * (factor / divisor),
+                scale * (factor / (math.sqrt(rank) if config.is_rslora else rank)),
                 magnitude=held.get("size"),
                 embedding="embedding" in held,
-                transposed=bool(config.get("fan_in_fan_out")) or "embedding" in held,
+                transposed=config.is_transposed or "embedding" in held,
             )
         return cls(file.path, scale, factors, saved, parts)
 
 
-def _alpha(
-    config: Mapping[str, Any], module: str, held: Mapping[str, TensorRef], given: float | None,
-    rank: int,
-) -> float:  # fmt: skip
-    """Return the alpha of a module: of the file, the pattern that matches, or for all."""
-    if "alpha" in held:
-        return float(held["alpha"].torch())
-    if given is not None:
-        return given
-    name = module.removeprefix(_PEFT)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return float(value)
-    return float(config.get("lora_alpha", rank))
+@dataclass(frozen=True)
+class _Config:
+    """What is known of the scale of an adapter, from `adapter_config.json` or as it is given."""
 
+    alpha: float | None
+    patterns: tuple[tuple[re.Pattern[str], float], ...] = ()
+    is_there: bool = False
+    is_rslora: bool = False
+    is_transposed: bool = False
 
-def _config(path: str) -> Mapping[str, Any]:
-    """Return the `adapter_config.json` beside a file or in a folder; empty where there is none.
+    @classmethod
+    def beside(cls, path: str, alpha: float | None) -> _Config:
+        """Read the file beside another, or in a folder; what is given (`alpha`) is for all modules.
 
-    Raises:
-        NotRepresentable: it asks for what is not known here.
-    """
-    folder = path if place_of(path).is_folder(path) else os.path.dirname(path)
-    place = os.path.join(folder, "adapter_config.json")
-    if not place_of(place).is_file(place):
-        return {}
-    source = place_of(place).open(place)
-    try:
-        config: Any = json.loads(source.read(0, source.size))
-    except ValueError as error:
-        raise UsageError("is no JSON", file=place) from error
-    finally:
-        source.close()
-    if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
-        raise NotRepresentable("the adapter is no LoRA", file=place)
-    unknown = [name for name in _UNKNOWN if config.get(name)]
-    if config.get("init_lora_weights") not in _KEPT_INITIAL:
-        unknown.append("init_lora_weights")
-    if unknown:
-        raise NotRepresentable(
-            f"the adapter has {listed(unknown)}, which merge-lora does not know",
-            file=place,
-            hint="merge_and_unload() of its PeftModel",
+        Raises:
+            NotRepresentable: it asks for what is not known here.
+            UsageError: it is damaged.
+        """
+        folder = path if place_of(path).is_folder(path) else os.path.dirname(path)
+        place = os.path.join(folder, "adapter_config.json")
+        if alpha is not None:
+            alpha = _number(alpha, "alpha", path)
+        if not place_of(place).is_file(place):
+            return cls(alpha)
+        source = place_of(place).open(place)
+        try:
+            config: Any = json.loads(source.read(0, source.size))
+        except ValueError as error:
+            raise UsageError("is no JSON", file=place) from error
+        finally:
+            source.close()
+        if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
+            raise NotRepresentable("the adapter is no LoRA", file=place)
+        unknown = [name for name in _UNKNOWN if config.get(name)]
+        if config.get("init_lora_weights") not in _KEPT_INITIAL:
+            unknown.append("init_lora_weights")
+        patterns = config.get("alpha_pattern") or {}
+        if not isinstance(patterns, dict) or any(map(_SLOW.search, patterns)):
+            unknown.append("such an alpha_pattern")
+        if unknown:
+            raise NotRepresentable(
+                f"the adapter has {listed(unknown)}, which merge-lora does not know",
+                file=place,
+                hint="merge_and_unload() of its PeftModel",
+            )
+        if alpha is not None:
+            patterns = {}
+        elif config.get("lora_alpha") is not None:
+            alpha = _number(config["lora_alpha"], "lora_alpha", place)
+        try:
+            searched = [re.compile(rf"(.*\.)?({one})$") for one in patterns]
+        except (re.error, OverflowError) as error:
+            raise UsageError("alpha_pattern has no regular expression", file=place) from error
+        values = [_number(value, "alpha_pattern", place) for value in patterns.values()]
+        return cls(
+            alpha,
+            tuple(zip(searched, values, strict=True)),
+            is_there=True,
+            is_rslora=bool(config.get("use_rslora")),
+            is_transposed=bool(config.get("fan_in_fan_out")),
         )
-    return config
+
+    def of(self, module: str, default: float) -> float:
+        """Return the alpha of a module: that of the pattern that matches, or the one for all.
+
+        Raises:
+            UsageError: the name is too long to search for patterns.
+        """
+        name = module.removeprefix(_PEFT)
+        if self.patterns and len(name) > _LONGEST:
+            raise UsageError(f"{printable(name)!r} is too long to search an alpha_pattern in")
+        found = (value for pattern, value in self.patterns if pattern.match(name))
+        return next(found, default if self.alpha is None else self.alpha)
+
+
+def _number(value: object, name: str, file: str) -> float:
+    if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max:
+        return float(value)
+    raise UsageError(f"{name} is {value!r:.40}, and not a finite number", file=file)
+
+
+def _scalar(tensor: TensorRef) -> object:
+    return tensor.torch().item() if tensor.numel == 1 and tensor.has_content else tensor
 
 
 @dataclass
@@ -250,30 +306,29 @@ class _Plan:
     _added: dict[str, list[Factors]] = field(default_factory=dict)
     _replaced: dict[str, TensorRef] = field(default_factory=dict)
     _names: dict[str, str] = field(default_factory=dict)
+    _flat: dict[str, str] = field(default_factory=dict)
+    """The names of weights as kohya writes them."""
 
     def __post_init__(self) -> None:
         """Know the base's tensors by the names of the model."""
         for name, node in self.part.node.items():
-            if isinstance(node, TensorRef) and not _PART.fullmatch(name):
+            if isinstance(node, TensorRef):
                 self._names[_bare(name)] = name
+                if name.endswith(".weight"):
+                    self._flat[_bare(name).removesuffix(".weight").replace(".", "_")] = name
 
     def add(self, adapter: _Adapter) -> Change:
         """Take an adapter, and return what it does."""
         taken: dict[str, str] = {}
         for module, factors in adapter.factors.items():
-            name = self._found(adapter, module, f"{module}.weight")
-            if name in taken:
-                raise UsageError(
-                    f"{printable(module)!r} and {printable(taken[name])!r} both mean "
-                    f"{printable(name)!r}",
-                    file=adapter.path,
-                )
-            taken[name] = module
+            name = self._found(adapter, module, f"{module}.weight", taken)
             self._check(adapter, module, self.part.node[name], factors)
             self._added.setdefault(name, []).append(factors)
+        self._check_turns(adapter, taken)
+        replaced: dict[str, str] = {}
         for own, tensor in adapter.saved.items():
-            name = self._found(adapter, own, own)
-            if tensor.shape != self.part.node[name].shape or tensor.dtype not in FLOATING:
+            name = self._found(adapter, own, own, replaced)
+            if tensor.shape != self.part.node[name].shape:
                 raise UsageError(
                     f"{printable(own)!r} has the shape {list(tensor.shape)}, and "
                     f"{printable(name)!r} has {list(self.part.node[name].shape)}",
@@ -304,12 +359,18 @@ class _Plan:
         known: dict[Any, TensorRef] = {}
         made: dict[str, TensorRef] = {}
         for name, tensor in chosen.items():
+            other = self._replaced.get(name)
+            if other is not None and other.dtype == tensor.dtype and tensor.place not in by_place:
+                made[name] = over_elements(
+                    tensor, storage=other.storage, offset=other.offset, stride=other.stride,
+                    flags=other.flags,
+                )  # fmt: skip
+                continue
             if tensor.dtype not in FLOATING or not tensor.has_content:
                 raise NotRepresentable(
                     f"{printable(name)!r} is {tensor.dtype} {tensor.kind}, which takes no adapter",
                     file=self.base.path,
                 )
-            other = self._replaced.get(name)
             place = name if other is not None else tensor.place
             if place not in known:
                 storage = merger.storage(tensor, other, by_place.get(tensor.place, ()))
@@ -322,30 +383,56 @@ class _Plan:
 
     def _check(self, adapter: _Adapter, module: str, weight: TensorRef, one: Factors) -> None:
         """Refuse factors whose product is not of the shape of the weight."""
-        fits = one.shape if not one.transposed else one.shape[::-1]
-        if weight.shape not in (fits, one.shape[::-1] if len(one.shape) == 2 else fits):
+        matrices = [ref for ref in (one.down, one.up, one.magnitude) if ref is not None]
+        is_read = all(ref.dtype in FLOATING and ref.has_content for ref in matrices)
+        fits = (one.shape, one.shape[::-1] if one.shape and len(one.shape) == 2 else one.shape)
+        if not is_read or weight.shape not in fits:
+            shapes = listed([f"{ref.dtype} {list(ref.shape)}" for ref in matrices])
             raise UsageError(
-                f"{printable(module)!r} makes the shape {list(fits)}, and its weight in "
-                f"{self.base.path} has {list(weight.shape)}",
+                f"{printable(module)!r} consists of {shapes}, and its weight in "
+                f"{self.base.path} is {weight.dtype} {list(weight.shape)}: they do not fit",
                 file=adapter.path,
             )
         if one.magnitude is not None and one.embedding:
             raise NotRepresentable("DoRA of an embedding is not known here", file=adapter.path)
 
-    def _found(self, adapter: _Adapter, shown: str, wanted: str) -> str:
-        """Return the name in the base for a tensor of the adapter.
+    def _check_turns(self, adapter: _Adapter, taken: Mapping[str, str]) -> None:
+        """Refuse a square weight where others are turned against what the adapter is said to be."""
+        square, differs = None, False
+        for name, module in taken.items():
+            one, shape = adapter.factors[module], self.part.node[name].shape
+            turned = one.turned(shape)
+            square = module if turned is None else square
+            differs |= len(shape) == 2 and turned not in (None, one.transposed)
+        if square is not None and differs:
+            raise UsageError(
+                f"{printable(square)!r} is square: whether it is (in, out), as others of this "
+                "adapter show and fan_in_fan_out does not say, is not known",
+                file=adapter.path,
+                hint="fan_in_fan_out in the adapter_config.json beside it says so",
+            )
+
+    def _found(self, adapter: _Adapter, shown: str, wanted: str, taken: dict[str, str]) -> str:
+        """Return the name in the base for a tensor of the adapter, and note that it is taken.
 
         Raises:
             NotFound: there is none, or there are several.
+            UsageError: it is taken.
         """
         for candidates in self._candidates(_bare(wanted)):
-            if len(candidates) == 1:
-                return candidates[0]
-            if candidates:
+            if len(candidates) > 1:
                 raise NotFound(
                     f"{printable(shown)!r} may mean {listed(candidates, most=3)}",
                     file=adapter.path,
                 )
+            for name in candidates:
+                if taken.setdefault(name, shown) != shown:
+                    raise UsageError(
+                        f"{printable(shown)!r} and {printable(taken[name])!r} both mean "
+                        f"{printable(name)!r}",
+                        file=adapter.path,
+                    )
+                return name
         raise NotFound(
             f"{printable(shown)!r} has no counterpart in {self.base.path}",
             file=adapter.path,
@@ -357,10 +444,8 @@ class _Plan:
         yield [self._names[wanted]] if wanted in self._names else []
         if found := _KOHYA.match(wanted):
             flat = wanted[found.end() :].removesuffix(".weight")
-            each = {bare.removesuffix(".weight").replace(".", "_"): name
-                    for bare, name in self._names.items() if bare.endswith(".weight")}  # fmt: skip
-            yield [each[flat]] if flat in each else []
-            yield [name for bare, name in each.items() if bare.endswith(f"_{flat}")]
+            yield [self._flat[flat]] if flat in self._flat else []
+            yield [name for bare, name in self._flat.items() if bare.endswith(f"_{flat}")]
         shorter = wanted.partition(".")[2]
         yield [self._names[shorter]] if shorter in self._names else []
         yield [name for bare, name in self._names.items() if bare.endswith(f".{wanted}")]

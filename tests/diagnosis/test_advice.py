@@ -103,7 +103,7 @@ def run(diagnosis):
          r"resize position embeddings .* strict=False: the model keeps its own pos_embed"),
         (Net, lambda: Net(classes=7),
          r"delete them .* strict=False: the model keeps its own head\.weight, head\.bias"),
-        (lambda: Wrapped(True), Net, r"merge_and_unload\(\)"),
+        (lambda: Wrapped(True), Net, "merge-lora"),
         (lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(6))),
          lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))),
          r"architectures differ: the file has 4 tensors that the model has not"),

@@ -206,7 +206,7 @@ def test_of_a_model_with_adapters_the_merged_one_is_asked_for(tuned):
     with pytest.raises(MatchError) as caught:
         ckptool.load_into(built(want), state_of(have))
     assert caught.value.remedy.arguments == ()
-    assert "merge_and_unload()" in caught.value.hint
+    assert "ckptool merge-lora BASE" in caught.value.hint
 
 
 @given(cases(), st.integers(0, 50))

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.errors import NotFound, NotRepresentable, UsageError
+from ckptool.errors import CheckpointError, NotFound, NotRepresentable, UsageError
 from tests.conftest import FIXTURES
 
 LORA = FIXTURES / "lora"
@@ -121,7 +121,7 @@ def test_what_fits_nothing_in_the_base_is_named(target, tmp_path):
 
 def test_shapes_must_fit(target, tmp_path):
     kohya(tmp_path / "a.safetensors", **{"lora_unet_lin.lora_up.weight": torch.rand(7, 2)})
-    with pytest.raises(UsageError, match=r"makes the shape \[7, 8\]"):
+    with pytest.raises(UsageError, match=r"consists of .* \[7, 2\]"):
         merged(target, tmp_path / "a.safetensors")
 
 
@@ -135,14 +135,105 @@ def test_an_adapter_of_peft_needs_its_alpha(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"peft_type": "LOHA"}, {"lora_bias": True}, {"init_lora_weights": "pissa"}]
-)
+    "change",
+    [{"peft_type": "LOHA"}, {"lora_bias": True}, {"init_lora_weights": "pissa"},
+     {"alpha_pattern": {"(.*)*x": 1}}, {"alpha_pattern": {".*a.*b.*c.*d": 1}},
+     {"alpha_pattern": ["lin"]}],
+)  # fmt: skip
 def test_what_the_configuration_asks_for_beyond_lora_is_refused(change, target, tmp_path):
-    shutil.copytree(LORA / "plain", tmp_path / "one")
-    config = tmp_path / "one" / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | change))
     with pytest.raises(NotRepresentable):
-        merged(target, tmp_path / "one")
+        merged(target, configured(tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lora_alpha": value} for value in (None, "16", [1], float("nan"), 10**400)]
+    + [{"alpha_pattern": pattern} for pattern in ({"(": 1}, {"x{99999999999}": 1}, {"x": "a"})],
+)
+def test_a_configuration_with_other_values_is_refused(change, target, tmp_path):
+    with pytest.raises(UsageError, match=r"unknown|not a finite number|no regular expression"):
+        merged(target, configured(tmp_path, change))
+
+
+def configured(folder, change):
+    """Copy an adapter, with another configuration."""
+    shutil.copytree(LORA / "plain", folder / "one")
+    config = folder / "one" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    return folder / "one"
+
+
+@pytest.mark.parametrize("down", [(), (2,), (2, 8, 1, 1, 1, 1), (2, 7), (3, 8)])
+def test_factors_of_any_shape_are_refused_by_a_sentence(down, target, tmp_path):
+    kohya(tmp_path / "a.safetensors", **{"lora_unet_lin.lora_down.weight": torch.rand(down)})
+    with pytest.raises(UsageError, match="they do not fit"):
+        merged(target, tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "told"),
+    [
+        ("lora_unet_lin.alpha", torch.ones(2), "not a finite number"),
+        ("lora_unet_lin.alpha", torch.tensor(torch.nan), "not a finite number"),
+        ("lora_unet_lin.lora_up.weight", torch.full((6, 2), torch.nan), "infinite or no number"),
+        ("lora_unet_lin.lora_up.weight", torch.ones(6, 2).int(), "they do not fit"),
+        ("lora_unet_lin.lora_magnitude_vector", torch.ones(1), "they do not fit"),
+        ("lora_unet_lin.lora_A.weight", torch.ones(2, 8), "has two of lora_"),
+    ],
+)
+def test_values_that_make_no_weight_are_refused(name, tensor, told, target, tmp_path):
+    kohya(tmp_path / "a.safetensors", **{name: tensor})
+    with pytest.raises(CheckpointError, match=told):
+        merged(target, tmp_path / "a.safetensors")
+
+
+def test_layers_may_be_called_diff_and_parameters_alpha(target, tmp_path):
+    """Names that end kohya's parts are those of layers elsewhere."""
+    base = {
+        "diff.weight": torch.ones(3, 3),
+        "lin.weight": torch.ones(2, 3),
+        "act.alpha": torch.ones(3),
+    }
+    torch.save(base | {"norm.steps": torch.tensor(1)}, tmp_path / "base.pth")
+    peft = "base_model.model."
+    adapter = {
+        f"{peft}lin.lora_A.weight": torch.ones(1, 3),
+        f"{peft}lin.lora_B.weight": torch.ones(2, 1),
+        f"{peft}diff.weight": torch.zeros(3, 3),
+        f"{peft}act.alpha": torch.zeros(3),
+        f"{peft}norm.steps": torch.tensor(7),
+    }
+    save_file(adapter, tmp_path / "adapter.safetensors")
+    made = merged(target, tmp_path / "adapter.safetensors", base=tmp_path / "base.pth", alpha=2)
+    assert torch.equal(made["lin.weight"], torch.full((2, 3), 3.0))
+    assert not made["diff.weight"].any()
+    assert not made["act.alpha"].any()
+    assert made["norm.steps"] == 7
+
+
+def test_a_square_weight_beside_turned_ones_needs_its_configuration(target, tmp_path):
+    names = ("wide", "square")
+    base = {f"{name}.weight": torch.rand(4, size) for name, size in zip(names, (6, 4), strict=True)}
+    whole = {f"base_model.model.{name[:-6]}base_layer.weight": one for name, one in base.items()}
+    for name, size in zip(names, (6, 4), strict=True):
+        whole[f"base_model.model.{name}.lora_A.default.weight"] = torch.rand(2, 4)
+        whole[f"base_model.model.{name}.lora_B.default.weight"] = torch.rand(size, 2)
+    torch.save(whole, tmp_path / "whole.pth")
+    with pytest.raises(UsageError, match="square' is square"):
+        merged(target, base=tmp_path / "whole.pth", alpha=2)
+    config = {"fan_in_fan_out": True, "lora_alpha": 2}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    made = merged(target, base=tmp_path / "whole.pth")
+    down, up = (whole[f"base_model.model.square.lora_{one}.default.weight"] for one in "AB")
+    torch.testing.assert_close(made["square.weight"], base["square.weight"] + (up @ down).T)
+
+
+def test_trainable_tokens_are_refused(target, tmp_path):
+    whole = torch.load(LORA / "plain" / "whole.pth")
+    whole["base_model.model.emb.token_adapter.trainable_tokens_delta.default"] = torch.ones(2)
+    torch.save(whole, tmp_path / "whole.pth")
+    with pytest.raises(NotRepresentable, match="trainable_tokens_"):
+        merged(target, base=tmp_path / "whole.pth", alpha=3)
 
 
 def test_tied_weights_change_together_and_the_rest_of_the_file_stays(tmp_path):
