@@ -156,14 +156,14 @@ class _Stored:
             self.views[key] = (part, offset * itemsize)
         return self.views[key][0]
 
-    def place(self, data: ByteRange) -> None:
-        """Give the storage and its views their bytes."""
+    def place(self, data: ByteRange | None) -> None:
+        """Give the storage and its views their bytes, or none."""
         _give_bytes(self.whole, data)
         for storage, offset in self.views.values():
-            _give_bytes(storage, data.slice(offset, storage.nbytes))
+            _give_bytes(storage, data.slice(offset, storage.nbytes) if data else None)
 
 
-def _give_bytes(storage: Storage, data: ByteRange) -> None:
+def _give_bytes(storage: Storage, data: ByteRange | None) -> None:
     object.__setattr__(storage, "data", data)  # frozen from here on: nobody has seen it yet
 
 
@@ -280,10 +280,13 @@ class LegacyStream:
                 self._check_count(key, stored.numel, position)
                 if position + COUNT.size + nbytes > length:
                     raise self._cut(keys, index, position)
-            except CorruptFile:
-                if self.salvages:
-                    return length
-                raise
+            except CorruptFile as error:
+                if not self.salvages:
+                    raise
+                # A wrong count: then the storage before has not the length that it should have.
+                if index and not isinstance(error, TruncatedFile):
+                    self.stored[keys[index - 1]].place(None)
+                return length
             position += COUNT.size
             stored.place(self.data.slice(position, nbytes))
             position += nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
+from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.files.checksums import crc32s
 from ckptool.files.source import BLOCK
@@ -44,7 +44,6 @@ def whole_records(data: ByteRange, limits: Limits, sources: tuple[Source, ...]) 
         LimitExceeded: more records, or more inflation, than `limits` allows.
     """
     entries = _entries(data, limits)
-    check_names(data, entries, exact=False)
     folder = folder_of(entries)
     headers, found = LocalHeaders(data, data.length), list[Record]()
     for entry in sorted(entries, key=lambda one: one.header):
@@ -73,8 +72,10 @@ def _entries(data: ByteRange, limits: Limits) -> list[Entry]:
     try:
         end = find_end(data)
         if end is not None:
-            return read_directory(data, end, limits)
-    except CorruptFile:
+            entries = read_directory(data, end, limits)
+            check_names(data, entries, exact=False)
+            return entries
+    except (CorruptFile, UnsupportedFormat):  # the directory is damaged
         pass
     entries = []
     for entry in _from_the_beginning(data):
@@ -83,6 +84,7 @@ def _entries(data: ByteRange, limits: Limits) -> list[Entry]:
             raise LimitExceeded(
                 f"the zip has more than {limits.max_records:,} records", file=data.source.name
             )
+    check_names(data, entries, exact=False)
     return entries
 
 

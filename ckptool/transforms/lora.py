@@ -305,17 +305,19 @@ class _Plan:
     part: Section
     _added: dict[str, list[Factors]] = field(default_factory=dict)
     _replaced: dict[str, TensorRef] = field(default_factory=dict)
-    _names: dict[str, str] = field(default_factory=dict)
-    _flat: dict[str, str] = field(default_factory=dict)
+    _names: dict[str, list[str]] = field(default_factory=dict)
+    _flat: dict[str, list[str]] = field(default_factory=dict)
     """The names of weights as kohya writes them."""
 
     def __post_init__(self) -> None:
         """Know the base's tensors by the names of the model."""
         for name, node in self.part.node.items():
             if isinstance(node, TensorRef):
-                self._names[_bare(name)] = name
-                if name.endswith(".weight"):
-                    self._flat[_bare(name).removesuffix(".weight").replace(".", "_")] = name
+                bare = _bare(name)
+                self._names.setdefault(bare, []).append(name)
+                if bare.endswith(".weight"):
+                    flat = bare.removesuffix(".weight").replace(".", "_")
+                    self._flat.setdefault(flat, []).append(name)
 
     def add(self, adapter: _Adapter) -> Change:
         """Take an adapter, and return what it does."""
@@ -441,14 +443,17 @@ class _Plan:
 
     def _candidates(self, wanted: str) -> Iterator[list[str]]:
         """Yield the names that may be meant, the surest first."""
-        yield [self._names[wanted]] if wanted in self._names else []
+        yield self._names.get(wanted, [])
         if found := _KOHYA.match(wanted):
             flat = wanted[found.end() :].removesuffix(".weight")
-            yield [self._flat[flat]] if flat in self._flat else []
-            yield [name for bare, name in self._flat.items() if bare.endswith(f"_{flat}")]
-        shorter = wanted.partition(".")[2]
-        yield [self._names[shorter]] if shorter in self._names else []
-        yield [name for bare, name in self._names.items() if bare.endswith(f".{wanted}")]
+            yield self._flat.get(flat, [])
+            yield _ending(self._flat, f"_{flat}")
+        yield self._names.get(wanted.partition(".")[2], [])
+        yield _ending(self._names, f".{wanted}")
+
+
+def _ending(names: Mapping[str, list[str]], end: str) -> list[str]:
+    return [name for one, found in names.items() if one.endswith(end) for name in found]
 
 
 def _bare(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import NotFound
+from ckptool.files.source import MemorySource
 from ckptool.model import find_tensors
 from ckptool.transforms.extraction import without
 from ckptool.words import counted
@@ -22,9 +23,11 @@ def salvaged(checkpoint: Checkpoint) -> Checkpoint:
     """
     every = list(checkpoint.tensors())
     lost = [path for path, tensor in every if any(map(_is_lost, find_tensors(tensor)))]
-    storages = (tensor.storage for _, tensor in every)
-    summed = any(one is not None and one.crc32 is not None for one in storages)
-    how = "" if summed else "; only lengths tell, as the file has no checksums"
+    storages = (part.storage for _, tensor in every for part in find_tensors(tensor))
+    unsummed = (one.data.source for one in storages
+                if one and one.data and one.nbytes and one.crc32 is None)  # fmt: skip
+    is_unsummed = not all(isinstance(source, MemorySource) for source in unsummed)
+    how = "; only lengths tell, as the file has no checksums" if is_unsummed else ""
     if not lost:
         text = f"{counted(len(every), 'tensor')}, each of them whole{how}"
         return checkpoint.with_root(checkpoint.root, Change("salvage", text))

@@ -119,6 +119,15 @@ def test_what_fits_nothing_in_the_base_is_named(target, tmp_path):
         merged(target, tmp_path / "more.safetensors")
 
 
+def test_names_that_are_one_with_underscores_are_ambiguous(target, tmp_path):
+    save_file({"lin.a.weight": torch.ones(6, 8), "lin_a.weight": torch.ones(6, 8)}, target)
+    halves = {"down": torch.ones(2, 8), "up": torch.ones(6, 2)}
+    one = {f"lora_unet_lin_a.lora_{word}.weight": half for word, half in halves.items()}
+    save_file(one, tmp_path / "one.safetensors")
+    with pytest.raises(NotFound, match=r"may mean lin\.a\.weight, lin_a\.weight"):
+        merged(tmp_path / "out.safetensors", tmp_path / "one.safetensors", base=target)
+
+
 def test_shapes_must_fit(target, tmp_path):
     kohya(tmp_path / "a.safetensors", **{"lora_unet_lin.lora_up.weight": torch.rand(7, 2)})
     with pytest.raises(UsageError, match=r"consists of .* \[7, 2\]"):

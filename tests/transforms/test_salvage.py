@@ -160,3 +160,38 @@ def test_whatever_is_cut_or_turned_nothing_wrong_is_called_whole(files, name, da
         return
     assert told.count == COUNT - len(found)
     assert all(torch.equal(found[key], weights()[key]) for key in found)
+
+
+def test_without_checksums_only_lengths_tell(tmp_path):
+    """An empty tensor has a checksum all the same: that of nothing."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(weights() | {"none": torch.empty(0)}, tmp_path / "a.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    _, told = salvaged(tmp_path / "a.pth", tmp_path / "new.pth")
+    assert "only lengths tell" in told.text
+
+
+def test_a_directory_that_names_an_unknown_method_is_damaged(files, tmp_path):
+    def change(raw):
+        entry = raw.rfind(b"PK\x01\x02")
+        raw[entry + 10] ^= 64
+        return raw
+
+    found, told = salvaged(damaged(files, tmp_path, "zip.pth", change), tmp_path / "new.pth")
+    assert (told.count, found.keys()) == (0, weights().keys())
+
+
+def test_before_a_wrong_count_of_a_legacy_stream_the_length_is_wrong(files, tmp_path):
+    place = (files / "legacy.pth").read_bytes().find(weights()["l3.w"].numpy().tobytes())
+    assert place > 0
+
+    def change(raw):
+        del raw[place + 40 : place + 50]
+        return raw
+
+    found, told = salvaged(damaged(files, tmp_path, "legacy.pth", change), tmp_path / "new.pth")
+    assert "l3.w" not in found
+    assert told.count == COUNT - len(found)
+    assert all(torch.equal(found[key], weights()[key]) for key in found)
