@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import TorchMissing, UnsupportedFormat, UsageError, warn
@@ -42,6 +43,9 @@ def require_torch() -> None:
         ) from error
 
 
+_LOCK, _BEFORE = Lock(), list[int]()
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Have torch calculate in the calling thread alone.
@@ -51,12 +55,14 @@ def one_thread() -> Iterator[None]:
     """
     import torch
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    with _LOCK:
+        _BEFORE.append(torch.get_num_threads())
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        with _LOCK:  # the first had the number of before, and the last gives it back
+            torch.set_num_threads(_BEFORE.pop(1) if len(_BEFORE) > 1 else _BEFORE.pop())
 
 
 def torch_dtype(name: str, *, file: str | None = None) -> torch.dtype:

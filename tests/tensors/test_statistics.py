@@ -11,6 +11,7 @@ from ckptool.errors import CorruptFile, TruncatedFile, UsageError
 from ckptool.files import ByteRange, FileSource, InflatedSource
 from ckptool.model import Global, Storage, TensorRef
 from ckptool.tensors import statistics
+from ckptool.tensors.runtime import one_thread
 from ckptool.tensors.statistics import Histogram, Measurer, measurable
 from tests.tensors import samples
 from tests.tensors.refs import composed, tensor
@@ -279,6 +280,13 @@ def test_torch_has_as_many_threads_afterwards_as_before():
         Measurer().measure(reference(values("float32", 50_000)))
         with pytest.raises(UsageError):
             Measurer().measure(tensor(bytes(40), "bits8", (40,)))
+        assert torch.get_num_threads() == 3
+        first, second = one_thread(), one_thread()
+        for step in (first.__enter__, second.__enter__):
+            step()
+        first.__exit__(None, None, None)  # of another thread, which began before
+        assert torch.get_num_threads() == 1
+        second.__exit__(None, None, None)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
