@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,7 +126,6 @@ class _Adapter:
     """What an adapter holds: factors by module, and tensors that take the place of others."""
 
     path: str
-    scale: float
     factors: dict[str, Factors]
     saved: dict[str, TensorRef]
     parts: set[str]
@@ -142,21 +142,19 @@ class _Adapter:
         own: bool = False,
     ) -> _Adapter:
         """Read the names of an adapter, of a file of its own or (`own`) within its base."""
-        config = _Config.beside(file.path, alpha)
+        config = _Config.beside(file, alpha)
         tensors = {name: node for name, node in part.node.items() if isinstance(node, TensorRef)}
         found = {name: one for name in tensors if (one := _PART.fullmatch(name))}
-        named = {
-            (one["module"], one["adapter"] or "") for one in found.values() if not one["alpha"]
-        }
-        if not named:
+        factored = [one for one in found.values() if not one["alpha"]]
+        groups: dict[str, dict[str, TensorRef]] = {one["module"]: {} for one in factored}
+        if not groups:
             raise NotFound("has no weights of a LoRA", file=file.path)
-        if len(adapters := {adapter for _, adapter in named}) > 1:
+        if len(adapters := {one["adapter"] or "" for one in factored}) > 1:
             raise UsageError(
                 f"holds several adapters: {listed(sorted(adapters))}",
                 file=file.path,
                 hint="merge_and_unload() of its PeftModel merges them",
             )
-        groups: dict[str, dict[str, TensorRef]] = {module: {} for module, _ in named}
         saved: dict[str, TensorRef] = {}
         parts: set[str] = set()
         for name, tensor in tensors.items():
@@ -183,11 +181,10 @@ class _Adapter:
             elif not own:
                 saved[name] = tensor
         is_peft = own or config.is_there or any(name.startswith(_PEFT) for name in part.node)
-        is_peft = is_peft or "lora_adapter_metadata" in file.details.header
         if is_peft and config.alpha is None and any("alpha" not in one for one in groups.values()):
             raise UsageError(
-                "the scale of the adapter is unknown: there is no adapter_config.json beside it "
-                "that says lora_alpha",
+                "the scale of the adapter is unknown: no adapter_config.json beside it says "
+                "lora_alpha",
                 file=file.path,
                 hint="put it there; or --alpha N, where N is its lora_alpha, if it has neither "
                 "patterns nor rslora",
@@ -209,12 +206,12 @@ class _Adapter:
                 embedding="embedding" in held,
                 transposed=config.is_transposed or "embedding" in held,
             )
-        return cls(file.path, scale, factors, saved, parts)
+        return cls(file.path, factors, saved, parts)
 
 
 @dataclass(frozen=True)
 class _Config:
-    """What is known of the scale of an adapter, from `adapter_config.json` or as it is given."""
+    """What PEFT's configuration of an adapter says, or `--alpha`."""
 
     alpha: float | None
     patterns: tuple[tuple[re.Pattern[str], float], ...] = ()
@@ -223,26 +220,30 @@ class _Config:
     is_transposed: bool = False
 
     @classmethod
-    def beside(cls, path: str, alpha: float | None) -> _Config:
-        """Read the file beside another, or in a folder; what is given (`alpha`) is for all modules.
+    def beside(cls, file: Checkpoint, alpha: float | None) -> _Config:
+        """Read `adapter_config.json`, or what diffusers writes into the header of the file.
+
+        `alpha`, if it is given, is that of all modules.
 
         Raises:
             NotRepresentable: it asks for what is not known here.
             UsageError: it is damaged.
         """
+        path = file.path
         folder = path if place_of(path).is_folder(path) else os.path.dirname(path)
         place = os.path.join(folder, "adapter_config.json")
         if alpha is not None:
             alpha = _number(alpha, "alpha", path)
-        if not place_of(place).is_file(place):
+        text: str | bytes | None = file.details.header.get("lora_adapter_metadata")
+        if place_of(place).is_file(place):
+            with closing(place_of(place).open(place)) as source:
+                text = source.read(0, source.size)
+        if text is None:
             return cls(alpha)
-        source = place_of(place).open(place)
         try:
-            config: Any = json.loads(source.read(0, source.size))
+            config: Any = json.loads(text)
         except ValueError as error:
             raise UsageError("is no JSON", file=place) from error
-        finally:
-            source.close()
         if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
             raise NotRepresentable("the adapter is no LoRA", file=place)
         unknown = [name for name in _UNKNOWN if config.get(name)]

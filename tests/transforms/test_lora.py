@@ -237,6 +237,35 @@ def test_a_square_weight_beside_turned_ones_needs_its_configuration(target, tmp_
     torch.testing.assert_close(made["square.weight"], base["square.weight"] + (up @ down).T)
 
 
+def test_diffusers_has_the_configuration_in_the_header(target, tmp_path):
+    down, up = torch.rand(2, 8), torch.rand(6, 2)
+    tensors = {"unet.lin.lora_A.weight": down, "unet.lin.lora_B.weight": up}
+    header = {"lora_adapter_metadata": json.dumps({"lora_alpha": 6, "r": 2})}
+    save_file(tensors, tmp_path / "one.safetensors", header)
+    made = merged(target, tmp_path / "one.safetensors")["lin.weight"]
+    torch.testing.assert_close(made, load_file(BASE)["lin.weight"] + 3 * up @ down)
+    header["lora_adapter_metadata"] = json.dumps({"unet.lora_alpha": 6})
+    save_file(tensors, tmp_path / "one.safetensors", header)
+    with pytest.raises(UsageError, match="the scale of the adapter is unknown"):
+        merged(target, tmp_path / "one.safetensors")
+
+
+def test_of_a_training_run_the_optimizer_stays_and_is_named(target, tmp_path):
+    whole = torch.load(LORA / "plain" / "whole.pth")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    state = {"model": whole, "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(state, tmp_path / "run.pth")
+    told = ckptool.merge_lora(tmp_path / "run.pth", (), tmp_path / "out.pth", alpha=3).changes
+    assert [one.text for one in told if one.kind == "warning"] == [
+        "the optimizer still has the state of the adapter, which is merged"
+    ]
+    made = torch.load(tmp_path / "out.pth")
+    assert made.keys() == state.keys()
+    assert torch.equal(
+        made["model"]["lin.weight"], load_file(LORA / "plain" / "merged.safetensors")["lin.weight"]
+    )
+
+
 def test_trainable_tokens_are_refused(target, tmp_path):
     whole = torch.load(LORA / "plain" / "whole.pth")
     whole["base_model.model.emb.token_adapter.trainable_tokens_delta.default"] = torch.ones(2)
