@@ -331,10 +331,11 @@ class _Plan:
         replaced: dict[str, str] = {}
         for own, tensor in adapter.saved.items():
             name = self._found(adapter, own, own, replaced)
-            if tensor.shape != self.part.node[name].shape:
+            old: TensorRef = self.part.node[name]
+            if tensor.shape != old.shape or not tensor.has_content:
                 raise UsageError(
-                    f"{printable(own)!r} has the shape {list(tensor.shape)}, and "
-                    f"{printable(name)!r} has {list(self.part.node[name].shape)}",
+                    f"{printable(own)!r} is {tensor.kind} {list(tensor.shape)}, and "
+                    f"{printable(name)!r} is {old.kind} {list(old.shape)}",
                     file=adapter.path,
                 )
             self._replaced[name] = tensor
