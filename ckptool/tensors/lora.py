@@ -32,7 +32,6 @@ class Factors:
     scale: float
     magnitude: TensorRef | None = None
     """DoRA's."""
-    embedding: bool = False
     transposed: bool = False
     """Whether the weight is (in, out)."""
 

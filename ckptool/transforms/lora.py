@@ -157,6 +157,7 @@ class _Adapter:
             )
         saved: dict[str, TensorRef] = {}
         parts: set[str] = set()
+        embeddings: set[str] = set()
         for name, tensor in tensors.items():
             one = found.get(name)
             if one and one["module"] in groups:  # else a parameter is called alpha
@@ -168,7 +169,7 @@ class _Adapter:
                     )
                 held[role] = tensor
                 if (one["down"] or "").startswith("lora_embedding"):
-                    held["embedding"] = tensor
+                    embeddings.add(one["module"])
                 parts.add(name)
             elif foreign := _FOREIGN.search(name):
                 raise NotRepresentable(
@@ -193,6 +194,8 @@ class _Adapter:
         for module, held in groups.items():
             if not {"down", "up"} <= held.keys():
                 raise NotFound(f"{printable(module)!r} has only one factor", file=file.path)
+            if "size" in held and module in embeddings:
+                raise NotRepresentable("DoRA of an embedding is not known here", file=file.path)
             rank = (held["down"].shape[:1] or (1,))[0] or 1
             if "alpha" in held:
                 factor = _number(_scalar(held["alpha"]), f"{printable(module)}.alpha", file.path)
@@ -203,8 +206,7 @@ class _Adapter:
                 held["up"],
                 scale * (factor / (math.sqrt(rank) if config.is_rslora else rank)),
                 magnitude=held.get("size"),
-                embedding="embedding" in held,
-                transposed=config.is_transposed or "embedding" in held,
+                transposed=config.is_transposed or module in embeddings,
             )
         return cls(file.path, factors, saved, parts)
 
@@ -389,16 +391,14 @@ class _Plan:
         """Refuse factors whose product is not of the shape of the weight."""
         matrices = [ref for ref in (one.down, one.up, one.magnitude) if ref is not None]
         is_read = all(ref.dtype in FLOATING and ref.has_content for ref in matrices)
-        fits = (one.shape, one.shape[::-1] if one.shape and len(one.shape) == 2 else one.shape)
-        if not is_read or weight.shape not in fits:
+        turned = one.shape and len(one.shape) == 2 and weight.shape == one.shape[::-1]
+        if not is_read or not (turned or weight.shape == one.shape):
             shapes = listed([f"{ref.dtype} {list(ref.shape)}" for ref in matrices])
             raise UsageError(
                 f"{printable(module)!r} consists of {shapes}, and its weight in "
                 f"{self.base.path} is {weight.dtype} {list(weight.shape)}: they do not fit",
                 file=adapter.path,
             )
-        if one.magnitude is not None and one.embedding:
-            raise NotRepresentable("DoRA of an embedding is not known here", file=adapter.path)
 
     def _check_turns(self, adapter: _Adapter, taken: Mapping[str, str]) -> None:
         """Refuse a square weight where others are turned against what the adapter is said to be."""
