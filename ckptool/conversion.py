@@ -38,13 +38,13 @@ Like: TypeAlias = (
 class Conversion:
     """What `convert` is to change on the way, in this order, whatever the order of the options.
 
-    What is whole, one flat dict, selection, wrappers, names, plain data, ties, dtypes, storages,
-    devices, a key around all. With
-    `like` the names are the reference's, wrappers and all. The fields are arguments of
-    `ckptool.convert`, which tells what each does:
+    What is whole, one flat dict, selection, wrappers, names, shapes, plain data, ties, dtypes,
+    storages, devices, a key around all. With `like` the names are the reference's, wrappers and
+    all. The fields are arguments of `ckptool.convert`, which tells what each does:
     `salvage`, `flatten`, `nest`, `master`, `concat`, `key`, `model_only`, `include`, `exclude`,
-    `wrappers`, `rename`, `like`, `like_key`, `transpose`, `no_transpose`, `allow_missing`,
-    `allow_unexpected`, `allow_mismatched`, `min_coverage`, `plain`, `drop_objects`, `ties`,
+    `wrappers`, `rename`, `resize`, `interpolate_pos`, `split`, `fuse`, `like`, `like_key`,
+    `transpose`, `no_transpose`, `allow_missing`, `allow_unexpected`, `allow_mismatched`,
+    `min_coverage`, `plain`, `drop_objects`, `ties`,
     `cast`, `keep`, `cast_optimizer`, `allow_overflow`, `dequantize`, `raw`, `compact`, `to`,
     `device_map`, `visible_devices`.
     """
@@ -60,6 +60,10 @@ class Conversion:
     exclude: tuple[str, ...] = ()
     wrappers: str | None = None
     rename: tuple[str, ...] = ()
+    resize: tuple[str, ...] = ()
+    interpolate_pos: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
+    fuse: tuple[str, ...] = ()
     like: Like | None = None
     like_key: str | None = None
     transpose: tuple[str, ...] = ()
@@ -170,6 +174,14 @@ class Conversion:
         if self.rename:
             rules = [transforms.regex_rule(rule) for rule in self.rename]
             checkpoint = transforms.rename(checkpoint, rules)
+        if self.resize or self.interpolate_pos or self.split or self.fuse:
+            checkpoint = transforms.resized(
+                checkpoint,
+                resize=self.resize,
+                interpolate_pos=self.interpolate_pos,
+                split=self.split,
+                fuse=self.fuse,
+            )
         return checkpoint if self.like is None else self._fitted(checkpoint)
 
     def _fitted(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -262,6 +274,10 @@ def convert(
     exclude: Iterable[str] = (),
     wrappers: str | None = None,
     rename: Iterable[str] = (),
+    resize: Iterable[str] = (),
+    interpolate_pos: Iterable[str] = (),
+    split: Iterable[str] = (),
+    fuse: Iterable[str] = (),
     like: Like | None = None,
     like_key: str | None = None,
     transpose: Iterable[str] = (),
@@ -311,6 +327,12 @@ def convert(
         exclude: Globs of the tensors to leave out.
         wrappers: `"strip"` (default for safetensors) or `"keep"` wrapper prefixes.
         rename: `REGEX=>REPL` each, applied in order.
+        resize: `GLOB=ROWS` each: rows are cut, or added as the mean of the others, or, with
+            `GLOB=ROWS:zero`, zero.
+        interpolate_pos: `GLOB=HxW` each: position embeddings of a ViT for another grid of patches,
+            as timm makes them.
+        split: `*.qkv=>*.q,*.k,*.v@DIM` each: equal parts along a dimension.
+        fuse: `*.q,*.k,*.v=>*.qkv@DIM` each: the parts joined.
         like: A reference whose keys the result gets: a file, a model, or a state dict.
         like_key: The address of the state dict of `like`, if it has several.
         transpose: Globs of keys of `like`; see `ckptool.match`.
@@ -347,6 +369,8 @@ def convert(
         salvage=salvage, flatten=flatten, nest=nest, master=master, concat=tuple(concat),
         key=key, model_only=model_only, wrappers=wrappers, rename=_listed("rename", rename),
         include=_listed("include", include), exclude=_listed("exclude", exclude),
+        resize=_listed("resize", resize), split=_listed("split", split), fuse=_listed("fuse", fuse),
+        interpolate_pos=_listed("interpolate_pos", interpolate_pos),
         like=like, like_key=like_key, allow_missing=allow_missing, min_coverage=min_coverage,
         transpose=_listed("transpose", transpose),
         no_transpose=_listed("no_transpose", no_transpose),

@@ -47,8 +47,9 @@ _SECTIONS = {
         "exclude",
         "model_only",
     ),
-    "Names": (
-        *("wrappers", "rename", "nest", "like", "like_key", "transpose", "no_transpose"),
+    "Names and shapes": (
+        *("wrappers", "rename", "resize", "interpolate_pos", "split", "fuse"),
+        *("nest", "like", "like_key", "transpose", "no_transpose"),
         *("allow_missing", "allow_unexpected", "allow_mismatched", "min_coverage"),
     ),
     "Values": (
@@ -110,6 +111,30 @@ class _Convert(Allowing, Sectioned):
 )
 @click.option(
     "--rename", multiple=True, metavar="'REGEX=>REPL'", help="Rename tensors; repeatable, in order."
+)
+@click.option(
+    "--resize",
+    multiple=True,
+    metavar="GLOB=ROWS[:zero]",
+    help="Cut rows off, or add the mean of the others (or zeros); repeatable.",
+)
+@click.option(
+    "--interpolate-pos",
+    multiple=True,
+    metavar="GLOB=HxW",
+    help="Fit position embeddings of a ViT to a grid of HxW patches, as timm does; repeatable.",
+)
+@click.option(
+    "--split",
+    multiple=True,
+    metavar="'*.A=>*.B,*.C@DIM'",
+    help="Split tensors into equal parts along a dimension; repeatable.",
+)
+@click.option(
+    "--fuse",
+    multiple=True,
+    metavar="'*.B,*.C=>*.A@DIM'",
+    help="Join tensors along a dimension; repeatable.",
 )
 @click.option(
     "--like",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckptool.transforms.names import add_module, rename, strip_module
     from ckptool.transforms.nesting import flattened, nested
     from ckptool.transforms.plain import drop_objects, to_plain
+    from ckptool.transforms.resizing import resized
     from ckptool.transforms.salvage import salvaged
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "remap",
     "remap_dict",
     "rename",
+    "resized",
     "salvaged",
     "single_state_dict",
     "strip_module",
@@ -80,6 +82,7 @@ _HOMES = {
     "names": ("add_module", "rename", "strip_module"),
     "nesting": ("flattened", "nested"),
     "plain": ("drop_objects", "to_plain"),
+    "resizing": ("resized",),
     "salvage": ("salvaged",),
 }
 

@@ -44,6 +44,7 @@ __all__ = [
     "cast",
     "floating_type",
     "kept",
+    "optimizer_tensors",
     "refuse_apart",
     "tensors_placed",
 ]
@@ -121,7 +122,7 @@ _OPTIMIZERS = re.compile(r"(.*_)?optim(izer)?(_?states?|s)?(_.*)?", re.IGNORECAS
 """Keys under which an optimizer's state stands, whatever its form."""
 
 
-def _optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
+def optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
     """Return the paths of tensors that an optimizer or scheduler holds, in any form."""
     found = {
         path
@@ -219,7 +220,7 @@ def cast(
     rules: dict[str, str | None] = {}
     for glob, wanted in kept(keep):
         rules.setdefault(glob, wanted)
-    spared = set() if everything else _optimizer_tensors(checkpoint)
+    spared = set() if everything else optimizer_tensors(checkpoint)
     to = None if dtype is None and dequantize is not None else floating_type(dtype)
     plan = _Plan(_with_own(checkpoint, spared), to, rules)
     if dequantize is not None:

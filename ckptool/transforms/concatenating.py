@@ -6,17 +6,26 @@ from collections.abc import Iterable, Sequence
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import UsageError
+from ckptool.files import ByteRange
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.megatron import is_rank
 from ckptool.formats.placements import row_major_data
-from ckptool.model import Path, Storage, TensorRef, find_tensors, remade, row_major_strides
+from ckptool.model import (
+    Path,
+    Storage,
+    TensorRef,
+    find_tensors,
+    over_elements,
+    remade,
+    row_major_strides,
+)
 from ckptool.names import families
 from ckptool.tensors.sameness import same_by_checksum, same_content
 from ckptool.transforms.casting import tensors_placed
 from ckptool.tree import name_of, selected
 from ckptool.words import counted, few, listed, printable
 
-__all__ = ["concatenated"]
+__all__ = ["along", "concatenated", "over_data"]
 
 
 def concatenated(checkpoint: Checkpoint, rules: Iterable[str]) -> Checkpoint:
@@ -46,7 +55,7 @@ def concatenated(checkpoint: Checkpoint, rules: Iterable[str]) -> Checkpoint:
         if dim is not None:
             key = (dim, *map(id, every))  # ties stay
             if key not in joined:
-                joined[key] = _joined(name_of(path), every, dim, file)
+                joined[key] = along(name_of(path), every, dim, file)
             whole[path] = joined[key]
         elif not all(_same(first, one) for one in every[1:]):
             differing.append(name_of(path))
@@ -92,19 +101,30 @@ def _same(one: TensorRef, other: TensorRef) -> bool:
     return same
 
 
-def _joined(name: str, every: Sequence[TensorRef], dim: int, file: str) -> TensorRef:
+def along(name: str, every: Sequence[TensorRef], dim: int, file: str) -> TensorRef:
+    """Return tensors joined along a dimension, to stand under `name`.
+
+    Raises:
+        UsageError: they differ in their types or in another dimension.
+    """
     shapes = [tuple(size or 0 for size in one.shape) for one in every]
     others = {(*size[:dim], None, *size[dim + 1 :]) for size in shapes}
     if len(others) > 1 or len({one.dtype for one in every}) > 1 or dim >= len(shapes[0]):
         has = listed(f"{one.dtype} {list(size)}" for one, size in zip(every, shapes, strict=True))
         what = f"{printable(name)!r} cannot be joined along dimension {dim}"
-        raise UsageError(f"{what}: the ranks have {has}", file=file)
+        raise UsageError(f"{what}: its parts have {has}", file=file)
     first, start, tiles = every[0], 0, list[Tile]()
     for one, size in zip(every, shapes, strict=True):
         at = tuple(start if axis == dim else 0 for axis in range(len(size)))
         tiles.append(Tile(at, size, row_major_data(one, printable(name), file)))
         start += size[dim]
     shape = (*shapes[0][:dim], start, *shapes[0][dim + 1 :])
-    data = tiled(file, shape, first.itemsize, tiles)
-    storage = Storage(name, data, data.length, first.device)
-    return TensorRef(first.dtype, shape, row_major_strides(shape), 0, storage, first.device)
+    return over_data(first, name, shape, tiled(file, shape, first.itemsize, tiles))
+
+
+def over_data(tensor: TensorRef, name: str, shape: tuple[int, ...], data: ByteRange) -> TensorRef:
+    """Return the tensor with another shape and elements, in row-major order."""
+    return over_elements(
+        tensor, shape=shape, stride=row_major_strides(shape), offset=0, flags=(),
+        storage=Storage(name, data, data.length, tensor.device),
+    )  # fmt: skip

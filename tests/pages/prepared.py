@@ -132,6 +132,8 @@ def prepare(folder: Path) -> None:
     content = (folder / "model.pth").read_bytes()
     shutil.copy(FIXTURES / "lora/base.safetensors", folder)
     shutil.copytree(FIXTURES / "lora/plain", folder / "lora")
+    torch.save({"embed_tokens.weight": torch.zeros(10, 4)}, folder / "vocabulary.pth")
+    torch.save({"attn.qkv.weight": torch.zeros(12, 4)}, folder / "fused.pth")
     bias = [torch.zeros(8), torch.zeros(4)]
     encoder = {"weight": torch.zeros(8, 4), "bias": bias}
     torch.save({"encoder": encoder, "epoch": 3}, folder / "nested.pth")

@@ -1,0 +1,295 @@
+"""Tensors of a state dict with other shapes: rows, position embeddings, parts, tensors of parts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from math import isqrt, prod
+from typing import Any, NamedTuple, TypeAlias
+
+from ckptool.checkpoint import Change, Checkpoint
+from ckptool.dtypes import PACKED
+from ckptool.errors import NameCollision, NotRepresentable, UsageError
+from ckptool.files.computed import joined
+from ckptool.formats.placements import row_major_data
+from ckptool.model import TensorRef, over_elements, remade
+from ckptool.statedict import MODEL_KINDS, Section
+from ckptool.tensors.resizing import interpolated, more_rows
+from ckptool.transforms.casting import FLOATING, optimizer_tensors, refuse_apart
+from ckptool.transforms.concatenating import along, over_data
+from ckptool.transforms.names import distinct
+from ckptool.tree import rebuild, selected
+from ckptool.words import counted, listed, printable, shell
+
+__all__ = ["resized"]
+
+_PREFIX = 5
+"""The most tokens before the grid: one of the class, one of distillation, four registers."""
+
+
+class _Work(NamedTuple):
+    """What a rule makes of one state dict."""
+
+    items: list[tuple[Any, Any]]
+    used: list[TensorRef]
+    changes: list[Change]
+
+
+_Step: TypeAlias = "Callable[[Section, str], _Work]"
+_One: TypeAlias = "Callable[[str, TensorRef, str], tuple[TensorRef, str]]"
+"""A tensor of another shape, and what was done to it."""
+
+
+def resized(
+    checkpoint: Checkpoint,
+    *,
+    resize: Iterable[str] = (),
+    interpolate_pos: Iterable[str] = (),
+    split: Iterable[str] = (),
+    fuse: Iterable[str] = (),
+) -> Checkpoint:
+    """Return a checkpoint with other shapes in its state dicts, rule by rule in this order.
+
+    Rules: `GLOB=ROWS` and `GLOB=ROWS:zero`, `GLOB=HxW`, `WHOLE=>PART,PART@DIM`,
+    `PART,PART=>WHOLE@DIM`. A tensor that is tied to one that is resized changes with it.
+
+    Raises:
+        UsageError: a rule is none, matches nothing, or does not fit a tensor; the tensors are in a
+            pickled module; there is the state of an optimizer, which would no longer fit.
+        NameCollision: a name is there already.
+        NotRepresentable: a tensor is quantised, or has no elements that can be computed with.
+    """
+    kinds: tuple[tuple[Iterable[str], Callable[[str], _Step]], ...] = (
+        (resize, _resizing),
+        (interpolate_pos, _interpolating),
+        (split, _splitting),
+        (fuse, _fusing),
+    )
+    steps = [(rule, kind(rule)) for rules, kind in kinds for rule in rules]
+    for rule, step in steps:
+        checkpoint = _after(checkpoint, rule, step)
+    return checkpoint
+
+
+def _after(checkpoint: Checkpoint, rule: str, step: _Step) -> Checkpoint:
+    file, works = checkpoint.path, dict[int, _Work]()
+    for part in distinct(checkpoint.sections):
+        if part.kind in MODEL_KINDS and (work := step(part, file)).used:
+            works[id(part.holder)] = work
+    if not works:
+        raise UsageError(f"no tensor of the model matches {printable(rule)!r}", file=file or None)
+    hint = f"ckptool convert {shell(file)} OUT --model-only takes the weights alone"
+    if optimizer_tensors(checkpoint) or any(one.kind == "optimizer" for one in checkpoint.sections):
+        text = "has an optimizer, whose state would not fit parameters of another shape"
+        raise UsageError(text, file=file, hint=hint)
+    refuse_apart(checkpoint, {id(one) for work in works.values() for one in work.used})
+    changed = set[int]()
+
+    def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
+        if id(old) not in works:
+            return old
+        changed.add(id(old))
+        return remade(old, works[id(old)].items)
+
+    root = rebuild(checkpoint.root, None, mapping)
+    if changed != works.keys():
+        raise UsageError("has the weights in a pickled module or object", file=file, hint=hint)
+    return checkpoint.with_root(root, *(one for work in works.values() for one in work.changes))
+
+
+def _by_glob(kind: str, glob: str, one: _One) -> _Step:
+    def step(part: Section, file: str) -> _Work:
+        tensors = dict(_tensors(part))
+        chosen = [node for name, node in tensors.items() if selected((*part.path, name), (glob,))]
+        places = {node.place for node in chosen}
+        work, known = _Work(list(part.node.items()), [], []), dict[Any, TensorRef]()
+        for at, (name, node) in enumerate(work.items):
+            if name not in tensors or node.place not in places:
+                continue
+            if node.place not in known:
+                _check(name, node, file)
+                known[node.place], text = one(name, node, file)
+                work.changes.append(Change(kind, f"{printable(name)}: {text}", 1))
+            else:
+                work.changes.append(Change(kind, f"{printable(name)}: tied to another, as it", 1))
+            work.items[at] = name, known[node.place]
+            work.used.append(node)
+        return work
+
+    return step
+
+
+def _resizing(rule: str) -> _Step:
+    found = re.fullmatch(r"(?s)(.+)=([0-9]{1,15})(:zero|:mean)?", rule)
+    if found is None:
+        hint = "--resize '*.embed_tokens.weight=32001', or =32001:zero"
+        raise UsageError(f"{printable(rule)!r} is no glob with a number of rows", hint=hint)
+    rows, zero = int(found[2]), found[3] == ":zero"
+
+    def one(name: str, tensor: TensorRef, file: str) -> tuple[TensorRef, str]:
+        shape = _sizes(tensor)
+        if not shape:
+            raise UsageError(f"{printable(name)!r} is one number, without rows", file=file)
+        data, count = row_major_data(tensor, printable(name), file), rows - shape[0]
+        if count > 0:
+            if not zero and (tensor.dtype not in FLOATING or not shape[0]):
+                text = f"{printable(name)!r} has no mean: it is {tensor.dtype} {list(shape)}"
+                raise UsageError(text, file=file, hint=f"--resize {shell(f'{rule}:zero')}")
+            data = joined([data, more_rows(tensor, count, zero=zero)])
+            text = f"{counted(count, 'row')} added, {'zero' if zero else 'the mean of the others'}"
+        else:
+            data = data.slice(0, rows * prod(shape[1:]) * tensor.itemsize)
+            text = f"{counted(-count, 'row')} cut off the end"
+        new = (rows, *shape[1:])
+        return over_data(tensor, name, new, data), f"{list(shape)} -> {list(new)}, {text}"
+
+    return _by_glob("resize", found[1], one)
+
+
+def _interpolating(rule: str) -> _Step:
+    found = re.fullmatch(r"(?s)(.+)=([0-9]{1,6})x([0-9]{1,6})", rule)
+    if found is None or not (int(found[2]) and int(found[3])):
+        hint = "--interpolate-pos 'pos_embed=24x24', in patches"
+        raise UsageError(f"{printable(rule)!r} is no glob with a grid", hint=hint)
+    grid = int(found[2]), int(found[3])
+
+    def one(name: str, tensor: TensorRef, file: str) -> tuple[TensorRef, str]:
+        shape = _sizes(tensor)
+        tokens = shape[-2] if len(shape) > 1 and prod(shape[:-2]) == 1 else 0
+        sides = [n for n in range(1, isqrt(tokens) + 1) if tokens - n * n <= _PREFIX]
+        if len(sides) != 1 or tensor.dtype not in FLOATING:
+            text = (
+                f"{printable(name)!r}, {tensor.dtype} {list(shape)}, can be no position embedding"
+            )
+            why = f"of one square grid with at most {_PREFIX} tokens before it"
+            raise UsageError(f"{text} {why}", file=file)
+        old, prefix = (sides[0], sides[0]), tokens - sides[0] ** 2
+        data = row_major_data(tensor, printable(name), file)
+        if grid != old:
+            data = interpolated(tensor, prefix, old, grid)
+        new = (*shape[:-2], prefix + prod(grid), shape[-1])
+        text = f"a grid of {old[0]}x{old[1]} -> {grid[0]}x{grid[1]}, bicubic"
+        kept = f", {counted(prefix, 'token')} before it kept" if prefix else ""
+        return over_data(tensor, name, new, data), text + kept
+
+    return _by_glob("interpolate", found[1], one)
+
+
+def _splitting(rule: str) -> _Step:
+    (whole,), parts, dim = _parsed(
+        "split", "*.qkv.weight=>*.q.weight,*.k.weight,*.v.weight@0", rule
+    )
+
+    def step(part: Section, file: str) -> _Work:
+        work, known = _Work([], [], []), dict[Any, list[TensorRef]]()
+        tensors = dict(_tensors(part))
+        for name, node in part.node.items():
+            found = _found(whole, name) if name in tensors else None
+            if found is None:
+                work.items.append((name, node))
+                continue
+            new, shape = [_filled(one, found) for one in parts], _sizes(node)
+            _check(name, node, file)
+            if dim >= len(shape) or shape[dim] % len(new):
+                text = f"{printable(name)!r} of shape {list(shape)} has no {len(new)} equal parts"
+                raise UsageError(f"{text} along dimension {dim}", file=file)
+            if node.place not in known:
+                size = shape[dim] // len(new)
+                step, less = size * node.stride[dim], (*shape[:dim], size, *shape[dim + 1 :])
+                views = (
+                    over_elements(node, shape=less, offset=node.offset + at * step)
+                    for at in range(len(new))
+                )
+                known[node.place] = [
+                    over_data(node, one, less, row_major_data(view, printable(name), file))
+                    for one, view in zip(new, views, strict=True)
+                ]
+            work.items.extend(zip(new, known[node.place], strict=True))
+            work.used.append(node)
+            text = f"{printable(name)} -> {listed(new)}, along dimension {dim}"
+            work.changes.append(Change("split", text, 1))
+        return _distinct(work, file)
+
+    return step
+
+
+def _fusing(rule: str) -> _Step:
+    parts, (whole,), dim = _parsed("fuse", "*.q.weight,*.k.weight,*.v.weight=>*.qkv.weight@0", rule)
+
+    def step(part: Section, file: str) -> _Work:
+        tensors = dict(_tensors(part))
+        groups = dict.fromkeys(
+            found for one in parts for name in tensors if (found := _found(one, name)) is not None
+        )
+        taken, work = dict[str, tuple[str, TensorRef] | None](), _Work([], [], [])
+        known = dict[Any, TensorRef]()
+        for group in groups:
+            names = [_filled(one, group) for one in parts]
+            if lacking := [name for name in names if name not in tensors]:
+                there = next(name for name in names if name in tensors)
+                text = f"{printable(there)!r} cannot be fused: there is no {listed(lacking)}"
+                raise UsageError(text, file=file)
+            for name in names:
+                _check(name, tensors[name], file)
+            every, new = [tensors[name] for name in names], _filled(whole, group)
+            place = tuple(one.place for one in every)
+            if place not in known:
+                known[place] = along(new, every, dim, file)
+            taken.update({**dict.fromkeys(names), names[0]: (new, known[place])})
+            work.used.extend(every)
+            text = f"{listed(names)} -> {printable(new)}, along dimension {dim}"
+            work.changes.append(Change("fuse", text, len(names)))
+        for item in part.node.items():
+            if (made := taken.get(item[0], item)) is not None:
+                work.items.append(made)
+        return _distinct(work, file)
+
+    return step
+
+
+def _parsed(option: str, example: str, rule: str) -> tuple[list[str], list[str], int]:
+    """Return the patterns on both sides of a rule, one of them alone on its side."""
+    names, _, dim = rule.rpartition("@")
+    left, right = ([*map(str.strip, one.split(","))] for one in names.partition("=>")[::2])
+    stars = {one.count("*") for one in (left if option == "fuse" else left[:1])}
+    fits = all(one and one.count("*") in {0, *stars} for one in (*left, *right))
+    sides = (left, right) if option == "split" else (right, left)
+    is_dim = dim.isascii() and dim.isdigit() and len(dim) < 3
+    if not is_dim or not fits or len(stars) > 1 or len(sides[0]) != 1 or len(sides[1]) < 2:
+        text = f"{printable(rule)!r} does not say what is one and what are its parts"
+        raise UsageError(text, hint=f"--{option} '{example}', as many * on both sides")
+    return left, right, int(dim)
+
+
+def _found(pattern: str, name: str) -> tuple[str, ...] | None:
+    """Return what the `*` of a pattern match in a name."""
+    found = re.fullmatch("(?s)" + "(.*)".join(map(re.escape, pattern.split("*"))), name)
+    return None if found is None else found.groups()
+
+
+def _filled(pattern: str, found: tuple[str, ...]) -> str:
+    every = iter(found)
+    return re.sub(r"\*", lambda _: next(every), pattern)
+
+
+def _tensors(part: Section) -> Iterator[tuple[str, TensorRef]]:
+    return ((name, node) for name, node in part.node.items() if isinstance(node, TensorRef))
+
+
+def _sizes(tensor: TensorRef) -> tuple[int, ...]:
+    return tuple(size or 0 for size in tensor.shape)
+
+
+def _check(name: str, tensor: TensorRef, file: str) -> None:
+    if not tensor.has_content or tensor.dtype in PACKED:
+        text = f"{printable(name)!r} is a {tensor.dtype} {tensor.kind} tensor, whose shape stays"
+        raise NotRepresentable(text, file=file)
+
+
+def _distinct(work: _Work, file: str) -> _Work:
+    if len(dict(work.items)) < len(work.items):
+        counts = Counter(name for name, _ in work.items)
+        again = (str(name) for name, count in counts.items() if count > 1)
+        raise NameCollision(f"would have several tensors of one name: {listed(again)}", file=file)
+    return work

@@ -1,0 +1,122 @@
+"""Other shapes when asked for: torch is the judge."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+import ckptool
+from ckptool.errors import NameCollision, NotRepresentable, UsageError
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def changed(tmp_path, content, **options):
+    """What torch reads of the result; the texts of its changes."""
+    torch.save(content, tmp_path / "in.pth")
+    receipt = ckptool.convert(tmp_path / "in.pth", tmp_path / "out.pth", overwrite=True, **options)
+    return torch.load(tmp_path / "out.pth"), [one.text for one in receipt.changes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 9, 10, 11, 40])
+def test_rows_are_cut_or_added(tmp_path, dtype, rows):
+    old = torch.randn(10, 3, 2).to(dtype)
+    found, texts = changed(tmp_path, {"emb.w": old, "x": old[:2].clone()}, resize=[f"emb.*={rows}"])
+    assert torch.equal(found["emb.w"][:10], old[:rows])
+    mean = old.double().mean(0).to(dtype)
+    assert torch.equal(found["emb.w"][10:], mean.expand(max(rows - 10, 0), 3, 2))
+    assert torch.equal(found["x"], old[:2])
+    assert texts[0].startswith(f"emb.w: [10, 3, 2] -> [{rows}, 3, 2], ")
+    found, _ = changed(tmp_path, {"emb.w": old}, resize=[f"emb.w={rows}:zero"])
+    assert not found["emb.w"][10:].any()
+    assert found["emb.w"].shape[0] == rows
+
+
+def test_what_is_tied_changes_with_it_and_stays_tied(tmp_path):
+    weight = torch.randn(6, 2)
+    found, _ = changed(tmp_path, {"emb": weight, "head": weight}, resize=["emb=8"])
+    assert found["emb"].data_ptr() == found["head"].data_ptr()
+    assert found["head"].shape == (8, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+@pytest.mark.parametrize("grid", [(4, 4), (7, 3), (2, 2)])
+def test_position_embeddings_are_those_of_timm(tmp_path, dtype, prefix, grid):
+    old = torch.randn(1, prefix + 16, 6).to(dtype)
+    rule = f"pos={grid[0]}x{grid[1]}"
+    found, _ = changed(tmp_path, {"pos": old}, interpolate_pos=[rule])
+    image = old[:, prefix:].float().reshape(1, 4, 4, 6).permute(0, 3, 1, 2)
+    image = functional.interpolate(image, size=grid, mode="bicubic", antialias=True)
+    image = image.permute(0, 2, 3, 1).reshape(1, -1, 6).to(dtype)
+    expected = old if grid == (4, 4) else torch.cat([old[:, :prefix], image], dim=1)
+    assert torch.equal(found["pos"], expected)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_are_those_of_torch(tmp_path, dim):
+    whole = torch.randn(6, 9).t() if dim == 0 else torch.randn(4, 9)
+    split = [f"*.qkv.w=>*.q.w,*.k.w,*.v.w@{dim}"]
+    found, _ = changed(tmp_path, {"l.0.qkv.w": whole, "b": torch.ones(1)}, split=split)
+    parts = torch.chunk(whole, 3, dim)
+    assert list(found) == ["l.0.q.w", "l.0.k.w", "l.0.v.w", "b"]
+    assert all(torch.equal(found[f"l.0.{n}.w"], part) for n, part in zip("qkv", parts, strict=True))
+    again, texts = changed(tmp_path, found, fuse=[f"*.q.w,*.k.w,*.v.w=>*.qkv.w@{dim}"])
+    assert torch.equal(again["l.0.qkv.w"], whole)
+    assert texts[-1] == f"l.0.q.w, l.0.k.w, l.0.v.w -> l.0.qkv.w, along dimension {dim}"
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(2, 4), st.data(),
+    st.sampled_from(DTYPES),
+)  # fmt: skip
+def test_what_is_split_and_fused_is_as_before(tmp_path_factory, shape, count, data, dtype):
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    shape[dim] *= count
+    whole = torch.randn(shape).to(dtype)
+    names = ",".join(f"*.p{n}" for n in range(count))
+    folder = tmp_path_factory.getbasetemp()
+    parts, _ = changed(folder, {"a.w": whole}, split=[f"*.w=>{names}@{dim}"])
+    again, _ = changed(folder, parts, fuse=[f"{names}=>*.w@{dim}"])
+    assert torch.equal(again["a.w"], whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"resize": ["emb=many"]}, UsageError, "no glob with a number of rows"),
+        ({"resize": ["nobody=3"]}, UsageError, "no tensor of the model matches"),
+        ({"resize": ["number=3"]}, UsageError, "without rows"),
+        ({"resize": ["ids=9"]}, UsageError, "has no mean"),
+        ({"interpolate_pos": ["emb=2"]}, UsageError, "no glob with a grid"),
+        ({"interpolate_pos": ["emb=2x2"]}, UsageError, "no position embedding"),
+        ({"split": ["emb=>a,b,c@0"]}, UsageError, "has no 3 equal parts"),
+        ({"split": ["emb=>a@0"]}, UsageError, "does not say"),
+        ({"split": ["emb=>a,ids@0"]}, NameCollision, "ids"),
+        ({"fuse": ["emb,lost=>a@0"]}, UsageError, "there is no lost"),
+        ({"fuse": ["emb,ids=>a@0"]}, UsageError, "cannot be joined"),
+        ({"split": ["packed=>a,b@0"]}, NotRepresentable, "whose shape stays"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(tmp_path, options, error, text):
+    with torch.sparse.check_sparse_tensor_invariants():
+        packed = torch.sparse_coo_tensor([[0]], [1.0], (2,))
+    content = {
+        "emb": torch.randn(4, 3), "ids": torch.arange(4), "number": torch.tensor(1.0),
+        "packed": packed,
+    }  # fmt: skip
+    with pytest.raises(error, match=text):
+        changed(tmp_path, content, **options)
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_an_optimizer_would_no_longer_fit(tmp_path):
+    net = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.Adam(net.parameters())
+    content = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    with pytest.raises(UsageError, match="has an optimizer"):
+        changed(tmp_path, content, resize=["weight=9"])
+    found, _ = changed(tmp_path, content, resize=["weight=9"], model_only=True)
+    assert found["weight"].shape == (9, 3)
