@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -69,32 +68,18 @@ def _by_scales(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef 
     """
     scale = next(iter(beside.values()))
     shape, scales = _shape(weight), _shape(scale)
-    rows = shape[0] if shape else 1
-    columns = weight.numel // max(rows, 1)
-    wide, across = max(columns, 1), 1
     if scale.numel == 1:
-        high = max(rows, 1)
-    elif scales in ((rows,), (rows, *[1] * (len(shape) - 1))):
-        high = 1
+        block = shape
+    elif scales in (shape[:1], (*shape[:1], *[1] * (len(shape) - 1))):
+        block = (1, *shape[1:])
     elif len(shape) == 2 and scales == tuple(-(-size // _BLOCK) for size in shape):
-        high = wide = _BLOCK
-        across = scales[1]
+        block = (_BLOCK, _BLOCK)
     else:
         return None
 
-    @cache
-    def factors() -> torch.Tensor:
-        return _elements(scale, 0, scale.numel).float()
-
-    def numbers(start: int, stop: int) -> torch.Tensor:
-        import torch
-
-        first, left = divmod(start, columns)
-        index = torch.arange(left, left + stop - start, dtype=torch.int32)
-        row = index // columns
-        column = index - row * columns
-        factor = factors()[(row + first) // high * across + column // wide]
-        return _elements(weight, start, stop).float() * factor
+    def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        factors = _spread(tables[0].float(), shape, block, start, stop)
+        return _elements(weight, start, stop).float() * factors
 
     return _computed(weight, shape, (scale,), numbers)
 
@@ -105,19 +90,14 @@ def _eight_bit(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef 
     None where `weight_format` says that the rows are in tiles of a GPU.
     """
     scale, layout, shape = beside["SCB"], beside.get("weight_format"), _shape(weight)
-    rows = shape[0] if shape else 0
-    if weight.dtype != "int8" or scale.dtype != "float32" or scale.shape != (rows,):
+    if weight.dtype != "int8" or not shape or not _is_table(scale, shape[0]):
         return None
     if layout is not None and any(layout.read() if layout.numel == 1 else b"?"):
         return None
-    columns = weight.numel // max(rows, 1)
 
-    def numbers(start: int, stop: int) -> torch.Tensor:
-        import torch
-
-        first, last = start // columns, -(-stop // columns)
-        row = torch.arange(start, stop) // columns - first
-        return _elements(weight, start, stop) * _elements(scale, first, last)[row] * _PER_127
+    def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        factors = _spread(tables[0], shape, (1, *shape[1:]), start, stop)
+        return _elements(weight, start, stop) * factors * _PER_127
 
     return _computed(weight, shape, (scale,), numbers)
 
@@ -125,64 +105,43 @@ def _eight_bit(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef 
 def _four_bit(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef | None:
     """Return what `dequantize_4bit` of bitsandbytes makes: two elements a byte, high bits first.
 
-    An element is its entry of `quant_map` times the `absmax` of its block.
+    An element is its entry of `quant_map` times the `absmax` of its block. With nested maps
+    `absmax` is quantised, a byte a block, after `nested_offset` was taken off.
     """
-    facts, codes = _facts(beside), beside.get("quant_map")
+    facts, codes, absmax = _facts(beside), beside.get("quant_map"), beside["absmax"]
     shape, block = facts.get("shape", 0), facts.get("blocksize", 0)
-    if not (isinstance(shape, list) and all(map(_is_count, shape)) and _is_count(block)):
+    if not (isinstance(shape, list) and all(map(_is_count, shape)) and _is_count(block) and block):
         return None
-    count = prod(shape)
-    if not block or CHUNK % block or weight.nbytes != -(-count // 2) or not _is_table(codes, 16):
+    blocks = -(-prod(shape) // block)
+    if CHUNK % block or weight.nbytes != -(-prod(shape) // 2) or not _is_table(codes, 16):
         return None
-    scales = _block_scales(beside, facts, -(-count // block))
-    if scales is None:
+    outer, outer_codes = beside.get("nested_absmax"), beside.get("nested_quant_map")
+    size, offset = facts.get("nested_blocksize", 0), facts.get("nested_offset", 0)
+    if not _is_table(absmax, blocks, "float32" if outer is None else "uint8"):
         return None
+    parts = [codes, absmax]
+    if outer is not None:
+        if not (_is_count(size) and size and isinstance(offset, float)):
+            return None
+        if not (_is_table(outer, -(-blocks // size)) and _is_table(outer_codes, 256)):
+            return None
+        parts += [outer, outer_codes]
 
-    def numbers(start: int, stop: int) -> torch.Tensor:
+    def elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch
 
         raw = weight.data.read(start // 2, -(-stop // 2) - start // 2)
         pairs = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         both = torch.stack((pairs >> 4, pairs & 15), 1).flatten()[: stop - start]
-        factors = scales(start // block, -(-stop // block)).repeat_interleave(block)
-        return _elements(codes, 0, 16)[both.int()] * factors[: stop - start]
+        first, last = start // block, -(-stop // block)
+        scales = tables[1][first:last]
+        if outer is not None:
+            own = torch.index_select(tables[2], 0, torch.arange(first, last) // size)
+            scales = torch.index_select(tables[3], 0, scales.int()) * own + offset
+        numbers = torch.index_select(tables[0], 0, both.int())
+        return numbers * scales.repeat_interleave(block)[: stop - start]
 
-    tables = (one for name, one in beside.items() if not name.startswith("bitsandbytes__"))
-    return _computed(weight, tuple(shape), tuple(tables), numbers)
-
-
-def _block_scales(
-    beside: Mapping[str, TensorRef], facts: Mapping[str, Any], blocks: int
-) -> Callable[[int, int], torch.Tensor] | None:
-    """Return the function of the `absmax` of some blocks.
-
-    With nested maps `absmax` is quantised, a byte a block, after `nested_offset` was taken off.
-    """
-    absmax, outer, codes = (
-        beside.get(one) for one in ("absmax", "nested_absmax", "nested_quant_map")
-    )
-    if outer is None:
-        return partial(_elements, absmax) if _is_table(absmax, blocks) else None
-    size, offset = facts.get("nested_blocksize", 0), facts.get("nested_offset")
-    if not (
-        _is_count(size)
-        and size
-        and isinstance(offset, float)
-        and _is_table(absmax, blocks, "uint8")
-        and _is_table(outer, -(-blocks // size))
-        and _is_table(codes, 256)
-    ):
-        return None
-
-    def scales(first: int, last: int) -> torch.Tensor:
-        import torch
-
-        low, high = first // size, -(-last // size)
-        own = _elements(outer, low, high)[torch.arange(first, last) // size - low]
-        index = _elements(absmax, first, last).int()
-        return torch.add(_elements(codes, 0, 256)[index] * own, offset)
-
-    return scales
+    return _computed(weight, tuple(shape), parts, elements)
 
 
 def _affine(tensor: Any) -> TensorRef | None:
@@ -220,28 +179,22 @@ def _affine(tensor: Any) -> TensorRef | None:
     pairs = list(zip(block, shape, strict=True))
     if not all(_is_count(own) and own and not size % own for own, size in pairs):
         return None
-    grid = tuple(size // own for own, size in pairs)
+    blocks = prod(size // own for own, size in pairs)
     tables = [one for one in (scale, zero) if one is not None and not isinstance(one, (float, int))]
-    if not all(_is_plain(one) and one.numel == prod(grid) for one in tables):
+    if not all(_is_plain(one) and one.numel == blocks for one in tables):
         return None
 
-    def numbers(start: int, stop: int) -> torch.Tensor:
+    def numbers(start: int, stop: int, found: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch
 
         elements = _elements(codes, start, stop)
         if isinstance(scale, float):
             return torch.mul(elements.int() - zero, torch.tensor(scale, dtype=torch.float32))
-        index = torch.arange(start, stop)
-        at = torch.zeros_like(index)
-        for own, count, step in zip(block, grid, row_major_strides(shape), strict=True):
-            at = at * count + index // step // own % count
-        first, last = int(at.min()), int(at.max()) + 1
-        less = 0 if zero is None else _elements(zero, first, last).float()[at - first]
+        factors, *less = (_spread(one, shape, block, start, stop) for one in found[: len(tables)])
         wide = torch.float64 if scale.dtype == "float64" else torch.float32
-        return (elements.float() - less) * _elements(scale, first, last).to(wide)[at - first]
+        return (elements.float() - (less[0].float() if less else 0)) * factors.to(wide)
 
-    gathered_from = [] if tensor.is_contiguous else [tensor]
-    return _computed(codes, shape, [*tables, *gathered_from], numbers)
+    return _computed(codes, shape, tables, numbers, [] if tensor.is_contiguous else [tensor])
 
 
 def _codes(tensor: TensorRef) -> TensorRef:
@@ -296,19 +249,40 @@ def _elements(tensor: TensorRef, start: int, stop: int) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=torch_dtype(tensor.dtype))
 
 
+def _spread(
+    table: torch.Tensor, shape: Sequence[int], block: Sequence[int], start: int, stop: int
+) -> torch.Tensor:
+    """Return for each element from `start` up to `stop` of a tensor the entry of its block.
+
+    Unlike `table[index]` torch's `index_select` does not wait for other threads.
+    """
+    import torch
+
+    left = torch.arange(start, stop, dtype=torch.int32 if prod(shape) < 1 << 31 else torch.int64)
+    at = torch.zeros_like(left)
+    for size, own, step in zip(shape, block, row_major_strides(tuple(shape)), strict=True):
+        index = left // step
+        left = left - index * step
+        at = at * -(-size // own) + index // own
+    return torch.index_select(table, 0, at)
+
+
 def _computed(
     weight: TensorRef,
     shape: tuple[int, ...],
     parts: Sequence[TensorRef],
-    numbers: Callable[[int, int], torch.Tensor],
+    numbers: Callable[[int, int, Sequence[torch.Tensor]], torch.Tensor],
+    checked_only: Sequence[TensorRef] = (),
 ) -> TensorRef | None:
     """Return a tensor of float32 in the place of a weight, of elements that `numbers` makes.
 
-    `parts` are checked by their CRC-32 before the first is made.
+    Give it the elements of `parts`, which are in memory from the first to the last of the weight.
+    These and `checked_only` are checked by their CRC-32.
     """
     held, data, count = weight.storage, weight.data, prod(shape)
-    beside = {id(one.storage): one.storage for one in parts}.values()
+    beside = {id(one.storage): one.storage for one in (*parts, *checked_only)}.values()
     checks = [checked(one, one.data) for one in beside if one is not None and one.data is not None]
+    tables: list[torch.Tensor] = []
     if held is None:
         return None
 
@@ -316,12 +290,17 @@ def _computed(
         require_torch()
         import torch
 
+        if not buffer:
+            return
         for check in checks:
             check.check()
+        tables.extend(_elements(one, 0, one.numel) for one in parts[len(tables) :])
         for start, stop, room, skipped in chunks(offset, buffer, 4, count):
             made = bytearray((stop - start) * 4)
-            torch.frombuffer(made, dtype=torch.float32).copy_(numbers(start, stop))
+            torch.frombuffer(made, dtype=torch.float32).copy_(numbers(start, stop, tables))
             room[:] = made[skipped : skipped + len(room)]
+        if offset + len(buffer) == count * 4:
+            tables.clear()
 
     source = ComputedSource(data.source.name, count * 4, fill)
     source.made_of = (data,)
