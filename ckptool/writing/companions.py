@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -41,6 +41,8 @@ PATTERNS = (
     "video_preprocessor_config.json",
 )
 """Names of the files that are copied: neither weights nor code."""
+_MOST = 1 << 20
+"""Bytes of it that are looked into."""
 _FOLDERS = ("", "huggingface", "hf")
 """Where they lie in the folder of a checkpoint: verl has `huggingface`, Megatron-Bridge `hf`."""
 
@@ -54,11 +56,17 @@ def folder_of_companions(checkpoint: Checkpoint) -> str | None:
 
 
 def with_companions(
-    plan: Plan, path: str, folder: str | os.PathLike[str], *, found: bool = False
+    plan: Plan,
+    path: str,
+    folder: str | os.PathLike[str],
+    *,
+    found: bool = False,
+    plain: bool = False,
 ) -> Plan:
     """Return `plan` with the files of `folder` beside the weights, which are at `path` if alone.
 
     `found`: nobody named `folder`: a file that the target has already stays, and is named.
+    `plain`: the weights were quantised, which `config.json` may say, and are no longer.
 
     Raises:
         FileMissing: there is no such folder, or no such file in it.
@@ -75,7 +83,7 @@ def with_companions(
     return replace(
         plan,
         files=(*(_copy(folder, name, target) for name in copied), *weights),
-        notes=(*plan.notes, *_notes(os.fspath(folder), names, copied, taken)),
+        notes=(*plan.notes, *_notes(os.fspath(folder), names, copied, taken, plain=plain)),
     )
 
 
@@ -99,12 +107,19 @@ def _write(path: str, size: int, output: Output) -> None:
 
 
 def _notes(
-    folder: str, names: Iterable[str], copied: Iterable[str], taken: Iterable[str]
+    folder: str, names: Iterable[str], copied: Collection[str], taken: Iterable[str], *, plain: bool
 ) -> Iterator[str]:
     if copied:
         yield f"copied from {folder}: {listed(copied)}"
     if taken:
         yield f"there already, and not copied from {folder}: {listed(sorted(taken))}"
+    if _CONFIG in copied and plain:
+        with open(os.path.join(folder, _CONFIG), "rb") as file:
+            if b'"quantization_config"' in file.read(_MOST):
+                yield (
+                    f"{_CONFIG} says quantization_config, and the weights are plain numbers now: "
+                    "take that entry out"
+                )
     code = [name for name in names if name.endswith(".py")]
     if code:
         yield f"code is not copied from {folder}: {listed(code)}"

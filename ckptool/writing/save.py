@@ -247,10 +247,13 @@ def _accompanied(
             "files_from is about a folder to write, and the target is one file",
             hint="name a folder: ckptool convert SOURCE FOLDER/",
         )
+    plain = any(change.kind == "dequantize" for change in job.checkpoint.changes)
     if files_from is not None:
-        return with_companions(plan, job.path, files_from)
+        return with_companions(plan, job.path, files_from, plain=plain)
     folder = folder_of_companions(job.checkpoint)
-    return plan if folder is None else with_companions(plan, job.path, folder, found=True)
+    return (
+        plan if folder is None else with_companions(plan, job.path, folder, found=True, plain=plain)
+    )
 
 
 def _room(plan: Plan, path: str | os.PathLike[str]) -> str:

@@ -111,3 +111,15 @@ def test_a_dry_run_says_how_much_and_how_much_is_free(beside, ranks, tmp_path):
     assert not (tmp_path / "out").exists()
     alone = ckptool.convert(ranks, tmp_path / "new" / "out.pth", dry_run=True)
     assert alone.notes[-1].startswith(f"1 file of {alone.size:,} bytes")
+
+
+@pytest.mark.parametrize("dequantize", [None, "bfloat16"])
+def test_a_configuration_that_still_says_quantised_is_named(beside, fixtures, tmp_path, dequantize):
+    config = {**CONFIG, "quantization_config": {"load_in_4bit": True}}
+    (beside / "config.json").write_text(json.dumps(config))
+    notes = ckptool.convert(
+        fixtures / "quantised" / "bnb4.safetensors", f"{tmp_path}/out/", files_from=beside,
+        dequantize=dequantize,
+    ).notes  # fmt: skip
+    told = [note for note in notes if "quantization_config" in note]
+    assert len(told) == (dequantize is not None)
