@@ -171,7 +171,7 @@ def gathered(
     axes = list(zip(shape, stride, strict=True)) or [(1, 1)]
     rows = _Rows(data, itemsize, axes, offset)
     source = ComputedSource(data.source.name, rows.size, rows.read_into)
-    source.made_of = (data,)
+    source.made_of, source.rearranges = (data,), True
     return ByteRange(source, 0, rows.size)
 
 
@@ -239,5 +239,5 @@ def joined(parts: Sequence[ByteRange]) -> ByteRange:
             index, done = index + 1, done + count
 
     source = FilledSource(runs[0].source.name, starts[-1], fill)
-    source.made_of = runs
+    source.made_of, source.rearranges = runs, True
     return ByteRange(source, 0, starts[-1])

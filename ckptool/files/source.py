@@ -54,7 +54,8 @@ class Source:
     """Whether several threads may read it at once, in whatever order, at no cost."""
     is_far = False
     """Whether a read may be a request to another machine."""
-
+    rearranges = False
+    """Whether its bytes are those of `made_of` in another order, which nobody checks on the way."""
     made_of: Sequence[ByteRange] = ()
     """What its bytes are computed or put together from, as far as that is known."""
 

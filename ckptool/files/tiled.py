@@ -103,7 +103,10 @@ def tiled(name: str, shape: tuple[int, ...], itemsize: int, tiles: Sequence[Tile
             if one.end > offset:
                 one.read_into(offset, buffer)
 
-    return ByteRange(FilledSource(name, size, fill), 0, size)
+    source = FilledSource(name, size, fill)
+    source.made_of = [one.data for one in tiles if isinstance(one.data, ByteRange)]
+    source.rearranges = True
+    return ByteRange(source, 0, size)
 
 
 class _Runs:

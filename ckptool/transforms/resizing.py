@@ -132,6 +132,8 @@ def _resizing(rule: str) -> _Step:
         if not shape:
             raise UsageError(f"{printable(name)!r} is one number, without rows", file=file)
         data, count = row_major_data(tensor, printable(name), file), rows - shape[0]
+        if not count:
+            return tensor, f"has {counted(rows, 'row')} already"
         if count > 0:
             if not zero and (tensor.dtype not in FLOATING or not shape[0]):
                 text = f"{printable(name)!r} has no mean: it is {tensor.dtype} {list(shape)}"
@@ -230,6 +232,8 @@ def _fusing(rule: str) -> _Step:
                 there = next(name for name in names if name in tensors)
                 text = f"{printable(there)!r} cannot be fused: there is no {listed(lacking)}"
                 raise UsageError(text, file=file)
+            if again := [name for name in names if name in taken or names.count(name) > 1]:
+                raise UsageError(f"{listed(again)} would be fused twice", file=file)
             for name in names:
                 _check(name, tensors[name], file)
             every, new = [tensors[name] for name in names], _filled(whole, group)

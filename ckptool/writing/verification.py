@@ -103,7 +103,8 @@ def _stated(checkpoint: Checkpoint, format: str) -> list[Stated]:
             continue
         plain = storage.byteorder == "little" and not storage.compressed
         if not (handed_on and plain and storage.crc32 is not None):
-            starts.setdefault(id(data.source), []).append(data.offset)
+            for one in _origins(data):
+                starts.setdefault(id(one.source), []).append(one.offset)
     for known in starts.values():
         known.sort()
 
@@ -119,6 +120,17 @@ def _stated(checkpoint: Checkpoint, format: str) -> list[Stated]:
         for name, data, crc32 in source.stated
         if name.endswith(_HEADERS) or is_read(data)
     ]
+
+
+def _origins(data: ByteRange) -> Iterator[ByteRange]:
+    """Yield the ranges whose bytes a range has, in whatever order."""
+    todo = [data]
+    while todo:
+        one = todo.pop()
+        if one.source.rearranges:
+            todo.extend(one.source.made_of)
+        else:
+            yield one
 
 
 @dataclass(frozen=True, slots=True)

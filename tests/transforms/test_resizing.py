@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 import ckptool
-from ckptool.errors import NameCollision, NotRepresentable, UsageError
+from ckptool.errors import CorruptFile, NameCollision, NotRepresentable, UsageError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -28,7 +28,8 @@ def test_rows_are_cut_or_added(tmp_path, dtype, rows):
     mean = old.double().mean(0).to(dtype)
     assert torch.equal(found["emb.w"][10:], mean.expand(max(rows - 10, 0), 3, 2))
     assert torch.equal(found["x"], old[:2])
-    assert texts[0].startswith(f"emb.w: [10, 3, 2] -> [{rows}, 3, 2], ")
+    told = f"emb.w: [10, 3, 2] -> [{rows}, 3, 2], " if rows != 10 else "emb.w: has 10 rows already"
+    assert texts[0].startswith(told)
     found, _ = changed(tmp_path, {"emb.w": old}, resize=[f"emb.w={rows}:zero"])
     assert not found["emb.w"][10:].any()
     assert found["emb.w"].shape[0] == rows
@@ -97,6 +98,8 @@ def test_what_is_split_and_fused_is_as_before(tmp_path_factory, shape, count, da
         ({"split": ["emb=>a,ids@0"]}, NameCollision, "ids"),
         ({"fuse": ["emb,lost=>a@0"]}, UsageError, "there is no lost"),
         ({"fuse": ["emb,ids=>a@0"]}, UsageError, "cannot be joined"),
+        ({"fuse": ["emb,emb=>a@0"]}, UsageError, "emb, emb would be fused twice"),
+        ({"fuse": ["p.*,*.q=>f.*@0"]}, UsageError, r"p\.q would be fused twice"),
         ({"split": ["packed=>a,b@0"]}, NotRepresentable, "whose shape stays"),
     ],
 )
@@ -105,7 +108,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, options, error, text):
         packed = torch.sparse_coo_tensor([[0]], [1.0], (2,))
     content = {
         "emb": torch.randn(4, 3), "ids": torch.arange(4), "number": torch.tensor(1.0),
-        "packed": packed,
+        "packed": packed, "p.q": torch.ones(2), "q.q": torch.ones(2), "p.p": torch.ones(2),
     }  # fmt: skip
     with pytest.raises(error, match=text):
         changed(tmp_path, content, **options)
@@ -120,3 +123,24 @@ def test_an_optimizer_would_no_longer_fit(tmp_path):
         changed(tmp_path, content, resize=["weight=9"])
     found, _ = changed(tmp_path, content, resize=["weight=9"], model_only=True)
     assert found["weight"].shape == (9, 3)
+
+
+@pytest.mark.parametrize("ending", ["pth", "safetensors"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"resize": ["a=6"]}, {"resize": ["a=20"]}, {"resize": ["a=20:zero"]},
+        {"split": ["a=>b,c@0"]}, {"split": ["a=>b,c@1"]},
+        {"fuse": ["a,z=>b@0"]}, {"fuse": ["z,a=>b@1"]},
+    ],
+)  # fmt: skip
+def test_damage_is_not_given_a_checksum_of_its_own(tmp_path, options, ending):
+    content = {"a": torch.randn(12, 40), "z": torch.randn(12, 40)}
+    torch.save(content, tmp_path / "in.pth")
+    ckptool.convert(tmp_path / "in.pth", tmp_path / f"whole.{ending}", **options)
+    raw = bytearray((tmp_path / "in.pth").read_bytes())
+    raw[raw.find(content["a"].numpy().tobytes()) + 100] ^= 1
+    (tmp_path / "in.pth").write_bytes(raw)
+    with pytest.raises(CorruptFile, match="CRC-32"):
+        ckptool.convert(tmp_path / "in.pth", tmp_path / f"out.{ending}", **options)
+    assert not (tmp_path / f"out.{ending}").exists()
