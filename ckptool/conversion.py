@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ckptool import transforms
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError
-from ckptool.formats import Source, format_of, opened
-from ckptool.formats.several import open_several
+from ckptool.formats import Source, format_of
+from ckptool.formats.several import opened_parts
 from ckptool.hollow import refuse_hollow
 from ckptool.matching import Allowance, Allowed
 from ckptool.matching.layouts import Choices
@@ -44,9 +43,8 @@ class Conversion:
     `salvage`, `flatten`, `nest`, `master`, `concat`, `key`, `model_only`, `include`, `exclude`,
     `wrappers`, `rename`, `resize`, `interpolate_pos`, `split`, `fuse`, `like`, `like_key`,
     `transpose`, `no_transpose`, `allow_missing`, `allow_unexpected`, `allow_mismatched`,
-    `min_coverage`, `plain`, `drop_objects`, `ties`,
-    `cast`, `keep`, `cast_optimizer`, `allow_overflow`, `dequantize`, `raw`, `compact`, `to`,
-    `device_map`, `visible_devices`.
+    `min_coverage`, `plain`, `drop_objects`, `ties`, `cast`, `keep`, `cast_optimizer`,
+    `allow_overflow`, `dequantize`, `raw`, `compact`, `to`, `device_map`, `visible_devices`.
     """
 
     salvage: bool = False
@@ -381,13 +379,7 @@ def convert(
         to=to, device_map=device_map, visible_devices=devices,
     )  # fmt: skip
     to_folder, target = is_folder(target), in_folder(target, format)
-    if isinstance(source, str) or not isinstance(source, Sequence):
-        whole: AbstractContextManager[Checkpoint] = opened(source, salvage=salvage)
-    elif salvage:
-        raise UsageError("one file is salvaged at a time", hint="salvage each, then join them")
-    else:
-        whole = open_several(source)
-    with whole as checkpoint:
+    with opened_parts(source, salvage=salvage) as checkpoint:
         name = target_format(checkpoint, target, format, sharded=max_shard_size is not None)
         return save(
             conversion.applied(checkpoint, name),

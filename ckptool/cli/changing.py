@@ -14,7 +14,6 @@ from ckptool.cli.options import Target
 from ckptool.errors import TargetExists, UsageError
 from ckptool.files.place import is_address
 from ckptool.formats import open_checkpoint, shard_of
-from ckptool.formats.several import open_several
 from ckptool.render.receipt import receipt_lines
 from ckptool.writing import Receipt, save
 from ckptool.writing.target import default_target
@@ -38,8 +37,8 @@ def write_changed(
 ) -> Receipt:
     """Open `source`, `change` it, write it where `target` says, and tell what happened.
 
-    `beside` are further files, each with a part of the state dict. `word` names
-    the target where the user does not: `model.stripped.pth`.
+    `beside` are further files, each with a part of the state dict. `word` names the target where
+    the user does not: `model.stripped.pth`.
 
     Raises:
         UsageError: both `--output` and `--in-place`; or neither, and the source is in shards.
@@ -60,10 +59,13 @@ def write_changed(
             file=source,
             hint="-o FILE; files there are not changed in place" if target.in_place else "-o FILE",
         )
-    if beside and salvage:
-        raise UsageError("one file is salvaged at a time", hint="salvage each, then join them")
-    several = open_several([source, *beside]) if beside else None
-    with several or open_checkpoint(source, salvage=salvage) as checkpoint, progress:
+    if beside:
+        from ckptool.formats.several import opened_parts  # other verbs take one file
+
+        found = opened_parts([source, *beside], salvage=salvage)
+    else:
+        found = open_checkpoint(source, salvage=salvage)
+    with found as checkpoint, progress:
         sharded = bool(shard_of(checkpoint.format))
         if target.in_place:
             for file in checkpoint.sources:

@@ -162,7 +162,7 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(axes: list[Axis], itemsize: int, tile: int) -> _Tiling:
-    """Return the run is what lies close together in the file; a tile has about `tile` elements."""
+    """Return a tiling of about `tile` elements; its run is what lies close together in the file."""
     axes = sorted(axes, key=lambda axis: axis.step)
     run: list[Axis] = []
     while axes:

@@ -171,8 +171,9 @@ def row_major_data(tensor: TensorRef, place: str, file: str) -> ByteRange:
     if tensor.is_verbatim:
         return tensor.data
     if tensor.flags or tensor.storage.byteorder == "big":
-        raw = tensor.read()  # lazily conjugated, say: all of it is held in memory
-        return ByteRange(MemorySource(raw, file), 0, len(raw))
+        held = MemorySource(tensor.read(), file)  # lazily conjugated, say: all of it is in memory
+        held.made_of, held.rearranges = (tensor.storage.data,), True
+        return ByteRange(held, 0, held.size)
     return gathered(
         tensor.storage.data,
         itemsize=tensor.itemsize,

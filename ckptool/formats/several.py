@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import FileMissing, NameCollision, UsageError
-from ckptool.formats.opening import opened_together
+from ckptool.formats.opening import Source, opened, opened_together
 from ckptool.formats.sharded import NUMBERED, ShardIndex, details_of, joined
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import TensorRef, find_tensors
 from ckptool.words import printable, shell
 
-__all__ = ["open_several"]
+__all__ = ["open_several", "opened_parts"]
 
 _FORMATS = ("safetensors", "torch-zip", "torch-legacy")
+
+
+def opened_parts(
+    source: Source | Sequence[str | os.PathLike[str]], *, salvage: bool = False
+) -> AbstractContextManager[Checkpoint]:
+    """Give what `opened` gives, or, of a list of paths, `open_several`.
+
+    Raises:
+        UsageError: several files are to be salvaged.
+    """
+    if isinstance(source, str) or not isinstance(source, Sequence):
+        return opened(source, salvage=salvage)
+    if salvage:
+        raise UsageError("one file is salvaged at a time", hint="salvage each, then join them")
+    return open_several(source)
 
 
 def open_several(
@@ -56,11 +72,8 @@ def _keys(path: str, file: Checkpoint) -> list[str]:
     root = file.root if isinstance(file.root, dict) else {}
     keys = [key for key, value in root.items() if isinstance(value, TensorRef)]
     rest = [value for value in root.values() if not isinstance(value, TensorRef)]
-    if (
-        not keys
-        or any(True for _ in find_tensors(rest))
-        or not all(isinstance(k, str) for k in keys)
-    ):
+    is_named = bool(keys) and all(isinstance(key, str) for key in keys)
+    if not is_named or any(True for _ in find_tensors(rest)):
         raise UsageError(
             "holds no flat state dict, and several files are joined by the names of their tensors",
             file=path,
@@ -77,9 +90,10 @@ def _check_numbers(names: Sequence[str]) -> None:
             series.setdefault(found.group(1, 3, 4), set()).add(int(found[2]))
     for (stem, total, ending), numbers in series.items():
         first = 0 if 0 in numbers else 1
-        missing = sorted(set(range(first, int(total) + first)) - numbers)
-        if missing:
+        every = range(first, int(total) + first)
+        missing = next((number for number in every if number not in numbers), None)
+        if missing is not None:
             raise FileMissing(
                 f"is one of {int(total):,} files of a set, of which {len(numbers):,} are given",
-                file=f"{stem}-{missing[0]:0{len(total)}}-of-{total}{ending}",
+                file=f"{stem}-{missing:0{len(total)}}-of-{total}{ending}",
             )

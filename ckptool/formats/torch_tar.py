@@ -127,7 +127,7 @@ def _small(data: ByteRange) -> bytes:
 
 
 def _checksum_fits(header: bytes) -> bool:
-    """Return the sum of all bytes, signed or not, those of the checksum itself taken as spaces."""
+    """Whether it is the sum of all bytes, signed or not, its own of which count as spaces."""
     wanted = _number(header[148:156])
     if not wanted:
         return False

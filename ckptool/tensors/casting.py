@@ -32,6 +32,7 @@ __all__ = [
     "Kernel",
     "Losses",
     "checked",
+    "checked_tensor",
     "chunks",
     "is_exact",
     "losses_of",
@@ -174,6 +175,19 @@ def checked(storage: Storage, data: ByteRange) -> Checked:
             hint="fetch the file again, or take another copy of it",
         ),
     )
+
+
+def checked_tensor(ref: TensorRef) -> torch.Tensor:
+    """Return a tensor, its storage checked before.
+
+    Raises:
+        CorruptFile: the storage has not the CRC-32 that its file states.
+    """
+    from ckptool.tensors.materialise import materialise  # what is cast is never made as a whole
+
+    if ref.storage is not None and ref.storage.data is not None:
+        checked(ref.storage, ref.storage.data).check()
+    return materialise(ref).detach()
 
 
 class _Run:

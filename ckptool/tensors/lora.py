@@ -13,8 +13,7 @@ from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.computed import ComputedSource
 from ckptool.model import Storage, TensorRef
-from ckptool.tensors.casting import checked
-from ckptool.tensors.materialise import materialise
+from ckptool.tensors.casting import checked_tensor
 from ckptool.tensors.runtime import torch_dtype
 
 if TYPE_CHECKING:
@@ -93,9 +92,7 @@ def _read(ref: TensorRef) -> torch.Tensor:
     """Return a tensor in the type in which it is calculated."""
     import torch
 
-    if ref.storage is not None and ref.storage.data is not None:
-        checked(ref.storage, ref.storage.data).check()
-    made = materialise(ref).detach()
+    made = checked_tensor(ref)
     return made if made.dtype == torch.float64 else made.float()
 
 

@@ -14,7 +14,7 @@ from ckptool.files import ByteRange
 from ckptool.files.computed import ComputedSource
 from ckptool.files.source import BLOCK
 from ckptool.model import TensorRef
-from ckptool.tensors.casting import checked
+from ckptool.tensors.casting import checked_tensor
 from ckptool.tensors.materialise import materialise
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def interpolated(
     def made() -> bytes:
         import torch
 
-        whole = _read(tensor).reshape(-1, width)
+        whole = checked_tensor(tensor).reshape(-1, width)
         grid = whole[prefix:].float().reshape(1, *old, width).permute(0, 3, 1, 2)
         grid = torch.nn.functional.interpolate(grid, size=new, mode="bicubic", antialias=True)
         rows = grid.permute(0, 2, 3, 1).reshape(-1, width).to(whole.dtype)
@@ -80,16 +80,11 @@ def _mean(tensor: TensorRef) -> bytes:
     total: torch.Tensor | float = 0.0
     for start in range(0, count, step):
         rows, place = min(step, count - start), tensor.offset + start * tensor.stride[0]
-        one = _read(replace(tensor, shape=(rows, *rest), offset=place), check=start == 0)
+        part = replace(tensor, shape=(rows, *rest), offset=place)
+        one = materialise(part).detach() if start else checked_tensor(part)
         dtype = one.dtype
         total = total + one.double().sum(0)
     return _bytes((total / count).to(dtype))  # type: ignore[union-attr]
-
-
-def _read(ref: TensorRef, *, check: bool = True) -> torch.Tensor:
-    if check and ref.storage is not None and ref.storage.data is not None:
-        checked(ref.storage, ref.storage.data).check()
-    return materialise(ref).detach()
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
-from ckptool.errors import NotFound, NotRepresentable, UsageError
+from ckptool.errors import LimitExceeded, NotFound, NotRepresentable, UsageError
 from ckptool.files.place import place_of
 from ckptool.hollow import refuse_hollow
+from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import TensorRef, over_elements, remade, row_major_strides
 from ckptool.statedict import Section, model_state_dict
 from ckptool.tensors.lora import Factors, Merger
@@ -239,12 +240,14 @@ class _Config:
         text: str | bytes | None = file.details.header.get("lora_adapter_metadata")
         if place_of(place).is_file(place):
             with closing(place_of(place).open(place)) as source:
+                if source.size > DEFAULT_LIMITS.max_json_bytes:
+                    raise LimitExceeded(f"has {source.size:,} bytes", file=place)
                 text = source.read(0, source.size)
         if text is None:
             return cls(alpha)
         try:
             config: Any = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError("is no JSON", file=place) from error
         if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
             raise NotRepresentable("the adapter is no LoRA", file=place)

@@ -288,3 +288,12 @@ def test_tied_weights_change_together_and_the_rest_of_the_file_stays(tmp_path):
         one, weight + parts["lin.lora_B.weight"] @ parts["lin.lora_A.weight"]
     )
     assert made["epoch"] == 3
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 200_000, "\xff"])
+def test_a_configuration_that_is_no_json(text, target, tmp_path):
+    shutil.copytree(LORA / "plain", tmp_path / "one")
+    (tmp_path / "one" / "adapter_config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UsageError, match="is no JSON"):
+        merged(target, tmp_path / "one")
+    assert not target.exists()

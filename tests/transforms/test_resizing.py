@@ -125,6 +125,16 @@ def test_an_optimizer_would_no_longer_fit(tmp_path):
     assert found["weight"].shape == (9, 3)
 
 
+def test_big_endian_numbers_are_the_same(fixtures, tmp_path):
+    source, name = fixtures / "archives" / "big_endian.pth", "fc.weight"
+    old = ckptool.load_state_dict(source)[name]
+    for rule, rows in (("4", 4), ("1", 1)):
+        ckptool.convert(source, tmp_path / "o.pth", resize=[f"{name}={rule}"], overwrite=True)
+        found = ckptool.load_state_dict(tmp_path / "o.pth")[name]
+        assert torch.equal(found[:2], old[:rows])
+        assert torch.equal(found[2:], old.mean(0).expand(max(rows - 2, 0), 3))
+
+
 @pytest.mark.parametrize("ending", ["pth", "safetensors"])
 @pytest.mark.parametrize(
     "options",
