@@ -11,7 +11,6 @@ from ckptool import transforms
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.formats import Source, format_of
-from ckptool.formats.several import opened_parts
 from ckptool.hollow import refuse_hollow
 from ckptool.matching import Allowance, Allowed
 from ckptool.matching.layouts import Choices
@@ -362,6 +361,8 @@ def convert(
         NotRepresentable: the format cannot hold a tensor (with `strict`: anything), or a cast it.
         WriteError: nothing was written.
     """
+    from ckptool.formats.several import opened_parts  # the command line asks where it needs it
+
     devices = None if visible_devices is None else _listed("visible_devices", visible_devices)
     conversion = Conversion(
         salvage=salvage, flatten=flatten, nest=nest, master=master, concat=tuple(concat),

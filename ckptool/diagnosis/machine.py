@@ -12,6 +12,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 
 from ckptool.errors import UsageError
 
@@ -40,26 +41,14 @@ def parsed_devices(devices: str | Iterable[object]) -> tuple[str, ...]:
     Raises:
         UsageError: a word is no device.
     """
-    given = devices.split(",") if isinstance(devices, str) else _each(devices)
-    words = [str(word).strip() for word in given]
+    given: object = devices.split(",") if isinstance(devices, str) else devices
+    each = given if isinstance(given, Iterable) else (given,)  # a lone torch.device
+    words = [str(word).strip() for word in each]
     for word in words:
-        if not _is_device(word):
+        found = _WORD.fullmatch(word)
+        if found is None or found[1] not in _KINDS:
             raise UsageError(f"{word!r} is no device", hint="--devices cpu or --devices cuda:0")
-    return tuple(dict.fromkeys(("cpu", *(_numbered(word) for word in words))))
-
-
-def _each(devices: object) -> Iterable[object]:
-    """Return what a list holds; a lone `torch.device` is one of one."""
-    return devices if isinstance(devices, Iterable) else (devices,)
-
-
-def _is_device(word: str) -> bool:
-    found = _WORD.fullmatch(word)
-    return found is not None and found[1] in _KINDS
-
-
-def _numbered(word: str) -> str:
-    return "cuda:0" if word == "cuda" else word
+    return tuple(dict.fromkeys(("cpu", *("cuda:0" if word == "cuda" else word for word in words))))
 
 
 def devices_here(
@@ -77,7 +66,8 @@ def _gpus(root: str) -> int:
     """How many GPUs there are for the torch that is installed."""
     version = _installed_torch()
     nvidia = sum(1 for name in _entries(os.path.join(root, "dev")) if _GPU_FILE.fullmatch(name))
-    amd = sum(map(_is_amd_gpu, _paths(os.path.join(root, _AMD_NODES))))
+    nodes = os.path.join(root, _AMD_NODES)
+    amd = sum(_is_amd_gpu(os.path.join(nodes, name)) for name in _entries(nodes))
     if not nvidia and _has_windows_driver(root):
         nvidia = 1  # how many only the driver knows
     without = nvidia and version and _WITHOUT_CUDA.search(version)
@@ -91,12 +81,8 @@ def _visible(environment: Mapping[str, str]) -> int:
     stated = environment.get("CUDA_VISIBLE_DEVICES")
     if stated is None:
         return 1 << 16
-    count = 0
-    for word in stated.split(","):
-        if not word.strip() or word.strip().startswith("-"):
-            break
-        count += 1
-    return count
+    words = [word.strip() for word in stated.split(",")]
+    return sum(1 for _ in takewhile(lambda word: word and not word.startswith("-"), words))
 
 
 def _installed_torch() -> str | None:
@@ -135,7 +121,3 @@ def _entries(folder: str) -> Iterable[str]:
         return os.listdir(folder)
     except OSError:
         return ()
-
-
-def _paths(folder: str) -> Iterable[str]:
-    return (os.path.join(folder, name) for name in _entries(folder))
