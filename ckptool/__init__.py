@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from ckptool.diagnosis import doctor
     from ckptool.errors import *  # noqa: F403
     from ckptool.files.recovery import recover
-    from ckptool.inspection import info, list_tensors, verify
     from ckptool.inspection.diff import diff
+    from ckptool.inspection.info import info
+    from ckptool.inspection.listing import list_tensors
     from ckptool.inspection.scan import scan
     from ckptool.inspection.stats import stats
+    from ckptool.inspection.verify import verify
     from ckptool.loading.load import load
     from ckptool.loading.load_into import load_into
     from ckptool.loading.plan import match
@@ -57,7 +59,9 @@ _HOMES = {
     "diagnosis": ("doctor",),
     "errors": ("errors",),
     "files.recovery": ("recover",),
-    "inspection": ("info", "list_tensors", "verify"),
+    "inspection.info": ("info",),
+    "inspection.listing": ("list_tensors",),
+    "inspection.verify": ("verify",),
     "inspection.diff": ("diff",),
     "inspection.scan": ("scan",),
     "inspection.stats": ("stats",),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
-from ckptool import inspection, transforms
+from ckptool import transforms
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.formats import Source, open_checkpoint, opened
@@ -94,13 +94,14 @@ def report(
         NotFound: there is nothing at `key`.
         TargetExists, WriteError: nothing was written; the target exists, or is a source.
     """
+    from ckptool.inspection import report as reports
     from ckptool.render.page import check_page_target, write_page  # a list needs no page
 
     with ExitStack() as stack:
         sources = [source] if other is None else [source, other]
         files = [stack.enter_context(opened(one)) for one in sources]
         check_page_target(files, target, overwrite=overwrite)
-        found = inspection.report(*files, key=key, values=values, progress=progress)
+        found = reports.report(*files, key=key, values=values, progress=progress)
         return write_page(found, target, files, overwrite=overwrite)
 
 

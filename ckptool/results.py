@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from ckptool.diagnosis import Complaint, Diagnosis
     from ckptool.files.recovery import Recovery
     from ckptool.formats.base import Problem
-    from ckptool.inspection import Diff, Info, Listing, Stats, Verdict
+    from ckptool.inspection.diff_result import Diff
+    from ckptool.inspection.examining import Verdict
+    from ckptool.inspection.info import Info
+    from ckptool.inspection.listing import Listing
     from ckptool.inspection.scan import Scan
+    from ckptool.inspection.stats import Stats
     from ckptool.limits import Limits
     from ckptool.matching import MatchReport
     from ckptool.model import Opaque, Storage, TensorRef
@@ -35,7 +39,11 @@ _HOMES = {
     "diagnosis": ("Complaint", "Diagnosis"),
     "files.recovery": ("Recovery",),
     "formats.base": ("Problem",),
-    "inspection": ("Diff", "Info", "Listing", "Stats", "Verdict"),
+    "inspection.diff_result": ("Diff",),
+    "inspection.examining": ("Verdict",),
+    "inspection.info": ("Info",),
+    "inspection.listing": ("Listing",),
+    "inspection.stats": ("Stats",),
     "inspection.scan": ("Scan",),
     "limits": ("Limits",),
     "matching": ("MatchReport",),

@@ -333,7 +333,7 @@ def _contents(tensors):
 def listed(path):
     """Paths and hashes, as ckptool lists them."""
     from ckptool.formats import open_checkpoint
-    from ckptool.inspection import list_tensors
+    from ckptool.inspection.listing import list_tensors
 
     with open_checkpoint(path) as checkpoint:
         return [(row.path, row.sha256) for row in list_tensors(checkpoint, hash=True).tensors]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptool.formats import open_checkpoint
-from ckptool.inspection import list_tensors
+from ckptool.inspection.listing import list_tensors
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 ORACLES = {

@@ -8,7 +8,7 @@ import torch
 
 import ckptool
 from ckptool.errors import NotRepresentable
-from ckptool.inspection import list_tensors
+from ckptool.inspection.listing import list_tensors
 from ckptool.transforms import single_state_dict
 from tests.test_fixtures import FIXTURES, every_fixture, judge
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptool.cli.console import print_document, print_lines, stdout_look
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.summary import info
+from ckptool.inspection.info import info
 
 __all__ = ["command"]
 

@@ -18,7 +18,7 @@ from ckptool.cli.console import (
 )
 from ckptool.cli.options import PATH, fmt_option, json_option, quiet_option, verb
 from ckptool.errors import CheckpointError
-from ckptool.inspection.verifying import ManifestOutcome, Verdict, Verifier
+from ckptool.inspection.verify import ManifestOutcome, Verdict, Verifier
 from ckptool.render.verify import manifest_line, summary_line, verdict_lines, verdict_table
 from ckptool.words import clean
 

@@ -69,7 +69,7 @@ _WITHOUT_STORAGE = ("xla", "maia", "ort")
 
 def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Iterator[Found]:
     """Yield what is wrong with the bytes, all of which are read."""
-    from ckptool.inspection.verifying import verify  # reading takes more than a header
+    from ckptool.inspection.verify import verify  # reading takes more than a header
 
     path = patient.checkpoint.path
     problems = verify(path, values=True, progress=progress, limits=limits).problems

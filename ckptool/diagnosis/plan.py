@@ -18,7 +18,7 @@ from ckptool.errors import CheckpointError, NotRepresentable
 from ckptool.formats import format_of, writer
 from ckptool.formats.identify import unused
 from ckptool.hollow import refuse_hollow
-from ckptool.inspection.advice import convert_command, weights
+from ckptool.inspection.info import convert_command, weights
 from ckptool.statedict import MODEL_KINDS
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.plain import is_refused

@@ -11,7 +11,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import UsageError, without_query
 from ckptool.formats import Source, opened
 from ckptool.inspection.aligning import Alignment, Entry, Pair, align
-from ckptool.inspection.diff_contents import Contents, Meter, Progress, Verdict
+from ckptool.inspection.diff_contents import Contents, Meter, Progress, Renames, Verdict
 from ckptool.inspection.diff_regions import is_set
 from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side, magnitude
 from ckptool.inspection.equality import (
@@ -23,7 +23,6 @@ from ckptool.inspection.equality import (
     raw_elements,
     type_name,
 )
-from ckptool.inspection.renames import Renames
 from ckptool.inspection.values import is_value, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import DeviceValue, Opaque, StorageRef, TensorRef

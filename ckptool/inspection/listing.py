@@ -308,8 +308,7 @@ class _Hashes:
         self._repeated = RepeatedBytes(limits)
         self._progress = progress
         # Modules that take milliseconds, and of which a list without hashes has no use.
-        from ckptool.inspection.equality import is_made_of_parts
-        from ckptool.inspection.fingerprint import Fingerprints
+        from ckptool.inspection.equality import Fingerprints, is_made_of_parts
 
         self._is_made_of_parts = is_made_of_parts
         self._place: Path = ()

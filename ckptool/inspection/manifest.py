@@ -9,23 +9,35 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CorruptFile, LimitExceeded, UsageError
+from ckptool.errors import CorruptFile, LimitExceeded, NameCollision, UsageError
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
+from ckptool.formats.base import Findings, Problem
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.inspection.listing import RepeatedBytes
-from ckptool.inspection.values import json_path
+from ckptool.inspection.values import json_path, shape_text
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
+from ckptool.names import strip_names
 from ckptool.tree import name_of
+from ckptool.words import are, counted, listed
 
-__all__ = ["HashedTensor", "hashed_tensors", "manifest_name", "read_manifest", "write_manifest"]
+__all__ = [
+    "HashedTensor",
+    "hashed_tensors",
+    "held_against",
+    "manifest_name",
+    "read_manifest",
+    "write_manifest",
+]
 
 SCHEMA = "ckptool.manifest/1"
 _THREADS = min(2, os.cpu_count() or 1)
@@ -214,3 +226,143 @@ def _no_manifest(path: str) -> UsageError:
         file=path,
         hint="give --manifest the name of a new file, or of a manifest",
     )
+
+
+_Place = tuple[str | int, ...]
+"""The path of a container."""
+_Group = dict[str | int, HashedTensor]
+"""The tensors of one container by their own names, wrappers off."""
+_MOST_COMPARED = 16
+
+
+class _Pairs(NamedTuple):
+    """What belongs together: of the manifest, and in the file."""
+
+    both: list[tuple[HashedTensor, HashedTensor]]
+    missing: list[HashedTensor]
+    extra: list[HashedTensor]
+    elsewhere: tuple[Counter[str], Counter[str]]
+    """Where the file is laid out otherwise: containers of the manifest of which it has nothing,
+    and the other way round, with their tensors."""
+
+
+def held_against(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) -> Findings:
+    """Return how the tensors differ: missing, extra, or another dtype, shape or content.
+
+    Names are held against each other as they are, else with section and wrappers off
+    (`state_dict/module.fc.weight` is `fc.weight`). Where a file is laid out otherwise than the
+    manifest's, containers of which it has nothing are a note and no fault.
+    """
+    pairs = _paired(wanted, found)
+    problems = [
+        *(
+            Problem("missing", one.name, "it is in the manifest and not here")
+            for one in pairs.missing
+        ),
+        *(Problem("extra", one.name, "it is here and not in the manifest") for one in pairs.extra),
+        *(problem for want, have in pairs.both for problem in _differences(want, have)),
+    ]
+    return Findings(tuple(problems), tuple(_notes(pairs)))
+
+
+def _differences(want: HashedTensor, have: HashedTensor) -> Iterator[Problem]:
+    if want.dtype != have.dtype:
+        text = f"it has the dtype {have.dtype}, in the manifest {want.dtype}"
+        yield Problem("dtype", have.name, text)
+    if want.shape != have.shape:
+        text = (
+            f"it has the shape {shape_text(have.shape)}, in the manifest {shape_text(want.shape)}"
+        )
+        yield Problem("shape", have.name, text)
+    elif want.dtype == have.dtype and want.sha256 != have.sha256:
+        text = "its content is not what the manifest says: other elements, by SHA-256"
+        yield Problem("content", have.name, text)
+
+
+def _notes(pairs: _Pairs) -> Iterator[str]:
+    renamed = [want for want, have in pairs.both if want.name != have.name]
+    if renamed:
+        first = next(have for want, have in pairs.both if want.name != have.name)
+        yield (
+            f"{counted(len(renamed), 'tensor')} told by section and wrappers off: "
+            f"{listed([renamed[0].name])} of the manifest is {listed([first.name])} here"
+        )
+    for counts, where in zip(
+        pairs.elsewhere, ("not in this file", "not in the manifest"), strict=True
+    ):
+        for place, count in counts.items():
+            yield f"{counted(count, 'tensor')} of {listed([place])} {are(count)} {where}"
+    unhashed = sum(want.sha256 is None and have.sha256 is None for want, have in pairs.both)
+    if unhashed:
+        yield (
+            f"{counted(unhashed, 'tensor')} without a content hash, being sparse, quantised or the "
+            "like: their dtype and shape alone were compared"
+        )
+
+
+def _paired(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) -> _Pairs:
+    by_path = {one.path: one for one in found}
+    both = [(one, by_path[one.path]) for one in wanted if one.path in by_path]
+    taken = {one.path for one, _ in both}
+    ours, theirs = _groups(wanted, taken), _groups(found, taken)
+    moved = False
+    for want, have in _group_pairs(ours, theirs):
+        moved = moved or want != have
+        common = [name for name in ours[want] if name in theirs[have]]
+        both.extend((ours[want].pop(name), theirs[have].pop(name)) for name in common)
+    missing, nowhere = _left(ours, {want.path[:-1] for want, _ in both}, moved)
+    extra, new = _left(theirs, {have.path[:-1] for _, have in both}, moved)
+    return _Pairs(both, missing, extra, (nowhere, new))
+
+
+def _left(
+    groups: Mapping[_Place, _Group], paired: Container[_Place], moved: bool
+) -> tuple[list[HashedTensor], Counter[str]]:
+    """Return tensors without counterpart, and counts of those in containers laid out elsewhere."""
+    lone: list[HashedTensor] = []
+    elsewhere: Counter[str] = Counter()
+    for place, group in groups.items():
+        if moved and place not in paired:
+            elsewhere[name_of(place[:1])] += len(group)
+        else:
+            lone.extend(group.values())
+    return lone, +elsewhere
+
+
+def _groups(tensors: Iterable[HashedTensor], taken: Container[_Place]) -> dict[_Place, _Group]:
+    """Return tensors by container and name without wrappers, if unique, except paths in `taken`."""
+    groups: dict[_Place, _Group] = {}
+    for one in tensors:
+        groups.setdefault(one.path[:-1], {})[one.path[-1] if one.path else ""] = one
+    for place, group in groups.items():
+        renamed: Mapping[Any, str] = {}
+        with suppress(NameCollision):
+            renamed = strip_names([own for own in group if isinstance(own, str)]).renamed
+        groups[place] = {
+            renamed.get(own, own): one for own, one in group.items() if one.path not in taken
+        }
+    return groups
+
+
+def _group_pairs(
+    wanted: dict[_Place, _Group], found: dict[_Place, _Group]
+) -> Iterator[tuple[_Place, _Place]]:
+    """Yield containers of one path, then those that share most content, then most names."""
+    yield from ((place, place) for place in found if place in wanted)
+    left = {place: group for place, group in wanted.items() if place not in found}
+    other = {place: group for place, group in found.items() if place not in wanted}
+    for content in (True, False):
+        where: dict[Any, list[_Place]] = {}
+        for want, group in left.items():
+            for own, one in group.items():
+                where.setdefault((own, content and one.sha256), []).append(want)
+        votes = Counter(
+            (want, have)
+            for have, group in other.items()
+            for own, one in group.items()
+            for want in where.get((own, content and one.sha256), ())[:_MOST_COMPARED]
+        )
+        for (want, have), _ in votes.most_common():
+            if want in left and have in other:
+                del left[want], other[have]
+                yield want, have

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.inspection.summary import Info, SectionInfo, info
+from ckptool.inspection.info import Info, SectionInfo, info
 from ckptool.render.table import table
 from ckptool.render.terminal import PLAIN, Look
 from ckptool.render.text import command_lines, count, shorten, size, wrapped

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ckptool.errors import CheckpointError
 from ckptool.formats.base import Problem
-from ckptool.inspection.verifying import ManifestOutcome, Verdict
+from ckptool.inspection.verify import ManifestOutcome, Verdict
 from ckptool.render.table import table
 from ckptool.render.terminal import PLAIN, Look
 from ckptool.render.text import size, wrapped

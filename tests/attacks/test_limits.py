@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 import ckptool
-from ckptool.inspection import list_tensors
+from ckptool.inspection.listing import list_tensors
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from tests.attacks.test_pickle_attacks import doubling
 from tests.conftest import FIXTURES

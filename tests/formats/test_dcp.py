@@ -29,7 +29,7 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.searching import checkpoints_in
+from ckptool.inspection.verify import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.writing.target import default_target
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.searching import checkpoints_in
+from ckptool.inspection.verify import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

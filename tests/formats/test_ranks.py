@@ -16,7 +16,7 @@ import ckptool
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.formats import open_checkpoint
 from ckptool.formats.placements import owned_rows
-from ckptool.inspection.searching import checkpoints_in
+from ckptool.inspection.verify import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
 
 

@@ -16,8 +16,8 @@ import torch
 
 import ckptool
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
-from ckptool.inspection import list_tensors
-from ckptool.inspection.searching import checkpoints_in
+from ckptool.inspection.listing import list_tensors
+from ckptool.inspection.verify import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
 
 ZERO = Path(__file__).parents[2] / "fixtures" / "zero"

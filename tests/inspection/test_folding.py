@@ -1,6 +1,7 @@
 """A listing as a tree: levels, totals, folded layers."""
 
-from ckptool.inspection import list_tensors, tree
+from ckptool.inspection.folding import tree
+from ckptool.inspection.listing import list_tensors
 from tests.inspection.handmade import checkpoint, floats, tensor
 
 

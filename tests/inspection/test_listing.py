@@ -8,7 +8,7 @@ import torch
 
 from ckptool.errors import AmbiguousName, LimitExceeded, NotFound
 from ckptool.formats import open_checkpoint
-from ckptool.inspection import list_tensors
+from ckptool.inspection.listing import list_tensors
 from ckptool.limits import Limits
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from tests.inspection.handmade import checkpoint, floats, storage, tensor

@@ -20,7 +20,7 @@ from ckptool.errors import CheckpointWarning, FileMissing
 from ckptool.files.editing import Edit
 from ckptool.files.journal import write_journal
 from ckptool.formats import format_of, open_checkpoint
-from ckptool.inspection import list_tensors
+from ckptool.inspection.listing import list_tensors
 from ckptool.transforms import strip_module
 from tests.soak.works import MIXED, MIXTURE, TENSORS, WORKS
 

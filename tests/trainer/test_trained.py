@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.inspection import list_tensors
+from ckptool.inspection.listing import list_tensors
 from ckptool.trainer.config import SAVES, STRATEGIES
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"

@@ -9,7 +9,7 @@ from functools import partial
 from ckptool.errors import CheckpointError
 from ckptool.files import recovery
 from ckptool.formats import open_checkpoint
-from ckptool.inspection import list_tensors
+from ckptool.inspection.listing import list_tensors
 from tests.files.faults import CALLS
 from tests.files.pauses import READS, pauses
 from tests.writing.kinds import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import NewFile, Plan, open_checkpoint
-from ckptool.inspection import list_tensors
+from ckptool.inspection.listing import list_tensors
 from ckptool.model import OrderedMap, Storage, TensorRef
 from ckptool.writing import target_format
 from ckptool.writing.sharding import DEFAULT_SIZE, parse_size, plan_shards

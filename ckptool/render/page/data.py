@@ -17,7 +17,7 @@ from ckptool.words import clean
 
 if TYPE_CHECKING:
     from ckptool.inspection.diff_result import Changed, Side
-    from ckptool.inspection.reporting import Report, ReportedTensor
+    from ckptool.inspection.report import Report, ReportedTensor
     from ckptool.tensors.comparing import Difference
     from ckptool.tensors.statistics import Histogram
 

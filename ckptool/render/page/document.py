@@ -18,7 +18,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptool._version import __version__
-from ckptool.inspection.summary import Info, SectionInfo
+from ckptool.inspection.info import Info, SectionInfo
 from ckptool.inspection.values import shape_text
 from ckptool.render.info import NAMELESS, counts_text, format_text, size_text
 from ckptool.render.page.data import change_rows, columns
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckptool.inspection.diff_result import Diff
-    from ckptool.inspection.reporting import Report
+    from ckptool.inspection.report import Report
 
 __all__ = [
     "SCRIPTS",

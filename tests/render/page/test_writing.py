@@ -7,7 +7,7 @@ import pytest
 
 from ckptool.errors import TargetExists, UnreadableFile, WriteDenied
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.reporting import report
+from ckptool.inspection.report import report
 from ckptool.render.page import page, write_page
 from tests.sources import PROJECT
 

@@ -1,5 +1,6 @@
 """What `verify` finds in files of every format, and what it leaves alone."""
 
+import gzip
 import hashlib
 import json
 import math
@@ -8,6 +9,7 @@ import pickle
 import shutil
 import struct
 import zipfile
+import zlib
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from ckptool.errors import (
     UsageError,
 )
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.verifying import Verifier, verify
+from ckptool.inspection.verify import Verifier, should_be_one, verify
 from ckptool.limits import Limits
 from tests.formats.legacy_streams import Called, Pid, dumps, floats, stream, tensor
 from tests.formats.safetensors_files import entry, raw_file
@@ -706,3 +708,63 @@ def test_a_hostile_pickle_is_not_run(tmp_path):
     (tmp_path / "evil.pkl").write_bytes(dumps(Called(os.mkdir, str(marker))))
     verify(tmp_path / "evil.pkl", values=True)
     assert not marker.exists()
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n"
+PAGE = b"\n<!doctype HTML><title>Sign in</title>"
+RANDOM = bytes(range(256))
+ANSWER = b'{"error": "Repository not found"}'
+CTRANSLATE2 = b"\x06\0\0\0\x10\0TransformerSpec\0" + RANDOM
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a.pth", "a.PT", "a.ckpt", "a.pth.tar", "model.safetensors", "model.safetensors.index.json",
+        "pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "pytorch_model.fp16.bin",
+        "diffusion_pytorch_model.bin", "adapter_model.bin", "training_args.bin", "optimizer.bin",
+        "optimizer_1.bin", "scheduler.bin", "random_states_0.pkl",
+    ],
+)  # fmt: skip
+def test_names_that_only_checkpoints_have(name, tmp_path):
+    assert should_be_one(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model", "model.h5", "notes.txt", ".bin", "a" + "_a" * 100]
+)
+def test_other_names(name, tmp_path):
+    (tmp_path / name).write_bytes(b"")
+    assert not should_be_one(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("data", [b"", POINTER, PAGE, b"<?xml version='1.0'?><Error/>"])
+@pytest.mark.parametrize("name", ["a.bin", "vectors.pkl", "tokenizer.bin", "model.pickle"])
+def test_what_no_program_writes_under_any_name(name, data, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    assert should_be_one(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("data", [bytes(5000), gzip.compress(RANDOM), ANSWER, b"404: Not Found"])
+def test_what_other_programs_may_write_under_other_names(data, tmp_path):
+    for name, told in (
+        ("model.bin", True),
+        ("best_weights.pkl", True),
+        ("ema-state-10.bin", True),
+        ("corpus.bin", False),
+        ("networks.bin", False),
+        ("tokenizer.model.bin", False),
+        ("ggml-model-q4_0.bin", False),
+    ):
+        (tmp_path / name).write_bytes(data)
+        assert should_be_one(str(tmp_path / name)) is told, name
+
+
+@pytest.mark.parametrize("data", [RANDOM, CTRANSLATE2, zlib.compress(RANDOM), pickle.dumps([1])])
+def test_the_files_of_other_programs(data, tmp_path):
+    (tmp_path / "model.bin").write_bytes(data)
+    assert not should_be_one(str(tmp_path / "model.bin"))
+
+
+def test_what_cannot_be_read(tmp_path):
+    assert not should_be_one(str(tmp_path / "gone.bin"))

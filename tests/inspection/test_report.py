@@ -5,8 +5,8 @@ import math
 import pytest
 
 from ckptool.inspection.aligning import align
-from ckptool.inspection.charting import bars, relative_change
 from ckptool.inspection.diff import diff
+from ckptool.inspection.report import bars, relative_change
 from ckptool.tensors.comparing import Difference
 from tests.inspection.handmade import checkpoint, floats, tensor
 
