@@ -20,8 +20,7 @@ import click
 
 from ckptool.cli.group import cli
 from ckptool.errors import CheckpointError, CheckpointWarning, WorkerFailed
-from ckptool.render.terminal import Look, columns_of, look_of
-from ckptool.render.text import size
+from ckptool.render.text import Look, columns_of, look_of, size
 from ckptool.words import clean, clean_lines, listed, shell
 
 __all__ = [

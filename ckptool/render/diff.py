@@ -12,8 +12,7 @@ from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side, magnitu
 from ckptool.inspection.values import shape_text
 from ckptool.names import Family, families, numbered
 from ckptool.render.table import apart, table
-from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import count, number, quoted, share, shorten, wrapped
+from ckptool.render.text import PLAIN, Look, count, number, quoted, share, shorten, wrapped
 from ckptool.words import clean, counted
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from ckptool.diagnosis import Complaint, Diagnosis
 from ckptool.formats import format_of
-from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import command_lines
+from ckptool.render.text import PLAIN, Look, command_lines
 from ckptool.words import clean, counted, listed
 
 __all__ = ["diagnosis_lines"]

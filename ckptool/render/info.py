@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from ckptool.checkpoint import Checkpoint
 from ckptool.inspection.info import Info, SectionInfo, info
 from ckptool.render.table import table
-from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import command_lines, count, shorten, size, wrapped
+from ckptool.render.text import PLAIN, Look, command_lines, count, shorten, size, wrapped
 from ckptool.statedict import Section
 from ckptool.words import clean, counted, listed
 

@@ -11,8 +11,7 @@ from ckptool.inspection.show import Shown, ShownContainer, ShownObject, ShownTen
 from ckptool.inspection.values import shape_text, summarise
 from ckptool.model import Opaque, Storage, TensorRef
 from ckptool.render.table import apart, table
-from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import count, fit_names, label, number, shorten, size
+from ckptool.render.text import PLAIN, Look, count, fit_names, label, number, shorten, size
 from ckptool.words import clean, clean_lines, counted
 
 __all__ = ["listing_lines", "shown_lines", "tree_lines"]

@@ -14,8 +14,7 @@ from ckptool.remedies import Remedy
 from ckptool.render.diff import folded
 from ckptool.render.remedies import as_options
 from ckptool.render.table import apart, table
-from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import command_lines, count, share, shorten, wrapped
+from ckptool.render.text import PLAIN, Look, command_lines, count, share, shorten, wrapped
 from ckptool.words import clean, counted
 
 __all__ = ["advice_lines", "match_line", "match_lines", "note_lines"]

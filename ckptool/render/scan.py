@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ckptool.inspection.deeds import CANNOT_TELL, DATA, RUNS, VERDICTS
 from ckptool.inspection.scan import Scan, Stream
-from ckptool.render.terminal import PLAIN, Look
+from ckptool.render.text import PLAIN, Look
 from ckptool.words import clean, counted, listed
 
 __all__ = ["result_lines", "summary_line"]

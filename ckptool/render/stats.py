@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.inspection.stats import Stats, TensorStats, Totals
 from ckptool.render.table import apart, table
-from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import count, label, share, wrapped
+from ckptool.render.text import PLAIN, Look, count, label, share, wrapped
 from ckptool.words import clean, counted, listed
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from ckptool.errors import UsageError
-from ckptool.render.terminal import Look
-from ckptool.render.text import fit_names, shorten, wrapped
+from ckptool.render.text import Look, fit_names, shorten, wrapped
 
 __all__ = ["apart", "formatted", "known_format", "known_formats", "table"]
 

@@ -8,8 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from ckptool.render.table import table
-from ckptool.render.terminal import Look
-from ckptool.render.text import count, runnable, size
+from ckptool.render.text import Look, count, runnable, size
 from ckptool.trainer.events import EpochEnded, Resumed, Saved, Started, Stepped, Traced, Validating
 from ckptool.words import clean, counted
 

@@ -8,8 +8,7 @@ from ckptool.errors import CheckpointError
 from ckptool.formats.base import Problem
 from ckptool.inspection.verify import ManifestOutcome, Verdict
 from ckptool.render.table import table
-from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import size, wrapped
+from ckptool.render.text import PLAIN, Look, size, wrapped
 from ckptool.words import clean, counted
 
 __all__ = ["manifest_line", "summary_line", "verdict_lines", "verdict_table"]

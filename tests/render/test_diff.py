@@ -6,8 +6,7 @@ import pytest
 
 from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side
 from ckptool.render.diff import diff_lines, stat_lines, status_lines
-from ckptool.render.terminal import PLAIN, Look
-from ckptool.render.text import share
+from ckptool.render.text import PLAIN, Look, share
 from ckptool.tensors.comparing import Difference
 
 EVIL = "a\x1b]0;owned\x07|\u202e"

@@ -4,7 +4,7 @@ import shlex
 
 from ckptool.diagnosis import Complaint, Diagnosis
 from ckptool.render.doctor import diagnosis_lines
-from ckptool.render.terminal import PLAIN, Look
+from ckptool.render.text import PLAIN, Look
 
 COMMANDS = ("ckptool convert 'a b.pth' 'a b.mended.pth' --model-only --wrappers strip",)
 

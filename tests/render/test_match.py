@@ -18,7 +18,7 @@ from ckptool.matching import (
 )
 from ckptool.remedies import Remedy
 from ckptool.render.match import match_lines, note_lines
-from ckptool.render.terminal import PLAIN, Look
+from ckptool.render.text import PLAIN, Look
 
 LAYERS = [f"layers.{n}.attn.weight" for n in range(32)]
 EVIL = "a\x1b]0;owned\x07\u202e"

@@ -4,17 +4,17 @@ import re
 from dataclasses import replace
 
 import pytest
-from ckptool.inspection.info import info
 
 from ckptool.checkpoint import Change
 from ckptool.inspection.folding import tree
+from ckptool.inspection.info import info
 from ckptool.inspection.listing import list_tensors
 from ckptool.inspection.show import show
 from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.render.info import info_lines
 from ckptool.render.listing import listing_lines, shown_lines, tree_lines
 from ckptool.render.receipt import receipt_lines
-from ckptool.render.terminal import PLAIN, Look
+from ckptool.render.text import PLAIN, Look
 from ckptool.writing import Receipt
 from tests.inspection.handmade import checkpoint, floats, tensor
 

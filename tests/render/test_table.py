@@ -3,7 +3,7 @@
 import pytest
 
 from ckptool.render.table import table
-from ckptool.render.terminal import PLAIN, Look
+from ckptool.render.text import PLAIN, Look
 
 HEADERS = ["name", "size"]
 

@@ -9,7 +9,7 @@ import tabulate
 
 from ckptool.errors import UsageError
 from ckptool.render.table import apart, known_format, table
-from ckptool.render.terminal import Look
+from ckptool.render.text import Look
 
 HEADERS = ["name", "size"]
 EVIL = "a|b\\|<b>&*x* `y` __z__ [l](u)"

@@ -1,5 +1,6 @@
 """Numbers and commands fit for a terminal."""
 
+import io
 import os
 import shlex
 import shutil
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.render.text import number, runnable, shorten, size
+from ckptool.render.text import PLAIN, look_of, number, runnable, shorten, size
 
 
 @pytest.mark.parametrize(
@@ -61,3 +62,39 @@ def test_a_shell_takes_the_words_from_the_screen(words):
     assert command.isprintable()
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
     assert done.stdout.split(b"\0")[:-1] == words
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch):
+    for name in ("NO_COLOR", "COLUMNS", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_pipe_is_plain_and_endless():
+    assert look_of(io.StringIO()) == PLAIN
+
+
+def test_a_terminal_has_colour():
+    assert look_of(Terminal()).colour
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colour_can_be_refused(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert not look_of(Terminal()).colour
+    assert look_of(Terminal()).alarm("x") == "x"
+
+
+def test_the_width_is_that_of_the_environment_or_of_the_terminal(monkeypatch):
+    assert look_of(Terminal()).width is None
+    monkeypatch.setenv("COLUMNS", "72")
+    assert look_of(Terminal()).width == 72
+    monkeypatch.setenv("COLUMNS", "wide")
+    monkeypatch.setattr(Terminal, "fileno", lambda _: 1)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((99, 9)))
+    assert look_of(Terminal()).width == 99
