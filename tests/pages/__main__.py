@@ -30,3 +30,5 @@ if __name__ == "__main__":
             page = PROJECT / "docs" / "pictures" / f"{name}.svg"
             page.write_text(pictures.picture(name, folder), encoding="utf-8")
             print(f"docs/pictures/{name}.svg")
+        for path in pictures.looks(folder, PROJECT / "docs" / "pictures"):
+            print(f"docs/pictures/{path.name}")

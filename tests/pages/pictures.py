@@ -1,13 +1,15 @@
-"""`docs/pictures/`: what commands print on a terminal of 80 columns, as SVG."""
+"""`docs/pictures/`: what commands print on a terminal of 80 columns, and the page of `report`."""
 
 import os
 import pty
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from html import escape
 
+from tests.render.page.browser import CHROMIUM, FLAGS
 from tests.sources import PROJECT
 
 COMMANDS = {
@@ -19,6 +21,10 @@ COMMANDS = {
     "match": "ckptool match lightning.ckpt --like train.pth.tar",
 }
 """By picture: the command that prints it, in the folder of `prepared`."""
+
+PAGE = "ckptool report epoch1.pth epoch2.pth -o epochs.html"
+WINDOWS = {"report": (1280, 900), "report-narrow": (400, 900)}
+"""By picture of the page: width and height of the browser's window, in pixels."""
 
 _COLUMNS = 80
 _WIDTH, _HEIGHT, _MARGIN = 8, 18, 16
@@ -41,6 +47,28 @@ def picture(name, folder):
         f'height="{high}" role="img"><title>{escape(command)}</title>\n<style>{_STYLE}</style>\n'
         f'<rect width="{wide}" height="{high}" rx="8" fill="#161b22"/>\n{texts}\n</svg>\n'
     )
+
+
+def looks(folder, target):
+    """Draw the page of two files of a folder; return the pictures: none without a browser."""
+    if CHROMIUM is None:
+        return []
+    words = [sys.executable, "-m", *shlex.split(PAGE)]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    subprocess.run(words, cwd=folder, env=environment, check=True, timeout=60, capture_output=True)
+    made = [target / f"{name}.png" for name in WINDOWS]
+    for path, (wide, high) in zip(made, WINDOWS.values(), strict=True):
+        flags = (
+            *FLAGS,
+            f"--user-data-dir={folder}/profile",
+            "--virtual-time-budget=5000",
+            f"--window-size={wide},{high}",
+            f"--screenshot={path}",
+        )
+        address = f"file://{folder}/epochs.html"
+        subprocess.run([CHROMIUM, *flags, address], check=True, timeout=60, capture_output=True)
+    shutil.rmtree(f"{folder}/profile")
+    return made
 
 
 def _text(row, line):
