@@ -23,7 +23,7 @@ class Result:
         return page(self)
 
     def __repr__(self) -> str:
-        """One line that says what it is, safe for a terminal."""
+        """Return one line that says what it is, safe for a terminal."""
         from ckptool.render.results import line
 
         return line(self)

@@ -39,7 +39,7 @@ def fitted(
     allowance: Allowance | None = None,
     choices: Choices | None = None,
 ) -> Checkpoint:
-    """Every state dict of the checkpoint under the names of a model.
+    """Rename every state dict of the checkpoint to the names of a model.
 
     `_metadata` follows, and so do optimizers that hold names; the order of the file and the dtypes
     stay. A name of the model that is tied to one which the file has is put behind that. What the
@@ -229,7 +229,7 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
 
 
 def _rename_module(names: Mapping[str, str]) -> Rename:
-    """Where modules without names go: with the nearest one above that has some.
+    """Return where modules without names go: with the nearest one above that has some.
 
     One inside a module that is no more, as a parametrization that becomes a plain weight, is no
     more either: it goes to what took its place, whose own entry stands there.

@@ -143,7 +143,7 @@ def without_query(file: str) -> str:
 
 
 def _names(message: str, file: str) -> bool:
-    """Whether the file is named in the message, not only as a part of a word."""
+    """Return whether the file is named in the message, not only as a part of a word."""
     return re.search(rf"(?<![\w./-]){re.escape(file)}(?![\w/-])", message) is not None
 
 

@@ -107,7 +107,7 @@ def run(make: Callable[[], Any], what: str, hint: str) -> Any:
 
 
 def _place(error: BaseException) -> str | None:
-    """Where in the user's code it was raised, the innermost call of it; None: before any of it."""
+    """Return the innermost line of the user's code that raised the error; None if there is none."""
     here, ours = (os.path.join(path, "") for path in (os.getcwd(), os.path.dirname(__file__)))
     own = [
         frame
@@ -123,7 +123,7 @@ def _place(error: BaseException) -> str | None:
 
 
 def is_model(node: Any) -> bool:
-    """Whether it is a state dict or an `nn.Module`; whoever has one of those has imported torch."""
+    """Return whether an object is a state dict or an `nn.Module`, without importing torch."""
     torch = sys.modules.get("torch")
     return isinstance(node, Mapping) or (torch is not None and isinstance(node, torch.nn.Module))
 

@@ -80,7 +80,7 @@ def refuse_hollow(checkpoint: Checkpoint, section: Section | None = None, *, but
 
 
 def _is_lazy(node: Any) -> bool:
-    """Whether it is a parameter or buffer of `torch.nn.LazyLinear` and the like, not yet made."""
+    """Return whether a node is an unmade parameter or buffer of a lazy module."""
     return isinstance(node, Opaque) and node.class_name.startswith(_LAZY)
 
 

@@ -493,7 +493,7 @@ class TensorRef(Result):
         return blocks
 
     def read(self) -> bytes:
-        """All of `content` at once."""
+        """Return all of `content` at once."""
         return b"".join(self.content())
 
     def tensors_inside(self) -> Iterator[TensorRef]:
@@ -572,7 +572,7 @@ def children(node: Any) -> Iterable[Any]:
 
 
 def find_tensors(root: Any) -> Iterator[TensorRef]:
-    """Every tensor below `root`, once each, in the order of the file; objects are looked into."""
+    """Yield every tensor below `root` once, in the order of the file, also inside objects."""
     seen: set[int] = set()
     todo = [root]
     while todo:

@@ -52,7 +52,7 @@ class Visits:
     """
 
     def __init__(self, limits: Limits) -> None:
-        """Nothing is entered yet."""
+        """Start with nothing entered."""
         self._limits = limits
         self._entered: set[int] = set()
         self._first = self._again = 0
@@ -78,7 +78,7 @@ class Visits:
 
 
 def is_module(node: Any) -> bool:
-    """Whether it is a pickled `nn.Module`: an object with the three dicts that every one has."""
+    """Return whether a node is a pickled `nn.Module`: an object with its three dicts."""
     if not isinstance(node, Opaque):
         return False
     attributes = node.attributes
@@ -155,7 +155,7 @@ def attributes_of(tensor: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def holds_tensors(node: Any) -> bool:
-    """Whether it is a tensor, or there is one in it."""
+    """Return whether it is a tensor, or there is one in it."""
     return next(find_tensors(node), None) is not None
 
 

@@ -99,7 +99,7 @@ class _Level(NamedTuple):
 
 
 def counts(name: Any) -> bool:
-    """Whether a tensor's name says which wrappers there are: `AveragedModel`'s counter does not."""
+    """Return whether a name tells of its wrappers: that of `AveragedModel`'s counter does not."""
     return isinstance(name, str) and name != N_AVERAGED
 
 
@@ -285,7 +285,7 @@ class Family(NamedTuple):
 
 
 def families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
-    """Names of equal signature that differ only in whole components that are numbers, folded.
+    """Fold names of equal signature that differ only in components that are numbers.
 
     Components end at a `.` or a `/`. Where a name has several numbers and not every combination of
     them is there, it is folded along the one that leaves fewest. Each name is in one family; the

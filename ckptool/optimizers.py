@@ -95,14 +95,14 @@ def shape_of(state: Any) -> Shape | None:
 
 
 def options_of(section: Section) -> set[str]:
-    """Those options of its groups that tell kinds of optimizers apart."""
+    """Return the options of its groups that tell kinds of optimizers apart."""
     return {name for name in OPTIONS if any(name in g for g in section.node["param_groups"])}
 
 
 def model_of(
     section: Section, models: Sequence[Section], optimizers: Sequence[Section]
 ) -> Section | None:
-    """Which of the models an optimizer is of; None where that is not certain.
+    """Return the model that an optimizer belongs to; None if that is not certain.
 
     The one that `ckptool.save` has noted; else one of each, or one of each of a name (`G` and
     `optG`).

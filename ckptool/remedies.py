@@ -33,7 +33,7 @@ class Remedy(NamedTuple):
     """Whether words of `arguments` stand for others: as they are they are of no use."""
 
     def __bool__(self) -> bool:
-        """Whether it says anything."""
+        """Return whether it says anything."""
         return bool(self.arguments or self.note or self.lead or self.instead)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Remedy(NamedTuple):
 
 
 def together(remedies: Iterable[Remedy]) -> Remedy:
-    """All of them at once: what several give one argument becomes a list."""
+    """Merge remedies: what several give one argument becomes a list."""
     given: dict[str, Given] = {}
     note, lead = "", ""
     instead: list[Remedy] = []

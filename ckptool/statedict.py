@@ -111,7 +111,7 @@ class Section(Result):
         return tuple(self.apart)
 
     def tensors(self) -> list[tuple[Path, TensorRef]]:
-        """Its tensors with their paths from the root, in the order of the file."""
+        """Yield the section's tensors with their paths from the root, in the order of the file."""
         if self.kind == "values":
             leaves = iter(self.node.items())
         else:
@@ -187,7 +187,7 @@ _OF_A_PARAMETER, _USUAL = {"step", *MOMENTS}, {"exp_avg", "momentum_buffer", "sq
 
 
 def is_optimizer(mapping: dict[Any, Any]) -> bool:
-    """Whether it is what `torch.optim.Optimizer.state_dict()` returns."""
+    """Return whether it is what `torch.optim.Optimizer.state_dict()` returns."""
     groups = mapping.get("param_groups")
     return (
         isinstance(mapping.get("state"), dict)
@@ -211,7 +211,7 @@ def loose_optimizers(root: Any) -> Iterator[Section]:
 
 
 def _is_of_a_parameter(node: Any) -> bool:
-    """Whether it is what an optimizer keeps of one parameter."""
+    """Return whether it is what an optimizer keeps of one parameter."""
     if not isinstance(node, dict):
         return False
     return node.keys() <= _OF_A_PARAMETER and not node.keys().isdisjoint(_USUAL)
@@ -260,7 +260,7 @@ def _looks_like_weights(tensors: list[TensorRef], entries: int, path: Path) -> b
 
 
 def is_extra_state(name: Any) -> bool:
-    """Whether an entry is what a module's `get_extra_state` gave, whatever that is."""
+    """Return whether an entry is what a module's `get_extra_state` gave, whatever that is."""
     if not (isinstance(name, str) and name.endswith(_EXTRA_STATE)):
         return False
     return name == _EXTRA_STATE or name.endswith(f".{_EXTRA_STATE}")
@@ -386,7 +386,7 @@ def _may_hold_models(node: Any) -> bool:
 
 
 def is_flat(node: Any) -> bool:
-    """Whether it is a dict with tensors directly in it, and none deeper."""
+    """Return whether it is a dict with tensors directly in it, and none deeper."""
     if not isinstance(node, dict):
         return False
     values = node.values()
@@ -456,7 +456,7 @@ def _marked(found: list[Section]) -> list[Section]:
 
 
 def is_the_models(section: Section) -> bool:
-    """Whether `ckptool.save` has written that it is the model's."""
+    """Return whether `ckptool.save` has written that it is the model's."""
     marked = isinstance(section.node, OrderedMap) and OF_THE_MODEL in section.node.attributes
     return marked and section.path[-1:] == ("state_dict",)
 

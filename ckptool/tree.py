@@ -54,7 +54,7 @@ _HOLDERS = frozenset((dict, OrderedMap, list, tuple, Size, Opaque))
 
 
 def everything(root: Any) -> Iterator[Any]:
-    """Every node below `root` that is no plain value, itself included, each once.
+    """Yield `root` and every node below it once, plain values left out.
 
     Unlike `paths.walk` it looks into objects, keys, and what tensors are made of (not their
     storages).
@@ -327,7 +327,7 @@ def walk(
     limits: Limits = DEFAULT_LIMITS,
     enter: Callable[[Path, Any], bool] | None = None,
 ) -> Iterator[tuple[Path, Leaf]]:
-    """Every listed leaf with its path, in the order of the file.
+    """Yield every listed leaf with its path, in the order of the file.
 
     Leaves are tensors, plain values and objects. A pickled module gives the tensors that its
     `state_dict()` would have, each under its full name as one key, then what is
@@ -378,7 +378,7 @@ class _Frames:
         self._modules: dict[int, OrderedMap | None] = {}
 
     def module(self, node: Opaque) -> OrderedMap | None:
-        """Its state, where it is a pickled module; made once."""
+        """Return the state of a pickled module, made once; None for any other node."""
         if id(node) not in self._modules:
             self._modules[id(node)] = module_state(node, self._limits)
         return self._modules[id(node)]
@@ -403,7 +403,7 @@ class _Frames:
 
 
 def _contents(node: Any, module: Any) -> tuple[int, Entries, Entries | None]:
-    """How many entries a container has, those to list, and those to search for tensors only."""
+    """Count the entries of a container, those to list, and those to search for tensors only."""
     if isinstance(node, dict):
         return len(node), iter(node.items()), None
     if isinstance(node, (list, tuple)):
@@ -430,7 +430,7 @@ def held_items(node: Opaque) -> list[tuple[Any, Any]]:
 
 
 def _is_counter(node: Opaque) -> bool:
-    """Whether it is a `Counter`, which is pickled as the call on the dict that it holds."""
+    """Return whether it is a `Counter`, which is pickled as the call on the dict that it holds."""
     called = isinstance(node.args, tuple) and len(node.args) == 1 and isinstance(node.args[0], dict)
     return called and node.class_name == "collections.Counter"
 
@@ -545,7 +545,7 @@ def _unresolved(checkpoint: Checkpoint, wanted: str, found: list[Path]) -> NotFo
 
 
 def _named_nodes(root: Any) -> Iterator[tuple[Path, Any]]:
-    """Every leaf and every container with its path, the containers after what they hold."""
+    """Yield every leaf and container with its path, containers after their content."""
     containers: list[tuple[Path, Any]] = []
 
     def note(path: Path, node: Any) -> bool:
@@ -575,7 +575,7 @@ def _descend(node: Any, path: Path) -> Any:
 
 
 def selected(path: Path, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()) -> bool:
-    """Whether the globs let a tensor through.
+    """Return whether the globs let a tensor through.
 
     A glob is held against the tensor's own name (the last key), or against the whole name when
     it has a `/`. No `include` means all.

@@ -381,7 +381,7 @@ def _report(error: BaseException) -> None:
 
 
 def in_words(error: BaseException) -> tuple[str, str | None]:
-    """One sentence about an error, and what helps."""
+    """Return one sentence about an error, and its hint."""
     if isinstance(error, CheckpointError) and error.remedy is not None:
         from ckptool.render.remedies import as_options
 

@@ -69,7 +69,7 @@ def team_of() -> Team | None:
 
 
 def _is_launched() -> bool:
-    """Whether torchrun has started this command itself, not a script that calls it."""
+    """Return whether torchrun has started this command itself, not a script that calls it."""
     is_module = os.path.basename(sys.argv[0]) == "__main__.py"
     many = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return is_module and many and "TORCHELASTIC_RUN_ID" in os.environ

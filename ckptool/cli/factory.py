@@ -19,7 +19,7 @@ _FORMS = "a checkpoint, or code of yours that builds the model: module:factory, 
 
 
 def is_factory(text: str) -> bool:
-    """Whether a word names `module:factory`; where there is a file of that name, it is the file."""
+    """Return whether a word names `module:factory`, and no file has that name."""
     return FACTORY.fullmatch(text) is not None and not os.path.lexists(text)
 
 

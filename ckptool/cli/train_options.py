@@ -49,7 +49,7 @@ _DEFAULTS = {"batch_size": "30 for --data random, 32 otherwise"}
 
 
 def rank() -> int | None:
-    """Which of several processes a launcher has started this one as; None: none has."""
+    """Return the rank that a launcher has given this process; None without a launcher."""
     number = os.environ.get("RANK", "")
     return int(number) if number.isdecimal() else None
 

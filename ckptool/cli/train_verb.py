@@ -131,7 +131,7 @@ def _config(given: dict[str, Any]) -> TrainConfig:
 
 
 def _is_launched(config: TrainConfig, nproc: int | None, port: int | None) -> bool:
-    """Whether this process is one of those that train; False: it is to start them."""
+    """Return whether this process is one of those that train; False: it is to start them."""
     strategy = as_option("strategy", config.strategy)
     if config.strategy in SPREAD:
         if rank() is None and nproc is None:

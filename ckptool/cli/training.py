@@ -76,7 +76,7 @@ class Teller(Observer):
             self._take(event)
 
     def _text(self, event: Stepped) -> str:
-        """Behind the bar, with the time that the steps which are left take at the speed so far."""
+        """Return the text behind the bar, with the time left at the speed so far."""
         now, total = time.monotonic(), self._total
         began, first = self._first = self._first or (now, event.step)
         left = None

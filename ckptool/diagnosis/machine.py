@@ -63,7 +63,7 @@ def devices_here(
 
 
 def _gpus(root: str) -> int:
-    """How many GPUs there are for the torch that is installed."""
+    """Return how many GPUs there are for the torch that is installed."""
     version = _installed_torch()
     nvidia = sum(1 for name in _entries(os.path.join(root, "dev")) if _GPU_FILE.fullmatch(name))
     nodes = os.path.join(root, _AMD_NODES)
@@ -77,7 +77,7 @@ def _gpus(root: str) -> int:
 
 
 def _visible(environment: Mapping[str, str]) -> int:
-    """How many GPUs CUDA_VISIBLE_DEVICES leaves; what follows a number that is none is hidden."""
+    """Count the GPUs that CUDA_VISIBLE_DEVICES leaves: those before the first invalid number."""
     stated = environment.get("CUDA_VISIBLE_DEVICES")
     if stated is None:
         return 1 << 16
@@ -101,7 +101,7 @@ def _installed_torch() -> str | None:
 
 
 def _has_windows_driver(root: str) -> bool:
-    """Whether NVIDIA's library for Windows is there, also inside its Linux."""
+    """Return whether NVIDIA's library for Windows is there, also inside its Linux."""
     windows = os.environ.get("SYSTEMROOT", "C:\\Windows")
     if sys.platform == "win32":
         return os.path.exists(os.path.join(windows, "System32", "nvcuda.dll"))

@@ -87,7 +87,7 @@ class Output(Protocol):
     """Where the `write` of a planned file puts its bytes."""
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the bytes written so far."""
         ...
 
     def write(self, data: bytes) -> None:
@@ -128,7 +128,7 @@ class FileOutput:
         self._reported = 0
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the bytes written so far."""
         return self._flushed + len(self._pending)
 
     def write(self, data: bytes | memoryview) -> None:

@@ -29,7 +29,7 @@ def beside(target: str, ending: str) -> str:
 
 
 def journal_path(target: str) -> str:
-    """Where the journal of `target` lies: `.NAME.ckptool-journal` beside it, links resolved."""
+    """Return the path of the journal: `.NAME.ckptool-journal` beside `target`, links resolved."""
     return beside(os.path.realpath(target), _JOURNAL)
 
 
@@ -41,6 +41,6 @@ def journalled(name: str) -> str | None:
 
 
 def has_journal(target: str) -> bool:
-    """Whether a journal lies beside `target`, or the beginning of one."""
+    """Return whether a journal lies beside `target`, or the beginning of one."""
     path = journal_path(target)
     return os.path.lexists(path) or os.path.lexists(path + UNFINISHED)

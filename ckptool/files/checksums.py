@@ -97,7 +97,7 @@ def _shift(length: int) -> int:
 
 
 def _product(one: int, other: int) -> int:
-    """Two polynomials multiplied modulo that of CRC-32; the highest bit is the power 0."""
+    """Multiply two polynomials modulo that of CRC-32; the highest bit is the power 0."""
     product, bit = 0, 1 << 31
     while bit:
         if one & bit:
@@ -164,7 +164,7 @@ def _by_threads(runs: Sequence[ByteRange]) -> Iterator[_Found]:
 
 
 def _jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:
-    """All runs in order, in pieces, about as much work in each list."""
+    """Divide all runs, in order, into lists of about as much work each."""
     job: list[_Piece] = []
     weight = 0
     for index, run in enumerate(runs):

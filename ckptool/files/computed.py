@@ -83,7 +83,7 @@ class Ahead:
     """
 
     def __init__(self) -> None:
-        """Nothing is expected yet."""
+        """Start with nothing expected."""
         self._order: dict[int, int] = {}
         self._sources: list[ComputedSource] = []
         self._blocks: deque[tuple[ComputedSource, int, int, Future[None], bytearray]] = deque()

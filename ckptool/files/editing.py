@@ -121,7 +121,7 @@ class Edit:
         return Journal(KIND, facts, (self.old, self.new), self.pid, self.boot)
 
     def state(self, fd: int, path: str, *, moved: bool = False) -> State:
-        """How far this edit went in the open file, which is at `path`.
+        """Return how far this edit went in the open file, which is at `path`.
 
         `moved` allows it to be a copy of the file that was edited, if its content is what the edit
         left.
@@ -152,7 +152,7 @@ class Edit:
         return _foreign(path, "another file has taken its place")
 
     def _is_of(self, status: os.stat_result) -> bool:
-        """Whether it is the file that was edited."""
+        """Return whether it is the file that was edited."""
         # The system may number its devices otherwise after a restart.
         moved = self.boot == boot_id() and status.st_dev != self.device
         return status.st_ino == self.inode and not moved
@@ -191,7 +191,7 @@ class Edit:
 
 
 def _broke_off(piece: bytes, old: bytes, new: bytes) -> bool:
-    """Whether `piece` begins as `new` and goes on as `old`."""
+    """Return whether `piece` begins as `new` and goes on as `old`."""
     begun = next((i for i, (a, b) in enumerate(zip(piece, new, strict=True)) if a != b), len(piece))
     return piece[begun:] == old[begun:]
 

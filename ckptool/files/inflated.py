@@ -92,7 +92,7 @@ class InflatedSource(Source):
         self._inflater = None
 
     def ends_well(self) -> bool:
-        """Whether the stream has its end mark and nothing behind it, as far as it was read.
+        """Return whether the stream has its end mark and nothing behind it, as far as it was read.
 
         What it inflates to is right all the same, and every reader takes it.
 

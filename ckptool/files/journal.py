@@ -332,7 +332,7 @@ def remove(path: str) -> None:
 
 
 def leads_to(path: str | os.PathLike[str], fd: int) -> bool:
-    """Whether the file at `path` is the open one."""
+    """Return whether the file at `path` is the open one."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except OSError:
@@ -369,7 +369,7 @@ def _journal(path: str) -> Journal | None:
 
 
 def _is_at_work(journal: Journal | None) -> bool:
-    """Whether the process that wrote the journal is there still, as far as this machine knows."""
+    """Return whether the process that wrote the journal still runs, as far as can be known here."""
     if journal is None or journal.pid == os.getpid() or journal.boot != boot_id():
         return False
     return is_running(journal.pid)

@@ -69,11 +69,11 @@ class Move:
         return cls(temporary, name, int(facts["inode"]), int(facts["size"]), replaces)
 
     def is_done(self, folder: str) -> bool:
-        """Whether the new file has its name."""
+        """Return whether the new file has its name."""
         return self._is_new(os.path.join(folder, self.name))
 
     def is_pending(self, folder: str) -> bool:
-        """Whether the new file waits for its name, and nobody else has taken that."""
+        """Return whether the new file waits for its name, and nobody else has taken that."""
         now = state_of(_status(os.path.join(folder, self.name)))
         return self._is_new(os.path.join(folder, self.temporary)) and now in (None, self.replaces)
 

@@ -132,7 +132,7 @@ def _cut(axes: list[Axis], limit: int) -> tuple[int, int]:
 
 
 def _starts(axes: Sequence[Axis]) -> Iterator[int]:
-    """Where in the source each index of the outer axes leads, in order."""
+    """Return where in the source each index of the outer axes leads, in order."""
     if not axes:
         yield 0
         return
@@ -142,7 +142,7 @@ def _starts(axes: Sequence[Axis]) -> Iterator[int]:
 
 
 def _span(axes: Sequence[Axis]) -> int:
-    """Elements of the source from the first to the last that these axes reach."""
+    """Count the elements of the source from the first to the last that these axes reach."""
     return 1 + sum((axis.size - 1) * abs(axis.step) for axis in axes)
 
 
@@ -221,7 +221,7 @@ def _read(
 
 
 def _corners(axes: list[Axis], start: int, place: int) -> list[tuple[int, int]]:
-    """Where each index of `axes` leads, in the source and in the result."""
+    """Return where each index of `axes` leads, in the source and in the result."""
     corners = [(start, place)]
     for size, step, pitch in axes:
         corners = [
@@ -310,7 +310,7 @@ def narrow(
 
 
 def _completed(index: Any, dimensions: int) -> list[Any]:
-    """One item for each dimension: the ellipsis spelled out, what is missing filled up."""
+    """Return one item for each dimension, with the ellipsis and missing items spelled out."""
     items = list(index) if isinstance(index, tuple) else [index]
     dots = [position for position, item in enumerate(items) if item is Ellipsis]
     if len(dots) > 1:

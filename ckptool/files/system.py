@@ -104,7 +104,7 @@ _UNABLE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP
 
 
 def _open_files() -> int:
-    """How many files are open, by the lowest descriptor that is free."""
+    """Return how many files are open, by the lowest descriptor that is free."""
     try:
         lowest_free = os.open(os.devnull, os.O_RDONLY)
     except OSError:  # there are as many as the system allows
@@ -215,7 +215,7 @@ def holder_of(path: str) -> int | None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process; where that cannot be asked without harm, no."""
+    """Return whether there is such a process; where that cannot be asked without harm, no."""
     if sys.platform == "win32":
         return False
     try:
@@ -303,7 +303,7 @@ _CLONE = 0x4020940D
 
 
 def shares_blocks(run: ByteRange, target: int) -> bool:
-    """Whether an empty file can share blocks with that of a run; one of them becomes its first.
+    """Return whether an empty file can share blocks with the file of a run; it gets the first one.
 
     Only Linux has the call; macOS shares whole files.
     """
@@ -347,7 +347,7 @@ def copy_bytes(source: Source, offset: int, target: int, position: int, length: 
 
 
 def _attempt(way: _Way, source: int, offset: int, target: int, position: int, length: int) -> int:
-    """Bytes moved; 0 where the call is refused."""
+    """Return the bytes moved; 0 if the call is refused."""
     try:
         return way(source, offset, target, position, length)
     except OSError as error:

@@ -348,7 +348,7 @@ class LocalHeaders:
         self.start = 0
 
     def payload(self, entry: Entry, following: int) -> int:
-        """Where the content begins: behind an extra field that need not be the directory's."""
+        """Return where the content begins, behind the local extra field."""
         header, name = entry.header, entry.raw_name
         length = _LOCAL.size + len(name)
         at = header - self.start
@@ -443,7 +443,7 @@ def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
 
 
 def _least_size(data: ByteRange, limits: Limits) -> int:
-    """Bytes up to the end of the pickle and those of the storages that it names."""
+    """Return the bytes up to the end of the pickle plus those of the storages that it names."""
     header = _FIRST_HEADER.unpack(data.read(0, _FIRST_HEADER.size))
     method, name_length, extra_length = header[3], header[9], header[10]
     if method or not data.read(_FIRST_HEADER.size, name_length).endswith(b"/data.pkl"):

@@ -62,7 +62,7 @@ class Problem:
     hint: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As `ckptool.verify/1` has it."""
+        """Return the entry of `ckptool.verify/1`."""
         return {"kind": self.kind, "place": self.place, "text": self.text, "hint": self.hint}
 
 
@@ -327,7 +327,7 @@ class Format:
         )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether the content is of this format; looks at as little as will tell."""
+        """Return whether the content is of this format; looks at as little as will tell."""
         return False
 
     def read(self, probe: Probe) -> Checkpoint:

@@ -140,7 +140,7 @@ class Dcp(FolderFormat):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it is a folder with an index of DCP, that index, or one of its shards."""
+        """Return whether it is a folder with an index of DCP, that index, or one of its shards."""
         return bool(_indexes(probe))
 
     def read(self, probe: Probe) -> Checkpoint:

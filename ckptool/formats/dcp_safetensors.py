@@ -43,7 +43,7 @@ class DcpSafetensors(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it is a folder with files that are called as DCP calls them."""
+        """Return whether it is a folder with files that are called as DCP calls them."""
         return any(map(is_part_file, probe.entries))
 
     def read(self, probe: Probe) -> Checkpoint:
@@ -80,7 +80,7 @@ DCP_SAFETENSORS = DcpSafetensors()
 
 
 def is_part_file(path: str) -> bool:
-    """Whether DCP calls a file so that holds a rank's parts of tensors."""
+    """Return whether DCP calls a file so that holds a rank's parts of tensors."""
     return _NAMES.fullmatch(os.path.basename(path)) is not None
 
 

@@ -142,7 +142,7 @@ def _flat(
 
 
 def _is_terminal(node: list[Any]) -> bool:
-    """Whether a list is one item: it holds no tensor and no dict, and no list that does."""
+    """Return whether a list is one item: it holds no tensor and no dict, and no list that does."""
     return not any(isinstance(one, (dict, TensorRef)) for one in _items(node))
 
 
@@ -226,7 +226,7 @@ class _Known:
         self.beside = self._beside()
 
     def is_item(self, path: Path, node: Any) -> bool:
-        """Whether the node is one item, as it was."""
+        """Return whether the node is one item, as it was."""
         return id(node) in self._value_ids or self._at.get(path) in self._values
 
     def old_name(self, path: Path, leaf: Any) -> str | None:

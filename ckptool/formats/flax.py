@@ -62,11 +62,11 @@ class Flax(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it begins as a map whose first key is a name."""
+        """Return whether it begins as a map whose first key is a name."""
         return _MAP_OF_NAMES.match(probe.head) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """One state dict of dotted names; of a TrainState `state_dict`, and its other entries.
+        """Return one state dict of dotted names; of a TrainState `state_dict` and other entries.
 
         Raises:
             CorruptFile: it is no MessagePack, or an array is not as long as it says.

@@ -87,7 +87,7 @@ class Gguf(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it begins with the magic."""
+        """Return whether it begins with the magic."""
         return probe.head.startswith(_MAGIC)
 
     def read(self, probe: Probe) -> Checkpoint:

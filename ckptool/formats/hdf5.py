@@ -52,7 +52,7 @@ class Hdf5(Format):
     refusal = _REFUSAL
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it begins with the signature."""
+        """Return whether it begins with the signature."""
         return probe.head.startswith(_MAGIC)
 
     def read(self, probe: Probe) -> Checkpoint:
@@ -76,7 +76,7 @@ class Keras(Format):
     refusal = _REFUSAL
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it is a zip of a model's configuration and its weights."""
+        """Return whether it is a zip of a model's configuration and its weights."""
         archive = probe.ask(open_archive)
         return archive is not None and {_WEIGHTS, _CONFIG} <= archive.records.keys()
 

@@ -488,7 +488,7 @@ def unused(path: str, taken: Collection[str] = ()) -> str:
 
 
 def looks_like_checkpoint(head: bytes) -> bool:
-    """Whether 16 bytes may begin a checkpoint: a zip, a pickle or legacy stream, safetensors."""
+    """Return whether 16 bytes may begin a zip, a pickle, a legacy stream or safetensors."""
     if head.startswith((b"PK\x03\x04", b"L119547037146038")):
         return True
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):

@@ -61,7 +61,7 @@ class SourceTexts:
     """The source code of modules that old torch kept beside each class it pickled."""
 
     def __init__(self) -> None:
-        """Nothing seen yet."""
+        """Start with nothing seen."""
         self.names: dict[str, None] = {}
 
     def take(self, cls: Any, text: Any) -> Any:
@@ -203,7 +203,7 @@ class LegacyStream:
         self.root = self.unpickled.root
 
     def _header(self) -> int:
-        """Where the object's pickle begins."""
+        """Return where the object's pickle begins."""
         magic = MAGIC.match(self.data.read(0, min(MAGIC_BYTES, self.data.length)))
         if magic is None:
             raise CorruptFile(

@@ -33,7 +33,7 @@ class Megatron(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it has a file in the folder of each rank, and no ranks of a pipeline."""
+        """Return whether it has a file in the folder of each rank, and no ranks of a pipeline."""
         return bool(rank_files(probe))
 
     def read(self, probe: Probe) -> Checkpoint:

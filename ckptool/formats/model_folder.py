@@ -74,7 +74,7 @@ def of_model_file(probe: Probe) -> Probe:
 
 
 def opens_as(folder: str, path: str) -> bool:
-    """Whether a folder is opened as this file, or index, in it."""
+    """Return whether a folder is opened as this file, or index, in it."""
     with suppress(CheckpointError, OSError), closing(Probe(folder, DEFAULT_LIMITS)) as probe:
         choice, index = _chosen(probe), probe.ask(open_index)
         if choice is not None:

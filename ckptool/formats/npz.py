@@ -122,7 +122,7 @@ class NumpyArchive(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it is a zip in which every record is called after an array."""
+        """Return whether it is a zip in which every record is called after an array."""
         archive = probe.ask(open_archive)
         return (
             not probe.is_folder

@@ -40,7 +40,7 @@ class PickleFile(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it states a pickle protocol, or reads as a pickle of protocol 0 or 1."""
+        """Return whether it states a pickle protocol, or reads as a pickle of protocol 0 or 1."""
         if probe.source is None:
             return False
         if _WITH_PROTOCOL.match(probe.head):

@@ -60,7 +60,7 @@ class PT2Archive(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether `archive_format` says pt2, or a serialised program lies beside its state."""
+        """Return whether `archive_format` says pt2, or a program is stored beside its state."""
         archive = probe.ask(open_archive)
         if archive is None:
             return False

@@ -51,7 +51,7 @@ class FsdpRanks(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it is a folder with rank files of a model or an optimizer."""
+        """Return whether it is a folder with rank files of a model or an optimizer."""
         return any(map(set_of, probe.entries))
 
     def read(self, probe: Probe) -> Checkpoint:
@@ -94,7 +94,7 @@ def set_of(path: str) -> tuple[str, int] | None:
 
 
 def of_model(path: str) -> bool:
-    """Whether a file is named as a rank's part of a model, and not of its optimizer."""
+    """Return whether a file is named as a rank's part of a model, and not of its optimizer."""
     return set_of(path) is not None and not os.path.basename(path).startswith("optim")
 
 

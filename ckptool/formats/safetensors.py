@@ -348,7 +348,7 @@ def _entries_in_place(tensors: Mapping[str, TensorRef], body: ByteRange) -> list
 
 
 def _tile(entries: Iterable[Entry], length: int) -> bool:
-    """Whether they cover `length` bytes, each once."""
+    """Return whether they cover `length` bytes, each once."""
     end = 0
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if entry.start != end:

@@ -168,7 +168,7 @@ def _check_text(document: Mapping[str, Any], metadata: Mapping[str, str]) -> Non
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Return whether it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -188,7 +188,7 @@ def _metadata(fields: Any) -> dict[str, str]:
 
 
 def _entry(name: str, fields: Any, limits: Limits) -> Entry:
-    """One tensor, checked by itself."""
+    """Return one tensor, checked by itself."""
     match fields:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]}:
             pass
@@ -220,7 +220,7 @@ def _entry(name: str, fields: Any, limits: Limits) -> Entry:
 
 
 def _product(name: str, shape: Iterable[int]) -> int:
-    """Elements of a shape; as in the reference reader, a 0 does not excuse what precedes it."""
+    """Count a shape's elements; as in the reference reader, sizes before a 0 count too."""
     count = 1
     for size in shape:
         count *= size
@@ -337,7 +337,7 @@ def _candidates(tensors: Collection[str], entries: Mapping[str, str]) -> dict[st
 
 
 def _order(names: list[str], tied: list[str], places: Mapping[str, Any]) -> list[str]:
-    """All names, the tied ones where they stood; at the end where nobody knows."""
+    """Return all names, tied ones at their old place, or at the end if that is unknown."""
     total = len(names) + len(tied)
     at: dict[int, str] = {}
     for name in tied:
@@ -407,7 +407,7 @@ def plain_versions(attributes: Mapping[Any, Any]) -> tuple[dict[str, Any], list[
 
 
 def _is_plain(node: Any) -> bool:
-    """Whether JSON gives it back as it was."""
+    """Return whether JSON gives it back as it was."""
     if isinstance(node, dict):
         return all(isinstance(key, str) and _is_plain(value) for key, value in node.items())
     if isinstance(node, list):

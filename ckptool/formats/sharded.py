@@ -86,7 +86,7 @@ class ShardIndex:
         return os.path.join(os.path.dirname(self.path), name)
 
     def unnamed(self) -> Iterator[str]:
-        """Files beside it that by their names are of the same set, and that it does not name."""
+        """Return files beside the index whose names are of the set and that it does not name."""
         series = {
             found.group(1, 3, 4) for name in self.shards if (found := NUMBERED.fullmatch(name))
         }
@@ -142,7 +142,7 @@ def shards_named_by(path: str) -> tuple[str, ...]:
 
 
 def _called_so(probe: Probe) -> Iterator[str]:
-    """Files in a folder that are called like an index, or would be had a write not been killed."""
+    """Return the files named like an index, or that would be if a write had not been killed."""
     names = {journalled(name) or name for name in probe.entries}
     for name in sorted(filter(_NAME.fullmatch, names)):
         path = os.path.join(probe.path, name)
@@ -227,7 +227,7 @@ def _parsed(raw: bytes, source: Source) -> ShardIndex | None:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it can only be a file in the folder of the index, on whatever system."""
+    """Return whether it can only be a file in the folder of the index, on whatever system."""
     if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
         return False
     try:
@@ -289,7 +289,7 @@ def _shown(names: Iterable[Any]) -> list[str]:
 
 
 def _places(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> dict[Any, str]:
-    """Which shard holds each name itself; a tied name that a header mentions is not held."""
+    """Map each name to the shard that holds it; a tied name in a header is not held."""
     places: dict[Any, str] = {}
     for file, shard in shards.items():
         for name in shard.root:
@@ -433,7 +433,7 @@ def _headers(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], list
 
 
 def _stays(key: str, root: OrderedMap) -> bool:
-    """Whether an entry of the index is something that no rewrite carries over."""
+    """Return whether an entry of the index is something that no rewrite carries over."""
     return key not in _DERIVED and key not in root
 
 
@@ -486,7 +486,7 @@ class Sharded(Format):
         self.tensors_only = not self.by_torch
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it is an index, or a folder with one, whose first shard is of these formats.
+        """Return whether it is an index, or a folder with one, and its first shard fits.
 
         Raises:
             UnreadableFile: it is an index, and that shard cannot be read.
@@ -505,7 +505,7 @@ class Sharded(Format):
         return known.name in self.members
 
     def read(self, probe: Probe) -> Checkpoint:
-        """One state dict of what all shards hold, in the order of the index.
+        """Return one state dict of what all shards hold, in the order of the index.
 
         Raises:
             FileMissing: a shard is not there.

@@ -111,7 +111,7 @@ class TensorFlow(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it is an index, a data file beside one, or a folder with one."""
+        """Return whether it is an index, a data file beside one, or a folder with one."""
         return bool(_indexes(probe))
 
     def read(self, probe: Probe) -> Checkpoint:
@@ -183,7 +183,7 @@ TENSORFLOW = TensorFlow()
 
 
 def is_index(path: str) -> bool:
-    """Whether a file is the index of a checkpoint of TensorFlow, by its name and its end."""
+    """Return whether a file is the index of a checkpoint of TensorFlow, by its name and its end."""
     return path.endswith(".index") and _is_table(place_of(path), path)
 
 
@@ -442,7 +442,7 @@ def _ordered(number: int) -> bytes:
 
 
 def _is_slot(name: str, names: Collection[str]) -> bool:
-    """Whether a variable is of an optimizer; in TensorFlow 1 slots are named below a variable."""
+    """Return whether an optimizer owns a variable; TensorFlow 1 names slots below variables."""
     if _SLOT in name or _OF_OPTIMIZER.match(name):
         return True
     owner, _, last = name.rpartition("/")

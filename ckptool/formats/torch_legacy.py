@@ -88,7 +88,7 @@ class TorchLegacy(WritableFormat):
     legacy = True
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it begins with the pickled magic number."""
+        """Return whether it begins with the pickled magic number."""
         return MAGIC.match(probe.head) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
@@ -154,7 +154,7 @@ class TorchLegacy(WritableFormat):
 
 
 def _writer(names: tuple[str, ...]) -> str:
-    """Which torch wrote it, as far as the functions that it names tell."""
+    """Return which torch wrote the file, by the functions that it names."""
     if "torch._utils._rebuild_tensor" in names:
         return "torch 0.1 to 0.3"
     return "torch 0.4 to 1.5, or a newer one asked for the legacy format"

@@ -30,7 +30,7 @@ _LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK = b"L", b"x", b"g", b"K"
 
 
 def is_tar(head: bytes) -> bool:
-    """Whether the first block is a tar header, by its checksum: older ones have no magic."""
+    """Return whether the first block is a tar header, by its checksum: older ones have no magic."""
     return len(head) >= BLOCK and _checksum_fits(head[:BLOCK])
 
 
@@ -127,7 +127,7 @@ def _small(data: ByteRange) -> bytes:
 
 
 def _checksum_fits(header: bytes) -> bool:
-    """Whether it is the sum of all bytes, signed or not, its own of which count as spaces."""
+    """Return whether the checksum is the sum of the bytes, signed or not, its own as spaces."""
     wanted = _number(header[148:156])
     if not wanted:
         return False
@@ -164,7 +164,7 @@ class TorchTar(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it is a tar with the members that torch's had."""
+        """Return whether it is a tar with the members that torch's had."""
         if probe.source is None or not is_tar(probe.head):
             return False
         members = read_members(probe.source, probe.limits)

@@ -257,7 +257,7 @@ class TorchZip(EditableFormat):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether there is a `data.pkl`, and no `constants.pkl` as TorchScript has."""
+        """Return whether there is a `data.pkl`, and no `constants.pkl` as TorchScript has."""
         archive = probe.ask(open_archive)
         if archive is None:
             return False
@@ -397,7 +397,7 @@ def _left_behind(archive: Archive) -> Iterator[str]:
 
 
 def is_known_version(text: str) -> bool:
-    """Whether torch takes a file of that version (caffe2/serialize/versions.h)."""
+    """Return whether torch takes a file of that version (caffe2/serialize/versions.h)."""
     return text.isdecimal() and 1 <= int(text) <= 10
 
 
@@ -407,7 +407,7 @@ def records_are(names: list[str]) -> str:
 
 
 def _writer(archive: Archive, contents: Contents) -> str:
-    """Which torch lays a file out like this."""
+    """Return which torch lays a file out like this."""
     facts, keys = contents.facts, contents.storages.by_key
     if facts.get("version") == "1":
         return "torch 1.4"
@@ -445,7 +445,7 @@ def alignment_of(stated: str | None) -> int | None:
 
 
 def computed_offsets(used: Iterable[Laid], alignment: int) -> Iterator[int | None]:
-    """Where torch takes each payload to begin, in the order in which the pickle first uses them.
+    """Return the payload offsets that torch computes, in order of first use in the pickle.
 
     The first is looked up and must have the key 0: it is None where it has another, and nothing
     follows.
@@ -496,7 +496,7 @@ class _Directory:
         return data.read(0, min(data.length, SHORT)).decode("latin-1").strip()
 
     def is_torchs(self) -> bool:
-        """Whether all stands in one folder with a name in UTF-8, and the version is a known one."""
+        """Return whether all is in one folder with a UTF-8 name, and the version is known."""
         top = self.find(PICKLE)
         return (
             top is not None
@@ -524,7 +524,7 @@ class _Directory:
         return records if alone else None
 
     def torch_computes(self, used: Sequence[tuple[Entry, ByteRange]]) -> bool:
-        """Whether torch's own sums lead to these records, in their order of first use."""
+        """Return whether torch's own sums lead to these records, in their order of first use."""
         alignment = alignment_of(self.fact(".storage_alignment"))
         if alignment is None:
             return False

@@ -164,7 +164,7 @@ class TorchScript(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether there is `constants.pkl` beside `data.pkl`, or 1.0's `model.json`."""
+        """Return whether there is `constants.pkl` beside `data.pkl`, or 1.0's `model.json`."""
         archive = probe.ask(open_archive)
         if archive is None:
             return False

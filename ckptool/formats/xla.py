@@ -51,7 +51,7 @@ class XlaXser(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it is a file of torch.save's, with references to tensors."""
+        """Return whether it is a file of torch.save's, with references to tensors."""
         if not TORCH_ZIP.recognise(probe):
             return False
         return any(map(_is_reference, everything(TORCH_ZIP.read(probe).root)))
@@ -111,7 +111,7 @@ class XlaFsdp(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it is a folder of rank files, the first of which says how it was cut."""
+        """Return whether it is a folder of rank files, the first of which says how it was cut."""
         paths = rank_files(probe)
         if not paths:
             return False

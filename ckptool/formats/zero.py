@@ -127,7 +127,7 @@ class DeepSpeed(Format):
     )
 
     def recognise(self, probe: Probe) -> bool:
-        """Whether it is the folder of a run of DeepSpeed, or of one step of it."""
+        """Return whether it is the folder of a run of DeepSpeed, or of one step of it."""
         return probe.ask(_folder) is not None
 
     def read(self, probe: Probe) -> Checkpoint:

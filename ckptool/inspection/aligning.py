@@ -172,7 +172,7 @@ class _Alignment:
     notes: list[str] = field(default_factory=list)
 
     def run(self) -> Alignment:
-        """All sections, models before the optimizers that hold their names."""
+        """Align all sections, models before the optimizers that hold their names."""
         parts_a, parts_b = _parts(self.a.root), _parts(self.b.root)
         couples = _coupled(parts_a, parts_b)
         taken = {id(part) for couple in couples for part in couple}
@@ -195,7 +195,7 @@ class _Alignment:
     def _models(
         self, couples: list[Couple], parts_a: list[Section], parts_b: list[Section], taken: set[int]
     ) -> dict[int, _Names]:
-        """How the names of every section change, by the section's identity."""
+        """Return how the names of every section change, by the section's identity."""
         settled: dict[int, _Names] = {}
         for one, other in couples:
             if one.kind in MODEL_KINDS:
@@ -362,7 +362,7 @@ def _versions(node: Any) -> dict[Any, Any] | None:
 
 
 def _common(one: Section, mine: Renamed, other: Section, others: Renamed) -> int:
-    """How many names both have after these changes."""
+    """Return how many names both have after these changes."""
     names = {mine.get(name, name) for name in one.node}
     return sum(others.get(name, name) in names for name in other.node)
 
@@ -498,7 +498,7 @@ def in_scope(found: Scopes, aligned: Alignment) -> Alignment:
 
 
 def _wanted(found: Scopes) -> Callable[[Entry, Entry | None], bool]:
-    """Whether an entry is the one that was found; where none was, has the name that was given."""
+    """Return the test for the entry that was found, or by the given name if none was found."""
     if found.error is None:
         return lambda entry, known: known is not None and entry.path == known.path
     ending = f"/{found.key}"

@@ -167,7 +167,7 @@ class _Comparison:
         self.meter.expect(renames.expected())
 
     def compare(self) -> None:
-        """Every pair, tensors and others."""
+        """Compare every pair, of tensors and of other entries."""
         for pair in self.aligned.pairs:
             self.listed.update(
                 id(entry.leaf) for entry in (pair.a, pair.b) if isinstance(entry.leaf, TensorRef)
@@ -238,7 +238,7 @@ class _Comparison:
         self._note(pair, what, _Elements(close=close, unlike=unlike))
 
     def _unlike(self, pair: Pair, verdicts: list[Verdict]) -> tuple[list[str], Unlike | None]:
-        """In which respects two things that are not both tensors differ, and where inside."""
+        """Return how two entries that are not both tensors differ, and where inside."""
         a, b = pair.a.leaf, pair.b.leaf
         if type_name(a) != type_name(b):
             return ["type"], None
@@ -292,7 +292,7 @@ class _Comparison:
             self.renamed.append(Renamed(_side(one, one.name), _side(other, other.name), what))
 
     def result(self, a: Checkpoint, b: Checkpoint, max_diffs: int | None) -> Diff:
-        """All of it."""
+        """Return the result of the comparison."""
         only_a, only_b = (
             tuple(_side(entry, entry.name) for entry in entries if id(entry) not in self.gone)
             for entries in (self.aligned.only_a, self.aligned.only_b)
@@ -339,7 +339,7 @@ class _Comparison:
 
 
 def _plain_pair(pair: Pair) -> tuple[TensorRef, TensorRef] | None:
-    """Two tensors whose elements will be compared as they are."""
+    """Return the two tensors of a pair if their elements are compared as they are."""
     a, b = pair.a.leaf, pair.b.leaf
     if not (isinstance(a, TensorRef) and isinstance(b, TensorRef)) or a.shape != b.shape:
         return None

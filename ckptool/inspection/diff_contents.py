@@ -33,7 +33,7 @@ class Meter:
     """Bytes done and bytes in all, told as work goes on; one side is counted."""
 
     def __init__(self, progress: Progress | None) -> None:
-        """Nothing is done yet, nothing is known of the work."""
+        """Start with no work done or expected."""
         self._progress = progress
         self._total = self._done = self._within = self._size = 0
 
@@ -53,14 +53,14 @@ class Meter:
             self._progress(self._done + self._within, self._total)
 
     def end(self) -> None:
-        """All of the part is done, or needs not be."""
+        """Count the whole part as done."""
         self._done += self._size
         self._within = self._size = 0
         if self._progress is not None:
             self._progress(self._done, self._total)
 
     def finish(self) -> None:
-        """All is done, also where less was to do than expected."""
+        """Report that all is done, also if less was to do than expected."""
         self._done = self._total
         if self._progress is not None and self._total:
             self._progress(self._done, self._total)
@@ -102,7 +102,7 @@ class Contents:
         meter: Meter,
         limits: Limits,
     ) -> None:
-        """Nothing is compared yet; options as `diff.diff`.
+        """Start with nothing compared; options as in `diff.diff`.
 
         `rounded`: a wider tensor is compared as the narrower type of the other has it.
 
@@ -232,7 +232,7 @@ class Renames:
         self._groups = [group for group in groups.values() if all(group)]
 
     def expected(self) -> int:
-        """Bytes that `found` may read: for checksums, and to confirm what they say."""
+        """Count the bytes that `found` may read: for checksums, and to confirm them."""
         if self._stated_only:
             return 0
         total = 0

@@ -117,12 +117,12 @@ def _key(key: Any) -> Any:
 
 
 def is_set(node: Any) -> bool:
-    """Whether it is a set: its items have no order, so they are no entries of their own."""
+    """Return whether it is a set: its items have no order, so they are no entries of their own."""
     return isinstance(node, Opaque) and node.class_name in _SETS
 
 
 def same_container(a: Any, b: Any) -> bool:
-    """Whether two containers are of one kind: what order a dict keeps is no matter."""
+    """Return whether two containers are of one kind: what order a dict keeps is no matter."""
     return any(isinstance(a, kind) and isinstance(b, kind) for kind in (dict, list, tuple))
 
 

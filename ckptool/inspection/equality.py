@@ -76,14 +76,14 @@ def type_name(node: Any) -> str:
 
 
 def _same_plain(a: Any, b: Any) -> bool:
-    """Whether two values of one type are equal; NaN is equal to NaN."""
+    """Return whether two values of one type are equal; NaN is equal to NaN."""
     if isinstance(a, complex):
         return _same_plain(a.real, b.real) and _same_plain(a.imag, b.imag)
     return bool(a == b or (a != a and b != b))
 
 
 def is_made_of_parts(tensor: TensorRef) -> bool:
-    """Whether it is more than its header and its elements."""
+    """Return whether it is more than its header and its elements."""
     return tensor.kind not in _NO_PARTS or any(map(_tells, tensor.wrapping))
 
 
@@ -114,7 +114,7 @@ def first_difference(
     listed: Container[int] = frozenset(),
     limits: Limits = DEFAULT_LIMITS,
 ) -> Unlike | None:
-    """Where two things first differ, and how; None: nowhere.
+    """Return where two things first differ, and how; None: nowhere.
 
     Args:
         a: Values, containers, objects, tensors that are made of parts.
@@ -331,7 +331,7 @@ def _parts(tensor: TensorRef) -> dict[Any, Any]:
 
 
 def _entries(parts: dict[Any, Any]) -> int | None:
-    """How many entries, or blocks, a sparse tensor of these parts has; None for others."""
+    """Return how many entries, or blocks, a sparse tensor of these parts has; None for others."""
     values = parts.get("values")
     sparse = {"indices", "plain_indices"} & parts.keys()
     return values.shape[0] if sparse and isinstance(values, TensorRef) and values.shape else None
@@ -370,7 +370,7 @@ def _steps(node: Opaque, held: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _is_member(item: Any) -> bool:
-    """Whether an item of a set is a plain value, or a tuple of such."""
+    """Return whether an item of a set is a plain value, or a tuple of such."""
     return isinstance(item, _PLAIN) or (
         isinstance(item, tuple) and all(isinstance(part, _PLAIN) for part in item)
     )

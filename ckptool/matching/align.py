@@ -125,7 +125,7 @@ class Alignment:
 
 
 def is_average_counter(name: str) -> bool:
-    """Whether it is called as the counter of `AveragedModel`, which stands beside its wrapper."""
+    """Return whether a name is that of `AveragedModel`'s counter, which is beside the wrapper."""
     return name == N_AVERAGED or name.endswith(f".{N_AVERAGED}")
 
 
@@ -443,7 +443,7 @@ def _with_prefix(found: Alignment, way: _Way) -> Alignment:
 
 
 def _is_elsewhere(prefix: Prefix, way: _Way) -> bool:
-    """Whether the side without the prefix has most of the same names below a path as well."""
+    """Return whether the side without the prefix has most of the names below a path as well."""
     text, is_off = prefix.text, prefix.is_off
     longer, shorter = (way.own, way.wanted) if is_off else (way.wanted, way.own)
     rests = {name[len(text) :]: full for name, full in longer.items() if name.startswith(text)}

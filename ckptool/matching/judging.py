@@ -127,7 +127,7 @@ class Allowance:
             raise UsageError(f"min_coverage is a share from 0 to 1, and not {least!r}")
 
     def takes_cast(self, *names: str) -> bool:
-        """Whether numbers of what is called so may change with their type."""
+        """Return whether numbers of what is called so may change with their type."""
         takes = _taker(self.lossy_cast or False)
         return any(map(takes, names))
 
@@ -165,11 +165,11 @@ class Allowance:
         return [one for one in lossy if not self.takes_cast(one.name, one.own)]
 
     def is_nothing(self, report: MatchReport) -> bool:
-        """Whether there is nothing to load, and something has to be."""
+        """Return whether there is nothing to load, and something has to be."""
         return self.min_coverage != 0 and _fits_nowhere(report)
 
     def is_short(self, report: MatchReport) -> bool:
-        """Whether there is something to load, and more of it has to be."""
+        """Return whether there is something to load, and more of it has to be."""
         least = self.min_coverage
         return least is not None and report.coverage < least and not _fits_nowhere(report)
 
@@ -181,7 +181,7 @@ def _refused(names: Iterable[str], allowed: Allowed, *, otherwise: bool = False)
 
 
 def _counts(one: Mismatch, allowed: Allowed) -> bool:
-    """Whether a tensor is not allowed by either of its names."""
+    """Return whether a tensor is not allowed by either of its names."""
     takes = _taker(allowed or False)
     return not (takes(one.name) or takes(one.own))
 
@@ -210,7 +210,7 @@ def _is_share(value: object) -> bool:
 
 
 def _fits_nowhere(report: MatchReport) -> bool:
-    """Whether nothing is met, or none of what the model has to be loaded for."""
+    """Return whether nothing is met, or none of what the model has to be loaded for."""
     if report.undecided:
         return False
     if report.names and not report.fitting:

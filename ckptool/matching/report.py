@@ -310,7 +310,7 @@ class Counts(TypedDict):
 
 
 def counted(want: Mapping[str, Slot], met: Collection[str], kept: Collection[str]) -> Counts:
-    """How much of a model is loaded: of its parameters, where it is known which these are.
+    """Return how much of a model is loaded: of its parameters, where it is known which these are.
 
     `met` are the names that are loaded, `kept` those that are not asked for.
     """

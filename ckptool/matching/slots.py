@@ -43,7 +43,7 @@ Slots = dict[str, Slot]
 
 
 def fits(found: Slot, wanted: Slot) -> bool:
-    """Whether torch puts what is found where the other is wanted.
+    """Return whether torch puts what is found where the other is wanted.
 
     Into a tensor it copies one of its shape, and [1] into a scalar, as torch 0.3 saved those
     (`Module._load_from_state_dict`). What is no tensor goes where none is wanted, or where nothing
@@ -97,7 +97,7 @@ _COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float
 
 @lru_cache(maxsize=256)
 def holds(wide: str, narrow: str) -> bool:
-    """Whether a cast from `narrow` to `wide` changes no number; no for types not known of."""
+    """Return whether a cast from `narrow` to `wide` changes no number; False for unknown types."""
     if wide == narrow:
         return True
     # Imported here: of most files no type changes.

@@ -117,7 +117,7 @@ def _worst(found: Sequence[Difference]) -> Difference | None:
 
 
 def folded(names: Iterable[tuple[str, Hashable]], *, fold: bool) -> list[Family]:
-    """As `families`, or without `fold` each name by itself."""
+    """Return `families`, or without `fold` each name by itself."""
     if fold:
         return families(names)
     return [Family(name, (name,), (number,)) for number, (name, _) in enumerate(names)]
@@ -491,7 +491,7 @@ def _modules(diff: Diff, look: Look, fold: bool) -> Iterator[str]:
 
 
 def _by_module(diff: Diff) -> dict[str, Counter[str]]:
-    """How many entries of each mark, by the name without its last part."""
+    """Return how many entries of each mark, by the name without its last part."""
     marks = {status: mark for mark, statuses in _MARKS.items() for status in statuses}
     modules: dict[str, Counter[str]] = {}
     for status, *names in _differing(diff):

@@ -105,7 +105,7 @@ def format_text(info: Info) -> str:
 
 
 def size_text(info: Info) -> str:
-    """Bytes on disk, and what they are."""
+    """Return the bytes on disk and in storages, in words."""
     text = f"{size(info.size)} on disk, {size(info.storage_bytes)} in storages"
     unreached = info.storage_bytes - info.reachable_bytes
     if unreached > 0:

@@ -184,7 +184,7 @@ def _totals(node: TreeNode, *, brief: bool = False) -> str:
 
 
 def shown_lines(shown: Shown, look: Look) -> Iterator[str]:
-    """One value, tensor, object or container."""
+    """Yield the lines of one value, tensor, object or container."""
     if look.fmt:
         yield from _as_table(shown, look)
         return

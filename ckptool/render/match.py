@@ -107,7 +107,7 @@ def _notes(
 
 
 def _is_plain(report: MatchReport) -> bool:
-    """Whether all of it fits as it is."""
+    """Return whether all of it fits as it is."""
     beside = (
         report.renamed,
         report.layouts,
@@ -202,7 +202,7 @@ def _cut(rows: Iterable[_Row]) -> Iterator[_Row]:
 
 
 def _named(status: str, found: Iterable[tuple[str, str]], fold: bool) -> list[_Row]:
-    """Names with what is said of each; those of which the same is said are folded."""
+    """Yield names with their remarks; names with the same remark are folded."""
     rows = list(found)
     return [
         _Row(_label(one.label), status, clean(rows[one.numbers[0]][1]))
@@ -232,7 +232,7 @@ def _tied(status: str, groups: Sequence[tuple[str, ...]], fold: bool) -> list[_R
 
 
 def _cast(found: Sequence[Cast], fold: bool) -> list[_Row]:
-    """Of casts that say no more than the types a row for each pair of those."""
+    """Yield a row for each pair of types whose casts say nothing more."""
     if not fold:
         return [_Row(_label(one.name), "CAST", _change(one)) for one in found]
     kinds: dict[str, list[Cast]] = {}
@@ -265,7 +265,7 @@ def _renamed(renaming: Renaming, fold: bool, status: str = "RENAMED") -> list[_R
 
 
 def _alike(found: Sequence[tuple[str, Sequence[str]]], fold: bool) -> list[tuple[int, ...]]:
-    """Which of the names are one row: those whose numbers change in step with all the others'."""
+    """Group the names of one row: their numbers change in step."""
     names = [(name, _in_step(name, others)) for name, others in found]
     return [one.numbers for one in folded(names, fold=fold)]
 

@@ -38,7 +38,7 @@ def receipt_lines(receipt: Receipt) -> Iterator[str]:
 
 
 def _few(lines: Iterable[str]) -> Iterator[str]:
-    """Lines of one kind: as many as a screen has, then how many there are besides."""
+    """Yield lines of one kind: as many as a screen has, then the number of the rest."""
     every = list(lines)
     yield from map(clean, every[:SCREEN])
     if len(every) > SCREEN:

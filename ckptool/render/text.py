@@ -82,12 +82,12 @@ def _ansi(character: str) -> str:
 
 
 def _is_byte(character: str) -> bool:
-    """Whether it stands for a byte that is no UTF-8 (`os.fsdecode`)."""
+    """Return whether it stands for a byte that is no UTF-8 (`os.fsdecode`)."""
     return "\udc80" <= character <= "\udcff"
 
 
 def size(nbytes: int) -> str:
-    """Bytes as people read them: `512 B`, `1.5 KiB`, `4.7 GiB`."""
+    """Return bytes as people read them: `512 B`, `1.5 KiB`, `4.7 GiB`."""
     if nbytes < 1024:
         return f"{nbytes} B"
     number = float(nbytes)
@@ -235,7 +235,7 @@ def look_of(stream: TextIO) -> Look:
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """How many columns a terminal has, or COLUMNS says that it has; None where nobody knows."""
+    """Return the columns of a terminal, by COLUMNS or the system; None if neither tells."""
     stated = os.environ.get("COLUMNS", "")
     if stated.isdecimal() and int(stated) > 0:
         return int(stated)

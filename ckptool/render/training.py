@@ -51,7 +51,7 @@ def heading(look: Look) -> str:
 
 
 def epoch_line(epoch: EpochEnded) -> str:
-    """One epoch, below `heading`."""
+    """Return the line of one epoch, below `heading`."""
     validated = "" if epoch.val_loss is None else f"{epoch.val_loss:.6g}"
     return _aligned(
         [
@@ -82,20 +82,20 @@ def started_line(started: Started) -> str:
 
 
 def resumed_line(resumed: Resumed) -> str:
-    """Where the run goes on from, and what that lacks."""
+    """Return where the run goes on from, and what that lacks."""
     costs = [f"{name} ({_WITHOUT[name]})" for name in resumed.without]
     lacks = f", without {', '.join(costs)}" if costs else ""
     return f"goes on from {clean(resumed.path)}, step {count(resumed.step)}{lacks}"
 
 
 def progress_text(step: Stepped, total: int, epochs: int, left: float | None) -> str:
-    """Behind the bar: where the run is, and the seconds `left`, once that can be told."""
+    """Return the text behind the bar: the epoch, the step, and the seconds `left` if known."""
     place = f"epoch {step.epoch} of {epochs}, step {count(step.step)} of {count(total)}"
     return f"{place}, loss {step.loss:.4g}" + ("" if left is None else f", {_duration(left)} left")
 
 
 def validating_text(event: Validating) -> str:
-    """Behind the bar, while an epoch is validated."""
+    """Return the text behind the bar while an epoch is validated."""
     return f"validation, sample {count(event.done)} of {count(event.samples)}"
 
 
@@ -131,7 +131,7 @@ def end_lines(saved: Sequence[Saved], *, is_read: bool) -> Iterator[str]:
 
 
 def trained_line(step: int, epoch: int, best: float) -> str:
-    """How a run ended that came to its end."""
+    """Return how a run ended that came to its end."""
     reached = f" The lowest loss of an epoch is {best:.6g}." if isfinite(best) else ""
     return f"Trained to step {count(step)}, {counted(epoch, 'epoch')}.{reached}"
 
@@ -142,7 +142,7 @@ def stopped_line(step: int, path: str) -> str:
 
 
 def gpus_line(physical: Mapping[str, str]) -> str:
-    """Which device of the program is which GPU of the machine."""
+    """Return the line that maps the devices of the program to the GPUs of the machine."""
     return ", ".join(f"{name} is GPU {number}" for name, number in physical.items())
 
 

@@ -40,7 +40,7 @@ def _problems(problems: Sequence[Problem], look: Look) -> Iterator[str]:
 
 
 def _facts(verdict: Verdict) -> Iterator[str]:
-    """How much was looked at, and how."""
+    """Return how much was looked at, and how."""
     if verdict.shards:
         yield counted(verdict.shards, "shard")
     if verdict.records:

@@ -50,7 +50,7 @@ _ALLOWED = frozenset(
 
 
 def blocking(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the qualified names that the safe unpickler refuses, in order, once each."""
+    """Return the qualified names that the safe unpickler refuses, in order, once each."""
     return tuple(dict.fromkeys(name for name in names if not _allowed(name)))
 
 

@@ -27,7 +27,7 @@ _LONG_ARGUMENTS = {ord("B"): 4, ord("X"): 4, 0x8B: 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
 
 
 def frames_fit(pickle: bytes, end: int) -> bool:
-    """Whether the frames of a pickle of `end` bytes are where a pickler puts them."""
+    """Return whether the frames of a pickle of `end` bytes are where a pickler puts them."""
     position, few = _PROTO_BYTES, True
     while position < end:
         if pickle[position] == _FRAME:
@@ -43,7 +43,7 @@ def frames_fit(pickle: bytes, end: int) -> bool:
 
 
 def _behind_long_argument(pickle: bytes, position: int, end: int, few: bool) -> int | None:
-    """Where an opcode with a long argument ends; `few`: some bytes may stand before it."""
+    """Return where an opcode with a long argument ends; `few`: some bytes may stand before it."""
     for start in range(position, min(position + (_LEAST if few else 1), end)):
         digits = _LONG_ARGUMENTS.get(pickle[start])
         if digits is None:

@@ -68,7 +68,7 @@ class StoragePid(NamedTuple):
 
 
 def is_storage_pid(pid: Any) -> bool:
-    """Whether a persistent id is one of a storage."""
+    """Return whether a persistent id is one of a storage."""
     return isinstance(pid, tuple) and len(pid) > 0 and pid[0] == "storage"
 
 
@@ -290,7 +290,7 @@ def _nested(machine: Machine, args: Any) -> TensorRef:
 
 
 def _nested_shape(sizes: TensorRef) -> tuple[int | None, ...]:
-    """One size where all components agree, else None; `sizes` is int64 (components, dimensions)."""
+    """Return the sizes of all components, None where they differ; `sizes` is (components, dims)."""
     if len(sizes.shape) != 2:
         return (sizes.shape[0] if sizes.shape else 0,)
     count, dimensions = sizes.shape[0] or 0, sizes.shape[1] or 0

@@ -43,7 +43,7 @@ class Factors:
         return (up[0], *down[1:]) if same and all(size == 1 for size in up[2:]) else None
 
     def turned(self, shape: Sequence[int | None]) -> bool | None:
-        """Whether the product is turned in a weight of that shape; None: a square one."""
+        """Return whether the product is turned in a weight of that shape; None: a square one."""
         fits = self.shape
         return (
             None if len(shape) == 2 and fits == (*shape[::-1],) == (*shape,) else (*shape,) != fits
@@ -54,7 +54,7 @@ class Merger:
     """Makes storages of merged weights; the last one computed is kept while it is read."""
 
     def __init__(self) -> None:
-        """Nothing is computed yet."""
+        """Start with nothing computed."""
         self._last: tuple[object, memoryview] | None = None
         self._lock = Lock()
 

@@ -658,7 +658,7 @@ def _with_layers(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
 
 
 def is_one_part(ref: TensorRef) -> bool:
-    """Whether only its class makes a tensor of the parts that this file has."""
+    """Return whether only its class makes a tensor of the parts that this file has."""
     return ref.kind == "subclass" and ref.storage is None and ref.whole is None
 
 

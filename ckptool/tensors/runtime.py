@@ -105,7 +105,7 @@ def wanted_dtype(dtype: torch.dtype | str | None) -> str | None:
 
 
 def called(name: str) -> str:
-    """How a message calls a tensor, which may stand alone."""
+    """Return how a message calls a tensor, which may stand alone."""
     return f"tensor {printable(name)!r}" if name else "the tensor"
 
 

@@ -22,7 +22,7 @@ __all__ = [
 @dataclass(frozen=True)
 class _Event:
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the event as plain data."""
         return asdict(self)
 
 
@@ -97,7 +97,7 @@ class EpochEnded(_Event):
     samples_per_s: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, which JSON can hold."""
+        """Return the event as plain data, which JSON can hold."""
         told = super().to_dict()
         return {name: one if math.isfinite(one or 0) else None for name, one in told.items()}
 

@@ -22,7 +22,7 @@ class Metrics:
     """The figures of a run, in `folder/metrics.jsonl`; only rank 0 writes them."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Nothing is written yet."""
+        """Start with nothing written."""
         self._path = Path(folder) / "metrics.jsonl"
 
     @property
@@ -45,7 +45,7 @@ class Metrics:
             output.write(kept)
 
     def _lines(self) -> Iterator[tuple[str, int]]:
-        """Those that are whole, with their epochs: a kill may leave half of the last one."""
+        """Yield the whole lines with their epochs: a kill may leave half of the last one."""
         if not self._path.is_file():
             return
         with worded(str(self._path)):

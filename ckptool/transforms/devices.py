@@ -86,7 +86,7 @@ def _nearest_device(word: str) -> str | None:
 
 
 def device_tags(root: Any) -> Counter[str]:
-    """Every device tag below `root` with how many tensors, storages and values have it."""
+    """Count the tensors, storages and values of every device tag below `root`."""
     return Counter(tag for node in everything(root) for tag in _tags_of(node))
 
 

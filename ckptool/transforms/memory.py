@@ -164,7 +164,7 @@ class _Relocation:
 
 
 def _shareable(node: Any) -> int | None:
-    """Which storage a plain strided tensor lies in; None for anything else."""
+    """Return the storage of a plain strided tensor; None for any other node."""
     torch = _torch()
     if torch is None or type(node) not in (torch.Tensor, torch.nn.Parameter):
         return None

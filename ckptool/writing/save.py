@@ -380,7 +380,7 @@ def _reformatted(checkpoint: Checkpoint, plan: Plan) -> Iterator[Change]:
 
 
 def _computes(checkpoint: Checkpoint) -> bool:
-    """Whether a tensor's bytes are in no file."""
+    """Return whether a tensor's bytes are in no file."""
     return any(
         tensor.storage is not None
         and tensor.storage.data is not None
@@ -437,7 +437,7 @@ def _refuse_left_out(checkpoint: Checkpoint, plan: Plan, *, strict: bool) -> Non
 
 
 def _refuse_loss(checkpoint: Checkpoint, plan: Plan) -> None:
-    """In place there is no other copy: nothing may go without being asked for."""
+    """Refuse a change in place that loses something unasked: there is no other copy."""
     lost = "; ".join(plan.left_out)
     if plan.format != checkpoint.format:
         lost = f"it would become a {plan.format}" + (f", without {lost}" if lost else "")
@@ -450,7 +450,7 @@ def _refuse_loss(checkpoint: Checkpoint, plan: Plan) -> None:
 
 
 def _names_a_source(path: str | os.PathLike[str], sources: Sequence[Source]) -> bool:
-    """Whether the target is a source, or has the name of one that is no longer there."""
+    """Return whether the target is a source, or has the name of one that is no longer there."""
     names = {os.path.realpath(source.name) for source in sources}
     return is_a_source(path, sources) or os.path.realpath(path) in names
 

@@ -37,7 +37,7 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size in words: `5GB` is decimal, as Hugging Face has it, `5GiB` binary.
+    """Return the bytes of a size in words: `5GB` is decimal, as in Hugging Face, `5GiB` binary.
 
     Raises:
         UsageError: it is none, or less than a byte.

@@ -113,7 +113,7 @@ def in_folder(path: str | os.PathLike[str], format: str | None = None) -> str:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a target is a folder: it is there, or its name ends so."""
+    """Return whether a target is a folder: it is there, or its name ends so."""
     name = os.fspath(path)
     return name.endswith(os.sep) or os.path.isdir(name)
 
@@ -259,7 +259,7 @@ def check_still_there(path: str | os.PathLike[str], sources: Iterable[Source]) -
 
 
 def is_a_source(path: str | os.PathLike[str], sources: Iterable[Source]) -> bool:
-    """Whether the target, links resolved, is one of the files that will be read."""
+    """Return whether the target, links resolved, is one of the files that will be read."""
     if is_address(path):
         return os.fspath(path) in {source.name for source in sources}
     try:

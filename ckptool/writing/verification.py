@@ -234,7 +234,7 @@ def _compare(runs: list[_Run], streamed: Mapping[int, Streamed], progress: Progr
 def _verdicts(
     runs: list[_Run], streamed: Mapping[int, Streamed], pool: Executor
 ) -> Iterator[tuple[_Run, bool]]:
-    """Whether each run is right; large ones of a known checksum first.
+    """Return whether each run is right; large ones of a known checksum first.
 
     The threads read the new file alone. What should be there may be inflated or computed, two runs
     of one source, which keeps a place in it: only this thread asks for that.
@@ -268,7 +268,7 @@ def _checksum(run: _Run, streamed: Mapping[int, Streamed]) -> int | None:
 
 
 def _has_checksum(run: _Run, wanted: int, found: int) -> bool:
-    """Whether the CRC-32 `found` in the new file says that it is right."""
+    """Return whether the CRC-32 `found` in the new file says that it is right."""
     if run.crc32 is None:
         return found == wanted and run.sample is not None and _ends_match(run, run.sample)
     if found != wanted:
@@ -277,7 +277,7 @@ def _has_checksum(run: _Run, wanted: int, found: int) -> bool:
 
 
 def _is_equal(run: _Run) -> bool:
-    """Whether it is right byte by byte."""
+    """Return whether it is right byte by byte."""
     if run.sample is not None and run.found.length <= _SAMPLE:
         return run.found.read() == run.sample(0, run.found.length)
     position = 0
@@ -311,14 +311,14 @@ def _crc32(blocks: Iterable[bytes]) -> int:
 
 
 def _ends_match(run: _Run, sample: Callable[[int, int], bytes]) -> bool:
-    """Whether both ends are those of the right tensor: a checksum alone is of what was streamed."""
+    """Return whether both ends are those of the right tensor, which a checksum cannot tell."""
     length = min(_SAMPLE, run.found.length)
     starts = (0, run.found.length - length)
     return all(run.found.read(start, length) == sample(start, length) for start in starts)
 
 
 def _storage_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
-    """Every storage, of two trees that are pickled alike."""
+    """Yield every storage of two trees that are pickled alike."""
     legacy = format_of(found.format).legacy
     want, have = (encode(one.root, legacy=legacy) for one in (expected, found))
     if want.data != have.data or len(want.storages) != len(have.storages):
@@ -348,7 +348,7 @@ def _data(storage: Storage, name: str) -> ByteRange:
 
 
 def _tensor_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
-    """Every tensor of a flat state dict, by name."""
+    """Yield every tensor of a flat state dict, by name."""
     want, have = (
         {path[-1]: tensor for path, tensor in one.tensors() if len(path) == 1}
         for one in (expected, found)

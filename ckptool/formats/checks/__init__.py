@@ -71,7 +71,7 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
 
 
 def _total_size(checkpoint: Checkpoint, probe: Probe) -> Iterator[Problem]:
-    """Whether the index states a size that no writer counts."""
+    """Return whether the index states a size that no writer counts."""
     index = probe.ask(open_index)
     if index is not None and isinstance(checkpoint.root, OrderedMap):
         for text in total_size_notes(index, checkpoint.root):

@@ -74,7 +74,7 @@ def pickle_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def frame_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Whether a frame of a pickle states another length than it has."""
+    """Return whether a frame of a pickle states another length than it has."""
     if not checkpoint.details.framed:
         text = (
             "a frame of its pickle does not end where it says: pickle reads beyond its end, or "
@@ -109,7 +109,7 @@ def _oddities(node: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_array_state(state: Any) -> bool:
-    """Of a `numpy.ndarray`: version, shape, dtype, order and content."""
+    """Return whether it is a `numpy.ndarray`'s state: version, shape, dtype, order, content."""
     match state:
         case (1, tuple(), dtype, bool() | int(), _):
             return _is_dtype(dtype)
@@ -117,7 +117,7 @@ def _is_array_state(state: Any) -> bool:
 
 
 def _is_array(classes: Sequence[Any]) -> bool:
-    """Whether it can be a class of arrays: numpy's own, or one derived from it elsewhere."""
+    """Return whether it can be a class of arrays: numpy's own, or one derived from it elsewhere."""
     return all(
         isinstance(one, Global)
         and (one.module.startswith("numpy.") or (one.module == "numpy") is (one.name in _ARRAYS))
@@ -126,14 +126,14 @@ def _is_array(classes: Sequence[Any]) -> bool:
 
 
 def _is_dtype(node: Any) -> bool:
-    """Whether it is an element type of numpy's, by its old class or one of the new ones."""
+    """Return whether it is an element type of numpy's, by its old class or one of the new ones."""
     if not isinstance(node, Opaque):
         return False
     return node.class_name == "numpy.dtype" or node.class_name.startswith("numpy.dtypes.")
 
 
 def _is_dtype_made(args: tuple[Any, ...], state: Any) -> bool:
-    """Of a `numpy.dtype`: a code and two flags, and as many items as the version has."""
+    """Return whether it makes a `numpy.dtype`: a code, two flags, and the items of the version."""
     match args, state:
         case (str(), bool() | int(), bool() | int()), (int() as version, *items):
             return len(items) == version + 4
@@ -177,7 +177,7 @@ def _machine_faults(data: ByteRange, limits: Limits) -> Iterator[Problem]:
 
 
 def _is_machine(facts: Any) -> bool:
-    """Whether it is what torch writes there, as far as it is there."""
+    """Return whether it is what torch writes there, as far as it is there."""
     if not isinstance(facts, dict) or not facts.keys() <= {
         "protocol_version", "little_endian", "type_sizes",
     }:  # fmt: skip
@@ -211,7 +211,7 @@ def _behind(data: ByteRange, end: int, limits: Limits, magic: int) -> Findings:
 
 
 def _following(data: ByteRange, position: int, limits: Limits, magic: int) -> int:
-    """Where the object ends that begins at `position`.
+    """Return where the object ends that begins at `position`.
 
     Raises:
         CheckpointError: none does.
@@ -324,7 +324,7 @@ def torch_zip_findings(archive: Archive, contents: Contents, *, unzipped: bool) 
 
 
 def _behind_pickle(archive: Archive, contents: Contents) -> Iterator[Problem]:
-    """Bytes of the record of the pickle that are behind its STOP."""
+    """Return the bytes of the pickle's record that are behind its STOP."""
     record = contents.storages.find(PICKLE)
     rest = 0 if record is None else record.data.length - contents.unpickled.end
     if record is not None and rest:
@@ -355,7 +355,7 @@ def _compressed(contents: Contents) -> Iterator[Problem]:
 
 
 def _misplaced(archive: Archive, contents: Contents) -> Iterator[Problem]:
-    """Where `.format_version` makes torch compute offsets that are not those of the records."""
+    """Find where `.format_version` makes torch compute other offsets than those of the records."""
     is_far = any(source.is_far for source in archive.sources)  # no local header has been read
     if contents.facts.get(".format_version", "") < "1" or is_far:
         return

@@ -178,7 +178,7 @@ _SUMS = ("CRC-32", "packed size", "size")
 
 
 def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Problem, ...]:
-    """Every contradiction between the headers of a zip; none where its end cannot be found.
+    """Yield every contradiction between the headers of a zip; none if its end is not found.
 
     What the reader refuses is told by opening the file, and not looked for here. `refused`: only
     some records of a kind that is not read, which may be so by damage alone.
@@ -207,7 +207,7 @@ def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Problem,
 
 
 def _is_torchs(entries: Sequence[Central], headers: Sequence[Local | None]) -> bool:
-    """Whether most records are as torch's writer leaves them: then all should be."""
+    """Return whether most records are as torch's writer leaves them: then all should be."""
     plain = sum(
         entry.made_by == 0 and local is not None and _is_padded(local)
         for entry, local in zip(entries, headers, strict=True)
@@ -279,12 +279,12 @@ def _extra_faults(local: Local) -> Iterator[str]:
 
 
 def _is_damaged(padding: bytes) -> bool:
-    """Whether it is neither torch's padding nor zeros, which others put there."""
+    """Return whether it is neither torch's padding nor zeros, which others put there."""
     return bool(padding.strip(b"Z") and padding.strip(b"\0"))
 
 
 def _is_described(data: ByteRange, entry: Central, local: Local) -> bool:
-    """Whether a data descriptor of any form follows the bytes, and says what the directory says."""
+    """Return whether a data descriptor follows the bytes and agrees with the directory."""
     start = local.payload + entry.packed
     longest = _DESCRIPTORS[1][0].size + 4
     try:
@@ -300,7 +300,7 @@ def _is_described(data: ByteRange, entry: Central, local: Local) -> bool:
 
 
 def _torchs_faults(entry: Central, local: Local) -> Iterator[str]:
-    """Where a record is not as torch's writer leaves every one (formats of miniz 3.0.2)."""
+    """Return where a record is not as torch's writer leaves every one (formats of miniz 3.0.2)."""
     wanted = {STORED: 0, DEFLATED: 20}.get(entry.shared.method)
     stated = {
         "version made by": entry.made_by,

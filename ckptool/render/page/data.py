@@ -159,7 +159,7 @@ def diff_columns(report: Report) -> dict[str, Any]:
 
 
 def change_rows(report: Report) -> Iterator[ChangeRow]:
-    """Every change: those of tensors in the order of the diff, then those of values."""
+    """Return every change: tensors in the order of the diff, then values."""
     diff = report.diff
     if diff is None:
         return
@@ -177,7 +177,7 @@ def change_rows(report: Report) -> Iterator[ChangeRow]:
 
 
 def _respects(row: Changed) -> str:
-    """In which respects it differs, with what was and what is."""
+    """Return in which respects an entry differs, with the old and the new."""
     a, b = row.a, row.b
     sides: dict[str, tuple[Any, Any]] = {
         "type": (a.type, b.type),

@@ -139,7 +139,7 @@ def _cell(content: str) -> str:
 
 
 def _listed(texts: Iterable[str]) -> str:
-    """Lines of text of the file; of many the first ones, and how many more there are."""
+    """Return lines of the file's text: the first ones, then the number of the rest."""
     every = list(texts)
     shown = [words(shorten(text, _LONGEST)) for text in every[:_MOST_LISTED]]
     if len(every) > _MOST_LISTED:
@@ -185,7 +185,7 @@ def notes(report: Report) -> str:
 
 
 def changes_at_a_glance(diff: Diff) -> str:
-    """How many tensors and values differ, and in what way."""
+    """Return how many tensors and values differ, and in what way."""
     values = "; values were not compared" if diff.structure else ""
     if diff.identical:
         where = "the headers of " if diff.structure else ""
@@ -300,7 +300,7 @@ def _summary(report: Report) -> str:
 
 
 def _policy() -> str:
-    """Nothing but the style and the script of this page, by their hashes."""
+    """Return the policy that allows this page's style and script alone, by their hashes."""
     allowed = {
         "default-src": "'none'",
         "style-src": _hash(_asset("page.css")),
