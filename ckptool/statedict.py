@@ -214,7 +214,8 @@ def _is_of_a_parameter(node: Any) -> bool:
     """Return whether it is what an optimizer keeps of one parameter."""
     if not isinstance(node, dict):
         return False
-    return node.keys() <= _OF_A_PARAMETER and not node.keys().isdisjoint(_USUAL)
+    is_usual = node.keys() <= _OF_A_PARAMETER and not node.keys().isdisjoint(_USUAL)
+    return is_usual or node.keys() == {"step", "sum"}  # Adagrad
 
 
 def _is_scheduler(mapping: dict[Any, Any]) -> bool:

@@ -364,6 +364,20 @@ def test_an_optimizer_is_loaded_from_the_folder(folder, tmp_path):
     assert fresh.param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW, torch.optim.RMSprop])
+def test_state_by_names_beside_no_groups_follows_a_change_of_names(kind, tmp_path):
+    model = torch.nn.DataParallel(torch.nn.Linear(2, 2))
+    optimizer = kind(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    of = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    dcp.save({"model": model.state_dict(), "optimizer": of}, checkpoint_id=tmp_path, no_dist=True)
+    with ckptool.open(tmp_path) as checkpoint:
+        tree = checkpoint.strip_module().root
+    assert list(tree["optimizer"]) == list(tree["model"]) == ["weight", "bias"]
+    assert list(tree["optimizer"]["bias"]) == list(of["module.bias"])
+
+
 def test_a_flattened_optimizer_is_no_model(tmp_path):
     state = {"w.weight": torch.ones(2, 2), "optimizer": {"state.w.exp_avg": torch.ones(2, 2)}}
     state["optimizer"]["param_groups.w.lr"] = 0.1
