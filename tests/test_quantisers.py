@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ckptool.inspection.info import info
 from safetensors.torch import load_file
 
 import ckptool
 from ckptool.errors import CheckpointError, NotRepresentable
 from ckptool.formats import open_checkpoint
+from ckptool.inspection.info import info
 from ckptool.inspection.listing import list_tensors
 from ckptool.quantisers import quantised
 from ckptool.transforms import average

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ckptool.inspection.info import info
 
 from ckptool.cli import main
 from ckptool.diagnosis import doctor
 from ckptool.formats import open_checkpoint
+from ckptool.inspection.info import info
 from ckptool.statedict import MODEL_KINDS
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ckptool.inspection.info import info
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -28,6 +27,7 @@ from ckptool.diagnosis.complaint import Patient
 from ckptool.diagnosis.models import objects
 from ckptool.diagnosis.plan import Planner
 from ckptool.formats import open_checkpoint
+from ckptool.inspection.info import info
 from ckptool.inspection.obstacles import calls
 from ckptool.model import Global, Opaque
 from tests.diagnosis.faults import CPU, MENDED, Net, Options, healthy
