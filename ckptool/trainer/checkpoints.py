@@ -395,7 +395,7 @@ class Checkpoints:
             "epoch": progress.epoch,
             "step": progress.step,
             **self._strategy.tuning.state(),
-            "rng": self._strategy.world.gather(random_state()),
+            "rng": self._ranks.all(random_state())[: self._strategy.world.size],
             "sampler": {**asdict(self._batches), "position": progress.position},
             "progress": progress.to_dict(),
             **self._belongings,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TIMEOUT",
-    "Processes",
+    "World",
     "connected",
     "end_if_connected",
     "local_rank",
@@ -46,13 +46,14 @@ that has just taken part in the last exchange may wait for that lock to free a t
 
 
 class World:
-    """A process that is alone; `Processes`, those of `torch.distributed`, inherit from it.
+    """The processes of the default group, or this one alone; all make the same calls in order."""
 
-    All processes make the same calls in the same order.
-    """
-
-    rank: int = 0
-    size: int = 1
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Use the default group, with sums on `device`, this process's own; None: be alone."""
+        self._device = device
+        self.rank, self.size = 0, 1
+        if device is not None:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     @property
     def is_first(self) -> bool:
@@ -61,32 +62,11 @@ class World:
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Return each value summed over the processes, as float64, the same in all of them."""
-        return [float(value) for value in values]
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the plain values of all processes, by rank."""
-        return [value]
-
-
-class Processes(World):
-    """Those of the default process group."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Use the default group; sums are computed on `device`, this process's own."""
-        self._device = device
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    def sums(self, values: Sequence[float]) -> list[float]:
-        """Return each value summed over the processes, as float64, the same in all of them."""
+        if self._device is None:
+            return [float(value) for value in values]
         total = torch.tensor(list(values), dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
         return [float(value) for value in total.tolist()]
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the plain values of all processes, by rank."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
 
 
 def ranks(undone: str, error: type[CheckpointError]) -> Ranks:
@@ -119,7 +99,7 @@ def require_launcher() -> None:
 
 
 @contextmanager
-def connected(device: torch.device) -> Iterator[Processes]:
+def connected(device: torch.device) -> Iterator[World]:
     """Connect the processes, over NCCL for GPUs and gloo for everything else, until the end.
 
     Where they are connected already, as in a script that trains several times, they stay so.
@@ -129,7 +109,7 @@ def connected(device: torch.device) -> Iterator[Processes]:
         PeerLost: one of them has gone while this one waited for it.
     """
     if dist.is_initialized():
-        yield Processes(device)
+        yield World(device)
         return
     require_launcher()
     if device.type == "cuda":
@@ -144,7 +124,7 @@ def connected(device: torch.device) -> Iterator[Processes]:
     except (RuntimeError, ValueError) as error:
         raise _not_reached(error) from error
     try:
-        yield Processes(device)
+        yield World(device)
     except (RuntimeError, CheckpointError) as error:
         if _tells_of_loss(error):
             raise PeerLost("another process of this run has gone, which ends this one") from error
