@@ -77,28 +77,23 @@ def device_of(word: str, *, local_rank: int = 0) -> torch.device:
     except RuntimeError as error:
         raise TrainingError(f"{word!r} is no device: cpu, cuda, cuda:1 or mps") from error
     if device.type == "meta":
-        raise TrainingError(
-            "'meta' has no memory to train in", hint="--device cpu works everywhere"
-        )
+        raise _refused("'meta' has no memory to train in")
     if device.type == "xla":
         raise TrainingError("xla has a strategy of its own", hint="--strategy xla")
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
         if index >= cuda:
-            raise TrainingError(
-                f"cuda:{index} is not here: {_count(cuda)}", hint="--device cpu works everywhere"
-            )
+            raise _refused(f"cuda:{index} is not here: {_count(cuda)}")
         return torch.device("cuda", index)
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise TrainingError("mps is not here", hint="--device cpu works everywhere")
     try:
         torch.zeros(1, device=device)
     except Exception as error:  # of each backend's own
-        raise TrainingError(
-            f"{word} is not here, or this torch is made without it",
-            hint="--device cpu works everywhere",
-        ) from error
+        raise _refused(f"{word} is not here, or this torch is made without it") from error
     return device
+
+
+def _refused(why: str) -> TrainingError:
+    return TrainingError(why, hint="--device cpu works everywhere")
 
 
 def _count(cuda: int) -> str:
