@@ -215,7 +215,8 @@ def _is_of_a_parameter(node: Any) -> bool:
     if not isinstance(node, dict):
         return False
     is_usual = node.keys() <= _OF_A_PARAMETER and not node.keys().isdisjoint(_USUAL)
-    return is_usual or node.keys() == {"step", "sum"}  # Adagrad
+    is_adagrads = node.keys() == {"step", "sum"} and isinstance(node["sum"], TensorRef)
+    return is_usual or is_adagrads
 
 
 def _is_scheduler(mapping: dict[Any, Any]) -> bool:

@@ -348,7 +348,7 @@ class LocalHeaders:
         self.start = 0
 
     def payload(self, entry: Entry, following: int) -> int:
-        """Return where the content begins, behind the local extra field."""
+        """Return where the content begins: the local extra field need not be the directory's."""
         header, name = entry.header, entry.raw_name
         length = _LOCAL.size + len(name)
         at = header - self.start

@@ -220,7 +220,7 @@ def _entry(name: str, fields: Any, limits: Limits) -> Entry:
 
 
 def _product(name: str, shape: Iterable[int]) -> int:
-    """Count a shape's elements; as in the reference reader, sizes before a 0 count too."""
+    """Count a shape's elements; as in the reference reader, a 0 excuses no size before it."""
     count = 1
     for size in shape:
         count *= size

@@ -486,7 +486,7 @@ class Sharded(Format):
         self.tensors_only = not self.by_torch
 
     def recognise(self, probe: Probe) -> bool:
-        """Return whether it is an index, or a folder with one, and its first shard fits.
+        """Return whether it is an index, or a folder with one, to shards of these formats.
 
         Raises:
             UnreadableFile: it is an index, and that shard cannot be read.

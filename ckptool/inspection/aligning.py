@@ -452,7 +452,7 @@ def _is_container(node: Any) -> bool:
 def _of_entry(
     a: Checkpoint, b: Checkpoint, key: Any, found: list[Scope | NotFound], error: NotFound | None
 ) -> Scopes:
-    """Return an entry is held against its like within the section that it is in."""
+    """Return the scopes of an entry: the sections around it, in which it finds its like."""
     around: list[Scope] = []
     entries: list[Entry | None] = []
     for checkpoint, scope in zip((a, b), found, strict=True):

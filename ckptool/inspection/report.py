@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import TorchMissing
-from ckptool.inspection.aligning import Alignment, Entry
-from ckptool.inspection.diff_result import Changed, Diff
 from ckptool.inspection.info import Info, info
 from ckptool.inspection.listing import Progress, StorageNames, TensorRow, tensor_row
 from ckptool.model import Path, TensorRef
 from ckptool.tree import name_of, resolve
 
 if TYPE_CHECKING:
-    from ckptool.inspection.diff_result import Diff
+    from ckptool.inspection.aligning import Alignment, Entry
+    from ckptool.inspection.diff_result import Changed, Diff
     from ckptool.inspection.stats import TensorStats
     from ckptool.tensors.comparing import Difference
     from ckptool.tensors.statistics import Measures

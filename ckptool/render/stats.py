@@ -86,7 +86,7 @@ def _table(rows: Sequence[TensorStats], look: Look, ramp: str) -> Iterator[str]:
 
 
 def _width(columns: dict[str, list[str]]) -> int:
-    """Of the rows, nothing left out."""
+    """Return the width of the rows if nothing is left out."""
     return sum(max(map(len, (name, *cells))) + 2 for name, cells in columns.items()) - 2
 
 

@@ -86,7 +86,7 @@ def moved_metadata(
 
 
 def _followed(metadata: Mapping[Any, Any], names: Mapping[str, str]) -> dict[str, Targets]:
-    """Return where modules go by the names below them, as far up as the names below stay equal."""
+    """Return where modules go as the names below them do, while only what is above changes."""
     found: dict[str, Targets] = {}
     modules = dict.fromkeys((_parent(name), _parent(new)) for name, new in names.items())
     for path, new in modules:

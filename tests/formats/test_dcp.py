@@ -378,6 +378,14 @@ def test_state_by_names_beside_no_groups_follows_a_change_of_names(kind, tmp_pat
     assert list(tree["optimizer"]["bias"]) == list(of["module.bias"])
 
 
+def test_numbers_called_step_and_sum_are_no_optimizer(tmp_path):
+    counted = {"module.loss": {"step": 3, "sum": 1.5}}
+    file = {"model": {"module.weight": torch.ones(2)}, "metrics": counted}
+    torch.save(file, tmp_path / "run.pth")
+    with ckptool.open(tmp_path / "run.pth") as checkpoint:
+        assert checkpoint.strip_module().root["metrics"] == counted
+
+
 def test_a_flattened_optimizer_is_no_model(tmp_path):
     state = {"w.weight": torch.ones(2, 2), "optimizer": {"state.w.exp_avg": torch.ones(2, 2)}}
     state["optimizer"]["param_groups.w.lr"] = 0.1
