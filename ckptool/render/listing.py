@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from ckptool.inspection.folding import TreeNode
 from ckptool.inspection.listing import Listing, ObjectRow, TensorRow
@@ -11,7 +10,7 @@ from ckptool.inspection.show import Shown, ShownContainer, ShownObject, ShownTen
 from ckptool.inspection.values import shape_text, summarise
 from ckptool.model import Opaque, Storage, TensorRef
 from ckptool.render.table import apart, table
-from ckptool.render.text import PLAIN, Look, count, fit_names, label, number, shorten, size
+from ckptool.render.text import PLAIN, Look, count, label, number, shorten, size
 from ckptool.words import clean, clean_lines, counted
 
 __all__ = ["listing_lines", "shown_lines", "tree_lines"]
@@ -123,55 +122,33 @@ def _objects(listing: Listing, look: Look) -> Iterator[str]:
 
 _WIDEST = 100
 _LEAST = 12
-"""Characters that a name keeps, however deep it stands."""
-
-
-class _Branch(NamedTuple):
-    lead: str
-    """The drawing before the name."""
-    label: str
-    node: TreeNode
-    siblings: tuple[str, ...]
-    """The labels below the same module, this one's too: shortened together, they stay apart."""
+"""Characters that every name keeps."""
 
 
 def tree_lines(root: TreeNode, look: Look) -> Iterator[str]:
-    """Yield a line for each module and tensor, drawn as a tree, with its totals behind it.
+    """Yield a line for each module and tensor, drawn as a tree, with its totals.
 
-    Where the terminal is too narrow, modules go without their elements, then names are shortened.
+    On a narrow terminal the totals lose their elements, then names lose their middle.
     """
-    rows = list(_branches(root, "", "", (_label(root),)))
-    own = max(len(row.lead) + len(row.label) for row in rows)
-    width, facts = min(_WIDEST, own), [_totals(row.node) for row in rows]
+    rows = list(_branches(root, "", ""))
+    facts = [_totals(node) for _, _, node in rows]
+    width = min(_WIDEST, max(len(lead) + len(name) for lead, name, _ in rows))
     if look.width is not None:
         if width + 2 + max(map(len, facts)) > look.width:
-            facts = [_totals(row.node, brief=True) for row in rows]
-        deepest = max(len(row.lead) + min(len(row.label), _LEAST) for row in rows)
+            facts = [_totals(node, brief=True) for _, _, node in rows]
+        deepest = max(len(lead) + min(len(name), _LEAST) for lead, name, _ in rows)
         width = min(width, max(deepest, look.width - max(map(len, facts)) - 2))
-    short: dict[int, dict[str, str]] = {}
-    for row, told in zip(rows, facts, strict=True):
-        shown, room = row.label, max(width - len(row.lead), _LEAST)
-        if look.width is not None and len(shown) > room:
-            if id(row.siblings) not in short:
-                fitted = fit_names(row.siblings, room)
-                short[id(row.siblings)] = dict(zip(row.siblings, fitted, strict=True))
-            shown = short[id(row.siblings)][shown]
-        yield f"{row.lead + shown:<{width}}  {look.faint(told)}"
+    for (lead, name, _), told in zip(rows, facts, strict=True):
+        shown = name if look.width is None else shorten(name, max(width - len(lead), _LEAST))
+        yield f"{lead + shown:<{width}}  {look.faint(told)}"
 
 
-def _branches(
-    node: TreeNode, lead: str, below: str, siblings: tuple[str, ...]
-) -> Iterator[_Branch]:
-    yield _Branch(lead, _label(node), node, siblings)
-    labels = tuple(map(_label, node.children))
-    last = len(node.children) - 1
-    for index, child in enumerate(node.children):
-        branch, deeper = ("`- ", "   ") if index == last else ("|- ", "|  ")
-        yield from _branches(child, below + branch, below + deeper, labels)
-
-
-def _label(node: TreeNode) -> str:
-    return clean(node.label) or "''"
+def _branches(node: TreeNode, lead: str, below: str) -> Iterator[tuple[str, str, TreeNode]]:
+    """Yield the drawing before each name, the name and its node."""
+    yield lead, clean(node.label) or "''", node
+    for child in node.children:
+        branch, deeper = ("`- ", "   ") if child is node.children[-1] else ("|- ", "|  ")
+        yield from _branches(child, below + branch, below + deeper)
 
 
 def _totals(node: TreeNode, *, brief: bool = False) -> str:

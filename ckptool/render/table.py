@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 
 from ckptool.errors import UsageError
-from ckptool.render.text import Look, fit_names, shorten, wrapped
+from ckptool.render.text import Look, shorten, wrapped
 
 __all__ = ["apart", "formatted", "known_format", "known_formats", "table"]
 
 _GAP = "  "
 _BAR = " | "
 _NARROWEST = 12
-_READABLE = 24  # what a flexible column should have before others are left out for it
-_WIDEST = 160  # what rows are padded to: one long name must not cost every row its length
+_READABLE = 24  # characters of a flexible column before spare columns are left out for it
+_WIDEST = 160  # characters that rows are padded to, so that one long name widens no other row
 
 
 def table(
@@ -28,78 +27,59 @@ def table(
     spare: Sequence[int] = (),
     ruled: bool = False,
 ) -> Iterator[str]:
-    """Return the lines of a table; cells are clean already.
+    """Yield the lines of a table of clean cells.
 
-    `right` are the columns aligned to the right. Where the rows would be wider than the terminal,
-    the `spare` columns are left out one by one until the `flexible` ones need little shortening,
-    and a last line names them; then the cells of the flexible ones are shortened. The first column
-    holds names: their gap is where most of them stay apart. With `ruled` there are bars between the
-    columns and a line below the headings.
+    The columns `right` are aligned to the right. If the rows are wider than the terminal, the
+    `spare` columns are left out one by one until each `flexible` column has some room, and a last
+    line names them; then the cells of the flexible columns lose their middle. `ruled` draws bars
+    between the columns and a line below the headings.
 
     Raises:
         UsageError: `look.fmt` would pad the rows to a file of gigabytes.
     """
     if look.fmt:
-        return formatted(headers, rows, look.fmt, frozenset(right))
-    widths = [
-        max(len(header), max((len(row[column]) for row in rows), default=0))
-        for column, header in enumerate(headers)
-    ]
+        yield from formatted(headers, rows, look.fmt, frozenset(right))
+        return
     gap = _BAR if ruled else _GAP
-    bending = (flexible,) if isinstance(flexible, int) else tuple(flexible)
-    left_out = _left_out(widths, look.width, bending, spare, gap)
-    kept = [column for column in range(len(headers)) if column not in left_out]
-    missing = [headers[column] for column in left_out]
-    if missing:
-        rows = [[row[column] for column in kept] for row in rows]
-    widths = [widths[column] for column in kept]
-    flexing = [n for n, column in enumerate(kept) if column in bending]
-    fitted = _fit(widths, look.width, flexing, gap)
-    if fitted != widths:
-        rows = _shortened(rows, fitted)
-        missing = ["names in full", *missing] if fitted[0] < widths[0] else missing
-    lines = _lines(
-        [[headers[column] for column in kept], *rows],
-        [min(width, _WIDEST) for width in fitted],
-        [column in right for column in kept],
-        look,
-        gap,
+    full = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    bending = (flexible,) if isinstance(flexible, int) else flexible
+    kept, widths = _fitted(full, look.width or 1 << 30, len(gap), bending, spare)
+    pattern = gap.join(
+        f"%{'' if n in right else '-'}{min(width, _WIDEST)}s"
+        for n, width in zip(kept, widths, strict=True)
     )
-    return chain(lines, _not_shown(missing, look)) if missing else lines
+    yield look.bold((pattern % tuple(headers[n] for n in kept)).rstrip())
+    if ruled:
+        yield "-+-".join("-" * min(width, _WIDEST) for width in widths)
+    is_narrowed = widths != [full[n] for n in kept]
+    for row in rows:
+        cells = tuple(row[n] for n in kept)
+        yield (pattern % (tuple(map(shorten, cells, widths)) if is_narrowed else cells)).rstrip()
+    missing = ["names in full"] if widths[0] < full[kept[0]] else []
+    missing += [headers[n] for n in spare if n not in kept and headers[n]]
+    if missing:
+        note = f"(a wider terminal shows {', '.join(missing)})"
+        yield from map(look.faint, wrapped(note, look.width))
 
 
-def _left_out(
-    widths: Sequence[int],
-    available: int | None,
-    flexible: Sequence[int],
-    spare: Sequence[int],
-    gap: str,
-) -> Sequence[int]:
-    """Return the first of the spare columns, as many as must go."""
-    least = [
-        min(width, _READABLE) if column in flexible else width
-        for column, width in enumerate(widths)
-    ]
-    excess = sum(least) + len(gap) * (len(widths) - 1) - (available or 1 << 30)
-    for number, column in enumerate(spare):
-        if excess <= 0:
-            return spare[:number]
-        excess -= least[column] + len(gap)
-    return spare
-
-
-def _not_shown(headers: Sequence[str], look: Look) -> Iterator[str]:
-    named = f"(a wider terminal shows {', '.join(filter(None, headers))})"
-    yield from map(look.faint, wrapped(named, look.width))
-
-
-def _shortened(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[list[str]]:
-    """Return the cells in at most those widths, names in the first column."""
-    names = fit_names([row[0] for row in rows], widths[0])
-    return [
-        [name, *(shorten(cell, width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        for name, row in zip(names, rows, strict=True)
-    ]
+def _fitted(
+    full: Sequence[int], available: int, gap: int, flexible: Sequence[int], spare: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return the columns that a table keeps, and their widths."""
+    kept = list(range(len(full)))
+    least = [min(width, _READABLE) if n in flexible else width for n, width in enumerate(full)]
+    for column in spare:
+        if sum(least[n] + gap for n in kept) <= available + gap:
+            break
+        kept.remove(column)
+    widths = [full[n] for n in kept]
+    excess = sum(widths) + gap * (len(kept) - 1) - available
+    bending = sorted((n for n, at in enumerate(kept) if at in flexible), key=widths.__getitem__)
+    room = sum(widths[n] for n in bending) - excess
+    for done, n in enumerate(bending):  # the widest columns lose most
+        widths[n] = min(widths[n], max(room // (len(bending) - done), _NARROWEST))
+        room -= widths[n]
+    return kept, widths
 
 
 def apart(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -111,39 +91,6 @@ def apart(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
                 yield ""
             begun = True
             yield line
-
-
-def _fit(
-    widths: Sequence[int], available: int | None, flexible: Sequence[int], gap: str
-) -> list[int]:
-    """Return the widths with the flexible columns narrowed, the widest of them first."""
-    fitted = list(widths)
-    excess = sum(widths) + len(gap) * (len(widths) - 1) - (available or 1 << 30)
-    if excess <= 0:
-        return fitted
-    room = sum(widths[column] for column in flexible) - excess
-    for number, column in enumerate(sorted(flexible, key=lambda column: widths[column])):
-        share = room // (len(flexible) - number)
-        fitted[column] = min(widths[column], max(share, _NARROWEST))
-        room -= fitted[column]
-    return fitted
-
-
-def _lines(
-    rows: Sequence[Sequence[str]],
-    widths: Sequence[int],
-    right: Sequence[bool],
-    look: Look,
-    gap: str,
-) -> Iterator[str]:
-    """Yield the rows, the first of them in bold."""
-    columns = zip(widths, right, strict=True)
-    pattern = gap.join(f"%{width}s" if at_right else f"%-{width}s" for width, at_right in columns)
-    lines = ((pattern % tuple(row)).rstrip() for row in rows)
-    yield look.bold(next(lines))
-    if gap == _BAR:
-        yield "-+-".join("-" * width for width in widths)
-    yield from lines
 
 
 _OTHER_NAMES = {"markdown": "github"}
@@ -236,16 +183,7 @@ def _entities(characters: str) -> Callable[[str], str]:
     return lambda text: text.translate(table)
 
 
-_MARKDOWN = _backslashed(r"[\\|`*<&~]|(?<=\])\(")
-_MARKDOWN_EMPHASIS = _backslashed(r"[\\|`*<&~]|(?<=\])\(|(?<![^\W_])_")
-_EMPHASIS_ENDS = re.compile(r"_(?![^\W_])")
-
-
-def _markdown(text: str) -> str:
-    """Escaped for a cell of a Markdown table; `_` only where it may begin and end an emphasis."""
-    return (_MARKDOWN_EMPHASIS if _EMPHASIS_ENDS.search(text) else _MARKDOWN)(text)
-
-
+_markdown = _backslashed(r"[\\|`*<&~]|(?<=\])\(|(?<![^\W_])_")
 _ESCAPES: dict[str, Callable[[str], str]] = {
     "github": _markdown,
     "pipe": _markdown,

@@ -17,7 +17,6 @@ __all__ = [
     "columns_of",
     "command_lines",
     "count",
-    "fit_names",
     "json_lines",
     "label",
     "look_of",
@@ -113,22 +112,12 @@ def share(part: int, whole: int, *, none: str = "0%") -> str:
     return f"{percent:.1f}%" if percent <= 99.9 else ">99.9%"
 
 
-def shorten(text: str, most: int, front: float = 0.5) -> str:
-    """Return at most `most` characters (8 or more), the middle left out.
-
-    `front` is the share of what stays that stands before the gap.
-    """
+def shorten(text: str, most: int) -> str:
+    """Return at most `most` characters (8 or more) of a text, without its middle."""
     if len(text) <= most:
         return text
     room = max(most, 8) - 3
-    tail = int(room * (1 - front))
-    return f"{text[: room - tail]}...{text[len(text) - tail :]}"
-
-
-def fit_names(names: Sequence[str], width: int) -> list[str]:
-    """Return the names shortened, with the gap where most of them stay apart."""
-    ways = ([shorten(name, width, front) for name in names] for front in (0.5, 0.25, 0.75))
-    return max(ways, key=lambda found: len(set(found)))
+    return f"{text[: room - room // 2]}...{text[len(text) - room // 2 :]}"
 
 
 def wrapped(text: str, width: int | None, *, indent: str = "  ") -> list[str]:

@@ -62,7 +62,7 @@ def test_markdown_syntax_in_a_cell_is_escaped(fmt):
     assert bare.count("|") == 3
     assert not set("<`*&") & set(bare)
     assert "](" not in bare
-    assert found[3].split() == ["|", "_a.b_c", "|", "[2,", "3]", "{0..3}", "|"]
+    assert found[3].split() == ["|", r"\_a.b_c", "|", "[2,", "3]", "{0..3}", "|"]
 
 
 class Cells(html.parser.HTMLParser):

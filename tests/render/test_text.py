@@ -32,6 +32,10 @@ def test_sizes(nbytes, shown):
 def test_a_long_text_loses_its_middle():
     assert shorten("abc", 8) == "abc"
     assert shorten("0123456789abcdef", 10) == "0123...def"
+    assert (
+        shorten("model.layers.12.self_attn.q_proj.weight", 34)
+        == "model.layers.12....n.q_proj.weight"
+    )
     assert len(shorten("x" * 1000, 1)) == 8
 
 
