@@ -41,6 +41,7 @@ __all__ = [
     "children",
     "find_tensors",
     "over_elements",
+    "plain_tensor",
     "remade",
     "row_major_strides",
 ]
@@ -584,6 +585,22 @@ def find_tensors(root: Any) -> Iterator[TensorRef]:
         elif isinstance(node, (dict, list, tuple, Opaque)) and id(node) not in seen:
             seen.add(id(node))
             todo.extend(reversed(tuple(children(node))))
+
+
+def plain_tensor(
+    key: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    data: ByteRange,
+    device: str = "cpu",
+    **stated: Any,
+) -> TensorRef:
+    """Return a tensor whose elements fill `data` in row-major order, over a storage of its own.
+
+    `stated` are the byte order and the CRC-32 of the storage, where the file has them.
+    """
+    storage = Storage(key, data, data.length, device, **stated)
+    return TensorRef(dtype, shape, row_major_strides(shape), 0, storage, device)
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, StorageRef
 from ckptool.symbolic import unpickle
 from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid
+from ckptool.words import few
 
 __all__ = [
     "ARRAY",
@@ -43,6 +44,7 @@ __all__ = [
     "find_end",
     "folder_of",
     "open_archive",
+    "opened_archive",
     "payload_offsets",
     "raw_entries",
     "read_directory",
@@ -220,15 +222,15 @@ def _entries(data: ByteRange, directory: bytes, end: End) -> Iterator[Entry]:
         raise _corrupt(data, f"the zip directory holds more than the {end.entries:,} it states")
 
 
-def raw_entries(data: ByteRange, end: End) -> list[bytes]:
-    """Return the entries of a directory that `read_directory` has read, byte for byte."""
+def raw_entries(data: ByteRange, end: End) -> list[tuple[bytes, bytes]]:
+    """Return name and bytes of each entry of a directory that `read_directory` has read."""
     directory = data.read(end.offset, end.length)
     entries = []
     position = 0
     for _ in range(end.entries):
         lengths = _LENGTHS.unpack_from(directory, position)
-        stop = position + _ENTRY.size + sum(lengths)
-        entries.append(directory[position:stop])
+        start, stop = position + _ENTRY.size, position + _ENTRY.size + sum(lengths)
+        entries.append((directory[start : start + lengths[0]], directory[position:stop]))
         position = stop
     return entries
 
@@ -492,6 +494,18 @@ def open_archive(probe: Probe) -> Archive | None:
     return archive
 
 
+def opened_archive(probe: Probe) -> Archive:
+    """Return the records of a file that has been recognised as a zip.
+
+    Raises:
+        CorruptFile: it is none.
+    """
+    archive = probe.ask(open_archive)
+    if archive is None:
+        raise CorruptFile("this is no zip", file=probe.path)
+    return archive
+
+
 def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = ()) -> Archive:
     """Return the records of a zip that fills `data`, a file or a record of another archive.
 
@@ -557,14 +571,9 @@ def folder_of(entries: list[Entry]) -> str:
 
 
 def _foreign_note(folder: str, foreign: list[str]) -> tuple[str, ...]:
-    if not foreign:
-        return ()
-    shown = ", ".join(repr(name) for name in foreign[:3])
-    more = f" and {len(foreign) - 3:,} more" if len(foreign) > 3 else ""
-    return (
-        f"{TORCH_REFUSES} {shown}{more} "
-        f"{'stand' if len(foreign) > 1 else 'stands'} outside the folder {folder!r}",
-    )
+    verb = "stand" if len(foreign) > 1 else "stands"
+    note = f"{TORCH_REFUSES} {few(foreign, 3)} {verb} outside the folder {folder!r}"
+    return (note,) if foreign else ()
 
 
 def _open_folder(probe: Probe) -> Archive | None:

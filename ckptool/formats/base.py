@@ -109,7 +109,8 @@ class Record(NamedTuple):
     compressed: bool = False
 
 
-class Archive(NamedTuple):
+@dataclass(frozen=True)
+class Archive:
     """Records by name: those of a zip, or the files of an unzipped one."""
 
     path: str
@@ -123,6 +124,14 @@ class Archive(NamedTuple):
     notes: tuple[str, ...] = ()
     is_partial: bool = False
     """Whether it is to be salvaged: records may be missing."""
+
+    @cached_property
+    def _folded(self) -> Mapping[str, Record]:
+        return {name.lower(): record for name, record in self.records.items()}
+
+    def find(self, name: str) -> Record | None:
+        """Return a record by name; as torch does it, without regard to ASCII case."""
+        return self.records.get(name) or self._folded.get(name.lower())
 
 
 Salvages = Callable[[ByteRange, Limits, tuple[Source, ...]], Archive]

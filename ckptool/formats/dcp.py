@@ -44,7 +44,7 @@ from ckptool.formats.placements import row_major_data
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Global, Opaque, Storage, TensorRef, row_major_strides
+from ckptool.model import Global, Opaque, TensorRef, plain_tensor
 from ckptool.symbolic import unpickle
 from ckptool.words import counted, listed, printable
 
@@ -444,8 +444,7 @@ def _tensor(name: str, one: _Tensor, limits: Limits) -> TensorRef:
         data = tiled(file, one.shape, itemsize, tiles)
     except CorruptFile as error:
         raise CorruptFile(f"tensor {printable(name)!r}: {error.message}", hint=_HINT) from error
-    storage = Storage(name, data, data.length)
-    return TensorRef(one.dtype, one.shape, row_major_strides(one.shape), 0, storage, "cpu")
+    return plain_tensor(name, one.dtype, one.shape, data)
 
 
 def _value(name: str, item: Item, limits: Limits) -> Opaque:

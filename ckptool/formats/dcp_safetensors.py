@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
-from ckptool.formats.opening import opened_together
+from ckptool.formats.opening import of_files, opened_together
 from ckptool.formats.safetensors_header import parse_json
-from ckptool.model import OrderedMap, Storage, TensorRef, row_major_strides
+from ckptool.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.words import counted, printable
 
 __all__ = ["DCP_SAFETENSORS", "SHARDING_INFO", "is_part_file", "part_files"]
@@ -62,17 +62,12 @@ class DcpSafetensors(Format):
                 for name, part in _parts(one):
                     parts.setdefault(name, []).append(part)
             root = OrderedMap({name: _whole(name, found, files) for name, found in parts.items()})
-        return Checkpoint(
-            root,
-            self.name,
-            probe.path,
-            Details(
-                size=sum(one.details.size for one in files),
-                writer="torch.distributed.checkpoint",
-                storage_bytes=sum(one.details.storage_bytes for one in files),
-                notes=(f"{counted(len(files), 'file')} of parts, joined; {_UNSEEN}",),
-            ),
-            sources=tuple(source for one in files for source in one.sources),
+        return of_files(
+            files,
+            Checkpoint(root, self.name, probe.path),
+            writer="torch.distributed.checkpoint",
+            notes=(f"{counted(len(files), 'file')} of parts, joined; {_UNSEEN}",),
+            header={},
         )
 
 
@@ -139,5 +134,4 @@ def _whole(
     except CorruptFile as error:
         what = f"tensor {printable(name)!r}: {error.message}"
         raise CorruptFile(what, file=folder, hint=_HINT) from error
-    storage = Storage(name, data, data.length)
-    return TensorRef(first.dtype, shape, row_major_strides(shape), 0, storage, "cpu")
+    return plain_tensor(name, first.dtype, shape, data)

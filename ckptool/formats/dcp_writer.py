@@ -19,7 +19,7 @@ from ckptool.formats.base import FolderFormat, Member, NewFile, Plan
 from ckptool.formats.placements import row_major_data
 from ckptool.formats.safetensors import left_out
 from ckptool.formats.torch_zip import TORCH_ZIP
-from ckptool.model import Global, Opaque, Path, Size, Storage, TensorRef, row_major_strides
+from ckptool.model import Global, Opaque, Path, Size, TensorRef, plain_tensor
 from ckptool.symbolic.encoder import encode
 from ckptool.tree import everything, name_of
 from ckptool.words import listed, printable
@@ -302,8 +302,7 @@ def _plain(name: str, tensor: TensorRef, file: str) -> TensorRef:
     shape = tuple(size or 0 for size in tensor.shape)
     whole = tensor.storage if tensor.is_verbatim else None
     known = whole.crc32 if whole and whole.nbytes == data.length and not whole.compressed else None
-    storage = Storage(name, data, data.length, crc32=known)
-    return TensorRef(tensor.dtype, shape, row_major_strides(shape), 0, storage, "cpu")
+    return plain_tensor(name, tensor.dtype, shape, data, crc32=known)
 
 
 def _left_out(root: Mapping[Any, Any], entries: Mapping[str, tuple[Path, Any]]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from ckptool.files import ByteRange, Source
 from ckptool.files.computed import joined
 from ckptool.formats.base import Format, Probe, Refusal
 from ckptool.limits import Limits
-from ckptool.model import OrderedMap, Storage, TensorRef, find_tensors, row_major_strides
+from ckptool.model import OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.statedict import OF_THE_MODEL
 from ckptool.words import printable
 
@@ -265,5 +265,4 @@ def _tensor(
             f"an array of {dtype} and shape {list(shape)} has {data.length:,} bytes, at {place:,}",
             file=source.name,
         )
-    storage = Storage(str(place), data, data.length)
-    return TensorRef(dtype, shape, row_major_strides(shape), 0, storage, "cpu")
+    return plain_tensor(str(place), dtype, shape, data)

@@ -19,7 +19,7 @@ from ckptool.files import ByteRange, Source
 from ckptool.files.computed import ComputedSource
 from ckptool.formats.base import Format, Probe, Refusal
 from ckptool.limits import Limits
-from ckptool.model import OrderedMap, Storage, TensorRef, row_major_strides
+from ckptool.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.words import counted, listed, printable
 
 __all__ = ["GGUF"]
@@ -246,9 +246,7 @@ def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
         made = ComputedSource(source.name, elements * 4, fill)
         made.made_of = (data,)
         data = ByteRange(made, 0, made.size)
-    storage = Storage(one.name, data, data.length)
-    strides = row_major_strides(one.shape)
-    return TensorRef(plain or "float32", one.shape, strides, 0, storage, "cpu")
+    return plain_tensor(one.name, plain or "float32", one.shape, data)
 
 
 def _dequantised(

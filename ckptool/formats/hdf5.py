@@ -21,10 +21,10 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
 from ckptool.files.tiled import late
-from ckptool.formats.archive import open_archive
+from ckptool.formats.archive import open_archive, opened_archive
 from ckptool.formats.base import Format, Probe, Refusal
 from ckptool.limits import Limits
-from ckptool.model import OrderedMap, Storage, TensorRef, find_tensors, row_major_strides
+from ckptool.model import OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.statedict import OF_THE_MODEL
 from ckptool.words import listed, printable
 
@@ -82,9 +82,7 @@ class Keras(Format):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the datasets by their paths, as `Hdf5.read`."""
-        archive = probe.ask(open_archive)
-        if archive is None:
-            raise CorruptFile("this is no zip", file=probe.path)
+        archive = opened_archive(probe)
         data = archive.records[_WEIGHTS].data
         return _read(probe, self.name, data, archive.sources, archive.size)
 
@@ -220,8 +218,7 @@ def _tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef 
     else:
         content = data.slice(offset or 0, size)
     order = {">": "big", "<": "little"}.get(node.dtype.byteorder, sys.byteorder)
-    storage = Storage(path, content, size, byteorder=order)
-    return TensorRef(dtype, node.shape, row_major_strides(node.shape), 0, storage, "cpu")
+    return plain_tensor(path, dtype, node.shape, content, byteorder=order)
 
 
 def _content(data: ByteRange, path: str) -> tuple[ByteRange, None]:

@@ -20,6 +20,7 @@ from ckptool.limits import Limits
 from ckptool.model import Storage, StorageRef
 from ckptool.symbolic import Unpickled, unpickle
 from ckptool.symbolic.rebuild import StoragePid, is_storage_pid, parse_storage_pid
+from ckptool.words import listed
 
 __all__ = [
     "COUNT",
@@ -30,6 +31,7 @@ __all__ = [
     "LegacyStream",
     "NestedStreams",
     "SourceTexts",
+    "unpickle_outer",
     "unpickle_record",
 ]
 
@@ -72,11 +74,8 @@ class SourceTexts:
 
     def left_behind(self) -> tuple[str, ...]:
         """Return a sentence for the user, if there is anything to say."""
-        if not self.names:
-            return ()
-        shown = ", ".join(list(self.names)[:5])
-        more = f" and {len(self.names) - 5} more" if len(self.names) > 5 else ""
-        return (f"the file holds the source code of {shown}{more}",)
+        known = f"the file holds the source code of {listed(self.names, 5)}"
+        return (known,) if self.names else ()
 
 
 class NestedStreams:
@@ -113,6 +112,20 @@ class NestedStreams:
             return LegacyStream(ByteRange(source, 0, source.size), self.limits, self.load).root
         finally:
             self.depth -= 1
+
+
+def unpickle_outer(
+    data: ByteRange,
+    limits: Limits,
+    *,
+    persistent_load: Callable[[Any], Any] | None = None,
+    start: int = 0,
+) -> Unpickled:
+    """Return the pickle at `start` of `data`; streams inside it are read too."""
+    nested = NestedStreams(data.source.name, limits, data.length).load
+    return unpickle(
+        data, persistent_load=persistent_load, nested=nested, limits=limits, start=start
+    )
 
 
 def unpickle_record(data: ByteRange, start: int, limits: Limits) -> Unpickled:
@@ -195,9 +208,9 @@ class LegacyStream:
         """Whether the frames of all its pickles are where a pickler puts them."""
         start = self._header()
         self.unpickled = self._object(start)
-        listed = unpickle(data, limits=limits, start=self.unpickled.end)
-        self.framed &= self.unpickled.framed and listed.framed
-        self.end = self._walk(self._keys(listed.root), listed.end)
+        keys = unpickle(data, limits=limits, start=self.unpickled.end)
+        self.framed &= self.unpickled.framed and keys.framed
+        self.end = self._walk(self._keys(keys.root), keys.end)
         if _NESTED_TENSOR in self.unpickled.globals:
             self.unpickled = self._object(start)  # its shape is in its storages: now they are there
         self.root = self.unpickled.root
@@ -245,12 +258,12 @@ class LegacyStream:
             stored = self.stored[storage.key] = _Stored(storage)
         return StorageRef(stored.meant_by(storage, self.file), storage.dtype, storage.untyped)
 
-    def _keys(self, listed: Any) -> list[str]:
+    def _keys(self, items: Any) -> list[str]:
         """Return the order of the storages in the file: each that the pickle names, once."""
-        if not isinstance(listed, list):
+        if not isinstance(items, list):
             raise CorruptFile("there is no list of storages behind its pickle", file=self.file)
         keys: dict[str, None] = {}
-        for item in listed:
+        for item in items:
             key = str(item) if isinstance(item, (str, int)) else f"of type {type(item).__name__}"
             if key in keys:
                 raise CorruptFile(f"storage {key!r:.80} is listed twice", file=self.file)

@@ -11,7 +11,7 @@ import re
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import FileMissing
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
-from ckptool.formats.opening import of_files, opened_together
+from ckptool.formats.opening import TORCH_FILES, of_files, opened_together
 from ckptool.model import Opaque
 from ckptool.words import counted
 
@@ -44,7 +44,7 @@ class Megatron(Format):
             LimitExceeded: a file asks for more than `probe.limits`.
         """
         files = rank_files(probe)
-        with opened_together(files, probe.limits, ("torch-zip", "torch-legacy")) as ranks:
+        with opened_together(files, probe.limits, TORCH_FILES) as ranks:
             roots = {os.path.basename(os.path.dirname(one.path)): one.root for one in ranks}
             made = Checkpoint(roots, self.name, probe.path)
             for name in map("mp_rank_{:02d}".format, range(max(_world(ranks[0]), len(files)))):

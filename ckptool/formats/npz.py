@@ -11,12 +11,11 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files import InflatedSource
-from ckptool.formats.archive import ARRAY, open_archive
+from ckptool.formats.archive import ARRAY, open_archive, opened_archive
 from ckptool.formats.base import Archive, Format, Probe, Record, Refusal
-from ckptool.formats.legacy_stream import NestedStreams
-from ckptool.limits import Limits
+from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.model import OrderedMap, Storage, TensorRef, row_major_strides
-from ckptool.symbolic import Unpickled, unpickle
+from ckptool.symbolic import Unpickled
 from ckptool.symbolic.arrays import ELEMENT_TYPES
 from ckptool.words import printable
 
@@ -138,15 +137,13 @@ class NumpyArchive(Format):
             CorruptFile: a record is no array, or not as long as its header says.
             LimitExceeded: a header, or the pickle of an array of objects, is beyond `probe.limits`.
         """
-        archive = probe.ask(open_archive)
-        if archive is None:
-            raise CorruptFile("this is no zip", file=probe.path)
+        archive = opened_archive(probe)
         root, pickles, others = OrderedMap(), list[Unpickled](), list[str]()
         for record in archive.records.values():
             name = record.name.removesuffix(ARRAY)
             header = read_array_header(record)
             if header.descr in ("|O", "O"):
-                pickles.append(_objects(record, header, probe.limits))
+                pickles.append(unpickle_outer(record.data, probe.limits, start=header.length))
                 root[name] = pickles[-1].root
             elif (tensor := _tensor(record, header)) is not None:
                 root[name] = tensor
@@ -180,12 +177,6 @@ def _tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
     order = "big" if code[1] == ">" else "little"
     storage = Storage(record.name, data, nbytes, byteorder=order)
     return TensorRef(dtype, shape, stride, 0, storage, "cpu")
-
-
-def _objects(record: Record, header: ArrayHeader, limits: Limits) -> Unpickled:
-    """Return an array of objects, which numpy pickles whole."""
-    nested = NestedStreams(record.data.source.name, limits, record.data.length)
-    return unpickle(record.data, nested=nested.load, limits=limits, start=header.length)
 
 
 def _told(name: str, header: ArrayHeader) -> str:

@@ -10,12 +10,11 @@ import re
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CheckpointError, UnsupportedFormat
-from ckptool.files import ByteRange, Source
+from ckptool.files import ByteRange
 from ckptool.formats.base import Format, Probe, Refusal
 from ckptool.formats.identify import JOBLIB_HINT
-from ckptool.formats.legacy_stream import NestedStreams
+from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.model import Opaque, find_tensors
-from ckptool.symbolic import Unpickled, unpickle
 from ckptool.words import are, counted
 
 __all__ = ["PICKLE", "PickleFile"]
@@ -48,7 +47,7 @@ class PickleFile(Format):
         if not _WITHOUT.match(probe.head):
             return False
         try:
-            root = _unpickle(probe, probe.source).root
+            root = unpickle_outer(ByteRange(probe.source, 0, probe.source.size), probe.limits).root
         except CheckpointError:
             return False
         return isinstance(root, (dict, list, tuple, Opaque))
@@ -63,7 +62,7 @@ class PickleFile(Format):
         """
         source = probe.opened()
         try:
-            found = _unpickle(probe, source)
+            found = unpickle_outer(ByteRange(source, 0, source.size), probe.limits)
         except CheckpointError as error:
             if _JOBLIB in source.read(0, min(source.size, _LOOKED_AT)):
                 raise _of_joblib(probe) from error
@@ -93,11 +92,6 @@ def _of_joblib(probe: Probe) -> UnsupportedFormat:
     """Return the error for a file of joblib with arrays: their bytes lie between the opcodes."""
     what = "a file of joblib, with the bytes of numpy's arrays between the opcodes of its pickle"
     return UnsupportedFormat(f"{probe.path} is {what}", file=probe.path, hint=JOBLIB_HINT)
-
-
-def _unpickle(probe: Probe, source: Source) -> Unpickled:
-    nested = NestedStreams(source.name, probe.limits, source.size)
-    return unpickle(ByteRange(source, 0, source.size), nested=nested.load, limits=probe.limits)
 
 
 PICKLE = PickleFile()

@@ -19,9 +19,9 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CorruptFile
-from ckptool.formats.archive import open_archive, read_json, read_text, zip_archive
+from ckptool.formats.archive import open_archive, opened_archive, read_json, read_text, zip_archive
 from ckptool.formats.base import Archive, Format, Probe, Record, Refusal
-from ckptool.formats.torch_zip import read_contents
+from ckptool.formats.torch_zip import known_byteorder, read_contents
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, Storage, TensorRef, Wrapping
 
@@ -76,9 +76,7 @@ class PT2Archive(Format):
             CorruptFile: the archive or a description in it is damaged.
             LimitExceeded: it asks for more than `probe.limits`.
         """
-        archive = probe.ask(open_archive)
-        if archive is None:
-            raise CorruptFile("this is no zip", file=probe.path)
+        archive = opened_archive(probe)
         reader = _Reader(archive, probe.limits)
         flat = _flat_record(archive)
         if flat is not None:
@@ -112,12 +110,7 @@ class _Reader:
         self.storages: dict[str, Storage] = {}
         self.saved: dict[str, TensorRef] = {}
         order = archive.records.get("byteorder")
-        self.byteorder = "little" if order is None else read_text(order, 64)
-        if self.byteorder not in ("little", "big"):
-            raise CorruptFile(
-                f"its byte order is {self.byteorder!r}, neither 'little' nor 'big'",
-                file=archive.path,
-            )
+        self.byteorder = known_byteorder(read_text(order, 64) if order else "little", archive)
 
     def models(self) -> OrderedMap:
         """Return the weights of each model, by the model's name."""

@@ -16,7 +16,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
-from ckptool.formats.opening import of_files, opened_together
+from ckptool.formats.opening import TORCH_FILES, of_files, opened_together
 from ckptool.formats.placements import Part, parts_of
 from ckptool.model import Storage, TensorRef, remade, row_major_strides
 from ckptool.tree import name_of, rebuild, walk
@@ -63,8 +63,7 @@ class FsdpRanks(Format):
             UnsupportedFormat: the files do not say which part of a tensor they hold.
             LimitExceeded: a file asks for more than `probe.limits`.
         """
-        formats = ("torch-zip", "torch-legacy")
-        with opened_together(rank_files(probe), probe.limits, formats) as ranks:
+        with opened_together(rank_files(probe), probe.limits, TORCH_FILES) as ranks:
             root, differing = _joined(ranks, probe.path)
         joined = {os.path.basename(one.path) for one in ranks}
         others = sorted(set(filter(_OTHERS.fullmatch, probe.entries)) - joined)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import FileMissing, NameCollision, UsageError
-from ckptool.formats.opening import Source, opened, opened_together
+from ckptool.formats.opening import TORCH_FILES, Source, opened, opened_together
 from ckptool.formats.sharded import NUMBERED, ShardIndex, details_of, joined
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import TensorRef, find_tensors
@@ -17,7 +17,7 @@ from ckptool.words import printable, shell
 
 __all__ = ["open_several", "opened_parts"]
 
-_FORMATS = ("safetensors", "torch-zip", "torch-legacy")
+_FORMATS = ("safetensors", *TORCH_FILES)
 
 
 def opened_parts(

@@ -32,7 +32,7 @@ from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import Checksum, Findings, Format, Probe, Problem, Refusal
 from ckptool.formats.leveldb import MAGIC, Message, read_table, varint
 from ckptool.limits import Limits
-from ckptool.model import Global, Opaque, OrderedMap, Storage, TensorRef, row_major_strides
+from ckptool.model import Global, Opaque, OrderedMap, TensorRef, plain_tensor
 from ckptool.statedict import OF_THE_MODEL
 from ckptool.words import listed, printable, shell
 
@@ -335,9 +335,8 @@ class _Data:
         if dtype is None:
             return None
         data = self._joined(key, entry, dtype) if entry.slices else self._run(key, entry, dtype)
-        stride, order = row_major_strides(entry.shape), self._index.byteorder
-        storage = Storage(_name(key), data, data.length, byteorder=order)
-        return TensorRef(dtype, entry.shape, stride, 0, storage, "cpu")
+        order = self._index.byteorder
+        return plain_tensor(_name(key), dtype, entry.shape, data, byteorder=order)
 
     def _run(self, key: bytes, entry: _Entry, dtype: str = "") -> ByteRange:
         """Return the bytes of a variable, or of one part of it."""

@@ -11,10 +11,10 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange, Source
 from ckptool.formats.base import Format, Probe, Refusal
-from ckptool.formats.legacy_stream import COUNT, NestedStreams, SourceTexts, unpickle_record
+from ckptool.formats.legacy_stream import COUNT, SourceTexts, unpickle_outer, unpickle_record
 from ckptool.limits import Limits
 from ckptool.model import Storage, StorageRef, TensorRef
-from ckptool.symbolic import Unpickled, unpickle
+from ckptool.symbolic import unpickle
 from ckptool.symbolic.rebuild import storage_type
 
 __all__ = ["BLOCK", "TORCH_TAR", "TorchTar", "is_tar", "read_members"]
@@ -212,12 +212,7 @@ class _Tar:
         self._read_views(storages)
         tensors = _Member("tensors", members["tensors"], limits)
         self._read_tensors(tensors)
-        self.unpickled: Unpickled = unpickle(
-            data,
-            persistent_load=self._persistent,
-            nested=NestedStreams(self.file, limits, data.length).load,
-            limits=limits,
-        )
+        self.unpickled = unpickle_outer(data, limits, persistent_load=self._persistent)
         self.unread = storages.left + tensors.left + data.length - self.unpickled.end
         """Bytes behind the content of these members."""
 

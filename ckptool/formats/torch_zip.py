@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import re
+import sys
 import zlib
-from bisect import bisect_left
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint import TORCH_REFUSES, Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing, NotRepresentable
-from ckptool.files import ByteRange, Source
+from ckptool.files import ByteRange
 from ckptool.files.place import place_of
 from ckptool.files.strided import swapped
 from ckptool.formats.archive import (
-    End,
-    Entry,
     find_end,
     open_archive,
-    payload_offsets,
+    opened_archive,
     raw_entries,
-    read_directory,
     read_text,
-    record_of,
     zip_archive,
 )
 from ckptool.formats.base import Archive, EditableFormat, NewFile, Plan, Probe, Record
-from ckptool.formats.legacy_stream import NestedStreams
+from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.formats.zip_writer import (
     NewRecord,
     Place,
@@ -37,9 +33,9 @@ from ckptool.formats.zip_writer import (
     plan_sharing_zip,
     plan_zip,
 )
-from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, StorageRef
-from ckptool.symbolic import Unpickled, unpickle
+from ckptool.symbolic import Unpickled
 from ckptool.symbolic.rebuild import StoragePid, is_storage_pid, parse_storage_pid
 from ckptool.words import are, few
 
@@ -47,17 +43,15 @@ if TYPE_CHECKING:
     from ckptool.files.atomic import Output
 
 __all__ = [
-    "COMPUTING",
     "PICKLE",
     "TORCH_ZIP",
     "Contents",
-    "Laid",
     "Storages",
-    "TorchZip",
     "alignment_of",
-    "computed_offsets",
     "contents_of",
     "is_known_version",
+    "known_byteorder",
+    "misplaced",
     "read_contents",
     "records_are",
     "stored_in",
@@ -94,7 +88,7 @@ _FACTS = ("version", "byteorder", ".format_version", ".storage_alignment")
 _OURS = frozenset({PICKLE, *_FACTS, ".data/serialization_id", ".data/version"})
 SHORT = 64
 """Bytes that a record of a fact may have."""
-COMPUTING = (".format_version", ".storage_alignment")
+_COMPUTING = (".format_version", ".storage_alignment")
 """The records that let torch compute where storages are, instead of looking it up."""
 
 
@@ -103,6 +97,7 @@ _PLAIN_FOLDER = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 
 _STALE = ".data/serialization_id"
 """A hash over all records, of which torch makes nothing but a line in a log."""
+_UNLIMITED = Limits(max_records=sys.maxsize, max_inflation=sys.maxsize)
 _POINTER = 1 << 16
 """A key beyond it is no count but an address: torch before 1.9 used those."""
 
@@ -120,7 +115,6 @@ class Storages:
         self.by_key: dict[str, Storage] = {}
         self.used: set[str] = set()
         """Names of the records that a storage stands for."""
-        self._folded: dict[str, Record] | None = None
 
     def load(self, pid: Any) -> Any:
         """Return what a persistent id stands for.
@@ -148,17 +142,8 @@ class Storages:
             )
         return StorageRef(storage, parsed.dtype, parsed.untyped)
 
-    def find(self, name: str) -> Record | None:
-        """Return a record by name; as torch does it, without regard to ASCII case."""
-        record = self.archive.records.get(name)
-        if record is None:
-            if self._folded is None:
-                self._folded = {key.lower(): value for key, value in self.archive.records.items()}
-            record = self._folded.get(name.lower())
-        return record
-
     def _find(self, pid: StoragePid) -> Storage:
-        found = (self.find(f"{folder}{pid.key}") for folder in self.folders)
+        found = (self.archive.find(f"{folder}{pid.key}") for folder in self.folders)
         record = next((one for one in found if one is not None), None)
         if record is not None:
             self.used.add(record.name)
@@ -190,28 +175,30 @@ def read_contents(archive: Archive, limits: Limits) -> Contents:
         CorruptFile: there is no `data.pkl`, the pickle is damaged, or a storage lies.
         LimitExceeded: the pickle asks for more than `limits`.
     """
-    storages = Storages(archive, "little")
-    facts = {
-        name: read_text(record, SHORT).strip()
-        for name in _FACTS
-        if (record := storages.find(name)) is not None
-    }
-    storages.byteorder = facts.get("byteorder", "little")
-    if storages.byteorder not in ("little", "big"):
-        raise CorruptFile(
-            f"its byte order is {storages.byteorder!r}, neither 'little' nor 'big'",
-            file=archive.path,
-        )
-    record = storages.find(PICKLE)
+    facts = _facts(archive)
+    storages = Storages(archive, known_byteorder(facts.get("byteorder", "little"), archive))
+    record = archive.find(PICKLE)
     if record is None:
         raise CorruptFile("the archive has no record 'data.pkl'", file=archive.path)
-    unpickled = unpickle(
-        record.data,
-        persistent_load=storages.load,
-        nested=NestedStreams(archive.path, limits, record.data.length).load,
-        limits=limits,
-    )
+    unpickled = unpickle_outer(record.data, limits, persistent_load=storages.load)
     return Contents(unpickled, storages, facts)
+
+
+def _facts(archive: Archive) -> dict[str, str]:
+    found = {name: archive.find(name) for name in _FACTS}
+    return {name: read_text(record, SHORT).strip() for name, record in found.items() if record}
+
+
+def known_byteorder(text: str, archive: Archive) -> str:
+    """Return the byte order that a record of an archive states.
+
+    Raises:
+        CorruptFile: there is no such order.
+    """
+    if text not in ("little", "big"):
+        what = f"its byte order is {text!r}, neither 'little' nor 'big'"
+        raise CorruptFile(what, file=archive.path)
+    return text
 
 
 def stored_in(path: str, limits: Limits) -> Any:
@@ -238,10 +225,7 @@ def contents_of(probe: Probe) -> Contents:
         CorruptFile: the archive or its pickle is damaged, or a storage lies about its length.
         LimitExceeded: it asks for more than `probe.limits`.
     """
-    archive = probe.ask(open_archive)
-    if archive is None:
-        raise CorruptFile("this is no zip", file=probe.path)
-    return read_contents(archive, probe.limits)
+    return read_contents(opened_archive(probe), probe.limits)
 
 
 class TorchZip(EditableFormat):
@@ -261,8 +245,7 @@ class TorchZip(EditableFormat):
         archive = probe.ask(open_archive)
         if archive is None:
             return False
-        storages = Storages(archive, "little")
-        return storages.find(PICKLE) is not None and storages.find("constants.pkl") is None
+        return archive.find(PICKLE) is not None and archive.find("constants.pkl") is None
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the checkpoint, over the zip directory and the pickle.
@@ -324,15 +307,22 @@ class TorchZip(EditableFormat):
 
         if checkpoint.format != "torch-zip" or len(checkpoint.sources) != 1:
             return None
-        directory = _open_directory(checkpoint.sources[0])
-        if directory is None or not directory.is_torchs():
+        data = ByteRange(checkpoint.sources[0], 0, checkpoint.sources[0].size)
+        archive = zip_archive(data, _UNLIMITED)  # whoever opened the file has set limits
+        old = _pickle_of_torch(archive)
+        if old is None:
             return None
         encoded = encode(checkpoint.root, key_of=attrgetter("key"))
-        used = directory.records_of(encoded.storages)
+        used = _records_of(archive, encoded.storages)
         if used is None:
             return None
-        dropped = {_STALE, *(() if directory.torch_computes(used) else COMPUTING)}
-        patch = Patch(directory.data.length, directory.edited(encoded.data, dropped))
+        alignment = alignment_of(_facts(archive).get(".storage_alignment"))
+        is_computed = alignment is not None and not misplaced(archive, used, alignment)
+        dropped = {_STALE, *(() if is_computed else _COMPUTING)}
+        added = _edited(data, f"{archive.folder}/", old, encoded.data, dropped)
+        if added is None:
+            return None
+        patch = Patch(data.length, added)
         return Plan(
             self.name,
             patch=patch,
@@ -375,7 +365,7 @@ def _notes(archive: Archive, contents: Contents, *, is_zip: bool) -> Iterator[st
     if is_zip and not archive.folder:
         yield f"{TORCH_REFUSES} its records do not stand in a folder"
     version = contents.facts.get("version")
-    if is_zip and version is None and contents.storages.find(".data/version") is None:
+    if is_zip and version is None and archive.find(".data/version") is None:
         yield f"{TORCH_REFUSES} it has no record 'version'"
     elif version is not None and not is_known_version(version):
         yield f"{TORCH_REFUSES} its version is {version!r}, not between 1 and 10"
@@ -427,125 +417,76 @@ def _writer(archive: Archive, contents: Contents) -> str:
 # edited in place
 
 
-class Laid(NamedTuple):
-    """A storage's record as it lies in the file."""
-
-    name: bytes
-    """With the folder."""
-    size: int
-    header: int
-    payload: int
-    """Offset of its first byte."""
-
-
 def alignment_of(stated: str | None) -> int | None:
     """Return what `.storage_alignment` says, None where torch can make nothing of it."""
     text = str(ALIGNMENT) if stated is None else stated
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def computed_offsets(used: Iterable[Laid], alignment: int) -> Iterator[int | None]:
-    """Return the payload offsets that torch computes, in order of first use in the pickle.
+def misplaced(archive: Archive, used: Sequence[Record], alignment: int) -> list[Record]:
+    """Return the records that do not begin where torch computes that they do.
 
-    The first is looked up and must have the key 0: it is None where it has another, and nothing
-    follows.
+    `used` is the order in which the pickle first uses them. The first is looked up, and must have
+    the key 0: of another torch computes none.
     """
-    header = 0
-    for position, laid in enumerate(used):
-        if position == 0 and not laid.name.endswith(b"/data/0"):
-            yield None
-            return
-        header = header if position else laid.header
-        place = Place(laid.name, laid.size, header, alignment)
-        computed = place.payload if position else laid.payload
-        yield computed
-        header = computed + laid.size + place.descriptor_size
+    if used and used[0].name != "data/0":
+        return list(used)
+    wrong, header = [], 0
+    for position, record in enumerate(used):
+        name = f"{archive.folder}/{record.name}".encode("utf-8", "replace")
+        header = header if position else record.header_offset
+        place = Place(name, record.data.length, header, alignment)
+        computed = place.payload if position else record.data.offset
+        if computed != record.data.offset:
+            wrong.append(record)
+        header = computed + place.size + place.descriptor_size
+    return wrong
 
 
-def _open_directory(source: Source) -> _Directory | None:
-    """Return the directory of a torch zip that may have changed since it was opened."""
-    data = ByteRange(source, 0, source.size)
-    end = find_end(data)
-    if end is None:
+def _pickle_of_torch(archive: Archive) -> Record | None:
+    """Return the pickle of an archive that every torch takes: one folder, and a known version."""
+    is_whole = bool(archive.folder) and not archive.notes
+    is_known = is_known_version(_facts(archive).get("version", ""))
+    # Torch would take another version from `.data/version`, if it knows that one.
+    return (
+        archive.find(PICKLE)
+        if is_whole and is_known and not archive.find(".data/version")
+        else None
+    )
+
+
+def _records_of(archive: Archive, storages: Sequence[Storage]) -> list[Record] | None:
+    """Return the record that each storage is, whole and alone; None if one is none."""
+    found = [archive.find(f"data/{storage.key}") for storage in storages]
+    records = [
+        record
+        for record, storage in zip(found, storages, strict=True)
+        if record is not None and record.data == storage.data
+    ]
+    alone = {record.header_offset for record in records}
+    return records if len(alone) == len(storages) else None
+
+
+def _edited(
+    data: ByteRange, prefix: str, old: Record, pickle: bytes, dropped: Container[str]
+) -> bytes | None:
+    """Return the bytes to append to a zip: the record of a new pickle, the directory, its end.
+
+    Entries of other records stay as they are, in their order, but for those `dropped`. None: the
+    name of the pickle's record is not in UTF-8.
+    """
+    end, crc = find_end(data), zlib.crc32(pickle)
+    place = Place(f"{prefix}{old.name}".encode(), len(pickle), data.length, ALIGNMENT)
+    entries = dict(raw_entries(data, end)) if end else {}
+    if place.name not in entries:
         return None
-    # However many records it has: whoever opened the file has set a limit.
-    return _Directory(data, end, read_directory(data, end, Limits(max_records=end.entries)))
-
-
-class _Directory:
-    """The directory of a file, looked into as torch does: without regard to ASCII case."""
-
-    def __init__(self, data: ByteRange, end: End, entries: list[Entry]) -> None:
-        self.data = data
-        self.end = end
-        self.entries = entries
-        self.folder = entries[0].name.partition("/")[0] if entries else ""
-        self.by_name = {entry.name.lower(): entry for entry in entries}
-
-    def find(self, name: str) -> Entry | None:
-        """Return the entry of a record, named without the folder."""
-        return self.by_name.get(f"{self.folder}/{name}".lower())
-
-    def fact(self, name: str) -> str | None:
-        """Return the text of a record that states a fact, if there is one."""
-        entry = self.find(name)
-        if entry is None:
-            return None
-        offsets, _ = payload_offsets(self.data, [entry], self.end)
-        data = record_of(self.data, entry, offsets[entry.header], name, DEFAULT_LIMITS).data
-        return data.read(0, min(data.length, SHORT)).decode("latin-1").strip()
-
-    def is_torchs(self) -> bool:
-        """Return whether all is in one folder with a UTF-8 name, and the version is known."""
-        top = self.find(PICKLE)
-        return (
-            top is not None
-            and top.name.encode() == top.raw_name
-            and all(entry.name.startswith(f"{self.folder}/") for entry in self.entries)
-            and is_known_version(self.fact("version") or "")
-            and self.find(".data/version") is None  # torch would take that one, if it knows it
-        )
-
-    def records_of(self, storages: Sequence[Storage]) -> list[tuple[Entry, ByteRange]] | None:
-        """Return the record that each storage is, whole and alone, with its bytes; else None."""
-        ordered = sorted(self.entries, key=attrgetter("header"))
-        headers = [entry.header for entry in ordered]
-        records = []
-        for storage in storages:
-            data = storage.data
-            if data is None or data.source is not self.data.source:
-                return None
-            entry = ordered[bisect_left(headers, data.offset) - 1]
-            name = f"{self.folder}/data/{storage.key}"
-            if entry.size != data.length or entry.name.lower() != name.lower():
-                return None
-            records.append((entry, data))
-        alone = len({entry.header for entry, _ in records}) == len(records)
-        return records if alone else None
-
-    def torch_computes(self, used: Sequence[tuple[Entry, ByteRange]]) -> bool:
-        """Return whether torch's own sums lead to these records, in their order of first use."""
-        alignment = alignment_of(self.fact(".storage_alignment"))
-        if alignment is None:
-            return False
-        laid = [Laid(entry.raw_name, entry.size, entry.header, data.offset) for entry, data in used]
-        return list(computed_offsets(laid, alignment)) == [one.payload for one in laid]
-
-    def edited(self, pickle: bytes, dropped: Container[str]) -> bytes:
-        """Return what goes behind the end: the record of the new pickle, the directory, its end.
-
-        Entries of other records stay as they are, in their order, but for those `dropped`.
-        """
-        old, crc = self.by_name[f"{self.folder}/{PICKLE}".lower()], zlib.crc32(pickle)
-        place = Place(old.raw_name, len(pickle), self.data.length, ALIGNMENT)
-        cut = len(self.folder) + 1
-        entries = [
-            place.entry(crc) if entry is old else raw
-            for entry, raw in zip(self.entries, raw_entries(self.data, self.end), strict=True)
-            if entry.name[cut:].lower() not in dropped
-        ]
-        directory = b"".join(entries)
-        return b"".join((
-            place.local_header(), pickle, place.descriptor(crc), directory,
-            end_records(len(entries), place.end, len(directory)),
-        ))  # fmt: skip
+    entries[place.name] = place.entry(crc)
+    cut = len(prefix.encode())
+    kept = [
+        raw for name, raw in entries.items() if name[cut:].decode("latin-1").lower() not in dropped
+    ]
+    directory = b"".join(kept)
+    return b"".join((
+        place.local_header(), pickle, place.descriptor(crc), directory,
+        end_records(len(kept), place.end, len(directory)),
+    ))  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CorruptFile, LimitExceeded
-from ckptool.formats.archive import open_archive, read_json, read_text
+from ckptool.formats.archive import open_archive, opened_archive, read_json, read_text
 from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Format, Probe, Refusal
 from ckptool.formats.torch_zip import Storages, read_contents, records_are
 from ckptool.limits import Limits
@@ -168,7 +168,7 @@ class TorchScript(Format):
         archive = probe.ask(open_archive)
         if archive is None:
             return False
-        find = Storages(archive, "little").find
+        find = archive.find
         if find("constants.pkl") is not None and find("data.pkl") is not None:
             return True
         return find("model.json") is not None and find("version") is not None
@@ -180,9 +180,7 @@ class TorchScript(Format):
             CorruptFile: the archive, its pickle or its JSON is damaged.
             LimitExceeded: it asks for more than `probe.limits`.
         """
-        archive = probe.ask(open_archive)
-        if archive is None:
-            raise CorruptFile("this is no zip", file=probe.path)
+        archive = opened_archive(probe)
         if "model.json" in archive.records and "data.pkl" not in archive.records:
             root, writer = read_model_json(archive, probe.limits)
             details = _details(archive, writer=writer)
@@ -225,7 +223,7 @@ def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details
 def _constants(archive: Archive, byteorder: str, limits: Limits) -> Iterator[tuple[str, Any]]:
     """Yield what holds tensors among the constants of a frozen program, as its code names it."""
     storages = Storages(archive, byteorder, (_CONSTANTS,))
-    record = storages.find("constants.pkl")
+    record = archive.find("constants.pkl")
     if record is None:
         return
     root = unpickle(record.data, persistent_load=storages.load, limits=limits).root

@@ -18,11 +18,11 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing
 from ckptool.files.computed import joined
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
-from ckptool.formats.opening import of_files, opened_together
+from ckptool.formats.opening import TORCH_FILES, of_files, opened_together
 from ckptool.formats.placements import row_major_data
 from ckptool.formats.torch_zip import TORCH_ZIP, stored_in
 from ckptool.limits import Limits
-from ckptool.model import Opaque, OrderedMap, Storage, TensorRef, find_tensors, row_major_strides
+from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.tree import everything, rebuild
 from ckptool.words import counted, listed, printable
 
@@ -34,7 +34,6 @@ _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_fpw_module\.")
 _PART = "_fsdp_shard"
 """How a part of the name of a parameter's shard begins."""
 _KEYS = {"model", "shard_metadata"}
-_FORMATS = ("torch-zip", "torch-legacy")
 _HINT = "the files are of different saves, or damaged: copy all rank files of one save"
 
 
@@ -116,7 +115,7 @@ class XlaFsdp(Format):
         if not paths:
             return False
         try:
-            with opened_together(paths[:1], probe.limits, _FORMATS) as (first,):
+            with opened_together(paths[:1], probe.limits, TORCH_FILES) as (first,):
                 first.close()
                 return isinstance(first.root, dict) and first.root.keys() >= _KEYS
         except CheckpointError:
@@ -131,7 +130,7 @@ class XlaFsdp(Format):
             LimitExceeded: a file asks for more than `probe.limits`.
         """
         paths = rank_files(probe)
-        with opened_together(paths, probe.limits, _FORMATS) as ranks:
+        with opened_together(paths, probe.limits, TORCH_FILES) as ranks:
             try:
                 root, notes = _whole(ranks, probe.path)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -228,6 +227,4 @@ def _parameters(
     for key, size in named:
         data = whole.slice(start, prod(size) * first.itemsize)
         start += data.length
-        storage = Storage(key, data, data.length, first.device)
-        strides = row_major_strides(size)
-        yield key, TensorRef(first.dtype, size, strides, 0, storage, first.device)
+        yield key, plain_tensor(key, first.dtype, size, data, first.device)

@@ -25,11 +25,11 @@ from ckptool.files.computed import joined
 from ckptool.files.place import place_of
 from ckptool.files.tiled import late
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
-from ckptool.formats.opening import of_files, opened_together
+from ckptool.formats.opening import TORCH_FILES, of_files, opened_together
 from ckptool.formats.placements import row_major_data
 from ckptool.formats.torch_zip import stored_in
 from ckptool.limits import Limits
-from ckptool.model import Opaque, Storage, TensorRef, remade, row_major_strides
+from ckptool.model import Opaque, TensorRef, plain_tensor, remade
 from ckptool.symbolic.encoder import encode
 from ckptool.words import counted, few, listed, printable, shell
 
@@ -60,7 +60,6 @@ MASTER = "fp32"
 """What the state of a parameter calls its fp32 master, as universal folders do."""
 SLICED = 3
 """The stage that has weights in slices, as masters alone."""
-_FORMATS = ("torch-zip", "torch-legacy")
 _LONGEST_TAG = 256
 _SCRIPT = "DeepSpeed's own zero_to_fp32.py, of the version that wrote it, may read it"
 _HINT = "the files are of different saves, or damaged: copy all files of one step"
@@ -141,10 +140,10 @@ class DeepSpeed(Format):
         """
         step = _step(probe)
         own = (step.models[0], *step.optims)
-        with opened_together(own, probe.limits, _FORMATS) as (first, *optims):
+        with opened_together(own, probe.limits, TORCH_FILES) as (first, *optims):
             frozen = isinstance(first.root, dict) and first.root.get("frozen_param_shapes")
             rest = step.models[1:] if frozen else ()  # which have nothing else
-            with opened_together(rest, probe.limits, _FORMATS) as others:
+            with opened_together(rest, probe.limits, TORCH_FILES) as others:
                 models, files = [first, *others], [first, *others, *optims]
                 made = _checked(step, models, optims, probe.limits)
         return of_files(
@@ -525,8 +524,7 @@ def _tensor(name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find:
         data = late(first.file, size, partial(_together, vectors, find))
     else:
         data = vectors[pieces[0][0]].cut(*pieces[0][1:]) if pieces else first.cut(0, 0)
-    storage = Storage(name, data, data.length, first.device)
-    return TensorRef(first.dtype, shape, row_major_strides(shape), 0, storage, first.device)
+    return plain_tensor(name, first.dtype, shape, data, first.device)
 
 
 def _together(vectors: Sequence[_Vector], find: Find) -> tuple[ByteRange, None]:

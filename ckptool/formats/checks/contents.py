@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
@@ -17,7 +16,7 @@ from ckptool.formats.legacy_stream import (
     MAGIC_BYTES,
     VERSION,
     LegacyStream,
-    NestedStreams,
+    unpickle_outer,
     unpickle_record,
 )
 from ckptool.formats.safetensors_header import LENGTH
@@ -25,14 +24,12 @@ from ckptool.formats.torch_tar import BLOCK, read_members
 from ckptool.formats.torch_zip import (
     PICKLE,
     Contents,
-    Laid,
     alignment_of,
-    computed_offsets,
     is_known_version,
+    misplaced,
 )
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, StorageRef, TensorRef
-from ckptool.symbolic import unpickle
 from ckptool.symbolic.calls import RECOGNISED
 from ckptool.tree import everything
 from ckptool.words import are, counted, listed, printable
@@ -218,9 +215,7 @@ def _following(data: ByteRange, position: int, limits: Limits, magic: int) -> in
     """
     rest = data.slice(position, data.length - position)
     if not magic:
-        nested = NestedStreams(data.source.name, limits, rest.length)
-        found = unpickle(rest, nested=nested.load, limits=limits)
-        return position + found.end
+        return position + unpickle_outer(rest, limits).end
     if not MAGIC.match(rest.read(0, min(magic, rest.length))):
         raise CorruptFile("no stream follows", file=data.source.name)
     return position + LegacyStream(rest, limits).end
@@ -325,7 +320,7 @@ def torch_zip_findings(archive: Archive, contents: Contents, *, unzipped: bool) 
 
 def _behind_pickle(archive: Archive, contents: Contents) -> Iterator[Problem]:
     """Return the bytes of the pickle's record that are behind its STOP."""
-    record = contents.storages.find(PICKLE)
+    record = archive.find(PICKLE)
     rest = 0 if record is None else record.data.length - contents.unpickled.end
     if record is not None and rest:
         text = f"{counted(rest, 'byte')} behind the end of its pickle are not read"
@@ -336,7 +331,7 @@ def _refused(archive: Archive, contents: Contents) -> Iterator[Problem]:
     if not archive.folder:
         yield Problem("folder", "", "its records do not stand in a folder: torch refuses it")
     version = contents.facts.get("version")
-    if version is None and contents.storages.find(".data/version") is None:
+    if version is None and archive.find(".data/version") is None:
         yield Problem("version", "", "it has no record 'version': torch refuses it")
     elif version is not None and not is_known_version(version):
         text = f"its version is {version!r}, not between 1 and 10: torch refuses it"
@@ -368,27 +363,16 @@ def _misplaced(archive: Archive, contents: Contents) -> Iterator[Problem]:
             "begin",
         )
         return
-    used = list(_laid(archive, contents))
-    wrong = [
-        laid
-        for laid, computed in zip_longest(used, computed_offsets(used, alignment))
-        if computed != laid.payload
-    ]
+    storages = contents.storages.by_key
+    found = (archive.find(f"data/{key}") for key, one in storages.items() if one.data is not None)
+    used = [record for record in found if record is not None and not record.compressed]
+    wrong = misplaced(archive, used, alignment)
     if wrong:
         yield Problem(
             "offsets",
-            wrong[0].name.decode("utf-8", "replace"),
+            _place(archive, wrong[0].name),
             "the record .format_version has torch compute where storages begin, and "
             f"{len(wrong):,} of {counted(len(used), 'storage')} begin elsewhere: "
             "torch.load(map_location='meta') and readers that compute offsets get wrong ones; "
             "any rewrite mends it",
         )
-
-
-def _laid(archive: Archive, contents: Contents) -> Iterator[Laid]:
-    """Yield the records of the storages, in the order in which the pickle first uses them."""
-    for key, storage in contents.storages.by_key.items():
-        record = contents.storages.find(f"data/{key}")
-        if storage.data is not None and record is not None and not record.compressed:
-            name = _place(archive, record.name).encode("utf-8", "replace")
-            yield Laid(name, record.data.length, record.header_offset, record.data.offset)

@@ -87,16 +87,12 @@ def directory_entries(data: ByteRange, end: End) -> Iterator[Central]:
         CheckpointError: the directory lies outside the file.
         struct.error: it ends within an entry.
     """
-    for raw in raw_entries(data, end):
+    for name, raw in raw_entries(data, end):
         fixed = _CENTRAL.unpack_from(raw)
         _, made_by, *shared, crc, packed, size = fixed[:10]
         name_length, extra_length, _, disk, internal, external, header = fixed[10:]
-        start = _CENTRAL.size
-        name, extra, comment = (
-            raw[start : start + name_length],
-            raw[start + name_length : start + name_length + extra_length],
-            raw[start + name_length + extra_length :],
-        )
+        rest = raw[_CENTRAL.size + name_length :]
+        extra, comment = rest[:extra_length], rest[extra_length:]
         values = [size, packed, header]
         fields = extra_fields(extra)
         wide = iter(wide_values(fields))
