@@ -1,4 +1,4 @@
-"""The options of `train`: those of `TrainConfig`, and a few about how it is started and told."""
+"""The options of `train`, made of the fields of `TrainConfig`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
+from itertools import pairwise
 from typing import Any
 
 import click
@@ -18,34 +19,14 @@ from ckptool.trainer.launching import recorded
 __all__ = ["ARGUMENTS", "TrainCommand", "as_option", "config_options", "rank"]
 
 ARGUMENTS = "ckptool.train.arguments"
-"""What the words behind `train` are called in the `meta` of its context."""
+"""The key of the arguments of `train` in the `meta` of its context."""
 
-_SECTIONS = {
-    "What is trained": ("out", "data", "target", "model", "loss", "dtype", "seed"),
-    "How": (
-        *(
-            "epochs",
-            "max_steps",
-            "batch_size",
-            "workers",
-            "accumulate",
-            "optimizer",
-            "lr",
-            "momentum",
-        ),
-        *("weight_decay", "schedule", "step_size", "gamma", "warmup", "amp", "clip", "ema"),
-        *("patience", "compile"),
-    ),
-    "Where": (
-        *("strategy", "nproc", "port", "device", "gpus", "device_ids", "output_device", "devices"),
-        *("updates", "staleness", "sync_batchnorm", "list_devices"),
-    ),
-    "Checkpoints": (
-        *("save", "sharded", "save_every", "save_seconds", "keep", "resume", "overwrite"),
-    ),
-}
+_FIRST = {"out": "What is trained", "epochs": "How", "strategy": "Where", "save": "Checkpoints"}
+"""The field of `TrainConfig` with which each section of the help begins."""
+_STARTING = ("nproc", "port", "gpus", "list_devices")
+"""Options about how a run is started, which are not in `TrainConfig`."""
 _DEFAULTS = {"batch_size": "30 for --data random, 32 otherwise"}
-"""Where what happens without an option follows from others: the words for it."""
+"""The help's words for a default that depends on another option."""
 
 
 def rank() -> int | None:
@@ -55,7 +36,7 @@ def rank() -> int | None:
 
 
 def as_option(name: str, value: Any) -> str:
-    """Return an option as it was typed: `--batch-size 0`."""
+    """Return an option as it is typed: `--batch-size 0`."""
     option = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return option
@@ -63,13 +44,25 @@ def as_option(name: str, value: Any) -> str:
     return f"{option} {text}" if text.isprintable() and text else f"{option} {text!r}"
 
 
-class TrainCommand(Sectioned):
-    """Keeps its arguments for the processes that it starts."""
+def _sections() -> dict[str, list[str]]:
+    """Return the options of each section of the help, in the order of the fields."""
+    names = [field.name for field in fields(TrainConfig)]
+    starts = [*map(names.index, _FIRST), names.index("trace_batches")]
+    found = {
+        title: names[start:end]
+        for title, (start, end) in zip(_FIRST.values(), pairwise(starts), strict=True)
+    }
+    found["Where"] += _STARTING
+    return found
 
-    sections = _SECTIONS
+
+class TrainCommand(Sectioned):
+    """A command that keeps its arguments for the processes that it starts."""
+
+    sections = _sections()
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Return the arguments as click has them; what is wrong with them is told once."""
+        """Parse the arguments; a worker leaves an error to its launcher."""
         from ckptool.cli.console import in_words
 
         ctx.meta[ARGUMENTS] = list(args)
@@ -82,7 +75,7 @@ class TrainCommand(Sectioned):
 
 
 def config_options(command: Any) -> Any:
-    """Return an option for each field of `TrainConfig`, by its name."""
+    """Add an option to the command for each field of `TrainConfig`."""
     texts = _texts()
     for field in reversed(fields(TrainConfig)):
         command = _option(field, texts)(command)
@@ -113,7 +106,7 @@ def _type(field: Field[Any]) -> Any:
 
 
 def _texts() -> dict[str, str]:
-    """Return what the docstring says of each field, with options spelled as options."""
+    """Return the text of each field in the docstring, with `lr` spelled as `--lr`."""
     told = (TrainConfig.__doc__ or "").partition("Attributes:\n")[2]  # none with python -OO
     found = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", told, re.MULTILINE)
     names = {name for name, _ in found}

@@ -91,13 +91,13 @@ def command(
 
 
 def _tell_choice(before: str | None, *, quiet: bool) -> None:
-    """Say which of the machine's GPUs are seen; `before` is what was visible earlier."""
+    """Print which of the machine's GPUs are used; `before` is the variable's earlier value."""
     from ckptool.trainer.devices import require_visible
 
     require_visible()
     now = os.environ[VISIBLE]
     if rank() is not None and (rank() or before == now):
-        return  # the launcher, or rank 0, has said so
+        return  # the launcher, or rank 0, has printed it
     if before not in (None, now):
         say([f"note: {VISIBLE} was {clean(before or '')}, and is {now} now"], quiet=quiet)
     say([gpus_line(seen_as())], quiet=quiet)
@@ -114,7 +114,7 @@ def _list_devices(*, as_json: bool) -> None:
 
 
 def _config(given: dict[str, Any]) -> TrainConfig:
-    """Return the run that the options are."""
+    """Return the configuration of the run that the options ask for."""
     if given["out"] is None:
         raise UsageError("Missing option '--out'.", hint="ckptool train --help")
     if given["batch_size"] is None:
@@ -131,31 +131,27 @@ def _config(given: dict[str, Any]) -> TrainConfig:
 
 
 def _is_launched(config: TrainConfig, nproc: int | None, port: int | None) -> bool:
-    """Return whether this process is one of those that train; False: it is to start them."""
+    """Return True if this process trains, False if it is to start the processes that train."""
     strategy = as_option("strategy", config.strategy)
     if config.strategy in SPREAD:
         if rank() is None and nproc is None:
-            raise UsageError(
-                f"{strategy} runs in several processes, and nothing says in how many",
-                hint="--nproc 2, or torchrun",
-            )
+            raise UsageError(f"{strategy} needs several processes", hint="--nproc 2, or torchrun")
         return rank() is not None
     for name, value in (("nproc", nproc), ("port", port)):
         if value is not None:
             raise UsageError(
-                f"{as_option(name, value)} is for {', '.join(SPREAD)}, and this is {strategy}"
+                f"{as_option(name, value)} needs --strategy {' or '.join(SPREAD)}, not {strategy}"
             )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            f"{strategy} runs in one process, and a launcher has started "
-            f"{os.environ['WORLD_SIZE']}",
+            f"{strategy} runs in one process, but a launcher started {os.environ['WORLD_SIZE']}",
             hint=as_option("strategy", "ddp"),
         )
     return True
 
 
 def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
-    """Start the processes, once it is known that there is something to train on and to write to."""
+    """Start the processes, after a check that the data can be read and `out` can be written."""
     from ckptool.trainer.checkpoints import one_run_in, require_one_run, require_writable
     from ckptool.trainer.data import data_of
     from ckptool.trainer.launching import launch

@@ -1,8 +1,7 @@
-"""What a run is to do: every option, checked when it is made. Torch is not needed for it."""
+"""The options of a training run, and their rules; torch is not imported."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -17,48 +16,31 @@ __all__ = ["CHOICES", "SPREAD", "TrainConfig", "check", "require_shared", "usual
 
 _DATA = ("random", "friedman", "digits")
 _MLP = re.compile(r"mlp(?::([1-9]\d{0,8}(?:,[1-9]\d{0,8})*))?", re.ASCII)
-_USUAL = [16, 32]
 
 
 def csv_path(data: str) -> str | None:
-    """Return the path of `csv:PATH`; None: it is another word."""
+    """Return the path in `csv:PATH`, or None."""
     return data[4:] if data.startswith("csv:") else None
 
 
-def data_fault(data: str) -> str | None:
-    """Return what is wrong with a word for data; the file is looked for when it is read."""
-    if data in _DATA or csv_path(data) or (data[:4] != "csv:" and FACTORY.fullmatch(data)):
-        return None
-    return f"is none of {', '.join(_DATA)}, csv:PATH, module:factory"
-
-
-def loss_fault(loss: str) -> str | None:
-    """Return what is wrong with a word for a loss; torch is asked for it later."""
-    if loss.isidentifier() or FACTORY.fullmatch(loss):
-        return None
-    return "is neither a name in torch.nn.functional nor module:function"
-
-
 def hidden_widths(model: str) -> list[int] | None:
-    """Return the widths of the hidden layers of `mlp:16,32`; None: it is another word."""
+    """Return the widths of the hidden layers of `mlp:16,32`, or None."""
     found = _MLP.fullmatch(model)
-    if found is None:
-        return None
-    return [int(width) for width in found[1].split(",")] if found[1] else _USUAL
+    return None if found is None else [int(width) for width in (found[1] or "16,32").split(",")]
 
 
-def model_fault(model: str) -> str | None:
-    """Return what is wrong with a word for a model."""
-    if model in ("linear", "cnn") or hidden_widths(model) or FACTORY.fullmatch(model):
-        return None
-    if model.startswith("mlp:"):
-        return "has widths that are no whole numbers from 1 on, as in mlp:16,32"
-    return "is none of linear, mlp:16,32, cnn, module:factory"
+def _is_data(data: str) -> bool:
+    is_named = data[:4] != "csv:" and FACTORY.fullmatch(data)
+    return data in _DATA or bool(csv_path(data) or is_named)
+
+
+def _is_model(model: str) -> bool:
+    return model in ("linear", "cnn") or bool(hidden_widths(model) or FACTORY.fullmatch(model))
 
 
 STRATEGIES = ("single", "dp", "ddp", "model-parallel", "fsdp", "parameter-server", "xla")
 SPREAD = ("ddp", "fsdp", "parameter-server")
-"""Those that run in several processes."""
+"""Strategies that run in several processes."""
 SAVES = ("full", "wrapped", "unwrapped", "module")
 CHOICES: dict[str, tuple[str, ...]] = {
     "strategy": STRATEGIES,
@@ -69,27 +51,31 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "float64"),
     "amp": ("bf16", "fp16"),
 }
-"""What each option that is a word may be."""
 _LARGEST = 3.4e38
 _COUNTS = (
     *("epochs", "max_steps", "batch_size", "accumulate"),
     *("step_size", "keep", "save_every", "patience"),
 )
-_BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(_COUNTS, (lambda value: value >= 1, "must be at least 1")),
-    **dict.fromkeys(("lr", "clip", "save_seconds"), (lambda value: value > 0, "must be above 0")),
+_RULES: dict[str, tuple[Callable[[Any], object], str]] = {
+    **{name: (words.__contains__, f"one of {', '.join(words)}") for name, words in CHOICES.items()},
+    **dict.fromkeys(_COUNTS, (lambda value: value >= 1, "at least 1")),
+    **dict.fromkeys(("lr", "clip", "save_seconds"), (lambda value: value > 0, "above 0")),
     **dict.fromkeys(
         ("weight_decay", "gamma", "warmup", "staleness", "output_device", "workers"),
-        (lambda value: value >= 0, "must not be below 0"),
+        (lambda value: value >= 0, "at least 0"),
     ),
-    **dict.fromkeys(
-        ("ema", "momentum"), (lambda value: 0 <= value < 1, "must be from 0 to below 1")
+    **dict.fromkeys(("ema", "momentum"), (lambda value: 0 <= value < 1, "from 0 to below 1")),
+    "seed": (lambda value: -(2**63) <= value < 2**63, "from -2**63 to below 2**63"),
+    "resume": (bool, "a checkpoint, a folder or auto"),
+    "out": (bool, "a folder"),
+    "data": (_is_data, f"{', '.join(_DATA)}, csv:PATH or module:factory"),
+    "model": (_is_model, "linear, cnn, mlp:16,32 (widths from 1) or module:factory"),
+    "loss": (
+        lambda loss: loss.isidentifier() or FACTORY.fullmatch(loss),
+        "a name in torch.nn.functional or module:function",
     ),
-    "seed": (lambda value: -(2**63) <= value < 2**63, "must be from -2**63 to below 2**63"),
-    "resume": (bool, "must be a checkpoint, a folder or auto"),
-    "out": (bool, "must be a folder"),
 }
-_WORDS = {"data": data_fault, "model": model_fault, "loss": loss_fault}
+"""What the value of an option must be: a test, and its words behind `must be`."""
 _ONLY_WITH = {
     "sharded": {"strategy": "fsdp", "save": "full"},
     "ema": {"save": "full"},
@@ -102,21 +88,13 @@ _ONLY_WITH = {
     "devices": {"strategy": "model-parallel"},
     "device_ids": {"strategy": "dp"},
     "output_device": {"strategy": "dp"},
+    "target": {"data": "csv:PATH"},
 }
-"""Options that mean something with another one alone; their defaults ask for nothing anywhere."""
+"""Options that need another one; their defaults are allowed everywhere."""
 _NOT_WITH = {"workers": ("parameter-server",), "compile": ("dp", "xla")}
-"""Options that a strategy has no use for: a server's workers do not know which batch is next;
+"""Options that a strategy cannot use: the workers of a server do not know which batch is next,
 replicas share no compiled code, and XLA compiles everything itself."""
-
-_KINDS: dict[str, tuple[Any, str]] = {
-    "int": (Integral, "a whole number"),
-    "float": (Real, "a number"),
-    "bool": (bool, "True or False"),
-    "str": (str, "a text"),
-    "tuple[str, ...]": ((tuple, list), "several texts"),
-    "tuple[int, ...]": ((tuple, list), "several whole numbers"),
-}
-"""What each annotation below takes, and what that is called."""
+_TYPES: dict[str, Any] = {"int": Integral, "float": Real, "bool": bool, "str": str}
 
 Spelling = Callable[[str, Any], str]
 """How an option and its value are written where they were given."""
@@ -135,7 +113,7 @@ def require_shared(batch_size: int, processes: int) -> None:
     """
     if batch_size < processes:
         raise TrainingError(
-            f"a batch of {batch_size} sample{'s' * (batch_size > 1)} is not to be shared by "
+            f"a batch of {batch_size} sample{'s' * (batch_size > 1)} cannot be shared by "
             f"{processes} processes",
             hint=f"--batch-size {processes} or more, or fewer processes",
         )
@@ -147,96 +125,80 @@ def as_argument(name: str, value: Any) -> str:
 
 
 def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
-    """Check the options of a run, each by itself and beside the others.
+    """Check the options of a run, each by itself and together with the others.
 
     Args:
-        values: All of `TrainConfig`, by name.
-        spelled: How the message names them.
+        values: The value of each field of `TrainConfig`, by name.
+        spelled: Formats an option for a message.
 
     Raises:
-        UsageError: one is out of its range.
+        UsageError: a value is wrong, or has no effect with the other options.
     """
     known = {field.name: field for field in fields(TrainConfig)}
     for name, value in values.items():
-        fault = _unlike(value, str(known[name].type)) or (
-            None if value is None else _fault(name, value)
-        )
-        if fault is not None:
-            raise UsageError(f"{spelled(name, value)} {fault}")
+        kind = str(known[name].type)
+        rule = f"of type {kind}" if not _is_of(value, kind) else _broken_rule(name, value)
+        if rule is not None:
+            raise UsageError(f"{spelled(name, value)} must be {rule}")
+    held = dict(values)
+    if csv_path(held["data"]):
+        held["data"] = "csv:PATH"
     for name, others in _ONLY_WITH.items():
         for other, wanted in others.items():
-            if values[name] != known[name].default and values[other] != wanted:
+            if held[name] != known[name].default and held[other] != wanted:
                 raise UsageError(
-                    f"{spelled(name, values[name])} is for {spelled(other, wanted)}, and this is "
-                    f"{spelled(other, values[other])}"
+                    f"{spelled(name, held[name])} needs {spelled(other, wanted)}, not "
+                    f"{spelled(other, held[other])}"
                 )
     for name, strategies in _NOT_WITH.items():
-        if values[name] and values["strategy"] in strategies:
-            raise UsageError(
-                f"{spelled(name, values[name])} is not for "
-                f"{spelled('strategy', values['strategy'])}"
-            )
-    if values["keep"] != known["keep"].default and not (
-        values["save_every"] or values["save_seconds"]
-    ):
-        raise UsageError(
-            f"{spelled('keep', values['keep'])} is for checkpoints by step, and none is asked for",
-            hint=f"{spelled('save_every', 100)} writes one every 100 steps",
-        )
-    if values["target"] is not None and csv_path(values["data"]) is None:
-        raise UsageError(
-            f"{spelled('target', values['target'])} is for {spelled('data', 'csv:PATH')}, and this "
-            f"is {spelled('data', values['data'])}"
-        )
+        if held[name] and held["strategy"] in strategies:
+            strategy = spelled("strategy", held["strategy"])
+            raise UsageError(f"{spelled(name, held[name])} does not work with {strategy}")
+    if held["keep"] != known["keep"].default and not (held["save_every"] or held["save_seconds"]):
+        every = spelled("save_every", 100)
+        raise UsageError(f"{spelled('keep', held['keep'])} needs an interval such as {every}")
 
 
-def _unlike(value: Any, kind: str) -> str | None:
-    kind, _, none = kind.partition(" | ")
-    types, said = _KINDS[kind]
+def _is_of(value: Any, kind: str) -> bool:
+    """Return whether a value has the type that an annotation names."""
+    kind, _, optional = kind.partition(" | ")
     if value is None:
-        return None if none else f"is not {said}"
-    is_alike = isinstance(value, types) and (types is bool or not isinstance(value, bool))
-    if is_alike and kind.startswith("tuple"):
+        return bool(optional)
+    if kind.startswith("tuple["):
         inside = kind.removeprefix("tuple[").removesuffix(", ...]")
-        is_alike = all(_unlike(one, inside) is None for one in value)
-    return None if is_alike else f"is not {said}"
+        return isinstance(value, (tuple, list)) and all(_is_of(one, inside) for one in value)
+    return isinstance(value, _TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
 
 
-def _fault(name: str, value: Any) -> str | None:
-    if name in _WORDS:
-        return _WORDS[name](value)
-    if name in CHOICES and value not in CHOICES[name]:
-        return f"is none of {', '.join(CHOICES[name])}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "is no finite number"
-    if isinstance(value, (int, float)) and abs(value) > _LARGEST:
-        return "is beyond what float32 holds"
-    is_within, rule = _BOUNDS.get(name, (None, ""))
-    return None if is_within is None or is_within(value) else rule
+def _broken_rule(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, (int, float)) and not abs(value) <= _LARGEST:
+        return "a finite float32 number"
+    is_right, rule = _RULES.get(name, (None, ""))
+    return None if is_right is None or is_right(value) else rule
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A run of `Trainer`; the options of `ckptool train` by the same names, with these texts.
+    """The options of a training run; `ckptool train` has them under the same names.
 
-    A `Trainer` that is given data or a model has no use for `data`, `target` or `model`.
+    `Trainer` ignores `data` and `target` if it is given data, and `model` if it is given a model.
 
     Attributes:
         out: The folder for checkpoints and figures of the run.
-        strategy: How the training is spread over devices.
         data: `random`, `friedman`, `digits`, `csv:PATH` or `module:factory`.
         target: The column of a CSV to predict [default: the last].
+        model: `linear`, `mlp:16,32`, `cnn` or `module:factory`.
         loss: The loss: a name in `torch.nn.functional`, or `module:function` [default: that of the
             data].
-        model: `linear`, `mlp:16,32`, `cnn` or `module:factory`.
-        compile: Compile the model with `torch.compile`.
+        dtype: The type of weights and features.
+        seed: The seed of the weights, the order of the samples and dropout.
         epochs: How many times to go through the data.
         max_steps: Stop after this many optimizer steps.
         batch_size: Samples in a batch, over all devices together.
         workers: Processes that prepare batches ahead, in pinned memory for a GPU.
         accumulate: How many batches to accumulate gradients over.
-        seed: The seed of the weights, the order of the samples and dropout.
-        dtype: The type of weights and features.
         optimizer: The optimizer.
         lr: The learning rate, before the schedule.
         momentum: The momentum of `sgd`.
@@ -249,6 +211,16 @@ class TrainConfig:
         clip: The largest norm of all gradients together.
         ema: The decay of a moving average of the weights, for example 0.999.
         patience: Stop after this many epochs without a lower validation loss.
+        compile: Compile the model with `torch.compile`.
+        strategy: How the training is spread over devices.
+        device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto`: an accelerator if there is one.
+        device_ids: With `dp`: the GPUs of the replicas [default: all].
+        output_device: With `dp`: the GPU that gathers the outputs [default: the first].
+        devices: With `model-parallel`: the devices of the layers, in order.
+        updates: With `parameter-server`: `asynchronous` applies gradients as they arrive, a batch
+            per worker; `synchronous` splits each batch over all workers and updates once.
+        staleness: With `parameter-server`: how many updates the weights of a worker may lag behind.
+        sync_batchnorm: With `ddp`: batch norm over the whole batch, not per process.
         save: What a checkpoint holds; only `full` resumes exactly.
         sharded: With `fsdp`: save a folder of torch.distributed.checkpoint instead of one file.
         save_every: Save `step-%08d.pth` after this many steps.
@@ -256,32 +228,22 @@ class TrainConfig:
         keep: How many files `step-%08d.pth` to keep.
         resume: The checkpoint or run folder to resume from; `auto`: the newest in `out`, if any.
         overwrite: Remove what an earlier run left in `out`; without it that is an error.
-        sync_batchnorm: With `ddp`: batch norm over the whole batch, not per process.
-        device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto`: an accelerator if there is one.
-        devices: With `model-parallel`: the devices of the layers, in order.
-        device_ids: With `dp`: the GPUs of the replicas [default: all].
-        output_device: With `dp`: the GPU that gathers the outputs [default: the first].
-        updates: With `parameter-server`: `asynchronous` applies gradients as they arrive, a batch
-            per worker; `synchronous` splits each batch over all workers and updates once.
-        staleness: With `parameter-server`: how many updates the weights of a worker may lag behind.
         trace_batches: Print what each replica gets and returns.
         tensorboard: Write TensorBoard event files next to the figures, if it is installed.
     """
 
     out: str
-    strategy: str = "single"
     data: str = "friedman"
     target: str | None = None
-    loss: str | None = None
     model: str = "mlp:16,32"
-    compile: bool = False
+    loss: str | None = None
+    dtype: str = "float32"
+    seed: int = 0
     epochs: int = 10
     max_steps: int | None = None
     batch_size: int = 32
     workers: int = 0
     accumulate: int = 1
-    seed: int = 0
-    dtype: str = "float32"
     optimizer: str = "adam"
     lr: float = 0.01
     momentum: float = 0.0
@@ -294,6 +256,15 @@ class TrainConfig:
     clip: float | None = None
     ema: float | None = None
     patience: int | None = None
+    compile: bool = False
+    strategy: str = "single"
+    device: str = "auto"
+    device_ids: tuple[int, ...] = ()
+    output_device: int | None = None
+    devices: tuple[str, ...] = ()
+    updates: str = "asynchronous"
+    staleness: int = 1
+    sync_batchnorm: bool = False
     save: str = "full"
     sharded: bool = False
     save_every: int | None = None
@@ -301,21 +272,14 @@ class TrainConfig:
     keep: int = 3
     resume: str | None = None
     overwrite: bool = False
-    sync_batchnorm: bool = False
-    device: str = "auto"
-    devices: tuple[str, ...] = ()
-    device_ids: tuple[int, ...] = ()
-    output_device: int | None = None
-    updates: str = "asynchronous"
-    staleness: int = 1
     trace_batches: bool = False
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        """Check every value by itself and beside the others.
+        """Check every option by itself and together with the others.
 
         Raises:
-            UsageError: one is of another type, or out of its range.
+            UsageError: a value is wrong, or has no effect with the other options.
         """
         for name in ("out", "resume"):
             if isinstance(path := getattr(self, name), os.PathLike):
@@ -323,5 +287,5 @@ class TrainConfig:
         check(vars(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, which a checkpoint keeps."""
+        """Return plain data, which a checkpoint stores."""
         return asdict(self)

@@ -119,9 +119,9 @@ class Trainer:
                 loop = Loop(
                     config, strategy, batches, progress, checkpoints, self._observer, signals
                 )
-                loop.run()
+                signal = loop.run()
             told = progress.epoch, progress.step, progress.skipped, progress.best
-            result = TrainResult(*told, loop.stopped, config.out)
+            result = TrainResult(*told, signal, config.out)
             strategy.end(result)
         return result
 

@@ -328,7 +328,9 @@ def test_a_run_that_goes_on_elsewhere_says_where_the_best_epoch_is(tmp_path):
     told = Told()
     run(then, told, epochs=3, resume=str(first / "last.pth"), lr=1e6)
     assert not (then / "best.pth").exists()
-    assert any("best.pth is in the folder from which the run goes on" in one for one in told.notes)
+    assert any(
+        "best.pth is in the folder that the run was resumed from" in one for one in told.notes
+    )
     told = Told()
     run(tmp_path / "better", told, epochs=3, resume=str(first / "last.pth"), lr=0.01)
     assert (tmp_path / "better" / "best.pth").exists()
