@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from ckptool.errors import UsageError
 from ckptool.render.text import Look, shorten, wrapped
 
-__all__ = ["apart", "formatted", "known_format", "known_formats", "table"]
+__all__ = ["apart", "known_format", "known_formats", "table"]
 
 _GAP = "  "
 _BAR = " | "
@@ -22,14 +22,16 @@ def table(
     rows: Sequence[Sequence[str]],
     look: Look,
     *,
-    right: frozenset[int] | set[int] = frozenset(),
-    flexible: int | Sequence[int] = 0,
+    right: Collection[int] = (),
+    flexible: int | Collection[int] = 0,
     spare: Sequence[int] = (),
+    optional: Collection[int] = (),
     ruled: bool = False,
 ) -> Iterator[str]:
     """Yield the lines of a table of clean cells.
 
-    The columns `right` are aligned to the right. If the rows are wider than the terminal, the
+    The columns `right` are aligned to the right; `optional` ones without a filled cell are left
+    out. If the rows are wider than the terminal, the
     `spare` columns are left out one by one until each `flexible` column has some room, and a last
     line names them; then the cells of the flexible columns lose their middle. `ruled` draws bars
     between the columns and a line below the headings.
@@ -37,13 +39,16 @@ def table(
     Raises:
         UsageError: `look.fmt` would pad the rows to a file of gigabytes.
     """
+    kept = [n for n in range(len(headers)) if n not in optional or any(row[n] for row in rows)]
     if look.fmt:
-        yield from formatted(headers, rows, look.fmt, frozenset(right))
+        cells = [[row[n] for n in kept] for row in (headers, *rows)]
+        yield from _formatted(cells, look.fmt, {at for at, n in enumerate(kept) if n in right})
         return
     gap = _BAR if ruled else _GAP
     full = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     bending = (flexible,) if isinstance(flexible, int) else flexible
-    kept, widths = _fitted(full, look.width or 1 << 30, len(gap), bending, spare)
+    spare = [n for n in spare if n in kept]
+    widths = _fitted(kept, full, look.width or 1 << 30, len(gap), bending, spare)
     pattern = gap.join(
         f"%{'' if n in right else '-'}{min(width, _WIDEST)}s"
         for n, width in zip(kept, widths, strict=True)
@@ -53,8 +58,8 @@ def table(
         yield "-+-".join("-" * min(width, _WIDEST) for width in widths)
     is_narrowed = widths != [full[n] for n in kept]
     for row in rows:
-        cells = tuple(row[n] for n in kept)
-        yield (pattern % (tuple(map(shorten, cells, widths)) if is_narrowed else cells)).rstrip()
+        drawn = tuple(row[n] for n in kept)
+        yield (pattern % (tuple(map(shorten, drawn, widths)) if is_narrowed else drawn)).rstrip()
     missing = ["names in full"] if widths[0] < full[kept[0]] else []
     missing += [headers[n] for n in spare if n not in kept and headers[n]]
     if missing:
@@ -63,10 +68,14 @@ def table(
 
 
 def _fitted(
-    full: Sequence[int], available: int, gap: int, flexible: Sequence[int], spare: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """Return the columns that a table keeps, and their widths."""
-    kept = list(range(len(full)))
+    kept: list[int],
+    full: Sequence[int],
+    available: int,
+    gap: int,
+    flexible: Collection[int],
+    spare: Sequence[int],
+) -> list[int]:
+    """Remove from `kept` as many spare columns as must go, and return the widths of the rest."""
     least = [min(width, _READABLE) if n in flexible else width for n, width in enumerate(full)]
     for column in spare:
         if sum(least[n] + gap for n in kept) <= available + gap:
@@ -79,7 +88,7 @@ def _fitted(
     for done, n in enumerate(bending):  # the widest columns lose most
         widths[n] = min(widths[n], max(room // (len(bending) - done), _NARROWEST))
         room -= widths[n]
-    return kept, widths
+    return widths
 
 
 def apart(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -103,13 +112,6 @@ _MOST_PADDING = 32 << 20  # characters; one name of a megabyte would widen every
 _MOST_PADDING_RATIO = 8
 
 
-class _Returned:
-    """A stream for `csv.writer`, whose `writerow` returns what `write` does."""
-
-    def write(self, text: str) -> str:
-        return text
-
-
 def known_format(word: str) -> str:
     """Return the format of that name.
 
@@ -129,28 +131,27 @@ def known_formats() -> list[str]:
     return sorted({*tabulate.tabulate_formats, *_OTHER_NAMES, *_SEPARATED})
 
 
-def formatted(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], fmt: str, right: frozenset[int]
-) -> Iterator[str]:
+def _formatted(cells: Sequence[Sequence[str]], fmt: str, right: Collection[int]) -> Iterator[str]:
     """Return the lines of a table in a format that `known_format` returned.
 
-    Cells are clean already; what the format would take for its own syntax is escaped.
+    The first row has the headings. Characters that are syntax in the format are escaped.
 
     Raises:
         UsageError: one long cell would pad all rows to a file of gigabytes.
     """
     if fmt == "tsv":  # has no quotes; no clean cell holds a tab
-        return ("\t".join(row) for row in (headers, *rows))
+        return map("\t".join, cells)
     if fmt == "csv":
         import csv
+        from io import StringIO
 
-        writer = csv.writer(_Returned(), lineterminator="")
-        return (str(writer.writerow(row)) for row in (headers, *rows))
+        drawn = StringIO()
+        csv.writer(drawn, lineterminator="\n").writerows(cells)
+        return iter(drawn.getvalue().splitlines())
     import tabulate
 
-    escape = _ESCAPES.get(fmt)
-    if escape is not None:
-        headers, *rows = ([escape(cell) for cell in row] for row in (headers, *rows))
+    escape = _ESCAPES.get(fmt, str)
+    headers, *rows = ([escape(cell) for cell in row] for row in cells)
     _check_padding(headers, rows, fmt)
     text = tabulate.tabulate(
         rows,

@@ -34,7 +34,7 @@ def test_the_largest_relative_change_stands_first(ckptool, files):
     assert (done.code, done.err) == (1, "")
     rows = re.findall(r"^state_dict/(\S+) +value ", done.out, re.MULTILINE)
     assert rows == ["fc.bias", "bn1.weight"]
-    assert "epoch  1 -> 2" in done.out
+    assert "epoch  value  1     2" in done.out
     assert done.out.endswith("3 of 10 common entries differ; 7 equal\n")
 
 

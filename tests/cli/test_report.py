@@ -122,7 +122,7 @@ def test_changed_values_are_in_the_chart_by_how_much(ckptool, model, tmp_path):
     assert set(chart.values()) == {None}
     assert dict(zip(names(diff, "changes"), diff["changes"]["what"], strict=True)) == {
         "state_dict/fc.weight": "value",
-        "epoch": "7 -> 8",
+        "epoch": "value: 7 -> 8",
     }
 
 

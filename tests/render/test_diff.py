@@ -105,18 +105,18 @@ def test_the_screen_has_everything_with_the_largest_change_first_and_layers_fold
         " Inf 1 -> 0\n"
         "l.{0..3}.w  x4  value        3    0.0625    0.375  0.125  0.999900      50.0%\n"
         "\n"
-        "value\n"
-        "epoch  3 -> 4\n"
+        "value  what   in A  in B\n"
+        "epoch  value  3     4\n"
         "\n"
-        "only in A\n"
+        "only in A       what\n"
         "l.{0..1}.b  x2  float32 [3]\n"
         f"note            str '{'x' * 18}...{'x' * 17}'\n"
         "\n"
-        "only in B\n"
+        "only in B  what\n"
         "seed       None\n"
         "\n"
-        "renamed from      in B\n"
-        "l.{0..1}.k    x2  h.{0..1}.key  float32 [2, 3]\n"
+        "renamed from      what            in B\n"
+        "l.{0..1}.k    x2  float32 [2, 3]  h.{0..1}.key\n"
         "\n"
         "7 of 10 common entries differ, 3 only in A, 1 only in B, 2 renamed; 3 equal"
     )
@@ -200,9 +200,9 @@ def test_a_layer_with_nan_is_not_hidden_among_others():
 
 def test_a_type_that_changed_is_told_with_the_value():
     row = Changed("n", ("type", "value"), value("n", 1), value("n", 1.0))
-    assert "n      int 1 -> float 1.0" in text(made(values=[row]))
+    assert "n      type, value  int 1  float 1.0" in text(made(values=[row]))
     inside = Changed("o", ("value",), value("o", "x"), value("o", "y"), place="args[0]")
-    assert "o      'x' -> 'y' (at args[0])" in text(made(values=[inside]))
+    assert "o      value at args[0]  'x'   'y'" in text(made(values=[inside]))
 
 
 def test_devices_are_a_line_and_no_rows():
@@ -275,7 +275,7 @@ def test_names_of_a_file_do_not_reach_the_terminal_as_they_are():
 def test_renames_that_do_not_go_in_step_are_not_folded():
     rows = [Renamed(tensor(f"a.{n}.w"), tensor(f"b.{1 - n}.w")) for n in range(2)]
     found = text(made(renamed=rows))
-    assert "a.0.w         b.1.w  float32 [2, 3]" in found
+    assert "a.0.w         float32 [2, 3]  b.1.w" in found
     assert "x2" not in found
 
 
@@ -333,11 +333,11 @@ def test_names_for_programs_are_quoted_as_git_does():
 
 def test_another_type_is_told_with_its_value():
     sides = [
-        (value("x", None), value("x", 0), "NoneType None -> int 0"),
-        (value("x", 1), Side("x", "container", "dict", value="dict of 0"), "int 1 -> dict of 0"),
+        (value("x", None), value("x", 0), "None  int 0"),
+        (value("x", 1), Side("x", "container", "dict", value="dict of 0"), "int 1  dict of 0"),
     ]
     for a, b, said in sides:
-        assert f"x      {said}\n" in text(made(values=[Changed("x", ("type",), a, b)]))
+        assert f"x      type  {said}\n" in text(made(values=[Changed("x", ("type",), a, b)]))
     row = Changed("x", ("type",), tensor("x"), value("x", 3))
     assert "x     type  torch.Tensor float32 [2, 3]  int 3" in text(made([row]))
     assert "1 of 10 common entries differs" in text(made([row]))

@@ -6,30 +6,27 @@ Columns and not objects: of 100,000 tensors each key would be there 100,000 time
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.inspection.folding import MAX_PARTS
 from ckptool.inspection.values import shape_text
-from ckptool.render.text import shorten
+from ckptool.render.diff import Row, diff_rows
 from ckptool.words import clean
 
 if TYPE_CHECKING:
-    from ckptool.inspection.diff_result import Changed, Side
+    from ckptool.inspection.diff_result import Diff
     from ckptool.inspection.report import Report, ReportedTensor
-    from ckptool.tensors.comparing import Difference
     from ckptool.tensors.statistics import Histogram
 
 __all__ = [
     "DIGITS",
-    "ChangeRow",
     "Names",
     "bars",
-    "change_rows",
     "columns",
     "diff_columns",
     "figure",
+    "in_words",
 ]
 
 DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
@@ -116,25 +113,13 @@ class Names:
 
 
 _CHANGES = ("max_rel", "max_abs", "mean_abs", "cosine", "share")
-_VALUE_WIDTH = 60
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeRow:
-    """One line of the table of changes."""
-
-    name: str
-    status: str
-    what: str
-    """In words: `float32 -> bfloat16`."""
-    change: float | None = None
-    difference: Difference | None = None
-
-
-def diff_columns(report: Report) -> dict[str, Any]:
+def diff_columns(report: Report, diff: Diff) -> dict[str, Any]:
     """Return the chart and the table of changes, as columns over one tree of names."""
     names = Names()
-    rows = list(change_rows(report))
+    rows = list(diff_rows(diff))
+    sizes = {bar.name: bar.change for bar in report.chart if bar.change is not None}
     chart = names.columns([bar.name.split("/") for bar in report.chart])
     changes = names.columns([row.name.split("/") for row in rows])
     return {
@@ -143,67 +128,23 @@ def diff_columns(report: Report) -> dict[str, Any]:
             **chart,
             "status": "".join(bar.status for bar in report.chart),
             "change": [figure(bar.change) for bar in report.chart],
-            "structure": report.diff is not None and report.diff.structure,
+            "structure": diff.structure,
         },
         "changes": {
             **changes,
             "status": "".join(row.status for row in rows),
-            "what": [clean(row.what) for row in rows],
-            "change": [figure(row.change) for row in rows],
-            **{
-                key: [figure(getattr(row.difference, key, None)) for row in rows]
-                for key in _CHANGES
-            },
+            "what": [clean(in_words(row)) for row in rows],
+            "change": [figure(sizes.get(row.name)) for row in rows],
+            **{key: [figure(getattr(row.figures, key, None)) for row in rows] for key in _CHANGES},
         },
     }
 
 
-def change_rows(report: Report) -> Iterator[ChangeRow]:
-    """Return every change: tensors in the order of the diff, then values."""
-    diff = report.diff
-    if diff is None:
-        return
-    changes = {bar.address: bar.change for bar in report.chart}
-    for row in diff.changed:
-        status = row.status if row.counts else "="
-        yield ChangeRow(row.name, status, _respects(row), changes.get(row.a.name), row.difference)
-    for moved in diff.renamed:
-        tags = "".join(f", another {word}" for word in moved.what)
-        yield ChangeRow(moved.a.name, "R", f"now {moved.b.name}{tags}")
-    yield from (ChangeRow(side.name, "D", _about(side)) for side in diff.only_in_a)
-    yield from (ChangeRow(side.name, "A", _about(side)) for side in diff.only_in_b)
-    for row in diff.values:
-        yield ChangeRow(row.name, row.status if row.counts else "=", _respects(row))
-
-
-def _respects(row: Changed) -> str:
-    """Return in which respects an entry differs, with the old and the new."""
-    a, b = row.a, row.b
-    sides: dict[str, tuple[Any, Any]] = {
-        "type": (a.type, b.type),
-        "kind": (a.kind, b.kind),
-        "dtype": (a.dtype, b.dtype),
-        "shape": (shape_text(a.shape or ()), shape_text(b.shape or ())),
-        "device": (a.device, b.device),
-        "requires_grad": (f"requires_grad {a.requires_grad}", b.requires_grad),
-    }
-    if a.sort != "tensor" or b.sort != "tensor":
-        sides["value"] = (_literal(a), _literal(b))
-    parts = [" -> ".join(map(str, sides[word])) if word in sides else word for word in row.what]
-    return ", ".join(parts) + (f" ({row.place})" if row.place else "")
-
-
-def _about(side: Side) -> str:
-    if side.sort != "tensor":
-        return _literal(side)
-    return f"{side.dtype} {shape_text(side.shape or ())}"
-
-
-def _literal(side: Side) -> str:
-    if side.sort == "tensor":
-        return _about(side)
-    text = repr(side.value) if side.sort == "value" else str(side.value)
-    return shorten(text, _VALUE_WIDTH)
+def in_words(row: Row) -> str:
+    """Return what differs: `dtype: float32 -> bfloat16`, `value: 3 -> 4`."""
+    if row.status == "R":
+        return f"{row.what}, now {row.b}"
+    return ": ".join(filter(None, (row.what, " -> ".join(filter(None, (row.a, row.b))))))
 
 
 _FIGURES = ("minimum", "maximum", "mean", "std", "norm", "zeros", "nan", "infinite")
@@ -233,7 +174,7 @@ def columns(report: Report) -> dict[str, Any]:
             "tie": [[i, one.tie] for i, one in enumerate(report.tensors) if one.tie is not None],
         },
         "values": _values(report.tensors) if report.measured else None,
-        "diff": diff_columns(report) if report.diff is not None else None,
+        "diff": None if report.diff is None else diff_columns(report, report.diff),
     }
 
 

@@ -14,14 +14,14 @@ from functools import cache
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptool._version import __version__
 from ckptool.inspection.info import Info, SectionInfo
 from ckptool.inspection.values import shape_text
+from ckptool.render.diff import diff_rows
 from ckptool.render.info import NAMELESS, counts_text, format_text, size_text
-from ckptool.render.page.data import change_rows, columns
+from ckptool.render.page.data import columns, in_words
 from ckptool.render.text import count, shorten, size
 from ckptool.words import clean, counted
 
@@ -216,17 +216,17 @@ def first_tensors(report: Report) -> str:
     return drawn + _rest(len(report.tensors))
 
 
-def first_changes(report: Report) -> str:
+def first_changes(diff: Diff) -> str:
     """Return the first rows of the table of changes."""
-    every = change_rows(report)
+    every = list(diff_rows(diff))
     rows = [
-        [row.status, words(shorten(row.name, _LONGEST)), words(row.what)]
-        for row in islice(every, FIRST)
+        [row.status, words(shorten(row.name, _LONGEST)), words(in_words(row))]
+        for row in every[:FIRST]
     ]
     if not rows:
         return ""
     drawn = table(["", "name", "what"], rows, right=set(), class_="first")
-    return drawn + _rest(len(rows) + sum(1 for _ in every))
+    return drawn + _rest(len(every))
 
 
 def _rest(all_of_them: int) -> str:
@@ -266,7 +266,7 @@ def _document(report: Report) -> Iterator[str]:
     yield f"\n<main>\n{_summary(report)}\n"
     if report.diff is not None:
         glance = element("p", changes_at_a_glance(report.diff))
-        rows = first_changes(report)
+        rows = first_changes(report.diff)
         yield _part("changes", "What differs", glance + element("noscript", rows))
     yield _part("map", "Where the bytes are", "", hidden=True)
     yield _part("tensors", "Tensors", element("noscript", first_tensors(report)))
