@@ -1,8 +1,8 @@
-"""Starting the processes of a run on this machine, by torch's own elastic launcher.
+"""Starting the processes of a run on this machine, with torch's own elastic launcher.
 
-Workers are `python -m ckptool ...` with `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and
-`MASTER_PORT` in their environment, as torchrun sets them; what they print goes where the launcher's
-output goes. An error is left in the file that the launcher names, and said once, by the launcher.
+Workers are `python -m ckptool ...` with the environment variables of torchrun (`RANK`,
+`LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`). A worker that fails writes its error to
+the file that the launcher names, and the launcher prints the error that came first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -41,23 +41,22 @@ __all__ = [
 ]
 
 ASKING = (signal.SIGTERM, signal.SIGINT)
-_JUDGED = 255  # no number of a signal
-_watchers: list[Callable[[], Any]] = []
 
 
 @contextmanager
-def handled(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
-    """Give both signals to `handler` inside; what took them before does so again afterwards."""
+def handled(
+    handler: Callable[[int, FrameType | None], Any] | signal.Handlers,
+    signals: Sequence[int] = ASKING,
+) -> Iterator[None]:
+    """Set the handler of SIGTERM and SIGINT, and restore the handlers at the end of the block."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():  # no other may set a handler
-        before = {one: signal.signal(one, handler) for one in ASKING}
+        before = {one: signal.signal(one, handler) for one in signals}
     try:
         yield
     finally:
-        for watcher in _watchers:  # it may be late to read of a signal that `handler` has taken
-            watcher()
         for one, other in before.items():
-            if other is not None:  # None: none of Python's, which cannot be set again
+            if other is not None:  # None: Python did not set it, and cannot set it again
                 signal.signal(one, other)
 
 
@@ -70,80 +69,32 @@ def leave_to_system() -> None:
 
 @contextmanager
 def ended_at_once() -> Iterator[None]:
-    """Have both end this process where nobody else takes them, with the exit code of a shell.
+    """Let SIGTERM and SIGINT end this process, with the exit code of a shell, unless ignored.
 
-    One that is ignored stays so. It is a thread that ends it: a handler of Python's would not be
-    called while torch waits for other processes, and what it raises in the middle of an import may
-    be swallowed, by half.
+    The handler exits, as an exception that it raised inside an import may be lost. A worker has the
+    system's handlers: Python calls no handler while torch waits for the other processes.
     """
-    if threading.current_thread() is not threading.main_thread():
+
+    def end(number: int, _: FrameType | None) -> None:
+        os._exit(128 + number)
+
+    taken = [one for one in ASKING if signal.getsignal(one) != signal.SIG_IGN]
+    with handled(signal.SIG_DFL if "RANK" in os.environ else end, taken):
         yield
-        return
-    came: set[int] = set()
-    ignored = {int(one) for one in ASKING if signal.getsignal(one) == signal.SIG_IGN}
-    own = os.getpid()
-
-    def take(number: int, _: FrameType | None) -> None:
-        if number not in ignored:
-            came.add(number)
-
-    def forget() -> None:
-        if os.getpid() == own:
-            return
-        _watchers.clear()
-        if signal.getsignal(signal.SIGTERM) is take:
-            signal.set_wakeup_fd(-1)
-            leave_to_system()
-
-    def end() -> None:
-        while number := os.read(read_end, 1)[0]:
-            if number == _JUDGED:
-                judged.set()
-                continue
-            is_ours = signal.getsignal(number) is take and number not in ignored
-            if is_ours or number in came:
-                os._exit(128 + number)
-
-    def wait() -> None:
-        judged.clear()
-        os.write(write_end, bytes([_JUDGED]))
-        judged.wait(timeout=1)
-
-    judged = threading.Event()
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    watcher = threading.Thread(target=end, daemon=True)
-    watcher.start()
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=forget)  # it has no such thread, and our pipe
-    before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    try:
-        with handled(take):
-            _watchers.append(wait)
-            try:
-                yield
-            finally:
-                _watchers[:] = [one for one in _watchers if one is not wait]
-    finally:
-        signal.set_wakeup_fd(before)
-        os.write(write_end, b"\0")
-        watcher.join()
-        os.close(write_end)
-        os.close(read_end)
 
 
 class Signals:
-    """Which of the two has come; a vote for each, that processes add up."""
+    """The signals that this process got, as votes that are summed over the processes."""
 
     def __init__(self) -> None:
-        """Begin with none; a launcher and its terminal may both send a worker Ctrl-C."""
+        """Begin with no signal; a worker may get Ctrl-C from both its launcher and its terminal."""
         self._is_patient = "LOCAL_RANK" in os.environ
         self._came: set[int] = set()
         is_torch = "TORCHELASTIC_RUN_ID" in os.environ
         self._launcher = os.getppid() if is_torch else None
 
     def watched(self) -> AbstractContextManager[None]:
-        """Take both signals inside."""
+        """Take SIGTERM and SIGINT inside."""
         return handled(self._take)
 
     def _take(self, number: int, _: FrameType | None) -> None:
@@ -153,17 +104,14 @@ class Signals:
 
     @property
     def votes(self) -> list[float]:
-        """1 for each that has come to this process.
-
-        Where torch's launcher has gone, killed without a word, nobody else will ever end this one.
-        """
+        """1 for each signal that this process got, and SIGTERM if torch's launcher was killed."""
         if self._launcher is not None and os.getppid() != self._launcher:
             self._came.add(signal.SIGTERM)
         return [float(one in self._came) for one in ASKING]
 
     @staticmethod
     def asked(votes: Sequence[float]) -> int | None:
-        """Return the signal that any process has voted for; None: to go on."""
+        """Return the signal that any process voted for, or None."""
         return next((one for one, vote in zip(ASKING, votes, strict=False) if vote), None)
 
 
@@ -175,59 +123,7 @@ _SENT_ON = tuple(
     if hasattr(signal, name)
 )
 _ROOM_TO_SAVE = "600"
-"""Seconds that workers have to save in after a signal."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """How one worker ended: what it has left in its error file, else its exit code alone."""
-
-    rank: int
-    code: int
-    time: float
-    message: str = ""
-    hint: str | None = None
-    traceback: str = ""
-    is_lost_peer: bool = False
-
-    @property
-    def _is_asked_for(self) -> bool:
-        """Whether a signal, which others may have got too, has ended it."""
-        return not self.message and self._exit_code - 128 in ASKING
-
-    @property
-    def _exit_code(self) -> int:
-        """As a shell has it: 128 and the signal that has ended it."""
-        return self.code if self.code >= 0 else 128 - self.code
-
-    @property
-    def order(self) -> tuple[int, float]:
-        """The lowest is the cause; the others ended because of it, or were told to."""
-        if self.message and not self.is_lost_peer:
-            return 0, self.time
-        if self._is_asked_for:  # SIGTERM is also what the launcher sends to those that are left
-            return 2 + (self._exit_code - 128 != signal.SIGINT), self.time
-        return 4 if self.is_lost_peer else 1, self.time
-
-    def as_exit_code(self) -> int:
-        """Return the exit code of the run.
-
-        Raises:
-            WorkerFailed: nobody has asked for this end.
-        """
-        if self._is_asked_for:
-            return self._exit_code
-        if self.traceback or not self.message:
-            raise WorkerFailed(f"rank {self.rank} {self._ending}", self.traceback)
-        raise WorkerFailed(self.message, hint=self.hint)
-
-    @property
-    def _ending(self) -> str:
-        if self.message:
-            return f"ended with {self.message}"
-        if self.code < 0:
-            return f"was ended by signal {-self.code} ({signal.strsignal(-self.code)})"
-        return f"ended with exit code {self.code}"
+"""Seconds that workers have to save after a signal."""
 
 
 def launch(
@@ -239,22 +135,22 @@ def launch(
 ) -> int:
     """Run `python -m ckptool ARGV` in `nproc` processes that know of each other, to their end.
 
-    SIGTERM, SIGINT and SIGHUP are sent on to the workers, which have ten minutes to save. Where one
-    fails the others are ended at once, by force after 30 s. Workers end at their next step where
-    this process has gone without a word.
+    SIGTERM, SIGINT and SIGHUP are sent on to the workers, which have ten minutes to save. If a
+    worker fails, the others are ended, by force after 30 s. If this process is killed, the workers
+    end at their next step.
 
     Args:
-        argv: What follows `python -m ckptool`.
-        nproc: How many processes.
-        port: Where they meet, on 127.0.0.1; None: any that is free.
-        program: What Python is to run instead of `-m ckptool`.
+        argv: The arguments of `python -m ckptool`.
+        nproc: The number of processes.
+        port: The port of 127.0.0.1 at which the processes meet; None: any free port.
+        program: What Python runs instead of `-m ckptool`.
 
     Returns:
-        0, or 130 and 143 where a signal has ended the run.
+        0, or 130 or 143 if a signal ended the run.
 
     Raises:
         TrainingError: the port is taken.
-        WorkerFailed: a worker's error, or how it died.
+        WorkerFailed: a worker failed; with its error, or how it ended.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -267,17 +163,16 @@ def launch(
         try:
             run(*words)
         except SignalException as ended:
-            failures = [one for one in _left(Path(folder), {}) if not one.is_lost_peer]
-            return failures[0].as_exit_code() if failures else 128 + int(ended.sigval)
+            return _first_failure(Path(folder), {}, sent=int(ended.sigval))
         except ChildFailedError as failed:
-            return _left(Path(folder), failed.failures)[0].as_exit_code()
+            return _first_failure(Path(folder), failed.failures)
         except RendezvousError as error:
             text = str(error.__cause__ or error)
             is_taken = "EADDRINUSE" in text or "in use" in text
             reason = "it is taken" if is_taken else text.partition("\n")[0]
             raise TrainingError(
                 f"processes cannot meet at port {port} of {_HERE}: {reason}",
-                hint="another --port, or none: a free one is taken then",
+                hint="another --port, or none: a free port is taken then",
             ) from error
     return 0
 
@@ -305,49 +200,75 @@ def _config(nproc: int, port: int | None, folder: str) -> LaunchConfig:
     )
 
 
-def _left(folder: Path, failures: Mapping[int, Any]) -> list[_Failure]:
-    """Return the failures in the error files below `folder`, and all others, the cause first."""
-    left = {
-        rank: _Failure(rank, int(failure.exitcode), float(failure.timestamp))
-        for rank, failure in failures.items()
-    }
-    left |= {int(path.parent.name): _read(path) for path in folder.glob("**/error.json")}
-    return sorted(left.values(), key=lambda one: one.order)
+_Failure = tuple[int, float, int | WorkerFailed]
+"""How a worker ended: its place in the search for the cause, the time, and exit code or error."""
+_FAILED, _DIED, _INTERRUPTED, _TERMINATED, _LOST_PEER = range(5)
+"""The places: others end because a peer is lost, and SIGTERM is also what the launcher sends."""
 
 
-def _read(path: Path) -> _Failure:
-    told = json.loads(path.read_text(encoding="utf-8"))["message"]
-    extra = told["extraInfo"]
-    return _Failure(
-        rank=int(path.parent.name),
-        code=1,
-        time=float(extra.get("time", extra["timestamp"])),
-        message=told["message"],
-        hint=extra.get("hint"),
-        traceback=extra["py_callstack"] if extra.get("is_unforeseen", True) else "",
-        is_lost_peer=bool(extra.get("is_lost_peer")),
-    )
+def _first_failure(folder: Path, failures: Mapping[int, Any], *, sent: int | None = None) -> int:
+    """Return the exit code of a run that a signal ended, or raise the error that ended it.
+
+    `failures` are torch's `ProcessFailure` by rank, `sent` is a signal to the launcher.
+    """
+    found = {rank: _by_exit_code(rank, one) for rank, one in failures.items()}
+    found |= {int(path.parent.name): _by_file(path) for path in folder.glob("**/error.json")}
+    if sent is not None:
+        found[-1] = _TERMINATED, 0.0, 128 + sent
+    _, _, outcome = min(found.values(), key=lambda one: one[:2])
+    if isinstance(outcome, WorkerFailed):
+        raise outcome
+    return outcome
+
+
+def _by_exit_code(rank: int, failure: Any) -> _Failure:
+    code, time = int(failure.exitcode), float(failure.timestamp)
+    as_shell = code if code >= 0 else 128 - code
+    if as_shell - 128 in ASKING:
+        is_term = as_shell - 128 == signal.SIGTERM
+        return _TERMINATED if is_term else _INTERRUPTED, time, as_shell
+    how = f"ended with exit code {code}"
+    if code < 0:
+        how = f"was ended by signal {-code} ({signal.strsignal(-code)})"
+    return _DIED, time, WorkerFailed(f"rank {rank} {how}")
+
+
+def _by_file(path: Path) -> _Failure:
+    told = _read(path)
+    extra, message = told["extraInfo"], told["message"]
+    error = WorkerFailed(message, hint=extra["hint"])
+    if extra["is_foreign"]:
+        rank = int(path.parent.name)
+        error = WorkerFailed(f"rank {rank} ended with {message}", extra["py_callstack"])
+    return _LOST_PEER if extra["is_lost_peer"] else _FAILED, path.stat().st_mtime, error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["message"]
+    return told
 
 
 def is_again() -> bool:
-    """Return whether torchrun starts the run again, and the attempt before was not refused."""
+    """Return whether torchrun restarts the run, and the attempt before was not refused."""
     number, path = int(os.environ.get(_COUNT, "0")), os.environ.get(_ERROR_FILE)
     if not (number and path):
         return False
     before = Path(path.replace(f"attempt_{number}", f"attempt_{number - 1}"))
-    left = _read(before) if before.exists() else None  # None: it was killed
-    return left is None or bool(left.traceback) or left.is_lost_peer
+    if not before.exists():  # it was killed
+        return True
+    extra = _read(before)["extraInfo"]
+    return bool(extra["is_foreign"] or extra["is_lost_peer"])
 
 
 @contextmanager
 def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Iterator[None]:
-    """Leave an error of a worker to its launcher, which prints it, and end with exit code 2.
+    """Write an error of a worker to the file that its launcher names, and exit with code 2.
 
-    Of an error that is none of ckptool's the traceback is left, too. `in_words` makes a sentence,
-    and what helps, of any other. None of this is done where no launcher has named a file for it.
+    The traceback of an error that is not ckptool's is written too; `in_words` returns the message
+    and the hint of any other error. Without such a file the error is raised as it is.
 
-    SIGTERM and SIGINT end the process at once while nothing is trained, and a worker when it is
-    done: a handler of Python's that raises while the interpreter ends prints that.
+    SIGTERM and SIGINT end the process at once until it trains, and a worker after it has trained: a
+    handler of Python's that raises while the interpreter ends prints an error.
     """
     path = os.environ.get(_ERROR_FILE)
     try:
@@ -356,21 +277,21 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
     except Exception as error:
         if not path:
             raise
-        is_unforeseen = not isinstance(error, (CheckpointError, OSError, MemoryError))
-        sentence, hint = in_words(error)
-        if is_unforeseen:
-            sentence, hint = f"{type(error).__name__}: {error}", None
-        shown = traceback.format_exc() if is_unforeseen else sentence
+        is_foreign = not isinstance(error, (CheckpointError, OSError, MemoryError))
+        message, hint = in_words(error)
+        shown = message if hint is None else f"{message}\nhint: {hint}"
+        if is_foreign:
+            message, hint = f"{type(error).__name__}: {error}", None
+            shown = traceback.format_exc()
         extra = {
-            "py_callstack": shown if hint is None else f"{shown}\nhint: {hint}",
-            "timestamp": str(int(time.time())),  # torch reads whole seconds
-            "time": time.time(),
+            "py_callstack": shown,
+            "timestamp": str(int(time.time())),
             "hint": hint,
-            "is_unforeseen": is_unforeseen,
+            "is_foreign": is_foreign,
             "is_lost_peer": isinstance(error, PeerLost),
         }
-        told = {"message": {"message": sentence, "extraInfo": extra}}
         beside = Path(f"{path}.tmp")
+        told = {"message": {"message": message, "extraInfo": extra}}  # as torch reads it
         beside.write_text(json.dumps(told), encoding="utf-8")
         beside.replace(path)
         raise SystemExit(2) from error
@@ -381,7 +302,7 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
 
 @contextmanager
 def _surroundings(nproc: int) -> Iterator[None]:
-    """Set what workers inherit, and silence torch's launcher; undone afterwards."""
+    """Set the environment of the workers and silence torch's launcher inside the block."""
     environment = dict(os.environ)
     can_ask = hasattr(os, "sched_getaffinity")
     processors = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1

@@ -126,18 +126,25 @@ FORKED = """pid = os.fork()
     if not pid:
         print("ready", flush=True)
         signal.pause()
-    assert os.waitpid(pid, 0)[1] == signal.SIGTERM
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 143
     print("after", flush=True)
     signal.pause()"""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("waiting", [SWALLOWING, IN_C])
-def test_a_signal_ends_what_would_swallow_it_or_wait(number, waiting):
-    with started(AT_ONCE.replace("WAITING", waiting)) as process:
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_ends_what_would_swallow_it(number):
+    with started(AT_ONCE.replace("WAITING", SWALLOWING)) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
         assert process.wait(60) == 128 + number
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_ends_a_worker_that_waits_inside_torch(number):
+    with started(AT_ONCE.replace("WAITING", IN_C), RANK="0") as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(60) == -number
 
 
 def test_a_signal_that_somebody_takes_ends_nothing():
@@ -174,12 +181,12 @@ def test_a_fork_of_such_a_process_is_ended_alone():
 
 
 @contextmanager
-def started(code):
+def started(code, **environment):
     """A process that runs `code`; none is left behind."""
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=PROJECT,
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        env={**os.environ, "PYTHONPATH": str(PROJECT), **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,9 +1,8 @@
-"""A parameter server: one process has the weights, the others compute gradients, over rpc."""
+"""A parameter server: one process holds the weights, the others compute gradients, over rpc."""
 
 from __future__ import annotations
 
 import os
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -11,7 +10,6 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
-from urllib.parse import parse_qs, urlsplit
 
 import torch
 from torch.distributed import rpc
@@ -30,20 +28,27 @@ from ckptool.trainer.tuning import seed_all
 
 __all__ = ["ParameterServer"]
 
+_SERVER = "server"  # torch's shutdown is led by the first name in alphabetical order
+_SCHEME = "ckptool"
+_PATIENCE = 10.0
+"""Seconds in which a running process answers a short message."""
+_Failure = CheckpointError | str
+"""Why a process fails, as it is sent: an error of ckptool, or the text of another error."""
+
 
 class InFlight:
     """The steps that are handed out and not applied yet.
 
     The age of a gradient is the number of updates between the weights that it was computed with
-    and those that it is applied to (Q. Ho et al.: More effective distributed ML via a stale
-    synchronous parallel parameter server, 2013, bounds the same for whole workers).
+    and the weights that it is applied to (Q. Ho et al.: More effective distributed ML via a stale
+    synchronous parallel parameter server, 2013, bounds the age of whole workers).
 
     Attributes:
-        applied: Updates so far.
+        applied: The number of updates so far.
     """
 
     def __init__(self, limit: int) -> None:
-        """Begin with nothing; no gradient may be older than `limit` when it is applied."""
+        """Begin with no step; no gradient may be older than `limit` when it is applied."""
         self._limit = limit
         self._began: dict[int, int] = {}
         self.applied = 0
@@ -54,16 +59,16 @@ class InFlight:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more keeps the limit, in whatever order they arrive.
+        """Whether one more step keeps the limit, in whatever order the gradients arrive.
 
-        At worst the oldest is the last: all the others, and the new one, are applied before it.
+        In the worst case the oldest is applied last, after all the others and the new one.
         """
         if not self._began:
             return True
         return self.applied - min(self._began.values()) + len(self._began) <= self._limit
 
     def begin(self, number: int) -> None:
-        """Note that step `number` is handed out with the weights of now."""
+        """Record that step `number` is handed out with the current weights."""
         self._began[number] = self.applied
 
     def end(self, number: int) -> int:
@@ -73,17 +78,11 @@ class InFlight:
         return age
 
 
-_SERVER = "server"  # torch's shutdown is led by the first name in alphabetical order
-_SCHEME = "ckptool"
-_PATIENCE = 10.0
-"""Seconds in which a process that is alive takes a short message."""
-
-
 @dataclass(frozen=True)
 class Task:
-    """What a worker computes: its part of one step, with weights and scaler's state of now.
+    """The part of one step that a worker computes, with the current weights and scaler.
 
-    `part` is its number, and how many parts each batch has.
+    `part` is the number of the part, and how many parts each batch has.
     """
 
     step: Step
@@ -94,9 +93,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of it: the samples' losses, summed, and tensors in the order of the model's.
+    """The result of a task: the sum of the losses, and tensors in the order of the model.
 
-    A parameter that the loss does not lead to has no gradient. `votes` are the worker's.
+    A gradient is None if the loss does not depend on the parameter. `votes` are the worker's.
     """
 
     number: int
@@ -109,18 +108,22 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Released:
-    """There is nothing more to do: what the run came to, or why it ended.
+    """The end of the run: its outcome, or why it failed.
 
-    `all_here`: every process is there to part from.
+    `all_here`: every process can still take part in a shutdown of rpc together.
     """
 
     all_here: bool
     outcome: Any = None
-    failure: CheckpointError | None = None
+    failure: _Failure | None = None
 
 
 class _Post:
-    """What the functions that others call here reach: there is one a process at a time."""
+    """The messages to this process, for the functions that other processes call.
+
+    The inbox of the server has `(rank, Answer | _Failure)`, the inbox of a worker
+    `(Task, answer)`, and in the end `_Released`, or a `_Failure` of the connection.
+    """
 
     def __init__(self) -> None:
         self.inbox: SimpleQueue[Any] = SimpleQueue()
@@ -131,17 +134,16 @@ _post = _Post()
 
 
 def launched_as() -> tuple[int, int]:
-    """Return rank and number of processes, as a launcher has set them.
+    """Return the rank of this process and the number of processes, as a launcher has set them.
 
     Raises:
-        TrainingError: none has started this process, or it has started a single one, or this torch
-            has no rpc.
+        TrainingError: no launcher started this process, it started only one, or torch has no rpc.
     """
     require_launcher()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size < 2:
         raise TrainingError(
-            "a parameter server and its workers are 2 processes or more, and this is 1",
+            "a parameter server needs 2 processes or more, not 1",
             hint="--nproc 3 starts a server and two workers",
         )
     if not rpc.is_available():
@@ -149,44 +151,42 @@ def launched_as() -> tuple[int, int]:
     return rank, size
 
 
-# What is called in another process.
+# Functions that other processes call.
 
 
 @async_execution  # type: ignore[untyped-decorator]
 def _ask(task: Task) -> Future[Answer]:
-    """Put the task where the worker's main thread finds it."""
+    """Pass a task to the main thread of the worker."""
     answer: Future[Answer] = Future()
     _post.inbox.put((task, answer.set_result))
     return answer
 
 
 def _end_service(released: _Released) -> None:
-    """Tell the worker that there is nothing more to do."""
     _post.inbox.put(released)
 
 
 @async_execution  # type: ignore[untyped-decorator]
 def _until_over() -> Future[_Released]:
-    """Return the end of the server, in a future that fails if the server is lost."""
+    """Return the end of the run; the call fails if the server is lost."""
     return _post.over
 
 
-def _take_failure(rank: int, why: PeerLost) -> None:
-    """Tell the server that a worker ends."""
+def _take_failure(rank: int, why: _Failure) -> None:
     _post.inbox.put((rank, why))
 
 
-# How they begin and end.
+# The beginning and the end of the connection.
 
 
 def _name(rank: int) -> str:
-    return f"worker-{rank}"
+    return f"worker-{rank}" if rank else _SERVER
 
 
-def _connect(name: str, rank: int, size: int) -> None:
+def _connect(rank: int, size: int) -> None:
     global _post
     _post = _Post()
-    with suppress(RuntimeError):  # it is known already
+    with suppress(RuntimeError):  # it is registered already
         register_rendezvous_handler(_SCHEME, _meet)  # type: ignore[no-untyped-call]
     options = rpc.TensorPipeRpcBackendOptions(
         rpc_timeout=TIMEOUT.total_seconds(), init_method=f"{_SCHEME}://"
@@ -195,23 +195,21 @@ def _connect(name: str, rank: int, size: int) -> None:
         with warnings.catch_warnings():  # torch warns of its own use of its own process group
             warnings.simplefilter("ignore", UserWarning)
             rpc.init_rpc(  # type: ignore[no-untyped-call]
-                name, rank=rank, world_size=size, rpc_backend_options=options
+                _name(rank), rank=rank, world_size=size, rpc_backend_options=options
             )
     except (RuntimeError, ValueError) as error:
         line = str(error).partition("\n")[0]
         raise TrainingError(f"the other processes cannot be reached: {line}") from error
 
 
-def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+def _meet(_: str, **__: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield the launcher's store for this attempt, for rpc."""
-    query = parse_qs(urlsplit(url).query)
-    rank, size = int(query["rank"][0]), int(query["world_size"][0])
-    store, *_numbers = next(rendezvous("env://", rank, size, timeout=TIMEOUT))
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     yield of_this_attempt(store), rank, size
 
 
 def _release(size: int, released: _Released) -> None:
-    """Let the workers go when they have done what they are at; those that are gone are passed."""
+    """Tell the workers the end of the run, and leave."""
     told = [
         rpc.rpc_async(_name(rank), _end_service, args=(released,), timeout=_PATIENCE)
         for rank in range(1, size)
@@ -219,82 +217,51 @@ def _release(size: int, released: _Released) -> None:
     for one in told:
         try:
             one.wait()
-        except RuntimeError:
+        except RuntimeError:  # this worker is gone
             released = replace(released, all_here=False)
     _post.over.set_result(released)
     _leave(is_graceful=released.all_here)
 
 
 def _leave(*, is_graceful: bool) -> None:
-    """Leave rpc: if graceful, all wait for all; otherwise for nobody, as one does not come."""
+    """Shut rpc down; with `is_graceful` this process waits for all the others."""
     with suppress(RuntimeError):
         rpc.shutdown(graceful=is_graceful, timeout=_PATIENCE)
 
 
-def _answer(rank: int, done: Future[Answer]) -> Answer | PeerLost:
+def _outcome(call: Future[Any]) -> Any:
+    """Return the result of a call in another process, or the failure of the connection."""
     try:
-        return done.value()
+        return call.value()
     except Exception as error:
-        line = str(error).partition(" (this error")[0]
-        return PeerLost(f"worker {rank} is gone, its connection has ended ({line})")
-
-
-def _end_of(over: Future[_Released]) -> _Released:
-    try:
-        return over.value()
-    except Exception:
-        gone = PeerLost("the server, rank 0, is gone: nobody is there to work for")
-        return _Released(all_here=False, failure=gone)
-
-
-def _as_told(error: BaseException) -> CheckpointError:
-    """Return why the server ends, as its workers raise it: a foreign error may not be picklable."""
-    told = sendable(error)
-    if isinstance(told, CheckpointError):
-        return told
-    return PeerLost(f"the server, rank 0, has failed with {told}")
-
-
-def _tell(rank: int, error: BaseException) -> None:
-    """Send the server the error that ends this worker."""
-    if isinstance(error, CheckpointError):
-        why = PeerLost(f"worker {rank} cannot go on: {error}", hint=error.hint)
-    else:
-        shown = "".join(traceback.format_exception(error))
-        what = f"{type(error).__name__}: {error}"
-        why = PeerLost(f"worker {rank} has failed with {what}\n{shown}")
-    with suppress(RuntimeError):  # the server is gone, or ending
-        rpc.rpc_sync(_SERVER, _take_failure, args=(rank, why), timeout=_PATIENCE)
+        return f"its connection has ended ({str(error).partition(' (this error')[0]})"
 
 
 class ParameterServer(Strategy):
-    """Rank 0 hands out batches with the weights of now, and applies the gradients.
+    """Rank 0 hands out batches with the current weights, and applies the gradients.
 
     Synchronous updates split each batch over all workers, wait for the slowest, and are applied
     once, the gradients added up in the order of the workers: the step of one process. Running
     statistics are those of the first worker.
 
-    Asynchronous ones are applied as they arrive.
+    Asynchronous updates are applied as they arrive. The weights may change `config.staleness` times
+    between the computation of a gradient and its update, so that `staleness + 1` workers are busy.
+    With a staleness of 0, or one worker, the result is that of one process; otherwise it depends on
+    the order of arrival. One worker computes all batches of a step. Running statistics are those of
+    the worker that answered last.
 
-    A gradient may be for weights that have changed meanwhile, `config.staleness` times at most: so
-    many workers, and one more, have something to do. With a staleness of 0, or one worker, steps
-    follow each other as in one process, and give the same numbers; otherwise the order of arrival
-    decides. Each batch is computed by one worker as a whole, and so are all those of one step.
-    Running statistics are those of the worker that answered last.
-
-    The server computes on the CPU, where evaluation and optimizer are; tensors cross as those of
-    the CPU.
+    The server validates and updates on the CPU; tensors are sent as CPU tensors.
     """
 
     name: ClassVar[str] = "parameter-server"
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Connect the server with the workers; whoever fails, all of them end."""
+        """Connect the server and the workers; if one of them fails, all of them end."""
         self._rank, self._size = launched_as()
         self._part = 0, 1
         self._end: _Released | None = None
-        _connect(_SERVER if self.takes_steps else _name(self._rank), self._rank, self._size)
+        _connect(self._rank, self._size)
         with self._serving() if self.takes_steps else self._working():
             yield
 
@@ -306,33 +273,35 @@ class ParameterServer(Strategy):
         self._in_flight = InFlight(0 if is_split else self.config.staleness)
         self._handed_out: dict[int, tuple[Step, float, list[Answer]]] = {}
         self._free, self._are_all_here = set(range(1, self._size)), True
-        self._outcome: Any = None
+        self._result: Any = None
         failure = None
         try:
             yield
         except BaseException as error:
-            failure = _as_told(error)
+            failure = sendable(error)
             raise
         finally:
-            _release(self._size, _Released(self._are_all_here, self._outcome, failure))
+            _release(self._size, _Released(self._are_all_here, self._result, failure))
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Watch the server, and tell it of what is raised in the block."""
+        """Watch the server, and tell it of an error in the block."""
         over: Future[_Released] = rpc.rpc_async(_SERVER, _until_over, timeout=0)
-        over.add_done_callback(lambda done: _post.inbox.put(_end_of(done)))
+        over.add_done_callback(lambda call: _post.inbox.put(_outcome(call)))
         try:
             yield
         except BaseException as error:
             if self._end is None:
-                _tell(self._rank, error)
+                with suppress(RuntimeError):  # the server is gone, or ends
+                    failure = self._rank, sendable(error)
+                    rpc.rpc_sync(_SERVER, _take_failure, args=failure, timeout=_PATIENCE)
             raise
         finally:
             _leave(is_graceful=self._end is not None and self._end.all_here)
 
     @property
     def takes_steps(self) -> bool:
-        """Rank 0 does."""
+        """Whether this process is the server, rank 0."""
         return self._rank == 0
 
     @property
@@ -342,27 +311,27 @@ class ParameterServer(Strategy):
 
     @property
     def device(self) -> torch.device:
-        """The server's is the CPU; a worker's the CPU, or the GPU of its number on the machine."""
+        """The CPU for the server; for a worker the GPU of its number on the machine, or the CPU."""
         if self.takes_steps:
             return torch.device("cpu")
         is_beside_server = os.environ.get("GROUP_RANK", "0") == "0"
         return device_of(self.config.device, local_rank=local_rank() - is_beside_server)
 
     def share(self, rows: Sequence[int]) -> list[int]:
-        """Return all rows, or in a worker those of the part that it was handed."""
+        """Return all rows, or in a worker the rows of its part."""
         return share(rows, *self._part)
 
     # The server.
 
     def step(self, step: Step) -> list[StepResult]:
-        """Hand out the step, and wait until there may be another one.
+        """Hand out a step, and wait until another one can be handed out.
 
         Raises:
-            TrainingError: a loss is no number any more.
+            TrainingError: a loss is not finite.
             PeerLost: a worker has failed, or is gone.
         """
         scaler = self.tuning.scaler
-        self.tuning.scaled(torch.zeros(()))  # a scaler begins to be one with its first loss
+        self.tuning.scaled(torch.zeros(()))  # the scaler initialises its scale with the first loss
         self._in_flight.begin(step.number)
         self._handed_out[step.number] = step, scaler.get_scale(), []
         state = [one.detach().clone() for one in self._state()]  # the next update is in place
@@ -373,44 +342,40 @@ class ParameterServer(Strategy):
         return self._collected(lambda: bool(self._in_flight.has_room and self._free))
 
     def settled(self) -> list[StepResult]:
-        """Wait until nothing is in flight any more."""
+        """Wait until no step is in flight."""
         return self._collected(lambda: not len(self._in_flight))
 
     def end(self, outcome: Any) -> None:
         """Give the outcome to the workers when they are released."""
-        self._outcome = outcome
+        self._result = outcome
 
     def _hand_out(self, task: Task) -> None:
         rank = min(self._free)
         self._free.remove(rank)
         answer: Future[Answer] = rpc.rpc_async(_name(rank), _ask, args=(task,), timeout=0)
-        answer.add_done_callback(lambda done: _post.inbox.put((rank, _answer(rank, done))))
-
-    def _next(self, *, waits: bool) -> Answer | None:
-        """Return the next answer; None: there is none yet, and `waits` is false."""
-        try:
-            rank, outcome = _post.inbox.get(waits)
-        except Empty:
-            return None
-        if isinstance(outcome, PeerLost):
-            self._are_all_here = False
-            raise outcome
-        self._free.add(rank)
-        return outcome  # type: ignore[no-any-return]
+        answer.add_done_callback(lambda call: _post.inbox.put((rank, _outcome(call))))
 
     def _collected(self, is_enough: Callable[[], bool]) -> list[StepResult]:
-        """Apply what has arrived, and what arrives until it is enough."""
-        results = []
-        while (answer := self._next(waits=not is_enough())) is not None:
+        """Apply the answers that have arrived, and wait for more until it `is_enough`."""
+        results: list[StepResult] = []
+        while True:
+            try:
+                rank, answer = _post.inbox.get(block=not is_enough())
+            except Empty:
+                return results
+            if not isinstance(answer, Answer):
+                self._are_all_here = False
+                hint = getattr(answer, "hint", None)
+                raise PeerLost(f"worker {rank} cannot go on: {answer}", hint=hint)
+            self._free.add(rank)
             answers = self._handed_out[answer.number][2]
             answers.append(answer)
             if len(answers) == self._parts:
                 results.append(self._applied(_added(answers)))
-        return results
 
     def _applied(self, answer: Answer) -> StepResult:
         step, scale, _ = self._handed_out.pop(answer.number)
-        rescale = self.tuning.scaler.get_scale() / scale  # it may have changed on the way
+        rescale = self.tuning.scaler.get_scale() / scale  # the scale may have changed meanwhile
         for parameter, gradient in zip(self.module.parameters(), answer.gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.mul_(rescale)
         _fill(list(self.module.buffers()), answer.buffers)
@@ -420,24 +385,27 @@ class ParameterServer(Strategy):
     # A worker.
 
     def serve(self, votes: Callable[[], Sequence[float]]) -> Any:
-        """Compute gradients until the server needs no more, and return the outcome of the run.
+        """Compute gradients until the end of the run, and return its outcome.
 
         Raises:
-            PeerLost: the server is gone.
-            CheckpointError: it could not go on, for this reason.
+            PeerLost: the server is gone, or failed with an error that is not ckptool's.
+            CheckpointError: the server failed with this error.
         """
         self.model.train()
-        while not isinstance(message := _post.inbox.get(), _Released):
+        while isinstance(message := _post.inbox.get(), tuple):
             task, answer = message
             answer(self._computed(task, votes()))
-        self._end = message
-        if message.failure is not None:
-            raise message.failure
-        return message.outcome
+        is_lost = not isinstance(message, _Released)
+        self._end = end = _Released(all_here=False, failure=message) if is_lost else message
+        if isinstance(end.failure, str):
+            raise PeerLost(f"the server, rank 0, cannot go on: {end.failure}")
+        if end.failure is not None:
+            raise end.failure
+        return end.outcome
 
     def _computed(self, task: Task, votes: Sequence[float]) -> Answer:
         self._part = part, _ = task.part
-        seed = self.config.seed * 1_000_003 + task.step.number  # whichever worker it is
+        seed = self.config.seed * 1_000_003 + task.step.number  # the same on every worker
         seed_all(seed + part * 7_919_000_000)
         _fill(self._state(), task.state)
         self.tuning.scaler.load_state_dict(dict(task.scaler))
@@ -452,14 +420,12 @@ class ParameterServer(Strategy):
             list(votes),
         )
 
-    # Both.
-
     def _state(self) -> list[torch.Tensor]:
         return [*self.module.parameters(), *self.module.buffers()]
 
 
 def _added(answers: Sequence[Answer]) -> Answer:
-    """Return the sum of all parts of a step, in their own order, whichever came first."""
+    """Return the sum of all parts of a step, added in the order of the parts."""
     first, *others = sorted(answers, key=lambda one: one.part)
     for other in others:
         first = replace(

@@ -124,11 +124,8 @@ def test_a_loss_that_is_no_number_stops_all_of_them_at_its_step(out, server):
         assert (worker["error"], worker["hint"]) == (server["nan"]["error"], server["nan"]["hint"])
 
 
-def test_a_worker_that_raises_is_named_with_its_traceback(out, server):
-    first, *rest = server["raises"]["error"].splitlines()
-    assert first == "worker 1 has failed with ValueError: that is no picture"
-    assert rest[0] == "Traceback (most recent call last):"
-    assert any(line.strip().startswith("raise ValueError") for line in rest)
+def test_a_worker_that_raises_is_named(out, server):
+    assert server["raises"]["error"] == "worker 1 cannot go on: ValueError: that is no picture"
     assert records(out, 1)["raises"]["error"] == "ValueError('that is no picture')"
     assert records(out, 2)["raises"]["error"] == server["raises"]["error"]
 
@@ -149,13 +146,15 @@ def test_a_signal_to_a_worker_ends_the_run_with_a_checkpoint(out, server):
 
 
 def test_a_worker_that_dies_is_named(server):
-    assert server["dies"]["error"].startswith("worker 1 is gone, its connection has ended")
+    assert server["dies"]["error"].startswith("worker 1 cannot go on: its connection has ended (")
 
 
 def test_workers_end_when_the_server_dies(tmp_path):
     codes, said = launched(tmp_path, "server-dies", 2)
     assert codes == [4, 0], said
-    assert records(tmp_path, 1)["dies"]["error"].startswith("the server, rank 0, is gone")
+    assert records(tmp_path, 1)["dies"]["error"].startswith(
+        "the server, rank 0, cannot go on: its connection"
+    )
 
 
 def test_a_process_that_nobody_launched_is_told_what_does(tmp_path):
@@ -168,7 +167,7 @@ def test_a_server_without_a_worker_is_refused(monkeypatch):
     named = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in named.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(TrainingError, match="2 processes or more, and this is 1") as raised:
+    with pytest.raises(TrainingError, match="2 processes or more, not 1") as raised:
         launched_as()
     assert "--nproc 3" in raised.value.hint
 
