@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
 from ckptool.errors import AmbiguousName, NotFound
-from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors
+from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
 from ckptool.modules import held_apart, is_module, module_state
 from ckptool.names import wrappers_of
 from ckptool.quantisers import class_scheme, quantised
 from ckptool.remedies import Remedy
-from ckptool.tree import held_items, name_of, resolve, walk
+from ckptool.tree import everything, held_items, name_of, rebuild, resolve, walk
 from ckptool.words import counted, listed, printable, shell
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ __all__ = [
     "loose_optimizers",
     "model_state_dict",
     "noted_owners",
+    "numbered",
     "only_its_class",
     "optimizer_names",
     "sections",
@@ -194,6 +195,26 @@ def is_optimizer(mapping: dict[Any, Any]) -> bool:
         and isinstance(groups, list)
         and all(isinstance(group, dict) for group in groups)
     )
+
+
+def numbered(root: Any) -> Any:
+    """Return the tree with numbers as keys of an optimizer's state where its groups have numbers.
+
+    DCP makes text of all keys, and `Optimizer.load_state_dict` skips state under text in silence.
+    """
+    instead: dict[int, Any] = {}
+    for node in everything(root):
+        if isinstance(node, dict) and is_optimizer(node):
+            held = (group.get("params") for group in node["param_groups"])
+            every = [one for params in held if isinstance(params, list) for one in params]
+            numbers = {str(one): one for one in every if type(one) is int}
+            state = node["state"]
+            if not numbers.keys().isdisjoint(state):
+                items = ((numbers.get(key, key), one) for key, one in state.items())
+                instead[id(state)] = remade(state, items)
+    if not instead:
+        return root
+    return rebuild(root, mapping=lambda node: instead.get(id(node), node))
 
 
 def loose_optimizers(root: Any) -> Iterator[Section]:

@@ -260,8 +260,8 @@ class _Known:
 
     def _leaf(self, path: Path) -> Any:
         node = self._checkpoint.original
-        for key in path:
-            node = node[key]
+        for key in path:  # in the index the number of a parameter is text
+            node = node[int(key) if isinstance(node, dict) and key not in node else key]
         return node.find() if isinstance(node, Opaque) and node.find else node
 
     def _beside(self) -> set[Any]:

@@ -313,6 +313,26 @@ def test_the_optimizer_of_a_run_follows_where_its_groups_do(tmp_path):
     assert_equal(by_torch(folder, tmp_path)["optimizer"], expected)
 
 
+def test_numbers_of_parameters_are_no_names(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    folder, file = tmp_path / "run", tmp_path / "run.pth"
+    dcp.save(state, checkpoint_id=folder, no_dist=True)  # which makes text of the numbers
+    torch.save(state, file)
+    assert ckptool.diff(file, folder).identical
+    ckptool.convert(folder, tmp_path / "new.pth")
+    assert_equal(torch.load(tmp_path / "new.pth")["optim"], state["optim"])
+    with ckptool.open(folder) as checkpoint:
+        checkpoint.add_module().save(folder, in_place=True)
+    new = by_torch(folder, tmp_path)
+    assert list(new["model"]) == ["module.weight", "module.bias"]
+    assert list(new["optim"]["state"]) == ["0", "1"]
+    assert new["optim"]["param_groups"][0]["params"] == [0, 1]
+
+
 def test_more_than_names_is_refused_in_place(run):
     before = bytes_of(run)
     with ckptool.open(run) as checkpoint:

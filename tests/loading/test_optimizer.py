@@ -91,6 +91,19 @@ def test_the_caller_may_vouch_for_the_order_and_shapes_are_checked():
     assert_alike(optimizer.state[new.a.weight], stepped(old).state[old.a.weight])
 
 
+@pytest.mark.parametrize("in_file", [True, False], ids=["file", "memory"])
+def test_numbers_that_dcp_made_text_of_are_numbers(tmp_path, in_file):
+    old, new = three(), three()
+    used, fresh = stepped(old, torch.optim.Adam), torch.optim.Adam(new.parameters())
+    state = used.state_dict()
+    state["state"] = {str(number): one for number, one in state["state"].items()}
+    given = {"state_dict": old.state_dict(), "optimizer": state}
+    given = saved(tmp_path, given) if in_file else given
+    report = ckptool.load_into(new, given, optimizer=fresh, optimizer_order="position").optimizer
+    assert report.matched == 6
+    assert_alike(by_name(new, fresh), by_name(old, used))
+
+
 def test_something_else_than_an_optimizer_is_wrong_usage():
     model = three()
     with pytest.raises(UsageError, match="optimizer= takes an optimizer, not a Linear"):
