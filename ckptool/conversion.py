@@ -127,8 +127,6 @@ class Conversion:
         Safetensors and shards hold one flat state dict, safetensors by tradition without wrappers;
         other formats all there is, with the names that it has.
         """
-        if self.salvage:
-            checkpoint = transforms.salvaged(checkpoint)
         if self.master:
             checkpoint = transforms.with_masters(checkpoint)
         if self.concat:
@@ -144,6 +142,8 @@ class Conversion:
         if self.flatten is not None:
             checkpoint = transforms.flattened(checkpoint, self.flatten)
         selected = self._selected(checkpoint, target)
+        if self.salvage:
+            selected = transforms.salvaged(selected)
         if self.model_only or self.like is not None:
             # A lazy parameter is missing in the model of `like`, which may be allowed.
             refuse_hollow(selected, but="" if self.like is None else "lazy")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import NotFound
 from ckptool.files.source import MemorySource
-from ckptool.model import find_tensors
+from ckptool.model import TensorRef
 from ckptool.transforms.extraction import without
+from ckptool.tree import everything
 from ckptool.words import counted
 
 __all__ = ["salvaged"]
@@ -22,8 +23,9 @@ def salvaged(checkpoint: Checkpoint) -> Checkpoint:
         UsageError: a list or an object would lose some of its tensors.
     """
     every = list(checkpoint.tensors())
-    lost = [path for path, tensor in every if any(map(_is_lost, find_tensors(tensor)))]
-    storages = (part.storage for _, tensor in every for part in find_tensors(tensor))
+    lost = [path for path, tensor in every if any(map(_is_lost, everything(tensor)))]
+    parts = (part for _, tensor in every for part in everything(tensor))
+    storages = (part.storage for part in parts if isinstance(part, TensorRef))
     unsummed = (one.data.source for one in storages
                 if one and one.data and one.nbytes and one.crc32 is None)  # fmt: skip
     is_unsummed = not all(isinstance(source, MemorySource) for source in unsummed)

@@ -197,3 +197,31 @@ def test_before_a_wrong_count_of_a_legacy_stream_the_length_is_wrong(files, tmp_
     assert sorted(found) == sorted(order[:3])
     assert told.count == COUNT - 3
     assert all(torch.equal(found[key], weights()[key]) for key in found)
+
+
+def test_a_part_of_a_tensor_that_is_lost_is_the_whole_tensor(tmp_path):
+    state = {"one": torch.ones(9), "two": torch.tensor([7.5, 0, 8.5]).to_sparse()}
+    torch.save(state, tmp_path / "a.pth")
+    raw = bytearray((tmp_path / "a.pth").read_bytes())
+    raw[raw.find(state["two"].values().numpy().tobytes())] ^= 1
+    (tmp_path / "a.pth").write_bytes(raw)
+    found, told = salvaged(tmp_path / "a.pth", tmp_path / "new.pth")
+    assert (list(found), told.count) == (["one"], 1)
+
+
+def test_a_pickled_module_is_salvaged_as_a_state_dict(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.Linear(30, 30))
+    torch.save({"model": model, "epoch": 3}, tmp_path / "a.pth")
+    raw = (tmp_path / "a.pth").read_bytes()
+    place = raw.find(model[1].weight.detach().numpy().tobytes())
+    (tmp_path / "a.pth").write_bytes(raw[: place + 100])
+    with pytest.raises(UsageError, match="cannot do without some of its tensors") as refused:
+        ckptool.convert(tmp_path / "a.pth", tmp_path / "new.pth", salvage=True)
+    assert "--model-only" in refused.value.hint
+    receipt = ckptool.convert(
+        tmp_path / "a.pth", tmp_path / "new.pth", salvage=True, model_only=True
+    )
+    assert any(one.text == "2 of 4 tensors salvaged, 2 damaged" for one in receipt.changes)
+    found = torch.load(tmp_path / "new.pth")
+    assert list(found) == ["0.weight", "0.bias"]
+    assert torch.equal(found["0.weight"], model[0].weight)
