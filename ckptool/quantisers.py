@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ckptool.model import Opaque, TensorRef, find_tensors
@@ -127,5 +128,9 @@ def class_scheme(node: Any) -> str | None:
     """Return the scheme of whose classes an object or a tensor is."""
     if not isinstance(node, (Opaque, TensorRef)):
         return None
-    name = node.class_name
-    return next((one.scheme for one in QUANTISERS if name.startswith(one.classes)), None)
+    return _scheme_of(node.class_name)
+
+
+@lru_cache(maxsize=1024)
+def _scheme_of(class_name: str) -> str | None:
+    return next((one.scheme for one in QUANTISERS if class_name.startswith(one.classes)), None)

@@ -143,13 +143,13 @@ class Storages:
         return StorageRef(storage, parsed.dtype, parsed.untyped)
 
     def _find(self, pid: StoragePid) -> Storage:
-        found = (self.archive.find(f"{folder}{pid.key}") for folder in self.folders)
-        record = next((one for one in found if one is not None), None)
-        if record is not None:
-            self.used.add(record.name)
-            return Storage(
-                pid.key, record.data, pid.nbytes, pid.device, self.byteorder, record.crc32
-            )
+        for folder in self.folders:
+            record = self.archive.find(f"{folder}{pid.key}")
+            if record is not None:
+                self.used.add(record.name)
+                return Storage(
+                    pid.key, record.data, pid.nbytes, pid.device, self.byteorder, record.crc32
+                )
         if pid.device == "meta" or self.archive.is_partial:
             return Storage(pid.key, None, pid.nbytes, pid.device)
         raise CorruptFile(
