@@ -27,11 +27,11 @@ if TYPE_CHECKING:
         report,
         strip_module,
     )
+    from ckptool.comparison.diff import diff
     from ckptool.conversion import convert
     from ckptool.diagnosis import doctor
     from ckptool.errors import *  # noqa: F403
     from ckptool.files.recovery import recover
-    from ckptool.inspection.diff import diff
     from ckptool.inspection.info import info
     from ckptool.inspection.listing import list_tensors
     from ckptool.inspection.scan import scan
@@ -62,7 +62,7 @@ _HOMES = {
     "inspection.info": ("info",),
     "inspection.listing": ("list_tensors",),
     "inspection.verify": ("verify",),
-    "inspection.diff": ("diff",),
+    "comparison.diff": ("diff",),
     "inspection.scan": ("scan",),
     "inspection.stats": ("stats",),
     "loading.load": ("load",),

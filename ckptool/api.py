@@ -94,7 +94,7 @@ def report(
         NotFound: there is nothing at `key`.
         TargetExists, WriteError: nothing was written; the target exists, or is a source.
     """
-    from ckptool.inspection import report as reports
+    from ckptool.comparison import report as reports
     from ckptool.render.page import check_page_target, write_page  # a list needs no page
 
     with ExitStack() as stack:

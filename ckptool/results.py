@@ -11,11 +11,11 @@ from ckptool._lazy import importer
 
 if TYPE_CHECKING:
     from ckptool.checkpoint import Change, Checkpoint, Details
+    from ckptool.comparison.result import Diff
     from ckptool.conversion import Conversion
     from ckptool.diagnosis import Complaint, Diagnosis
     from ckptool.files.recovery import Recovery
     from ckptool.formats.base import Problem
-    from ckptool.inspection.diff_result import Diff
     from ckptool.inspection.examining import Verdict
     from ckptool.inspection.info import Info
     from ckptool.inspection.listing import Listing
@@ -39,7 +39,7 @@ _HOMES = {
     "diagnosis": ("Complaint", "Diagnosis"),
     "files.recovery": ("Recovery",),
     "formats.base": ("Problem",),
-    "inspection.diff_result": ("Diff",),
+    "comparison.result": ("Diff",),
     "inspection.examining": ("Verdict",),
     "inspection.info": ("Info",),
     "inspection.listing": ("Listing",),

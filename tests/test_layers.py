@@ -33,6 +33,7 @@ ROOMS = [
     "matching",
     "writing",
     "inspection",
+    "comparison",
     "loading",
     "conversion_like",
     "conversion",

@@ -11,9 +11,9 @@ import click
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.console import Progress, print_document, print_lines, say, settle, stdout_look
 from ckptool.cli.options import PATH, fmt_option, json_option, quiet_option, verb
+from ckptool.comparison.diff import diff
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.diff import diff
 from ckptool.transforms import regex_rule
 
 __all__ = ["command"]

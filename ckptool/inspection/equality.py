@@ -15,8 +15,7 @@ from typing import Any
 
 from ckptool.dtypes import PACKED
 from ckptool.errors import LimitExceeded
-from ckptool.inspection.diff_regions import comparable, is_set
-from ckptool.inspection.values import set_items, summarise
+from ckptool.inspection.values import comparable, is_set, set_items, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import (
     DeviceValue,

@@ -1,4 +1,4 @@
-"""Nodes of a checkpoint as what JSON can hold, and as a few words."""
+"""Nodes of a checkpoint as what JSON can hold, as a few words, and as keys of a comparison."""
 
 from __future__ import annotations
 
@@ -6,15 +6,28 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ckptool.inspection.diff_regions import is_set
-from ckptool.model import Opaque, Path, TensorRef
+from ckptool.model import DeviceValue, Global, Opaque, Path, TensorRef
 from ckptool.tree import name_of
 
-__all__ = ["class_of", "json_path", "json_value", "set_items", "summarise"]
+__all__ = [
+    "Key",
+    "class_of",
+    "comparable",
+    "is_set",
+    "json_path",
+    "json_value",
+    "set_items",
+    "summarise",
+]
+
+Key = tuple[Any, ...]
+"""A path whose keys are equal in two files where they mean the same."""
 
 _FEW = 8
 """Items of a set that are spelled out."""
 _PLAIN = (str, int, float, complex, type(None))
+_PLAIN_KEYS = frozenset({str, int})
+_SETS = frozenset({"builtins.set", "builtins.frozenset"})
 
 
 def json_path(path: Path) -> tuple[str | int, ...]:
@@ -117,3 +130,36 @@ def shortened(value: Any, most: int) -> str:
 def shortened_text(text: str, most: int) -> str:
     """Return the first `most` characters of a longer text."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def comparable(path: Path) -> Key:
+    """Return the path with keys that are equal in another file where they mean the same."""
+    for key in path:
+        if type(key) not in _PLAIN_KEYS:
+            return tuple(key if type(key) in _PLAIN_KEYS else _key(key) for key in path)
+    return path
+
+
+def _key(key: Any) -> Any:
+    """Return a key of another type: the type belongs to it, as `True == 1 == 1.0` as keys."""
+    match key:
+        case str():
+            return str(key)
+        case tuple():
+            return ("tuple", *map(_key, key))
+        case Opaque():
+            return ("object", key.plain or key.class_name)
+        case DeviceValue():
+            return ("device", key.tag)
+        case Global():
+            return ("global", key.qualified)
+        case float() | complex():
+            return (type(key).__name__, repr(key))
+        case int() | bytes():
+            return (type(key).__name__, key)
+    return (type(key).__name__,)
+
+
+def is_set(node: Any) -> bool:
+    """Return whether it is a set: its items have no order, so they are no entries of their own."""
+    return isinstance(node, Opaque) and node.class_name in _SETS

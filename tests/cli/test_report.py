@@ -68,7 +68,7 @@ def test_a_target_is_refused_before_anything_is_read(ckptool, model, tmp_path, m
     def refuse(*_, **__):
         raise AssertionError("values were read for a page that cannot be written")
 
-    monkeypatch.setattr("ckptool.inspection.report.report", refuse)
+    monkeypatch.setattr("ckptool.comparison.report.report", refuse)
     assert "is a folder" in ckptool("report", model, "-o", tmp_path).err
 
 

@@ -16,7 +16,7 @@ from ckptool.words import clean, counted
 from ckptool.writing.target import check_target
 
 if TYPE_CHECKING:
-    from ckptool.inspection.report import Report
+    from ckptool.comparison.report import Report
 
 __all__ = ["PageReceipt", "check_page_target", "page", "page_line", "page_lines", "write_page"]
 

@@ -15,8 +15,8 @@ from ckptool.render.diff import Row, diff_rows
 from ckptool.words import clean
 
 if TYPE_CHECKING:
-    from ckptool.inspection.diff_result import Diff
-    from ckptool.inspection.report import Report, ReportedTensor
+    from ckptool.comparison.report import Report, ReportedTensor
+    from ckptool.comparison.result import Diff
     from ckptool.tensors.statistics import Histogram
 
 __all__ = [

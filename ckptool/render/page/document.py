@@ -28,8 +28,8 @@ from ckptool.words import clean, counted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptool.inspection.diff_result import Diff
-    from ckptool.inspection.report import Report
+    from ckptool.comparison.report import Report
+    from ckptool.comparison.result import Diff
 
 __all__ = [
     "SCRIPTS",

@@ -2,9 +2,9 @@
 
 import pytest
 
+from ckptool.comparison.report import Report, ReportedTensor, report
 from ckptool.inspection.info import info
 from ckptool.inspection.listing import TensorRow
-from ckptool.inspection.report import Report, ReportedTensor, report
 from ckptool.render.page import page
 from tests.inspection.handmade import checkpoint, floats, tensor
 from tests.render.page.browser import looked_at, used

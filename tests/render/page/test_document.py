@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ckptool.inspection.report import report
+from ckptool.comparison.report import report
 from ckptool.render.page import page
 from ckptool.render.page.document import FIRST, SCRIPTS
 from tests.inspection.handmade import checkpoint, floats, tensor

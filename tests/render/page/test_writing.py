@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
+from ckptool.comparison.report import report
 from ckptool.errors import TargetExists, UnreadableFile, WriteDenied
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.report import report
 from ckptool.render.page import page, write_page
 from tests.sources import PROJECT
 

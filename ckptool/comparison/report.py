@@ -17,8 +17,8 @@ from ckptool.model import Path, TensorRef
 from ckptool.tree import name_of, resolve
 
 if TYPE_CHECKING:
-    from ckptool.inspection.aligning import Alignment, Entry
-    from ckptool.inspection.diff_result import Changed, Diff
+    from ckptool.comparison.aligning import Alignment, Entry
+    from ckptool.comparison.result import Changed, Diff
     from ckptool.inspection.stats import TensorStats
     from ckptool.tensors.comparing import Difference
     from ckptool.tensors.statistics import Measures
@@ -148,8 +148,8 @@ def _compared(
     progress: Progress | None,
 ) -> Report:
     """Return the report with the differences from another file."""
-    from ckptool.inspection.aligning import align
-    from ckptool.inspection.diff import diff
+    from ckptool.comparison.aligning import align
+    from ckptool.comparison.diff import diff
 
     found = diff(checkpoint, other, key=one.key, structure=structure, progress=progress)
     norms = {row.row.name: row.measures.norm for row in one.tensors if row.measures}

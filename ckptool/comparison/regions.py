@@ -6,22 +6,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.model import DeviceValue, Global, Opaque, Path
+from ckptool.inspection.values import Key, comparable, is_set
+from ckptool.model import Opaque, Path
 from ckptool.tree import walk
 
-__all__ = ["Entry", "Pair", "Region", "comparable", "is_set", "pair_regions", "same_container"]
-
-Key = tuple[Any, ...]
-"""A path whose keys are equal in two files where they mean the same."""
+__all__ = ["Entry", "Pair", "Region", "pair_regions", "same_container"]
 
 Found = tuple[Path, Any, Path]
 """The path of an entry from the root of its file, its leaf, and its path as the screen has it."""
 
 Changed = Callable[[Path, Any], tuple[Path, Any, Path]]
 """Of a leaf: its path below its part, itself, both as they are compared, and the path as shown."""
-
-_PLAIN_KEYS = frozenset({str, int})
-_SETS = frozenset({"builtins.set", "builtins.frozenset"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,39 +81,6 @@ class Region:
             count = self._again[key] = self._again.get(key, 1) + 1
             key = (*key, ("again", count))
         self.leaves[key] = found
-
-
-def comparable(path: Path) -> Key:
-    """Return the path with keys that are equal in another file where they mean the same."""
-    for key in path:
-        if type(key) not in _PLAIN_KEYS:
-            return tuple(key if type(key) in _PLAIN_KEYS else _key(key) for key in path)
-    return path
-
-
-def _key(key: Any) -> Any:
-    """Return a key of another type: the type belongs to it, as `True == 1 == 1.0` as keys."""
-    match key:
-        case str():
-            return str(key)
-        case tuple():
-            return ("tuple", *map(_key, key))
-        case Opaque():
-            return ("object", key.plain or key.class_name)
-        case DeviceValue():
-            return ("device", key.tag)
-        case Global():
-            return ("global", key.qualified)
-        case float() | complex():
-            return (type(key).__name__, repr(key))
-        case int() | bytes():
-            return (type(key).__name__, key)
-    return (type(key).__name__,)
-
-
-def is_set(node: Any) -> bool:
-    """Return whether it is a set: its items have no order, so they are no entries of their own."""
-    return isinstance(node, Opaque) and node.class_name in _SETS
 
 
 def same_container(a: Any, b: Any) -> bool:

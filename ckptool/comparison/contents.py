@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckptool.comparison.regions import Entry
 from ckptool.errors import TorchMissing, UnsupportedFormat
-from ckptool.inspection.diff_regions import Entry
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.limits import Limits
 from ckptool.model import Path, TensorRef

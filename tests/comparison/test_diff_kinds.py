@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.inspection.comparisons import whats
+from tests.comparison.comparisons import whats
 
 
 def sparse(by):

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from ckptool.inspection.aligning import align
-from ckptool.inspection.diff import diff
-from ckptool.inspection.report import bars, relative_change
+from ckptool.comparison.aligning import align
+from ckptool.comparison.diff import diff
+from ckptool.comparison.report import bars, relative_change
 from ckptool.tensors.comparing import Difference
 from tests.inspection.handmade import checkpoint, floats, tensor
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.comparison.regions import Entry, Pair, Region, pair_regions
 from ckptool.errors import AmbiguousName, NameCollision, NotFound
-from ckptool.inspection.diff_regions import Entry, Pair, Region, pair_regions
 from ckptool.inspection.equality import first_difference
 from ckptool.model import Opaque, OrderedMap, Path
 from ckptool.modules import is_module

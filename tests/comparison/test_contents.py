@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
-from ckptool.inspection.diff_contents import Meter
+from ckptool.comparison.contents import Meter
 
 
 @pytest.mark.parametrize("told", [[10], [4, 4, 2], [4, 9, 9], [1]])

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckptool
+from ckptool.comparison import contents
 from ckptool.errors import NameCollision, NotFound, TorchMissing, UsageError
-from ckptool.inspection import diff_contents
 from ckptool.statedict import model_state_dict
 from ckptool.tensors.comparing import Comparer
-from tests.inspection.comparisons import whats
+from tests.comparison.comparisons import whats
 from tests.inspection.handmade import checkpoint, floats, tensor
 from tests.sources import PROJECT
 
@@ -192,9 +192,9 @@ class TestValues:
     def test_ties_are_compared_once(self, compare, monkeypatch):
         shared, other = torch.ones(5), torch.zeros(5)
         calls = []
-        real = diff_contents.Contents._read
+        real = contents.Contents._read
         monkeypatch.setattr(
-            diff_contents.Contents,
+            contents.Contents,
             "_read",
             lambda self, a, b, exact: calls.append(a) or real(self, a, b, exact),
         )
@@ -359,7 +359,7 @@ class TestQuick:
         def read(*arguments):
             pytest.fail("read")
 
-        monkeypatch.setattr(diff_contents.Contents, "_read", read)
+        monkeypatch.setattr(contents.Contents, "_read", read)
         found = compare(a, b, quick=True)
         assert (found.by_checksum, found.read) == (2, 0)
         (row,) = found.changed
@@ -380,7 +380,7 @@ class TestQuick:
 
 class TestStructure:
     def test_no_value_is_looked_at(self, compare, monkeypatch):
-        monkeypatch.setattr(diff_contents.Contents, "compare", None)
+        monkeypatch.setattr(contents.Contents, "compare", None)
         a, b = trained(Net(), lr=1), trained(Net(), lr=2)
         b["state_dict"]["fc.weight"] += 1
         found = compare(a, b, structure=True)

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.comparison.aligning import Alignment, Entry, Pair, align
+from ckptool.comparison.contents import Contents, Meter, Progress, Renames, Verdict
+from ckptool.comparison.result import Changed, Diff, Renamed, Side, magnitude
 from ckptool.errors import UsageError, without_query
 from ckptool.formats import Source, opened
-from ckptool.inspection.aligning import Alignment, Entry, Pair, align
-from ckptool.inspection.diff_contents import Contents, Meter, Progress, Renames, Verdict
-from ckptool.inspection.diff_regions import is_set
-from ckptool.inspection.diff_result import Changed, Diff, Renamed, Side, magnitude
 from ckptool.inspection.equality import (
     ITSELF,
     Same,
@@ -23,7 +22,7 @@ from ckptool.inspection.equality import (
     raw_elements,
     type_name,
 )
-from ckptool.inspection.values import is_value, json_value, summarise
+from ckptool.inspection.values import is_set, is_value, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import DeviceValue, Opaque, StorageRef, TensorRef
 from ckptool.transforms.name_rules import Rule, rules_of

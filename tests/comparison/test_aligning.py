@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckptool
+from ckptool.comparison.aligning import align
 from ckptool.errors import AmbiguousName, NameCollision, NotFound
-from ckptool.inspection.aligning import align
 from ckptool.model import Global, Opaque, OrderedMap, TensorRef
 from ckptool.names import WRAPPERS
 from ckptool.transforms.name_rules import regex_rule
