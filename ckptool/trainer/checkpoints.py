@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the folder that they are in, what is in them, going on from them."""
+"""The checkpoints of a run: their folder, their content, and how a run resumes from one."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from ckptool.trainer.metrics import Metrics
 from ckptool.trainer.processes import ranks
 from ckptool.trainer.strategies.base import DIVERGED, StepResult, Strategy
 from ckptool.trainer.tuning import random_state, restore_random_state, seed_all
+from ckptool.words import listed
 
 __all__ = [
     "Checkpoints",
@@ -51,20 +52,20 @@ _NAME = re.compile(r"(last|best|step-(\d{8,}))(\.pth)?")
 
 @dataclass
 class Progress:
-    """Where the next step begins.
+    """How far a run has come.
 
     Attributes:
-        epoch: Epochs that are over, evaluation and all.
-        step: Steps of the optimizer that are done.
-        skipped: Of those, the ones whose gradients overflowed, which changed nothing.
-        position: Of those, the ones of the epoch that is under way (the sampler's position).
-        loss_sum: Of the samples of that epoch, so far.
-        samples: How many those are.
-        skipped_here: Of the steps of that epoch, those that were skipped.
-        seconds: What they took.
+        epoch: Epochs that are finished, validation included.
+        step: Steps of the optimizer so far.
+        skipped: Steps that changed nothing, as their gradients overflowed.
+        position: Steps of the current epoch (the sampler's position).
+        loss_sum: The sum of the losses of the samples in the current epoch.
+        samples: The number of these samples.
+        skipped_here: Steps of the current epoch that were skipped.
+        seconds: The time of the current epoch.
         rate: The learning rate of the last step.
-        best: The lowest loss after which an epoch was the best one; infinite before the first.
-        since_best: Epochs since then.
+        best: The lowest loss of an epoch; infinite before the first.
+        since_best: Epochs since the best one.
     """
 
     epoch: int = 0
@@ -80,7 +81,7 @@ class Progress:
     since_best: int = 0
 
     def take(self, result: StepResult) -> None:
-        """Count a step that is done."""
+        """Count a finished step."""
         self.step += 1
         self.position += 1
         self.skipped += result.is_skipped
@@ -89,17 +90,17 @@ class Progress:
         self.samples += result.samples
 
     def end_epoch(self, loss: float) -> bool:
-        """Count an epoch that ended with that loss, and return whether it is the best so far."""
+        """Count a finished epoch, and return whether its loss is the lowest so far."""
         self.epoch += 1
         self.begin_epoch()
         is_best = loss < self.best
         if is_best:
-            self.best = loss  # never NaN, than which nothing is lower
+            self.best = loss
         self.since_best = 0 if is_best else self.since_best + 1
         return is_best
 
     def begin_epoch(self) -> None:
-        """Reset the counters of the epoch that is under way."""
+        """Reset the counters of the current epoch."""
         self.position, self.loss_sum, self.samples, self.seconds = 0, 0.0, 0, 0.0
         self.skipped_here = 0
 
@@ -118,10 +119,10 @@ class Kept:
     """A checkpoint in the folder of a run.
 
     Attributes:
-        path: The file, or the folder that it is.
+        path: The file, or the folder of a sharded checkpoint.
         name: `last`, `best` or `step-00000012`.
-        step: After which step it was written; None: neither its name nor its content says so.
-        written: When, in nanoseconds of the system's clock.
+        step: The step after which it was written; None if neither name nor content has it.
+        written: The time of the last change, in nanoseconds.
     """
 
     path: str
@@ -133,8 +134,7 @@ class Kept:
 def kept(folder: str) -> list[Kept]:
     """Return the checkpoints of a folder, newest first: by step, or by time if one has no step.
 
-    Of one step `last` is before the numbered one, and that before `best`. A header is read where
-    the name does not tell the step.
+    Checkpoints of the same step come in the order `last`, `step-*`, `best`.
     """
     found = []
     for entry in os.scandir(folder) if os.path.isdir(folder) else ():
@@ -142,16 +142,13 @@ def kept(folder: str) -> list[Kept]:
         if name is not None:
             step = int(name[2]) if name[2] else _step_in(entry.path)
             found.append(Kept(entry.path, name[1], step, entry.stat().st_mtime_ns))
-    order = ("best", "step", "last")
-    are_told = all(one.step is not None for one in found)
-    return sorted(
-        found,
-        key=lambda one: (
-            one.step if are_told and one.step is not None else one.written,
-            order.index(one.name[:4]),
-        ),
-        reverse=True,
-    )
+    is_by_time = any(one.step is None for one in found)
+
+    def age(one: Kept) -> tuple[int, int]:
+        place = ("best", "step", "last").index(one.name[:4])
+        return one.written if is_by_time else one.step or 0, place
+
+    return sorted(found, key=age, reverse=True)
 
 
 def _step_in(path: str) -> int | None:
@@ -166,19 +163,17 @@ def _step_in(path: str) -> int | None:
 
 @contextmanager
 def one_run_in(folder: str) -> Iterator[None]:
-    """Make the folder and keep other runs out of it; if it stays empty, remove it again.
+    """Make the folder and lock out other runs; remove it at the end if it is empty.
 
-    What a kill has left half done in it is finished, or removed.
+    A write that a kill interrupted in the folder is finished or removed.
 
     Raises:
-        TargetExists: a file is in its place.
-        FileBusy: a run is under way there; its process is named.
+        TargetExists: there is a file of that name.
+        FileBusy: another run uses the folder; its process is named.
         WriteError: the system refuses.
     """
     if os.path.exists(folder) and not os.path.isdir(folder):
-        raise TargetExists(
-            "is a file, and a run wants a folder", file=folder, hint="--out names a folder"
-        )
+        raise TargetExists("is a file, not a folder", file=folder, hint="--out names a folder")
     with occupied(folder):
         settle_folders(folder, _NAME, sharded.VALUES)
         yield
@@ -201,20 +196,19 @@ def require_writable(folder: str, name: str = "last.pth", size: int = 1) -> None
 
 
 def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bool = False) -> None:
-    """Refuse to mix runs, or remove the checkpoints of the other one where `overwrite` allows it.
+    """Refuse to mix runs in a folder, or remove the checkpoints of another run.
 
-    A run that begins anew, or resumes from a checkpoint elsewhere, needs a folder without
-    checkpoints and figures; one that resumes from a checkpoint of the folder, none of later steps.
-    Figures are cut back by `Metrics`.
+    A new run, or one that resumes from a checkpoint elsewhere, needs a folder without checkpoints
+    and figures; a run that resumes from a checkpoint of the folder needs one without later steps.
 
     Args:
         folder: The folder of the run.
-        origin: The checkpoint that it resumes from; None: it begins anew.
-        step: The step after which it begins.
+        origin: The checkpoint that the run resumes from; None: it begins anew.
+        step: The step after which the run begins.
         overwrite: Remove the other checkpoints.
 
     Raises:
-        TrainingError: there are others, which are named.
+        TrainingError: there are other checkpoints, which are named.
     """
     is_within = origin is not None and os.path.realpath(
         os.path.dirname(origin) or "."
@@ -233,17 +227,16 @@ def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bo
     if not names and not is_within and Metrics(folder).has_lines:
         names = ["metrics.jsonl"]
     if names:
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         what = f"checkpoints of later steps than {step}" if is_within else "an earlier run"
         raise TrainingError(
-            f"{folder} holds {what}: {shown}",
+            f"{folder} holds {what}: {listed(names, 3)}",
             hint="--resume auto goes on from the newest, --overwrite removes them, another --out "
             "keeps them",
         )
 
 
 def remove_numbered(folder: str, keep: int) -> None:
-    """Remove the checkpoints of steps but the last `keep`."""
+    """Remove all but the last `keep` checkpoints `step-*`."""
     found = [one for one in map(_NAME.fullmatch, os.listdir(folder)) if one is not None and one[2]]
     for one in sorted(found, key=lambda name: int(name[2]))[:-keep]:
         remove_checkpoint(os.path.join(folder, one[0]))
@@ -259,7 +252,7 @@ def remove_checkpoint(path: str) -> None:
 
 
 def expected_size(strategy: Strategy) -> int:
-    """Return about how many bytes a checkpoint takes, with the optimizer's state to come."""
+    """Return the approximate size of a checkpoint, with the future state of the optimizer."""
     config = strategy.config
     moments = int(config.momentum > 0) if config.optimizer == "sgd" else 2
     copies = 1 + int(config.ema is not None)
@@ -269,7 +262,7 @@ def expected_size(strategy: Strategy) -> int:
 
 
 def _contents(kind: str, strategy: Strategy, values: Mapping[str, Any]) -> Any:
-    """Return what scripts save: the module, or its state dict, with or without wrapper names."""
+    """Return the object that scripts save: the module, or its state dict."""
     if kind == "module":
         return strategy.whole_module()
     model, optimizer = strategy.wrapped_state()
@@ -283,12 +276,12 @@ def _contents(kind: str, strategy: Strategy, values: Mapping[str, Any]) -> Any:
 
 
 def _pickle(contents: Any, write: Callable[[bytes], object]) -> None:
-    """Pass `torch.save`'s file, with the device tags that torch gives, to `write` as it comes."""
+    """Pass the bytes of `torch.save`, with torch's device tags, to `write`."""
     try:
         torch.save(contents, SimpleNamespace(write=write, flush=lambda: None))
-    except Exception as error:  # whatever the classes in it have to say
+    except Exception as error:  # of any class in the module
         refusal = error if isinstance(error, OSError) else error.__context__
-        if isinstance(refusal, OSError):  # torch's own error is that it cannot end the file
+        if isinstance(refusal, OSError):  # torch raises that it cannot end the file
             raise refusal from error
         raise TrainingError(
             f"the module cannot be pickled: {error}", hint="--save full needs no class"
@@ -296,9 +289,9 @@ def _pickle(contents: Any, write: Callable[[bytes], object]) -> None:
 
 
 class Checkpoints:
-    """`last.pth`, `best.pth`, `step-%08d.pth` in the folder of a run.
+    """Writes `last.pth`, `best.pth` and `step-%08d.pth` in the folder of a run.
 
-    All processes make the same calls; what goes wrong in rank 0 is raised in all of them.
+    All processes make the same calls; an error in rank 0 is raised in all of them.
     """
 
     def __init__(
@@ -309,7 +302,7 @@ class Checkpoints:
         observer: Observer,
         belongings: dict[str, Any],
     ) -> None:
-        """Add `belongings` to every checkpoint that has room for more than weights."""
+        """Store the parts of the run; every `full` checkpoint gets the values in `belongings`."""
         self._config, self._strategy, self._observer = config, strategy, observer
         self._batches, self._belongings = batches, belongings
         self._ranks = ranks("training cannot go on", WriteError)
@@ -317,11 +310,11 @@ class Checkpoints:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Make the folder of the run and keep it to this run: rank 0 holds the lock.
+        """Make the folder of the run and lock out other runs; rank 0 holds the lock.
 
         Raises:
-            FileBusy: another run is under way there.
-            WriteError: it cannot be made, or is a file.
+            FileBusy: another run uses the folder.
+            WriteError: the folder cannot be made, or is a file.
         """
         with ExitStack() as held:
             self._ranks.first(lambda: held.enter_context(one_run_in(self._config.out)))
@@ -332,7 +325,7 @@ class Checkpoints:
 
         Raises:
             WriteError: it cannot be written.
-            TrainingError: the module is to be pickled, and cannot be.
+            TrainingError: the module cannot be pickled, as `save="module"` needs.
         """
         if self._config.save == "module":
             module = self._strategy.whole_module()
@@ -342,13 +335,13 @@ class Checkpoints:
         self._ranks.first(lambda: require_writable(self._config.out, name, size))
 
     def begin(self, progress: Progress, origin: str | None) -> None:
-        """Require that the folder holds no other run than the one that led to `progress`.
+        """Check that the folder holds no other run, or remove it if `overwrite` is set.
 
         Raises:
-            TrainingError: there is another, and it is not to be overwritten.
+            TrainingError: there is another run.
         """
         out = self._config.out
-        is_auto = self._config.resume == "auto"  # what is there has led to `origin`
+        is_auto = self._config.resume == "auto"  # the checkpoints there are of this run
         overwrite = self._config.overwrite and not (is_auto and origin)
         if overwrite or not is_auto:
             self._ranks.first(
@@ -357,13 +350,13 @@ class Checkpoints:
 
     @property
     def is_due(self) -> bool:
-        """Whether `save_seconds` have passed, on the clock of this process."""
+        """Whether `save_seconds` have passed since the last numbered checkpoint."""
         seconds = self._config.save_seconds
         return seconds is not None and time.monotonic() - self._saved_at >= seconds
 
     @property
     def has_best(self) -> bool:
-        """Whether `best.pth` is there."""
+        """Whether the folder has `best.pth`."""
         return os.path.lexists(self._path("best"))
 
     def numbered(self, progress: Progress) -> None:
@@ -383,12 +376,12 @@ class Checkpoints:
         """Write `last`, `best` or a numbered checkpoint; a file replaces a folder of that name.
 
         Raises:
-            TrainingError: weights are infinite, or NaN: nothing goes on from such.
+            TrainingError: a weight is infinite or NaN.
         """
         path = self._path(name)
         if not all(self._ranks.all(self._strategy.tuning.has_finite_weights)):
             raise TrainingError(
-                f"a weight is no number after step {progress.step}: {name} is not written",
+                f"a weight is not finite after step {progress.step}: {name} is not written",
                 hint=DIVERGED,
             )
         values = {
@@ -418,38 +411,28 @@ class Checkpoints:
 
 _TELLING = (
     *("data", "target", "model", "loss", "sync_batchnorm", "dtype", "seed", "batch_size"),
-    *("accumulate", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup"),
-    *("amp", "clip", "ema"),
+    *("accumulate", "optimizer", "lr", "momentum", "weight_decay", "schedule", "step_size"),
+    *("gamma", "warmup", "amp", "clip", "ema"),
 )
-"""The options that make another run of one; the others say where it runs, and how long."""
-_SHAPING = ("model", "data", "dtype")
-"""The options that decide which weights there are."""
-_OF_SCHEDULES = {
-    "constant": (),
-    "step": ("step_size", "gamma"),
-    "linear": ("epochs", "max_steps"),
-    "cosine": ("epochs", "max_steps"),
-}
+"""The options that change the numbers of a run, not where it runs or how long."""
 
 
 class Resuming:
-    """The checkpoint that a run goes on from, if it does; all processes make the same calls."""
+    """Finds the checkpoint to resume from and restores it; all processes make the same calls."""
 
     def __init__(
         self, config: TrainConfig, strategy: Strategy, batches: Batches, observer: Observer
     ) -> None:
-        """Read nothing yet."""
+        """Store the parts of the run."""
         self._config, self._strategy = config, strategy
         self._batches, self._observer = batches, observer
         self._ranks = ranks("training does not begin", TrainingError)
 
     def found(self) -> str | None:
-        """Return the checkpoint to resume from; in the folder of a run, the newest whole one.
-
-        `auto` is the folder of this run, and may hold none.
+        """Return the checkpoint to resume from: in a folder the newest undamaged one, or None.
 
         Raises:
-            TrainingError: of those that are there none is.
+            TrainingError: all checkpoints of the folder are damaged.
         """
         named = self._config.resume
         if named is None:
@@ -457,11 +440,11 @@ class Resuming:
         is_auto = named == "auto"
         out = self._config.out if is_auto else named
 
-        def meant() -> tuple[str | None, list[str]]:
+        def found() -> tuple[str | None, list[str]]:
             there = kept(out)
             return self._newest(out, there) if there or is_auto else (named, [])
 
-        path, notes = self._ranks.first(meant)
+        path, notes = self._ranks.first(found)
         for note in notes:
             self._observer.tell(Note(note))
         return path
@@ -471,25 +454,25 @@ class Resuming:
         for one in there:
             damage = _damage(one.path)
             if damage is None:
-                return one.path, [f"{said}: passed over" for said in damaged]
+                return one.path, [f"{text}: passed over" for text in damaged]
             damaged.append(damage)
         if damaged and not (self._config.overwrite and self._config.resume == "auto"):
             raise TrainingError(
                 f"no checkpoint in {out} can be read: {damaged[0]}",
-                hint="ckptool recover takes out what is left; --overwrite begins anew",
+                hint="ckptool recover saves what can be read; --overwrite begins anew",
             )
-        return None, [f"{out} holds no checkpoint to go on from: training begins anew"]
+        return None, [f"{out} holds no checkpoint to resume from: training begins anew"]
 
     def restored(self, path: str) -> Progress:
-        """Fill the strategy's model and tuning from `path`, and return where the run then stands.
+        """Fill the model and the tuning from `path`, and return how far the run has come.
 
-        Of files that are no `full` checkpoint the weights are taken, and the optimizer's state
-        where it fits: the next epoch begins with its first step.
+        A file that is not a `full` checkpoint gives the weights, and the optimizer's state if it
+        fits; training resumes at the start of an epoch.
 
         Raises:
             FileMissing: there is no such file.
-            UnreadableFile: it is damaged, or no checkpoint.
-            MatchError: it is of another architecture; model and optimizer are as they were.
+            UnreadableFile: it is damaged, or not a checkpoint.
+            MatchError: it is of another architecture; model and optimizer are unchanged.
         """
         with self._ranks.reached():
             values = self._strategy.values(path)
@@ -512,46 +495,41 @@ class Resuming:
         return Progress(epoch=over, step=over * self._batches.steps)
 
     def _fill(self, path: str, values: Mapping[str, Any]) -> list[str]:
-        """Load what the file has; return `optimizer` if its state is not in it."""
+        """Fill model and optimizer; return `["optimizer"]` if the file lacks its state."""
         orders = (None,) if values else (None, "position")
         for order in orders:
             try:
                 self._strategy.load(path, self._strategy.tuning.optimizer, order=order)
-            except (MatchError, NotFound):  # said again below where it is the model's
+            except (MatchError, NotFound):  # raised again below if it is the model's
                 continue
             if order is not None:
                 self._observer.tell(
-                    Note(f"{path} does not name the optimizer's parameters: their order is trusted")
+                    Note(f"{path} does not name the optimizer's parameters: matched by position")
                 )
             return []
         try:
             self._strategy.load(path, None)
         except MatchError as error:
-            self._advise(error, path, values.get("config", {}))
+            now, then = self._config.to_dict(), values.get("config", {})
+            words = [
+                f"--{name} {shlex.quote(then[name])}"
+                for name in ("model", "data", "dtype")
+                if then.get(name, now[name]) != now[name]
+            ]
+            report = error.report
+            if report and not (report.missing_keys or report.unexpected_keys or report.mismatched):
+                words = ["--dtype float64"]  # the weights fit, but would be rounded
+            match = f"ckptool match {shlex.quote(path)} --like module:factory shows the differences"
+            error.advise(f"{' '.join(words)}, as the checkpoint has it" if words else match)
+            error.message = "; ".join(error.message.splitlines())
+            error.args = (error.message,)
             raise
         return ["optimizer"]
 
-    def _advise(self, error: MatchError, path: str, then: Mapping[str, Any]) -> None:
-        """Say in one line how a checkpoint does not fit, and which options would make it fit."""
-        error.message = "; ".join(error.message.splitlines())
-        error.args = (error.message,)
-        now, report = self._config.to_dict(), error.report
-        differs = {name: then[name] for name in _SHAPING if then.get(name, now[name]) != now[name]}
-        if report and not (report.missing_keys or report.unexpected_keys or report.mismatched):
-            differs = {"dtype": "float64"}  # numbers would be rounded, and nothing else
-        if differs:
-            words = [f"--{name} {shlex.quote(value)}" for name, value in differs.items()]
-            error.advise(f"{' '.join(words)}, as the checkpoint has it")
-        else:
-            error.advise(
-                f"it is of another model: ckptool match {shlex.quote(path)} --like module:factory "
-                "shows how it differs"
-            )
-
     def _reseed(self, values: Mapping[str, Any], progress: Progress) -> list[str]:
-        """Restore the random state of each process, if it was saved by as many processes.
+        """Restore the random state of each process if as many processes saved it.
 
-        Otherwise seed them anew, and not as the run began: what it drew would come again.
+        Otherwise use new seeds: with the first ones the run would draw the same numbers again.
         """
         world = self._strategy.world
         states = values.get("rng", [])
@@ -562,24 +540,27 @@ class Resuming:
         return ["rng"]
 
     def _tell_differences(self, values: Mapping[str, Any], progress: Progress) -> None:
-        """Report options that differ from the saved run; other batches begin the epoch anew."""
-        names = [*_TELLING, *_OF_SCHEDULES[self._config.schedule]]
+        """Report options that differ from the saved run; restart an epoch of other batches."""
+        is_by_length = self._config.schedule in ("linear", "cosine")
+        names = (*_TELLING, *(("epochs", "max_steps") if is_by_length else ()))
         now, then = self._config.to_dict(), values.get("config", {})
-        others = [name for name in names if name in then and then[name] != now[name]]
-        if others:
-            was = ", ".join(f"{name} {_shown(then[name])}" for name in others)
-            told = ", ".join(f"{name} {_shown(now[name])}" for name in others)
-            self._observer.tell(Note(f"the checkpoint is of a run with {was}; this one has {told}"))
+        changes = [
+            f"{name} {then[name]} -> {now[name]}"
+            for name in names
+            if then.get(name, now[name]) != now[name]
+        ]
+        if changes:
+            self._observer.tell(Note(f"options differ from the saved run: {', '.join(changes)}"))
         sampler = values.get("sampler", {})
         if progress.position and not asdict(self._batches).items() <= sampler.items():
             progress.begin_epoch()
             self._observer.tell(
-                Note(f"epoch {progress.epoch + 1} begins anew: its batches are others now")
+                Note(f"epoch {progress.epoch + 1} begins anew: its batches have changed")
             )
 
 
 def _damage(path: str) -> str | None:
-    """Return why a checkpoint is damaged, as a sentence; None: it is whole."""
+    """Return what is damaged in a checkpoint, or None."""
     if os.path.isdir(path):
         return sharded.damage(path)
     try:
@@ -587,7 +568,3 @@ def _damage(path: str) -> str | None:
     except CheckpointError as error:
         return str(error)
     return f"{path}: {problems[0].text}" if problems else None
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else str(value)

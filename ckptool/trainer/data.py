@@ -1,4 +1,4 @@
-"""What a run learns from: datasets, their batches in their order, and the data that words name."""
+"""The data of a run: datasets, the order of their batches, and the datasets of `--data`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptool.factories import FACTORY, a_class, at_home, named, run
 from ckptool.trainer.config import TrainConfig, csv_path
 from ckptool.trainer.tables import Table, read_table
 from ckptool.trainer.tuning import seed_all
-from ckptool.words import listed, printable
+from ckptool.words import counted, listed, printable
 
 __all__ = ["Batches", "Dataset", "Loss", "Rows", "TrainData", "collated", "data_of", "prepared"]
 
@@ -44,7 +44,7 @@ def emptied(value: Any) -> Any:
 
 
 def sum_of(value: Any) -> torch.Tensor:
-    """Return the sum of all outputs, from which gradients lead back to the parameters."""
+    """Return the sum of all outputs, through which gradients reach the parameters."""
     return sum(
         (one.sum() for one in tree_leaves(value) if isinstance(one, torch.Tensor)), torch.zeros(())
     )
@@ -64,9 +64,9 @@ def device_in(value: Any) -> str:
 class Batches:
     """The steps of an epoch, each of one or more global batches of row numbers.
 
-    The order follows from `seed` and the epoch alone, so that a run that goes on in the middle of
-    an epoch, on other devices, sees the same batches. The last batch, and the last step, may be
-    smaller; nothing is left out, nothing comes twice.
+    The order follows from `seed` and the epoch alone, so that a run that is resumed inside an
+    epoch, on other devices, sees the same batches. The last batch and the last step may be
+    smaller; every row comes once.
     """
 
     samples: int
@@ -90,17 +90,17 @@ class Batches:
 
 
 def share(rows: Sequence[int], rank: int, size: int) -> list[int]:
-    """Return the rows of a batch that process `rank` of `size` computes; for the last, maybe none.
+    """Return the rows of a batch that process `rank` of `size` computes, maybe none.
 
-    As `torch.chunk` splits it, which `DataParallel` does too: equal parts rounded up, the last one
-    smaller (30 over 4: 8, 8, 8, 6; 10 over 8: five times 2, and nothing for three).
+    The batch is split as `torch.chunk` and `DataParallel` split it: equal parts rounded up, the
+    last one smaller (30 over 4: 8, 8, 8, 6; 10 over 8: five times 2, and three times 0).
     """
     each = -(-len(rows) // size)
     return list(rows[rank * each : (rank + 1) * each])
 
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""Outputs and targets of some samples to a scalar, their mean."""
+"""A function of the outputs and targets of some samples that returns the mean loss."""
 
 
 class Dataset(Protocol):
@@ -116,10 +116,10 @@ class Dataset(Protocol):
 
 
 class Rows:
-    """A dataset of two tensors whose first dimension is the samples'."""
+    """A dataset of two tensors whose first dimension counts the samples."""
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Keep the two, which are equally long."""
+        """Store the two tensors, which have the same length."""
         self.inputs, self.targets = inputs, targets
 
     def __len__(self) -> int:
@@ -137,17 +137,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class TrainData:
-    """What a run is over.
+    """The data of a run and its loss.
 
     Attributes:
-        train: The samples to learn from; at least one.
-        validation: Samples for the loss of each epoch; None: there is none.
-        loss: Mean over samples of outputs against targets; a function, or a name in
-            `torch.nn.functional`.
+        train: The training samples, at least one.
+        validation: The samples for the validation loss of each epoch, or None.
+        loss: A function of outputs and targets that returns the mean over samples, or the name of
+            a function in `torch.nn.functional`.
         inputs: The shape of one sample's features, for the built-in models.
-        outputs: How many numbers a model gives for one sample.
-        statistics: Plain data that belongs to the model (means, deviations, names of columns): kept
-            in every `full` checkpoint as `data`.
+        outputs: The number of outputs of the model for one sample.
+        statistics: Plain data that belongs to the model (means, deviations, names of columns);
+            every `full` checkpoint stores it as `data`.
     """
 
     train: Dataset
@@ -158,28 +158,26 @@ class TrainData:
     statistics: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that there is something to learn from.
+        """Check the datasets.
 
         Raises:
-            TrainingError: a dataset is not map-style, or there is no sample to learn from.
+            TrainingError: a dataset is not map-style, or there is no training sample.
         """
         for dataset in [self.train, *([] if self.validation is None else [self.validation])]:
             if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
                 raise TrainingError(
-                    f"a {type(dataset).__name__} is no map-style dataset: it needs a length, and "
-                    "samples by number",
-                    hint="a torch.utils.data.Dataset with __len__ and __getitem__; batches are "
-                    "made of it here",
+                    f"{a_class(dataset)} is not a map-style dataset",
+                    hint="a torch.utils.data.Dataset with __len__ and __getitem__, without batches",
                 )
         if not len(self.train):
-            raise TrainingError("the dataset to learn from has no sample")
+            raise TrainingError("the training dataset has no sample")
 
     @property
     def mean_loss(self) -> Loss:
         """The loss as a function.
 
         Raises:
-            UsageError: there is none of that name, it has parameters to train, or is no mean.
+            UsageError: there is no such function, it has parameters to train, or is not a mean.
         """
         loss: Any = self.loss
         if isinstance(loss, str):
@@ -188,30 +186,30 @@ class TrainData:
                 loss = named(loss) if own else getattr(functional, loss, None)
         if not callable(loss):
             raise UsageError(
-                f"loss is {self.loss!r}, and no function of torch.nn.functional",
-                hint="a function of outputs and targets, a name as mse_loss, or module:function",
+                f"loss {self.loss!r} is not a function of torch.nn.functional",
+                hint="a function of outputs and targets, a name such as mse_loss, module:function",
             )
         if isinstance(loss, nn.Module) and any(one.requires_grad for one in loss.parameters()):
             raise UsageError(
-                "the loss has parameters of its own, which nothing would train or save",
+                "the loss has parameters, which nothing would train or save",
                 hint="make them a part of the model, or requires_grad_(False)",
             )
         if getattr(loss, "reduction", "mean") != "mean":
             raise UsageError(
-                f"the loss has reduction={loss.reduction!r}, and a mean over samples is wanted: "
-                "batches that are shared, or accumulated, weigh as many samples as they have",
+                f"the loss has reduction={loss.reduction!r}, not 'mean': batches are weighted by "
+                "their number of samples",
                 hint=f"{type(loss).__name__}(reduction='mean')",
             )
         return cast("Loss", loss)
 
 
 def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return inputs and targets of some samples, stacked, floating-point numbers as `dtype`.
+    """Return the inputs and targets of some samples, stacked, floating-point numbers as `dtype`.
 
-    A sample that is a dict is both: the model is given the batch of them, and so is the loss.
+    A sample that is a dict is both: the model and the loss get the same batch of dicts.
 
     Raises:
-        TrainingError: samples are not alike, or no pairs.
+        TrainingError: a sample is not a pair, or the samples cannot be stacked.
     """
     if isinstance(dataset, Rows):
         return dataset.__getitems__(rows)
@@ -219,23 +217,19 @@ def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple
     pairs = [(one, one) if isinstance(one, Mapping) else one for one in samples]
     for row, pair in zip(rows, pairs, strict=True):
         if not (isinstance(pair, Sequence) and len(pair) == 2):
-            kind = type(pair).__name__
-            kind += f" of {len(pair)}" if isinstance(pair, (list, tuple)) else ""
             raise TrainingError(
-                f"sample {row} of the dataset is a {kind}, and no pair of inputs and targets",
-                hint="return inputs, targets; or one dict, which model and loss are both given",
+                f"sample {row} of the dataset is {a_class(pair)}, not a pair of inputs and targets",
+                hint="return inputs, targets; or one dict, which both the model and the loss get",
             )
     try:
-        batch: tuple[Any, Any] = tuple(default_collate(pairs))
+        inputs, targets = default_collate(pairs)
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
-        said, shown = " ".join(str(error).split()), ", ".join(map(str, rows[:4]))
         raise TrainingError(
-            f"samples {shown}{', ...' * (len(rows) > 4)} of the dataset cannot be stacked to one "
-            f"batch: {said}",
+            f"samples {listed(map(str, rows), 4)} of the dataset cannot be stacked: "
+            f"{' '.join(str(error).split())}",
             hint="give every sample the same shapes and types",
         ) from error
-    inputs, targets = (as_dtype(one, dtype) for one in batch)
-    return inputs, targets
+    return as_dtype(inputs, dtype), as_dtype(targets, dtype)
 
 
 def prepared(
@@ -249,11 +243,11 @@ def prepared(
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the batches of these rows in order; for no rows the first sample, for its types.
 
-    Without `workers` each is made when it is asked for. With them it is made ahead, and what the
-    dataset draws at random follows from `seed` and its place alone, whichever worker makes it.
+    With `workers` the batches are made ahead, and the random numbers of the dataset follow from
+    `seed` and the place of the batch alone, whichever worker makes it.
 
     Raises:
-        TrainingError: samples are not alike, or no pairs.
+        TrainingError: as `collated`.
     """
     if not workers:
         yield from (collated(dataset, one or [0], dtype) for one in rows)
@@ -263,7 +257,7 @@ def prepared(
         batch_size=None,
         num_workers=workers,
         pin_memory=is_pinned,
-        generator=torch.Generator(),  # of its own: a run that goes on draws the same numbers
+        generator=torch.Generator(),  # not the default one, which a resumed run continues
     ):
         if isinstance(batch, CheckpointError):
             raise batch
@@ -271,7 +265,7 @@ def prepared(
 
 
 class _Batch:
-    """A dataset whose samples are batches; an error of ours is one, too, raised when it comes."""
+    """A dataset whose samples are batches, or errors, which lose nothing on the way as values."""
 
     def __init__(
         self, dataset: Dataset, rows: Sequence[Sequence[int]], dtype: torch.dtype, seed: int
@@ -290,7 +284,7 @@ class _Batch:
 
 
 def split(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows to learn from, four fifths of all, and the others, chosen by the seed."""
+    """Return the training rows, four fifths of all, and the validation rows, by the seed."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(samples, generator=generator)
     return order[: samples * 4 // 5], order[samples * 4 // 5 :]
@@ -301,7 +295,7 @@ def data_of(config: TrainConfig) -> TrainData:
 
     Raises:
         FileMissing, FileDenied: a file cannot be read.
-        TrainingError: it cannot be learned from; the message says in which line why.
+        TrainingError: a file is not a table of numbers, or scikit-learn is missing.
     """
     path = csv_path(config.data)
     if path is not None:
@@ -311,7 +305,7 @@ def data_of(config: TrainConfig) -> TrainData:
     return {"digits": digits, "random": random_features, "friedman": friedman}[config.data](config)
 
 
-_HINT = "a TrainData, a map-style dataset, or a pair of them: to learn from, and to validate with"
+_HINT = "a TrainData, a map-style dataset, or a pair of datasets for training and validation"
 
 
 def _own_data(config: TrainConfig) -> TrainData:
@@ -324,16 +318,14 @@ def _own_data(config: TrainConfig) -> TrainData:
         return made
     pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not hasattr(pair[0], "__getitem__"):
-        raise UsageError(f"{text} gives {a_class(made)}, and no data", hint=_HINT)
+        raise UsageError(f"{text} gives {a_class(made)}, not data", hint=_HINT)
     if config.loss is None:
-        raise UsageError(
-            f"{text} gives a dataset, and nothing says what is minimised", hint="--loss mse_loss"
-        )
+        raise UsageError(f"{text} gives a dataset without a loss", hint="--loss mse_loss")
     return TrainData(pair[0], pair[1], config.loss)
 
 
 def friedman(config: TrainConfig) -> TrainData:
-    """Return 500 samples of 10 features in [0, 1), 400 to learn from.
+    """Return 500 samples of 10 features in [0, 1), 400 of them for training.
 
     Targets: 10 sin(pi x0 x1) + 20 (x2 - 1/2)^2 + 10 x3 + 5 x4 + N(0, 1)
 
@@ -350,9 +342,9 @@ def friedman(config: TrainConfig) -> TrainData:
 
 
 def random_features(config: TrainConfig) -> TrainData:
-    """Return 100 samples of 5 features from N(0, 1), all to learn from (DataParallel tutorial).
+    """Return 100 training samples of 5 features from N(0, 1), as in the DataParallel tutorial.
 
-    Targets, which the tutorial has none of, are a linear map of them, its weights from N(0, 1).
+    The tutorial has no targets; here they are a linear map of the features, weights from N(0, 1).
     """
     dtype = getattr(torch, config.dtype)
     generator = torch.Generator().manual_seed(config.seed)
@@ -362,9 +354,7 @@ def random_features(config: TrainConfig) -> TrainData:
 
 
 def digits(config: TrainConfig) -> TrainData:
-    """Return 1797 images of 1 x 8 x 8 in [0, 1], four fifths of them, by the seed, to learn from.
-
-    Targets are the digits; the loss is the cross entropy.
+    """Return 1797 images of 1 x 8 x 8 in [0, 1], four fifths of them for training, and digits.
 
     Raises:
         TrainingError: scikit-learn is not installed.
@@ -373,7 +363,7 @@ def digits(config: TrainConfig) -> TrainData:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise TrainingError(
-            f"the data are scikit-learn's, which cannot be imported ({error})",
+            f"the data are in scikit-learn, which cannot be imported ({error})",
             hint="pip install scikit-learn",
         ) from error
     held = load_digits()
@@ -387,24 +377,22 @@ def digits(config: TrainConfig) -> TrainData:
 def csv_columns(config: TrainConfig, path: str) -> TrainData:
     """Return a table whose column `config.target`, or the last, is predicted from the others.
 
-    Four fifths of the rows, chosen by the seed, are learned from. All columns, the target too, are
-    standardised with the mean and deviation (over n) of these: a loss of 1 is that of who always
-    says the mean. `statistics` have both, so that a model's output y means
-    `y * target_std + target_mean`. A column that is the same in all of them becomes 0.
+    All columns, the target too, are standardised with the mean and deviation (over n) of the
+    training rows, so that the loss of a model that always predicts the mean is 1. A constant column
+    becomes 0. `statistics` has the means and deviations: a model's output y stands for
+    `y * target_std + target_mean`.
 
     Raises:
         FileMissing, FileDenied: the file cannot be read.
-        TrainingError: there is nothing to learn in it.
+        TrainingError: it is not a table of numbers, or has too few rows or columns.
     """
     table = read_table(path)
     target = _target(table, config.target, path)
     samples = len(table.values)
     if samples < 5:
         raise TrainingError(
-            f"has {samples} row{'s' * (samples > 1)} of numbers, too few to keep a fifth of them "
-            f"apart for validation",
+            f"has {counted(samples, 'row')} of numbers; training and validation need 5 or more",
             file=path,
-            hint="5 rows at least",
         )
     learned, held = (table.values[rows] for rows in split(samples, config.seed))
     std, mean = torch.std_mean(learned, dim=0, correction=0)
@@ -439,7 +427,7 @@ def _target(table: Table, name: str | None, path: str) -> int:
     columns = table.columns
     if len(columns) == 1:
         raise TrainingError(
-            f"has one column, {printable(columns[0])!r}, and nothing to predict it from",
+            f"has only one column, {printable(columns[0])!r}: nothing to predict it from",
             file=path,
             hint="a comma, a semicolon or a tab between the columns",
         )
@@ -449,7 +437,7 @@ def _target(table: Table, name: str | None, path: str) -> int:
         return columns.index(name)
     alike = difflib.get_close_matches(name, columns, n=1) or columns[-1:]
     raise TrainingError(
-        f"has no column named {printable(name)!r}, but {listed(columns)}",
+        f"has no column {printable(name)!r}; its columns: {listed(columns)}",
         file=path,
         hint=f"--target {printable(alike[0])}",
     )

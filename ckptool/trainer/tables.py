@@ -1,30 +1,33 @@
-"""A table of numbers in a text file, as the standard `csv` module reads it."""
+"""A table of numbers in a text file, read with the standard `csv` module."""
 
 from __future__ import annotations
 
 import csv
 import math
-import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
 
 import torch
 
 from ckptool.errors import FileDenied, FileMissing, TrainingError
-from ckptool.words import printable
+from ckptool.words import counted, printable
 
 __all__ = ["Table", "read_table"]
 
 _DELIMITERS = "\t;,"
-"""Candidates for the delimiter; the comma last, as it is also found in numbers and in names."""
+"""Candidates for the delimiter; the comma last, as numbers and names may contain it."""
+_HINT = "numbers such as 1.5 in every cell, names only in the first line"
+
+
+class _Fault(Exception):
+    pass
 
 
 @dataclass(frozen=True)
 class Table:
-    """Names of the columns, all different, and the numbers below them: rows x columns, float64."""
+    """The names of the columns, all different, and the numbers: rows x columns, float64."""
 
     columns: tuple[str, ...]
     values: torch.Tensor
@@ -33,13 +36,13 @@ class Table:
 def read_table(path: str) -> Table:
     """Read columns of numbers, separated by commas, semicolons or tabs.
 
-    The first row is a header if some of its cells are no numbers, and its numbers are whole ones
+    The first row is a header if some of its cells are not numbers, and its numbers are whole, such
     as 2019. A column without a name is called by its number, from 1. Blank lines are skipped.
 
     Raises:
         FileMissing, FileDenied: the file cannot be read.
-        TrainingError: a cell is no finite number, or rows differ in length; the message names line
-            and column.
+        TrainingError: a cell is not a finite number, or rows differ in length; the message names
+            line and column.
     """
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -48,11 +51,10 @@ def read_table(path: str) -> Table:
                 chain(head, file), delimiter=_delimiter(head), strict=True, skipinitialspace=True
             )
             try:
-                return _table(path, rows)
-            except csv.Error as error:
-                raise TrainingError(
-                    f"line {rows.line_num} is no CSV ({error})", file=path
-                ) from error
+                return _table(row for row in rows if len(row) > 1 or "".join(row).strip())
+            except (csv.Error, _Fault) as error:
+                text = f"line {rows.line_num}: {error}"
+                raise TrainingError(text, file=path, hint=_HINT) from error
     except UnicodeDecodeError as error:
         raise TrainingError("is not UTF-8", file=path, hint="save it as UTF-8") from error
     except FileNotFoundError as error:
@@ -62,49 +64,36 @@ def read_table(path: str) -> Table:
 
 
 def _delimiter(head: Sequence[str]) -> str:
-    """Return the first delimiter that both lines have, or else the most frequent one."""
+    """Return the first delimiter that the first two lines have, or else the most frequent one."""
     lines = [line for line in head if line.strip()][:2]
     counts = {one: [line.count(one) for line in lines] for one in _DELIMITERS}
     in_both = (one for one in _DELIMITERS if all(counts[one]))
     return next(in_both, max(reversed(_DELIMITERS), key=lambda one: sum(counts[one])))
 
 
-def _table(path: str, reader: Any) -> Table:
-    def fault(what: str, hint: str | None = None) -> TrainingError:
-        return TrainingError(f"line {reader.line_num}{what}", file=path, hint=hint)
-
-    rows: Iterator[list[str]] = (row for row in reader if len(row) > 1 or "".join(row).strip())
+def _table(rows: Iterator[list[str]]) -> Table:
     first = next(rows, None)
     if first is None:
-        raise TrainingError("is empty", file=path)
+        raise _Fault("there is no row")
     columns = tuple(map(str, range(1, len(first) + 1)))
     if _is_header(first):
         columns = tuple(cell.strip() or own for cell, own in zip(first, columns, strict=True))
         if len(set(columns)) < len(columns):
-            twice = max(columns, key=columns.count)
-            raise fault(f", two columns are named {printable(twice)!r}")
+            raise _Fault(f"two columns are named {printable(max(columns, key=columns.count))!r}")
     else:
         rows = chain([first], rows)
     values = array("d")
     for row in rows:
         if len(row) != len(columns):
-            count = f"{len(row)} cell{'s' * (len(row) > 1)}"
-            raise fault(f" has {count}, and the lines before have {len(columns)}")
+            raise _Fault(f"{counted(len(row), 'cell')}, but {len(columns)} in the lines before")
         for column, cell in zip(columns, row, strict=True):
             number = _number(cell)
             if number is None or not math.isfinite(number):
-                where = f", column {printable(column)!r}"
-                if not cell.strip():
-                    raise fault(f"{where} is empty", "fill the holes, or leave out their rows")
-                is_comma = re.fullmatch(r"\s*[+-]?\d+,\d+\s*", cell)
                 shown = printable(cell if len(cell) <= 40 else f"{cell[:40]}...")
-                raise fault(
-                    f"{where} has {shown!r}, which is no finite number",
-                    "1.5, with a point" if is_comma else None,
-                )
+                raise _Fault(f"{shown!r} in column {printable(column)!r} is not a finite number")
             values.append(number)
     if not values:
-        raise TrainingError("has names of columns and no row below them", file=path)
+        raise _Fault("there is no row below the names of the columns")
     numbers = torch.frombuffer(values, dtype=torch.float64)
     return Table(columns, numbers.view(-1, len(columns)))
 

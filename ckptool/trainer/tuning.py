@@ -1,4 +1,4 @@
-"""What turns gradients into weights: optimizer, rate, scaler, moving average; random numbers."""
+"""Optimizer, learning rate, gradient scaler and moving average of a model; random numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def seed_all(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state for `restore_random_state`; lists of numbers as tensors."""
+    """Return the random state of torch, Python and numpy, lists of numbers as tensors."""
     version, numbers, gauss = random.getstate()
     python = (version, torch.tensor(numbers), gauss)
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python}
@@ -49,7 +49,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the state of `random_state`; devices that are not there are skipped."""
+    """Restore the result of `random_state`; missing devices are skipped."""
     torch.set_rng_state(state["torch"].cpu())
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
@@ -65,7 +65,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _xla() -> Any:
-    """Return torch_xla's module of random numbers; None if XLA is not used."""
+    """Return torch_xla's module of random numbers, or None if XLA is not used."""
     runtime = sys.modules.get("torch_xla.runtime")
     is_used = runtime is not None and runtime.is_spmd() and get_worker_info() is None
     return sys.modules["torch_xla.core.xla_model"] if is_used else None
@@ -74,18 +74,18 @@ def _xla() -> Any:
 class Average:
     """`average = decay * average + (1 - decay) * weights` after every step; buffers are copied.
 
-    B. Polyak, A. Juditsky: Acceleration of stochastic approximation by averaging, 1992; as
-    `torch.optim.swa_utils.get_ema_multi_avg_fn` has it.
+    B. Polyak, A. Juditsky: Acceleration of stochastic approximation by averaging, 1992; the same
+    as `torch.optim.swa_utils.get_ema_multi_avg_fn`.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        """Begin with the weights that `module`, the bare one, has now."""
+        """Begin with the current weights of `module`, which has no wrapper."""
         self._module, self._decay = module, decay
         self.begin()
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin anew, with the weights that the model has now."""
+        """Begin anew with the current weights."""
         self._state = {name: one.detach().clone() for name, one in self._live().items()}
 
     def _live(self) -> dict[str, torch.Tensor]:
@@ -94,7 +94,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights of one more step."""
+        """Add the weights of one more step."""
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         for name, now in self._live().items():
             if name in parameters and now.is_floating_point():
@@ -103,12 +103,12 @@ class Average:
                 self._state[name].copy_(now)
 
     def state(self) -> dict[str, Any]:
-        """Return the average by the names of the bare model: a state dict to be loaded into it."""
+        """Return the average as a state dict of the model without wrappers."""
         return dict(self._state)
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Restore an average of this model; return False if it is another's."""
+        """Restore an average, or return False if it is of another model."""
         if state.keys() != self._state.keys():
             return False
         for name, own in self._state.items():
@@ -117,20 +117,19 @@ class Average:
 
 
 class Tuning:
-    """All that changes with every step, of one model.
+    """The objects that change the weights in every step.
 
     Attributes:
-        optimizer: Over the model's parameters.
-        schedule: Its learning rate, by step.
-        scaler: Of `amp="fp16"`; else one that does nothing.
-        average: The moving average of the weights; None without `ema`.
+        optimizer: The optimizer of the model's parameters.
+        schedule: Its learning rate by step.
+        scaler: The gradient scaler, which does nothing without `amp="fp16"`.
+        average: The moving average of the weights, or None without `ema`.
     """
 
     def __init__(self, config: TrainConfig, module: nn.Module, *, steps: int, epoch: int) -> None:
-        """Take the parameters of `module`, for `steps` in all, of which `epoch` make an epoch."""
+        """Make them for the parameters of `module`, for `steps` with `epoch` steps an epoch."""
         self.config = config
         self.optimizer = _optimizer(config, module)
-        self._parameters = dict(module.named_parameters())
         self._factor: Callable[[int], float] = lambda done: rate_factor(
             config, done, steps=steps, epoch=epoch
         )
@@ -144,19 +143,19 @@ class Tuning:
         self.average = None if config.ema is None else Average(module, config.ema)
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
-        """Wrap the forward pass in the lower precision of `amp`."""
+        """Return the context of the forward pass, with the lower precision of `amp`."""
         dtype = torch.float16 if self.config.amp == "fp16" else torch.bfloat16
         return torch.autocast(device_type, dtype=dtype, enabled=self.config.amp is not None)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call backward of."""
+        """Return the loss to call `backward` on."""
         return self.scaler.scale(loss)
 
     @property
     def has_finite_gradients(self) -> bool:
-        """Whether every number of the gradients that are here is one.
+        """Whether all gradients in this process are finite.
 
-        With a scaler they need not be: it looks itself, skips the step and scales less.
+        True with a scaler, which checks them itself, skips the step and reduces its scale.
         """
         if self.scaler.is_enabled():
             return True
@@ -164,7 +163,7 @@ class Tuning:
 
     @property
     def has_finite_weights(self) -> bool:
-        """Whether every number that is trained, and is here, is one."""
+        """Whether all trained weights in this process are finite."""
         return _are_finite(one.detach() for one in self._trained)
 
     @property
@@ -172,20 +171,27 @@ class Tuning:
         return (one for group in self.optimizer.param_groups for one in group["params"])
 
     def step(self, clip: Callable[[float], None]) -> bool:
-        """Apply the gradients, and clear them.
+        """Apply the gradients and clear them.
 
-        Where the scaler finds an infinite one nothing is taken, schedule and average wait, and
-        False is returned.
+        Return False if the scaler found an infinite gradient and skipped the step.
 
         Raises:
-            TrainingError: a gradient is sparse, and something is asked for that takes none.
+            TrainingError: a gradient is sparse, and the optimizer or an option does not take it.
         """
-        self._require_dense()
-        if self.config.clip is not None:
-            self.scaler.unscale_(self.optimizer)
-            clip(self.config.clip)
         scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
+        try:
+            if self.config.clip is not None:
+                self.scaler.unscale_(self.optimizer)
+                clip(self.config.clip)
+            self.scaler.step(self.optimizer)
+        except RuntimeError as error:
+            if not any(one.grad is not None and one.grad.is_sparse for one in self._trained):
+                raise
+            raise TrainingError(
+                f"torch does not take a sparse gradient here: {str(error).partition(chr(10))[0]}",
+                hint="nn.Embedding without sparse=True; or --optimizer sgd, without --clip and "
+                "--weight-decay",
+            ) from error
         self.scaler.update()
         self.optimizer.zero_grad()
         now = self.scaler.get_scale()
@@ -196,28 +202,13 @@ class Tuning:
             self.average.update()
         return True
 
-    def _require_dense(self) -> None:
-        """Refuse a sparse gradient where torch takes none: all but bare SGD."""
-        config = self.config
-        asked = [name for name in ("clip", "weight_decay") if getattr(config, name)]
-        if config.optimizer == "sgd" and not asked:
-            return
-        for name, one in self._parameters.items():
-            if one.grad is not None and one.grad.is_sparse:
-                what = f"optimizer {config.optimizer}" if config.optimizer != "sgd" else asked[0]
-                raise TrainingError(
-                    f"the gradient of {name} is sparse, which {what} does not take",
-                    hint="nn.Embedding without sparse=True; or --optimizer sgd, without --clip and "
-                    "--weight-decay",
-                )
-
     @property
     def rate(self) -> float:
         """The learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside the optimizer's state."""
+        """Return the state of schedule, scaler and average for a checkpoint."""
         state: dict[str, Any] = {"scheduler": self.schedule.state_dict()}
         if self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
@@ -226,11 +217,11 @@ class Tuning:
         return state
 
     def restore(self, state: Mapping[str, Any], *, step: int) -> list[str]:
-        """Restore the result of `state`, and return the names of what it does not hold.
+        """Restore the result of `state`, and return the names of the missing parts.
 
-        The optimizer's options (learning rate, weight decay, ...) are those of the configuration,
-        whatever the file had; the schedule, where the file has none, is that after `step` steps;
-        the average, that of the weights alone. The model and the optimizer are filled before.
+        Model and optimizer are filled before. The options of the optimizer (learning rate, weight
+        decay, ...) are those of the configuration. Without a schedule in `state` the rate follows
+        from `step`; without an average it begins with the current weights.
         """
         without = []
         scheduler = state.get("scheduler", {})
@@ -248,10 +239,10 @@ class Tuning:
         return without
 
     def _reschedule(self, done: int) -> None:
-        """Set the rates after `done` steps, of the configuration's options."""
+        """Set the options of the configuration, and the rates after `done` steps."""
         for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
             own = {"params": group["params"], **options}
-            group.clear()  # of the names that a file has for them too, which a new run has not
+            group.clear()  # a file may have options that a new run does not have
             group.update(own)
             group["lr"] = group["initial_lr"] * self._factor(done)
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -286,7 +277,7 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _scaler(device: str, *, is_enabled: bool) -> torch.amp.GradScaler:
-    """Return the scaler of a device; before torch 2.3 there is one for CUDA alone."""
+    """Return the scaler of a device; torch before 2.3 has one for CUDA only."""
     if hasattr(torch.amp, "GradScaler"):
         return torch.amp.GradScaler(device, enabled=is_enabled)
     if is_enabled and device != "cuda":
@@ -302,7 +293,7 @@ def _optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:
     if not parameters:
         raise TrainingError(
             "the model has no parameter to train",
-            hint="requires_grad_() for those that are, or a model that has some",
+            hint="requires_grad_() for the parameters to train",
         )
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "sgd":

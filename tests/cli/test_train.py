@@ -318,7 +318,7 @@ def test_what_is_wrong_for_all_of_them_is_told_before_they_start(ckptool, out, l
     done = ckptool("train", "--out", out.with_name("other"), *words, "--batch-size", 1)
     assert "a batch of 1 sample cannot be shared by 2 processes" in done.err
     file = out / "last.pth"
-    assert "is a file, and a run wants a folder" in ckptool("train", "--out", file, *words).err
+    assert "is a file, not a folder" in ckptool("train", "--out", file, *words).err
     assert launched == []
 
 

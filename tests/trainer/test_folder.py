@@ -64,7 +64,7 @@ def test_the_last_ones_by_number_stay(tmp_path):
 def test_a_run_does_not_begin_in_the_folder_of_another(tmp_path, kind):
     run(tmp_path, save=kind, epochs=1, save_every=1)
     before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
-    with pytest.raises(TrainingError, match=r"holds an earlier run: .* and 2 more") as caught:
+    with pytest.raises(TrainingError, match=r"holds an earlier run: .*, and 2 more") as caught:
         run(tmp_path, save=kind)
     assert "--resume auto" in caught.value.hint
     assert "--overwrite" in caught.value.hint
@@ -194,7 +194,7 @@ def stepless():
 
 def test_a_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "out").touch()
-    with pytest.raises(WriteError, match="out: is a file, and a run wants a folder"):
+    with pytest.raises(WriteError, match="out: is a file, not a folder"):
         run(tmp_path / "out", stepless())
     with pytest.raises(WriteError, match=r"cannot be written \(Not a directory\)"):
         run(tmp_path / "out" / "deeper", stepless())

@@ -53,7 +53,7 @@ def test_auto_begins_anew_where_nothing_is_there(tmp_path):
     told = Told()
     run(tmp_path / "a", told, resume="auto", epochs=1)
     assert told.notes == [
-        f"{tmp_path / 'a'} holds no checkpoint to go on from: training begins anew"
+        f"{tmp_path / 'a'} holds no checkpoint to resume from: training begins anew"
     ]
     assert told.of("Resumed") == []
     run(tmp_path / "b", epochs=1)
@@ -195,8 +195,7 @@ def test_what_is_done_otherwise_is_told_with_both_values(tmp_path):
     other = {"seed": 4, "batch_size": 5, "clip": 0.5, "save_every": 100, "keep": 2}
     run(tmp_path, told, resume="auto", epochs=2, **other)
     assert told.notes == [
-        "the checkpoint is of a run with seed 0, batch_size 4, clip none; "
-        "this one has seed 4, batch_size 5, clip 0.5"
+        "options differ from the saved run: seed 0 -> 4, batch_size 4 -> 5, clip None -> 0.5"
     ]
 
 
@@ -204,14 +203,14 @@ def test_how_long_it_is_to_be_is_told_where_the_rate_follows_from_it(tmp_path):
     run(tmp_path, epochs=1, schedule="linear")
     told = Told()
     run(tmp_path, told, resume="auto", epochs=2, schedule="linear")
-    assert told.notes == ["the checkpoint is of a run with epochs 1; this one has epochs 2"]
+    assert told.notes == ["options differ from the saved run: epochs 1 -> 2"]
 
 
 def test_an_epoch_of_other_batches_begins_anew(tmp_path):
     cut_off(tmp_path)
     told = Told()
     run(tmp_path, told, resume="auto", epochs=2, given=data(30))
-    assert told.notes == ["epoch 2 begins anew: its batches are others now"]
+    assert told.notes == ["epoch 2 begins anew: its batches have changed"]
     assert [event.samples for event in told.of("Stepped")] == [8, 8, 8, 6]
     assert [line["step"] for line in lines(tmp_path)] == [3, 9]
 
@@ -225,9 +224,7 @@ def test_wrapped_gives_weights_and_optimizer(tmp_path, optimizer):
     path = str(tmp_path / "wrapped" / "last.pth")
     run(tmp_path / "on", told, resume=path, epochs=2, model=alike(), **options)
     assert without(told) == ("scheduler", "rng", "progress")
-    assert told.notes == [
-        f"{path} does not name the optimizer's parameters: their order is trusted"
-    ]
+    assert told.notes == [f"{path} does not name the optimizer's parameters: matched by position"]
     one, other = (held(tmp_path / name / "last.pth") for name in ("full", "on"))
     for name in ("state_dict", "optimizer", "scheduler", "step", "epoch"):
         assert not differences(one[name], other[name])
@@ -261,9 +258,7 @@ def test_another_optimizer_begins_anew(tmp_path):
     told = Told()
     run(tmp_path, told, resume="auto", epochs=2, optimizer="sgd")
     assert without(told) == ("optimizer",)
-    assert told.notes == [
-        "the checkpoint is of a run with optimizer adam; this one has optimizer sgd"
-    ]
+    assert told.notes == ["options differ from the saved run: optimizer adam -> sgd"]
 
 
 def test_what_an_earlier_run_did_without_begins_with_its_weights(tmp_path):

@@ -200,17 +200,15 @@ class Looking(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({}, "optimizer adam"),
-        ({"optimizer": "sgd", "clip": 1.0}, "clip"),
-        ({"optimizer": "sgd", "weight_decay": 0.1}, "weight_decay"),
-    ],
+    "options",
+    [{}, {"optimizer": "sgd", "clip": 1.0}, {"optimizer": "sgd", "weight_decay": 0.1}],
 )
-def test_a_sparse_gradient_is_told_where_torch_takes_none(tmp_path, options, what):
-    with pytest.raises(TrainingError, match="the gradient of table") as caught:
+def test_a_sparse_gradient_is_told_where_torch_takes_none(tmp_path, options):
+    with pytest.raises(
+        TrainingError, match="torch does not take a sparse gradient here: "
+    ) as caught:
         run(tmp_path, model=Looking(), **options)
-    assert str(caught.value).endswith(f"table.weight is sparse, which {what} does not take")
+    assert "--optimizer sgd, without --clip" in caught.value.hint
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"amp": "fp16"}, {"ema": 0.9}])

@@ -63,7 +63,7 @@ def test_a_run_goes_on_in_one_process_and_in_two_again(told, folder):
     ("scene", "kind", "said"),
     [
         ("in_the_way", "TrainingError", "holds an earlier run: "),
-        ("a_file_in_place_of_the_folder", "TargetExists", "is a file, and a run wants a folder"),
+        ("a_file_in_place_of_the_folder", "TargetExists", "is a file, not a folder"),
         ("another_architecture", "MatchError", "does not fit Sequential"),
         ("no_number_in_one", "TrainingError", "the loss is nan at step 1"),
     ],

@@ -95,14 +95,18 @@ def test_a_column_may_be_named_by_its_number_where_there_are_no_names(tmp_path):
 
 
 REFUSED = {
-    "one column": ({"a": range(9)}, None, "has one column, 'a', and nothing to predict it from"),
-    "too few rows": ({"a": range(4), "b": range(4)}, None, "has 4 rows of numbers, too few"),
-    "one row": ({"a": [1], "b": [2]}, None, "has 1 row of numbers, too few"),
-    "another name": (columns(), "zz", "has no column named 'zz', but x, y, z"),
+    "one column": ({"a": range(9)}, None, "has only one column, 'a': nothing to predict it from"),
+    "too few rows": (
+        {"a": range(4), "b": range(4)},
+        None,
+        "has 4 rows of numbers; training and validation need 5",
+    ),
+    "one row": ({"a": [1], "b": [2]}, None, "has 1 row of numbers; training and validation need 5"),
+    "another name": (columns(), "zz", "has no column 'zz'; its columns: x, y, z"),
     "many columns": (
         {f"c{n:02}": range(9) for n in range(20)},
         "zz",
-        "but c00, c01, c02, c03, c04, c05, c06, c07, and 12 more",
+        "its columns: c00, c01, c02, c03, c04, c05, c06, c07, and 12 more",
     ),
     "large numbers": (
         {"a": [1e308, -1e308] * 5, "b": range(10)},
