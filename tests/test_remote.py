@@ -511,8 +511,10 @@ def test_a_repository_that_is_not_there_is_told(hub):
 
 def test_what_was_asked_is_told_to_those_who_ask(large, served, monkeypatch, capsys):
     from ckptool.cli import main
+    from ckptool.files import remote
 
     monkeypatch.setenv("CKPTOOL_DEBUG", "1")
+    monkeypatch.setattr(remote, "TRAFFIC", remote.Traffic())
     assert main(["list", f"{served.url}/large.pth"]) == 0
     assert "2 requests, 262,144 bytes" in capsys.readouterr().err
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,21 +74,6 @@ def _likeness(word: str) -> tuple[bool, bool]:
     return not any(mark in word for mark in _GLOB), os.path.lexists(word)
 
 
-class _Share(click.FloatRange):
-    """A number from 0 to 1; click's own range takes nan for one."""
-
-    name = "share"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Return the number."""
-        share: float = super().convert(value, param, ctx)
-        if math.isnan(share):
-            self.fail(f"{value} is not in the range 0<=x<=1.", param, ctx)
-        return share
-
-
 def allowance_options(*, casts: bool = True) -> Callable[[F], F]:
     """`--allow-missing` and its like, with `--min-coverage`, gathered in one `allowance`.
 
@@ -110,7 +94,7 @@ def allowance_options(*, casts: bool = True) -> Callable[[F], F]:
 
         decorated: Any = click.option(
             "--min-coverage",
-            type=_Share(0, 1),
+            type=click.FloatRange(0, 1),
             metavar="SHARE",
             help="The smallest share of the model's parameters that must match: 0.9.",
         )(gathered)

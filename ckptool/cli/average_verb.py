@@ -9,7 +9,7 @@ import click
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import write_changed
-from ckptool.cli.options import PATH, Listed, Target, target_options, verb
+from ckptool.cli.options import PATH, Listed, Target, output_option, target_options, verb
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.transforms import average
@@ -26,7 +26,7 @@ __all__ = ["command"]
     "ckptool average model.pth tuned.pth base.pth -o added.pth --mode task",
 )
 @click.argument("files", type=PATH, nargs=-1, required=True)
-@click.option("-o", "--output", type=PATH, help="File to write.")
+@output_option
 @click.option(
     "--mode",
     type=click.Choice(["mean", "slerp", "task"]),
@@ -62,8 +62,6 @@ def command(files: tuple[str, ...], target: Target, **how: Any) -> None:
     type in the first file. Names, ties, _metadata and other values come from the first file;
     optimizer and scheduler state is left out.
     """
-    if target.output is None:
-        raise UsageError("average needs -o FILE", hint="ckptool average A B -o mean.pth")
     if len(files) < 2:
         raise UsageError("average needs two or more files", hint="ckptool average A B -o mean.pth")
     with ExitStack() as opened:

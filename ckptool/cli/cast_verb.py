@@ -13,6 +13,7 @@ from ckptool.cli.options import (
     file_argument,
     floating_types,
     master_option,
+    quantised_options,
     target_options,
     verb,
 )
@@ -36,13 +37,7 @@ __all__ = ["command", "parsed_keep"]
     shell_complete=completed_by(floating_types),
     help="The type to cast to: bfloat16, fp16, float32.",
 )
-@click.option(
-    "--dequantize",
-    metavar="DTYPE",
-    shell_complete=completed_by(floating_types),
-    help="Make plain numbers of type DTYPE of quantised weights.",
-)
-@click.option("--raw", is_flag=True, help="Cast quantised values without their scales.")
+@quantised_options
 @click.option(
     "--keep",
     multiple=True,

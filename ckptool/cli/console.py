@@ -13,14 +13,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
-from types import FrameType, TracebackType
-from typing import Any, TextIO
+from types import FrameType
+from typing import Any, Protocol, TextIO
 
 import click
 
 from ckptool.cli.group import cli
 from ckptool.errors import CheckpointError, CheckpointWarning, WorkerFailed
-from ckptool.render.text import Look, columns_of, look_of, size
+from ckptool.render.text import Look, columns_of, duration, json_lines, look_of, size
 from ckptool.words import clean, clean_lines, listed, shell
 
 __all__ = [
@@ -30,16 +30,25 @@ __all__ = [
     "Interrupts",
     "Progress",
     "complain",
+    "files_document",
     "flush",
     "in_words",
     "note_none",
     "print_document",
     "print_lines",
+    "print_result",
     "run",
     "say",
     "settle",
     "stdout_look",
 ]
+
+
+class Document(Protocol):
+    """A result that has a JSON document."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document."""
 
 
 class Ended(SystemExit):
@@ -72,7 +81,6 @@ class Interrupts:
 
 _PATIENCE = 0.5
 _INTERVAL = 0.1
-_MINUTES = 120  # seconds; more are told as minutes
 _WIDTH = 24
 _WIDE = 80  # columns, where the terminal does not say
 _NARROWEST = 4
@@ -80,7 +88,7 @@ _NARROWEST = 4
 
 
 class Progress:
-    """A context whose instance is told what is done and what there is; leaving it wipes the bar."""
+    """A progress bar: a context that is called with the work done and the total."""
 
     def __init__(
         self,
@@ -90,41 +98,36 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Draw on `stream` (stderr), where it is a terminal and not `quiet`.
+        """Draw on `stream` (stderr) if it is a terminal and not `quiet`.
 
-        `phases` are words for what is done, the next one wherever the bytes begin anew.
+        `phases` name the work; the next phase begins when the work done becomes smaller.
         """
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._shown = not quiet and self._stream.isatty()
-        self._next = clock() + _PATIENCE
+        self._begun = clock()
+        self._next = self._begun + _PATIENCE
         self._drawn = 0
         self._phases = list(phases)
         self._done = 0
-        self._begun = clock()
 
     def __enter__(self) -> Progress:
-        """Itself."""
+        """Return the bar."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Leave an empty line behind, for the message that follows."""
+    def __exit__(self, *_: object) -> None:
+        """Wipe the bar, for the message that follows."""
         self.wipe()
 
     def wipe(self) -> None:
-        """Take the bar away, until it is drawn again."""
+        """Remove the bar until it is drawn again."""
         if self._drawn:
             self._stream.write("\r" + " " * self._drawn + "\r")
             self._stream.flush()
             self._drawn = 0
 
     def __call__(self, done: int, total: int, text: str | None = None) -> None:
-        """Draw, where it is time to; behind the bar is `text`, or where there is none bytes."""
+        """Draw a bar with `text`, or else with bytes and the time left, unless it is too soon."""
         now = self._clock()
         if done < self._done:
             self._begun, self._phases = now, self._phases[1:]
@@ -132,31 +135,19 @@ class Progress:
         if not self._shown or now < self._next:
             return
         self._next = now + _INTERVAL
+        if text is None:
+            text = " ".join([*self._phases[:1], f"{size(done)} of {size(total)}"])
+            spent = now - self._begun
+            if 0 < done < total and spent >= _PATIENCE:
+                text += f", {duration(spent * (total - done) / done)} left"
         room = (columns_of(self._stream) or _WIDE) - 1  # in the last column a terminal may wrap
-        line = _line(done, total, text or self._told(done, total, now, room), room)
+        width = min(_WIDTH, room - len(text) - len("[] "))
+        line = text[:room]
+        if width >= _NARROWEST:
+            line = f"[{'#' * (width * done // total if total else width):-<{width}}] {text}"
         self._stream.write(f"\r{line:<{min(self._drawn, room)}}")
         self._stream.flush()
         self._drawn = len(line)
-
-    def _told(self, done: int, total: int, now: float, room: int) -> str:
-        """Return `writing 1.0 GiB of 2.0 GiB, 12 s left`, the time where there is room for it."""
-        text = " ".join([*self._phases[:1], f"{size(done)} of {size(total)}"])
-        spent = now - self._begun
-        if not 0 < done < total or spent < _PATIENCE:
-            return text
-        left = round(spent * (total - done) / done)
-        shown = f"{left} s" if left < _MINUTES else f"{round(left / 60)} min"
-        timed = f"{text}, {shown} left"
-        return timed if len(timed) + _NARROWEST < room - 2 else text
-
-
-def _line(done: int, total: int, text: str, room: int) -> str:
-    """`[####----] 1.0 GiB of 2.0 GiB`, the bar as long as there is room for."""
-    width = min(_WIDTH, room - len(text) - len("[] "))
-    if width < _NARROWEST:
-        return text[:room]
-    filled = width * done // total if total else width
-    return f"[{'#' * filled:-<{width}}] {text}"
 
 
 EXIT_CODE = "ckptool.exit_code"
@@ -199,9 +190,29 @@ def settle(code: int) -> None:
 
 def print_document(document: Mapping[str, Any]) -> None:
     """Write one JSON document to stdout."""
-    from ckptool.render.text import json_lines
-
     print_lines(json_lines(document))
+
+
+def print_result(result: Document, lines: Iterable[str], *, as_json: bool) -> None:
+    """Write a result to stdout: its lines, or its JSON document."""
+    if as_json:
+        print_document(result.to_dict())
+    else:
+        print_lines(lines)
+
+
+def files_document(
+    schema: str, results: Iterable[Document], errors: Iterable[CheckpointError], *, ok: bool
+) -> dict[str, Any]:
+    """Return the document of a verb that looks at many files."""
+    return {
+        "schema": schema,
+        "ok": ok,
+        "files": [result.to_dict() for result in results],
+        "errors": [
+            {"file": error.file, "text": error.message, "hint": error.hint} for error in errors
+        ],
+    }
 
 
 def say(lines: Iterable[str], *, quiet: bool = False) -> None:
@@ -263,8 +274,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with _signals_raise() as interrupts, _warnings_told(), _traffic_told():
+        begun = time.monotonic()
+        with _signals_raise() as interrupts, _warnings_told():
             code = _run(arguments, interrupts)
+            remote = sys.modules.get("ckptool.files.remote")
+            if remote and remote.TRAFFIC.requests and os.environ.get("CKPTOOL_DEBUG"):
+                traffic, seconds = remote.TRAFFIC, time.monotonic() - begun
+                say([f"{traffic.requests:,} requests, {traffic.bytes:,} bytes, {seconds:.2f} s"])
             if interrupts.came == signal.SIGINT:
                 with suppress(OSError):
                     complain("interrupted; nothing is left half written", None)
@@ -313,28 +329,19 @@ def _warnings_told() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _traffic_told() -> Iterator[None]:
-    """Tell, where CKPTOOL_DEBUG is set, what was asked of other machines."""
-    begun, before = time.monotonic(), _traffic()
-    yield
-    requests, length = (now - then for now, then in zip(_traffic(), before, strict=True))
-    if requests and os.environ.get("CKPTOOL_DEBUG"):
-        seconds = time.monotonic() - begun
-        say([f"{requests:,} requests, {length:,} bytes, {seconds:.2f} s"])
-
-
-def _traffic() -> tuple[int, int]:
-    """Return the requests of this process, and their bytes; local files import none of it."""
-    remote = sys.modules.get("ckptool.files.remote")
-    return (remote.TRAFFIC.requests, remote.TRAFFIC.bytes) if remote else (0, 0)
-
-
 def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    settled: dict[str, Any] = {}
+    settled: dict[str, Any] = {}  # has the exit code as soon as a verb knows it
     try:
-        _invoke(words, settled)
+        if "_CKPTOOL_COMPLETE" in os.environ:
+            cli.main(words, prog_name="ckptool")
+        try:
+            with cli.make_context("ckptool", list(words)) as context:
+                context.meta[WORDS] = words
+                context.call_on_close(lambda: settled.update(context.meta))
+                cli.invoke(context)
+        except click.exceptions.Exit as exit_:
+            settled[EXIT_CODE] = exit_.exit_code
         flush()
     except BrokenPipeError:
         _forget_stdout()
@@ -350,64 +357,52 @@ def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
     return int(settled.get(EXIT_CODE, 0))
 
 
-def _invoke(words: list[str], settled: dict[str, Any]) -> None:
-    """Run the command; `settled` has its exit code as soon as that is known, if it is not 0."""
-    if "_CKPTOOL_COMPLETE" in os.environ:
-        cli.main(words, prog_name="ckptool")
-    try:
-        with cli.make_context("ckptool", list(words)) as context:
-            context.meta[WORDS] = words
-            context.call_on_close(lambda: settled.update(context.meta))
-            cli.invoke(context)
-    except click.exceptions.Exit as exit_:
-        settled[EXIT_CODE] = exit_.exit_code
-
-
 def _report(error: BaseException) -> None:
-    """Say what went wrong on stderr."""
+    """Print an error on stderr."""
     if os.environ.get("CKPTOOL_DEBUG"):
         import traceback
 
         traceback.print_exception(error)
-    if (
-        isinstance(error, WorkerFailed) and error.traceback
-    ):  # of another process: not to be had again
+    if isinstance(error, WorkerFailed) and error.traceback:  # of a process that has ended
         print(clean_lines(error.traceback.rstrip()), file=sys.stderr)
     complain(*in_words(error))
     try:
         sys.stdout.flush()
-    except OSError:  # a full disk, say: that was told above, once is enough
+    except OSError:  # a full disk, say: that was printed above, once is enough
         _forget_stdout()
 
 
 def in_words(error: BaseException) -> tuple[str, str | None]:
-    """Return one sentence about an error, and its hint."""
-    if isinstance(error, CheckpointError) and error.remedy is not None:
+    """Return an error as one sentence, and its hint."""
+    if isinstance(error, CheckpointError):
+        if error.remedy is None:
+            return error.sentence, error.hint
         from ckptool.render.remedies import as_options
 
         return error.sentence, as_options(error.remedy)
-    if isinstance(error, CheckpointError):
-        return error.sentence, error.hint
     if isinstance(error, click.ClickException):
-        return _usage(error)
-    for kind, words in _SENTENCES.items():
-        if isinstance(error, kind):
-            return words(error), None
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        return error.format_message(), f"{context.command_path} --help" if context else None
+    if isinstance(error, MemoryError):
+        return "there is not enough memory for this", None
+    if isinstance(error, RecursionError):
+        return "the file nests deeper than can be followed", None
+    if isinstance(error, OSError):
+        named = isinstance(error.filename, (str, bytes))
+        file = f"{os.fsdecode(error.filename)}: " if named else ""
+        return f"{file}{error.strerror or error}", None
     what = f"{type(error).__name__}: {error}"
-    if (place := _place_of_others(error)) is not None:
-        return (
-            f"the code at {place} fails: {what}",
-            "this code is not part of ckptool; CKPTOOL_DEBUG=1 shows the traceback",
-        )
-    return (
-        f"an unexpected error: {what}",
-        "this is a bug in ckptool; CKPTOOL_DEBUG=1 shows the traceback",
-    )
+    place = _place_of_others(error)
+    if place is None:
+        what, owner = f"an unexpected error: {what}", "a bug in ckptool"
+    else:
+        what, owner = f"the code at {place} fails: {what}", "not a fault of ckptool"
+    return what, f"this is {owner}; CKPTOOL_DEBUG=1 shows the traceback"
 
 
 def _place_of_others(error: BaseException) -> str | None:
-    """Return the last line of a user's code, a model's, among the calls that led to an error."""
-    from traceback import walk_tb  # imported here: little goes wrong so
+    """Return the last line of the user's own code, such as a model's, that led to an error."""
+    from traceback import walk_tb
 
     place = None
     for frame, line in walk_tb(error.__traceback__):
@@ -415,25 +410,6 @@ def _place_of_others(error: BaseException) -> str | None:
         if home not in _NEEDED and home not in sys.stdlib_module_names:
             place = f"{frame.f_code.co_filename}:{line}"
     return place
-
-
-def _usage(error: click.ClickException) -> tuple[str, str | None]:
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    return error.format_message(), f"{context.command_path} --help" if context else None
-
-
-def _system_error(error: BaseException) -> str:
-    """Return an OSError in words: the file that it names, then the system's reason."""
-    name = getattr(error, "filename", None)
-    reason = getattr(error, "strerror", None) or str(error)
-    return f"{os.fsdecode(name)}: {reason}" if isinstance(name, (str, bytes)) else reason
-
-
-_SENTENCES: dict[type[Exception], Callable[[BaseException], str]] = {
-    MemoryError: lambda _: "there is not enough memory for this",
-    RecursionError: lambda _: "the file nests deeper than can be followed",
-    OSError: _system_error,
-}
 
 
 def _mend_streams() -> None:

@@ -23,10 +23,12 @@ from ckptool.cli.options import (
     glob_options,
     master_option,
     parsed_rules,
-    parsed_visible,
     plain_options,
+    quantised_options,
+    shard_option,
     target_options,
     verb,
+    visible_option,
 )
 from ckptool.conversion import Conversion
 from ckptool.errors import UsageError
@@ -163,10 +165,7 @@ class _Convert(Allowing, Sectioned):
 @click.option(
     "--keep", multiple=True, metavar="GLOB[=DTYPE]", help="Except these from --cast; repeatable."
 )
-@click.option(
-    "--dequantize", metavar="DTYPE", help="Make plain numbers of type DTYPE of quantised weights."
-)
-@click.option("--raw", is_flag=True, help="Cast quantised values without their scales.")
+@quantised_options
 @click.option("--cast-optimizer", is_flag=True, help="Cast optimizer state, too.")
 @click.option("--allow-overflow", is_flag=True, help="Cast values too large for the type, too.")
 @click.option("--compact", is_flag=True, help="Trim storages to the part that tensors use.")
@@ -177,14 +176,8 @@ class _Convert(Allowing, Sectioned):
     metavar="A=B",
     help="Move tensors on device A to device B; cuda:* is any index. Repeatable.",
 )
-@click.option(
-    "--visible-devices", metavar="LIST", help="Renumber as CUDA_VISIBLE_DEVICES=LIST does."
-)
-@click.option(
-    "--max-shard-size",
-    metavar="SIZE",
-    help="Split a larger result into files of SIZE (5GB) and an index.",
-)
+@visible_option
+@shard_option
 @click.option(
     "--files-from",
     metavar="DIR",
@@ -197,7 +190,6 @@ class _Convert(Allowing, Sectioned):
 def command(
     sources: tuple[str, ...],
     device_map: tuple[str, ...],
-    visible_devices: str | None,
     keep: tuple[str, ...],
     max_shard_size: str | None,
     files_from: str | None,
@@ -229,7 +221,6 @@ def command(
     conversion = Conversion(
         salvage=salvage,
         device_map=parsed_rules(device_map),
-        visible_devices=None if visible_devices is None else tuple(parsed_visible(visible_devices)),
         keep=tuple(parsed_keep(keep)),
         like=None if like is None else referred(like),
         allow_missing=allowance.missing,

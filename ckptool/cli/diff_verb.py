@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
@@ -14,18 +13,13 @@ from ckptool.cli.options import PATH, fmt_option, json_option, quiet_option, ver
 from ckptool.comparison.diff import diff
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
+from ckptool.render.diff import diff_lines, note_lines, stat_lines, status_lines
 from ckptool.transforms import regex_rule
 
 __all__ = ["command"]
 
 _NOTHING = ("/dev/null", os.devnull)
 """What git hands to a difftool for a file that is new or gone."""
-
-
-def _tolerance(_: click.Context, option: click.Parameter, given: float | None) -> float | None:
-    if given is not None and (math.isnan(given) or given < 0):
-        raise UsageError(f"--{option.name} must be a number of 0 or more, not {given}")
-    return given
 
 
 @verb(
@@ -55,14 +49,12 @@ def _tolerance(_: click.Context, option: click.Parameter, given: float | None) -
 @click.option("--strict", is_flag=True, help="Compare device tags and requires_grad, too.")
 @click.option(
     "--atol",
-    type=float,
-    callback=_tolerance,
+    type=click.FloatRange(min=0),
     help="Absolute tolerance, as in torch.allclose (1e-8 if only --rtol is given).",
 )
 @click.option(
     "--rtol",
-    type=float,
-    callback=_tolerance,
+    type=click.FloatRange(min=0),
     help="Relative tolerance, as in torch.allclose (1e-5 if only --atol is given).",
 )
 @click.option("--equal-nan", is_flag=True, help="Treat NaN as equal to NaN.")
@@ -116,8 +108,6 @@ def command(
     if as_json:
         print_document(found.to_dict())
         return
-    from ckptool.render.diff import diff_lines, note_lines, stat_lines, status_lines
-
     look = stdout_look(fmt)
     if name_status or fmt:  # for a program to read: what is for people goes elsewhere
         say(note_lines(found, look), quiet=quiet)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.console import Progress, print_document, print_lines, settle, stdout_look
+from ckptool.cli.console import Progress, print_result, settle, stdout_look
 from ckptool.cli.factory import referred
 from ckptool.cli.options import PATH, file_argument, json_option, quiet_option, verb
 from ckptool.diagnosis import doctor
+from ckptool.render.doctor import diagnosis_lines
 
 __all__ = ["command"]
 
@@ -66,9 +67,4 @@ def command(
             progress=progress,
         )
     settle(0 if found.ok else 1)
-    if as_json:
-        print_document(found.to_dict())
-    else:
-        from ckptool.render.doctor import diagnosis_lines
-
-        print_lines(diagnosis_lines(found, stdout_look(), explain=explain))
+    print_result(found, diagnosis_lines(found, stdout_look(), explain=explain), as_json=as_json)

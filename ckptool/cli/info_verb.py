@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ckptool.cli.console import print_document, print_lines, stdout_look
+from ckptool.cli.console import print_result, stdout_look
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.info import info
+from ckptool.render.info import info_lines
 
 __all__ = ["command"]
 
@@ -27,9 +28,4 @@ def command(file: str, fmt: str | None, as_json: bool, quiet: bool) -> None:
     """
     with open_checkpoint(file) as checkpoint:
         summary = info(checkpoint)
-    if as_json:
-        print_document(summary.to_dict())
-    else:
-        from ckptool.render.info import info_lines
-
-        print_lines(info_lines(summary, stdout_look(fmt)))
+    print_result(summary, info_lines(summary, stdout_look(fmt)), as_json=as_json)

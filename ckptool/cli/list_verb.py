@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.console import Progress, note_none, print_document, print_lines, stdout_look
-from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
+from ckptool.cli.console import (
+    Progress,
+    note_none,
+    print_document,
+    print_lines,
+    print_result,
+    stdout_look,
+)
+from ckptool.cli.options import (
+    file_argument,
+    filter_options,
+    fmt_option,
+    json_option,
+    quiet_option,
+    verb,
+)
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.listing import Listing, list_tensors
+from ckptool.inspection.folding import tree
+from ckptool.inspection.listing import list_tensors
+from ckptool.render.listing import listing_lines, tree_lines
 
 __all__ = ["command"]
 
@@ -23,13 +39,7 @@ __all__ = ["command"]
 @file_argument
 @click.option("--tree", "as_tree", is_flag=True, help="Show modules, repeated layers folded.")
 @click.option("--hash", "hashed", is_flag=True, help="Show the SHA-256 of each tensor's content.")
-@click.option(
-    "--include",
-    multiple=True,
-    metavar="GLOB",
-    help="Show only names that match; a GLOB with a / is compared with the whole path. Repeatable.",
-)
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Hide names that match. Repeatable.")
+@filter_options
 @fmt_option
 @json_option
 @quiet_option
@@ -55,20 +65,9 @@ def command(
         )
     if not (listing.tensors or listing.values or listing.objects):
         note_none("nothing", include, exclude, quiet=quiet)
-    if as_tree:
-        _print_tree(listing, as_json)
-    elif as_json:
-        print_document(listing.to_dict())
-    else:
-        from ckptool.render.listing import listing_lines
-
-        print_lines(listing_lines(listing, stdout_look(fmt)))
-
-
-def _print_tree(listing: Listing, as_json: bool) -> None:
-    from ckptool.inspection.folding import tree
-    from ckptool.render.listing import tree_lines
-
+    if not as_tree:
+        print_result(listing, listing_lines(listing, stdout_look(fmt)), as_json=as_json)
+        return
     root = tree(listing)
     if as_json:
         head = {"schema": "ckptool.tree/1", "file": listing.file, "format": listing.format}

@@ -18,6 +18,8 @@ from ckptool.loading.source import State, stated
 from ckptool.matching import Allowance, Judgement, MatchReport
 from ckptool.matching.align import is_average_counter
 from ckptool.matching.layouts import Choices
+from ckptool.remedies import Remedy
+from ckptool.render.match import advice_lines, match_lines, note_lines
 from ckptool.render.remedies import as_options, option_words
 from ckptool.transforms import regex_rule
 from ckptool.words import as_argument
@@ -101,39 +103,51 @@ def command(
             choices=Choices.of(transpose, no_transpose),
             by_type=by_type,
         )
-        given = [*_used(regexes, state), *_allowing(allowance)]
-        given += [f"--transpose={glob}" for glob in transpose]
-        given += [f"--no-transpose={glob}" for glob in no_transpose]
-        given += ["--model-only"] if state.section.kind == "module" else []
+        applied = tuple(_applied(regexes, state))
+        is_module = state.section.kind == "module"
     report = plan.report
     judgement = allowance.judged(report)
     settle(0 if judgement.accepted else 1)
     if as_json:
         print_document({**report.to_dict(), **_document(judgement)})
         return
-    from ckptool.render.match import advice_lines, match_lines, note_lines
-
     look = stdout_look(fmt)
     if fmt:  # for a program to read: what is for people goes elsewhere
-        notes = note_lines(report, look, judgement=judgement, options=True)
-        say(notes, quiet=quiet)
+        say(note_lines(report, look, judgement=judgement, options=True), quiet=quiet)
     fold = not no_fold
     print_lines(match_lines(report, look, fold=fold, judgement=judgement, options=True))
-    if not fmt:
-        chosen = [("--like", like), ("--key", key), ("--like-key", like_key)]
-        options = [word for name, value in chosen if value for word in (name, value)]
-        command = "" if prefixes else _writing(report, file, [*options, *given])
-        print_lines(advice_lines(judgement, look, command=command))
+    if fmt:
+        return
+    given: dict[str, Any] = {
+        "like": like,
+        "key": key,
+        "like_key": like_key,
+        "rules": applied,
+        "allow_missing": allowance.missing,
+        "allow_unexpected": allowance.unexpected,
+        "allow_mismatched": allowance.mismatched,
+        "min_coverage": allowance.min_coverage,
+        "transpose": transpose,
+        "no_transpose": no_transpose,
+        "model_only": is_module,
+    }
+    command = ""
+    if not prefixes and _is_for_convert(report):
+        target = unused(default_target(file, "fitted"))
+        options = Remedy(tuple((name, one) for name, one in given.items() if one is not None))
+        words = ["ckptool", "convert", as_argument(file), as_argument(target)]
+        command = shlex.join([*words, *option_words(options, rule="--rename")])
+    print_lines(advice_lines(judgement, look, command=command))
 
 
-def _used(regexes: Iterable[str], state: State) -> Iterator[str]:
-    """Yield the options for those of the rules that some name matches."""
+def _applied(regexes: Iterable[str], state: State) -> Iterator[str]:
+    """Yield the rules that some name of the file matches."""
     names = list(state.slots)
     for regex in regexes:
         rule = regex_rule(regex)
         news = [rule.apply(name) for name in names]
         if any(new is not None for new in news):
-            yield from ("--rename", regex)
+            yield regex
             names = [name if new is None else new for name, new in zip(names, news, strict=True)]
 
 
@@ -149,26 +163,9 @@ def _document(judgement: Judgement) -> dict[str, Any]:
     }
 
 
-def _writing(report: MatchReport, file: str, options: list[str]) -> str:
-    """Return the command that writes the file under the model's names; empty if it has them."""
+def _is_for_convert(report: MatchReport) -> bool:
+    """Return whether `convert` can write the file under the model's names, which it has not."""
     kept = (name for name, _ in report.kept)
     if report.missing_keys or report.mismatched or any(map(is_average_counter, kept)):
-        return ""
-    if not any(own != new for renaming in report.renamed for own, new in renaming.names):
-        return ""
-    target = unused(default_target(file, "fitted"))
-    words = ["ckptool", "convert", as_argument(file), as_argument(target), *options]
-    return shlex.join(words)
-
-
-def _allowing(allowance: Allowance) -> Iterator[str]:
-    """Yield the options of `convert` that allow the same."""
-    for name in ("missing", "unexpected", "mismatched"):
-        given = getattr(allowance, name)
-        option = f"--allow-{name}"
-        if given is True:
-            yield option
-        elif given:
-            yield from (f"{option}={glob}" for glob in given)
-    if allowance.min_coverage is not None:
-        yield f"--min-coverage={allowance.min_coverage:g}"
+        return False
+    return any(own != new for renaming in report.renamed for own, new in renaming.names)

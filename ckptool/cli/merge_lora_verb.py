@@ -9,8 +9,15 @@ import click
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import write_changed
-from ckptool.cli.options import PATH, Listed, Target, target_options, verb
-from ckptool.errors import UsageError
+from ckptool.cli.options import (
+    PATH,
+    Listed,
+    Target,
+    output_option,
+    shard_option,
+    target_options,
+    verb,
+)
 from ckptool.formats import open_checkpoint
 from ckptool.transforms import merge_lora
 
@@ -25,7 +32,7 @@ __all__ = ["command"]
 )
 @click.argument("base", type=PATH)
 @click.argument("adapters", type=PATH, nargs=-1)
-@click.option("-o", "--output", type=PATH, help="File to write.")
+@output_option
 @click.option(
     "--scale",
     type=Listed(float),
@@ -34,11 +41,7 @@ __all__ = ["command"]
 )
 @click.option("--alpha", type=float, help="lora_alpha, where no adapter_config.json says it.")
 @click.option("--key", metavar="NAME", help="Change only this state dict.")
-@click.option(
-    "--max-shard-size",
-    metavar="SIZE",
-    help="Split a larger result into files of SIZE (5GB) and an index.",
-)
+@shard_option
 @target_options(place=False)
 def command(
     base: str, adapters: tuple[str, ...], target: Target, max_shard_size: str | None, **how: Any
@@ -49,10 +52,6 @@ def command(
     diffusers. Without an adapter BASE is the state dict of a PeftModel, which holds its own. Sums
     are calculated in float32 and have the type of the base. What fits nothing in BASE is an error.
     """
-    if target.output is None:
-        raise UsageError(
-            "merge-lora needs -o FILE", hint="ckptool merge-lora BASE ADAPTER -o merged.safetensors"
-        )
     with ExitStack() as opened:
 
         def change(checkpoint: Checkpoint) -> Checkpoint:

@@ -20,17 +20,21 @@ __all__ = [
     "Target",
     "completed_by",
     "file_argument",
+    "filter_options",
     "floating_types",
     "fmt_option",
     "glob_options",
     "json_option",
     "master_option",
+    "output_option",
     "parsed_rules",
-    "parsed_visible",
     "plain_options",
+    "quantised_options",
     "quiet_option",
+    "shard_option",
     "target_options",
     "verb",
+    "visible_option",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -195,6 +199,19 @@ def _together(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     return decorate
 
 
+filter_options = _together(
+    click.option(
+        "--include",
+        multiple=True,
+        metavar="GLOB",
+        help="Show only names that match; a GLOB with a / is compared with the whole path. "
+        "Repeatable.",
+    ),
+    click.option(
+        "--exclude", multiple=True, metavar="GLOB", help="Hide names that match. Repeatable."
+    ),
+)
+
 glob_options = _together(
     click.option(
         "--include",
@@ -211,6 +228,31 @@ glob_options = _together(
         is_flag=True,
         help="Take only the state dict of the model; a pickled module becomes a state dict.",
     ),
+)
+
+output_option = click.option("-o", "--output", type=PATH, required=True, help="File to write.")
+
+shard_option = click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    help="Split a larger result into files of SIZE (5GB) and an index.",
+)
+
+visible_option = click.option(
+    "--visible-devices",
+    metavar="LIST",
+    type=Listed(int),
+    help="Renumber as CUDA_VISIBLE_DEVICES=LIST does: with 0,2 the GPU 2 becomes cuda:1.",
+)
+
+quantised_options = _together(
+    click.option(
+        "--dequantize",
+        metavar="DTYPE",
+        shell_complete=completed_by(floating_types),
+        help="Make plain numbers of type DTYPE of quantised weights.",
+    ),
+    click.option("--raw", is_flag=True, help="Cast quantised values without their scales."),
 )
 
 master_option = click.option(
@@ -310,17 +352,3 @@ def parsed_rules(rules: Sequence[str]) -> dict[str, str]:
                 hint="keep one of them",
             )
     return mapping
-
-
-def parsed_visible(listed: str) -> list[int]:
-    """Return the physical indexes of `0,2`, in the order of the program's own.
-
-    Raises:
-        UsageError: anything but numbers with commas between.
-    """
-    words = [word.strip() for word in listed.split(",")]
-    if not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
-        raise UsageError(
-            f"{listed!r} is not a list of device numbers", hint="for example --visible-devices 0,2"
-        )
-    return [int(word) for word in words]

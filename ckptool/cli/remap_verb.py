@@ -10,9 +10,9 @@ from ckptool.cli.options import (
     Target,
     file_argument,
     parsed_rules,
-    parsed_visible,
     target_options,
     verb,
+    visible_option,
 )
 from ckptool.errors import UsageError
 from ckptool.transforms import remap
@@ -37,17 +37,13 @@ __all__ = ["command"]
     metavar="A=B",
     help="Move tensors on device A to device B; cuda:* is any index. Repeatable, all at once.",
 )
-@click.option(
-    "--visible-devices",
-    metavar="LIST",
-    help="Renumber as CUDA_VISIBLE_DEVICES=LIST does: with 0,2 the GPU 2 becomes cuda:1.",
-)
+@visible_option
 @target_options()
 def command(
     file: str,
     device: str | None,
     rules: tuple[str, ...],
-    visible_devices: str | None,
+    visible_devices: tuple[int, ...] | None,
     target: Target,
 ) -> None:
     """Change the devices that tensors are tagged with.
@@ -62,9 +58,10 @@ def command(
             hint="ckptool remap --to cpu FILE",
         )
     mapping = {"*": device} if device is not None else parsed_rules(rules)
-    visible = None if visible_devices is None else parsed_visible(visible_devices)
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        return remap(checkpoint, mapping) if visible is None else renumber(checkpoint, visible)
+        if visible_devices is None:
+            return remap(checkpoint, mapping)
+        return renumber(checkpoint, visible_devices)
 
     write_changed(file, change, target, word=device.replace(":", "") if device else "remapped")

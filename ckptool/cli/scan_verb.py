@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from ckptool.cli.console import (
     Progress,
     complain,
+    files_document,
     print_document,
     print_lines,
     say,
@@ -70,18 +69,6 @@ def command(paths: tuple[str, ...], strict: bool, as_json: bool, quiet: bool) ->
     fine = all(one.ok(strict=strict) for one in results)
     settle(2 if errors else int(not fine))
     if as_json:
-        print_document(_document(results, errors, fine=fine))
+        print_document(files_document("ckptool.scan/1", results, errors, ok=fine and not errors))
     elif len(files) > 1:
         print_lines([summary_line(results, len(errors), stdout_look())])
-
-
-def _document(results: list[Scan], errors: list[CheckpointError], *, fine: bool) -> dict[str, Any]:
-    """Return the document `ckptool.scan/1`."""
-    return {
-        "schema": "ckptool.scan/1",
-        "ok": fine and not errors,
-        "files": [found.to_dict() for found in results],
-        "errors": [
-            {"file": error.file, "text": error.message, "hint": error.hint} for error in errors
-        ],
-    }

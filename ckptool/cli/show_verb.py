@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.console import Progress, print_document, print_lines, stdout_look
+from ckptool.cli.console import Progress, print_result, stdout_look
 from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.show import HEAD, show
+from ckptool.render.show import shown_lines
 
 __all__ = ["command"]
 
@@ -38,9 +39,4 @@ def command(file: str, name: str, count: int, fmt: str | None, as_json: bool, qu
     """
     with open_checkpoint(file) as checkpoint, Progress(quiet=quiet) as progress:
         shown = show(checkpoint, name, count=count, progress=progress)
-    if as_json:
-        print_document(shown.to_dict())
-    else:
-        from ckptool.render.listing import shown_lines
-
-        print_lines(shown_lines(shown, stdout_look(fmt)))
+    print_result(shown, shown_lines(shown, stdout_look(fmt)), as_json=as_json)

@@ -7,10 +7,18 @@ from typing import Any
 
 import click
 
-from ckptool.cli.console import Progress, note_none, print_document, print_lines, stdout_look
-from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
+from ckptool.cli.console import Progress, note_none, print_result, stdout_look
+from ckptool.cli.options import (
+    file_argument,
+    filter_options,
+    fmt_option,
+    json_option,
+    quiet_option,
+    verb,
+)
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.stats import BINS, SORTABLE, stats
+from ckptool.render.stats import ramp_for, stats_lines
 
 __all__ = ["command"]
 
@@ -23,14 +31,7 @@ __all__ = ["command"]
     "ckptool stats model.pth --fmt csv",
 )
 @file_argument
-@click.option(
-    "--include",
-    multiple=True,
-    metavar="GLOB",
-    help="Show only tensors whose name matches; a GLOB with a / is compared with the whole path. "
-    "Repeatable.",
-)
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Hide names that match. Repeatable.")
+@filter_options
 @click.option("--key", metavar="NAME", help="Show only the tensors below this path.")
 @click.option(
     "--bins",
@@ -73,10 +74,5 @@ def command(
         note_none("no tensor", include, exclude, quiet=quiet)
     found = found.folded() if fold else found
     found = found.sorted_by(sort) if sort else found
-    if as_json:
-        print_document(found.to_dict())
-    else:
-        from ckptool.render.stats import ramp_for, stats_lines
-
-        ramp = ramp_for(getattr(sys.stdout, "encoding", None))
-        print_lines(stats_lines(found, stdout_look(fmt), ramp))
+    ramp = ramp_for(getattr(sys.stdout, "encoding", None))
+    print_result(found, stats_lines(found, stdout_look(fmt), ramp), as_json=as_json)

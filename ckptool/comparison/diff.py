@@ -85,6 +85,8 @@ def diff(
     """
     made = rules_of(rules)
     tolerant = atol is not None or rtol is not None
+    if not all((one or 0) >= 0 for one in (atol, rtol)):
+        raise UsageError(f"atol and rtol are 0 or more, and not {atol} and {rtol}")
     _check_options(structure, quick, tolerant or equal_nan or ignore_dtype, max_diffs)
     meter = Meter(progress)
     contents = Contents(

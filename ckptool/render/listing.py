@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from ckptool.inspection.folding import TreeNode
 from ckptool.inspection.listing import Listing, ObjectRow, TensorRow
-from ckptool.inspection.show import Shown, ShownContainer, ShownObject, ShownTensor, ShownValue
 from ckptool.inspection.values import shape_text, summarise
 from ckptool.model import Opaque, Storage, TensorRef
 from ckptool.render.table import apart, table
-from ckptool.render.text import PLAIN, Look, count, label, number, shorten, size
-from ckptool.words import clean, clean_lines, counted
+from ckptool.render.text import PLAIN, Look, count, label, shorten, size
+from ckptool.words import clean, counted
 
-__all__ = ["listing_lines", "shown_lines", "tree_lines"]
+__all__ = ["listing_lines", "tree_lines"]
 
 _VALUE_WIDTH = 60
 
 
 def listing_lines(listing: Listing, look: Look = PLAIN) -> Iterator[str]:
-    """Tensors, then values, then objects, then a line of totals unless tables are all."""
+    """Yield the tables of tensors, values and objects, then the totals unless `look.fmt`."""
     tables = [
         _tensors(listing, look) if listing.tensors else (),
         _values(listing, look) if listing.values else (),
         _objects(listing, look) if listing.objects else (),
     ]
-    return apart(tables if look.fmt else [*tables, [look.bold(totals(listing))]])
+    yield from apart(tables if look.fmt else [*tables, [look.bold(totals(listing))]])
 
 
 def listing_line(listing: Listing) -> str:
@@ -160,42 +159,6 @@ def _totals(node: TreeNode, *, brief: bool = False) -> str:
     return f"{times}{own.dtype} {shape_text(own.shape)}  {size(node.nbytes)}"
 
 
-def shown_lines(shown: Shown, look: Look) -> Iterator[str]:
-    """Yield the lines of one value, tensor, object or container."""
-    if look.fmt:
-        yield from _as_table(shown, look)
-        return
-    if isinstance(shown, ShownValue):
-        # The value itself and nothing else, for $(ckptool show FILE epoch).
-        yield clean_lines(shown.value) if isinstance(shown.value, str) else str(shown.value)
-        return
-    yield look.bold(clean(shown.name) or "(the whole file)")
-    if isinstance(shown, ShownTensor):
-        yield from _one_tensor(shown)
-    elif isinstance(shown, ShownObject):
-        yield from _object(shown, look)
-    elif isinstance(shown, ShownContainer):
-        yield _length(shown)
-        yield from _entries(shown.entries, look)
-
-
-def _as_table(shown: Shown, look: Look) -> Iterator[str]:
-    """Return what it holds, a row each; of a value itself, of a tensor its facts."""
-    if isinstance(shown, ShownContainer):
-        return _entries(shown.entries, look)
-    if isinstance(shown, ShownObject):
-        return _entries((*shown.attributes, *shown.items), look, "attribute or item")
-    skipped = ("schema", "file", "path")
-    facts = {key: fact for key, fact in shown.to_dict().items() if key not in skipped}
-    rows = [[key, clean(str(fact))] for key, fact in facts.items()]
-    return table(["fact", "value"], rows, look)
-
-
-def _length(shown: ShownContainer) -> str:
-    """Return `dict of 3 entries`."""
-    return f"{shown.type} of {counted(len(shown.entries), 'entry')}"
-
-
 def tensor_line(tensor: TensorRow | TensorRef) -> str:
     """`float32 [8, 3] on cuda:3, requires_grad`."""
     kind = "" if tensor.kind == "strided" else f", {tensor.kind}"
@@ -211,37 +174,3 @@ def object_line(node: Opaque) -> str:
 def storage_line(storage: Storage) -> str:
     """`3: 864 B on cuda:3`."""
     return f"{clean(storage.key)}: {size(storage.nbytes)} on {clean(storage.device)}"
-
-
-def _one_tensor(shown: ShownTensor) -> Iterator[str]:
-    row, stats = shown.row, shown.statistics
-    yield tensor_line(row)
-    stride = "" if row.storage is None else f", stride {shape_text(row.stride)}"
-    yield f"{counted(row.numel, 'element')}, {size(row.nbytes)}{stride}"
-    for name, text in shown.parts:
-        yield f"  {clean(name)}: {clean(text)}"
-    if stats is None:
-        return
-    if shown.head:
-        more = " ..." if len(shown.head) < row.numel else ""
-        yield f"head  {' '.join(map(number, shown.head))}{more}"
-    if stats.minimum is not None:
-        facts = (("min", stats.minimum), ("max", stats.maximum), ("mean", stats.mean))
-        yield "  ".join(f"{name} {number(value)}" for name, value in facts)
-    for name, found in (("NaN", stats.nan), ("infinite", stats.infinite)):
-        if found:
-            yield f"{count(found)} {name}"
-
-
-def _object(shown: ShownObject, look: Look) -> Iterator[str]:
-    yield clean(shown.class_name)
-    if shown.arguments:
-        yield f"arguments: {', '.join(map(clean, shown.arguments))}"
-    yield from _entries(shown.attributes, look, "attribute")
-    yield from _entries(shown.items, look, "item")
-
-
-def _entries(entries: Iterable[tuple[str, str]], look: Look, heading: str = "key") -> Iterator[str]:
-    rows = [[clean(key), clean(text)] for key, text in entries]
-    if rows or look.fmt:
-        yield from table([heading, "value" if look.fmt else ""], rows, look, flexible=(0, 1))

@@ -29,8 +29,8 @@ def as_options(remedy: Remedy, *, rule: str = "--map") -> str:
 
 def _words(name: str, given: Given, rule: str) -> Iterator[str]:
     option = rule if name == "rules" else f"--{name.replace('_', '-')}"
-    if given is True:
-        yield option
+    if isinstance(given, bool):
+        yield from [option] * given
         return
     for one in given if isinstance(given, tuple) else (given,):
         text = one if isinstance(one, str) else f"{one:g}"

@@ -60,9 +60,8 @@ def ramp_for(encoding: str | None) -> str:
 def stats_lines(stats: Stats, look: Look = PLAIN, ramp: str = BLOCKS) -> Iterator[str]:
     """Yield a row for each tensor, what is odd, and totals; with `look.fmt` the table alone."""
     rows = _table(stats.tensors, look, ramp) if stats.tensors or look.fmt else ()
-    if look.fmt:
-        return iter(rows)
-    return apart([rows, _remarks(stats.tensors, look.width), _totals(stats.totals, look)])
+    closing = [_remarks(stats.tensors, look.width), _totals(stats.totals, look)]
+    yield from apart([rows] if look.fmt else [rows, *closing])
 
 
 def stats_line(stats: Stats) -> str:

@@ -17,6 +17,7 @@ __all__ = [
     "columns_of",
     "command_lines",
     "count",
+    "duration",
     "json_lines",
     "label",
     "look_of",
@@ -100,6 +101,13 @@ def size(nbytes: int) -> str:
 def count(number: int) -> str:
     """Return an integer with its thousands apart."""
     return f"{number:,}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people read them: `50 s`, `12 min`, `3 h 5 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{rest} s"
 
 
 def share(part: int, whole: int, *, none: str = "0%") -> str:

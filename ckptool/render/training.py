@@ -8,7 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from ckptool.render.table import table
-from ckptool.render.text import Look, count, runnable, size
+from ckptool.render.text import Look, count, duration, runnable, size
 from ckptool.trainer.events import EpochEnded, Resumed, Saved, Started, Stepped, Traced, Validating
 from ckptool.words import clean, counted
 
@@ -91,18 +91,12 @@ def resumed_line(resumed: Resumed) -> str:
 def progress_text(step: Stepped, total: int, epochs: int, left: float | None) -> str:
     """Return the text behind the bar: the epoch, the step, and the seconds `left` if known."""
     place = f"epoch {step.epoch} of {epochs}, step {count(step.step)} of {count(total)}"
-    return f"{place}, loss {step.loss:.4g}" + ("" if left is None else f", {_duration(left)} left")
+    return f"{place}, loss {step.loss:.4g}" + ("" if left is None else f", {duration(left)} left")
 
 
 def validating_text(event: Validating) -> str:
     """Return the text behind the bar while an epoch is validated."""
     return f"validation, sample {count(event.done)} of {count(event.samples)}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{rest} s"
 
 
 def trace_line(traced: Traced, rank: int | None) -> str:

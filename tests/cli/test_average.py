@@ -42,7 +42,7 @@ def test_without_a_target_or_a_second_file_it_is_wrong_usage(ckptool, files, tmp
     more = ["-o", tmp_path / "mean.pth"] if count == 1 else []
     done = ckptool("average", *files[:count], *more)
     assert done.code == 2
-    assert "hint: ckptool average A B -o mean.pth" in done.err
+    assert "hint: ckptool average " in done.err
     assert sorted(os.listdir(tmp_path)) == ["1.pth", "2.pth"]
 
 

@@ -32,7 +32,7 @@ def test_a_dry_run_writes_nothing_and_wrong_usage_is_told(ckptool, tmp_path):
     done = ckptool("merge-lora", BASE, LORA / "plain", "-o", target, "--dry-run")
     assert done.code == 0
     assert not target.exists()
-    assert "needs -o" in ckptool("merge-lora", BASE, LORA / "plain").err
+    assert "'-o' / '--output'" in ckptool("merge-lora", BASE, LORA / "plain").err
     done = ckptool("merge-lora", BASE, LORA / "plain", "-o", target, "--scale", "1,2")
     assert done.code == 2
     assert "scale takes one finite number" in done.err

@@ -59,7 +59,7 @@ def test_the_phase_and_the_time_that_is_left(clock):
         "writing 512.0 MiB of 1.0 GiB, 10 s left",
         "writing 1.0 GiB of 1.0 GiB",
         "reading back 1.0 MiB of 1.0 GiB",
-        "reading back 2.0 MiB of 1.0 GiB, 85 min left",
+        "reading back 2.0 MiB of 1.0 GiB, 1 h 25 min left",
     ]
 
 
@@ -109,7 +109,7 @@ def test_it_fits_the_terminal(clock, monkeypatch, columns):
             bar(done, 3 << 30)
     drawn = stream.getvalue().split("\r")
     assert max(map(len, drawn)) < columns
-    assert ("#" in drawn[3]) == (columns >= 30)
+    assert ("#" in drawn[3]) == (columns >= 40)
 
 
 def test_a_terminal_made_narrower_gets_shorter_lines(clock, monkeypatch):
