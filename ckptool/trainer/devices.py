@@ -1,4 +1,4 @@
-"""Which devices there are, which one a word means, and which GPUs a process sees."""
+"""Devices: those of the machine, the device of a word, and the GPUs that a process sees."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
 
 def show_only(numbers: str) -> None:
-    """Let this process and its children see these GPUs alone: the first is `cuda:0`.
+    """Let this process and its children see only these GPUs; the first becomes `cuda:0`.
 
-    They are counted as `nvidia-smi` does, unless `CUDA_DEVICE_ORDER` says otherwise.
+    GPUs have the numbers of `nvidia-smi`, unless `CUDA_DEVICE_ORDER` is set.
 
     Args:
-        numbers: Of the machine's GPUs, as `0,2`; or what else CUDA takes there (`GPU-8932f937`).
+        numbers: Numbers of the machine's GPUs, such as `0,2`, or their names (`GPU-8932f937`).
 
     Raises:
-        UsageError: no such list; or CUDA has started, and does not look again.
+        UsageError: the list is wrong, or CUDA has already started with other GPUs.
     """
     words = [word.strip() for word in numbers.split(",")]
     for word in words:
         if not _GPU.fullmatch(word):
             raise UsageError(
-                f"--gpus {numbers!r}: {word!r} is no GPU's number", hint="--gpus 0,2, for example"
+                f"--gpus {numbers!r}: {word!r} is not the number of a GPU", hint="--gpus 0,2"
             )
         if words.count(word) > 1:
             raise UsageError(f"--gpus {numbers!r} names {word} more than once")
     chosen = ",".join(words)
     torch = sys.modules.get("torch")
     if os.environ.get(VISIBLE) != chosen and torch is not None and torch.cuda.is_initialized():
-        raise UsageError(f"--gpus {numbers!r}: CUDA has started in this process, and sees others")
+        raise UsageError(f"--gpus {numbers!r}: CUDA has already started with other GPUs")
     os.environ[VISIBLE] = chosen
     os.environ.setdefault(_ORDER, "PCI_BUS_ID")
 
 
 def seen_as() -> dict[str, str]:
-    """Return what each device of this process is on the machine, `{"cuda:0": "2"}`.
+    """Return the machine's GPU of each device of this process: `{"cuda:0": "2"}`.
 
-    Empty where `CUDA_VISIBLE_DEVICES` is not set: then they are the same. From a word on that is no
-    GPU, as -1, CUDA sees none.
+    The result is empty if `CUDA_VISIBLE_DEVICES` is not set. CUDA stops at the first word that is
+    not a GPU, such as -1.
     """
     words = (word.strip() for word in os.environ.get(VISIBLE, "").split(","))
     named = takewhile(_GPU.fullmatch, words)
@@ -62,7 +62,7 @@ def seen_as() -> dict[str, str]:
 
 
 def device_of(word: str, *, local_rank: int = 0) -> torch.device:
-    """Return the device of a process; `auto` and `cuda` are the `local_rank`th GPU, if any.
+    """Return the device of a word; `auto` and `cuda` are GPU number `local_rank`, if there is one.
 
     Raises:
         TrainingError: this machine has no such device, or this torch cannot use it.
@@ -75,11 +75,11 @@ def device_of(word: str, *, local_rank: int = 0) -> torch.device:
     try:
         device = torch.device(word)
     except RuntimeError as error:
-        raise TrainingError(f"{word!r} is no device: cpu, cuda, cuda:1 or mps") from error
+        raise TrainingError(f"{word!r} is not a device: cpu, cuda, cuda:1 or mps") from error
     if device.type == "meta":
         raise _refused("'meta' has no memory to train in")
     if device.type == "xla":
-        raise TrainingError("xla has a strategy of its own", hint="--strategy xla")
+        raise TrainingError("device xla needs --strategy xla")
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
         if index >= cuda:
@@ -88,7 +88,7 @@ def device_of(word: str, *, local_rank: int = 0) -> torch.device:
     try:
         torch.zeros(1, device=device)
     except Exception as error:  # of each backend's own
-        raise _refused(f"{word} is not here, or this torch is made without it") from error
+        raise _refused(f"{word} is not here, or this torch was built without it") from error
     return device
 
 
@@ -99,16 +99,16 @@ def _refused(why: str) -> TrainingError:
 def _count(cuda: int) -> str:
     if not cuda:
         return "this machine, or this torch, has no GPU"
-    return "there is cuda:0 alone" if cuda == 1 else f"there are cuda:0 to cuda:{cuda - 1}"
+    return "there is only cuda:0" if cuda == 1 else f"there are cuda:0 to cuda:{cuda - 1}"
 
 
 def require_visible() -> None:
-    """Check that all GPUs that `CUDA_VISIBLE_DEVICES` names are there.
+    """Check that all GPUs in `CUDA_VISIBLE_DEVICES` exist.
 
-    CUDA passes over a number that the machine lacks, and over all that come after it.
+    CUDA ignores a number that the machine lacks, and all numbers after it.
 
     Raises:
-        TrainingError: the first that is missing.
+        TrainingError: a GPU is missing; the first one is named.
     """
     import torch
 
@@ -125,14 +125,14 @@ def require_visible() -> None:
 
 @dataclass(frozen=True)
 class Device:
-    """One that can be trained on.
+    """A device that can train.
 
     Attributes:
-        name: What torch calls it.
-        model: What it is, as far as torch knows.
-        memory: Its own, in bytes; None where it shares that of the machine.
-        is_current: Whether it is what `--device auto` takes, in a process that is alone.
-        physical: Its number on the machine, where `CUDA_VISIBLE_DEVICES` says so.
+        name: The name in torch.
+        model: The model of the device, as far as torch knows.
+        memory: Its own memory in bytes, or None if it shares that of the machine.
+        is_current: Whether `--device auto` takes it, in a process that is alone.
+        physical: Its number on the machine, if `CUDA_VISIBLE_DEVICES` is set.
     """
 
     name: str
@@ -144,12 +144,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Devices:
-    """What a process sees of a machine.
+    """The devices that a process sees.
 
     Attributes:
-        cuda: How many GPUs.
-        threads: Over which an operation on the CPU is spread.
-        devices: All of them.
+        cuda: The number of GPUs.
+        threads: The number of threads of an operation on the CPU.
+        devices: All devices.
     """
 
     cuda: int

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: the library prints nothing, an observer may."""
+"""The events of a run, which an observer may print; the library prints nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Event:
 
 @dataclass(frozen=True)
 class Started(_Event):
-    """The first step is next. `samples` and `steps` are those of a whole epoch."""
+    """A run begins; `samples` and `steps` are of a whole epoch."""
 
     strategy: str
     devices: tuple[str, ...]
@@ -41,7 +41,7 @@ class Started(_Event):
 
 @dataclass(frozen=True)
 class Resumed(_Event):
-    """The run goes on from a checkpoint; `without` names what that does not hold."""
+    """A run resumes from a checkpoint; `without` names the parts that the checkpoint lacks."""
 
     path: str
     epoch: int
@@ -51,7 +51,7 @@ class Resumed(_Event):
 
 @dataclass(frozen=True)
 class Traced(_Event):
-    """What one replica was given and gave; `outside` is the whole, as the loop sees it."""
+    """Input and output shapes of a replica, or with `outside` of the whole model."""
 
     outside: bool
     device: str
@@ -61,9 +61,9 @@ class Traced(_Event):
 
 @dataclass(frozen=True)
 class Stepped(_Event):
-    """One step of the optimizer is done; `step` counts from 1 over all epochs.
+    """A step of the optimizer is finished; `step` counts from 1 over all epochs.
 
-    `staleness` is how many updates old the weights were that its gradients are of.
+    `staleness` is the age, in updates, of the weights that the gradients were computed with.
     """
 
     epoch: int
@@ -75,7 +75,7 @@ class Stepped(_Event):
 
 @dataclass(frozen=True)
 class Validating(_Event):
-    """So many of the validation samples are through."""
+    """The validation has reached sample `done` of `samples`."""
 
     done: int
     samples: int
@@ -83,10 +83,10 @@ class Validating(_Event):
 
 @dataclass(frozen=True)
 class EpochEnded(_Event):
-    """One line of `metrics.jsonl`; losses are means over samples, `epoch` counts from 1.
+    """An epoch is finished: one line of `metrics.jsonl`.
 
-    `lr` is the rate of the epoch's last step. Of data without a validation part `val_loss` is None.
-    In plain data it is None as well where it is no finite number, which a note tells.
+    Losses are means over samples, `epoch` counts from 1, `lr` is the rate of the last step.
+    `val_loss` is None without validation data. In plain data a loss that is not finite is None.
     """
 
     epoch: int
@@ -97,14 +97,14 @@ class EpochEnded(_Event):
     samples_per_s: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the event as plain data, which JSON can hold."""
+        """Return the event as plain data for JSON."""
         told = super().to_dict()
         return {name: one if math.isfinite(one or 0) else None for name, one in told.items()}
 
 
 @dataclass(frozen=True)
 class Saved(_Event):
-    """A checkpoint is on the disk."""
+    """A checkpoint is written."""
 
     path: str
     epoch: int
@@ -113,13 +113,13 @@ class Saved(_Event):
 
 @dataclass(frozen=True)
 class Note(_Event):
-    """Something that whoever runs this wants to know, as one sentence."""
+    """A message for the user, as one sentence."""
 
     text: str
 
 
 class Observer:
-    """Told of everything, each in its own process: what several tell is the same, but `Traced`."""
+    """Gets every event, in every process; all events but `Traced` are the same in all of them."""
 
     def tell(self, event: _Event) -> None:
-        """Take an event; this one does nothing with it."""
+        """Ignore an event; a subclass may print it."""

@@ -1,4 +1,4 @@
-"""The figures of each epoch: `metrics.jsonl`, and the event files of TensorBoard."""
+"""The figures of each epoch, in `metrics.jsonl` and in event files of TensorBoard."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Metrics:
     """The figures of a run, in `folder/metrics.jsonl`; only rank 0 writes them."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Start with nothing written."""
+        """Store the path; nothing is written."""
         self._path = Path(folder) / "metrics.jsonl"
 
     @property
     def has_lines(self) -> bool:
-        """Whether an epoch has ended."""
+        """Whether the file has the figures of an epoch."""
         return any(True for _ in self._lines())
 
     def cut(self, epochs: int) -> None:
-        """Keep the lines of the first `epochs`: what came after them is going to come again.
+        """Remove the lines after the first `epochs`, which a resumed run writes again.
 
         Raises:
-            WriteError: it cannot be written.
-            TargetExists: a folder is in its place.
+            WriteError: the file cannot be written.
+            TargetExists: there is a folder of that name.
         """
         if self._path.is_dir():
             hint = "move it away, or choose another folder for the run"
@@ -45,7 +45,7 @@ class Metrics:
             output.write(kept)
 
     def _lines(self) -> Iterator[tuple[str, int]]:
-        """Yield the whole lines with their epochs: a kill may leave half of the last one."""
+        """Yield the complete lines with their epochs: a kill may leave half a line."""
         if not self._path.is_file():
             return
         with worded(str(self._path)):
@@ -59,10 +59,10 @@ class Metrics:
                 yield line, epoch
 
     def add(self, epoch: EpochEnded) -> None:
-        """Append the line of one epoch, and have it on the disk.
+        """Append the line of an epoch, and sync the file.
 
         Raises:
-            WriteError: it cannot be written.
+            WriteError: the file cannot be written.
         """
         with worded(str(self._path)), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(epoch.to_dict(), allow_nan=False) + "\n")
@@ -71,10 +71,10 @@ class Metrics:
 
 
 class Scalars:
-    """The figures of each epoch, in `out/tensorboard/<strategy>`: a curve of its own for each."""
+    """The figures of each epoch in `out/tensorboard/<strategy>`, a curve for each strategy."""
 
     def __init__(self, config: TrainConfig, *, step: int, is_wanted: bool) -> None:
-        """Begin after `step`: what an earlier run has shown of later steps is hidden."""
+        """Begin after `step`: later steps of an earlier run are hidden."""
         self._writer: Any = None
         if is_wanted and config.tensorboard and find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -83,7 +83,7 @@ class Scalars:
             self._writer = SummaryWriter(folder, purge_step=step + 1)
 
     def add(self, ended: EpochEnded) -> None:
-        """Show one epoch, by its last step."""
+        """Add the figures of an epoch at its last step."""
         if self._writer is None:
             return
         for tag, value in (
@@ -96,6 +96,6 @@ class Scalars:
                 self._writer.add_scalar(tag, value, ended.step)
 
     def close(self) -> None:
-        """Have all of it on the disk."""
+        """Write what is left, and close the file."""
         if self._writer is not None:
             self._writer.close()

@@ -1,4 +1,4 @@
-"""Models by name: `linear`, `mlp:16,32`, `cnn`, and the `module:factory` of the user."""
+"""The models of `--model`: `linear`, `mlp:16,32`, `cnn`, and `module:factory` of the user."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["model_of", "own_model"]
 
 
 def model_of(config: TrainConfig, data: TrainData) -> nn.Module:
-    """Return the model that `config.model` names, its weights from torch's random state.
+    """Return the model that `config.model` names, with weights from torch's random state.
 
     Raises:
-        UsageError: none can be made for such data; or the user's own code raised.
-        TrainingError: the user's own model does not take these data.
+        UsageError: the model does not fit the data, or the user's code raised an error.
+        TrainingError: the user's model does not accept a sample.
     """
     if not data.inputs and not FACTORY.fullmatch(config.model):
         raise UsageError(
-            f"how large a model {config.model} is to be follows from the data, and their shape is "
-            "not known",
+            f"the size of model {config.model} follows from the shape of the data, which is not "
+            "known",
             hint="Trainer(model=...), --model module:factory, or TrainData(inputs=(10,), "
             "outputs=1, ...)",
         )
@@ -51,8 +51,8 @@ def _cnn(data: TrainData) -> nn.Sequential:
     """Build two convolutions of 3 x 3, each followed by pooling, and a linear layer."""
     if len(data.inputs) != 3 or min(data.inputs[1:]) < 4:
         raise UsageError(
-            "model cnn takes images (channels x height x width, from 4 x 4 on), and a sample of "
-            f"the data is {' x '.join(map(str, data.inputs))}",
+            "model cnn needs images (channels x height x width, 4 x 4 or more), not samples of "
+            f"{' x '.join(map(str, data.inputs))}",
             hint="--data digits, or --model mlp:16,32",
         )
     channels, height, width = data.inputs
@@ -69,11 +69,11 @@ def _cnn(data: TrainData) -> nn.Sequential:
 
 
 def own_model(config: TrainConfig, data: TrainData) -> nn.Module:
-    """Return what `module:factory` is, or returns without arguments, tried on one sample.
+    """Return the model that `module:factory` names or returns, after a try with one sample.
 
     Raises:
-        UsageError: the code raised; or what it names is no model and makes none.
-        TrainingError: the model raises over a sample, or gives something else than its targets.
+        UsageError: the code raised an error, or there is no model.
+        TrainingError: the model does not accept a sample, or its output has the wrong shape.
     """
     text = config.model
     with at_home():
@@ -81,20 +81,18 @@ def own_model(config: TrainConfig, data: TrainData) -> nn.Module:
         made: nn.Module = node
         if not isinstance(node, nn.Module):
             if not callable(node):
-                raise UsageError(
-                    f"{text} is {a_class(node)}, and neither a model nor what makes one", hint=HINT
-                )
+                raise UsageError(f"{text} is {a_class(node)}, not a model or function", hint=HINT)
             made = run(node, f"{text} raised", HINT)
             if not isinstance(made, nn.Module):
-                raise UsageError(f"{text} returned {a_class(made)}, and no model", hint=HINT)
+                raise UsageError(f"{text} returned {a_class(made)}, not a model", hint=HINT)
         _require_fit(made, config, data)
     return made
 
 
 def _require_fit(model: nn.Module, config: TrainConfig, data: TrainData) -> None:
-    """Pass one sample through the model, which also gives lazy layers their size.
+    """Pass one sample through the model in evaluation mode, which also sizes lazy layers.
 
-    It is tried in evaluation mode, and nothing that is random is used up.
+    The random state is restored.
     """
     dtype = getattr(torch, config.dtype)
     inputs, _ = collated(data.train, [0], dtype)
@@ -107,18 +105,18 @@ def _require_fit(model: nn.Module, config: TrainConfig, data: TrainData) -> None
             outputs = model(moved(inputs, device))
     except CheckpointError:
         raise
-    except Exception as error:  # whatever it raises, it is the user's own code
+    except Exception as error:  # of the user's code
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise TrainingError(
-            f"{config.model} does not take a batch of {shape(inputs)}: {said}"
+            f"{config.model} does not accept a batch of {shape(inputs)}: {said}"
         ) from error
     finally:
         model.train(was_training)
     wanted = (1, data.outputs)
     is_tensor = isinstance(outputs, torch.Tensor)
-    # What the loss of the user's own dataset takes is not known.
+    # The shape that the loss of the user's own dataset needs is not known.
     if data.inputs and not (is_tensor and tuple(outputs.shape) == wanted):
         raise TrainingError(
-            f"{config.model} makes {tuple(outputs.shape) if is_tensor else a_class(outputs)} of a "
-            f"batch of {shape(inputs)}, and --data {config.data} wants {wanted}"
+            f"{config.model} returns {tuple(outputs.shape) if is_tensor else a_class(outputs)} for "
+            f"a batch of {shape(inputs)}; --data {config.data} needs {wanted}"
         )

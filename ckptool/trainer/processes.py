@@ -1,4 +1,4 @@
-"""The processes of `torch.distributed`, as a launcher such as torchrun has started them."""
+"""The processes of `torch.distributed` that a launcher such as torchrun has started."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ __all__ = [
     "connected",
     "end_if_connected",
     "local_rank",
+    "not_reached",
     "of_this_attempt",
     "ranks",
     "require_launcher",
@@ -35,21 +36,21 @@ __all__ = [
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(minutes=10)
-"""How long processes wait for each other."""
+"""The time that processes wait for each other."""
 _HOURS = timedelta(days=30)
-"""The same, where one writes for hours: a launcher ends who is left."""
+"""The same where a process writes for hours; the launcher ends processes that are left."""
 _RUNS = count()
-"""Numbers the runs of a script, the same in all of its processes."""
+"""The numbers of the runs of a script, the same in all of its processes."""
 _ENDED: list[Any] = []
-"""The group of the last run: to let go of it is to join its threads, with Python's lock held. One
-that has just taken part in the last exchange may wait for that lock to free a tensor (gloo)."""
+"""The group of the last run, kept alive: its end joins its threads with Python's lock held, and a
+thread of gloo may wait for that lock to free a tensor."""
 
 
 class World:
-    """The processes of the default group, or this one alone; all make the same calls in order."""
+    """The processes of the default group, or this one alone; all make the same calls."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Use the default group, with sums on `device`, this process's own; None: be alone."""
+        """Use the default group, with sums on this process's `device`; None: be alone."""
         self._device = device
         self.rank, self.size = 0, 1
         if device is not None:
@@ -57,11 +58,11 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes and tells."""
+        """Whether this is rank 0, which writes the files."""
         return self.rank == 0
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Return each value summed over the processes, as float64, the same in all of them."""
+        """Return the sum of each value over the processes, as float64."""
         if self._device is None:
             return [float(value) for value in values]
         total = torch.tensor(list(values), dtype=torch.float64, device=self._device)
@@ -70,7 +71,7 @@ class World:
 
 
 def ranks(undone: str, error: type[CheckpointError]) -> Ranks:
-    """Return the processes that call `Trainer.fit`, to do steps together or not at all."""
+    """Return the processes that call `Trainer.fit`, which succeed or fail together."""
     return Ranks(default_group(), error=error, undone=undone, call="Trainer.fit")
 
 
@@ -80,33 +81,31 @@ def local_rank() -> int:
 
 
 def require_launcher() -> None:
-    """Check that this is one of several processes.
+    """Check that a launcher started this process.
 
     Raises:
-        TrainingError: no launcher has started it.
+        TrainingError: an environment variable of the launcher is missing or wrong.
     """
     missing = [name for name in _LAUNCHER if name not in os.environ]
     if missing:
         raise TrainingError(
-            f"this strategy runs in several processes, and {missing[0]} does not say which this is",
+            f"this strategy needs several processes, but {missing[0]} is not set",
             hint="torchrun --nproc-per-node 2 SCRIPT, or ckptool train --nproc 2",
         )
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise TrainingError(
-            f"RANK={rank} is none of the {size} processes of WORLD_SIZE: they count from 0"
-        )
+        raise TrainingError(f"RANK={rank} is not a number from 0 to below WORLD_SIZE={size}")
 
 
 @contextmanager
 def connected(device: torch.device) -> Iterator[World]:
-    """Connect the processes, over NCCL for GPUs and gloo for everything else, until the end.
+    """Connect the processes until the end of the block, with NCCL for GPUs and gloo otherwise.
 
-    Where they are connected already, as in a script that trains several times, they stay so.
+    Processes that the script has connected stay connected.
 
     Raises:
-        TrainingError: no launcher has started this process, or the others cannot be reached.
-        PeerLost: one of them has gone while this one waited for it.
+        TrainingError: no launcher started this process, or the others cannot be reached.
+        PeerLost: another process ended while this one waited for it.
     """
     if dist.is_initialized():
         yield World(device)
@@ -122,12 +121,12 @@ def connected(device: torch.device) -> Iterator[World]:
         met = PrefixStore(f"run {next(_RUNS)}", of_this_attempt(store))
         dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
-        raise _not_reached(error) from error
+        raise not_reached(error) from error
     try:
         yield World(device)
     except (RuntimeError, CheckpointError) as error:
         if _tells_of_loss(error):
-            raise PeerLost("another process of this run has gone, which ends this one") from error
+            raise PeerLost("another process of this run has ended, so this one ends") from error
         raise
     finally:
         _ENDED[:] = [dist.group.WORLD]
@@ -135,10 +134,10 @@ def connected(device: torch.device) -> Iterator[World]:
 
 
 def end_if_connected(code: int) -> None:
-    """End this process with an exit code, if it was connected to others.
+    """End this process with an exit code if it was connected to others.
 
-    Python's own end would take its lock away from a thread of gloo that has a tensor left to free,
-    which ends the process by SIGABRT ("terminate called without an active exception").
+    When Python ends, it takes its lock from a thread of gloo that still frees a tensor, which ends
+    the process with SIGABRT ("terminate called without an active exception").
     """
     if _ENDED:
         atexit._run_exitfuncs()
@@ -150,11 +149,11 @@ def end_if_connected(code: int) -> None:
 
 @contextmanager
 def team(call: str, *, undone: str) -> Iterator[Ranks]:
-    """Connect the processes of a launcher, which wait for each other as long as it takes.
+    """Connect the processes of a launcher, which wait for each other without a limit.
 
     Args:
-        call: What all of them do, for messages.
-        undone: What a failure of another one means, for messages.
+        call: The name of the common work, for messages.
+        undone: The consequence of a failure in another process, for messages.
 
     Raises:
         As `connected`.
@@ -167,10 +166,7 @@ def team(call: str, *, undone: str) -> Iterator[Ranks]:
 
 @cache
 def _meeting_point() -> tuple[Store, int, int]:
-    """Return the store of the launcher, this process's rank, and the number of processes.
-
-    Once a process: what an earlier run has left there, addresses for one, is not another run's.
-    """
+    """Return the store of the launcher, the rank of this process and the number of processes."""
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
@@ -178,21 +174,22 @@ def _meeting_point() -> tuple[Store, int, int]:
 
 
 def of_this_attempt(store: Store) -> Store:
-    """Return the part of a store for this attempt of torchrun, which restarts with one store.
+    """Return the part of a store for this attempt of torchrun.
 
-    What earlier attempts have left there, the addresses of processes for one, leads nowhere.
+    Attempts share a store, and addresses of processes from earlier attempts are wrong.
     """
     from torch.distributed.distributed_c10d import PrefixStore  # not in every torch
 
     return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _not_reached(error: BaseException) -> TrainingError:
+def not_reached(error: BaseException) -> TrainingError:
+    """Return the error for processes that cannot connect."""
     address = f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']}"
     if "EADDRINUSE" in str(error):
         return TrainingError(
             f"processes cannot meet at {address}: it is taken",
-            hint="torchrun --master-port, or MASTER_PORT, with another one",
+            hint="torchrun --master-port, or MASTER_PORT, with another port",
         )
     return TrainingError(
         f"the other processes cannot be reached at {address}: {str(error).splitlines()[0]}"
@@ -200,9 +197,9 @@ def _not_reached(error: BaseException) -> TrainingError:
 
 
 def _tells_of_loss(error: BaseException | None) -> bool:
-    """Return whether torch's error, or its cause behind a common step, is of a connection.
+    """Return whether an error, or the torch error that caused it, is a lost connection.
 
-    Gloo names its file alone.
+    Errors of gloo have only its file name in common.
     """
     if isinstance(error, CheckpointError):
         return _tells_of_loss(error.__cause__)

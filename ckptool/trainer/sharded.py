@@ -1,13 +1,13 @@
-"""A checkpoint as a folder of torch.distributed.checkpoint (DCP): each process writes its part.
+"""A checkpoint as a folder of torch.distributed.checkpoint (DCP): each process writes its shards.
 
     last/
         .metadata         which tensor is in which file, by DCP
-        __0_0.distcp      what process 0 holds of model, optimizer and moving average
+        __0_0.distcp      the shards of process 0, of model, optimizer and moving average
         __1_0.distcp
-        run.pth           all else, by ckptool.save: counters, schedule, random numbers
+        run.pth           all other values, by ckptool.save: counters, schedule, random numbers
 
-What is in DCP's own files is read back by any number of processes, under any strategy: each takes
-its part of what is spread, and the whole of what is not.
+Any number of processes, under any strategy, reads it: each process reads its shards of a sharded
+tensor, and the whole of any other tensor.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 __all__ = ["VALUES", "damage", "is_sharded", "load_model", "load_optimizer", "load_values", "write"]
 
 VALUES = "run.pth"
-"""What is written last: a folder without it is none."""
+"""The file that is written last: a folder without it is incomplete."""
 
 
 def _dcp() -> Any:
-    """Import torch's own module, which takes a second."""
+    """Import torch.distributed.checkpoint, which takes a second."""
     return import_module("torch.distributed.checkpoint")
 
 
 def is_sharded(path: Any) -> bool:
-    """Return whether it is a folder of DCP, damaged or not."""
+    """Return whether a path is a folder of DCP, damaged or not."""
     if not isinstance(path, (str, os.PathLike)) or not os.path.isdir(path):
         return False
     return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))
@@ -66,11 +66,11 @@ _OF_AN_INDEX = {
     *(f"{_METADATA}.{name}" for name in ("TensorProperties", "TensorStorageMetadata")),
     f"{_METADATA}._MEM_FORMAT_ENCODING",
 }
-"""What the pickle `.metadata` names, beside dtypes: torch's reader makes anything that it names."""
+"""The names in the pickle `.metadata`, besides dtypes: torch's reader imports any name."""
 
 
 def damage(path: str) -> str | None:
-    """Return what is missing of a folder, as a sentence; None: it is whole."""
+    """Return what is missing or damaged in a folder, or None."""
     try:
         _metadata(path)
     except CheckpointError as error:
@@ -87,12 +87,10 @@ def write(
     values: Mapping[str, Any],
     ranks: Ranks,
 ) -> None:
-    """Write a folder beside `path`, and have it take the name; every process calls it.
-
-    `run.pth` comes last: a folder without it is none.
+    """Write a folder next to `path`, then rename it; every process calls it.
 
     Raises:
-        WriteError: nothing is written; what was there is there, or comes back by `settle`.
+        WriteError: nothing is written; `path` is unchanged, or the next run restores it.
     """
     names = _names(model)
     state = {
@@ -112,13 +110,13 @@ def write(
 
 
 def _size(state: Mapping[str, Any]) -> int:
-    """Return the bytes of all tensors, with the parts of the other processes."""
+    """Return the size of all tensors, with the shards of the other processes."""
     tensors = (one for one in tree_leaves(state) if isinstance(one, torch.Tensor))
     return sum(one.numel() * one.element_size() for one in tensors)
 
 
 def _parts_in(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors that are spread: rank 0 alone writes the whole ones."""
+    """Return the sharded tensors; only rank 0 writes the whole ones."""
     found = {
         name: _parts_in(one) if isinstance(one, dict) else one
         for name, one in state.items()
@@ -140,11 +138,10 @@ def _write_parts(state: dict[str, Any], path: str) -> None:
 def load_values(path: str, average: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the values that were given to `write`; every process calls it.
 
-    The moving average is among them, as `average` has it, in parts or whole, if it is of the same
-    tensors.
+    If the folder has a moving average of the same tensors, it is read as `average` is sharded.
 
     Raises:
-        CorruptFile: something of the folder is missing.
+        CorruptFile: a file of the folder is missing or damaged.
         UnreadableFile: its `run.pth` cannot be read.
     """
     metadata = _metadata(path)
@@ -158,11 +155,11 @@ def load_values(path: str, average: Mapping[str, torch.Tensor]) -> dict[str, Any
 
 
 def load_model(path: str, model: nn.Module) -> None:
-    """Fill a model; every process calls it, and reads what it has of each parameter.
+    """Fill a model; every process calls it, and reads its shards of each parameter.
 
     Raises:
-        CorruptFile: something of the folder is missing.
-        MatchError: it is of another architecture; nothing is touched.
+        CorruptFile: a file of the folder is missing or damaged.
+        MatchError: it is of another architecture; the model is unchanged.
     """
     stored = {
         name: torch.empty(one.size, dtype=one.properties.dtype, device="meta")
@@ -178,17 +175,17 @@ def load_model(path: str, model: nn.Module) -> None:
 
 
 def load_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill an optimizer over parameters of `model`; every process calls it.
+    """Fill an optimizer of the parameters of `model`; every process calls it.
 
     Raises:
-        CorruptFile: something of the folder is missing.
-        MatchError: it is of other parameters; nothing is touched.
+        CorruptFile: a file of the folder is missing or damaged.
+        MatchError: it has other parameters; the optimizer is unchanged.
     """
     names = _names(model)
     live = [[names[one] for one in group["params"]] for group in optimizer.param_groups]
     groups = ckptool.load(os.path.join(path, VALUES))[_GROUPS]
     if [group["params"] for group in groups] != live:
-        raise MatchError("the optimizer in it is of other parameters", file=path)
+        raise MatchError("its optimizer has other parameters", file=path)
     kept: dict[str, dict[str, TensorStorageMetadata]] = {}
     for key, one in _section(_metadata(path), "optimizer").items():
         name, _, word = key.rpartition(".")
@@ -211,7 +208,7 @@ def _names(model: nn.Module) -> dict[torch.Tensor, str]:
 
 
 def _room(one: TensorStorageMetadata, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor to read into: in parts as the parameter, or a number that all have."""
+    """Return a tensor to read into: sharded as the parameter, or a number in every process."""
     if one.size == parameter.shape:
         return torch.empty_like(parameter, dtype=one.properties.dtype)
     return torch.empty(one.size, dtype=one.properties.dtype)
@@ -230,7 +227,7 @@ def _section(metadata: Metadata, section: str) -> dict[str, TensorStorageMetadat
 
 def _read(state: dict[str, Any], path: str) -> None:
     try:
-        with warnings.catch_warnings():  # that a process is alone
+        with warnings.catch_warnings():  # torch warns if there is only one process
             warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
             _dcp().load(state, storage_reader=_dcp().FileSystemReader(path))
     except _dcp().CheckpointException as error:
@@ -243,24 +240,24 @@ def _reason(error: Any) -> str:
 
 
 def _require_an_index(path: str) -> None:
-    """Refuse a pickle that names another class or function than DCP's index does."""
+    """Check that a pickle names only the classes and functions of an index of DCP."""
     with closing(FileSource(path)) as source:
         named = unpickle(ByteRange(source, 0, source.size)).globals
     for name in named:
         module, _, last = name.rpartition(".")
         is_dtype = module == "torch" and isinstance(getattr(torch, last, None), torch.dtype)
         if not is_dtype and name not in _OF_AN_INDEX:
-            raise CorruptFile(f"it names {name}, which no index of DCP's does", file=path)
+            raise CorruptFile(f"it names {name}, which an index of DCP never names", file=path)
 
 
 def _metadata(path: str) -> Metadata:
-    """Return DCP's index of a folder, all of whose files are there."""
+    """Return DCP's index of a folder, after a check that all its files are complete."""
     if not os.path.exists(os.path.join(path, VALUES)):
         raise CorruptFile(f"its {VALUES}, which is written last, is missing", file=path)
     try:
         _require_an_index(os.path.join(path, ".metadata"))
         metadata: Metadata = _dcp().FileSystemReader(path).read_metadata()
-    except Exception as error:  # a pickle that is cut, or another's, raises anything
+    except Exception as error:  # a truncated or foreign pickle raises anything
         raise CorruptFile(f"its .metadata cannot be read: {error}", file=path) from error
     ends: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():

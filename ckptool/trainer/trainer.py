@@ -1,4 +1,4 @@
-"""`Trainer`: a model, data and a loss, trained as a `TrainConfig` says."""
+"""`Trainer`: trains a model on data with the options of a `TrainConfig`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ckptool.errors import UsageError
+from ckptool.factories import a_class
 from ckptool.trainer.checkpoints import Checkpoints, Progress, Resuming
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data import Batches, Dataset, Loss, TrainData, data_of
@@ -26,15 +27,15 @@ __all__ = ["TrainResult", "Trainer"]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-        epoch: Epochs that are over.
-        step: Steps of the optimizer that are done.
-        skipped: Of those, the ones whose gradients overflowed in fp16, which changed nothing.
-        best: The lowest validation loss of an epoch (training loss where there is no validation).
-        stopped: The number of the signal that ended it; None where it came to its end.
-        out: Its folder.
+        epoch: Finished epochs.
+        step: Steps of the optimizer.
+        skipped: Steps that changed nothing, as their gradients overflowed in fp16.
+        best: The lowest validation loss of an epoch, or training loss without validation data.
+        stopped: The number of the signal that ended the run, or None.
+        out: The folder of the run.
     """
 
     epoch: int
@@ -50,7 +51,7 @@ class TrainResult:
 
 
 class Trainer:
-    """One run; the same calls in every process of it."""
+    """One training run; every process of the run makes the same calls."""
 
     def __init__(
         self,
@@ -61,29 +62,29 @@ class Trainer:
         loss: Loss | str | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """Take what is given, and the rest from the configuration.
+        """Store the parts of the run; the configuration names the parts that are not given.
 
         Args:
-            config: What is to be done.
-            model: Any module; its weights are the same in every process. None: `config.model`.
-            data: Training and validation samples, or a dataset to learn from. None: `config.data`.
-            loss: Outputs and targets to the mean over samples; or a name in `torch.nn.functional`.
-            observer: Told of everything that happens.
+            config: The options of the run.
+            model: A module, with the same weights in every process; None: `config.model`.
+            data: Training and validation samples, or a training dataset; None: `config.data`.
+            loss: A function of outputs and targets that returns the mean over samples, or a name in
+                `torch.nn.functional`; None: the loss of the data.
+            observer: An object that is told every event of the run.
         """
         self._config = config
         self._model, self._data, self._loss = model, data, loss
         self._observer = observer or Observer()
 
     def fit(self) -> TrainResult:
-        """Train, from the checkpoint that `resume` names if it does; all processes return the same.
+        """Train, from the checkpoint `resume` if it is given; every process returns the result.
 
         Raises:
-            TrainingError: it cannot begin, the loss is no number any more, or every step was
-                skipped, as its gradients overflowed.
-            MatchError: the checkpoint to go on from is of another model.
-            FileBusy: another run is under way in `out`.
-            WriteError: a checkpoint cannot be written; before the first step one is tried.
-            UnreadableFile: the checkpoint to go on from is not there, or damaged.
+            TrainingError: the run cannot begin, a loss is not finite, or fp16 skipped every step.
+            MatchError: the checkpoint to resume from is of another model.
+            FileBusy: another run uses `out`.
+            WriteError: a checkpoint cannot be written; this is checked before the first step.
+            UnreadableFile: the checkpoint to resume from is missing or damaged.
         """
         config = self._config
         strategy = strategy_of(config, self._observer)
@@ -95,7 +96,7 @@ class Trainer:
             self._attend(strategy, data, batches)
             if not strategy.takes_steps:
                 result: TrainResult = strategy.serve(lambda: signals.votes)
-                return replace(result, out=config.out)  # each process has its own words for it
+                return replace(result, out=config.out)  # the path may differ between machines
             seed_all(config.seed + strategy.world.rank)  # dropout differs from process to process
             values = {"config": config.to_dict(), "data": dict(data.statistics), "gpus": seen_as()}
             checkpoints = Checkpoints(config, strategy, batches, self._observer, values)
@@ -131,7 +132,7 @@ class Trainer:
         elif isinstance(self._data, TrainData):
             data = self._data
         elif (self._loss or self._config.loss) is None:
-            raise UsageError("data are given, and no loss: loss=torch.nn.functional.mse_loss")
+            raise UsageError("no loss for the data", hint="loss=torch.nn.functional.mse_loss")
         else:
             data = TrainData(self._data, None, self._loss or self._config.loss or "")
         loss = self._loss or self._config.loss
@@ -155,18 +156,11 @@ class Trainer:
 
 def _require_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        name = model.__name__ if isinstance(model, type) else type(model).__name__
-        what = f"the class {name}" if isinstance(model, type) else f"a {name}"
-        raise UsageError(f"model is {what}, and no torch.nn.Module", hint="model=Net(), made")
-    lazy = [name for name, one in model.named_parameters() if is_lazy(one)]
-    if lazy:
-        raise UsageError(
-            f"{lazy[0]} of the model has no size yet: its layer learns it from a first batch",
-            hint="call the model with one batch before",
-        )
-    for name, one in model.named_parameters():
-        if one.is_meta or one.is_complex():
-            what = "has no values yet: it is on meta" if one.is_meta else "is complex"
-            raise UsageError(
-                f"{name} of the model {what}", hint="a model of real numbers that is made"
-            )
+        raise UsageError(f"model is {a_class(model)}, not a torch.nn.Module", hint="model=Net()")
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    for name, one in parameters.items():
+        fault = "is complex" if one.is_complex() else "is on the meta device" if one.is_meta else ""
+        if is_lazy(one):
+            fault = "has no size yet: call the model with a batch first"
+        if fault:
+            raise UsageError(f"{name} of the model {fault}")

@@ -99,9 +99,9 @@ def test_the_help_has_each_option_once_under_a_heading(ckptool):
         (["--nproc", "2"], "--nproc 2 needs --strategy ddp or fsdp or parameter-server, not --str"),
         (["--strategy", "dp", "--port", "2000"], "--port 2000 needs --strategy ddp"),
         (["--nproc", "0", "--strategy", "ddp"], "'--nproc': 0 is not in the range x>=1"),
-        (["--gpus", "0,two"], "'two' is no GPU's number"),
+        (["--gpus", "0,two"], "'two' is not the number of a GPU"),
         (["--gpus", "0,0"], "--gpus '0,0' names 0 more than once"),
-        (["--gpus", ""], "'' is no GPU's number"),
+        (["--gpus", ""], "'' is not the number of a GPU"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

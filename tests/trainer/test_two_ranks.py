@@ -109,4 +109,4 @@ def test_batch_norm_of_a_share_is_told(told):
         note, (kind, message, steps) = rank["batch_norm"]
         assert "--sync-batchnorm takes the whole batch" in note
         assert (kind, steps) == ("TrainingError", 0)
-        assert message == "torch's SyncBatchNorm computes on GPUs alone, and this is the CPU"
+        assert message == "torch's SyncBatchNorm works on GPUs only, not on the CPU"

@@ -1,9 +1,8 @@
-"""What a way of spreading a run over devices decides; all else is the same for all of them."""
+"""The base class of the strategies: what differs between ways of using devices."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from ckptool.errors import TrainingError
+from ckptool.factories import a_class
 from ckptool.trainer import sharded
 from ckptool.trainer.config import TrainConfig, require_shared
 from ckptool.trainer.data import (
@@ -33,53 +33,22 @@ if TYPE_CHECKING:
     from ckptool.loading.source import Source
     from ckptool.trainer.tuning import Tuning
 
-__all__ = ["DIVERGED", "Step", "StepResult", "Strategy", "blocks_of", "tied"]
-
-
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the parts of a model that are called one after the other, each once, in its order.
-
-    Those are its children, and for a list of layers the layers; of a model with one child alone
-    that child's. A model without children is one block.
-    """
-    children = list(_children(model))
-    while len(children) == 1 and any(True for _ in children[0].children()):
-        children = list(_children(children[0]))
-    return children or [model]
-
-
-def _children(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, _CONTAINERS):
-            yield from _children(child)
-        else:
-            yield child
-
-
-def tied(blocks: list[nn.Module]) -> set[int]:
-    """Return the `id` of every parameter that more than one block has, as embedding and head."""
-    uses = Counter(number for block in blocks for number in {id(one) for one in block.parameters()})
-    return {number for number, times in uses.items() if times > 1}
-
+__all__ = ["DIVERGED", "Step", "StepResult", "Strategy"]
 
 DIVERGED = (
-    "a lower --lr, --clip 1, or data that are standardised; the checkpoints of earlier steps are "
-    "as they were"
+    "a lower --lr, --clip 1, or standardised data; the checkpoints of earlier steps are unchanged"
 )
-"""What helps where numbers grow beyond what can be computed with."""
+"""The hint for losses, gradients and weights that are not finite."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the optimizer that is asked for.
+    """A step of the optimizer to take.
 
     Attributes:
-        number: From 1, over all epochs.
-        batches: Row numbers of the global batches whose gradients make it.
-        votes: Numbers of this process that are summed over all of them on the way.
+        number: The number of the step, from 1, over all epochs.
+        batches: The row numbers of the batches whose gradients are accumulated.
+        votes: Numbers of this process, which the step sums over all processes.
     """
 
     number: int
@@ -88,16 +57,21 @@ class Step:
 
     @property
     def samples(self) -> int:
-        """How many there are in all of it."""
+        """The number of samples in the step."""
         return sum(len(rows) for rows in self.batches)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step that is done: the sum of the samples' losses, and of the votes, over all processes.
+    """A finished step.
 
-    `staleness` is how many updates came between the weights of its gradients and those it changed.
-    `is_skipped`: it changed none, as its gradients overflowed in half precision.
+    Attributes:
+        number: The number of the step.
+        loss_sum: The sum of the losses of its samples, over all processes.
+        samples: The number of its samples.
+        votes: The votes, summed over all processes.
+        staleness: The number of updates between the weights of its gradients and its own update.
+        is_skipped: Whether no weight changed, as the gradients overflowed in half precision.
     """
 
     number: int
@@ -109,14 +83,16 @@ class StepResult:
 
 
 class Strategy:
-    """One process on one device; the others change what they do otherwise.
+    """One process on one device; other strategies override what they do differently.
 
-    In this order: `opened`, around all else; `wrap`, `tuning` set, `attend`; steps.
+    The calls come in this order: `opened`, around all others; `wrap`; `tuning` is set; `attend`;
+    `step` and `validated`.
 
     Attributes:
         name: The word of `--strategy`.
-        model: What is called with a batch: the module inside its wrapper.
-        module: The bare module.
+        model: The model in its wrapper, which is called with a batch.
+        module: The model without wrapper.
+        tuning: The optimizer, and the other objects that change the weights in a step.
     """
 
     name: ClassVar[str]
@@ -126,16 +102,16 @@ class Strategy:
     tuning: Tuning
 
     def __init__(self, config: TrainConfig, observer: Observer) -> None:
-        """Open nothing yet."""
+        """Store the configuration and the observer."""
         self.config, self.observer = config, observer
         self.world = World()
         self._feed: Iterator[tuple[Any, Any]] | None = None
 
-    # What it opens.
+    # The processes and devices.
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Connect the processes and choose the device; undone at the end.
+        """Connect the processes until the end of the block.
 
         Raises:
             TrainingError: there is no such device, or the other processes cannot be reached.
@@ -144,38 +120,38 @@ class Strategy:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go, and where losses are made."""
+        """The device of the inputs and of the loss."""
         raise NotImplementedError
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All that this process computes on."""
+        """All devices that this process computes on."""
         return (self.device,)
 
     @property
     def takes_steps(self) -> bool:
-        """Whether this process goes through the epochs; False: it serves one that does."""
+        """Whether this process runs the loop; False: it serves another process that does."""
         return True
 
     def serve(self, votes: Callable[[], Sequence[float]]) -> Any:
-        """Work for the process that goes through the epochs, and return what it gives to `end`.
+        """Work for the process that runs the loop, and return what that process gives to `end`.
 
-        `votes` gives those of this process, which are summed with the others'.
+        `votes` returns the votes of this process, which a step sums over all processes.
         """
         raise NotImplementedError
 
     def end(self, outcome: Any) -> None:
-        """Give `outcome` to the processes that `serve` this one: no step comes any more."""
+        """Give `outcome` to the processes that `serve` this one, after the last step."""
 
     @property
     def processes(self) -> int:
-        """How many there are in the run."""
+        """The number of processes in the run."""
         return self.world.size
 
     # The model.
 
     def wrap(self, model: nn.Module) -> None:
-        """Take the model, the same in every process; move and wrap it."""
+        """Move the model to the device and wrap it; every process gives the same model."""
         self.module = model.to(self.device)
         self.model = self.module
 
@@ -186,15 +162,13 @@ class Strategy:
         *,
         order: str | None = None,
     ) -> None:
-        """Fill the model, and the optimizer, from a file, a folder of parts, or a state dict.
+        """Fill the model and the optimizer from a file, a sharded folder or a state dict.
 
-        All processes call it, and where the model is spread each takes its parts.
-
-        `order="position"`: the optimizer's state is of the same parameters in the same order, as
-        torch takes it; None: of those that the file names.
+        All processes call it; each reads its parts of a sharded model. `order="position"` matches
+        the optimizer's state with the parameters by their order, None by their names.
 
         Raises:
-            MatchError: it is another architecture's; the report says how it differs.
+            MatchError: it is of another architecture; the report has the differences.
         """
         if sharded.is_sharded(source):
             sharded.load_model(str(source), self.module)
@@ -209,14 +183,14 @@ class Strategy:
         """Write the model, the optimizer and `values`; all processes call it, rank 0 writes.
 
         Raises:
-            WriteError: nothing is written; what was there is there.
+            WriteError: nothing is written, and the old file is unchanged.
         """
         import ckptool
 
         ckptool.save(path, model=self.model, optimizer=self.tuning.optimizer, **values)
 
     def values(self, path: str) -> dict[str, Any]:
-        """Return the values that were given to `save`; of any other file nothing.
+        """Return the values that were given to `save`, or nothing for any other file.
 
         Raises:
             UnreadableFile: it cannot be opened as a checkpoint.
@@ -235,15 +209,15 @@ class Strategy:
             return cast("dict[str, Any]", ckptool.load(held.with_root(rest)))
 
     def whole_module(self) -> nn.Module:
-        """Return the model inside its wrapper, to be pickled; all processes call it.
+        """Return the model in its wrapper, to be pickled; all processes call it.
 
         Raises:
-            TrainingError: such a wrapper cannot be pickled.
+            TrainingError: the wrapper cannot be pickled.
         """
         return self.model
 
     def wrapped_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state dicts of model, with its wrapper's names, and optimizer, whole.
+        """Return the whole state dicts of the model in its wrapper and of the optimizer.
 
         All processes call it.
         """
@@ -252,31 +226,30 @@ class Strategy:
     # A step.
 
     def share(self, rows: Sequence[int]) -> list[int]:
-        """Return the rows of a global batch that this process computes."""
+        """Return the rows of a batch that this process computes."""
         return share(rows, self.world.rank, self.world.size)
 
     @property
     def gradient_scale(self) -> float:
-        """What a loss is multiplied with so that gradients are summed over the processes.
-
-        Wrappers that average gradients divide by the number of processes.
-        """
+        """The factor of the loss that makes up for a wrapper that averages gradients."""
         return 1.0
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Wrap one batch of a step: gradients are exchanged in the last alone."""
+        """Return the context of one batch: only the last batch of a step exchanges gradients."""
         return nullcontext()
 
     def step(self, step: Step) -> list[StepResult]:
-        """Take one step, or hand it out, and return the steps done by now, in order.
+        """Do the forward pass, the backward pass and the optimizer's step for some batches.
+
+        Return the steps that are finished: this one, or for a parameter server maybe earlier ones.
 
         Raises:
-            TrainingError: the loss is no number any more; the weights are those before the step.
+            TrainingError: a loss or gradient is not finite; the weights are unchanged.
         """
         return [self.update(step, self.backward(step))]
 
     def backward(self, step: Step) -> float:
-        """Compute the gradients of this process's share, and return the sum of its losses."""
+        """Compute the gradients of this process's rows, and return the sum of their losses."""
         loss_sum = 0.0
         for position, rows in enumerate(step.batches):
             mine = self.share(rows)
@@ -288,7 +261,7 @@ class Strategy:
         return loss_sum
 
     def update(self, step: Step, loss_sum: float) -> StepResult:
-        """Apply the gradients; `loss_sum` is this process's."""
+        """Apply the gradients, and sum losses and votes over the processes."""
         broken = float(not self.tuning.has_finite_gradients)
         loss_sum, broken, *votes = self.world.sums([loss_sum, broken, *step.votes])
         self.require_finite(loss_sum, step, broken=bool(broken))
@@ -296,36 +269,33 @@ class Strategy:
         return StepResult(step.number, loss_sum, step.samples, votes, is_skipped=not is_taken)
 
     def settled(self) -> list[StepResult]:
-        """Wait for the steps that are handed out, and return those that `step` has not returned."""
+        """Wait for the steps that are handed out, and return them if `step` did not."""
         return []
 
     def clip(self, limit: float) -> None:
-        """Scale the gradients down to a norm of `limit` over all of them together."""
+        """Scale all gradients down to a common norm of `limit`."""
         nn.utils.clip_grad_norm_(self.module.parameters(), limit)
 
     def require_finite(self, loss_sum: float, step: Step, *, broken: bool = False) -> None:
-        """Stop before a loss that is no number, or gradients that are `broken`, reach the weights.
+        """Check that the loss is finite and the gradients are not `broken`.
 
         Raises:
-            TrainingError: there is such a thing.
+            TrainingError: the weights would become infinite or NaN.
         """
         if math.isfinite(loss_sum) and not broken:
             return
         self.tuning.optimizer.zero_grad()
         is_loss = not math.isfinite(loss_sum)
-        what = f"the loss is {loss_sum / step.samples}" if is_loss else "a gradient is no number"
-        raise TrainingError(
-            f"{what} at step {step.number}",
-            hint=DIVERGED,
-        )
+        what = f"the loss is {loss_sum / step.samples}" if is_loss else "a gradient is not finite"
+        raise TrainingError(f"{what} at step {step.number}", hint=DIVERGED)
 
     # Losses.
 
     def attend(self, dataset: Dataset, validation: Dataset | None, loss: Loss) -> None:
-        """Take the data of the steps; called once, after `wrap`.
+        """Store the data and the loss; called once, after `wrap`.
 
         Raises:
-            TrainingError: there are more processes than a batch has samples.
+            TrainingError: there are more processes than samples in a batch.
         """
         require_shared(self.config.batch_size, self.world.size)
         self._train, self._validation, self._loss = dataset, validation, loss
@@ -334,13 +304,13 @@ class Strategy:
     def feeding(
         self, steps: Sequence[Sequence[Sequence[int]]], *, epoch: int, first: int
     ) -> Iterator[None]:
-        """Prepare the batches of an epoch ahead, from step `first` on."""
+        """Prepare the batches of an epoch from step `first` on, ahead if there are workers."""
         rows = [self.share(one) for step in steps for one in step]
         self._feed = self._batches(self._train, rows, epoch, first * self.config.accumulate)
         try:
             yield
         finally:
-            self._feed = None  # the processes behind it end
+            self._feed = None  # ends the workers
 
     def _batches(
         self, dataset: Dataset, rows: Sequence[Sequence[int]], epoch: int = 0, first: int = 0
@@ -356,16 +326,16 @@ class Strategy:
         )
 
     def loss(self, rows: Sequence[int]) -> torch.Tensor:
-        """Return the mean loss of some samples; of none it is 0, with zeros as gradients."""
+        """Return the mean loss of some samples; without samples 0, with gradients of zeros."""
         batch = next(self._feed or self._batches(self._train, [rows]))
         return self._loss_of(batch, rows, trace=self.config.trace_batches)
 
     def placed(self, batch: Any) -> Any:
-        """Return inputs and targets on the device that computes them."""
+        """Return inputs and targets on the device of this process."""
         return moved(batch, self.device)
 
     def validated(self) -> float | None:
-        """Return the mean loss of the validation samples, in evaluation mode; None without any."""
+        """Return the mean loss of the validation samples, or None if there are none."""
         if self._validation is None or len(self._validation) == 0:
             return None
         was_training = self.model.training
@@ -385,7 +355,7 @@ class Strategy:
         self, batch: tuple[Any, Any], rows: Sequence[int], *, trace: bool = False
     ) -> torch.Tensor:
         inputs, targets = self.placed(batch)
-        if not rows:  # no sample, and the right types: the other processes wait for this one
+        if not rows:  # an empty batch of the right types: the other processes wait for this one
             inputs, targets = emptied(inputs), emptied(targets)
         with self.tuning.autocast(self.device.type):
             with self.tracing() if trace else nullcontext():
@@ -397,7 +367,7 @@ class Strategy:
             return _scalar(self._loss(outputs, targets)) if rows else 0 * sum_of(outputs)
 
     def tracing(self) -> AbstractContextManager[Any]:
-        """Report inputs and outputs of the model, or of each replica, in a forward pass.
+        """Report the inputs and outputs of the model, or of each replica, in a forward pass.
 
         Replicas have the hooks of their model, and each calls them in a thread of its own.
         """
@@ -410,11 +380,11 @@ class Strategy:
 
 def _scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
-        fault = f"a {type(loss).__name__}, and no tensor"
+        fault = f"{a_class(loss)}, not a tensor"
     elif loss.numel() != 1:
-        fault = f"a tensor of shape {tuple(loss.shape)}, and no single number"
+        fault = f"a tensor of shape {tuple(loss.shape)}, not a single number"
     elif torch.is_grad_enabled() and not loss.requires_grad:
-        fault = "a tensor without a gradient, which no weight has led to"
+        fault = "a tensor without a gradient: it does not depend on a weight"
     else:
         return loss
     raise TrainingError(

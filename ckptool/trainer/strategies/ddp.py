@@ -1,4 +1,4 @@
-"""`nn.parallel.DistributedDataParallel`: a process a device, gradients averaged between them."""
+"""`nn.parallel.DistributedDataParallel`: one process for each device, gradients are averaged."""
 
 from __future__ import annotations
 
@@ -20,64 +20,63 @@ from ckptool.trainer.tuning import random_state, restore_random_state
 __all__ = ["Distributed", "DistributedDataParallel"]
 
 _TRIAL = 2
-"""Samples of a trial: normalisation over a batch takes no single one."""
+"""The number of samples of a trial; normalisation over a batch needs more than one."""
 
 
 class Distributed(Strategy):
-    """A process a device, each with a share of each batch; torch's wrapper averages gradients."""
+    """One process for each device, with a part of each batch; a wrapper averages gradients."""
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Connect the processes that the launcher has started."""
+        """Connect the processes that the launcher started."""
         with connected(self.device) as self.world:
             yield
 
     @property
     def device(self) -> torch.device:
-        """That of this process: the GPU of its number on this machine, or the CPU."""
+        """The GPU with the number of this process on the machine, or the CPU."""
         return device_of(self.config.device, local_rank=local_rank())
 
     @property
     def gradient_scale(self) -> float:
-        """The wrapper divides the sum of gradients by the number of processes."""
+        """The number of processes, by which the wrapper divides the sum of gradients."""
         return float(self.world.size)
 
 
 class DistributedDataParallel(Distributed):
-    """Every process has the whole model, and a share of each batch; names begin with `module.`."""
+    """Every process has the whole model and a part of each batch; names begin with `module.`."""
 
     name: ClassVar[str] = "ddp"
 
     def wrap(self, model: nn.Module) -> None:
-        """Take the model; batch norm is of each process's share, or of all with SyncBatchNorm.
+        """Move the model to the device, with SyncBatchNorm if `sync_batchnorm` is set.
 
         Raises:
-            TrainingError: that is asked for on a CPU, where torch has none.
+            TrainingError: SyncBatchNorm does not work on the CPU.
         """
         if self.config.sync_batchnorm:
             if self.device.type == "cpu":
                 raise TrainingError(
-                    "torch's SyncBatchNorm computes on GPUs alone, and this is the CPU",
-                    hint="--strategy single takes batch norm of the whole batch",
+                    "torch's SyncBatchNorm works on GPUs only, not on the CPU",
+                    hint="--strategy single computes batch norm over the whole batch",
                 )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         super().wrap(model)
         if self.world.size > 1 and any(map(_is_of_a_share, model.modules())):
             self.observer.tell(
                 Note(
-                    "batch norm takes its figures of each process's share alone, and trains "
-                    "otherwise than in one process: on GPUs --sync-batchnorm takes the whole batch"
+                    "batch norm is computed over the part of a batch in each process, not as in "
+                    "one process: on GPUs --sync-batchnorm takes the whole batch"
                 )
             )
 
     def attend(self, dataset: Dataset, validation: Dataset | None, loss: Loss) -> None:
-        """Wrap the model, in the order in which gradients of the first samples come.
+        """Wrap the model after a trial backward pass, and do one trial pass with the wrapper.
 
-        DDP gathers gradients into buckets, which are summed as soon as they are full, and lays
-        them out anew after its first backward pass. A sum of three addends or more depends on where
-        in its bucket it lies; so that pass is a trial, in a run that goes on from a checkpoint too,
-        and all steps of both are summed alike. The trial also shows whether there are parameters
-        without a gradient, which DDP is to look for in each step, and otherwise had better not.
+        DDP sums gradients in buckets, whose layout it changes after its first backward pass. A sum
+        of three addends or more depends on the place in the bucket; with a trial pass all steps of
+        a run, resumed or not, have the same layout. The trial before shows whether parameters have
+        no gradient, which DDP must then search for in each step.
         """
         super().attend(dataset, validation, loss)
         rows = range(min(_TRIAL, len(dataset)))
@@ -95,7 +94,7 @@ class DistributedDataParallel(Distributed):
             self.module.zero_grad()
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Keep gradients in this process until the last batch of a step."""
+        """Let gradients stay in this process until the last batch of a step."""
         wrapper = cast("nn.parallel.DistributedDataParallel", self.model)
         return nullcontext() if is_last else wrapper.no_sync()
 
@@ -107,7 +106,7 @@ def _is_of_a_share(module: nn.Module) -> bool:
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Leave buffers, as running statistics are, and random numbers as they were."""
+    """Restore the buffers, such as running statistics, and the random state at the end."""
     buffers = [(one, one.clone()) for one in module.buffers()]
     state = random_state()
     try:

@@ -15,36 +15,36 @@ __all__ = ["DataParallel"]
 
 
 class DataParallel(Strategy):
-    """Each batch is split over the replicas, as `torch.chunk` does; names begin with `module.`.
+    """Each batch is split over the replicas, as by `torch.chunk`; names begin with `module.`.
 
-    The model lies on the first GPU, is copied to the others in every forward pass, and gathers
-    their outputs on `output_device`. Without GPUs the wrapper calls the model as it is.
+    The model is on the first GPU; every forward pass copies it to the others and gathers their
+    outputs on `output_device`. Without GPUs the wrapper only calls the model.
     """
 
     name: ClassVar[str] = "dp"
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies and inputs go: the first GPU of `device_ids`, or the CPU."""
+        """The device of model and inputs: the first GPU of `device_ids`, or the CPU."""
         return self.devices[0]
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Those of the replicas: of `device_ids`, or all GPUs; without GPUs the CPU.
+        """The devices of the replicas: `device_ids`, or all GPUs, or the CPU.
 
         Raises:
-            TrainingError: one of them is not here.
-            UsageError: they do not fit together.
+            TrainingError: there is no such GPU.
+            UsageError: `device` is not a GPU, or a GPU is named twice.
         """
         ids, first = self.config.device_ids, device_of(self.config.device)
         if ids and self.config.device == "auto":
             first = device_of(f"cuda:{ids[0]}")
         if first.type != "cuda":
             if ids or self.config.output_device is not None:
-                raise UsageError(f"device_ids and output_device are GPUs, and device is {first}")
+                raise UsageError(f"device_ids and output_device are GPUs, but device is {first}")
             return (first,)
         if first.index and not ids:
-            ids = (first.index,)  # --device cuda:1 and no word of others
+            ids = (first.index,)  # --device cuda:1 without --device-ids
         found = tuple(device_of(f"cuda:{one}") for one in ids or range(torch.cuda.device_count()))
         if len(set(found)) < len(found):
             raise UsageError(f"device_ids {', '.join(map(str, ids))} name a GPU twice")
@@ -58,17 +58,17 @@ class DataParallel(Strategy):
                 self.module, [one.index for one in self.devices], self._output_device
             )
             return
-        # Of its own accord it would take every GPU that torch sees, where the CPU was asked for.
+        # With the module it would take every GPU that torch sees, though the CPU was asked for.
         self.model = wrapper = nn.DataParallel[nn.Module](nn.Identity())
         wrapper.module, wrapper.device_ids = self.module, []
 
     @property
     def _output_device(self) -> int | None:
-        """Where outputs are gathered."""
+        """The GPU that gathers the outputs."""
         chosen = self.config.output_device
         if chosen is not None and chosen not in [one.index for one in self.devices]:
             raise TrainingError(
-                f"outputs are gathered on cuda:{chosen}, and no replica is there",
+                f"outputs cannot be gathered on cuda:{chosen}: it has no replica",
                 hint="--output-device is one of --device-ids",
             )
         return chosen

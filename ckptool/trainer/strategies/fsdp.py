@@ -15,7 +15,7 @@ from ckptool.errors import TrainingError, WriteError
 from ckptool.loading.ranks import is_spread
 from ckptool.trainer import sharded
 from ckptool.trainer.processes import ranks
-from ckptool.trainer.strategies.base import blocks_of, tied
+from ckptool.trainer.strategies.blocks import blocks_of, tied
 from ckptool.trainer.strategies.ddp import Distributed
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ __all__ = ["FullyShardedDataParallel"]
 
 
 class FullyShardedDataParallel(Distributed):
-    """Rows of every parameter are dealt out over the processes; names stay the model's own.
+    """The rows of every parameter are sharded over the processes; names stay the model's own.
 
-    A block's parameters are gathered for its forward pass, and once more for its backward pass;
-    gradients are summed and dealt out (reduce-scatter), so that the optimizer, clipping and the
-    moving average work on parts alone. Buffers are whole everywhere, and those of rank 0 count.
+    The parameters of a block are gathered for its forward pass and again for its backward pass;
+    gradients are summed and sharded (reduce-scatter), so that optimizer, clipping and moving
+    average work on shards. Every process has whole buffers, with the values of rank 0.
     """
 
     name: ClassVar[str] = "fsdp"
@@ -42,11 +42,11 @@ class FullyShardedDataParallel(Distributed):
             yield
 
     def wrap(self, model: nn.Module) -> None:
-        """Shard each block by itself, then what is left as one: each is gathered in one go.
+        """Shard each block by itself, then the rest of the model: each is gathered at once.
 
-        The root too gives its whole parameters back after the forward pass, so that between steps,
-        after an evaluation as well, the model holds parts alone. What blocks share belongs to
-        the root: only there one gathering serves them all.
+        The root too frees its whole parameters after the forward pass, so that the model holds only
+        shards between steps and after validation. Parameters that blocks share are sharded with
+        the root, which gathers them for all blocks.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -63,7 +63,7 @@ class FullyShardedDataParallel(Distributed):
         model.register_forward_pre_hook(_take_buffers)
 
     def save(self, path: str, values: Mapping[str, Any]) -> None:
-        """Write one file, for which all parts are gathered, or with `sharded` a folder of parts."""
+        """Write one file of gathered parameters, or with `sharded` a folder of shards."""
         if not self.config.sharded:
             super().save(path, values)
             return
@@ -71,37 +71,37 @@ class FullyShardedDataParallel(Distributed):
         sharded.write(path, self.module, self.tuning.optimizer, values, together)
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Keep whole gradients in this process until the last batch of a step."""
+        """Let gradients stay in this process until the last batch of a step."""
         model = cast("FSDPModule", self.model)
         model.set_requires_gradient_sync(is_last)
         return nullcontext()
 
     def whole_module(self) -> nn.Module:
-        """Refuse: each process has parts, and classes that torch made while it sharded."""
+        """Refuse: each process has only shards, in classes that torch made at run time."""
         raise TrainingError(
-            "a model of strategy 'fsdp' cannot be pickled as one object: each process has parts",
-            hint="--save full gathers them",
+            "a model of strategy 'fsdp' cannot be pickled: each process has only shards of it",
+            hint="--save full gathers the shards",
         )
 
     def wrapped_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return both state dicts, their parts gathered, in every process."""
+        """Return both state dicts with gathered tensors, in every process."""
         model, optimizer = super().wrapped_state()
         return whole(model), whole(optimizer)
 
 
 def whole(tree: Any) -> Any:
-    """Return the tree with every spread tensor gathered; all processes call it."""
+    """Return the tree with every sharded tensor gathered; all processes call it."""
     return tree_map(lambda one: _gathered(one) if is_spread(one) else one, tree)
 
 
 def _gathered(part: Any) -> torch.Tensor:
-    """Return the whole tensor, without the rows that pad the parts."""
+    """Return the whole tensor, without the padding of the shards."""
     full: torch.Tensor = part.full_tensor()
     return full.clone() if full.untyped_storage().nbytes() > full.nbytes else full
 
 
 def _take_buffers(model: nn.Module, _: Any) -> None:
-    """Send the buffers of rank 0 to all before a forward pass, as DistributedDataParallel does."""
+    """Broadcast the buffers of rank 0 before a forward pass, as DistributedDataParallel does."""
     for buffer in model.buffers():
         dist.broadcast(buffer.detach(), src=0)
 
@@ -111,7 +111,7 @@ def _require_fully_shard() -> None:
         from torch.distributed.fsdp import fully_shard  # noqa: F401
     except ImportError as error:
         raise TrainingError(
-            f"strategy 'fsdp' is torch's fully_shard, which torch has from 2.6 on; this is "
+            f"strategy 'fsdp' needs torch 2.6 or later, for fully_shard; this is "
             f"{torch.__version__}",
             hint="a later torch, or --strategy ddp",
         ) from error

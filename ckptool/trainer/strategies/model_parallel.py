@@ -1,11 +1,11 @@
-"""Layers spread over devices in their order: the activations travel, the weights stay."""
+"""Layers spread over devices in their order: activations move between devices, weights do not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby
 from typing import Any, ClassVar
 
 import torch
@@ -15,49 +15,54 @@ from ckptool.errors import TrainingError
 from ckptool.trainer.data import moved, shape
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.events import Observer, Traced
-from ckptool.trainer.strategies.base import Strategy, blocks_of, tied
+from ckptool.trainer.strategies.base import Strategy
+from ckptool.trainer.strategies.blocks import blocks_of, tied
 
 __all__ = ["ModelParallel", "stages"]
 
 
 class ModelParallel(Strategy):
-    """One process and `--devices cuda:0,cuda:1`; a checkpoint has the tags of all of them.
+    """One process and `--devices cuda:0,cuda:1`; a checkpoint has the tags of all these devices.
 
-    The batch goes through one device after the other, while the others wait: that makes room for a
-    model that no device holds, and no run faster. Names stay the model's own.
+    The batch goes through one device after the other, while the others wait: a model that does not
+    fit on one device can be trained, but no run becomes faster. Names stay the model's own.
     """
 
     name: ClassVar[str] = "model-parallel"
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Those of `--devices`, or all GPUs."""
+        """The devices of `--devices`, or all GPUs."""
         words = self.config.devices or [f"cuda:{at}" for at in range(torch.cuda.device_count())]
         devices = tuple(map(device_of, words))
         if len(devices) < 2:
             raise TrainingError(
-                "layers are spread over several devices, and there "
-                + (f"is {devices[0]} alone" if devices else "are none here"),
-                hint="--devices cuda:0,cuda:1; --devices cpu,cpu shows it on any machine",
+                f"model-parallel needs several devices, not {devices[0] if devices else 'none'}",
+                hint="--devices cuda:0,cuda:1; --devices cpu,cpu works on any machine",
             )
         return devices
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go: the first."""
+        """The device of the inputs: the first."""
         return self.devices[0]
 
-    def tracing(self) -> AbstractContextManager[Any]:
-        """Do nothing: the hooks of the stages report."""
-        return nullcontext()
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Report the inputs and outputs of each stage: the blocks in a row on one device."""
+        with ExitStack() as hooks:
+            for device, blocks in self._stages:
+                for hook in _hooks(self.observer, str(device), blocks[0], blocks[-1]):
+                    hooks.enter_context(hook)
+            yield
 
     def wrap(self, model: nn.Module) -> None:
-        """Move every block to its device, with a hook that moves its arguments there.
+        """Move every block to its device, and add a hook that moves its arguments there.
 
-        What is the model's own, and in no block, is on the first device, as are the inputs.
+        Tensors of the model outside the blocks are on the first device, as the inputs are.
 
         Raises:
-            TrainingError: it has fewer blocks with parameters than there are devices.
+            TrainingError: the model has fewer blocks with parameters than there are devices.
         """
         devices = self.devices
         blocks = blocks_of(model)
@@ -72,14 +77,14 @@ class ModelParallel(Strategy):
                     lambda one: one.to(devices[0]), recurse=False
                 )
         self.module = self.model = model
-        if self.config.trace_batches:
-            self._trace(blocks, places)
+        runs = groupby(zip(places, blocks, strict=True), key=lambda one: one[0])
+        self._stages = [(devices[place], [block for _, block in run]) for place, run in runs]
 
     def _places(self, blocks: Sequence[nn.Module]) -> list[int]:
         """Return the number of the device of each block.
 
-        One that shares parameters with an earlier one is where that is, as a head that has the
-        weights of the embedding: a tensor is on one device.
+        A block that shares parameters with an earlier one, as a head with the weights of the
+        embedding, is on the same device.
         """
         count = len(self.devices)
         sizes = [sum(one.numel() for one in block.parameters()) for block in blocks]
@@ -99,19 +104,11 @@ class ModelParallel(Strategy):
             )
         return places
 
-    def _trace(self, blocks: Sequence[nn.Module], places: Sequence[int]) -> None:
-        """Report what each stage, the blocks in a row on one device, is given and gives."""
-        borders = [0, *(at for at in range(1, len(places)) if places[at] != places[at - 1])]
-        for first, after in pairwise([*borders, len(places)]):
-            stage = _Stage(self.observer, self.devices[places[first]])
-            blocks[first].register_forward_pre_hook(stage.given, with_kwargs=True)
-            blocks[after - 1].register_forward_hook(stage.gave)
-
 
 def stages(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the stage of each block, of `count` stages, so that the largest one is smallest.
+    """Return the stage of each block, for `count` stages whose largest is as small as possible.
 
-    Every stage has a block with parameters. A block without any is in the stage of the one before.
+    Every stage has a block with parameters; a block without parameters follows the one before.
     """
     heavy = [at for at, size in enumerate(sizes) if size]
     weights = [sizes[at] for at in heavy]
@@ -120,7 +117,7 @@ def stages(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _cuts(weights: Sequence[int], count: int) -> list[int]:
-    """Return the first items of all parts but the first, so that the heaviest part is lightest."""
+    """Return the first items of the second and later parts, for the lightest heaviest part."""
     sums = [0, *accumulate(weights)]
 
     @cache
@@ -134,7 +131,7 @@ def _cuts(weights: Sequence[int], count: int) -> list[int]:
 
 
 class _Moving:
-    """A hook that moves what a block is called with; a class, so that the model can be pickled."""
+    """A hook that moves the arguments of a block; a class, so that the model can be pickled."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -145,17 +142,15 @@ class _Moving:
         return moved(args, self._device), moved(kwargs, self._device)
 
 
-class _Stage:
-    """Hooks on the first and the last block of a stage, which tell of it."""
+def _hooks(observer: Observer, device: str, first: nn.Module, last: nn.Module) -> list[Any]:
+    """Return hooks that report the inputs of the first and the outputs of the last block."""
+    given: list[tuple[int, ...]] = []
 
-    def __init__(self, observer: Observer, device: torch.device) -> None:
-        self._observer, self._device = observer, device
-        self._inputs: tuple[int, ...] = ()
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given.append(shape((args, kwargs)))
 
-    def given(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the inputs of the first block."""
-        self._inputs = shape((args, kwargs))
+    def after(_: nn.Module, __: Any, outputs: Any) -> None:
+        observer.tell(Traced(False, device, given.pop(), shape(outputs)))
 
-    def gave(self, _: nn.Module, __: Any, outputs: Any) -> None:
-        """Report the outputs of the last block."""
-        self._observer.tell(Traced(False, str(self._device), self._inputs, shape(outputs)))
+    hook = first.register_forward_pre_hook(before, with_kwargs=True)
+    return [hook, last.register_forward_hook(after)]

@@ -22,7 +22,13 @@ from ckptool.errors import CheckpointError, PeerLost, TrainingError
 from ckptool.loading.ranks import sendable
 from ckptool.trainer.data import share
 from ckptool.trainer.devices import device_of
-from ckptool.trainer.processes import TIMEOUT, local_rank, of_this_attempt, require_launcher
+from ckptool.trainer.processes import (
+    TIMEOUT,
+    local_rank,
+    not_reached,
+    of_this_attempt,
+    require_launcher,
+)
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
 from ckptool.trainer.tuning import seed_all
 
@@ -198,8 +204,7 @@ def _connect(rank: int, size: int) -> None:
                 _name(rank), rank=rank, world_size=size, rpc_backend_options=options
             )
     except (RuntimeError, ValueError) as error:
-        line = str(error).partition("\n")[0]
-        raise TrainingError(f"the other processes cannot be reached: {line}") from error
+        raise not_reached(error) from error
 
 
 def _meet(_: str, **__: Any) -> Iterator[tuple[Store, int, int]]:

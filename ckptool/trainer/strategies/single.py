@@ -1,4 +1,4 @@
-"""One process, one device: nothing is wrapped, every sample is its own."""
+"""One process on one device, without a wrapper."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Single"]
 
 
 class Single(Strategy):
-    """`--device cpu`, `cuda:1`, `mps`; names as the model has them, tags as the device."""
+    """`--device cpu`, `cuda:1`, `mps`; names are the model's own, tags those of the device."""
 
     name: ClassVar[str] = "single"
 
     @property
     def device(self) -> torch.device:
-        """The one that the configuration names."""
+        """The device of the configuration."""
         return device_of(self.config.device)

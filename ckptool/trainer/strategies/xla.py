@@ -1,4 +1,4 @@
-"""All cores of a TPU, or whatever torch_xla computes on: one program, partitioned by SPMD."""
+"""All cores of a TPU, or other devices of torch_xla: one program, partitioned by SPMD."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ __all__ = ["Xla"]
 
 _CPU = torch.device("cpu")
 _INSTALL = (
-    "pip install 'torch_xla[tpu]==2.9.0' torch==2.9.1, where there is a TPU: each release is for "
-    "one minor version of torch"
+    "on a TPU: pip install 'torch_xla[tpu]==2.9.0' torch==2.9.1; each release needs one minor "
+    "version of torch"
 )
 
 
 class Xla(Strategy):
-    """One process on all devices of this machine; what it saves is moved to the CPU.
+    """One process on all devices of this machine; tensors are moved to the CPU to be saved.
 
-    Each device has all weights and a part of the batch; XLA's partitioner sums the gradients. To
-    torch they are one device, `xla:0`, and every number is that of the whole batch.
+    Each device has all weights and a part of the batch; XLA's partitioner sums the gradients. For
+    torch these are one device, `xla:0`, and every number is that of the whole batch.
 
-    Nothing is computed before a value is asked for or `torch_xla.sync` is called. Shapes that are
-    new are compiled: the smaller last batch of an epoch is one.
+    XLA computes when a value is read or `torch_xla.sync` is called, and compiles for every new
+    shape, such as the smaller last batch of an epoch.
     """
 
     name: ClassVar[str] = "xla"
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Have torch_xla find its devices.
+        """Import torch_xla, and find its devices.
 
         Raises:
-            TrainingError: it is not installed, or finds no device.
+            TrainingError: torch_xla is not installed, or finds no device.
         """
         try:
             self._xla = import_module("torch_xla")
@@ -52,18 +52,18 @@ class Xla(Strategy):
             self._runtime = import_module("torch_xla.runtime")
         except ImportError as error:
             raise TrainingError(
-                f"strategy 'xla' computes by torch_xla, which cannot be imported: {error}",
+                f"strategy 'xla' needs torch_xla, which cannot be imported: {error}",
                 hint=_INSTALL,
             ) from error
         if self.config.amp == "fp16":
             raise TrainingError(
-                "a TPU has no float16 to compute in", hint="--amp bf16 needs no scaler"
+                "a TPU cannot compute in float16", hint="--amp bf16 needs no scaler"
             )
         word = self.config.device
         if word != "auto" and torch.device(word).type != "xla":
             raise UsageError(
-                f"strategy 'xla' takes the devices that torch_xla has, and not {word}",
-                hint="--device xla, or none; PJRT_DEVICE=CPU has torch_xla compute on the CPU",
+                f"strategy 'xla' uses the devices of torch_xla, not {word}",
+                hint="--device xla, or none; with PJRT_DEVICE=CPU torch_xla computes on the CPU",
             )
         try:
             if not self._runtime.is_spmd():
@@ -75,12 +75,12 @@ class Xla(Strategy):
             said = str(error).strip().partition("\n")[0]
             raise TrainingError(
                 f"torch_xla finds no device: {said}",
-                hint="pip install 'torch_xla[tpu]' brings the library of TPUs; PJRT_DEVICE=CPU "
-                "computes without one",
+                hint="pip install 'torch_xla[tpu]' has the library of TPUs; PJRT_DEVICE=CPU "
+                "needs none",
             ) from error
         if total != self._count:
             raise TrainingError(
-                f"strategy 'xla' is for one machine: this has {self._count} of {total} XLA devices",
+                f"strategy 'xla' needs one machine: this has {self._count} of {total} XLA devices",
                 hint="a slice of one host, v5litepod-8 for example",
             )
         kind = self._runtime.device_type()
@@ -92,19 +92,19 @@ class Xla(Strategy):
 
     @property
     def device(self) -> torch.device:
-        """The one that stands for all."""
+        """The one device that torch sees."""
         return self._device
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All that torch_xla finds on this machine."""
+        """All devices that torch_xla finds on this machine."""
         return tuple(torch.device("xla", number) for number in range(self._count))
 
     def placed(self, batch: Any) -> Any:
         """Return the batch with its samples sharded over the devices.
 
-        If the devices cannot share the samples evenly, groups of devices do, as many as can (30
-        samples, 8 devices: 2 groups of 4), and each device of a group has all of its samples.
+        If the devices cannot share the samples evenly, groups of devices do (30 samples, 8 devices:
+        2 groups of 4), and each device of a group has all samples of the group.
         """
         batch = super().placed(batch)
         for one in tree_leaves(batch):
@@ -117,21 +117,21 @@ class Xla(Strategy):
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
-        """Run both passes of a batch as one program, or each value read runs them anew."""
+        """Run both passes of a batch as one program; otherwise each value read runs them again."""
         yield
         self._xla.sync()
 
     def update(self, step: Step, loss_sum: float) -> StepResult:
-        """Take the gradients, and have all that was collected run."""
+        """Apply the gradients, and run the program."""
         result = super().update(step, loss_sum)
         self._xla.sync()
         return result
 
     def wrapped_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return both on the CPU: a file with tensors of a TPU is of no use elsewhere."""
+        """Return both state dicts on the CPU: other machines cannot load tensors of a TPU."""
         model, optimizer = super().wrapped_state()
         return moved(model, _CPU), moved(optimizer, _CPU)
 
     def whole_module(self) -> nn.Module:
-        """Return a copy on the CPU."""
+        """Return a copy of the model on the CPU."""
         return copy.deepcopy(self.model).to(_CPU)

@@ -55,13 +55,13 @@ def test_a_cnn_takes_images_of_any_size():
 
 @pytest.mark.parametrize("inputs", [(13,), (8, 8), (1, 3, 8)])
 def test_a_cnn_takes_images_alone(inputs):
-    with pytest.raises(UsageError, match="model cnn takes images"):
+    with pytest.raises(UsageError, match="model cnn needs images"):
         model("cnn", data(*inputs))
 
 
 @pytest.mark.parametrize("word", ["linear", "mlp:3", "cnn"])
 def test_of_data_of_unknown_shape_no_model_is_made(word):
-    with pytest.raises(UsageError, match="their shape is not known") as caught:
+    with pytest.raises(UsageError, match="the shape of the data, which is not known") as caught:
         model(word, data())
     assert caught.value.hint.startswith("Trainer(model=...)")
 
@@ -167,13 +167,13 @@ def test_trying_it_uses_up_nothing_that_is_random(own):
 
 WRONG = {
     "Gone": (UsageError, "has no attribute 'Gone'"),
-    "number": (UsageError, "own_net:number is an int, and neither a model nor what makes one"),
+    "number": (UsageError, "own_net:number is an int, not a model or function"),
     "needy": (UsageError, "own_net:needy raised TypeError: needy() missing 1 required"),
-    "nothing": (UsageError, "own_net:nothing returned None, and no model"),
-    "weights": (UsageError, "own_net:weights returned an OrderedDict, and no model"),
-    "Moody": (TrainingError, "does not take a batch of (1, 10): ValueError: not today"),
-    "wide": (TrainingError, "makes (1, 3) of a batch of (1, 10), and --data friedman wants (1, 1)"),
-    "Two": (TrainingError, "makes a tuple of a batch of (1, 10)"),
+    "nothing": (UsageError, "own_net:nothing returned None, not a model"),
+    "weights": (UsageError, "own_net:weights returned an OrderedDict, not a model"),
+    "Moody": (TrainingError, "does not accept a batch of (1, 10): ValueError: not today"),
+    "wide": (TrainingError, "returns (1, 3) for a batch of (1, 10); --data friedman needs (1, 1)"),
+    "Two": (TrainingError, "returns a tuple for a batch of (1, 10)"),
 }
 
 

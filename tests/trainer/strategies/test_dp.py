@@ -54,7 +54,7 @@ def test_a_gpu_that_is_not_there(options):
 
 
 def test_gpus_and_the_cpu():
-    with pytest.raises(UsageError, match="are GPUs, and device is cpu"):
+    with pytest.raises(UsageError, match="are GPUs, but device is cpu"):
         dp(device_ids=(0,), device="cpu").wrap(nn.Linear(1, 1))
 
 
@@ -65,5 +65,5 @@ def test_replicas_on_a_gpu(tmp_path):
     assert {one.device for one in told.of("Traced") if not one.outside} == {
         f"cuda:{number}" for number in range(min(4, torch.cuda.device_count()))
     }
-    with pytest.raises(TrainingError, match="no replica is there"):
+    with pytest.raises(TrainingError, match="it has no replica"):
         dp(device_ids=(0,), output_device=97).wrap(nn.Linear(1, 1))

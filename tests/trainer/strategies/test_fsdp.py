@@ -143,7 +143,7 @@ def test_what_scripts_write_is_whole_and_has_the_names_of_the_model(folder, two,
 
 def test_a_module_in_parts_is_not_pickled(two):
     for rank in two:
-        assert rank["kinds"]["text"].endswith("each process has parts")
+        assert rank["kinds"]["text"].endswith("each process has only shards of it")
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -169,6 +169,8 @@ def test_without_a_launcher_it_is_told_how_to_start(tmp_path, monkeypatch):
 
 def test_a_torch_without_it_is_told(tmp_path, monkeypatch):
     monkeypatch.delattr(fsdp, "fully_shard")
-    with pytest.raises(TrainingError, match=r"which torch has from 2\.6 on; this is") as caught:
+    with pytest.raises(
+        TrainingError, match=r"needs torch 2\.6 or later, for fully_shard; this is"
+    ) as caught:
         run(tmp_path, strategy="fsdp")
     assert caught.value.hint == "a later torch, or --strategy ddp"

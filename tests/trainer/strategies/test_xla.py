@@ -19,14 +19,13 @@ from tests.trainer.runs import Told, assert_same_run, data, net, run
 def test_without_torch_xla_it_is_told_how_to_get_it(tmp_path):
     with pytest.raises(TrainingError, match="torch_xla, which cannot be imported") as caught:
         run(tmp_path / "out", strategy="xla")
-    assert caught.value.hint.startswith("pip install 'torch_xla[tpu]")
+    assert caught.value.hint.startswith("on a TPU: pip install 'torch_xla[tpu]")
     assert not (tmp_path / "out").exists()
 
 
 def test_xla_is_no_device_of_another_strategy(tmp_path):
-    with pytest.raises(TrainingError, match="xla has a strategy of its own") as caught:
+    with pytest.raises(TrainingError, match="device xla needs --strategy xla"):
         run(tmp_path / "out", device="xla")
-    assert caught.value.hint == "--strategy xla"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
@@ -112,7 +111,7 @@ class TestWithTorchXla:
         torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-9)
 
     def test_another_device_is_refused(self, tmp_path):
-        with pytest.raises(UsageError, match="and not cpu"):
+        with pytest.raises(UsageError, match="not cpu"):
             run(tmp_path / "out", strategy="xla", device="cpu")
 
     def test_a_slice_of_several_machines_is_refused(self, tmp_path, monkeypatch, count):
