@@ -65,6 +65,7 @@ def fitted(
     for naming in namings:
         naming.enter(plan)
     plan.follow(every, lambda own: _as_bare(own, namings))
+    plan.follow_flat(checkpoint.root)
     return plan.applied(checkpoint)
 
 

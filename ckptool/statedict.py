@@ -29,6 +29,7 @@ __all__ = [
     "OF_THE_MODEL",
     "Section",
     "is_flat",
+    "is_flat_optimizer",
     "is_optimizer",
     "is_the_models",
     "likely_models",
@@ -197,6 +198,11 @@ def is_optimizer(mapping: dict[Any, Any]) -> bool:
     )
 
 
+def is_flat_optimizer(mapping: dict[Any, Any]) -> bool:
+    """Return whether it is an optimizer's state as `get_optimizer_state_dict` flattens it."""
+    return any(isinstance(key, str) and key.startswith("param_groups.") for key in mapping)
+
+
 def numbered(root: Any) -> Any:
     """Return the tree with numbers as keys of an optimizer's state where its groups have numbers.
 
@@ -252,8 +258,8 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
         return False
     if path and isinstance(path[-1], TensorRef):
         return False  # what a pickled optimizer keeps of a parameter
-    if any(name.startswith("param_groups.") for name in mapping):
-        return False  # an optimizer's state, flattened: get_optimizer_state_dict of torch 2.5
+    if is_flat_optimizer(mapping):
+        return False
     if path and _is_of_a_parameter(mapping):
         return False  # where no groups tell
     entries = list(mapping.values())
@@ -433,8 +439,8 @@ def _weights_beside_sections(root: Any) -> OrderedMap:
     tensors = OrderedMap((key, one) for key, one in root.items() if isinstance(one, TensorRef))
     names = [key for key in root if isinstance(key, str)]
     dotted = any("." in name and tensors[name].shape for name in names if name in tensors)
-    is_flat_optimizer = any(name.startswith("param_groups.") for name in names)
-    return tensors if dotted and names == list(root) and not is_flat_optimizer else OrderedMap()
+    is_model = dotted and names == list(root) and not is_flat_optimizer(root)
+    return tensors if is_model else OrderedMap()
 
 
 def _models(root: Any, path: Path = ()) -> list[Section]:

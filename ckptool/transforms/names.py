@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -25,6 +26,7 @@ from ckptool.names import (
 from ckptool.statedict import (
     MODEL_KINDS,
     Section,
+    is_flat_optimizer,
     is_optimizer,
     loose_optimizers,
     model_state_dict,
@@ -32,7 +34,7 @@ from ckptool.statedict import (
     wrapped_names,
 )
 from ckptool.transforms.name_rules import AppliedRules, Rule, Step, rules_of
-from ckptool.tree import rebuild
+from ckptool.tree import everything, rebuild
 from ckptool.words import counted, listed, printable
 
 __all__ = [
@@ -54,6 +56,9 @@ __all__ = [
 Targets = dict[Any, int]
 """The new paths of one module, each with its rank: where two modules come to one path, the entry
 of the lower rank stands there."""
+
+_FLAT_KEY = re.compile(r"(state\.|param_groups\.)(.+)(\.[^.]+)", re.DOTALL)
+"""A key of `get_optimizer_state_dict` with `flatten_optimizer_state_dict`."""
 
 _OWN_STAYS, _MOVES, _STAYS, _LOOSE_MOVES, _LOOSE_STAYS = range(5)
 
@@ -243,6 +248,30 @@ class NamePlan:
                 found = followed(own, self._namings)
                 renamed = {name: new for name, new in found.items() if new != name}
                 self._rename_optimizer(part, own, renamed if found else alone(own))
+
+    def follow_flat(self, root: Any) -> None:
+        """Plan flat states of optimizers, whose keys are as `state.NAME.exp_avg`.
+
+        Raises:
+            NameCollision: two keys would become one.
+        """
+        moved = any(renamed for _, renamed in self._namings)
+        every = (node for node in everything(root) if isinstance(node, dict)) if moved else ()
+        for flat in filter(is_flat_optimizer, every):
+            found = (_FLAT_KEY.fullmatch(key) for key in flat if isinstance(key, str))
+            parts = [one.groups() for one in found if one]
+            new = followed((name for _, name, _ in parts), self._namings)
+            renamed = {
+                f"{front}{name}{end}": f"{front}{new[name]}{end}"
+                for front, name, end in parts
+                if new.get(name, name) != name
+            }
+            if renamed:
+                check_collisions(flat, renamed, file=self.file or None, hint=self.collision_hint)
+                items = ((renamed.get(key, key), value) for key, value in flat.items())
+                self.instead[id(flat)] = remade(flat, items)
+                text = f"{counted(len(renamed), 'key')} of a flat optimizer state renamed with it"
+                self.changes.append(Change("follow", text, len(renamed)))
 
     def _rename_optimizer(self, part: Section, own: list[str], renamed: dict[str, str]) -> None:
         """Plan an optimizer's state dict under its new names."""
@@ -442,6 +471,7 @@ def rename(
                 made.new(name)
             plan.changes.append(stays(part))
     plan.follow(every, lambda own: made.renamed(own) if key is None else {})
+    plan.follow_flat(checkpoint.root)
     plan.changes[:0] = made.changes()
     plan.changes.extend(Change("warning", text) for text in made.idle())
     return plan.applied(checkpoint)
@@ -519,6 +549,7 @@ def strip_module(
             found = unwrapped_modules(part.holder, only=only, levels=levels, at=at)
             _unwrap(plan, part, names, found)
     plan.follow(parts, lambda own: strip_names(own, only=only, levels=levels, at=at).renamed)
+    plan.follow_flat(checkpoint.root)
     return plan.applied(checkpoint)
 
 
@@ -542,6 +573,7 @@ def add_module(
         elif part.kind == "module":
             plan.changes.append(stays(part))
     plan.follow(every, lambda own: changed(own, rename) if key is None else {})
+    plan.follow_flat(checkpoint.root)
     return plan.applied(checkpoint)
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckptool
 from ckptool.errors import NoSpace, NotRepresentable, TargetExists, WriteError
@@ -331,6 +332,29 @@ def test_numbers_of_parameters_are_no_names(tmp_path):
     assert list(new["model"]) == ["module.weight", "module.bias"]
     assert list(new["optim"]["state"]) == ["0", "1"]
     assert new["optim"]["param_groups"][0]["params"] == [0, 1]
+
+
+def test_the_flat_state_of_an_optimizer_follows(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, flat = get_state_dict(model, optimizer, options=options)
+    names = {f"state.{name}.exp_avg" for name, _ in model.named_parameters()}
+    assert names < flat.keys()
+    state = {"model": weights, "optim": {**flat, "state.0.weight": 1, "other": 2}}
+    folder = tmp_path / "run"
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    with ckptool.open(folder) as checkpoint:
+        checkpoint.rename(["^0=>first.0"]).save(folder, in_place=True)
+    new = by_torch(folder, tmp_path)
+    expected = {name.replace("s.0.", "s.first.0.", 1): one for name, one in flat.items()}
+    expected = {
+        name.replace("state.0.", "state.first.0.", 1): one for name, one in expected.items()
+    }
+    assert_equal(new["optim"], {**expected, "state.0.weight": 1, "other": 2})
+    assert "first.0.weight" in new["model"]
 
 
 def test_more_than_names_is_refused_in_place(run):
