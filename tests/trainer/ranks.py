@@ -1,7 +1,8 @@
-"""Processes of one run that connect through a file, and what each of them was told."""
+"""The processes of one run: how they are started, and what each of them was told."""
 
 import json
 import os
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -10,11 +11,37 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.forks import ended, start
+from tests.forks import FORKS, ended, start
 
 needs_gloo = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available() or os.name == "nt", reason="needs gloo"
 )
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def started(module, *words, size, said):
+    """Start `size` processes that find each other by torchrun's environment variables."""
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size}
+    return [
+        start(module, *words, environment={**group, "RANK": rank, "LOCAL_RANK": rank}, said=said)
+        for rank in range(size)
+    ]
+
+
+def stepping(runs, stop=None, *, said, environment=None):
+    """Start a process of some runs, options by folder; the pipe has the steps that it prints."""
+    steps, told = FORKS.Pipe(duplex=False)
+    words = [json.dumps(runs), *([] if stop is None else [stop])]
+    child = start(
+        "tests.trainer.stepping", *words, environment=environment or {}, said=said, printed=told
+    )
+    told.close()
+    return child, steps
 
 
 def by_ranks(module, folder, size):

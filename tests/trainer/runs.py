@@ -5,6 +5,7 @@ import json
 import torch
 from torch import nn
 
+from ckptool.errors import CheckpointError
 from ckptool.trainer import Observer, TrainConfig, TrainData, Trainer
 from ckptool.trainer.data import Rows
 
@@ -66,6 +67,24 @@ def trainer(out, observer=None, *, model=None, given=None, **options):
 
 def run(out, observer=None, **options):
     return trainer(out, observer, **options).fit()
+
+
+def losses_of(out, **options):
+    """The loss of each step of a run, then the validation loss of each epoch."""
+    told = Told()
+    run(out, told, **options)
+    steps, epochs = told.of("Stepped"), told.of("EpochEnded")
+    return [one.loss for one in steps] + [one.val_loss for one in epochs]
+
+
+def refusal(out, told=None, **options):
+    """The error of a run that fails, and how many steps it took."""
+    told = told or Told()
+    try:
+        run(out, told, **options)
+    except CheckpointError as error:
+        return [type(error).__name__, error.message, len(told.of("Stepped"))]
+    return None
 
 
 def held(path):

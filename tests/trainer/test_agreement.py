@@ -1,19 +1,17 @@
 """Every strategy takes the steps that one process takes, to rounding."""
 
 import json
-import socket
 
 import pytest
 
 from tests.forks import ended, start
-from tests.trainer.agreeing import HERE, KINDS, SPREAD, losses
-from tests.trainer.ranks import by_ranks, needs_gloo
+from tests.trainer.agreeing import HERE, KINDS, losses
+from tests.trainer.ranks import by_ranks, free_port, needs_gloo
 
 pytestmark = needs_gloo
 TABLE = [
     *((strategy, None) for strategy in HERE),
-    *((strategy, size) for strategy in SPREAD for size in ("two", "three")),
-    ("ddp", "nodes"),
+    *(("ddp", one) for one in ("two", "three", "nodes")),
 ]
 
 
@@ -36,10 +34,7 @@ def three(tmp_path_factory):
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
     """Two agents of torchrun, which meet on loopback as two machines would; a process each."""
-    folder = tmp_path_factory.mktemp("nodes")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    folder, port = tmp_path_factory.mktemp("nodes"), free_port()
     said = folder / "said"
     agents = [
         start(
@@ -62,12 +57,11 @@ def test_losses_are_those_of_one_process(request, tmp_path, single, strategy, pr
         told = losses(tmp_path, kind, strategy)
     else:
         ranks = request.getfixturevalue(processes)
-        told, *others = (rank["spread"][f"{strategy} {kind}"] for rank in ranks)
+        told, *others = (rank["ddp"][kind] for rank in ranks)
         assert all(other == told for other in others)
     assert len(told) > 20
     assert told == pytest.approx(single[kind], rel=1e-6, abs=0)
 
 
 def test_two_nodes_of_one_process_are_one_node_of_two(two, nodes):
-    for kind in KINDS:
-        assert nodes[0]["spread"][f"ddp {kind}"] == two[0]["spread"][f"ddp {kind}"]
+    assert nodes[0] == two[0]

@@ -1,14 +1,13 @@
 """A run that is interrupted and goes on is the one that never was: to the bit, on CPU."""
 
-import json
 import os
 import random
 import signal
-import socket
 
 import pytest
 
-from tests.forks import FORKS, ended, start, wait_for
+from tests.forks import ended, wait_for
+from tests.trainer.ranks import free_port, stepping
 from tests.trainer.runs import Crash, Told, assert_same_run, crash_at, lines, run
 
 EVERYTHING = {"clip": 0.5, "ema": 0.9, "schedule": "cosine", "warmup": 2, "save_every": 1}
@@ -58,29 +57,16 @@ def test_a_run_of_fewer_steps_goes_on_as_one_of_more(tmp_path):
 
 
 @pytest.fixture
-def started(tmp_path):
+def begun(tmp_path):
     """Starts the processes of some runs, options by folder; each with the steps that it tells."""
     children = []
 
     def start_all(runs, *, world=0):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        group = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        begun = []
-        for rank in range(world or 1):
-            environment = {**group, "RANK": rank, "LOCAL_RANK": rank} if world else {}
-            steps, told = FORKS.Pipe(duplex=False)
-            child = start(
-                *("tests.trainer.stepping", json.dumps(runs)),
-                environment=environment,
-                said=tmp_path / "said",
-                printed=told,
-            )
-            told.close()
-            begun.append((child, steps))
-        children.extend(begun)
-        return begun
+        group = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        ranks = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
+        here = [stepping(runs, said=tmp_path / "said", environment=one) for one in ranks or [{}]]
+        children.extend(here)
+        return here
 
     yield start_all
     ended([child for child, _ in children], timeout=0)
@@ -89,12 +75,12 @@ def started(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
-def test_a_run_that_is_killed_at_any_moment(tmp_path, started):
+def test_a_run_that_is_killed_at_any_moment(tmp_path, begun):
     options = {**EVERYTHING, "epochs": 8}
     run(tmp_path / "whole", **options)
     moments = random.Random(5)
     for step in sorted(moments.sample(range(2, 24), 2)):
-        ((child, steps),) = started({str(tmp_path / "cut"): {"resume": "auto", **options}})
+        ((child, steps),) = begun({str(tmp_path / "cut"): {"resume": "auto", **options}})
         wait_for(step, steps)
         child.kill()
         assert ended([child], timeout=60) == [-signal.SIGKILL]
@@ -104,14 +90,14 @@ def test_a_run_that_is_killed_at_any_moment(tmp_path, started):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
-def test_two_processes_of_which_one_is_killed(tmp_path, started):
+def test_two_processes_of_which_one_is_killed(tmp_path, begun):
     whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
     options = {**EVERYTHING, "strategy": "ddp", "amp": "bf16"}
-    (one, _), (other, steps) = started({cut: options}, world=2)
+    (one, _), (other, steps) = begun({cut: options}, world=2)
     wait_for(5, steps)
     other.kill()
     assert ended([other, one], timeout=60)[1] > 0
-    again = started({cut: {"resume": "auto", **options}, whole: options}, world=2)
+    again = begun({cut: {"resume": "auto", **options}, whole: options}, world=2)
     codes = ended([child for child, _ in again], timeout=120)
     assert codes == [0, 0], (tmp_path / "said").read_text()
     assert_same_run(tmp_path / "whole", tmp_path / "cut")

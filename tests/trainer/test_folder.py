@@ -1,9 +1,7 @@
 """The folder of a run: written to before the first step, and never shared with another run."""
 
 import errno
-import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -12,8 +10,8 @@ import torch
 from ckptool.errors import FileBusy, FileMissing, TrainingError, WriteDenied, WriteError
 from ckptool.trainer import checkpoints as folder
 from tests.files.sets import needs_posix, needs_refusals
-from tests.forks import FORKS, ended, start, wait_for
-from tests.sources import PROJECT
+from tests.forks import ended, finished, wait_for
+from tests.trainer.ranks import stepping
 from tests.trainer.runs import Told, held, lines, run
 
 
@@ -127,14 +125,7 @@ def test_another_run_s_checkpoint_begins_one_in_an_empty_folder(tmp_path):
 def under_way(tmp_path):
     """A run in another process, which waits where it has saved more than once, to be killed."""
     runs = {str(tmp_path / "out"): {"epochs": 1_000_000, "save_every": 1}}
-    steps, told = FORKS.Pipe(duplex=False)
-    process = start(
-        *("tests.trainer.stepping", json.dumps(runs), 5),
-        environment={},
-        said=tmp_path / "said",
-        printed=told,
-    )
-    told.close()
+    process, steps = stepping(runs, 5, said=tmp_path / "said")
     with steps:
         wait_for(5, steps)
     yield process
@@ -230,22 +221,6 @@ def test_a_system_that_refuses(tmp_path, monkeypatch):
 @needs_posix
 def test_a_disk_without_room_for_a_checkpoint_that_is_to_come(tmp_path):
     """The file of the first step would fit; with the optimizer's state it does not."""
-    code = """
-import resource, sys
-from tests.trainer.runs import net, run
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-from ckptool.errors import NoSpace
-try:
-    run(sys.argv[1], model=net(width=1000))
-except NoSpace as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "out")],
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = finished("tests.trainer.little_room", tmp_path / "out", cwd=tmp_path, timeout=60)
     assert done.stdout.endswith("last.pth: cannot be written (File too large)\n"), done.stderr
     assert not (tmp_path / "out").exists()

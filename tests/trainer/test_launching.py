@@ -4,14 +4,13 @@ import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from ckptool.errors import TrainingError, WorkerFailed
 from ckptool.trainer.launching import launch, recorded
+from tests.forks import FORKS, ended, start
 from tests.sources import PROJECT
 from tests.trainer.ranks import needs_gloo
 
@@ -83,40 +82,49 @@ def test_a_port_that_is_taken(tmp_path):
             launch(["words", str(tmp_path)], nproc=2, port=port, program=PROGRAM)
 
 
-def alone(how, out):
-    """A launcher in a session of its own, when its workers say that they are under way."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.trainer.launching_alone", how, str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("under way")
-    return process
+@pytest.fixture
+def alone(tmp_path):
+    """Starts a launcher in a session of its own; comes back when its workers are under way."""
+    pipe, told = FORKS.Pipe(duplex=False)
+    lines = os.fdopen(pipe.fileno(), closefd=False)
+    children = []
+
+    def start_one(how):
+        errors = tmp_path / "errors"
+        words = ("tests.trainer.launching_alone", how, tmp_path)
+        children.append(start(*words, environment={}, said=errors, printed=told))
+        told.close()
+        assert lines.readline().startswith("under way")
+
+        def end(send, *signals, timeout):
+            """Send signals; the exit code, and what it has said when all its workers have ended."""
+            for number in signals:
+                send(children[0].pid, number)
+            codes = ended(children, timeout=timeout)
+            lines.read()
+            return codes[0], errors.read_text()
+
+        return end
+
+    yield start_one
+    ended(children, timeout=0)
+    pipe.close()
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("send", [os.kill, os.killpg])
-def test_a_signal_to_the_launcher_ends_workers_that_wait_inside_torch(tmp_path, send, sent, code):
-    process = alone("waits", tmp_path)
-    send(process.pid, sent)
-    _, errors = process.communicate(timeout=25)  # before the launcher's own patience ends
-    assert (process.returncode, errors) == (code, "")
+def test_a_signal_to_the_launcher_ends_workers_that_wait_inside_torch(alone, send, sent, code):
+    end = alone("waits")
+    assert end(send, sent, timeout=25) == (code, "")  # before the launcher's own patience ends
 
 
 @pytest.mark.parametrize(
-    ("sent", "times", "code"),
-    [(signal.SIGINT, 2, 130), (signal.SIGKILL, 1, -9)],  # SIGTERM: tests/cli/test_train.py
+    ("signals", "code"),  # Ctrl-C as a terminal sends it; SIGTERM: tests/cli/test_train.py
+    [([signal.SIGINT, signal.SIGINT], 130), ([signal.SIGKILL], -9)],
 )
-def test_a_signal_to_the_launcher_ends_all_of_them_saved(tmp_path, sent, times, code):
-    process = alone("forever", tmp_path)
-    for _ in range(times):  # as a terminal sends Ctrl-C, to the whole group
-        os.killpg(process.pid, sent)
-    _, errors = process.communicate(timeout=100)  # to the end of the workers: they have the pipes
-    assert process.returncode == code
-    assert errors == ""
+def test_a_signal_to_the_launcher_ends_all_of_them_saved(tmp_path, alone, signals, code):
+    end = alone("forever")
+    assert end(os.killpg, *signals, timeout=100) == (code, "")
     held = torch.load(tmp_path / "last.pth", weights_only=True)
     assert held["progress"]["position"] == held["step"] % 3
 

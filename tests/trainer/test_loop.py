@@ -250,7 +250,7 @@ def test_a_validation_loss_that_is_no_number_is_no_best_one(tmp_path):
 
 @pytest.mark.parametrize("options", [{"amp": "bf16"}, {"clip": 0.1}, {"accumulate": 5}])
 def test_all_of_it_at_once_trains(tmp_path, options):
-    result = run(tmp_path, epochs=30, model=net(dropout=0.0), **options)
+    result = run(tmp_path, epochs=10, model=net(dropout=0.0), **options)
     assert result.best < lines(tmp_path)[0]["val_loss"]
 
 

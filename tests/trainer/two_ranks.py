@@ -3,29 +3,22 @@
 import math
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from ckptool.errors import CheckpointError
 from ckptool.trainer import TrainData
 from ckptool.trainer.data import Rows
 from tests.trainer.ranks import main
-from tests.trainer.runs import Told, data, net, run
+from tests.trainer.runs import Told, data, net, refusal, run
 
 
 def rank():
     return torch.distributed.get_rank()
 
 
-def refused(*arguments, **options):
-    """The error of a run, and whether it took a step."""
-    told = Told()
-    try:
-        run(*arguments, told, strategy="ddp", **options)
-    except CheckpointError as error:
-        return [type(error).__name__, error.message, len(told.of("Stepped"))]
-    return None
+refused = partial(refusal, strategy="ddp")
 
 
 def kinds(folder):
@@ -93,11 +86,7 @@ def a_disk_that_fills(folder):
             path.unlink()
             path.mkdir()
 
-    try:
-        run(folder / "full disk", Told(act), strategy="ddp")
-    except CheckpointError as error:
-        return [type(error).__name__, error.message]
-    return None
+    return refused(folder / "full disk", Told(act))[:2]
 
 
 def a_signal_for_one(folder):

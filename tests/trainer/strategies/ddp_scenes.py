@@ -3,9 +3,8 @@
 import torch
 from torch import nn
 
-from ckptool.errors import TrainingError
 from tests.trainer.ranks import main
-from tests.trainer.runs import Crash, crash_at, net, run
+from tests.trainer.runs import Crash, crash_at, net, refusal, run
 
 
 class Partial(nn.Module):
@@ -42,17 +41,9 @@ def cut(folder):
 def refused(folder):
     """What is said before the first step."""
     return [
-        _refusal(folder / "small", batch_size=1),
-        _refusal(folder / "untrained", model=net().requires_grad_(False)),
+        refusal(folder / "small", strategy="ddp", batch_size=1),
+        refusal(folder / "untrained", strategy="ddp", model=net().requires_grad_(False)),
     ]
-
-
-def _refusal(out, **options):
-    try:
-        run(out, strategy="ddp", **options)
-    except TrainingError as error:
-        return str(error)
-    return None
 
 
 if __name__ == "__main__":

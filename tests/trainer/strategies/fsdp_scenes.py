@@ -2,13 +2,13 @@
 
 import contextlib
 import sys
+from functools import partial
 
 import torch
 from torch import nn
 
-from ckptool.errors import CheckpointError
 from tests.trainer.ranks import main
-from tests.trainer.runs import Crash, Told, crash_at, net, run
+from tests.trainer.runs import Crash, Told, crash_at, losses_of, net, refusal, run
 
 EXACT = {"dtype": "float64", "epochs": 7, "max_steps": 20}
 """Three steps an epoch of 4 + 4 samples, the last of 4 + 2: of three processes one has none."""
@@ -67,12 +67,6 @@ def tied():
     return Tied()
 
 
-def losses(out, **options):
-    told = Told()
-    run(out, told, **options)
-    return [event.loss for event in told.of("Stepped")]
-
-
 def cut(out, step, model, **options):
     """A run that crashes at a step, and goes on."""
     with contextlib.suppress(Crash):
@@ -82,19 +76,14 @@ def cut(out, step, model, **options):
     return told.notes
 
 
-def error(out, **options):
-    try:
-        run(out, strategy="fsdp", **options)
-    except CheckpointError as refused:
-        return {"kind": type(refused).__name__, "text": str(refused)}
-    return None
+error = partial(refusal, strategy="fsdp")
 
 
 def agreeing(folder):
     """Three processes take long: what is special about them is an empty share, and empty parts."""
     kinds = SHARDED if torch.distributed.get_world_size() == 2 else SHARDED[:1]
     return {
-        kind: losses(folder / kind, strategy="fsdp", model=net(dropout=0.0), **AGREEING[kind])
+        kind: losses_of(folder / kind, strategy="fsdp", model=net(dropout=0.0), **AGREEING[kind])
         for kind in kinds
     }
 
@@ -132,10 +121,10 @@ def damaged(folder):
     newest = max(out.glob("step-*"))
     (newest / "__0_0.distcp").unlink(missing_ok=True)
     torch.distributed.barrier()
-    text = error(folder / "elsewhere", resume=str(newest), **RESUMING)
+    refused_here = error(folder / "elsewhere", resume=str(newest), **RESUMING)
     told = Told()
     run(out, told, strategy="fsdp", sharded=True, resume="auto", **RESUMING)
-    return {"text": text, "notes": told.notes, "newest": newest.name}
+    return {"error": refused_here, "notes": told.notes, "newest": str(newest)}
 
 
 def elsewhere(folder):
@@ -151,7 +140,7 @@ def elsewhere(folder):
         "folder with ddp": folder.parent / "two" / "half" / "last",
     }
     return {
-        kind: losses(
+        kind: losses_of(
             folder / f"from_{kind}",
             strategy="ddp" if "ddp" in kind else "fsdp",
             resume=str(path),

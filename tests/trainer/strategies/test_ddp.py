@@ -47,6 +47,6 @@ def test_parameters_that_no_gradient_comes_to_stay_as_they_are(folder, tmp_path,
 def test_what_cannot_be_trained_is_refused_in_all_processes(told, size):
     for rank in told:
         assert rank["refused"] == [
-            f"a batch of 1 sample cannot be shared by {size} processes",
-            "the model has no parameter to train",
+            ["TrainingError", f"a batch of 1 sample cannot be shared by {size} processes", 0],
+            ["TrainingError", "the model has no parameter to train", 0],
         ]

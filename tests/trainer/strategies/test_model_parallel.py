@@ -10,8 +10,8 @@ from torch import nn
 from ckptool.errors import TrainingError
 from ckptool.trainer.strategies.blocks import blocks_of
 from ckptool.trainer.strategies.model_parallel import stages
-from tests.trainer.runs import Crash, Told, crash_at, differences, held, net, run
-from tests.trainer.strategies.fsdp_scenes import AGREEING, losses, tied
+from tests.trainer.runs import Crash, Told, crash_at, differences, held, losses_of, net, run
+from tests.trainer.strategies.fsdp_scenes import AGREEING, tied
 
 TWO = {"strategy": "model-parallel", "devices": ("cpu", "cpu")}
 
@@ -19,8 +19,8 @@ TWO = {"strategy": "model-parallel", "devices": ("cpu", "cpu")}
 @pytest.mark.parametrize("kind", AGREEING)
 def test_losses_are_those_of_one_device_to_the_bit(tmp_path, kind):
     for name, spread in (("one", {}), ("two", TWO)):
-        found = losses(tmp_path / name, model=net(), **AGREEING[kind], **spread)
-        assert len(found) == 20
+        found = losses_of(tmp_path / name, model=net(), **AGREEING[kind], **spread)
+        assert len(found) == 27
     one, two = (held(tmp_path / name / "last.pth") for name in ("one", "two"))
     for section in ("state_dict", "optimizer", "ema", "scaler"):
         assert not differences(one.get(section), two.get(section))

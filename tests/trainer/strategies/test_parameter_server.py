@@ -9,32 +9,18 @@ import torch
 import ckptool
 from ckptool.errors import TrainingError
 from ckptool.trainer.strategies.parameter_server import launched_as
-from tests.forks import ended, start
+from tests.forks import ended
+from tests.trainer.ranks import started
 from tests.trainer.runs import assert_same_run, held, net, run
 from tests.trainer.served_cases import EXACT, LIMITS
 
 TIMEOUT = 300
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def launched(out, scene, processes):
     """The exit codes of the processes of `served.py`, by rank, and what they said."""
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": processes}
-    started = [
-        start(
-            "tests.trainer.served",
-            *(out, scene),
-            environment={**group, "RANK": rank, "LOCAL_RANK": rank},
-            said=out / "said",
-        )
-        for rank in range(processes)
-    ]
-    return ended(started, timeout=TIMEOUT), (out / "said").read_text()
+    ranks = started("tests.trainer.served", out, scene, size=processes, said=out / "said")
+    return ended(ranks, timeout=TIMEOUT), (out / "said").read_text()
 
 
 def records(out, rank):
