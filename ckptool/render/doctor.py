@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ckptool.diagnosis import Complaint, Diagnosis
 from ckptool.formats import format_of
-from ckptool.render.text import PLAIN, Look, command_lines
+from ckptool.render.text import PLAIN, Look, command_lines, wrapped
 from ckptool.words import clean, counted, listed
 
 __all__ = ["diagnosis_lines"]
 
-_INDENT = 10
-_WIDEST = 100
-"""Wider lines are not good to read. Where nobody said how wide they are, none is broken: what is
-searched for is found."""
 _WORDS = {"fails": "error", "misleads": "warning", "note": "note"}
 _NOTHING = (
     "torch.load and load_state_dict",
@@ -61,40 +56,26 @@ def _is_flat(diagnosis: Diagnosis) -> bool:
 def _block(number: int, complaint: Complaint, look: Look, explain: bool) -> Iterator[str]:
     word = _WORDS[complaint.severity]
     coloured = look.alarm(word) if complaint.severity == "fails" else look.bold(word)
-    first, *rest = _wrapped(complaint.what, look, len(f"{number}. {word}: "))
-    yield f"{number}. {coloured}: {first}"
-    yield from (f"   {line}" for line in rest)
+    what = wrapped(f"{number}. {word}: {_sentence(complaint.what)}", look.width, indent="   ")
+    yield what[0].replace(word, coloured, 1)
+    yield from what[1:]
     if explain:
-        yield from _fact("where", ", ".join(map(clean, complaint.where)), look)
+        yield from _fact("where", ", ".join(complaint.where), look)
         yield from _fact("why", complaint.why, look)
     elif complaint.severity != "note":
-        yield f"   {_cut(clean(complaint.why.partition('; ')[0]), look)}"
+        why = _sentence(complaint.why.partition("; ")[0])
+        yield from wrapped(f"   {why}", look.width, indent="   ")
     if explain or not (complaint.commands or complaint.alternatives):
         yield from _fact("hint", complaint.remedy, look)
 
 
-def _cut(text: str, look: Look) -> str:
-    """Return the text in one line, its last words left out if the line is too long."""
-    if look.width is None or len(text) <= look.width - 3:
-        return text
-    return f"{text[: look.width - 6].rpartition(' ')[0].rstrip(' .')} ..."
-
-
 def _fact(name: str, text: str, look: Look) -> Iterator[str]:
-    if not text:
-        return
-    lines = _wrapped(text, look, _INDENT)
-    yield f"   {name:<{_INDENT - 3}}{lines[0]}"
-    yield from (f"{'':<{_INDENT}}{line}" for line in lines[1:])
+    if text:
+        yield from wrapped(f"   {name:<7}{_sentence(text)}", look.width, indent=" " * 10)
 
 
-def _wrapped(text: str, look: Look, taken: int) -> list[str]:
-    """Return the text in lines that fit beside what is `taken`; longer words stay whole."""
-    text = clean("; ".join(text.split("\n")))  # a refusal may have several lines
-    if look.width is None:
-        return [text]
-    width = max(min(look.width, _WIDEST) - taken, 30)
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+def _sentence(text: str) -> str:
+    return clean("; ".join(text.split("\n")))  # a refusal may have several lines
 
 
 def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:

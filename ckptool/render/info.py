@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.inspection.info import Info, SectionInfo, info
@@ -12,7 +12,7 @@ from ckptool.statedict import Section
 from ckptool.words import clean, counted, listed
 
 __all__ = [
-    "NAMELESS",
+    "SECTION_HEADINGS",
     "checkpoint_line",
     "checkpoint_lines",
     "counts_text",
@@ -20,13 +20,13 @@ __all__ = [
     "info_line",
     "info_lines",
     "section_line",
+    "section_rows",
     "size_text",
 ]
 
 _INDENT = 14
 _MOST_LISTED = 8
-NAMELESS = {"values": "(beside them)"}
-"""What a section without a name of its own is called, by its kind; else `(the whole file)`."""
+SECTION_HEADINGS = ("section", "kind", "tensors", "parameters", "bytes", "wrappers")
 _MACHINES = {"one_gpu": "one GPU", "cpu": "no GPU"}
 
 
@@ -132,11 +132,13 @@ def section_line(section: Section) -> str:
 
 
 def _named(section: Section | SectionInfo) -> str:
-    return clean(section.name) or NAMELESS.get(section.kind, "(the whole file)")
+    nameless = "(beside them)" if section.kind == "values" else "(the whole file)"
+    return clean(section.name) or nameless
 
 
-def _sections(sections: tuple[SectionInfo, ...], look: Look) -> Iterator[str]:
-    rows = [
+def section_rows(sections: Iterable[SectionInfo]) -> list[list[str]]:
+    """Return the cells below `SECTION_HEADINGS`."""
+    return [
         [
             _named(section),
             section.kind,
@@ -147,8 +149,10 @@ def _sections(sections: tuple[SectionInfo, ...], look: Look) -> Iterator[str]:
         ]
         for section in sections
     ]
-    headers = ["section", "kind", "tensors", "parameters", "bytes", "wrappers"]
-    return table(headers, rows, look, right={2, 3, 4}, flexible=(0, 5))
+
+
+def _sections(sections: Iterable[SectionInfo], look: Look) -> Iterator[str]:
+    return table(SECTION_HEADINGS, section_rows(sections), look, right={2, 3, 4}, flexible=(0, 5))
 
 
 def _commands(info: Info, look: Look) -> Iterator[str]:

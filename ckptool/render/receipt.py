@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from ckptool.checkpoint import Change
 from ckptool.files.recovery import Recovery
-from ckptool.render.text import size
+from ckptool.render.text import first_lines, size
 from ckptool.words import clean, counted
 from ckptool.writing import Receipt
 
@@ -23,11 +23,12 @@ WORST = 3
 def receipt_lines(receipt: Receipt) -> Iterator[str]:
     """Yield what changed, what was left out, what stays in the way, and the file."""
     for kind, alike in groupby(receipt.changes, key=lambda change: change.kind):
-        yield from _few(f"warning: {one.text}" if kind == "warning" else one.text for one in alike)
+        mark = "warning: " if kind == "warning" else ""
+        yield from first_lines((clean(mark + one.text) for one in alike), SCREEN)
     if not receipt.left_out and {one.kind for one in receipt.changes} <= {"warning", "format"}:
         yield f"names, values and devices stay as they are in {clean(receipt.source)}"
     yield from _told(receipt.outcomes)
-    yield from _few(f"left out: {text}" for text in receipt.left_out)
+    yield from first_lines((f"left out: {clean(text)}" for text in receipt.left_out), SCREEN)
     for text in receipt.notes:
         yield f"note: {clean(text)}"
     for text in receipt.blockers:
@@ -35,14 +36,6 @@ def receipt_lines(receipt: Receipt) -> Iterator[str]:
     for path, length in receipt.files:
         yield f"{clean(path)}  {size(length)}"
     yield receipt_line(receipt)
-
-
-def _few(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines of one kind: as many as a screen has, then the number of the rest."""
-    every = list(lines)
-    yield from map(clean, every[:SCREEN])
-    if len(every) > SCREEN:
-        yield f"and {len(every) - SCREEN:,} more like that (--json names them)"
 
 
 def _told(outcomes: Sequence[Change]) -> Iterator[str]:

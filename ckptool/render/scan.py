@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ckptool.inspection.deeds import CANNOT_TELL, DATA, RUNS, VERDICTS
 from ckptool.inspection.scan import Scan, Stream
-from ckptool.render.text import PLAIN, Look
+from ckptool.render.text import PLAIN, Look, first_lines
 from ckptool.words import clean, counted, listed
 
 __all__ = ["result_lines", "summary_line"]
@@ -27,18 +27,16 @@ def result_lines(found: Scan, look: Look = PLAIN) -> Iterator[str]:
         bad = found.verdict in (RUNS, CANNOT_TELL)
         modules = f" (imports {listed(found.modules)})" if found.modules else ""
         yield f"{name}: {look.alarm(found.verdict) if bad else found.verdict}{modules}"
-    lines = [line for stream in found.streams for line in _lines(stream)]
-    yield from lines[:_SCREEN]
-    if len(lines) > _SCREEN:
-        yield f"  and {counted(len(lines) - _SCREEN, 'line')} more (--json has them)"
+    lines = (line for stream in found.streams for line in _lines(stream))
+    yield from (f"  {line}" for line in first_lines(lines, _SCREEN))
 
 
 def _lines(stream: Stream) -> Iterator[str]:
     place = f"{clean(stream.where)}, " * bool(stream.where)
     for deed in stream.deeds:
-        yield f"  {place}byte {deed.offset:,}, {deed.opcode}: {clean(deed.text)}"
+        yield f"{place}byte {deed.offset:,}, {deed.opcode}: {clean(deed.text)}"
     if stream.fault:
-        yield f"  {place}byte {stream.offset:,}: {clean(stream.fault)}"
+        yield f"{place}byte {stream.offset:,}: {clean(stream.fault)}"
 
 
 def summary_line(results: Sequence[Scan], errors: int, look: Look) -> str:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ckptool.inspection.stats import Stats, TensorStats, Totals
 from ckptool.render.table import apart, table
-from ckptool.render.text import PLAIN, Look, count, label, share, wrapped
+from ckptool.render.text import PLAIN, Look, count, first_lines, label, share, wrapped
 from ckptool.words import clean, counted, listed
-
-if TYPE_CHECKING:
-    from ckptool.tensors.statistics import Measures
 
 __all__ = ["ASCII", "BLOCKS", "bars", "ramp_for", "stats_lines"]
 
@@ -20,22 +16,16 @@ ASCII = " .:-=+*#%@"
 """Marks of a histogram, the first for nothing at all, the last for the fullest bin."""
 
 _MOST_REMARKS = 20
+_COLUMNS = (
+    *("name", "dtype", "elements", "min", "max", "mean", "std", "zeros", "nan", "inf", "norm"),
+    *("histogram", "flags"),
+)
 _SPARE = (
-    "histogram",
-    "elements",
-    "dtype",
-    "norm",
-    "mean",
-    "zeros",
-    "inf",
-    "nan",
-    "std",
-    "max",
-    "min",
+    *("histogram", "elements", "dtype", "norm", "mean", "zeros", "inf", "nan", "std", "max", "min"),
 )
 """Columns that a narrow terminal does without, the first first."""
-_ODD = ("nan", "inf", "histogram", "flags")
-"""Columns that are left out where they say nothing."""
+_OPTIONAL = ("nan", "inf", "histogram", "flags")
+"""Columns that are left out if they are empty."""
 _LEFT = ("name", "dtype", "histogram", "flags")
 
 
@@ -70,50 +60,39 @@ def stats_line(stats: Stats) -> str:
 
 
 def _table(rows: Sequence[TensorStats], look: Look, ramp: str) -> Iterator[str]:
-    columns = _columns(rows, ramp)
-    headings = list(columns)
-    if look.width is not None and _width(columns) > look.width and "flags" in columns:
-        columns["flags"] = [cell.replace("-outlier", "!") for cell in columns["flags"]]
+    at = _COLUMNS.index
     return table(
-        headings,
-        [list(row) for row in zip(*columns.values(), strict=True)],
+        _COLUMNS,
+        [_cells(row, look, ramp) for row in rows],
         look,
-        right={at for at, name in enumerate(headings) if name not in _LEFT},
-        flexible=[headings.index(name) for name in ("name", "flags") if name in columns],
-        spare=[headings.index(name) for name in _SPARE if name in columns],
+        right=[n for n, name in enumerate(_COLUMNS) if name not in _LEFT],
+        flexible=(at("name"), at("flags")),
+        spare=list(map(at, _SPARE)),
+        optional=list(map(at, _OPTIONAL)),
     )
 
 
-def _width(columns: dict[str, list[str]]) -> int:
-    """Return the width of the rows if nothing is left out."""
-    return sum(max(map(len, (name, *cells))) + 2 for name, cells in columns.items()) - 2
-
-
-def _columns(rows: Sequence[TensorStats], ramp: str) -> dict[str, list[str]]:
-    """Return the cells of each column by its heading."""
-    found = [row.measures for row in rows]
-    columns = {
-        "name": [_name(row) for row in rows],
-        "dtype": [row.row.dtype for row in rows],
-        "elements": [count(row.row.numel) for row in rows],
-        "min": _figures(found, "minimum"),
-        "max": _figures(found, "maximum"),
-        "mean": _figures(found, "mean"),
-        "std": _figures(found, "std"),
-        "zeros": [share(one.zeros, one.elements, none="0") if one else "" for one in found],
-        "nan": [count(one.nan) if one and one.nan else "" for one in found],
-        "inf": [count(one.infinite) if one and one.infinite else "" for one in found],
-        "norm": _figures(found, "norm"),
-        "histogram": [
-            bars(one.histogram.counts, ramp) if one and one.histogram else "" for one in found
-        ],
-        "flags": [_flags(row) for row in rows],
-    }
-    return {name: cells for name, cells in columns.items() if any(cells) or name not in _ODD}
-
-
-def _figures(found: Sequence[Measures | None], field: str) -> list[str]:
-    return ["" if one is None else _number(getattr(one, field)) for one in found]
+def _cells(row: TensorStats, look: Look, ramp: str) -> list[str]:
+    one = row.measures
+    figures = [""] * 9
+    if one is not None:
+        figures = [
+            *map(_number, (one.minimum, one.maximum, one.mean, one.std)),
+            share(one.zeros, one.elements, none="0"),
+            count(one.nan) if one.nan else "",
+            count(one.infinite) if one.infinite else "",
+            _number(one.norm),
+            bars(one.histogram.counts, ramp) if one.histogram else "",
+        ]
+    flags = [
+        flag if times == row.count else f"{flag}({times:,})"
+        for flag, times in row.flag_counts.items()
+    ]
+    flags += ["tied"] if row.tie is not None else []
+    text = " ".join(flags if row.reason is None else [*flags, "no figures"])
+    if look.width is not None:
+        text = text.replace("-outlier", "!")
+    return [_name(row), row.row.dtype, count(row.row.numel), *figures, text]
 
 
 def _number(value: float | None) -> str:
@@ -123,15 +102,6 @@ def _number(value: float | None) -> str:
 
 def _name(row: TensorStats) -> str:
     return label(row.name, row.row.path)
-
-
-def _flags(row: TensorStats) -> str:
-    words = [
-        flag if times == row.count else f"{flag}({times:,})"
-        for flag, times in row.flag_counts.items()
-    ]
-    words += ["tied"] if row.tie is not None else []
-    return " ".join(words if row.reason is None else [*words, "no figures"])
 
 
 def _remarks(rows: Sequence[TensorStats], width: int | None) -> Iterator[str]:
@@ -146,10 +116,8 @@ def _remarks(rows: Sequence[TensorStats], width: int | None) -> Iterator[str]:
         for remark in row.remarks
     ]
     said += [f"no figures of {listed(names)}: {why}" for why, names in reasons.items()]
-    for sentence in said[:_MOST_REMARKS]:
-        yield from wrapped(sentence, width)
-    if len(said) > _MOST_REMARKS:
-        yield f"and {count(len(said) - _MOST_REMARKS)} more (--json has them all)"
+    for line in first_lines(said, _MOST_REMARKS):
+        yield from wrapped(line, width)
 
 
 def _totals(totals: Totals, look: Look) -> Iterator[str]:

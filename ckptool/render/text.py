@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -18,6 +18,7 @@ __all__ = [
     "command_lines",
     "count",
     "duration",
+    "first_lines",
     "json_lines",
     "label",
     "look_of",
@@ -30,9 +31,8 @@ __all__ = [
 ]
 
 _NARROWEST = 20  # columns for a sentence; a word a line is harder to read than a broken line
-_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
-"""What a shell has in quotes, as `shlex.quote` writes them."""
-_NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_QUOTED = re.compile(r"'([^']*)'|\"[^\"]*\"")
+"""A quoted word, or a part of one, as `shlex.quote` writes it."""
 
 
 def label(name: str, path: Sequence[Any]) -> str:
@@ -41,14 +41,16 @@ def label(name: str, path: Sequence[Any]) -> str:
 
 
 def runnable(command: str) -> str:
-    r"""Return a command as a shell takes it from the screen, where `clean` would change its words.
+    r"""Return a command that can be copied from the screen to a shell.
 
-    What is quoted and not printable becomes `$'a\nb'`, which bash, zsh and ksh know: control
-    characters, and bytes of a file's name that are no text.
+    A quoted word that is not printable becomes `$'a\nb'`, which bash, zsh and ksh read: it has
+    control characters, or bytes that are not UTF-8.
     """
-    if command.isprintable():
-        return command
-    return clean(_QUOTED.sub(_ansi_quoted, command))
+
+    def escaped(found: re.Match[str]) -> str:
+        return found[0] if found[0].isprintable() else f"$'{''.join(map(_in_c, found[1]))}'"
+
+    return clean(_QUOTED.sub(escaped, command))
 
 
 def command_lines(command: str, width: int | None, *, first: str = "  ") -> Iterator[str]:
@@ -65,25 +67,6 @@ def command_lines(command: str, width: int | None, *, first: str = "  ") -> Iter
         else:
             line = f"{line} {word}" if line else word
     yield f"{first}{line}"
-
-
-def _ansi_quoted(found: re.Match[str]) -> str:
-    word = found[0]
-    if word.isprintable() or word[0] != "'":
-        return word
-    return f"$'{''.join(map(_ansi, word[1:-1]))}'"
-
-
-def _ansi(character: str) -> str:
-    if character.isprintable():
-        return "\\\\" if character == "\\" else character
-    raw = character.encode("utf-8", "surrogateescape" if _is_byte(character) else "replace")
-    return _NAMED.get(character) or "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _is_byte(character: str) -> bool:
-    """Return whether it stands for a byte that is no UTF-8 (`os.fsdecode`)."""
-    return "\udc80" <= character <= "\udcff"
 
 
 def size(nbytes: int) -> str:
@@ -128,6 +111,14 @@ def shorten(text: str, most: int) -> str:
     return f"{text[: room - room // 2]}...{text[len(text) - room // 2 :]}"
 
 
+def first_lines(lines: Iterable[str], most: int) -> Iterator[str]:
+    """Yield the first `most` lines, then the number of the others."""
+    every = list(lines)
+    yield from every[:most]
+    if len(every) > most:
+        yield f"and {len(every) - most:,} more (--json has them all)"
+
+
 def wrapped(text: str, width: int | None, *, indent: str = "  ") -> list[str]:
     """Return a sentence in lines of `width` (20 or more) characters; break longer words.
 
@@ -154,10 +145,9 @@ _C_NAMED = dict(zip('\a\b\t\n\v\f\r"\\', 'abtnvfr"\\', strict=True))
 
 
 def quoted(text: str) -> str:
-    r"""Return the text as git quotes a path: `"a\tb\342\200\256"` where it must, else as it is.
+    r"""Return the text as git prints a path (`core.quotePath=false`): `"a\tb\342\200\256"`.
 
-    It must where a character does not print, or is a double quote or a backslash. What else does
-    not print stands as its bytes of UTF-8 in octal (quote.c in git, `core.quotePath=false`).
+    A text of printable characters without double quotes and backslashes stays as it is.
     """
     if text.isprintable() and '"' not in text and "\\" not in text:
         return text
@@ -165,11 +155,14 @@ def quoted(text: str) -> str:
 
 
 def _in_c(character: str) -> str:
+    """Return a character as in a string of C, bytes of UTF-8 in octal."""
     if character in _C_NAMED:
         return f"\\{_C_NAMED[character]}"
     if character.isprintable():
         return character
-    return "".join(f"\\{byte:03o}" for byte in character.encode("utf-8", "surrogatepass"))
+    is_byte = "\udc80" <= character <= "\udcff"  # of os.fsdecode
+    raw = character.encode("utf-8", "surrogateescape" if is_byte else "surrogatepass")
+    return "".join(f"\\{byte:03o}" for byte in raw)
 
 
 def json_lines(document: Mapping[str, Any]) -> Iterator[str]:

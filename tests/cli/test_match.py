@@ -307,7 +307,7 @@ def test_an_option_that_is_advised_has_the_name_as_the_file_has_it(ckptool, tmp_
     (hint,) = [line for line in done.out.splitlines() if line.startswith("hint: ")]
     told = shlex.split(hint.removeprefix("hint: "))
     assert told[1:] == given
-    assert "--allow-missing=$'\\x1b#0m'" in hint
+    assert "--allow-missing=$'\\033#0m'" in hint
 
 
 def test_what_is_proposed_is_enough(ckptool, tmp_path):

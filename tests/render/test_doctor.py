@@ -43,14 +43,13 @@ def test_the_verdict_comes_first_and_each_command_once_at_the_end():
     ]
 
 
-def test_each_complaint_has_torchs_error_in_one_line():
+def test_each_complaint_has_torchs_error_below_it():
     wide = lines(diagnosis(commands=COMMANDS), explain=False)
     assert wide[2:4] == ["1. error: what is \\x1b[2J wrong", f"   {WHY}"]
     narrow = lines(diagnosis(commands=COMMANDS), Look(width=40), explain=False)
-    shown = narrow[3].removeprefix("   ").removesuffix(" ...")
-    assert len(narrow[3]) <= 40
-    assert WHY.startswith(f"{shown} ")
-    assert narrow[4:6] == ["", "2. note: tied"]
+    end = narrow.index("2. note: tied") - 1
+    assert " ".join(map(str.strip, narrow[3:end])) == WHY
+    assert max(map(len, narrow[3:end])) <= 40
 
 
 def test_a_file_that_loads_is_said_to_load():

@@ -263,7 +263,7 @@ def test_of_a_long_table_the_beginning_is_shown_and_the_rest_counted():
     assert row.split(" | ")[0].strip() == "and 4,900 more"
     assert "note: some rows are only counted; the fields of the report have all names" in text
     assert "| KEPT" in text
-    assert any("--no-fold has one for each name" in line for line in lines(found, options=True))
+    assert any("--no-fold shows all names" in line for line in lines(found, options=True))
     assert sum("| MISSING" in line for line in lines(found, fold=False)) == 5000
     assert len(rows(found)) == 5001
 

@@ -37,7 +37,7 @@ def test_a_shell_gives_back_the_words(name, text):
 
 def test_what_does_not_print_is_as_a_shell_takes_it():
     remedy = Remedy((("allow_missing", ("a\x1b[0m",)),))
-    assert as_options(remedy) == r"--allow-missing=$'a\x1b[0m'"
+    assert as_options(remedy) == r"--allow-missing=$'a\033[0m'"
     assert option_words(remedy) == ["--allow-missing=a\x1b[0m"]
 
 

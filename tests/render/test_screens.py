@@ -231,8 +231,8 @@ def test_of_many_changes_of_one_kind_a_screen_is_printed():
     left_out = tuple(f"b{at} (net.Net)" for at in range(50))
     made = receipt(changes=(*changes, Change("cast", "done")), left_out=left_out)
     lines = list(receipt_lines(made))
-    assert lines[39:42] == [changes[39].text, "and 60 more like that (--json names them)", "done"]
-    assert lines[81:83] == ["left out: b39 (net.Net)", "and 10 more like that (--json names them)"]
+    assert lines[39:42] == [changes[39].text, "and 60 more (--json has them all)", "done"]
+    assert lines[81:83] == ["left out: b39 (net.Net)", "and 10 more (--json has them all)"]
     assert len(made.to_dict()["changes"]) == 101
 
 

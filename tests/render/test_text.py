@@ -55,7 +55,7 @@ def test_a_command_of_printable_words_stays_as_it_is():
 def test_words_that_no_terminal_shows_are_quoted_for_the_shell():
     name = os.fsdecode(b"a\nb\x1b[2J\\'\xff.pth")
     command = shlex.join(["ckptool", "list", name, "plain"])
-    assert runnable(command) == "ckptool list $'a\\nb\\x1b[2J\\\\'\"'\"$'\\xff.pth' plain"
+    assert runnable(command) == "ckptool list $'a\\nb\\033[2J\\\\'\"'\"$'\\377.pth' plain"
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash reads it")

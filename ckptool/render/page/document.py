@@ -17,10 +17,16 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from ckptool._version import __version__
-from ckptool.inspection.info import Info, SectionInfo
+from ckptool.inspection.info import Info
 from ckptool.inspection.values import shape_text
 from ckptool.render.diff import diff_rows
-from ckptool.render.info import NAMELESS, counts_text, format_text, size_text
+from ckptool.render.info import (
+    SECTION_HEADINGS,
+    counts_text,
+    format_text,
+    section_rows,
+    size_text,
+)
 from ckptool.render.page.data import columns, in_words
 from ckptool.render.text import count, shorten, size
 from ckptool.words import clean, counted
@@ -153,22 +159,10 @@ def _weights_only(info: Info) -> str:
 
 def sections(info: Info, caption: str = "") -> str:
     """Return the named parts of a file; `caption` is text."""
-    headers = ["section", "kind", "tensors", "parameters", "bytes", "wrappers"]
-    rows = [_section(one) for one in info.sections]
+    rows = [[words(shorten(cell, _LONGEST)) for cell in row] for row in section_rows(info.sections)]
     if not rows:
         return ""
-    return table(headers, rows, right={2, 3, 4}, class_="sections", caption=words(caption))
-
-
-def _section(section: SectionInfo) -> list[str]:
-    return [
-        words(shorten(section.name, _LONGEST)) or NAMELESS.get(section.kind, "(the whole file)"),
-        section.kind,
-        count(section.tensors) if section.tensors else "",
-        count(section.parameters) if section.parameters else "",
-        size(section.nbytes) if section.tensors else "",
-        words(" ".join(section.wrappers)),
-    ]
+    return table(SECTION_HEADINGS, rows, right={2, 3, 4}, class_="sections", caption=words(caption))
 
 
 def notes(report: Report) -> str:
