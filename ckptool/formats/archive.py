@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ from ckptool.errors import (
 from ckptool.files import ByteRange, FolderFile, InflatedSource, Source
 from ckptool.files.inflated import refuse_bomb
 from ckptool.files.tiled import late
-from ckptool.formats.base import Archive, Probe, Record
+from ckptool.formats.base import Archive, Probe, Record, naming
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, StorageRef
 from ckptool.symbolic import unpickle
@@ -32,9 +31,16 @@ from ckptool.words import few
 
 __all__ = [
     "ARRAY",
+    "CENTRAL",
     "DEFLATED",
     "DESCRIPTOR",
+    "END",
+    "END64",
+    "FAR",
+    "LOCAL",
     "LOCAL_SIGNATURE",
+    "LOCATOR",
+    "MANY",
     "REFUSED",
     "STORED",
     "End",
@@ -60,16 +66,19 @@ _METHODS = {
     1: "shrunk", 6: "imploded", 9: "Deflate64", 12: "bzip2", 14: "LZMA", 93: "zstd", 95: "xz",
 }  # fmt: skip
 
-_END = struct.Struct("<4s4H2IH")
-_LOCATOR = struct.Struct("<4sIQI")
-_END64 = struct.Struct("<4sQ2H2I4Q")
+END = struct.Struct("<4s4H2IH")
+LOCATOR = struct.Struct("<4sIQI")
+END64 = struct.Struct("<4sQ2H2I4Q")
+CENTRAL = struct.Struct("<4s6H3I5H2I")
+LOCAL = struct.Struct("<4s5H3I2H")
 _ENTRY = struct.Struct("<4s4x2H4x3I4H6xI")
 """Of a directory entry, what counts: no versions, times and attributes."""
 _LENGTHS = struct.Struct("<28x3H")
 """Of a directory entry, the lengths of what follows it: name, extra field, comment."""
 _ENTRY_SIGNATURE = b"PK\x01\x02"
 LOCAL_SIGNATURE = b"PK\x03\x04"
-_FAR, _MANY = 0xFFFFFFFF, 0xFFFF
+FAR, MANY = 0xFFFFFFFF, 0xFFFF
+"""Numbers in fields that are too short, whose true values the zip64 field or record has."""
 
 _ENCRYPTED, DESCRIPTOR, _PATCH, _STRONG, _MASKED = 1 << 0, 1 << 3, 1 << 5, 1 << 6, 1 << 13
 REFUSED = _ENCRYPTED | _PATCH | _STRONG | _MASKED
@@ -85,8 +94,6 @@ class End(NamedTuple):
     length: int
     start: int
     """Offset of the first end record: the directory ends there."""
-    size: int
-    """Bytes of the end records, the comment and what follows."""
 
 
 class Entry(NamedTuple):
@@ -111,14 +118,14 @@ def find_end(data: ByteRange) -> End | None:
         CorruptFile: they contradict each other, or the archive spans several disks.
         UnsupportedFormat: several archives stand one behind another.
     """
-    reach = min(data.length, _END.size + 0xFFFF)
+    reach = min(data.length, END.size + 0xFFFF)
     tail = data.read(data.length - reach, reach)
-    found = tail.rfind(b"PK\x05\x06", 0, max(len(tail) - _END.size + 4, 0))
+    found = tail.rfind(b"PK\x05\x06", 0, max(len(tail) - END.size + 4, 0))
     if found < 0:
         return None
     position = data.length - reach + found
-    _, disk, first_disk, on_disk, entries, length, offset, _ = _END.unpack_from(tail, found)
-    end = End(entries, offset, length, position, data.length - position)
+    _, disk, first_disk, on_disk, entries, length, offset, _ = END.unpack_from(tail, found)
+    end = End(entries, offset, length, position)
     wide = _find_end64(data, end)
     if (disk, first_disk) not in ((0, 0), (1, 1)) and wide is None:
         raise _corrupt(data, "the zip is one of several disks")
@@ -139,31 +146,31 @@ def find_end(data: ByteRange) -> End | None:
 
 def _find_end64(data: ByteRange, end: End) -> End | None:
     """Return the 64-bit end record that a locator before the plain one points to."""
-    position = end.start - _LOCATOR.size
+    position = end.start - LOCATOR.size
     if position < 0:
         return None
-    signature, _, offset, disks = _LOCATOR.unpack(data.read(position, _LOCATOR.size))
+    signature, _, offset, disks = LOCATOR.unpack(data.read(position, LOCATOR.size))
     if signature != b"PK\x06\x07":
         return None
-    if offset + _END64.size > position or disks > 1:
+    if offset + END64.size > position or disks > 1:
         raise _corrupt(data, f"the zip64 end record cannot lie at offset {offset:,}")
-    fields = _END64.unpack(data.read(offset, _END64.size))
+    fields = END64.unpack(data.read(offset, END64.size))
     signature, own_size, _, _, disk, first_disk, on_disk, entries, length, start = fields
     if signature != b"PK\x06\x06" or offset + own_size + 12 != position:
-        before = position - _END64.size
+        before = position - END64.size
         if before > offset and data.read(before, 4) == b"PK\x06\x06":
             _refuse_shifted(data, before - offset)
         raise _corrupt(data, f"there is no zip64 end record at offset {offset:,}")
     if (disk, first_disk) not in ((0, 0), (1, 1)) or on_disk != entries:
         raise _corrupt(data, "the zip is one of several disks")
     for short, wide, unknown in (
-        (end.entries, entries, _MANY),
-        (end.length, length, _FAR),
-        (end.offset, start, _FAR),
+        (end.entries, entries, MANY),
+        (end.length, length, FAR),
+        (end.offset, start, FAR),
     ):
         if short not in (wide, unknown):
             raise _corrupt(data, f"the two end records of the zip differ: {short:,} and {wide:,}")
-    return End(entries, start, length, offset, data.length - offset)
+    return End(entries, start, length, offset)
 
 
 def read_directory(data: ByteRange, end: End, limits: Limits) -> list[Entry]:
@@ -209,7 +216,7 @@ def _entries(data: ByteRange, directory: bytes, end: End) -> Iterator[Entry]:
         if position > end.length:
             raise _corrupt(data, f"the zip directory ends within its entry {index:,}")
         name = raw_name.decode("utf-8", "backslashreplace")
-        if _FAR in (packed, size, header):
+        if FAR in (packed, size, header):
             extra = directory[extra_start : extra_start + extra_length]
             size, packed, header = _widen(data, name, extra, size, packed, header)
         descriptor = bool(flags & DESCRIPTOR)
@@ -247,7 +254,7 @@ def _widen(
         if kind == 1:
             wide = extra[position : position + length]
             for index, value in enumerate(values):
-                if value == _FAR:
+                if value == FAR:
                     if len(wide) < 8:
                         raise _corrupt(data, f"the zip64 field of record {name!r} is too short")
                     values[index] = int.from_bytes(wide[:8], "little")
@@ -333,7 +340,7 @@ def payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[di
         offsets[header] = payload = headers.payload(entry, following)
         reached = payload + entry.packed
         if entry.descriptor and following > reached:
-            wide = entry.size >= _FAR or header >= _FAR
+            wide = entry.size >= FAR or header >= FAR
             reached += min(following - reached, _DESCRIPTOR64 if wide else _DESCRIPTOR_BYTES)
         before = entry.name
     return offsets, dead + end.offset - reached
@@ -419,9 +426,6 @@ def _behind_header(
     return data.slice(payload, entry.packed), stated
 
 
-_FIRST_HEADER = struct.Struct("<4s5H3I2H")
-
-
 def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
     """Return the error for a zip that ends before its directory.
 
@@ -446,9 +450,9 @@ def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
 
 def _least_size(data: ByteRange, limits: Limits) -> int:
     """Return the bytes up to the end of the pickle plus those of the storages that it names."""
-    header = _FIRST_HEADER.unpack(data.read(0, _FIRST_HEADER.size))
+    header = LOCAL.unpack(data.read(0, LOCAL.size))
     method, name_length, extra_length = header[3], header[9], header[10]
-    if method or not data.read(_FIRST_HEADER.size, name_length).endswith(b"/data.pkl"):
+    if method or not data.read(LOCAL.size, name_length).endswith(b"/data.pkl"):
         return 0
     sizes: dict[str, int] = {}
 
@@ -460,7 +464,7 @@ def _least_size(data: ByteRange, limits: Limits) -> int:
         stand_in = Storage(storage.key, None, storage.nbytes, storage.device)
         return StorageRef(stand_in, storage.dtype, storage.untyped)
 
-    start = _FIRST_HEADER.size + name_length + extra_length
+    start = LOCAL.size + name_length + extra_length
     pickle = unpickle(data, persistent_load=note, limits=limits, start=start)
     return pickle.end + sum(sizes.values())
 
@@ -644,13 +648,12 @@ def read_json(record: Record, limits: Limits) -> Mapping[str, Any]:
         LimitExceeded: it is longer than `limits.max_json_bytes`.
         CorruptFile: it is not JSON, or not an object.
     """
+    from ckptool.formats.safetensors_header import parse_json  # most archives have no JSON
+
     refuse_bomb(record.data, limits.max_header_inflation)
-    text = read_text(record, limits.max_json_bytes)
-    file = record.data.source.name
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptFile(f"record {record.name!r} is not JSON ({error})", file=file) from error
-    if not isinstance(document, dict):
-        raise CorruptFile(f"record {record.name!r} is not a JSON object", file=file)
+    what = f"record {record.name!r}"
+    with naming(record.data.source.name):
+        document = parse_json(read_text(record, limits.max_json_bytes), what)
+        if not isinstance(document, dict):
+            raise CorruptFile(f"{what} is not a JSON object")
     return document

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import filter as matching
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptool.checkpoint import MEMORY, Checkpoint
-from ckptool.errors import FileMissing
+from ckptool.errors import CheckpointError, CorruptFile, FileMissing
 from ckptool.files import ByteRange, Source
 from ckptool.files.place import place_of
 from ckptool.limits import Limits
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckptool.files.atomic import Output
     from ckptool.files.editing import Patch
     from ckptool.files.source import Shared
+    from ckptool.symbolic import Unpickled
 
 __all__ = [
     "A_FOLDER",
@@ -39,6 +40,8 @@ __all__ = [
     "Record",
     "Refusal",
     "WritableFormat",
+    "naming",
+    "pickled",
 ]
 
 _Answer = TypeVar("_Answer")
@@ -135,6 +138,37 @@ class Archive:
 
 
 Salvages = Callable[[ByteRange, Limits, tuple[Source, ...]], Archive]
+
+
+def pickled(found: Unpickled) -> dict[str, Any]:
+    """Return the details of a file that its pickle gives."""
+    return {
+        name: getattr(found, name) for name in ("protocol", "globals", "opcodes", "tidy", "framed")
+    }
+
+
+@contextmanager
+def naming(
+    file: str | None, subject: str = "", *, hint: str | None = None, rules_of: str = ""
+) -> Iterator[None]:
+    """Name file and subject in the errors of a block; give a hint to those without one.
+
+    With `rules_of` an error of Python becomes CorruptFile: content of a form that this writer does
+    not give it.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if subject:
+            error.message = f"{subject}: {error.message}"
+        error.file = error.file or file
+        error.advise(error.remedy or error.hint or hint)
+        raise
+    except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
+        if not rules_of:
+            raise
+        what = f"breaks a rule of {rules_of}: {type(error).__name__}, {error}"
+        raise CorruptFile(what, file=file, hint=hint) from error
 
 
 class Probe:
@@ -343,7 +377,9 @@ class Format:
         """Return the checkpoint, over the header alone.
 
         Raises:
-            CorruptFile: it breaks a rule of the format.
+            FileMissing: a file of the set is missing.
+            CorruptFile: the file breaks a rule of the format, or the files contradict each other.
+            UnsupportedFormat: it is of a kind that is not read, or a package is not installed.
             LimitExceeded: it asks for more than `probe.limits`.
         """
         raise NotImplementedError

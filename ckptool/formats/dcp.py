@@ -39,8 +39,9 @@ from ckptool.formats.base import (
     Problem,
     Record,
     Refusal,
+    naming,
 )
-from ckptool.formats.placements import row_major_data
+from ckptool.formats.placements import attributes_of, row_major_data
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -48,7 +49,7 @@ from ckptool.model import Global, Opaque, TensorRef, plain_tensor
 from ckptool.symbolic import unpickle
 from ckptool.words import counted, listed, printable
 
-__all__ = ["DCP", "Index", "Item", "archive_of", "index_of"]
+__all__ = ["DCP", "index_of"]
 
 _METADATA = ".metadata"
 _RANKS = re.compile(r"__(\d+)\.metadata")
@@ -67,7 +68,7 @@ _AT_ONCE = 64 << 20
 _HINT = "copy the whole folder again, or take an earlier checkpoint of the run"
 
 
-class Item(NamedTuple):
+class _Item(NamedTuple):
     """Where one chunk of a tensor, or one object, lies."""
 
     path: str
@@ -82,7 +83,7 @@ class Item(NamedTuple):
 class _Chunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    item: Item
+    item: _Item
 
 
 class _Tensor(NamedTuple):
@@ -95,7 +96,7 @@ class Index(NamedTuple):
     """What `.metadata` says, or the files of all ranks together."""
 
     tensors: Mapping[str, _Tensor]
-    values: Mapping[str, Item]
+    values: Mapping[str, _Item]
     order: tuple[str, ...]
     """The flat names, in the order of the index."""
     paths: Mapping[str, tuple[Any, ...]]
@@ -104,27 +105,11 @@ class Index(NamedTuple):
     reshaped: tuple[str, ...] = ()
     """Tensors that Megatron before 0.15 stored in another shape than their own: not read."""
 
-    def items(self) -> Iterator[tuple[str, Item]]:
-        """Yield every item, under the flat name that it is of."""
+    def items(self) -> Iterator[tuple[str, _Item, _Chunk | None]]:
+        """Yield every item with the flat name that it is of, and the chunk of a tensor."""
         for name, tensor in self.tensors.items():
-            yield from ((name, chunk.item) for chunk in tensor.chunks)
-        yield from self.values.items()
-
-    def opened(self, limits: Limits) -> Iterator[tuple[str, Item, Archive | CheckpointError]]:
-        """Yield the records of every item; the error, if it is not there as the index says."""
-        for name, tensor in self.tensors.items():
-            for chunk in tensor.chunks:
-                try:
-                    archive = archive_of(chunk.item, limits)
-                    _elements(name, tensor.dtype, chunk, limits, archive)
-                    yield name, chunk.item, archive
-                except CheckpointError as error:
-                    yield name, chunk.item, error
-        for name, item in self.values.items():
-            try:
-                yield name, item, archive_of(item, limits)
-            except CheckpointError as error:
-                yield name, item, error
+            yield from ((name, chunk.item, chunk) for chunk in tensor.chunks)
+        yield from ((name, item, None) for name, item in self.values.items())
 
 
 class Dcp(FolderFormat):
@@ -144,15 +129,7 @@ class Dcp(FolderFormat):
         return bool(_indexes(probe))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tree that was saved, over `.metadata` alone.
-
-        Raises:
-            CorruptFile: the index breaks a rule: chunks that overlap or do not cover a tensor, a
-                file outside of the folder.
-            FileMissing: a rank's index is missing.
-            UnsupportedFormat: the index is of another kind.
-            LimitExceeded: it asks for more than `probe.limits`.
-        """
+        """Return the tree that was saved, over `.metadata` alone."""
         index = probe.ask(index_of)
         folder = probe.path if probe.is_folder else os.path.dirname(probe.path)
         leaves = {
@@ -164,10 +141,11 @@ class Dcp(FolderFormat):
         for name in index.order:
             _place(tree, index.paths.get(name, (name,)), leaves[name], len(index.order))
         ends: dict[str, int] = {}
-        for item in (one for _, one in index.items()):
+        for _, item, _ in index.items():
             ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
         is_far = any(source.is_far for source in index.sources)  # to ask for a size is a request
         sizes = sum(ends.values()) if is_far else _size(ends)
+        what = f"tensors in another shape than their own ({_RESHAPED})"
         return Checkpoint(
             {**(beside.root if beside else {}), **tree},
             self.name,
@@ -177,7 +155,7 @@ class Dcp(FolderFormat):
                 writer="torch.distributed.checkpoint",
                 storage_bytes=sum(_nbytes(one) for one in index.tensors.values()),
                 notes=(f"{counted(len(ends), 'file')} of torch.distributed.checkpoint",),
-                left_behind=tuple(_left_behind(index)),
+                left_behind=(f"{what}: {listed(index.reshaped)}",) if index.reshaped else (),
                 late=bool(index.values),
             ),
             sources=(
@@ -188,21 +166,13 @@ class Dcp(FolderFormat):
         )
 
     def plan(self, checkpoint: Checkpoint, most: int | None = None) -> Plan:
-        """Plan `.metadata`, and files of at most `most` bytes; paths are those in the folder.
-
-        Raises:
-            NotRepresentable: the tree is no dict, or a tensor has no plain elements.
-        """
+        """Plan `.metadata`, and files of at most `most` bytes; paths are those in the folder."""
         from ckptool.formats.dcp_writer import plan_folder  # reading needs none of it
 
         return plan_folder(checkpoint, self, most)
 
     def plan_edit(self, checkpoint: Checkpoint) -> Plan:
-        """Plan `.metadata` anew over the items that are there.
-
-        Raises:
-            NotRepresentable: more than names was changed, or what is not read would be lost.
-        """
+        """Plan `.metadata` anew over the items that are there."""
         from ckptool.formats.dcp_writer import plan_edit, refused
 
         source = checkpoint.sources[0]
@@ -221,10 +191,14 @@ class Dcp(FolderFormat):
         except CheckpointError:
             return Findings()
         problems, checksums, count = [], list[Checksum](), 0
-        for name, item, found in index.opened(probe.limits):
+        for name, item, chunk in index.items():
             place = f"{os.path.basename(item.path)}: {name}"
-            if isinstance(found, CheckpointError):
-                problems.append(Problem("corrupt", place, found.message, found.hint))
+            try:
+                found = _archive_of(item, probe.limits)
+                if chunk is not None:
+                    _elements(name, index.tensors[name].dtype, chunk, probe.limits, found)
+            except CheckpointError as error:
+                problems.append(Problem("corrupt", place, error.message, error.hint))
                 continue
             count += len(found.records)
             for one in found.records.values():
@@ -237,19 +211,14 @@ class Dcp(FolderFormat):
 DCP = Dcp()
 
 
-def _inflated_again(item: Item, record: Record, limits: Limits) -> ByteRange:
+def _inflated_again(item: _Item, record: Record, limits: Limits) -> ByteRange:
     """Return a record of a compressed item, which is inflated when it is read, and not kept."""
 
     def find() -> tuple[ByteRange, int | None]:
-        return archive_of(item, limits).records[name].data, None
+        return _archive_of(item, limits).records[name].data, None
 
     name = record.name
     return late(item.path, record.data.length, find)
-
-
-def _left_behind(index: Index) -> Iterator[str]:
-    if index.reshaped:
-        yield f"tensors in another shape than their own ({_RESHAPED}): {listed(index.reshaped)}"
 
 
 def _beside(folder: str, probe: Probe) -> Checkpoint | None:
@@ -326,7 +295,7 @@ def index_of(probe: Probe) -> Index:
 
 def _read(source: Source, limits: Limits) -> Index:
     pickle = unpickle(ByteRange(source, 0, source.size), limits=limits)
-    found = _state(pickle.root)
+    found = attributes_of(pickle.root)
     described, stored = found.get("state_dict_metadata"), found.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise UnsupportedFormat(
@@ -341,7 +310,7 @@ def _read(source: Source, limits: Limits) -> Index:
             file=source.name,
             hint="bytecheckpoint.load reads it, and its scripts merge it into safetensors",
         )
-    try:
+    with naming(source.name, rules_of="DCP"):
         megatron = found.get("mcore_data") or {}
         reshaped = {name for name in described if _RESHAPED in (megatron.get(name) or ())}
         described = {name: one for name, one in described.items() if name not in reshaped}
@@ -350,9 +319,9 @@ def _read(source: Source, limits: Limits) -> Index:
             key, info = stored.popitem()
             items[_key(key)] = _item(folder, info)
         tensors: dict[str, _Tensor] = {}
-        values: dict[str, Item] = {}
+        values: dict[str, _Item] = {}
         for name, one in described.items():
-            state = _state(one)
+            state = attributes_of(one)
             if "chunks" in state:
                 tensors[name] = _described(name, state, items)
             elif (name, None) in items:
@@ -361,21 +330,11 @@ def _read(source: Source, limits: Limits) -> Index:
                 raise CorruptFile(f"{printable(name)!r} is in no file")
         planned = found.get("planner_data")
         paths = {name: _path(path) for name, path in (planned or {}).items() if name in described}
-    except CheckpointError as error:
-        error.file = error.file or source.name
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        text = f"the index breaks a rule of DCP: {type(error).__name__}, {error}"
-        raise CorruptFile(text, file=source.name) from error
     return Index(tensors, values, tuple(described), paths, (source,), tuple(sorted(reshaped)))
 
 
-def _state(node: Any) -> Mapping[Any, Any]:
-    return node.attributes if isinstance(node, Opaque) else {}
-
-
 def _key(node: Any) -> tuple[str, tuple[int, ...] | None]:
-    state = _state(node)
+    state = attributes_of(node)
     offset = state.get("offset")
     return state["fqn"], None if offset is None else tuple(offset)
 
@@ -386,8 +345,8 @@ def _path(path: Any) -> tuple[Any, ...]:
     return path
 
 
-def _item(folder: str, info: Any) -> Item:
-    state = _state(info)
+def _item(folder: str, info: Any) -> _Item:
+    state = attributes_of(info)
     name, offset, length = state["relative_path"], state["offset"], state["length"]
     parts = str(name).replace("\\", "/").split("/")
     is_inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in parts
@@ -396,11 +355,11 @@ def _item(folder: str, info: Any) -> Item:
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
         raise CorruptFile(f"the index has no bytes at {offset!r} of {printable(name)!r}")
     packed = tuple(map(str, state.get("transform_descriptors") or ()))
-    return Item(os.path.join(folder, name), offset, length, packed)
+    return _Item(os.path.join(folder, name), offset, length, packed)
 
 
 def _described(
-    name: str, state: Mapping[Any, Any], items: Mapping[tuple[str, Any], Item]
+    name: str, state: Mapping[Any, Any], items: Mapping[tuple[str, Any], _Item]
 ) -> _Tensor:
     properties = state["properties"]
     dtype = (properties.state if isinstance(properties, Opaque) else properties)[0]
@@ -408,7 +367,7 @@ def _described(
         raise UnsupportedFormat(f"{printable(name)!r} is of a type that is not known")
     chunks, itemsize = [], BY_NAME[dtype.name].itemsize
     for one in state["chunks"]:
-        place = _state(one)
+        place = attributes_of(one)
         offsets, sizes = tuple(place["offsets"]), tuple(place["sizes"])
         if (name, offsets) not in items:
             raise CorruptFile(f"the chunk at {list(offsets)} of {printable(name)!r} is in no file")
@@ -440,14 +399,12 @@ def _tensor(name: str, one: _Tensor, limits: Limits) -> TensorRef:
 
     tiles = [Tile(chunk.offsets, chunk.sizes, partial(elements, chunk)) for chunk in one.chunks]
     file = one.chunks[0].item.path if one.chunks else name
-    try:
+    with naming(None, f"tensor {printable(name)!r}", hint=_HINT):
         data = tiled(file, one.shape, itemsize, tiles)
-    except CorruptFile as error:
-        raise CorruptFile(f"tensor {printable(name)!r}: {error.message}", hint=_HINT) from error
     return plain_tensor(name, one.dtype, one.shape, data)
 
 
-def _value(name: str, item: Item, limits: Limits) -> Opaque:
+def _value(name: str, item: _Item, limits: Limits) -> Opaque:
     place = "stored", os.path.basename(item.path)
     return Opaque(_BYTES, plain=place, find=cache(partial(_content, name, item, limits)))
 
@@ -472,24 +429,14 @@ def _elements(
     return data, found.storage.crc32 if found.storage and whole else None
 
 
-def _content(name: str, item: Item, limits: Limits, archive: Archive | None = None) -> Any:
+def _content(name: str, item: _Item, limits: Limits, archive: Archive | None = None) -> Any:
     """Return what torch.save wrote into an item, whose records may be known already."""
-    try:
-        return read_contents(archive or archive_of(item, limits), limits).unpickled.root
-    except CheckpointError as error:
-        error.message = f"{printable(name)!r}: {error.message}"
-        error.file = error.file or item.path
-        raise
+    with naming(item.path, repr(printable(name))):
+        return read_contents(archive or _archive_of(item, limits), limits).unpickled.root
 
 
-def archive_of(item: Item, limits: Limits) -> Archive:
-    """Return the records of the file of torch.save's that an item is.
-
-    Raises:
-        FileMissing: the file of the item is missing.
-        CorruptFile: it is shorter than the index says, or damaged.
-        UnsupportedFormat: the item is compressed in a way that is not read here.
-    """
+def _archive_of(item: _Item, limits: Limits) -> Archive:
+    """Return the records of the file of torch.save's that an item is."""
     try:
         size = place_of(item.path).size(item.path)
     except OSError as error:
@@ -514,7 +461,7 @@ def archive_of(item: Item, limits: Limits) -> Archive:
     return zip_archive(data, limits)
 
 
-def _unpacked(data: ByteRange, item: Item, limits: Limits) -> ByteRange:
+def _unpacked(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
     """Return what a compressed item inflates to, in memory."""
     file = data.source.name
     if item.packed != (_ZSTD,):

@@ -13,9 +13,9 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import CheckpointError, CorruptFile, FileMissing
+from ckptool.errors import CorruptFile, FileMissing
 from ckptool.files.tiled import Tile, tiled
-from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
+from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming
 from ckptool.formats.opening import of_files, opened_together
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.model import OrderedMap, TensorRef, plain_tensor
@@ -47,15 +47,7 @@ class DcpSafetensors(Format):
         return any(map(is_part_file, probe.entries))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return one state dict of whole tensors, over the headers of the files.
-
-        Raises:
-            FileMissing: one of the files of each rank is missing of all ranks.
-            CorruptFile: parts overlap or do not cover a tensor, or a file does not say where its
-                parts begin.
-            UnsupportedFormat: one of the files is of another format.
-            LimitExceeded: a header asks for more than `probe.limits`.
-        """
+        """Return one state dict of whole tensors, over the headers of the files."""
         with opened_together(part_files(probe), probe.limits, ("safetensors",)) as files:
             parts: dict[str, list[tuple[Tile, TensorRef]]] = {}
             for one in files:
@@ -97,13 +89,10 @@ def part_files(probe: Probe) -> tuple[str, ...]:
 
 def _parts(file: Checkpoint) -> Iterator[tuple[str, tuple[Tile, TensorRef]]]:
     """Yield the part that a file has of each tensor."""
-    try:
+    with naming(file.path):
         places = parse_json(file.details.header.get(SHARDING_INFO, "null"), SHARDING_INFO)
         for name, tensor in file.root.items():
             yield name, (Tile(_offsets(places, name, tensor), tensor.shape, tensor.data), tensor)
-    except CheckpointError as error:
-        error.file = error.file or file.path
-        raise
 
 
 def _offsets(places: Any, name: str, tensor: TensorRef) -> tuple[int, ...]:
@@ -124,14 +113,11 @@ def _whole(
     name: str, parts: Sequence[tuple[Tile, TensorRef]], files: Sequence[Checkpoint]
 ) -> TensorRef:
     (_, first), folder = parts[0], os.path.dirname(files[0].path)
-    try:
+    with naming(folder, f"tensor {printable(name)!r}", hint=_HINT):
         if {(one.dtype, len(one.shape)) for _, one in parts} != {(first.dtype, len(first.shape))}:
             raise CorruptFile("the files differ in its dtype or dimensions")
         ends = [[at + n for at, n in zip(*tile[:2], strict=True)] for tile, _ in parts]
         shape = tuple(map(max, zip(*ends, strict=True)))
         itemsize = BY_NAME[first.dtype].itemsize
         data = tiled(folder, shape, itemsize, [tile for tile, _ in parts])
-    except CorruptFile as error:
-        what = f"tensor {printable(name)!r}: {error.message}"
-        raise CorruptFile(what, file=folder, hint=_HINT) from error
     return plain_tensor(name, first.dtype, shape, data)

@@ -8,7 +8,6 @@ and its bytes; one of more than 1 GiB is a dict of its chunks.
 from __future__ import annotations
 
 import re
-import struct
 from math import prod
 from typing import Any
 
@@ -18,6 +17,7 @@ from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
 from ckptool.files import ByteRange, Source
 from ckptool.files.computed import joined
 from ckptool.formats.base import Format, Probe, Refusal
+from ckptool.formats.cursor import Cursor
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.statedict import OF_THE_MODEL
@@ -33,7 +33,6 @@ _TRAINING = "opt_state"
 """What a TrainState has beside the variables of its model."""
 _VARIABLES, _MODEL = ("params", "batch_stats"), "state_dict"
 _ARRAYS, _COMPLEX = (1, 3), 2
-_WINDOW = 64 << 10
 _WEIGHT = 5
 """What a value costs next to an entry of a zip directory."""
 _NUMBERS = {
@@ -66,12 +65,7 @@ class Flax(Format):
         return _MAP_OF_NAMES.match(probe.head) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return one state dict of dotted names; of a TrainState `state_dict` and other entries.
-
-        Raises:
-            CorruptFile: it is no MessagePack, or an array is not as long as it says.
-            LimitExceeded: it is nested deeper, or has more entries, than `probe.limits` allows.
-        """
+        """Return one state dict of dotted names; of a TrainState `state_dict` and other entries."""
         source = probe.opened()
         reader = _Reader(source, probe.limits)
         tree = reader.value(0)
@@ -123,29 +117,27 @@ def _named(tree: dict[str, Any], file: str, limits: Limits) -> OrderedMap:
     return found
 
 
-class _Reader:
+class _Reader(Cursor):
     """The values of a file, from front to back; arrays stay where they are."""
 
     def __init__(self, source: Source, limits: Limits) -> None:
-        self._source, self._limits = source, limits
-        self._window, self._start = b"", 0
+        super().__init__(source, limits, is_header=False)
         self._left = limits.max_records // _WEIGHT
-        self.position = 0
         self.unknown: list[str] = []
         """Sentences on arrays that torch has no type for."""
 
     def value(self, depth: int) -> Any:
         """Return the next value: dicts for maps and lists, a TensorRef for an array."""
         self._left -= 1
-        if self._left < 0 or depth > self._limits.max_depth:
-            raise LimitExceeded("has too many values, or nested too deep", file=self._source.name)
-        code = self._take(1)[0]
+        if self._left < 0 or depth > self.limits.max_depth:
+            raise LimitExceeded("has too many values, or nested too deep", file=self.source.name)
+        code = self.take(1)[0]
         if code in _CONSTANTS:
             return _CONSTANTS[code]
         if code <= 0x7F or code >= 0xE0:
             return code - 256 * (code >= 0xE0)
         if code in _NUMBERS:
-            return self._number(_NUMBERS[code])
+            return self.numbers(_NUMBERS[code])[0]
         if code <= 0xBF:
             kind = "map" if code <= 0x8F else "list" if code <= 0x9F else "text"
             return self._of_length(kind, code & (0x1F if kind == "text" else 0x0F), depth)
@@ -154,13 +146,12 @@ class _Reader:
         if code not in _LENGTHS:
             raise self._damaged(f"byte {code:#x} begins no value")
         kind, layout = _LENGTHS[code]
-        return self._of_length(kind, self._number(layout), depth)
+        return self._of_length(kind, self.numbers(layout)[0], depth)
 
     def _of_length(self, kind: str, length: int, depth: int) -> Any:
-        if kind == "text":
-            return self._take(length).decode("utf-8", "replace")
-        if kind == "bytes":
-            return self._take(length)
+        if kind in ("text", "bytes"):
+            raw = self.take(length)
+            return raw.decode("utf-8", "replace") if kind == "text" else raw
         if kind == "extension":
             return self._extension(length, depth)
         if kind == "list":
@@ -174,12 +165,10 @@ class _Reader:
         return self._whole(found) if found.get(_CHUNKED) is True else found
 
     def _extension(self, length: int, depth: int) -> Any:
-        code = self._take(1)[0]
+        code = self.take(1)[0]
         end = self.position + length
-        if end > self._source.size:
-            raise self._damaged("the file ends within an array")
         if code not in (*_ARRAYS, _COMPLEX):
-            self.position = end
+            self.skip(length)
             return f"extension {code}"
         if code == _COMPLEX:
             parts = self.value(depth + 1)
@@ -195,22 +184,20 @@ class _Reader:
 
     def _array(self, depth: int) -> Any:
         """Return the array whose shape, type and bytes come next."""
-        if self._take(1) != b"\x93":
+        if self.take(1) != b"\x93":
             raise self._damaged("an array has no shape, type and bytes")
         shape, dtype = self._shape(self.value(depth + 1)), self.value(depth + 1)
-        kind, layout = _LENGTHS.get(self._take(1)[0], ("", ""))
+        kind, layout = _LENGTHS.get(self.take(1)[0], ("", ""))
         if kind != "bytes":
             raise self._damaged("an array has no bytes")
-        length = self._number(layout)
-        begin, self.position = self.position, self.position + length
-        if self.position > self._source.size:
-            raise self._damaged("the file ends within an array")
+        (length,) = self.numbers(layout)
+        begin = self.skip(length)
         if dtype not in BY_NAME:
             named = printable(str(dtype))
             text = f"array of shape {list(shape)} and numpy's type {named} is no tensor"
             self.unknown.append(text)
             return text
-        return _tensor(self._source, dtype, shape, ByteRange(self._source, begin, length), begin)
+        return _tensor(self.source, dtype, shape, ByteRange(self.source, begin, length), begin)
 
     def _whole(self, found: dict[str, Any]) -> TensorRef:
         """Return the array whose chunks are in a dict."""
@@ -221,40 +208,21 @@ class _Reader:
         if len({one.dtype for one in parts}) > 1:
             raise self._damaged("a chunked array has chunks of several types")
         data, shape = joined([one.data for one in parts]), self._shape(sizes)
-        return _tensor(self._source, parts[0].dtype, shape, data, self.position)
+        return _tensor(self.source, parts[0].dtype, shape, data, self.position)
 
     def _shape(self, sizes: Any) -> tuple[int, ...]:
         """Return the shape in the value of a list."""
         shape = tuple(sizes.values()) if isinstance(sizes, dict) else (-1,)
         if not all(type(one) is int and one >= 0 for one in shape):
             raise self._damaged("an array has no shape")
-        most = self._limits.max_dimensions
+        most = self.limits.max_dimensions
         if len(shape) > most:
             what = f"an array has {len(shape):,} dimensions; {most} are allowed"
-            raise LimitExceeded(what, file=self._source.name)
+            raise LimitExceeded(what, file=self.source.name)
         return shape
 
-    def _number(self, layout: str) -> Any:
-        return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
-
-    def _take(self, length: int) -> bytes:
-        if self.position + length > self._source.size:
-            raise self._damaged("the file ends within a value")
-        begin = self.position - self._start
-        if not 0 <= begin <= begin + length <= len(self._window):
-            size = max(length, min(_WINDOW, self._source.size - self.position))
-            if size > self._limits.max_header_bytes:
-                raise LimitExceeded(f"a text has {size:,} bytes", file=self._source.name)
-            self._window, self._start, begin = (
-                self._source.read(self.position, size),
-                self.position,
-                0,
-            )
-        self.position += length
-        return self._window[begin : begin + length]
-
     def _damaged(self, what: str) -> CheckpointError:
-        return CorruptFile(f"{what}, at {self.position:,}", file=self._source.name)
+        return CorruptFile(f"{what}, at {self.position:,}", file=self.source.name)
 
 
 def _tensor(

@@ -18,6 +18,7 @@ from ckptool.errors import CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.files.computed import ComputedSource
 from ckptool.formats.base import Format, Probe, Refusal
+from ckptool.formats.cursor import Cursor
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.words import counted, listed, printable
@@ -27,7 +28,6 @@ __all__ = ["GGUF"]
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
-_WINDOW = 1 << 20
 _MOST_DIMENSIONS = 8
 _WEIGHT = 10
 """What a tensor costs next to a fact."""
@@ -91,13 +91,7 @@ class Gguf(Format):
         return probe.head.startswith(_MAGIC)
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tensors by name, over the header alone; their shapes as torch counts them.
-
-        Raises:
-            CorruptFile: the header breaks a rule, or a tensor reaches out of the file.
-            LimitExceeded: the header is longer than `probe.limits` allows.
-            UnsupportedFormat: it is of another version, big-endian, or of a type that is not known.
-        """
+        """Return the tensors by name, over the header alone; their shapes as torch counts them."""
         source = probe.opened()
         header = _Header(source, probe.limits)
         facts, entries = header.read()
@@ -130,27 +124,25 @@ class Gguf(Format):
 GGUF = Gguf()
 
 
-class _Header:
+class _Header(Cursor):
     """The header, read from front to back."""
 
     def __init__(self, source: Source, limits: Limits) -> None:
-        self._source, self._most = source, min(source.size, limits.max_header_bytes)
-        self._limits, self._left = limits, limits.max_records
-        self._window, self._start = b"", 0
-        self.position = 0
+        super().__init__(source, limits, is_header=True)
+        self._left = limits.max_records
 
     def read(self) -> tuple[dict[str, Any], list[_Entry]]:
         """Return the facts that are no lists, by key, and the tensors."""
-        version = self._number("<4sI")[1]
+        version = self.numbers("<4sI")[1]
         if version not in _VERSIONS:
             turned = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
             what = "is big-endian" if turned else f"is of version {version}"
-            raise UnsupportedFormat(f"{what}, which is not read", file=self._source.name)
-        tensors, pairs = self._number("<QQ")
+            raise UnsupportedFormat(f"{what}, which is not read", file=self.source.name)
+        tensors, pairs = self.numbers("<QQ")
         facts = {}
         for _ in range(pairs):
             key = self._text()
-            value = self._value(*self._number("<I"))
+            value = self._value(*self.numbers("<I"))
             if value is not None:
                 facts[key] = value
         return facts, [self._entry() for _ in range(tensors)]
@@ -158,26 +150,26 @@ class _Header:
     def _entry(self) -> _Entry:
         self._count(_WEIGHT)
         name = self._text()
-        (count,) = self._number("<I")
+        (count,) = self.numbers("<I")
         if count > _MOST_DIMENSIONS:
-            raise CorruptFile(f"{printable(name)!r} has {count} dimensions", file=self._source.name)
-        sizes = self._number(f"<{count}Q")
-        return _Entry(name, tuple(reversed(sizes)), *self._number("<IQ"))
+            raise CorruptFile(f"{printable(name)!r} has {count} dimensions", file=self.source.name)
+        sizes = self.numbers(f"<{count}Q")
+        return _Entry(name, tuple(reversed(sizes)), *self.numbers("<IQ"))
 
     def _value(self, type: int, depth: int = 0) -> Any:
         """Return a value; None for a list, which is passed over."""
         self._count(1)
         if type in _SCALARS:
-            return self._number(_SCALARS[type])[0]
+            return self.numbers(_SCALARS[type])[0]
         if type == _STRING:
             return self._text()
         if type != _ARRAY or depth > 1:
             raise CorruptFile(
-                f"a fact is of type {type}, which is not known", file=self._source.name
+                f"a fact is of type {type}, which is not known", file=self.source.name
             )
-        inner, count = self._number("<IQ")
+        inner, count = self.numbers("<IQ")
         if inner in _SCALARS:
-            self._skip(count * struct.calcsize(_SCALARS[inner]))
+            self.skip(count * struct.calcsize(_SCALARS[inner]))
         else:
             for _ in range(count):
                 self._value(inner, depth + 1)
@@ -187,41 +179,11 @@ class _Header:
         """Refuse more entries than the limits allow."""
         self._left -= number
         if self._left < 0:
-            raise LimitExceeded("has too many tensors or facts", file=self._source.name)
+            raise LimitExceeded("has too many tensors or facts", file=self.source.name)
 
     def _text(self) -> str:
-        (length,) = self._number("<Q")
-        return self._take(length).decode("utf-8", "replace")
-
-    def _number(self, layout: str) -> tuple[Any, ...]:
-        return struct.unpack(layout, self._take(struct.calcsize(layout)))
-
-    def _skip(self, length: int) -> None:
-        self.position += length
-        if self.position > self._most:
-            self._refuse()
-
-    def _take(self, length: int) -> bytes:
-        if self.position + length > self._most:
-            self._refuse()
-        begin = self.position - self._start
-        if not 0 <= begin <= begin + length <= len(self._window):
-            size = max(length, min(_WINDOW, self._source.size - self.position))
-            self._window, self._start, begin = (
-                self._source.read(self.position, size),
-                self.position,
-                0,
-            )
-        self.position += length
-        return self._window[begin : begin + length]
-
-    def _refuse(self) -> None:
-        if self._most < self._source.size:
-            raise LimitExceeded(
-                f"the header has more than {self._limits.max_header_bytes:,} bytes",
-                file=self._source.name,
-            )
-        raise CorruptFile("the file ends within its header", file=self._source.name)
+        (length,) = self.numbers("<Q")
+        return self.take(length).decode("utf-8", "replace")
 
 
 def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:

@@ -56,13 +56,7 @@ class Hdf5(Format):
         return probe.head.startswith(_MAGIC)
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the datasets by their paths; the optimizer's, if there are any, apart.
-
-        Raises:
-            CorruptFile: h5py cannot read it, or a dataset reaches out of the file.
-            LimitExceeded: it has more datasets than `probe.limits` allows.
-            UnsupportedFormat: h5py is not installed, or a dataset lies in another file.
-        """
+        """Return the datasets by their paths; the optimizer's, if there are any, apart."""
         source = probe.opened()
         whole = ByteRange(source, 0, source.size)
         return _read(probe, self.name, whole, (source,), source.size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 from ckptool.errors import CheckpointError, NotACheckpoint, TruncatedFile, UnsupportedFormat
@@ -19,12 +20,8 @@ __all__ = [
     "MAGICS",
     "ZIP_KINDS",
     "Finding",
-    "Magic",
-    "NameKind",
     "explain",
-    "few",
     "looks_like_checkpoint",
-    "quoted",
     "unused",
 ]
 
@@ -179,7 +176,7 @@ _CUT = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x89HDF\r\
 
 ZIP_KINDS: tuple[NameKind, ...] = (
     NameKind(
-        (r"config\.json", r"model\.weights\.(?:h5|npz)"),
+        (r"config\.json", r"model\.weights\.npz"),
         "a Keras model (.keras)",
         "Keras reads it: keras.models.load_model",
     ),
@@ -311,14 +308,8 @@ def _zip(probe: Probe) -> Finding | None:
     from ckptool.formats.archive import find_end, read_directory
 
     data = ByteRange(probe.source, 0, probe.source.size)
-    try:
-        end = find_end(data)
-        if end is None:
-            missing = "its end, where its directory stands, is missing"
-            raise TruncatedFile(missing, hint="download or copy it again")
-        names = [entry.name for entry in read_directory(data, end, probe.limits)]
-    except CheckpointError as error:
-        return Finding(f"a damaged zip archive: {error.message}", error.hint, type(error))
+    end = find_end(data)
+    names = [entry.name for entry in read_directory(data, end, probe.limits)] if end else []
     for row in ZIP_KINDS:
         if row.first_matches(names):
             return Finding(row.what, row.hint, row.kind)
@@ -340,10 +331,7 @@ def _tar(probe: Probe) -> Finding | None:
 
     if probe.source is None or not is_tar(probe.head):
         return None
-    try:
-        names = list(read_members(probe.source, probe.limits))
-    except CheckpointError as error:
-        return Finding(f"a damaged tar archive: {error.message}", error.hint, type(error))
+    names = list(read_members(probe.source, probe.limits))
     if any(name.endswith("model_config.yaml") for name in names):
         weights = next((name for name in names if name.endswith(".ckpt")), "model_weights.ckpt")
         hint = f"{_UNPACK} {{name}} && ckptool list {{target}}"
@@ -418,7 +406,7 @@ def _git_lfs(path: str, text: str) -> Finding:
 
 
 def _page(text: str) -> Finding:
-    """Return what an HTML page or an XML answer is; of Google Drive's it is known what helps."""
+    """Return what an HTML page or an XML answer is."""
     from html import unescape
 
     answer = re.search(r"<(?:Code|Message)>([^<]*)</", text)
@@ -429,20 +417,13 @@ def _page(text: str) -> Finding:
     found = re.search(r"<title[^>]{0,100}>(.{0,400}?)</title", text, re.IGNORECASE | re.DOTALL)
     title = " ".join(unescape(found[1]).split()) if found else ""
     named = f" ({quoted(title)})" if title else ""
-    is_drive = "drive.google.com" in text or "Google Drive" in text
-    if "quota" in title.lower() or "Quota exceeded" in text:
-        return Finding(
-            "an HTML page: Google Drive says that too many have downloaded the file"
-            if is_drive
-            else f"an HTML page{named}: the server's limit on downloads",
-            "try again tomorrow, or copy the file to your own Drive and download the copy",
+    hint = _AGAIN
+    if "drive.google.com" in text or "Google Drive" in text:
+        hint = (
+            "download it with gdown, or in a browser by `Download anyway`; where too many have "
+            "done so, copy the file to your own Drive and download the copy"
         )
-    if is_drive:
-        return Finding(
-            f"an HTML page of Google Drive{named}, not the file itself",
-            "download it with gdown, or in a browser by `Download anyway`",
-        )
-    return Finding(f"an HTML page{named}, not the file itself", _AGAIN)
+    return Finding(f"an HTML page{named}, not the file itself", hint)
 
 
 def _json(probe: Probe) -> Finding:
@@ -653,13 +634,6 @@ def _other_folder(path: str, names: list[str]) -> Finding:
 def _may_be_checkpoint(path: str) -> bool:
     if not os.path.isfile(path):
         return False
-    try:
-        source = FileSource(path)
-    except CheckpointError:
-        return False
-    try:
+    with suppress(CheckpointError, OSError), closing(FileSource(path)) as source:
         return looks_like_checkpoint(source.read(0, min(16, source.size)))
-    except (CheckpointError, OSError):
-        return False
-    finally:
-        source.close()
+    return False

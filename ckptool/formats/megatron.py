@@ -37,12 +37,7 @@ class Megatron(Format):
         return bool(rank_files(probe))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return a dict of the trees of all ranks, by the names of their folders.
-
-        Raises:
-            FileMissing: the folder of a rank is missing.
-            LimitExceeded: a file asks for more than `probe.limits`.
-        """
+        """Return a dict of the trees of all ranks, by the names of their folders."""
         files = rank_files(probe)
         with opened_together(files, probe.limits, TORCH_FILES) as ranks:
             roots = {os.path.basename(os.path.dirname(one.path)): one.root for one in ranks}

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import closing, suppress
 from typing import NamedTuple
 
-from ckptool.errors import CheckpointError, warn
+from ckptool.errors import warn
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Probe
 from ckptool.formats.sharded import open_index
-from ckptool.limits import DEFAULT_LIMITS
 from ckptool.words import few, printable, quoted
 
-__all__ = ["of_model_file", "opens_as"]
+__all__ = ["of_model_file"]
 
 
 class _Names(NamedTuple):
@@ -71,16 +69,6 @@ def of_model_file(probe: Probe) -> Probe:
             f"{few(rivals)} beside it"
         )
     return probe
-
-
-def opens_as(folder: str, path: str) -> bool:
-    """Return whether a folder is opened as this file, or index, in it."""
-    with suppress(CheckpointError, OSError), closing(Probe(folder, DEFAULT_LIMITS)) as probe:
-        choice, index = _chosen(probe), probe.ask(open_index)
-        if choice is not None:
-            return choice.files[0] == os.path.basename(path)
-        return index is not None and os.path.basename(index.path) == os.path.basename(path)
-    return False
 
 
 def _chosen(probe: Probe) -> _Names | None:

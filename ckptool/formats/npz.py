@@ -19,7 +19,7 @@ from ckptool.symbolic import Unpickled
 from ckptool.symbolic.arrays import ELEMENT_TYPES
 from ckptool.words import printable
 
-__all__ = ["NPZ", "ArrayHeader", "NumpyArchive", "read_array_header"]
+__all__ = ["NPZ", "read_array_header"]
 
 _MAGIC = b"\x93NUMPY"
 _LENGTHS = {1: struct.Struct("<H"), 2: struct.Struct("<I"), 3: struct.Struct("<I")}
@@ -131,12 +131,7 @@ class NumpyArchive(Format):
         )
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the arrays by name, over the directory and the header of each.
-
-        Raises:
-            CorruptFile: a record is no array, or not as long as its header says.
-            LimitExceeded: a header, or the pickle of an array of objects, is beyond `probe.limits`.
-        """
+        """Return the arrays by name, over the directory and the header of each."""
         archive = opened_archive(probe)
         root, pickles, others = OrderedMap(), list[Unpickled](), list[str]()
         for record in archive.records.values():

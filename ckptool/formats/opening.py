@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool._lazy import uncollected
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CheckpointError, UnreadableFile, UnsupportedFormat, UsageError
 from ckptool.files import Source as Bytes
 from ckptool.files.place import place_of
@@ -103,7 +103,11 @@ def of_files(files: Sequence[Checkpoint], made: Checkpoint, **told: Any) -> Chec
         for key in ("globals", "opcodes")
     }
     sources = tuple(source for one in files for source in one.sources)
-    return replace(made, details=replace(every[0], **{**sums, **names, **told}), sources=sources)
+    return replace(
+        made,
+        details=replace(every[0] if every else Details(), **{**sums, **names, **told}),
+        sources=sources,
+    )
 
 
 @contextmanager

@@ -11,13 +11,13 @@ import re
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CheckpointError, UnsupportedFormat
 from ckptool.files import ByteRange
-from ckptool.formats.base import Format, Probe, Refusal
+from ckptool.formats.base import Format, Probe, Refusal, pickled
 from ckptool.formats.identify import JOBLIB_HINT
 from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.model import Opaque, find_tensors
 from ckptool.words import are, counted
 
-__all__ = ["PICKLE", "PickleFile"]
+__all__ = ["PICKLE"]
 
 _WITH_PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 _WITHOUT = re.compile(rb"[(}\])]|c[\w.]+\n[\w.]+\n", re.ASCII)
@@ -53,13 +53,7 @@ class PickleFile(Format):
         return isinstance(root, (dict, list, tuple, Opaque))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the checkpoint; numpy arrays and plain pickled tensors keep their bytes in memory.
-
-        Raises:
-            CorruptFile: the pickle is damaged.
-            LimitExceeded: it asks for more than `probe.limits`.
-            UnsupportedFormat: it is a file of joblib's.
-        """
+        """Return the checkpoint; the bytes of arrays and plain pickled tensors are in memory."""
         source = probe.opened()
         try:
             found = unpickle_outer(ByteRange(source, 0, source.size), probe.limits)
@@ -74,11 +68,7 @@ class PickleFile(Format):
         details = Details(
             size=source.size,
             writer="pickle.dump",
-            protocol=found.protocol,
-            globals=found.globals,
-            opcodes=found.opcodes,
-            tidy=found.tidy,
-            framed=found.framed,
+            **pickled(found),
             storage_bytes=sum(storage.nbytes for storage in storages.values() if storage),
             dead_bytes=rest,
             left_behind=(f"{counted(rest, 'byte')} behind the pickle {are(rest)} not read",)

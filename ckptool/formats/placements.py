@@ -18,7 +18,7 @@ from ckptool.files.tiled import Tile
 from ckptool.model import Opaque, TensorRef
 from ckptool.words import printable
 
-__all__ = ["Part", "owned_rows", "parts_of", "row_major_data"]
+__all__ = ["Part", "attributes_of", "owned_rows", "parts_of", "row_major_data"]
 
 _MOST_RUNS = 4096
 """Runs of rows that one rank holds of a tensor; FSDP with tensor parallelism has a few."""
@@ -83,7 +83,7 @@ def _spec(one: TensorRef, rank: int) -> tuple[TensorRef, list[tuple[str, Any]], 
     """Return a DTensor's part, its placements, and where its rank is in the mesh."""
     match one.parts:
         case {"state": (_, {"_local_tensor": TensorRef() as local, "_spec": Opaque() as spec})}:
-            mesh, steps = _attributes(spec.attributes.get("mesh")), spec.attributes["placements"]
+            mesh, steps = attributes_of(spec.attributes.get("mesh")), spec.attributes["placements"]
         case _:
             raise UnsupportedFormat("its DTensor has another form")
     place = _sizes(mesh.get("_coordinate_on_dim"))
@@ -91,18 +91,18 @@ def _spec(one: TensorRef, rank: int) -> tuple[TensorRef, list[tuple[str, Any]], 
         raise UnsupportedFormat(f"it does not say where in its mesh rank {rank} is")
     if mesh.get("_rank", rank) != rank:
         raise CorruptFile(f"the file of rank {rank} is of rank {mesh['_rank']}")
-    return local, [(getattr(s, "class_name", ""), _attributes(s)) for s in steps], place
+    return local, [(getattr(s, "class_name", ""), attributes_of(s)) for s in steps], place
 
 
 def _shards(one: TensorRef) -> Iterator[Part]:
     """Yield the parts of a ShardedTensor that a rank holds."""
     match (one.parts or {}).get("state"):
         case (list() as shards, *_):
-            held = map(_attributes, shards)
+            held = map(attributes_of, shards)
         case _:
             raise UnsupportedFormat("its ShardedTensor has another form")
     for shard in held:
-        place, local = _attributes(shard.get("metadata")), shard.get("tensor")
+        place, local = attributes_of(shard.get("metadata")), shard.get("tensor")
         offsets, sizes = _sizes(place.get("shard_offsets")), _sizes(place.get("shard_sizes"))
         if not isinstance(local, TensorRef) or not len(offsets) == len(sizes) == len(one.shape):
             raise UnsupportedFormat("its ShardedTensor has another form")
@@ -151,7 +151,8 @@ def _share(runs: Sequence[Run], parts: int, part: int) -> list[Run]:
     return found
 
 
-def _attributes(node: Any) -> dict[Any, Any]:
+def attributes_of(node: Any) -> dict[Any, Any]:
+    """Return the attributes of an object; none of anything else."""
     return node.attributes if isinstance(node, Opaque) else {}
 
 

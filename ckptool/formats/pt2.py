@@ -25,7 +25,7 @@ from ckptool.formats.torch_zip import known_byteorder, read_contents
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, Storage, TensorRef, Wrapping
 
-__all__ = ["PT2", "PT2Archive"]
+__all__ = ["PT2"]
 
 _FORMAT = "archive_format"
 _FLAT = ("serialized_state_dict.pt", "serialized_state_dict.json")
@@ -70,12 +70,7 @@ class PT2Archive(Format):
         return _FLAT_PROGRAM in archive.records and _flat_record(archive) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the weights by name; of several models, those of each under its name.
-
-        Raises:
-            CorruptFile: the archive or a description in it is damaged.
-            LimitExceeded: it asks for more than `probe.limits`.
-        """
+        """Return the weights by name; of several models, those of each under its name."""
         archive = opened_archive(probe)
         reader = _Reader(archive, probe.limits)
         flat = _flat_record(archive)

@@ -55,14 +55,7 @@ class FsdpRanks(Format):
         return any(map(set_of, probe.entries))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tree of rank 0, each tensor joined from the files of all ranks.
-
-        Raises:
-            FileMissing: the file of a rank is missing.
-            CorruptFile: the files contradict each other, or parts do not cover a tensor.
-            UnsupportedFormat: the files do not say which part of a tensor they hold.
-            LimitExceeded: a file asks for more than `probe.limits`.
-        """
+        """Return the tree of rank 0, each tensor joined from the files of all ranks."""
         with opened_together(rank_files(probe), probe.limits, TORCH_FILES) as ranks:
             root, differing = _joined(ranks, probe.path)
         joined = {os.path.basename(one.path) for one in ranks}

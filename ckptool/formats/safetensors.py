@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
-from ckptool.errors import CorruptFile, NotRepresentable, UnreadableFile
+from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, Source
 from ckptool.files.source import MANY, Shared, neighbours
 from ckptool.formats.base import EditableFormat, NewFile, Plan, Probe
@@ -22,6 +22,7 @@ from ckptool.formats.safetensors_header import (
     RESERVED,
     Entry,
     Header,
+    check_tiling,
     header_bytes,
     header_text,
     is_unicode,
@@ -41,16 +42,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SAFETENSORS",
-    "Content",
-    "Safetensors",
     "content_of",
-    "flat_tensors",
-    "header_shape",
     "left_out",
     "overlapping",
     "overlapping_names",
     "remarks",
-    "true_ties",
 ]
 
 _REMEDIES = {
@@ -63,7 +59,7 @@ _REMEDIES = {
 _GATHER = "gather it in torch before saving: .full_tensor()"
 
 
-def flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
+def _flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
     """Return the tensors of a state dict by name, each one such as safetensors can hold.
 
     Raises:
@@ -149,7 +145,7 @@ def _tensor_fault(tensor: TensorRef) -> str | None:
     return None
 
 
-def true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[str, str]:
+def _true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[str, str]:
     """Each name that stands for a tensor that an earlier name stands for, with that name.
 
     A name in `taken` cannot be an entry of the header and stays a tensor of its own.
@@ -268,8 +264,8 @@ def content_of(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
     Raises:
         NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
     """
-    tensors = flat_tensors(checkpoint.root, checkpoint.path)
-    ties = true_ties(tensors, RESERVED | given.keys())
+    tensors = _flat_tensors(checkpoint.root, checkpoint.path)
+    ties = _true_ties(tensors, RESERVED | given.keys())
     versions, lost = plain_versions(getattr(checkpoint.root, "attributes", {}))
     attributes = (f"attributes: {listed(lost)}",) if lost else ()
     return Content(
@@ -288,11 +284,14 @@ def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     end = 0
     for name in sorted(tensors, key=lambda name: -_alignment(tensors[name])):
-        tensor = tensors[name]
-        code = BY_NAME[tensor.dtype].safetensors or ""
-        entries[name] = Entry(name, code, header_shape(tensor), end, end + tensor.nbytes)
-        end += tensor.nbytes
+        entries[name] = _entry(name, tensors[name], end)
+        end = entries[name].stop
     return entries
+
+
+def _entry(name: str, tensor: TensorRef, start: int) -> Entry:
+    code = BY_NAME[tensor.dtype].safetensors or ""
+    return Entry(name, code, _header_shape(tensor), start, start + tensor.nbytes)
 
 
 def _alignment(tensor: TensorRef) -> int:
@@ -300,7 +299,7 @@ def _alignment(tensor: TensorRef) -> int:
     return tensor.itemsize & -tensor.itemsize
 
 
-def header_shape(tensor: TensorRef) -> tuple[int, ...]:
+def _header_shape(tensor: TensorRef) -> tuple[int, ...]:
     """Return the shape as the header counts: torch's pairs of F4 are two elements there."""
     shape = tuple(size or 0 for size in tensor.shape)
     if tensor.dtype == "float4_e2m1fn_x2":
@@ -341,20 +340,8 @@ def _entries_in_place(tensors: Mapping[str, TensorRef], body: ByteRange) -> list
     for name, tensor in tensors.items():
         if not tensor.is_verbatim or tensor.data.source is not body.source:
             return None
-        start = tensor.data.offset - body.offset
-        code = BY_NAME[tensor.dtype].safetensors or ""
-        entries.append(Entry(name, code, header_shape(tensor), start, start + tensor.nbytes))
+        entries.append(_entry(name, tensor, tensor.data.offset - body.offset))
     return entries
-
-
-def _tile(entries: Iterable[Entry], length: int) -> bool:
-    """Return whether they cover `length` bytes, each once."""
-    end = 0
-    for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
-        if entry.start != end:
-            return False
-        end = entry.stop
-    return end == length
 
 
 _LIKELY_HEADER = 1 << 40
@@ -379,15 +366,8 @@ class Safetensors(EditableFormat):
         return text[:1] == b"{" and text[1:].lstrip(b" \t\r\n")[:1] in (b'"', b"}", b"")
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the state dict, its tied names and `_metadata` restored.
-
-        Raises:
-            CorruptFile: the header breaks a rule of the format.
-            LimitExceeded: the header is longer than `probe.limits` allows.
-        """
-        source = probe.source
-        if source is None:
-            raise UnreadableFile("is a folder, not a safetensors file", file=probe.path)
+        """Return the state dict, its tied names and `_metadata` restored."""
+        source = probe.opened()
         header = read_header(source, probe.limits, salvages=probe.salvages is not None)
         tensors = {entry.name: _tensor(entry, header) for entry in header.entries}
         root, rest = restored(tensors, header.metadata)
@@ -406,11 +386,7 @@ class Safetensors(EditableFormat):
         )
 
     def plan(self, checkpoint: Checkpoint) -> Plan:
-        """Return the file for a checkpoint whose root is one flat state dict.
-
-        Raises:
-            NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
-        """
+        """Return the file for a checkpoint whose root is one flat state dict."""
         content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
         written = content.written
         entries = _entries(written)
@@ -446,9 +422,6 @@ class Safetensors(EditableFormat):
         It does where the header becomes longer, or cannot say something that there is to say, and
         where the tensors are not, each as it is, the runs of bytes behind the header. What the
         header says beside the state dict stays; the rest of the old length is filled with spaces.
-
-        Raises:
-            NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
         """
         from ckptool.files.editing import Patch  # a list edits nothing
 
@@ -460,7 +433,11 @@ class Safetensors(EditableFormat):
         source = checkpoint.sources[0]
         body = _body(source)
         entries = _entries_in_place(content.written, body)
-        if entries is None or not _tile(entries, body.length):
+        try:
+            check_tiling(entries or (), body.length)
+        except CorruptFile:
+            entries = None
+        if entries is None:
             return None
         text = header_text(entries, content.metadata)
         length = body.offset - LENGTH.size

@@ -21,14 +21,15 @@ from ckptool.model import OrderedMap, TensorRef
 from ckptool.words import printable
 
 __all__ = [
-    "BITS",
     "FORMAT",
+    "LENGTH",
     "METADATA",
     "PLACES",
     "RESERVED",
     "VERSIONS",
     "Entry",
     "Header",
+    "check_tiling",
     "header_bytes",
     "header_text",
     "is_unicode",
@@ -43,7 +44,7 @@ METADATA = "__metadata__"
 LENGTH = struct.Struct("<Q")
 MAX_BYTES = 100_000_000
 """What the reference reader takes (`MAX_HEADER_SIZE`)."""
-BITS = {
+_BITS = {
     **{code: 8 * dtype.itemsize for code, dtype in BY_SAFETENSORS.items()},
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
@@ -98,11 +99,7 @@ def read_header(source: Source, limits: Limits, *, salvages: bool = False) -> He
             hint="fetch the file again: the download or copy was cut short",
         )
     body = ByteRange(source, begin, source.size - begin)
-    try:
-        return _parsed(source.read(LENGTH.size, length), body, limits, salvages=salvages)
-    except CorruptFile as error:
-        error.file = source.name
-        raise
+    return _parsed(source.read(LENGTH.size, length), body, limits, salvages=salvages)
 
 
 def _parsed(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> Header:
@@ -118,7 +115,7 @@ def _parsed(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> H
         _check_text(document, metadata)
     entries = tuple(_entry(name, fields, limits) for name, fields in document.items())
     ends = max((entry.stop for entry in entries), default=0)
-    _check_tiling(entries, max(ends, body.length) if salvages else body.length)
+    check_tiling(entries, max(ends, body.length) if salvages else body.length)
     return Header(entries, metadata, body)
 
 
@@ -194,7 +191,7 @@ def _entry(name: str, fields: Any, limits: Limits) -> Entry:
             pass
         case _:
             raise _wrong(name, "does not have a dtype, a shape and two data_offsets")
-    bits = BITS.get(code)
+    bits = _BITS.get(code)
     if bits is None:
         raise _wrong(name, f"has the dtype '{printable(code)}', which is unknown")
     if len(shape) > limits.max_dimensions:
@@ -233,8 +230,12 @@ def _wrong(name: str, fact: str) -> CorruptFile:
     return CorruptFile(f"tensor '{printable(name)}' {fact}")
 
 
-def _check_tiling(entries: Iterable[Entry], length: int) -> None:
-    """Refuse tensors that do not cover the rest of the file, each byte once."""
+def check_tiling(entries: Iterable[Entry], length: int) -> None:
+    """Refuse tensors that do not cover the rest of the file, each byte once.
+
+    Raises:
+        CorruptFile: two overlap, or bytes belong to none; `TruncatedFile`: the last reaches out.
+    """
     end, last = 0, None
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if entry.start < end:

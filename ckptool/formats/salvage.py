@@ -11,6 +11,7 @@ from ckptool.files.checksums import crc32s
 from ckptool.files.source import BLOCK
 from ckptool.formats.archive import (
     DESCRIPTOR,
+    LOCAL,
     LOCAL_SIGNATURE,
     STORED,
     Entry,
@@ -26,7 +27,6 @@ from ckptool.limits import Limits
 
 __all__ = ["whole_records"]
 
-_LOCAL = struct.Struct("<4s5H3I2H")
 _SIGNATURE = b"PK\x07\x08"
 _SIZES, _SIZES64 = struct.Struct("<3I"), struct.Struct("<I2Q")
 _NEEDED = ("data.pkl", "byteorder")
@@ -91,13 +91,13 @@ def _entries(data: ByteRange, limits: Limits) -> list[Entry]:
 def _from_the_beginning(data: ByteRange) -> Iterator[Entry]:
     """Yield an entry for each local header, as long as one follows the other."""
     position = 0
-    while position + _LOCAL.size <= data.length:
-        head = data.read(position, _LOCAL.size)
-        signature, _, flags, method, _, _, crc, packed, size, length, extra = _LOCAL.unpack(head)
-        payload = position + _LOCAL.size + length + extra
+    while position + LOCAL.size <= data.length:
+        head = data.read(position, LOCAL.size)
+        signature, _, flags, method, _, _, crc, packed, size, length, extra = LOCAL.unpack(head)
+        payload = position + LOCAL.size + length + extra
         if signature != LOCAL_SIGNATURE or payload > data.length:
             return
-        name = data.read(position + _LOCAL.size, length)
+        name = data.read(position + LOCAL.size, length)
         stop = payload + packed
         if flags & DESCRIPTOR:
             behind = _behind(data, payload, stored=method == STORED)

@@ -10,12 +10,12 @@ from dataclasses import replace
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import FileMissing, NameCollision, UsageError
 from ckptool.formats.opening import TORCH_FILES, Source, opened, opened_together
-from ckptool.formats.sharded import NUMBERED, ShardIndex, details_of, joined
+from ckptool.formats.sharded import NUMBERED, ShardIndex, checkpoint_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import TensorRef, find_tensors
 from ckptool.words import printable, shell
 
-__all__ = ["open_several", "opened_parts"]
+__all__ = ["opened_parts"]
 
 _FORMATS = ("safetensors", *TORCH_FILES)
 
@@ -60,11 +60,8 @@ def open_several(
                     text = f"tensor '{printable(key)}' is in {before} too"
                     raise NameCollision(text, file=path)
         index = ShardIndex(files[0].sources[0], weight_map, {}, tuple(names))
-        root = joined(index, shards)
-        size = sum(file.details.size for file in files)
-        details = replace(details_of(index, shards, root), size=size)
-        sources = tuple(source for file in files for source in file.sources)
-        return replace(files[0], root=root, original=root, details=details, sources=sources)
+        made = checkpoint_of(index, shards, files[0].format, files[0].path)
+        return replace(made, original=made.root)
 
 
 def _keys(path: str, file: Checkpoint) -> list[str]:

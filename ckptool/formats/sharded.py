@@ -7,11 +7,11 @@ import ntpath
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.checkpoint import Checkpoint
 from ckptool.errors import (
     CheckpointError,
     CorruptFile,
@@ -26,8 +26,9 @@ from ckptool.files.journal import leads_to
 from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
 from ckptool.formats import identify
-from ckptool.formats.base import Format, Probe, Refusal
+from ckptool.formats.base import Format, Probe, Refusal, naming
 from ckptool.formats.identify import Finding
+from ckptool.formats.opening import of_files
 from ckptool.formats.registry import candidates
 from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -39,9 +40,7 @@ __all__ = [
     "SAFETENSORS_SHARDED",
     "TORCH_SHARDED",
     "ShardIndex",
-    "Sharded",
-    "details_of",
-    "joined",
+    "checkpoint_of",
     "open_index",
     "shards_named_by",
     "total_size_notes",
@@ -121,9 +120,7 @@ def open_index(probe: Probe) -> ShardIndex | None:
             opened.callback(inner.close)
             found.append(inner.ask(open_index))
         indexes = [index for index in found if index is not None]
-        if len(indexes) > 1:
-            raise _several(probe.path, indexes)
-        _refuse_rival(probe, indexes)
+        _refuse_several(probe, indexes)
         if indexes:
             probe.on_close(opened.pop_all().close)
         return indexes[0] if indexes else None
@@ -131,12 +128,8 @@ def open_index(probe: Probe) -> ShardIndex | None:
 
 def shards_named_by(path: str) -> tuple[str, ...]:
     """Return the files that an index names before it is replaced; none, if it is no index."""
-    with suppress(CheckpointError):
-        source = FileSource(path)
-        try:
-            index = _index_of(source, DEFAULT_LIMITS)
-        finally:
-            source.close()
+    with suppress(CheckpointError), closing(FileSource(path)) as source:
+        index = _index_of(source, DEFAULT_LIMITS)
         return index.shards if index else ()
     return ()
 
@@ -150,21 +143,16 @@ def _called_so(probe: Probe) -> Iterator[str]:
             yield path
 
 
-def _refuse_rival(probe: Probe, indexes: list[ShardIndex]) -> None:
-    """Refuse to choose between shards and the one file that would bear the name of all."""
-    for index in indexes:
-        name = os.path.basename(index.path)
+def _refuse_several(probe: Probe, indexes: list[ShardIndex]) -> None:
+    """Refuse to choose between indexes, or between shards and one file of their name."""
+    names = []
+    for name in (os.path.basename(index.path) for index in indexes):
         whole = _INDEXED.sub("", name)
-        if whole in probe.entries:
-            what = f"a folder with {quoted(whole)} and, in shards, {quoted(name)}"
-            hint = f"give one: ckptool list {shell(os.path.join(probe.path, whole))}"
-            raise Finding(what, hint).error(probe.path)
-
-
-def _several(folder: str, indexes: list[ShardIndex]) -> CheckpointError:
-    names = [os.path.basename(index.path) for index in indexes]
-    what = f"a folder with several checkpoints in shards, whose indexes are {few(names)}"
-    return Finding(what, f"give one: ckptool list {shell(indexes[0].path)}").error(folder)
+        names += [whole, name] if whole in probe.entries else [name]
+    if len(names) > 1:
+        what = f"a folder with several checkpoints: {few(names)}"
+        hint = f"give one: ckptool list {shell(os.path.join(probe.path, names[0]))}"
+        raise Finding(what, hint).error(probe.path)
 
 
 def _index_of(source: Source, limits: Limits) -> ShardIndex | None:
@@ -182,11 +170,8 @@ def _index_of(source: Source, limits: Limits) -> ShardIndex | None:
     raw = source.read(0, source.size)
     if not called_so and _MARK not in raw:
         return None
-    try:
+    with naming(source.name):
         index = _parsed(raw, source)
-    except CorruptFile as error:
-        error.file = source.name
-        raise
     if source.is_far and index and len(index.shards) > limits.max_far_shards:
         raise LimitExceeded(
             f"the index names {len(index.shards):,} files; of another machine "
@@ -240,16 +225,12 @@ def _is_plain(name: str) -> bool:
 _MOST_NAMED = 5
 
 
-def joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
+def _joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
     """Return the state dict of all shards (by file name), in the order of the index.
 
     Ties within a shard stay. Tied names that no shard holds as safetensors cannot hold them come
     back from the headers of the shards, or from the index, where huggingface_hub notes them.
     `_metadata` is that of all shards together.
-
-    Raises:
-        CorruptFile: a name is in two shards; in another than the index says; in none; in a shard,
-            and not in the index; or a file that belongs to the set is not in the index.
     """
     for name in index.unnamed():
         raise CorruptFile(
@@ -375,50 +356,51 @@ _DERIVED = frozenset({"total_size", "total_parameters", PLACES})
 """Entries of an index that follow from the tensors."""
 
 
-def details_of(index: ShardIndex, shards: Mapping[str, Checkpoint], root: OrderedMap) -> Details:
-    """Return the details of the checkpoint whose state dict, joined, is `root`."""
-    all_of = [shard.details for shard in shards.values()]
-    header, conflicting = _headers(details.header for details in all_of)
-    return Details(
-        size=index.source.size + sum(details.size for details in all_of),
-        writer=_writer([details.writer for details in all_of]),
-        byteorder=_common([details.byteorder for details in all_of], "little", "mixed"),
-        protocol=_common([details.protocol for details in all_of], None, None),
-        globals=_merged(details.globals for details in all_of),
-        opcodes=_merged(details.opcodes for details in all_of),
-        storage_bytes=sum(details.storage_bytes for details in all_of),
-        dead_bytes=sum(details.dead_bytes for details in all_of),
+def checkpoint_of(
+    index: ShardIndex, shards: Mapping[str, Checkpoint], format: str, path: str
+) -> Checkpoint:
+    """Return the checkpoint that the shards are together.
+
+    Raises:
+        CorruptFile: a name is in two shards; in another than the index says; in none; in a shard,
+            and not in the index; or a file that belongs to the set is not in the index.
+    """
+    root = _joined(index, shards)
+    every = [shard.details for shard in shards.values()]
+    header, differing = _headers(details.header for details in every)
+    writers = ", ".join(dict.fromkeys(filter(None, (details.writer for details in every))))
+    count = f"in {counted(len(every), 'shard')}"
+    orders, protocols = {one.byteorder for one in every}, {one.protocol for one in every}
+    own = [key for key in index.metadata if key not in _DERIVED and key not in root]
+    notes, left_behind, unreferenced = (
+        _by_shard({file: getattr(shard.details, name) for file, shard in shards.items()})
+        for name in ("notes", "left_behind", "unreferenced")
+    )
+    return of_files(
+        list(shards.values()),
+        Checkpoint(root, format, path),
+        writer=f"{writers}, {count}" if writers else count,
+        folder="",
+        byteorder=orders.pop() if len(orders) == 1 else "mixed" if orders else "little",
+        protocol=protocols.pop() if len(protocols) == 1 else None,
         notes=(
             *(() if index.weight_map else ("the index names no tensor",)),
             *total_size_notes(index, root),
-            *_by_shard({file: shard.details.notes for file, shard in shards.items()}),
+            *notes,
         ),
         left_behind=(
-            *_entries("the header that differ between the shards", conflicting),
-            *_entries("the index", [key for key in index.metadata if _stays(key, root)]),
-            *_by_shard({file: shard.details.left_behind for file, shard in shards.items()}),
+            *_entries("the header that differ between the shards", differing),
+            *_entries("the index", own),
+            *left_behind,
         ),
-        unreferenced=tuple(
-            _by_shard({file: shard.details.unreferenced for file, shard in shards.items()})
-        ),
+        unreferenced=tuple(unreferenced),
         header=header,
     )
 
 
-def _writer(writers: Sequence[str]) -> str:
-    kinds = ", ".join(dict.fromkeys(filter(None, writers)))
-    count = f"in {counted(len(writers), 'shard')}"
-    return f"{kinds}, {count}" if kinds else count
-
-
-def _common(values: Sequence[Any], none: Any, several: Any) -> Any:
-    """Return what all say; `none` where nobody does, `several` where they differ."""
-    found = set(values)
-    return (found.pop() if len(found) == 1 else several) if found else none
-
-
-def _merged(groups: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for group in groups for name in group))
+def _entries(what: str, keys: Sequence[str]) -> Iterator[str]:
+    if keys:
+        yield f"entries of {what}: {listed(keys)}"
 
 
 def _headers(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], list[str]]:
@@ -430,16 +412,6 @@ def _headers(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], list
             if found.setdefault(key, text) != text:
                 conflicting[key] = None
     return {key: text for key, text in found.items() if key not in conflicting}, list(conflicting)
-
-
-def _stays(key: str, root: OrderedMap) -> bool:
-    """Return whether an entry of the index is something that no rewrite carries over."""
-    return key not in _DERIVED and key not in root
-
-
-def _entries(what: str, keys: Sequence[str]) -> Iterator[str]:
-    if keys:
-        yield f"entries of {what}: {listed(keys)}"
 
 
 def _by_shard(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
@@ -486,11 +458,7 @@ class Sharded(Format):
         self.tensors_only = not self.by_torch
 
     def recognise(self, probe: Probe) -> bool:
-        """Return whether it is an index, or a folder with one, to shards of these formats.
-
-        Raises:
-            UnreadableFile: it is an index, and that shard cannot be read.
-        """
+        """Return whether it is an index, or a folder with one, to shards of these formats."""
         index = probe.ask(open_index)
         if index is None:
             return False
@@ -505,14 +473,7 @@ class Sharded(Format):
         return known.name in self.members
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return one state dict of what all shards hold, in the order of the index.
-
-        Raises:
-            FileMissing: a shard is not there.
-            CorruptFile: index and shards contradict each other, or one of them is damaged.
-            UnsupportedFormat: a shard is of another format than the first.
-            LimitExceeded: one asks for more than `probe.limits`.
-        """
+        """Return one state dict of what all shards hold, in the order of the index."""
         index = probe.ask(open_index)
         if index is None:
             raise CorruptFile("this is no index of shards", file=probe.path)
@@ -524,28 +485,20 @@ class Sharded(Format):
                 shards[name] = self._read_shard(index, name, probe.limits)
                 opened.callback(shards[name].close)
             _check_still_there(index)
-            root = joined(index, shards)
+            made = checkpoint_of(index, shards, self.name, index.path)
             opened.pop_all()
-        sources = (source for shard in shards.values() for source in shard.sources)
-        return Checkpoint(
-            root,
-            self.name,
-            index.path,
-            details_of(index, shards, root),
-            sources=(*sources, index.source),
-        )
+        details = replace(made.details, size=made.details.size + index.source.size)
+        return replace(made, details=details, sources=(*made.sources, index.source))
 
     def _read_shard(self, index: ShardIndex, name: str, limits: Limits) -> Checkpoint:
         shard, known = _opened(index, name, limits)
-        try:
+        with ExitStack() as opened, naming(shard.path):
+            opened.callback(shard.close)
             if known.name not in self.members:
                 raise _wrong_kind(shard.path, known, self.members)
-            return known.read(shard)
-        except CheckpointError as error:
-            shard.close()
-            if error.file is None:
-                error.file = shard.path
-            raise
+            found = known.read(shard)
+            opened.pop_all()
+            return found
 
 
 SAFETENSORS_SHARDED = Sharded("safetensors-sharded", ("safetensors",), ".safetensors")
@@ -571,16 +524,13 @@ def _opened(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format
             wanted = allow_open_files(len(index.shards))
             error.advise(f"allow the process more open files: ulimit -n {wanted}")
         raise
-    try:
+    with ExitStack() as opened, naming(shard.path):
+        opened.callback(shard.close)
         for known in candidates(shard):
             if not isinstance(known, Sharded) and known.recognise(shard):
+                opened.pop_all()
                 return shard, known
         raise identify.explain(shard)
-    except CheckpointError as error:
-        shard.close()
-        if error.file is None:
-            error.file = shard.path
-        raise
 
 
 def _check_still_there(index: ShardIndex) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
 from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from ckptool.files.crc32c import crc32c, masked, unmasked
 from ckptool.files.place import Place, place_of
 from ckptool.files.system import allow_open_files
 from ckptool.files.tiled import Tile, tiled
-from ckptool.formats.base import Checksum, Findings, Format, Probe, Problem, Refusal
+from ckptool.formats.base import Checksum, Findings, Format, Probe, Problem, Refusal, naming
 from ckptool.formats.leveldb import MAGIC, Message, read_table, varint
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, TensorRef, plain_tensor
@@ -115,14 +116,7 @@ class TensorFlow(Format):
         return bool(_indexes(probe))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the variables by name, over the index alone; an optimizer's are a section.
-
-        Raises:
-            CorruptFile: the index breaks a rule, or a variable lies outside of its file.
-            FileMissing: a data file is missing.
-            UnsupportedFormat: the folder has several checkpoints, and no note of the latest.
-            LimitExceeded: the index is larger than `probe.limits` allow.
-        """
+        """Return the variables by name, over the index alone; an optimizer's are a section."""
         index, data = probe.ask(_index_of), probe.ask(_data_of)
         model, optimizer = OrderedMap(), OrderedMap()
         others: list[str] = []
@@ -203,11 +197,8 @@ def _cleaned(name: str) -> str:
 def _is_table(place: Place, path: str) -> bool:
     if not place.is_file(path):
         return False
-    source = place.open(path)
-    try:
+    with closing(place.open(path)) as source:
         return source.size >= len(MAGIC) and source.read(source.size - 8, 8) == MAGIC
-    finally:
-        source.close()
 
 
 def _indexes(probe: Probe) -> list[str]:
@@ -230,11 +221,8 @@ def _latest(probe: Probe) -> str | None:
     path = os.path.join(probe.path, _NOTE)
     if _NOTE not in probe.entries or not probe.place.is_file(path):
         return None
-    source = probe.place.open(path)
-    try:
+    with closing(probe.place.open(path)) as source:
         found = _LATEST.search(source.read(0, min(source.size, _MOST_NOTE)))
-    finally:
-        source.close()
     if found is None:
         return None
     # The folder may have been moved: of a whole path the name alone is taken.
@@ -255,14 +243,10 @@ def _index_of(probe: Probe) -> _Index:
     if source is None:
         source = probe.place.open(paths[0])
         probe.on_close(source.close)
-    try:
+    with naming(source.name, hint=_HINT):
         table = read_table(source, probe.limits)
         header = Message(table.pop(b"", b""))
         entries = {key: _entry(key, raw, probe.limits) for key, raw in table.items()}
-    except CheckpointError as error:
-        error.file = error.file or source.name
-        error.advise(error.hint or _HINT)
-        raise
     order = "big" if header.number(2) else "little"
     return _Index(paths[0], source, entries, header.number(1), order)
 
@@ -353,7 +337,7 @@ class _Data:
     def _joined(self, key: bytes, entry: _Entry, dtype: str) -> ByteRange:
         """Return the bytes of a partitioned variable."""
         tiles = []
-        try:
+        with naming(self._index.path, f"variable {_shown(key)}", hint=_HINT):
             for place in entry.slices:
                 offsets = tuple(first for first, _ in place)
                 axes = zip(place, entry.shape, strict=True)
@@ -364,9 +348,6 @@ class _Data:
                     raise CorruptFile(f"the part at {list(offsets)} of {list(sizes)} {what}")
                 tiles.append(Tile(offsets, sizes, self._run(key, part, dtype)))
             return tiled(self._index.path, entry.shape, BY_NAME[dtype].itemsize, tiles)
-        except CorruptFile as error:
-            what = f"variable {_shown(key)}: {error.message}"
-            raise CorruptFile(what, file=error.file or self._index.path, hint=_HINT) from error
 
     def _texts(self, key: bytes, entry: _Entry) -> Any:
         """Return the texts of a variable, in lists as its shape says; bytes that are no text."""

@@ -9,7 +9,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, Source
 from ckptool.files.strided import swapped
-from ckptool.formats.base import NewFile, Plan, Probe, WritableFormat
+from ckptool.formats.base import NewFile, Plan, Probe, WritableFormat, pickled
 from ckptool.formats.legacy_stream import (
     COUNT,
     MAGIC,
@@ -24,7 +24,7 @@ from ckptool.tree import name_of
 if TYPE_CHECKING:
     from ckptool.files.atomic import Output
 
-__all__ = ["TORCH_LEGACY", "TorchLegacy"]
+__all__ = ["TORCH_LEGACY"]
 
 _SYS_INFO = {
     "protocol_version": VERSION,
@@ -92,13 +92,7 @@ class TorchLegacy(WritableFormat):
         return MAGIC.match(probe.head) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the checkpoint, over its pickles and the counts before its storages.
-
-        Raises:
-            CorruptFile: a pickle is damaged, or the storages are not those that it names.
-            TruncatedFile: it ends before its last storage does.
-            LimitExceeded: it asks for more than `probe.limits`.
-        """
+        """Return the checkpoint, over its pickles and the counts before its storages."""
         source = probe.opened()
         whole = ByteRange(source, 0, source.size)
         stream = LegacyStream(whole, probe.limits, salvages=probe.salvages is not None)
@@ -106,11 +100,7 @@ class TorchLegacy(WritableFormat):
         details = Details(
             size=source.size,
             writer=_writer(unpickled.globals),
-            protocol=unpickled.protocol,
-            globals=unpickled.globals,
-            opcodes=unpickled.opcodes,
-            tidy=unpickled.tidy,
-            framed=stream.framed,
+            **{**pickled(unpickled), "framed": stream.framed},
             storage_bytes=sum(stored.whole.nbytes for stored in stream.stored.values()),
             dead_bytes=source.size - stream.end,
             left_behind=(*stream.sources.left_behind(), *_behind(source, stream.end)),
@@ -118,12 +108,7 @@ class TorchLegacy(WritableFormat):
         return Checkpoint(stream.root, self.name, probe.path, details, sources=(source,))
 
     def plan(self, checkpoint: Checkpoint) -> Plan:
-        """Plan a stream that torch reads since 1.0, and older torch if it knows the tensors.
-
-        Raises:
-            NotRepresentable: a storage on the meta device, which has no bytes; an element type that
-                has no storage class; a nested tensor of torch's own kind.
-        """
+        """Plan a stream that torch reads since 1.0, and older torch if it knows the tensors."""
         from ckptool.symbolic.encoder import encode  # a list needs none of it
 
         encoded = encode(checkpoint.root, legacy=True)

@@ -10,14 +10,14 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.files import ByteRange, Source
-from ckptool.formats.base import Format, Probe, Refusal
+from ckptool.formats.base import Format, Probe, Refusal, pickled
 from ckptool.formats.legacy_stream import COUNT, SourceTexts, unpickle_outer, unpickle_record
 from ckptool.limits import Limits
 from ckptool.model import Storage, StorageRef, TensorRef
 from ckptool.symbolic import unpickle
 from ckptool.symbolic.rebuild import storage_type
 
-__all__ = ["BLOCK", "TORCH_TAR", "TorchTar", "is_tar", "read_members"]
+__all__ = ["BLOCK", "TORCH_TAR", "is_tar", "read_members"]
 
 BLOCK = 512
 """Bytes of a header; the content of a member is filled up to a multiple of it."""
@@ -171,24 +171,14 @@ class TorchTar(Format):
         return all(name in members for name in _MEMBERS)
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the checkpoint; the bytes of its storages are not read.
-
-        Raises:
-            CorruptFile: a member breaks a rule of the format.
-            TruncatedFile: the tar, or a member, ends too early.
-            LimitExceeded: it asks for more than `probe.limits`.
-        """
+        """Return the checkpoint; the bytes of its storages are not read."""
         source = probe.opened()
         tar = _Tar(read_members(source, probe.limits), probe.limits)
         unpickled = tar.unpickled
         details = Details(
             size=source.size,
             writer="torch 0.1.1 to 0.1.9",
-            protocol=unpickled.protocol,
-            globals=unpickled.globals,
-            opcodes=unpickled.opcodes,
-            tidy=unpickled.tidy,
-            framed=unpickled.framed,
+            **pickled(unpickled),
             storage_bytes=tar.storage_bytes,
             dead_bytes=tar.unread,
             left_behind=tar.sources.left_behind(),

@@ -23,7 +23,7 @@ from ckptool.formats.archive import (
     read_text,
     zip_archive,
 )
-from ckptool.formats.base import Archive, EditableFormat, NewFile, Plan, Probe, Record
+from ckptool.formats.base import Archive, EditableFormat, NewFile, Plan, Probe, Record, pickled
 from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.formats.zip_writer import (
     NewRecord,
@@ -248,12 +248,7 @@ class TorchZip(EditableFormat):
         return archive.find(PICKLE) is not None and archive.find("constants.pkl") is None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the checkpoint, over the zip directory and the pickle.
-
-        Raises:
-            CorruptFile: the archive or its pickle is damaged, or a storage lies about its length.
-            LimitExceeded: it asks for more than `probe.limits`.
-        """
+        """Return the checkpoint, over the zip directory and the pickle."""
         contents = probe.ask(contents_of)
         archive = contents.storages.archive
         return Checkpoint(
@@ -265,11 +260,7 @@ class TorchZip(EditableFormat):
         )
 
     def plan(self, checkpoint: Checkpoint) -> Plan:
-        """Torch's layout but for `.data/serialization_id`, a hash for its own logging.
-
-        Raises:
-            NotRepresentable: a storage on the meta device, or an object that cannot be pickled.
-        """
+        """Torch's layout but for `.data/serialization_id`, a hash for its own logging."""
         from ckptool.symbolic.encoder import encode  # a list needs none of it
 
         encoded = encode(checkpoint.root)
@@ -297,9 +288,6 @@ class TorchZip(EditableFormat):
 
         It can where the file is a plain zip that torch takes, and every storage is a record of it,
         whole, under the key that it had. Only the directory and records that state a fact are read.
-
-        Raises:
-            NotRepresentable: an object that cannot be pickled.
         """
         # Imported here: a list needs none of it.
         from ckptool.files.editing import Patch
@@ -345,11 +333,7 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
         writer=_writer(archive, contents),
         folder=archive.folder if is_zip and _PLAIN_FOLDER.fullmatch(archive.folder) else "",
         byteorder=contents.storages.byteorder,
-        protocol=unpickled.protocol,
-        globals=unpickled.globals,
-        opcodes=unpickled.opcodes,
-        tidy=unpickled.tidy,
-        framed=unpickled.framed,
+        **pickled(unpickled),
         storage_bytes=sum(record.data.length for record in payloads),
         dead_bytes=archive.dead_bytes + unused_bytes,
         notes=(*archive.notes, *_notes(archive, contents, is_zip=is_zip)),

@@ -18,7 +18,7 @@ from ckptool.modules import holds_tensors
 from ckptool.symbolic import unpickle
 from ckptool.words import counted
 
-__all__ = ["TORCHSCRIPT", "TorchScript", "read_model_json"]
+__all__ = ["TORCHSCRIPT"]
 
 _DTYPES = {
     "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "INT64": "int64",
@@ -174,12 +174,7 @@ class TorchScript(Format):
         return find("model.json") is not None and find("version") is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the weights by their full names, over the directory, the pickle and the source.
-
-        Raises:
-            CorruptFile: the archive, its pickle or its JSON is damaged.
-            LimitExceeded: it asks for more than `probe.limits`.
-        """
+        """Return the weights by their full names, over the directory, the pickle and the source."""
         archive = opened_archive(probe)
         if "model.json" in archive.records and "data.pkl" not in archive.records:
             root, writer = read_model_json(archive, probe.limits)

@@ -17,7 +17,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing
 from ckptool.files.computed import joined
-from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
+from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming
 from ckptool.formats.opening import TORCH_FILES, of_files, opened_together
 from ckptool.formats.placements import row_major_data
 from ckptool.formats.torch_zip import TORCH_ZIP, stored_in
@@ -56,13 +56,7 @@ class XlaXser(Format):
         return any(map(_is_reference, everything(TORCH_ZIP.read(probe).root)))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tree of the file with the tensors in the places of their references.
-
-        Raises:
-            FileMissing: the file of a tensor is missing.
-            CorruptFile: it is damaged, or holds no tensor.
-            LimitExceeded: it asks for more than `probe.limits`.
-        """
+        """Return the tree of the file with the tensors in the places of their references."""
         found = TORCH_ZIP.read(probe)
         known: dict[str, TensorRef] = {}
 
@@ -122,20 +116,11 @@ class XlaFsdp(Format):
             return False
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tree of rank 0 with whole parameters under the names of the bare model.
-
-        Raises:
-            FileMissing: the file of a rank is missing.
-            CorruptFile: the files contradict each other, or do not hold all of a parameter.
-            LimitExceeded: a file asks for more than `probe.limits`.
-        """
+        """Return the tree of rank 0 with whole parameters under the names of the bare model."""
         paths = rank_files(probe)
-        with opened_together(paths, probe.limits, TORCH_FILES) as ranks:
-            try:
-                root, notes = _whole(ranks, probe.path)
-            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                what = f"breaks a rule of torch_xla's: {type(error).__name__}, {error}"
-                raise CorruptFile(what, file=probe.path, hint=_HINT) from error
+        rules = naming(probe.path, hint=_HINT, rules_of="torch_xla's")
+        with opened_together(paths, probe.limits, TORCH_FILES) as ranks, rules:
+            root, notes = _whole(ranks, probe.path)
         what = f"{counted(len(ranks), 'rank file')} of torch_xla's FSDP, joined"
         made = Checkpoint(root, self.name, probe.path)
         return of_files(ranks, made, notes=(what, *notes))

@@ -15,18 +15,19 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from math import prod
+from operator import index
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Change, Checkpoint, Details
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
+from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange
 from ckptool.files.computed import joined
 from ckptool.files.place import place_of
 from ckptool.files.tiled import late
-from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
+from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming
 from ckptool.formats.opening import TORCH_FILES, of_files, opened_together
-from ckptool.formats.placements import row_major_data
+from ckptool.formats.placements import attributes_of, row_major_data
 from ckptool.formats.torch_zip import stored_in
 from ckptool.limits import Limits
 from ckptool.model import Opaque, TensorRef, plain_tensor, remade
@@ -130,14 +131,7 @@ class DeepSpeed(Format):
         return probe.ask(_folder) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tree of rank 0 with whole tensors.
-
-        Raises:
-            FileMissing: the file of a rank is missing.
-            CorruptFile: the files contradict each other, or do not hold all of a parameter.
-            UnsupportedFormat: the files are of model parallel ranks, of a pipeline, of experts.
-            LimitExceeded: a file asks for more than `probe.limits`.
-        """
+        """Return the tree of rank 0 with whole tensors."""
         step = _step(probe)
         own = (step.models[0], *step.optims)
         with opened_together(own, probe.limits, TORCH_FILES) as (first, *optims):
@@ -145,7 +139,8 @@ class DeepSpeed(Format):
             rest = step.models[1:] if frozen else ()  # which have nothing else
             with opened_together(rest, probe.limits, TORCH_FILES) as others:
                 models, files = [first, *others], [first, *others, *optims]
-                made = _checked(step, models, optims, probe.limits)
+                with naming(step.folder, hint=_HINT, rules_of="DeepSpeed's"):
+                    made = _joined(step, models, optims, probe.limits)
         return of_files(
             files,
             replace(made, path=probe.path),
@@ -252,19 +247,6 @@ def _check_ranks(step: _Step, files: Mapping[int, str], world: int) -> None:
     raise FileMissing(f"lacks the file of {what}", file=step.folder, hint=hint)
 
 
-def _checked(
-    step: _Step, models: Sequence[Checkpoint], optims: Sequence[Checkpoint], limits: Limits
-) -> Checkpoint:
-    """Return what `_joined` does; the error of a damaged file if the files are of no known form."""
-    try:
-        return _joined(step, models, optims, limits)
-    except CheckpointError:
-        raise
-    except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
-        what = f"breaks a rule of DeepSpeed's: {type(error).__name__}, {error}"
-        raise CorruptFile(what, file=step.folder) from error
-
-
 def _joined(
     step: _Step, models: Sequence[Checkpoint], optims: Sequence[Checkpoint], limits: Limits
 ) -> Checkpoint:
@@ -346,13 +328,7 @@ def _base(own: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], list[dict[Any, Any
     base = own.get("base_optimizer_state", own.get("optimizer_state_dict", own))
     if isinstance(base, list):  # elastic: no more than the states
         return dict(enumerate(base)), []
-    if not isinstance(base, dict):
-        return {}, []
-    state, groups = base.get("state"), base.get("param_groups")
-    return (
-        state if isinstance(state, dict) else {},
-        [one for one in groups if isinstance(one, dict)] if isinstance(groups, list) else [],
-    )
+    return base.get("state") or {}, base.get("param_groups") or []
 
 
 def _groups(
@@ -471,14 +447,8 @@ def _mapped(group: _Group, mapped: Sequence[Mapping[Any, Any]]) -> dict[str, Fin
     pieces: dict[str, list[Piece]] = {name: [] for name in group.shapes}
     for rank, one in enumerate(mapped):
         for name, address in one.items():
-            found = address.attributes if isinstance(address, Opaque) else {}
-            start, count = found.get("start"), found.get("numel")
-            if not isinstance(start, int) or not isinstance(count, int):
-                start = count = -1
-            if name not in pieces or start < 0 or count < 0:
-                what = f"{printable(str(name))!r} has no place in it, or is of another group"
-                raise CorruptFile(what, file=group.vectors[MASTER][rank].file, hint=_HINT)
-            pieces[name].append((rank, start, count))
+            found = attributes_of(address)
+            pieces[name].append((rank, index(found["start"]), index(found["numel"])))
     return {name: every.copy for name, every in pieces.items()}
 
 
@@ -648,14 +618,10 @@ def _param_groups(own: Mapping[Any, Any], names: Sequence[list[str]]) -> list[di
 
 def _shapes(groups: Any) -> list[dict[str, tuple[int, ...]]]:
     """Return the names and shapes of `param_shapes`: a dict for each group, or one alone."""
-    found = []
-    for group in groups if isinstance(groups, list) else [groups]:
-        shapes = group if isinstance(group, dict) else {None: None}
-        for name, shape in shapes.items():
-            sizes = shape if isinstance(shape, tuple) else (-1,)
-            if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in sizes):
-                raise CorruptFile(f"has no shape of the parameter {printable(repr(name))}")
-        found.append(dict(shapes))
+    found = [dict(group) for group in (groups if isinstance(groups, list) else [groups])]
+    for name, shape in (item for group in found for item in group.items()):
+        if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in shape):
+            raise CorruptFile(f"has no shape of the parameter {printable(repr(name))}")
     return found
 
 
@@ -672,12 +638,7 @@ def _at(node: Any, number: int) -> Any:
 
 def _number(node: Any) -> Any:
     """Return the number of a member of an Enum of DeepSpeed's; anything else as it is."""
-    return node.args[0] if isinstance(node, Opaque) and _is_stage(node) else node
-
-
-def _is_stage(node: Opaque) -> bool:
-    return (
-        node.class_name.endswith("ZeroStageEnum")
-        and isinstance(node.args, tuple)
-        and len(node.args) == 1
-    )
+    match node:
+        case Opaque(args=(number,)) if node.class_name.endswith("ZeroStageEnum"):
+            return number
+    return node

@@ -14,25 +14,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptool.errors import WriteError
-from ckptool.files.source import MANY, SHARED, ByteRange, Shared
+from ckptool.files.source import MANY as WORTH_SHARING
+from ckptool.files.source import SHARED, ByteRange, Shared
+from ckptool.formats.archive import CENTRAL, DESCRIPTOR, END, END64, FAR, LOCAL, LOCATOR, MANY
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import Output
 
-__all__ = ["NewRecord", "NewZip", "Place", "end_records", "literal", "plan_sharing_zip", "plan_zip"]
+__all__ = ["NewRecord", "Place", "end_records", "literal", "plan_sharing_zip", "plan_zip"]
 
-_LOCAL = struct.Struct("<4s5H3I2H")
 _DESCRIPTOR = struct.Struct("<4s3I")
 _DESCRIPTOR64 = struct.Struct("<4sI2Q")
-_ENTRY = struct.Struct("<4s6H3I5H2I")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR = struct.Struct("<4sIQI")
-_END = struct.Struct("<4s4H2IH")
 _PADDING_HEADER = struct.Struct("<2sH")
-_FIELD_HEADER = struct.Struct("<2H")
-
-_FAR, _MANY = 0xFFFFFFFF, 0xFFFF
-_UTF8, _WITH_DESCRIPTOR = 1 << 11, 1 << 3
+_UTF8 = 1 << 11
 _MADE_BY, _NEEDED = 0x031E, 45
 _ZIP64 = 1
 
@@ -75,17 +69,17 @@ class Place:
     @property
     def wide(self) -> bool:
         """Whether its headers need a zip64 field."""
-        return self.size >= _FAR or self.header >= _FAR
+        return self.size >= FAR or self.header >= FAR
 
     @property
     def flags(self) -> int:
         """Names are UTF-8; sizes stand behind the payload where there is one."""
-        return _UTF8 | (_WITH_DESCRIPTOR if self.size else 0)
+        return _UTF8 | (DESCRIPTOR if self.size else 0)
 
     @property
     def payload(self) -> int:
         """Offset of the first byte of content: the next multiple of the alignment."""
-        least = self.header + _LOCAL.size + len(self.name) + len(self.wide_field(local=True))
+        least = self.header + LOCAL.size + len(self.name) + len(self.wide_field(local=True))
         least += _PADDING_HEADER.size
         if self.congruent is not None:
             return least + (self.congruent - least) % SHARED
@@ -106,9 +100,9 @@ class Place:
     def wide_field(self, *, local: bool) -> bytes:
         """Return the zip64 field: sizes that do not fit (0 packed in a local header), offset."""
         values = []
-        if self.size >= _FAR:
+        if self.size >= FAR:
             values += [self.size, 0 if local else self.size]
-        if self.header >= _FAR:
+        if self.header >= FAR:
             values.append(self.header)
         if not values:
             return b""
@@ -117,11 +111,11 @@ class Place:
     def local_header(self) -> bytes:
         """Header, name and extra field, padded so that the payload is aligned."""
         wide = self.wide_field(local=True)
-        fixed = self.header + _LOCAL.size + len(self.name) + len(wide) + _PADDING_HEADER.size
+        fixed = self.header + LOCAL.size + len(self.name) + len(wide) + _PADDING_HEADER.size
         padding = self.payload - fixed
         extra = wide + _PADDING_HEADER.pack(b"FB", padding) + b"Z" * padding
         return (
-            _LOCAL.pack(b"PK\x03\x04", 0, self.flags, 0, 0, 0, 0, 0, 0, len(self.name), len(extra))
+            LOCAL.pack(b"PK\x03\x04", 0, self.flags, 0, 0, 0, 0, 0, 0, len(self.name), len(extra))
             + self.name
             + extra
         )
@@ -136,15 +130,15 @@ class Place:
     def entry(self, crc: int) -> bytes:
         """Return the directory's entry."""
         wide = self.wide_field(local=False)
-        size, header = min(self.size, _FAR), min(self.header, _FAR)
+        size, header = min(self.size, FAR), min(self.header, FAR)
         lengths = (len(self.name), len(wide), 0)
         fixed = (b"PK\x01\x02", 0, 0, self.flags, 0, 0, 0, crc, size, size)
-        return _ENTRY.pack(*fixed, *lengths, 0, 0, 0, header) + self.name + wide
+        return CENTRAL.pack(*fixed, *lengths, 0, 0, 0, header) + self.name + wide
 
     @property
     def entry_size(self) -> int:
         """Bytes of the directory's entry."""
-        return _ENTRY.size + len(self.name) + len(self.wide_field(local=False))
+        return CENTRAL.size + len(self.name) + len(self.wide_field(local=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +178,14 @@ def end_records(entries: int, offset: int, length: int) -> bytes:
     """Return what stands behind a directory of `length` bytes at `offset`."""
     end64 = offset + length
     return (
-        _END64.pack(
-            b"PK\x06\x06", _END64.size - 12, _MADE_BY, _NEEDED, 0, 0, entries, entries, length,
+        END64.pack(
+            b"PK\x06\x06", END64.size - 12, _MADE_BY, _NEEDED, 0, 0, entries, entries, length,
             offset,
         )
-        + _LOCATOR.pack(b"PK\x06\x07", 0, end64, 1)
-        + _END.pack(
-            b"PK\x05\x06", 0, 0, min(entries, _MANY), min(entries, _MANY), min(length, _FAR),
-            min(offset, _FAR), 0,
+        + LOCATOR.pack(b"PK\x06\x07", 0, end64, 1)
+        + END.pack(
+            b"PK\x05\x06", 0, 0, min(entries, MANY), min(entries, MANY), min(length, FAR),
+            min(offset, FAR), 0,
         )
     )  # fmt: skip
 
@@ -221,7 +215,7 @@ def plan_sharing_zip(
         for record, place in new.records
         if record.copied and (record.copied.offset - place.payload) % SHARED == 0
     )
-    is_most = shared >= MANY and 2 * shared > new.size
+    is_most = shared >= WORTH_SHARING and 2 * shared > new.size
     return replace(new, shared=Shared(shared, run)) if is_most else None
 
 
@@ -237,5 +231,5 @@ def _laid_out(
         placed.append((record, place))
         position = place.end
         directory += place.entry_size
-    size = position + directory + _END64.size + _LOCATOR.size + _END.size
+    size = position + directory + END64.size + LOCATOR.size + END.size
     return NewZip(tuple(placed), size)

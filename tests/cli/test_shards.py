@@ -290,7 +290,7 @@ def test_a_folder_with_shards_and_the_whole_is_not_guessed_between(ckptool, tmp_
     assert ckptool("convert", HUB, folder / "model.safetensors").code == 0
     done = ckptool("list", folder)
     assert done.code == 2
-    assert "'model.safetensors' and, in shards, 'model.safetensors.index.json'" in done.err
+    assert "several checkpoints: 'model.safetensors', 'model.safetensors.index.json'" in done.err
     assert ckptool("list", folder / INDEX).code == 0
 
 

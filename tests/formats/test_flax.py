@@ -93,7 +93,7 @@ def nested(depth):
         ({"w": array(shape=(1 << 40, 1 << 40))}, b"", "has 8 bytes"),
         ({"w": b"\xc7\x02\x01\x90\x90"}, b"", "no shape, type and bytes"),
         ({"w": b"\xc7\x02\x02\x90\x90"}, b"", "not of two numbers|not as long"),
-        ({"w": b"\xc9\xff\xff\xff\xff\x01"}, b"", "ends within an array"),
+        ({"w": b"\xc9\xff\xff\xff\xff\x01"}, b"", "ends within a value"),
         ({"w": b"\xdb\xff\xff\xff\xff"}, b"", "ends within a value"),
         ({"w": b"\xdf\xff\xff\xff\xff"}, b"", "ends within a value"),
         ({"w": b"\xc1"}, b"", "0xc1 begins no value"),

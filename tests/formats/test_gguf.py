@@ -98,13 +98,13 @@ def test_the_alignment_that_the_file_states(made):
         ([entry(sizes=(1 << 62, 1 << 62))], {}, "'w' takes"),
         ([entry(sizes=(33,), type=8)], {}, "rows of 33, in blocks of 32"),
         ([entry(sizes=(1,) * 9)], {}, "'w' has 9 dimensions"),
-        ([entry()], {"tensors": 1 << 60}, "ends within its header"),
+        ([entry()], {"tensors": 1 << 60}, "ends within a value"),
         ([], {"facts": [text("a") + struct.pack("<I", 77)]}, "type 77"),
-        ([], {"facts": [text("a") + struct.pack("<IIQ", 9, 4, 1 << 60)]}, "ends within its header"),
-        ([], {"facts": [text("a") + struct.pack("<IIQ", 9, 8, 1 << 60)]}, "ends within its header"),
+        ([], {"facts": [text("a") + struct.pack("<IIQ", 9, 4, 1 << 60)]}, "ends within a value"),
+        ([], {"facts": [text("a") + struct.pack("<IIQ", 9, 8, 1 << 60)]}, "ends within a value"),
         ([], {"facts": [text("a") + struct.pack("<IIQIQIQ", 9, 9, 1, 9, 1, 9, 1)]}, "type 9"),
         ([], {"facts": [text("general.alignment") + struct.pack("<II", 4, 0)]}, "alignment is 0"),
-        ([], {"facts": [struct.pack("<Q", 1 << 63)]}, "ends within its header"),
+        ([], {"facts": [struct.pack("<Q", 1 << 63)]}, "ends within a value"),
     ],
 )
 def test_a_header_that_lies(made, entries, options, words):

@@ -135,12 +135,12 @@ QUOTA = (
         ("\ufeff<!doctype HTML>", "an HTML page"),
         ("<head><title>x", "an HTML page"),
         ("<?xml version='1.0'?><!DOCTYPE html PUBLIC ''><html>", "an HTML page"),
-        (QUOTA, "too many have downloaded"),
+        (QUOTA, "an HTML page ('Google Drive - Quota exceeded'), not the file itself"),
         (
             "<!DOCTYPE html><title>Google Drive - Virus scan warning</title>",
-            "an HTML page of Google Drive",
+            "an HTML page ('Google Drive - Virus scan warning'), not the file itself",
         ),
-        ("<html><title>Bandwidth quota</title>", "the server's limit on downloads"),
+        ("<html><title>Bandwidth quota</title>", "an HTML page ('Bandwidth quota')"),
         ("<!DOCTYPE html><title>\x1b[31mred\x07</title>", r"'\x1b[31mred\x07'"),
         ("<html>" + "<title" * 10_000, "an HTML page"),
         (
@@ -287,7 +287,7 @@ def test_protocol_buffers(content):
 
 
 ARCHIVES = {
-    "a Keras model (.keras)": ["metadata.json", "config.json", "model.weights.h5"],
+    "a Keras model (.keras)": ["metadata.json", "config.json", "model.weights.npz"],
     "a torch.package archive": ["pkg/.data/extern_modules", "pkg/.data/version"],
     "what a torch.save that failed has left: it holds no data.pkl": [
         "m/version",
@@ -318,12 +318,20 @@ def test_other_zips_say_what_they_hold(content):
     assert is_a(content(zipped(**{"\x1b[31m": b""})), NotACheckpoint, r"'\x1b[31m'")
 
 
-def test_a_damaged_zip(content):
+def is_refused(path, data, kind, *words):
+    path.write_bytes(data)
+    with pytest.raises(kind) as caught:
+        open_checkpoint(path)
+    return is_a(caught.value, kind, *words)
+
+
+def test_a_damaged_zip(tmp_path):
     whole = zipped(a=b"x" * 100)
-    assert is_a(content(whole[:90]), TruncatedFile, "a damaged zip archive")
-    assert is_a(content(whole[:-40] + whole[-20:]), TruncatedFile, "a damaged zip archive")
+    path = tmp_path / "model.pth"
+    assert is_refused(path, whole[:90], TruncatedFile, "its end, is missing")
+    assert is_refused(path, whole[:-40] + whole[-20:], TruncatedFile, "its end, is missing")
     broken = whole.replace(b"PK\x01\x02", b"PK\x09\x02")
-    assert is_a(content(broken), CorruptFile, "a damaged zip archive")
+    assert is_refused(path, broken, CorruptFile, "the zip directory is damaged")
 
 
 def packed(**members):
@@ -347,7 +355,7 @@ def test_a_tar(content, tmp_path):
     weights = "./model_weights.ckpt"
     assert error.hint == f"{unpacking} {weights} && ckptool list {folder}/{weights}"
     cut = packed(a=b"x" * 9000)[:5000]
-    assert is_a(content(cut), TruncatedFile, "a damaged tar archive", "4,512 of its 9,000 bytes")
+    assert is_refused(tmp_path / "cut", cut, TruncatedFile, "4,512 of its 9,000 bytes")
 
 
 def test_a_link_of_composer_names_the_checkpoint(tmp_path):

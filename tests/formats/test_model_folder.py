@@ -112,7 +112,7 @@ def test_of_a_trainers_folder_without_the_model_that_is_told(folder):
 def test_one_file_beside_the_shards_of_its_name_is_a_rival(folder, name):
     write(folder, name)
     write(folder, f"{name}.index.json")
-    with pytest.raises(NotACheckpoint, match="in shards"):
+    with pytest.raises(NotACheckpoint, match="several checkpoints: "):
         read(folder)
 
 

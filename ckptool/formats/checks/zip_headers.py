@@ -8,36 +8,38 @@ from typing import NamedTuple
 
 from ckptool.errors import CheckpointError
 from ckptool.files import ByteRange
-from ckptool.formats.archive import DEFLATED, REFUSED, STORED, End, find_end, raw_entries
+from ckptool.formats.archive import (
+    CENTRAL,
+    DEFLATED,
+    DESCRIPTOR,
+    END,
+    FAR,
+    LOCAL,
+    LOCAL_SIGNATURE,
+    LOCATOR,
+    REFUSED,
+    STORED,
+    End,
+    find_end,
+    raw_entries,
+)
 from ckptool.formats.base import Problem
 from ckptool.words import counted, listed
 
-__all__ = [
-    "ZIP64",
-    "Central",
-    "Fields",
-    "Local",
-    "directory_entries",
-    "header_problems",
-    "local_header",
-    "wide_values",
-]
+__all__ = ["header_problems"]
 
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_LOCAL = struct.Struct("<4s5H3I2H")
 _FIELD = struct.Struct("<2H")
-_FAR = 0xFFFFFFFF
-ZIP64 = 1
+_ZIP64 = 1
 """The extra field with sizes and offset as numbers of 64 bits."""
 _LIKELY = 256
 """Bytes read at once of a local header: more is rarely there."""
 
 
-Fields = list[tuple[int, bytes]]
+_Fields = list[tuple[int, bytes]]
 """Extra fields: number and content."""
 
 
-class Shared(NamedTuple):
+class _Shared(NamedTuple):
     """What both headers of a record state."""
 
     needed: int
@@ -48,10 +50,10 @@ class Shared(NamedTuple):
     date: int
 
 
-class Central(NamedTuple):
+class _Central(NamedTuple):
     """An entry of the directory, sizes and offset as wide as they are."""
 
-    shared: Shared
+    shared: _Shared
     made_by: int
     crc32: int
     packed: int
@@ -61,26 +63,26 @@ class Central(NamedTuple):
     internal: int
     external: int
     name: bytes
-    fields: Fields | None
+    fields: _Fields | None
     """Of the extra area; None where it is damaged."""
     comment: bytes
 
 
-class Local(NamedTuple):
+class _Local(NamedTuple):
     """The header before a record's bytes; sizes as written."""
 
-    shared: Shared
+    shared: _Shared
     crc32: int
     packed: int
     size: int
     name: bytes
-    fields: Fields | None
+    fields: _Fields | None
     """Of the extra area; None where it is damaged."""
     payload: int
     """Offset of the record's bytes."""
 
 
-def directory_entries(data: ByteRange, end: End) -> Iterator[Central]:
+def _directory_entries(data: ByteRange, end: End) -> Iterator[_Central]:
     """Yield the entries of a directory, those left out whose 64-bit field is too short.
 
     Raises:
@@ -88,48 +90,48 @@ def directory_entries(data: ByteRange, end: End) -> Iterator[Central]:
         struct.error: it ends within an entry.
     """
     for name, raw in raw_entries(data, end):
-        fixed = _CENTRAL.unpack_from(raw)
+        fixed = CENTRAL.unpack_from(raw)
         _, made_by, *shared, crc, packed, size = fixed[:10]
         name_length, extra_length, _, disk, internal, external, header = fixed[10:]
-        rest = raw[_CENTRAL.size + name_length :]
+        rest = raw[CENTRAL.size + name_length :]
         extra, comment = rest[:extra_length], rest[extra_length:]
         values = [size, packed, header]
-        fields = extra_fields(extra)
-        wide = iter(wide_values(fields))
+        fields = _extra_fields(extra)
+        wide = iter(_wide_values(fields))
         for index, value in enumerate(values):
-            if value == _FAR:
+            if value == FAR:
                 values[index] = next(wide, -1)
         if -1 not in values:
             size, packed, header = values
-            yield Central(
-                Shared(*shared), made_by, crc, packed, size, header, disk, internal, external,
+            yield _Central(
+                _Shared(*shared), made_by, crc, packed, size, header, disk, internal, external,
                 name, fields, comment,
             )  # fmt: skip
 
 
-def local_header(data: ByteRange, offset: int, name_length: int) -> Local | None:
+def _local_header(data: ByteRange, offset: int, name_length: int) -> _Local | None:
     """Return the local header at `offset`; None if there is none inside the file."""
     try:
-        raw = data.read(offset, min(_LOCAL.size + name_length + _LIKELY, data.length - offset))
-        signature, *shared, crc, packed, size, length, extra_length = _LOCAL.unpack_from(raw)
-        whole = _LOCAL.size + length + extra_length
+        raw = data.read(offset, min(LOCAL.size + name_length + _LIKELY, data.length - offset))
+        signature, *shared, crc, packed, size, length, extra_length = LOCAL.unpack_from(raw)
+        whole = LOCAL.size + length + extra_length
         if whole > len(raw):
             raw = data.read(offset, whole)
     except (CheckpointError, struct.error):
         return None
-    if signature != b"PK\x03\x04":
+    if signature != LOCAL_SIGNATURE:
         return None
-    name, extra = raw[_LOCAL.size : _LOCAL.size + length], raw[_LOCAL.size + length : whole]
-    fields = extra_fields(extra)
-    return Local(Shared(*shared), crc, packed, size, name, fields, offset + whole)
+    name, extra = raw[LOCAL.size : LOCAL.size + length], raw[LOCAL.size + length : whole]
+    fields = _extra_fields(extra)
+    return _Local(_Shared(*shared), crc, packed, size, name, fields, offset + whole)
 
 
-def extra_fields(extra: bytes) -> Fields | None:
+def _extra_fields(extra: bytes) -> _Fields | None:
     """Return the fields of an extra area by number; None where they do not fill it.
 
     Up to three zero bytes may be left over, as some tools pad.
     """
-    fields: Fields = []
+    fields: _Fields = []
     position = 0
     while position + _FIELD.size <= len(extra):
         number, length = _FIELD.unpack_from(extra, position)
@@ -141,15 +143,13 @@ def extra_fields(extra: bytes) -> Fields | None:
     return None if extra[position:].strip(b"\0") else fields
 
 
-def wide_values(fields: Fields | None) -> list[int]:
+def _wide_values(fields: _Fields | None) -> list[int]:
     """Return the numbers of the zip64 field, empty where there is none."""
-    content = next((content for number, content in fields or () if number == ZIP64), b"")
+    content = next((content for number, content in fields or () if number == _ZIP64), b"")
     whole = len(content) - len(content) % 8
     return [value for (value,) in struct.iter_unpack("<Q", content[:whole])]
 
 
-_END = struct.Struct("<4s4H2IH")
-_LOCATOR = struct.Struct("<4sIQI")
 _END64_VERSIONS = struct.Struct("<12x2H")
 _DESCRIPTORS = tuple(
     (struct.Struct(f"<{form}"), signature)
@@ -157,7 +157,6 @@ _DESCRIPTORS = tuple(
     for form in ("3I", "I2Q")
 )
 """CRC-32 and two sizes; the signature before them is optional (APPNOTE 4.3.9)."""
-_DESCRIBED = 1 << 3
 _FOLDER = 0x10
 """MS-DOS's mark of a folder among the external attributes."""
 _ZIP64_VERSION = 45
@@ -183,7 +182,7 @@ def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Problem,
         end = find_end(data)
         if end is None:
             return ()
-        entries = list(directory_entries(data, end))
+        entries = list(_directory_entries(data, end))
     except (CheckpointError, struct.error):
         return ()
     if refused:
@@ -192,7 +191,7 @@ def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Problem,
             for entry in entries
             if entry.shared.method not in (STORED, DEFLATED) or entry.shared.flags & REFUSED
         ][:_MOST_REFUSED]
-    headers = [local_header(data, entry.header, len(entry.name)) for entry in entries]
+    headers = [_local_header(data, entry.header, len(entry.name)) for entry in entries]
     by_torch = _is_torchs(entries, headers)
     problems = [
         Problem("header", entry.name.decode("utf-8", "backslashreplace"), text)
@@ -202,7 +201,7 @@ def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Problem,
     return (*problems, *_end_problems(data, end, by_torch))
 
 
-def _is_torchs(entries: Sequence[Central], headers: Sequence[Local | None]) -> bool:
+def _is_torchs(entries: Sequence[_Central], headers: Sequence[_Local | None]) -> bool:
     """Return whether most records are as torch's writer leaves them: then all should be."""
     plain = sum(
         entry.made_by == 0 and local is not None and _is_padded(local)
@@ -211,12 +210,12 @@ def _is_torchs(entries: Sequence[Central], headers: Sequence[Local | None]) -> b
     return plain * 2 > len(entries)
 
 
-def _is_padded(local: Local) -> bool:
+def _is_padded(local: _Local) -> bool:
     return any(number == _PADDING for number, _ in local.fields or ())
 
 
 def _entry_faults(
-    data: ByteRange, entry: Central, local: Local | None, by_torch: bool
+    data: ByteRange, entry: _Central, local: _Local | None, by_torch: bool
 ) -> Iterator[str]:
     """Yield what is wrong with one record's headers, a clause each."""
     if entry.external & _FOLDER and not entry.name.endswith(b"/"):
@@ -239,24 +238,24 @@ def _entry_faults(
         yield f"its own header and the directory contradict each other: {listed(different)}"
     yield from _size_faults(entry, local)
     yield from _extra_faults(local)
-    if local.shared.flags & _DESCRIBED and not _is_described(data, entry, local):
+    if local.shared.flags & DESCRIPTOR and not _is_described(data, entry, local):
         yield "the data descriptor behind its bytes is missing, or contradicts the directory"
     if by_torch and (entry.made_by == 0 or _is_padded(local)):
         yield from _torchs_faults(entry, local)
 
 
-def _size_faults(entry: Central, local: Local) -> Iterator[str]:
+def _size_faults(entry: _Central, local: _Local) -> Iterator[str]:
     """Checksum and sizes in the local header; all are 0 where a data descriptor has them."""
-    wide = wide_values(local.fields)
-    described = bool(local.shared.flags & _DESCRIBED)
-    put_off = {0, _FAR} if wide else {0}
+    wide = _wide_values(local.fields)
+    described = bool(local.shared.flags & DESCRIPTOR)
+    put_off = {0, FAR} if wide else {0}
     stated = (local.crc32, local.packed, local.size)
     if not described or local.crc32 or not put_off.issuperset(stated[1:]):
         true = (entry.crc32, entry.packed, entry.size)
         different = [
             f"{name} {ours:,} and {theirs:,}"
             for name, ours, theirs in zip(_SUMS, stated, true, strict=True)
-            if ours != theirs and not (wide and ours == _FAR) and (ours or not described)
+            if ours != theirs and not (wide and ours == FAR) and (ours or not described)
         ]
         if different:
             yield f"its own header and the directory contradict each other: {listed(different)}"
@@ -267,7 +266,7 @@ def _size_faults(entry: Central, local: Local) -> Iterator[str]:
         yield "the 64-bit sizes in its own header contradict the directory"
 
 
-def _extra_faults(local: Local) -> Iterator[str]:
+def _extra_faults(local: _Local) -> Iterator[str]:
     if local.fields is None:
         yield "the extra field of its own header is damaged"
     elif any(number == _PADDING and _is_damaged(content) for number, content in local.fields):
@@ -279,7 +278,7 @@ def _is_damaged(padding: bytes) -> bool:
     return bool(padding.strip(b"Z") and padding.strip(b"\0"))
 
 
-def _is_described(data: ByteRange, entry: Central, local: Local) -> bool:
+def _is_described(data: ByteRange, entry: _Central, local: _Local) -> bool:
     """Return whether a data descriptor follows the bytes and agrees with the directory."""
     start = local.payload + entry.packed
     longest = _DESCRIPTORS[1][0].size + 4
@@ -291,11 +290,11 @@ def _is_described(data: ByteRange, entry: Central, local: Local) -> bool:
     return any(
         found.startswith(signature + form.pack(*facts))
         for form, signature in _DESCRIPTORS
-        if form.size > 12 or max(facts) <= _FAR
+        if form.size > 12 or max(facts) <= FAR
     )
 
 
-def _torchs_faults(entry: Central, local: Local) -> Iterator[str]:
+def _torchs_faults(entry: _Central, local: _Local) -> Iterator[str]:
     """Return where a record is not as torch's writer leaves every one (formats of miniz 3.0.2)."""
     wanted = {STORED: 0, DEFLATED: 20}.get(entry.shared.method)
     stated = {
@@ -309,7 +308,7 @@ def _torchs_faults(entry: Central, local: Local) -> Iterator[str]:
         odd.append(f"version needed {entry.shared.needed:,}")
     if odd:
         yield f"its directory entry has {listed(odd)}, where torch's writer puts nothing"
-    for fields, known in ((entry.fields, (ZIP64,)), (local.fields, (ZIP64, _PADDING))):
+    for fields, known in ((entry.fields, (_ZIP64,)), (local.fields, (_ZIP64, _PADDING))):
         if any(number not in known for number, _ in fields or ()):
             yield "it has an extra field that torch's writer does not make"
     if not _is_padded(local) and local.fields is not None:
@@ -318,17 +317,17 @@ def _torchs_faults(entry: Central, local: Local) -> Iterator[str]:
 
 def _end_problems(data: ByteRange, end: End, by_torch: bool) -> Iterator[Problem]:
     """Yield what is wrong with the records behind the directory, and behind them."""
-    tail = data.read(end.start, end.size)
-    found = tail.rfind(b"PK\x05\x06", 0, len(tail) - _END.size + 4)
-    _, disk, first_disk, _, _, _, _, comment = _END.unpack_from(tail, found)
-    rest = len(tail) - found - _END.size - comment
+    tail = data.read(end.start)
+    found = tail.rfind(b"PK\x05\x06", 0, len(tail) - END.size + 4)
+    _, disk, first_disk, _, _, _, _, comment = END.unpack_from(tail, found)
+    rest = len(tail) - found - END.size - comment
     if rest > 0:
         yield Problem("trailing", "", f"{counted(rest, 'byte')} behind its end belong to nothing")
     elif rest < 0:
         yield Problem("end", "", f"its comment of {comment:,} bytes is cut short by {-rest:,}")
     if found == 0:
         return
-    locator = _LOCATOR.unpack_from(tail, found - _LOCATOR.size)
+    locator = LOCATOR.unpack_from(tail, found - LOCATOR.size)
     if (disk, first_disk, locator[1], locator[3]) != (0, 0, 0, 1):
         yield Problem("end", "", "its end records speak of several disks")
     made_by, needed = _END64_VERSIONS.unpack_from(tail)
