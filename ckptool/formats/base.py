@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import filter as matching
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ckptool.checkpoint import MEMORY, Checkpoint
+from ckptool.checkpoint import MEMORY, Checkpoint, Details
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing
 from ckptool.files import ByteRange, Source
 from ckptool.files.place import place_of
@@ -41,6 +41,7 @@ __all__ = [
     "Refusal",
     "WritableFormat",
     "naming",
+    "of_files",
     "pickled",
 ]
 
@@ -145,6 +146,28 @@ def pickled(found: Unpickled) -> dict[str, Any]:
     return {
         name: getattr(found, name) for name in ("protocol", "globals", "opcodes", "tidy", "framed")
     }
+
+
+def of_files(files: Sequence[Checkpoint], made: Checkpoint, **told: Any) -> Checkpoint:
+    """Return the checkpoint `made` of several files, with the details of the first and totals.
+
+    `told` are details that are otherwise.
+    """
+    every = [one.details for one in files]
+    sums = {
+        key: sum(getattr(one, key) for one in every)
+        for key in ("size", "storage_bytes", "dead_bytes")
+    }
+    names = {
+        key: tuple(dict.fromkeys(name for one in every for name in getattr(one, key)))
+        for key in ("globals", "opcodes")
+    }
+    sources = tuple(source for one in files for source in one.sources)
+    return replace(
+        made,
+        details=replace(every[0] if every else Details(), **{**sums, **names, **told}),
+        sources=sources,
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.files.computed import ComputedSource
-from ckptool.formats.base import Format, Probe, Refusal
+from ckptool.formats.base import Format, Probe, Refusal, naming
 from ckptool.formats.cursor import Cursor
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef, plain_tensor
@@ -195,14 +195,8 @@ def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
     if one.shape[-1:] and one.shape[-1] % block:
         what = f"tensor {printable(one.name)!r} has rows of {one.shape[-1]}, in blocks of {block}"
         raise CorruptFile(what, file=source.name)
-    begin, length = start + one.offset, elements // block * size
-    if begin + length > source.size:
-        raise CorruptFile(
-            f"tensor {printable(one.name)!r} takes {length:,} bytes at {begin:,}, and the file has "
-            f"{source.size:,}",
-            file=source.name,
-        )
-    data = ByteRange(source, begin, length)
+    with naming(source.name, f"tensor {printable(one.name)!r}"):
+        data = ByteRange(source, start + one.offset, elements // block * size)
     if plain is None:
         fill = partial(_dequantised, data, str(name), block, size)
         made = ComputedSource(source.name, elements * 4, fill)

@@ -10,8 +10,8 @@ import re
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import FileMissing
-from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal
-from ckptool.formats.opening import TORCH_FILES, of_files, opened_together
+from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, of_files
+from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.model import Opaque
 from ckptool.words import counted
 

@@ -6,10 +6,9 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 from ckptool._lazy import uncollected
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, UnreadableFile, UnsupportedFormat, UsageError
 from ckptool.files import Source as Bytes
 from ckptool.files.place import place_of
@@ -22,7 +21,6 @@ from ckptool.tree import walk
 __all__ = [
     "TORCH_FILES",
     "Source",
-    "of_files",
     "open_checkpoint",
     "opened",
     "opened_together",
@@ -86,28 +84,6 @@ def opened(source: Source, *, salvage: bool = False) -> Iterator[Checkpoint]:
         return
     with open_checkpoint(source, salvage=salvage) as checkpoint:
         yield checkpoint
-
-
-def of_files(files: Sequence[Checkpoint], made: Checkpoint, **told: Any) -> Checkpoint:
-    """Return the checkpoint `made` of several files, with the details of the first and totals.
-
-    `told` are details that are otherwise.
-    """
-    every = [one.details for one in files]
-    sums = {
-        key: sum(getattr(one, key) for one in every)
-        for key in ("size", "storage_bytes", "dead_bytes")
-    }
-    names = {
-        key: tuple(dict.fromkeys(name for one in every for name in getattr(one, key)))
-        for key in ("globals", "opcodes")
-    }
-    sources = tuple(source for one in files for source in one.sources)
-    return replace(
-        made,
-        details=replace(every[0] if every else Details(), **{**sums, **names, **told}),
-        sources=sources,
-    )
 
 
 @contextmanager

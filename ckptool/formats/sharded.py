@@ -26,9 +26,8 @@ from ckptool.files.journal import leads_to
 from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
 from ckptool.formats import identify
-from ckptool.formats.base import Format, Probe, Refusal, naming
+from ckptool.formats.base import Format, Probe, Refusal, naming, of_files
 from ckptool.formats.identify import Finding
-from ckptool.formats.opening import of_files
 from ckptool.formats.registry import candidates
 from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -255,7 +254,7 @@ def _check_root(index: ShardIndex, file: str, names: Iterable[str], root: Any) -
     if not isinstance(root, dict):
         what = f"holds a {type(root).__name__}"
     elif root.keys().isdisjoint(names):
-        what = f"holds none of the tensors that the index places there, but {listed(_shown(root))}"
+        what = f"holds none of the tensors that the index places there, but {few(_texts(root))}"
     else:
         return
     raise CorruptFile(
@@ -265,8 +264,8 @@ def _check_root(index: ShardIndex, file: str, names: Iterable[str], root: Any) -
     )
 
 
-def _shown(names: Iterable[Any]) -> list[str]:
-    return [f"'{printable(str(name))}'" for name in names]
+def _texts(names: Iterable[Any]) -> list[str]:
+    return [str(name) for name in names]
 
 
 def _places(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> dict[Any, str]:
@@ -309,7 +308,7 @@ def _check_places(
             text = f"{file!r} has a tensor that the index does not name"
             wrong.setdefault(text, []).append(name)
     if wrong:
-        facts = (f"{text}: {listed(_shown(names), _MOST_NAMED)}" for text, names in wrong.items())
+        facts = (f"{text}: {few(_texts(names))}" for text, names in wrong.items())
         raise CorruptFile(
             listed(facts, 1) if len(wrong) > _MOST_NAMED else "; ".join(facts),
             file=index.path,
@@ -323,12 +322,12 @@ def _told(
     """Return the entries of the index that may be ties, and the ties of the shards' headers."""
     if any(shard.format != "safetensors" for shard in shards.values()):
         return {}, {}
-    ties: dict[str, str] = {}
-    for shard in shards.values():
-        for name in shard.root:
-            kept = _tied_to(shard, name)
-            if kept is not None and name not in places:
-                ties[name] = kept
+    ties = {
+        name: kept
+        for shard in shards.values()
+        for name in shard.root
+        if name not in places and (kept := _tied_to(shard, name)) is not None
+    }
     texts = {
         key: text
         for key, text in index.metadata.items()

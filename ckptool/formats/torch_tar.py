@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
+from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files import ByteRange, Source
-from ckptool.formats.base import Format, Probe, Refusal, pickled
+from ckptool.formats.base import Format, Probe, Refusal, naming, pickled
 from ckptool.formats.legacy_stream import COUNT, SourceTexts, unpickle_outer, unpickle_record
 from ckptool.limits import Limits
 from ckptool.model import Storage, StorageRef, TensorRef
@@ -52,14 +52,16 @@ def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
             return members
         kind, name, size = _parse(header, position, source.name)
         size = size if extra.size is None else extra.size
-        data = _content(source, position + BLOCK, size, extra.name or name)
+        name = extra.name or name
+        with naming(source.name, f"tar member {name!r:.80}"):
+            data = ByteRange(source, position + BLOCK, size)
         if kind in (_PAX, _LONG_NAME):
             extra = extra.with_record(kind, _small(data))
         elif kind not in (_PAX_GLOBAL, _LONG_LINK):
-            if kind in _LINKS and (extra.name or name) in _MEMBERS:
+            if kind in _LINKS and name in _MEMBERS:
                 raise CorruptFile(f"member {name!r:.80} of the tar is a link", file=source.name)
             if kind not in _NO_FILES:
-                members[extra.name or name] = data
+                members[name] = data
             extra = _Extra()
         position += BLOCK + -(-size // BLOCK) * BLOCK
     raise LimitExceeded(f"the tar has more than {limits.max_records:,} members", file=source.name)
@@ -103,18 +105,6 @@ def _parse(header: bytes, position: int, file: str) -> tuple[bytes, str, int]:
     name, prefix = _text(header[:100]), _text(header[345:500])
     whole = f"{prefix}/{name}" if prefix and header[257:263] == b"ustar\0" else name
     return header[156:157], whole, size
-
-
-def _content(source: Source, start: int, size: int, name: str) -> ByteRange:
-    missing = start + size - source.size
-    if missing > 0:
-        raise TruncatedFile(
-            f"the file ends in tar member {name!r:.80}: "
-            f"{missing:,} of its {size:,} bytes are missing",
-            file=source.name,
-            hint="download or copy it again",
-        )
-    return ByteRange(source, start, size)
 
 
 def _small(data: ByteRange) -> bytes:
@@ -279,15 +269,11 @@ def _storage_record(record: Any) -> tuple[Any, Any, Any]:
 def _view(root: StorageRef, key: int, offset: int, numel: int) -> StorageRef:
     """Return the part of `root` that a view looks at, as a storage of its own."""
     itemsize = BY_NAME[root.dtype].itemsize
-    start, length, data = offset * itemsize, numel * itemsize, root.storage.data
-    if data is None or min(offset, numel) < 0 or start + length > data.length:
-        raise CorruptFile(
-            f"view {key} takes {numel:,} elements from {offset:,} of storage {root.storage.key}, "
-            f"which has {root.storage.nbytes // itemsize:,}",
-            file=None if data is None else data.source.name,
-        )
-    part = Storage(str(key), data.slice(start, length), length, root.storage.device)
-    return StorageRef(part, root.dtype, root.untyped)
+    length, data = numel * itemsize, root.storage.data
+    with naming(None, f"view {key} of storage {root.storage.key}"):
+        part = data and data.slice(offset * itemsize, length)
+    storage = Storage(str(key), part, length, root.storage.device)
+    return StorageRef(storage, root.dtype, root.untyped)
 
 
 @dataclass
@@ -328,16 +314,8 @@ class _Member:
 
     def take(self, length: int) -> ByteRange:
         """Return the next `length` bytes."""
-        if length < 0:
-            raise self.corrupt(f"a length of {length:,}")
-        missing = self.position + length - self.data.length
-        if missing > 0:
-            raise TruncatedFile(
-                f"its member {self.name!r} ends {missing:,} bytes too early",
-                file=self.data.source.name,
-                hint="download or copy it again",
-            )
-        taken = self.data.slice(self.position, length)
+        with naming(self.data.source.name, f"member {self.name!r}"):
+            taken = self.data.slice(self.position, length)
         self.position += length
         return taken
 

@@ -17,8 +17,8 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing
 from ckptool.files.computed import joined
-from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming
-from ckptool.formats.opening import TORCH_FILES, of_files, opened_together
+from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
+from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.formats.placements import row_major_data
 from ckptool.formats.torch_zip import TORCH_ZIP, stored_in
 from ckptool.limits import Limits

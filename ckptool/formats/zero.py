@@ -25,8 +25,8 @@ from ckptool.files import ByteRange
 from ckptool.files.computed import joined
 from ckptool.files.place import place_of
 from ckptool.files.tiled import late
-from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming
-from ckptool.formats.opening import TORCH_FILES, of_files, opened_together
+from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
+from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.formats.placements import attributes_of, row_major_data
 from ckptool.formats.torch_zip import stored_in
 from ckptool.limits import Limits

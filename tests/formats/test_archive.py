@@ -270,7 +270,7 @@ def test_json_of_a_record():
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000])
 def test_json_that_is_none_is_corrupt(content):
-    with pytest.raises(CorruptFile, match="record 'x' is (not|nested)"):
+    with pytest.raises(CorruptFile, match=r"record 'x' is (not|nested)"):
         read_json(record_with(content), DEFAULT_LIMITS)
 
 

@@ -355,7 +355,13 @@ def test_a_tar(content, tmp_path):
     weights = "./model_weights.ckpt"
     assert error.hint == f"{unpacking} {weights} && ckptool list {folder}/{weights}"
     cut = packed(a=b"x" * 9000)[:5000]
-    assert is_refused(tmp_path / "cut", cut, TruncatedFile, "4,512 of its 9,000 bytes")
+    assert is_refused(
+        tmp_path / "cut",
+        cut,
+        TruncatedFile,
+        "tar member 'a': 9,000 bytes are wanted",
+        "4,512 bytes are missing",
+    )
 
 
 def test_a_link_of_composer_names_the_checkpoint(tmp_path):

@@ -178,8 +178,14 @@ MANY = ((20, 10, torch.FloatTensor), (1,) * 65, (1,) * 65, 0)
         ({"storages": storages([((10, 5, torch.FloatStorage), *FLOATS[1:])])}, "device"),
         ({"storages": storages([((10, "cpu", torch.nn.Linear), *FLOATS[1:])])}, "Linear"),
         ({"storages": storages([(10, *FLOATS[1:])])}, "key"),
-        ({"storages": storages([(FLOATS[0], -6, FLOATS[2])])}, "length of -24"),
-        ({"storages": storages([(FLOATS[0], 1 << 62, FLOATS[2])])}, "too early"),
+        (
+            {"storages": storages([(FLOATS[0], -6, FLOATS[2])])},
+            "member 'storages': -24 bytes are wanted",
+        ),
+        (
+            {"storages": storages([(FLOATS[0], 1 << 62, FLOATS[2])])},
+            "member 'storages': .* of a run of",
+        ),
         ({"storages": storages([FLOATS, LONGS], [(12, 10, 4, 3)])}, "view 12"),
         ({"storages": storages([FLOATS, LONGS], [(12, 10, -1, 3)])}, "view"),
         ({"storages": storages([FLOATS, LONGS], [(12, 99, 0, 3)])}, "view"),
