@@ -6,7 +6,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import Any, NamedTuple, NoReturn
 
 from ckptool.checkpoint import TORCH_REFUSES
@@ -47,6 +47,8 @@ __all__ = [
     "Entry",
     "LocalHeaders",
     "check_names",
+    "count_of",
+    "counts_of",
     "find_end",
     "folder_of",
     "open_archive",
@@ -202,19 +204,19 @@ def read_directory(data: ByteRange, end: End, limits: Limits) -> list[Entry]:
 def _entries(data: ByteRange, directory: bytes, end: End) -> Iterator[Entry]:
     position = 0
     unpack, width = _ENTRY.unpack_from, _ENTRY.size
-    for index in range(end.entries):
+    for number in range(end.entries):
         (
             signature, flags, method, crc, packed, size,
             name_length, extra_length, comment_length, disk, header,
         ) = unpack(directory, position)  # fmt: skip
         if signature != _ENTRY_SIGNATURE:
-            raise _corrupt(data, f"the zip directory is damaged at its entry {index:,}")
+            raise _corrupt(data, f"the zip directory is damaged at its entry {number:,}")
         start = position + width
         raw_name = directory[start : start + name_length]
         extra_start = start + name_length
         position = extra_start + extra_length + comment_length
         if position > end.length:
-            raise _corrupt(data, f"the zip directory ends within its entry {index:,}")
+            raise _corrupt(data, f"the zip directory ends within its entry {number:,}")
         name = raw_name.decode("utf-8", "backslashreplace")
         if FAR in (packed, size, header):
             extra = directory[extra_start : extra_start + extra_length]
@@ -253,11 +255,11 @@ def _widen(
         position += 4
         if kind == 1:
             wide = extra[position : position + length]
-            for index, value in enumerate(values):
+            for place, value in enumerate(values):
                 if value == FAR:
                     if len(wide) < 8:
                         raise _corrupt(data, f"the zip64 field of record {name!r} is too short")
-                    values[index] = int.from_bytes(wide[:8], "little")
+                    values[place] = int.from_bytes(wide[:8], "little")
                     wide = wide[8:]
             break
         position += length
@@ -639,6 +641,30 @@ def read_text(record: Record, most: int) -> str:
         raise CorruptFile(
             f"record {name!r} is not text ({error})", file=data.source.name
         ) from error
+
+
+def counts_of(values: Any, limits: Limits) -> tuple[int, ...]:
+    """Return a shape or strides that JSON has; text and `{"as_int": 3}` are how serialisers spell.
+
+    Raises:
+        TypeError, ValueError: it is no list of counts, or has too many dimensions.
+    """
+    if not isinstance(values, list) or len(values) > limits.max_dimensions:
+        raise ValueError("no sizes of dimensions")
+    return tuple(map(count_of, values))
+
+
+def count_of(value: Any) -> int:
+    """Return a count that JSON has, as `counts_of` its items.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    value = value.get("as_int") if isinstance(value, dict) else value
+    number = int(value) if isinstance(value, str) and len(value) < 20 else index(value)
+    if number < 0:
+        raise ValueError(f"{number:,} is no count")
+    return number
 
 
 def read_json(record: Record, limits: Limits) -> Mapping[str, Any]:

@@ -185,13 +185,14 @@ def naming(
         if subject:
             error.message = f"{subject}: {error.message}"
         error.file = error.file or file
-        error.advise(error.remedy or error.hint or hint)
+        own = None if error.hint == error.usual_hint else error.remedy or error.hint
+        error.advise(own or hint)
         raise
     except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
         if not rules_of:
             raise
-        what = f"breaks a rule of {rules_of}: {type(error).__name__}, {error}"
-        raise CorruptFile(what, file=file, hint=hint) from error
+        what = f"{subject} breaks a rule of {rules_of}: {type(error).__name__}, {error}"
+        raise CorruptFile(what.lstrip(), file=file, hint=hint) from error
 
 
 class Probe:

@@ -441,7 +441,7 @@ def _archive_of(item: _Item, limits: Limits) -> Archive:
         size = place_of(item.path).size(item.path)
     except OSError as error:
         raise FileMissing("is missing", file=item.path, hint=_HINT) from error
-    with naming(item.path, "an item that the index names"):
+    with naming(item.path, "an item of the index", hint=_HINT):
         data = ByteRange(place_of(item.path).member(item.path, size), item.offset, item.length)
     if data.source.is_far and data.length <= _AT_ONCE:  # one request; what follows comes meanwhile
         data = ByteRange(MemorySource(data.read(), item.path), 0, data.length)

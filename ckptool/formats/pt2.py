@@ -19,8 +19,16 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CorruptFile
-from ckptool.formats.archive import open_archive, opened_archive, read_json, read_text, zip_archive
-from ckptool.formats.base import Archive, Format, Probe, Record, Refusal
+from ckptool.formats.archive import (
+    count_of,
+    counts_of,
+    open_archive,
+    opened_archive,
+    read_json,
+    read_text,
+    zip_archive,
+)
+from ckptool.formats.base import Archive, Format, Probe, Record, Refusal, naming
 from ckptool.formats.torch_zip import known_byteorder, read_contents
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, Storage, TensorRef, Wrapping
@@ -139,32 +147,26 @@ class _Reader:
         return config
 
     def _weight(self, name: str, about: Any) -> TensorRef:
-        match about:
-            case {"path_name": str() as path, "use_pickle": True}:
-                return self._saved(path)
-            case {"path_name": str() as path, "tensor_meta": dict() as meta}:
-                tensor = self._tensor(name, path, meta)
-            case _:
-                raise self._corrupt(name, "has no description")
-        if about.get("is_param") is True:
-            return replace(tensor, wrapping=(Wrapping("parameter", tensor.requires_grad),))
-        return tensor
+        with naming(self.archive.path, f"weight {name!r}", rules_of="PT2"):
+            if about.get("use_pickle") is True:
+                return self._saved(about["path_name"])
+            tensor = self._tensor(about["path_name"], about["tensor_meta"])
+            if about.get("is_param") is True:
+                return replace(tensor, wrapping=(Wrapping("parameter", tensor.requires_grad),))
+            return tensor
 
-    def _tensor(self, name: str, path: str, meta: dict[str, Any]) -> TensorRef:
-        dtype = meta.get("dtype")
-        if not isinstance(dtype, int) or dtype not in _DTYPES:
-            raise self._corrupt(name, f"has element type {dtype!r:.20}, which is not known")
+    def _tensor(self, path: str, meta: Mapping[str, Any]) -> TensorRef:
+        record, device = self.archive.records[f"{_WEIGHTS}{path}"], meta["device"]
         tensor = TensorRef(
-            dtype=_DTYPES[dtype],
-            shape=self._counts(name, meta.get("sizes")),
-            stride=self._counts(name, meta.get("strides")),
-            offset=self._count(name, meta.get("storage_offset")),
+            dtype=_DTYPES[meta["dtype"]],
+            shape=counts_of(meta["sizes"], self.limits),
+            stride=counts_of(meta["strides"], self.limits),
+            offset=count_of(meta["storage_offset"]),
             storage=None,
-            device=self._device(name, meta.get("device")),
+            device=f"{device['type']}:{device.get('index')}".removesuffix(":None"),
             requires_grad=meta.get("requires_grad") is True,
             kind="meta",
         )
-        record = self._record(name, path)
         if record.data.length == 0 and tensor.numel:
             return tensor  # exported with fake weights: torch makes zeros of it
         return replace(tensor, storage=self._storage(record, tensor.device), kind="strided")
@@ -181,56 +183,24 @@ class _Reader:
     def _saved(self, path: str) -> TensorRef:
         """Return the tensor of a record that is a torch.save file."""
         if path not in self.saved:
-            tensor = _nested(self._record(path, path), self.limits)
+            tensor = _nested(self.archive.records[f"{_WEIGHTS}{path}"], self.limits)
             if not isinstance(tensor, TensorRef):
-                raise self._corrupt(path, "is no tensor")
+                raise CorruptFile("is no tensor")
             self.saved[path] = tensor
         return self.saved[path]
 
     def _compiled(self, record: Record) -> OrderedMap:
         weights = OrderedMap()
         for name, about in read_json(record, self.limits).items():
-            match about:
-                case [str() as path, list() as shape, list() as stride, offset]:
-                    weights[name] = replace(
-                        self._saved(path),
-                        shape=tuple(self._count(name, size) for size in shape),
-                        stride=tuple(self._count(name, step) for step in stride),
-                        offset=self._count(name, offset),
-                    )
-                case _:
-                    raise self._corrupt(name, "has no description")
+            with naming(self.archive.path, f"weight {name!r}", rules_of="PT2"):
+                path, shape, stride, offset = about
+                weights[name] = replace(
+                    self._saved(path),
+                    shape=counts_of(shape, self.limits),
+                    stride=counts_of(stride, self.limits),
+                    offset=count_of(offset),
+                )
         return weights
-
-    def _record(self, name: str, path: str) -> Record:
-        record = self.archive.records.get(f"{_WEIGHTS}{path}")
-        if record is None:
-            raise self._corrupt(name, f"should be in record '{_WEIGHTS}{path}', which is missing")
-        return record
-
-    def _device(self, name: str, device: Any) -> str:
-        match device:
-            case {"type": str() as kind, "index": int() as index}:
-                return f"{kind}:{index}"
-            case {"type": str() as kind}:
-                return kind
-        raise self._corrupt(name, "has no device")
-
-    def _counts(self, name: str, values: Any) -> tuple[int, ...]:
-        if not isinstance(values, list) or len(values) > self.limits.max_dimensions:
-            raise self._corrupt(name, "has no sizes")
-        return tuple(self._count(name, value) for value in values)
-
-    def _count(self, name: str, value: Any) -> int:
-        """Return a count, plain or as the schema's `SymInt`."""
-        if isinstance(value, dict):
-            value = value.get("as_int")
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
-        raise self._corrupt(name, "has a size that is no count")
-
-    def _corrupt(self, name: str, fact: str) -> CorruptFile:
-        return CorruptFile(f"weight {name!r} {fact}", file=self.archive.path)
 
 
 def _details(archive: Archive, reader: _Reader) -> Details:

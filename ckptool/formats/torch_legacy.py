@@ -18,7 +18,6 @@ from ckptool.formats.legacy_stream import (
     VERSION,
     LegacyStream,
 )
-from ckptool.model import Storage
 from ckptool.tree import name_of
 
 if TYPE_CHECKING:
@@ -32,33 +31,6 @@ _SYS_INFO = {
     "type_sizes": {"short": 2, "int": 4, "long": 4},
 }
 """Read by nobody, but unpickled by every torch."""
-
-
-class _Payload:
-    """A storage as the stream holds it: its element count, then its bytes, little-endian."""
-
-    def __init__(self, storage: Storage, dtype: str, file: str) -> None:
-        """Count in elements of `dtype`, as the pickle does at the storage's first mention."""
-        if storage.data is None:
-            raise NotRepresentable(
-                f"storage {storage.key!r} is on the meta device and has no bytes: "
-                "a legacy stream cannot hold it",
-                file=file,
-                hint="write it as torch-zip",
-            )
-        self.data = storage.data
-        self.size = COUNT.size + storage.nbytes
-        self.count = storage.nbytes // BY_NAME[dtype].itemsize
-        swap = BY_NAME[dtype].swap_size
-        self.swap = swap if storage.byteorder == "big" else 1
-
-    def write(self, output: Output) -> None:
-        """Write it where `output` stands."""
-        output.write(COUNT.pack(self.count))
-        if self.swap == 1:
-            output.copy(self.data)
-        else:
-            output.stream(swapped(self.data.blocks(), self.swap))
 
 
 def _untyped(checkpoint: Checkpoint) -> NotRepresentable:
@@ -116,20 +88,29 @@ class TorchLegacy(WritableFormat):
             raise _untyped(checkpoint)
         if "torch._utils._rebuild_nested_tensor" in encoded.globals:
             raise _unloadable(checkpoint, "a nested tensor (its sizes would come after it)")
-        payloads = [
-            _Payload(storage, dtype, checkpoint.path)
-            for storage, dtype in zip(encoded.storages, encoded.dtypes, strict=True)
-        ]
+        payloads: list[tuple[ByteRange, bytes, int]] = []
+        for storage, name in zip(encoded.storages, encoded.dtypes, strict=True):
+            if storage.data is None:
+                what = f"storage {storage.key!r}, which is on the meta device and has no bytes,"
+                raise _unloadable(checkpoint, what)
+            # The count is in elements of the first mention, as in the pickle.
+            count = COUNT.pack(storage.nbytes // BY_NAME[name].itemsize)
+            swap = BY_NAME[name].swap_size if storage.byteorder == "big" else 1
+            payloads.append((storage.data, count, swap))
         keys = [str(index) for index in range(len(payloads))]
         head = b"".join(encode(piece).data for piece in (MAGIC_NUMBER, VERSION, _SYS_INFO))
         head += encoded.data + encode(keys).data
 
         def write(output: Output) -> None:
             output.write(head)
-            for payload in payloads:
-                payload.write(output)
+            for data, count, swap in payloads:
+                output.write(count)
+                if swap == 1:
+                    output.copy(data)
+                else:
+                    output.stream(swapped(data.blocks(), swap))
 
-        size = len(head) + sum(payload.size for payload in payloads)
+        size = len(head) + sum(COUNT.size + data.length for data, _, _ in payloads)
         return Plan(
             self.name,
             (NewFile(size, write, checkpoint),),

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CorruptFile, LimitExceeded
-from ckptool.formats.archive import open_archive, opened_archive, read_json, read_text
-from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Format, Probe, Refusal
+from ckptool.formats.archive import (
+    count_of,
+    counts_of,
+    open_archive,
+    opened_archive,
+    read_json,
+    read_text,
+)
+from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Format, Probe, Refusal, naming
 from ckptool.formats.torch_zip import Storages, read_contents, records_are
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, Storage, TensorRef, find_tensors
@@ -28,115 +35,59 @@ _DTYPES = {
 """`caffe2::TensorProto::DataType` by name."""
 
 
-def read_model_json(archive: Archive, limits: Limits) -> tuple[OrderedMap, str]:
-    """Return the weights by full name, and who wrote the archive.
-
-    Raises:
-        CorruptFile: the JSON breaks the form, or names a record that is not there.
-        LimitExceeded: it is larger or nested deeper than `limits` allows.
-    """
+def _read_model_json(archive: Archive, limits: Limits) -> tuple[OrderedMap, str]:
+    """Return the weights by full name, and who wrote the archive."""
     document = read_json(archive.records["model.json"], limits)
-    attributes = archive.records.get("attributes.pkl")
-    model = _Model(archive, document.get("tensors", []), limits)
-    if attributes is not None:
-        model.attributes = unpickle(attributes.data, limits=limits).root
-    model.collect(document.get("mainModule"), "", 0)
+    with naming(archive.path, "record 'model.json'", rules_of="TorchScript"):
+        model = _Model(archive, document, limits)
+        model.collect(document["mainModule"], "", 0)
     version = document.get("producerVersion", "1.0")
     return model.names, f"torch.jit of torch {version:.20}" if isinstance(version, str) else ""
 
 
 class _Model:
-    def __init__(self, archive: Archive, tensors: Any, limits: Limits) -> None:
+    def __init__(self, archive: Archive, document: Mapping[str, Any], limits: Limits) -> None:
         self.archive = archive
         self.limits = limits
         self.names = OrderedMap()
         self.storages: dict[str, Storage] = {}
-        self.attributes: Any = ()
-        self.tensors = [self._tensor(item) for item in self._list(tensors)]
+        attributes = archive.records.get("attributes.pkl")
+        self.attributes = unpickle(attributes.data, limits=limits).root if attributes else ()
+        self.tensors = [self._tensor(item) for item in document.get("tensors", [])]
 
     def collect(self, module: Any, prefix: str, depth: int) -> None:
-        """Parameters, then buffers, then submodules, as `state_dict()` orders them."""
+        """Add parameters, then buffers, then submodules, as `state_dict()` orders them."""
         if depth > self.limits.max_depth:
-            raise LimitExceeded(
-                f"its modules are nested deeper than {self.limits.max_depth}",
-                file=self.archive.path,
-            )
-        if not isinstance(module, dict):
-            raise self._corrupt("a module that is no object")
-        tensors = self._list(module.get("parameters", []))
-        for wanted in (False, True):
-            for item in tensors:
-                if isinstance(item, dict) and bool(item.get("isBuffer", False)) is wanted:
-                    self._add(prefix, item.get("name"), self._count(item.get("tensorId", 0)))
-        for item in self._list(module.get("attributes", [])):
-            index = self._attribute(item)
-            if index is not None:
-                self._add(prefix, item.get("name"), index)
-        for child in self._list(module.get("submodules", [])):
-            name = child.get("name") if isinstance(child, dict) else None
-            if not isinstance(name, str):
-                raise self._corrupt("a submodule without a name")
-            self.collect(child, f"{prefix}{name}.", depth + 1)
+            raise LimitExceeded(f"its modules are nested deeper than {self.limits.max_depth}")
+        for item in sorted(module.get("parameters", []), key=lambda one: bool(one.get("isBuffer"))):
+            self._add(prefix, item, item.get("tensorId", 0))
+        for item in module.get("attributes", []):
+            match self.attributes[count_of(item.get("id", 0))]:
+                case Opaque(func=Global(name="build_tensor_from_id"), args=(number,)):
+                    self._add(prefix, item, number)
+        for child in module.get("submodules", []):
+            self.collect(child, prefix + child["name"] + ".", depth + 1)
 
-    def _add(self, prefix: str, name: Any, index: int) -> None:
-        if not isinstance(name, str) or index >= len(self.tensors):
-            raise self._corrupt(f"a parameter of tensor {index:,}, which is none")
-        self.names[f"{prefix}{name}"] = self.tensors[index]
+    def _add(self, prefix: str, item: Mapping[str, Any], number: Any) -> None:
+        self.names[prefix + item["name"]] = self.tensors[count_of(number)]
 
-    def _attribute(self, item: Any) -> int | None:
-        """Return the tensor that an attribute is, by number; None if it is something else."""
-        if not isinstance(item, dict):
-            raise self._corrupt("an attribute that is no object")
-        index = self._count(item.get("id", 0))
-        if not isinstance(self.attributes, (list, tuple)) or index >= len(self.attributes):
-            raise self._corrupt(f"attribute {index:,}, which 'attributes.pkl' does not hold")
-        match self.attributes[index]:
-            case Opaque(func=Global(name="build_tensor_from_id"), args=(int() as number,)):
-                return self._count(number)
-        return None
-
-    def _tensor(self, item: Any) -> TensorRef:
-        match item:
-            case {"dataType": str() as kind, "data": {"key": str() as key}} if kind in _DTYPES:
-                device = item.get("device", "cpu")
-            case _:
-                raise self._corrupt("a tensor without element type or record")
+    def _tensor(self, item: Mapping[str, Any]) -> TensorRef:
+        key, device = item["data"]["key"], item.get("device", "cpu")
         if not isinstance(device, str):
-            raise self._corrupt("a tensor whose device is no text")
+            raise TypeError("a device is no text")
+        if key not in self.storages:
+            record = self.archive.records[key]
+            data, crc = record.data, record.crc32
+            self.storages[key] = Storage(key, data, data.length, device, crc32=crc)
         return TensorRef(
-            dtype=_DTYPES[kind],
-            shape=tuple(self._count(size) for size in self._list(item.get("dims", []))),
-            stride=tuple(self._count(step) for step in self._list(item.get("strides", []))),
-            offset=self._count(item.get("offset", 0)),
-            storage=self._storage(key, device),
+            dtype=_DTYPES[item["dataType"]],
+            shape=counts_of(item.get("dims", []), self.limits),
+            stride=counts_of(item.get("strides", []), self.limits),
+            offset=count_of(item.get("offset", 0)),
+            storage=self.storages[key],
             device=device,
             requires_grad=item.get("requiresGrad") is True,
         )
-
-    def _storage(self, key: str, device: str) -> Storage:
-        if key not in self.storages:
-            record = self.archive.records.get(key)
-            if record is None:
-                raise self._corrupt(f"a tensor whose record {key!r} is missing")
-            data = record.data
-            self.storages[key] = Storage(key, data, data.length, device, crc32=record.crc32)
-        return self.storages[key]
-
-    def _list(self, value: Any) -> list[Any]:
-        if not isinstance(value, list):
-            raise self._corrupt("something else where a list should be")
-        return value
-
-    def _count(self, value: Any) -> int:
-        """Return a count; the JSON of protobuf spells 64-bit integers as text."""
-        if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20:
-            return int(value)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
-        raise self._corrupt("something else where a count should be")
-
-    def _corrupt(self, what: str) -> CorruptFile:
-        return CorruptFile(f"record 'model.json' has {what}", file=self.archive.path)
 
 
 _ROOT = "__torch__"
@@ -177,7 +128,7 @@ class TorchScript(Format):
         """Return the weights by their full names, over the directory, the pickle and the source."""
         archive = opened_archive(probe)
         if "model.json" in archive.records and "data.pkl" not in archive.records:
-            root, writer = read_model_json(archive, probe.limits)
+            root, writer = _read_model_json(archive, probe.limits)
             details = _details(archive, writer=writer)
         else:
             root, details = _read_pickled(archive, probe.limits)

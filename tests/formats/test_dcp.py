@@ -84,7 +84,9 @@ def test_a_list_reads_the_index_alone(folder):
     for shard in folder.glob("*.distcp"):
         shard.write_bytes(b"")
     assert ckptool.list_tensors(folder).to_dict() == before
-    with pytest.raises(UnreadableFile, match=r"'model.weight': has 0 bytes, and 1,\d+ at"):
+    with pytest.raises(
+        UnreadableFile, match=r"'model.weight': an item of the index: 1,\d+ bytes are wanted"
+    ):
         ckptool.load(folder)
 
 

@@ -265,7 +265,7 @@ def test_a_size_in_base_256(written):
 @pytest.mark.parametrize(
     ("data", "kind", "words"),
     [
-        (header(size=b"00000002000\0") + bytes(100), TruncatedFile, "924 of its 1,024 bytes"),
+        (header(size=b"00000002000\0") + bytes(100), TruncatedFile, "924 bytes are missing"),
         (header(size=b"\x80" + b"\xff" * 11), TruncatedFile, "are missing"),
         (header(size=b"\xff" * 12), CorruptFile, "no size"),
         (header(size=b"9999"), CorruptFile, "no size"),

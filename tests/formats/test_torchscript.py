@@ -269,16 +269,20 @@ def set_tensor(**fields):
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda document: document.update(mainModule=None), "a module that is no object"),
-        (lambda document: document.update(tensors={}), "where a list should be"),
-        (lambda document: document.update(tensors=[]), "a parameter of tensor"),
-        (lambda document: document["mainModule"].update(submodules=[{}]), "without a name"),
-        (set_tensor(dataType="STRING"), "without element type"),
-        (set_tensor(data={"key": "tensors/99"}), "record 'tensors/99' is missing"),
-        (set_tensor(dims=["-1"]), "where a count should be"),
-        (set_tensor(dims=["9" * 30]), "where a count should be"),
-        (set_tensor(offset=1.5), "where a count should be"),
-        (set_tensor(device=3), "device is no text"),
+        (lambda document: document.update(mainModule=None), "breaks a rule of TorchScript"),
+        (lambda document: document.update(tensors={}), "breaks a rule of TorchScript: IndexError"),
+        (lambda document: document.update(tensors=[]), "breaks a rule of TorchScript: IndexError"),
+        (
+            lambda document: document["mainModule"].update(submodules=[{}]),
+            "breaks a rule of TorchScript: KeyError, 'name'",
+        ),
+        (set_tensor(dataType="STRING"), "KeyError, 'STRING'"),
+        (set_tensor(data={"key": "tensors/99"}), "KeyError, 'tensors/99'"),
+        (set_tensor(dims=["-1"]), "-1 is no count"),
+        (set_tensor(dims=["9" * 30]), "breaks a rule of TorchScript: TypeError"),
+        (set_tensor(dims=["1"] * 65), "no sizes of dimensions"),
+        (set_tensor(offset=1.5), "breaks a rule of TorchScript: TypeError"),
+        (set_tensor(device=3), "a device is no text"),
         (set_tensor(dims=["1000000"], strides=["1"]), "outside its storage"),
     ],
 )
@@ -290,9 +294,15 @@ def test_model_json_that_breaks_the_form_is_refused(fixtures, tmp_path, edit, sa
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda attributes: attributes[0].update(id="7"), "'attributes.pkl' does not hold"),
-        (lambda attributes: attributes[0].update(name=None), "a parameter of tensor 6"),
-        (lambda attributes: attributes.append(3), "attribute that is no object"),
+        (
+            lambda attributes: attributes[0].update(id="7"),
+            "breaks a rule of TorchScript: IndexError",
+        ),
+        (
+            lambda attributes: attributes[0].update(name=None),
+            "breaks a rule of TorchScript: TypeError",
+        ),
+        (lambda attributes: attributes.append(3), "breaks a rule of TorchScript: AttributeError"),
     ],
 )
 def test_attributes_of_model_json_that_break_the_form_are_refused(fixtures, tmp_path, edit, said):
