@@ -49,11 +49,11 @@ __all__ = [
     "Storages",
     "alignment_of",
     "contents_of",
-    "is_known_version",
     "known_byteorder",
     "misplaced",
     "read_contents",
     "records_are",
+    "refusals",
     "stored_in",
 ]
 
@@ -344,15 +344,21 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
     )
 
 
+def refusals(archive: Archive, contents: Contents) -> Iterator[tuple[str, str, str]]:
+    """Yield why torch refuses a zip that reads well: kind of problem, record, and a clause."""
+    if not archive.folder:
+        yield "folder", "", "its records do not stand in a folder"
+    version = contents.facts.get("version")
+    if version is None and archive.find(".data/version") is None:
+        yield "version", "", "it has no record 'version'"
+    elif version is not None and not _is_known_version(version):
+        yield "version", "version", f"its version is {version!r}, not between 1 and 10"
+
+
 def _notes(archive: Archive, contents: Contents, *, is_zip: bool) -> Iterator[str]:
     records = archive.records
-    if is_zip and not archive.folder:
-        yield f"{TORCH_REFUSES} its records do not stand in a folder"
-    version = contents.facts.get("version")
-    if is_zip and version is None and archive.find(".data/version") is None:
-        yield f"{TORCH_REFUSES} it has no record 'version'"
-    elif version is not None and not is_known_version(version):
-        yield f"{TORCH_REFUSES} its version is {version!r}, not between 1 and 10"
+    for _, _, text in refusals(archive, contents) if is_zip else ():
+        yield f"{TORCH_REFUSES} {text}"
     if any(name.startswith("tensors/") for name in contents.storages.used):
         yield f"{TORCH_REFUSES} its tensors lie in 'tensors/', as torch 1.4 wrote them"
     compressed = [name for name, record in records.items() if record.compressed]
@@ -370,7 +376,7 @@ def _left_behind(archive: Archive) -> Iterator[str]:
         yield f"{records_are(extra)} not part of a checkpoint"
 
 
-def is_known_version(text: str) -> bool:
+def _is_known_version(text: str) -> bool:
     """Return whether torch takes a file of that version (caffe2/serialize/versions.h)."""
     return text.isdecimal() and 1 <= int(text) <= 10
 
@@ -430,7 +436,7 @@ def misplaced(archive: Archive, used: Sequence[Record], alignment: int) -> list[
 def _pickle_of_torch(archive: Archive) -> Record | None:
     """Return the pickle of an archive that every torch takes: one folder, and a known version."""
     is_whole = bool(archive.folder) and not archive.notes
-    is_known = is_known_version(_facts(archive).get("version", ""))
+    is_known = _is_known_version(_facts(archive).get("version", ""))
     # Torch would take another version from `.data/version`, if it knows that one.
     return (
         archive.find(PICKLE)

@@ -271,6 +271,9 @@ def _joined(
         states = _universal(step.folder, groups, limits)
     else:
         states = _states(groups, own, files, has_slices=step.has_slices)
+    for group in groups:
+        for name in group.shapes:
+            states[name] |= {key: _own(f"{name}/{key}", n) for key, n in group.others.items()}
     optimizer = {
         "state": states,
         "param_groups": _param_groups(own[0], [list(one.shapes) for one in groups]),
@@ -421,9 +424,6 @@ def _states(
                 )
                 for kind, every in group.vectors.items()
             }
-            states[name].update(
-                (key, _own(f"{name}/{key}", one)) for key, one in group.others.items()
-            )
     return states
 
 
@@ -587,7 +587,6 @@ def _universal(folder: str, groups: Sequence[_Group], limits: Limits) -> dict[st
                 what = f"{kind}.pt is there for one of {printable(name)!r} and"
                 other = printable(next(iter(group.shapes)))
                 raise FileMissing(f"{what} {other!r}, and not for both", file=top, hint=hint)
-            states[name].update((k, _own(f"{name}/{k}", one)) for k, one in group.others.items())
     return states
 
 

@@ -19,6 +19,7 @@ from ckptool.formats.pickle_file import PICKLE
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, OrderedMap
 from tests.formats.legacy_streams import Called, stream
+from tests.formats.zips import values
 
 
 @pytest.fixture
@@ -49,10 +50,6 @@ def read(tmp_path):
     yield read_bytes
     for probe in opened:
         probe.close()
-
-
-def values(ref):
-    return list(memoryview(ref.read()).cast({"float32": "f", "int64": "q"}[ref.dtype]))
 
 
 @pytest.mark.parametrize("protocol", range(6))

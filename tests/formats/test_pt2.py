@@ -13,7 +13,7 @@ from ckptool.formats.base import Probe
 from ckptool.formats.pt2 import PT2
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.limits import DEFAULT_LIMITS
-from tests.formats.zips import archive, assert_as_told, build, read, written
+from tests.formats.zips import assert_as_told, build, changed, read, save, written
 
 pytestmark = pytest.mark.filterwarnings("ignore:No complete tensor found:UserWarning")
 CONFIG = "data/weights/model_weights_config.json"
@@ -49,19 +49,6 @@ def exported(program, tmp_path_factory):
     path = tmp_path_factory.mktemp("pt2") / "model.pt2"
     torch.export.save(program, path)
     return path
-
-
-def save(tmp_path, data, name="model.pt2"):
-    path = tmp_path / name
-    path.write_bytes(data)
-    return path
-
-
-def changed(path, tmp_path, edit):
-    """The archive of `path` with its records put through `edit`."""
-    records = {n: r.data.read() for n, r in archive(path.read_bytes()).records.items()}
-    records = edit(records) or records
-    return save(tmp_path, build([(f"m/{n}", data) for n, data in records.items()]), "new.pt2")
 
 
 def with_config(edit):
@@ -148,7 +135,7 @@ def test_a_weight_that_is_a_saved_file_of_its_own_is_read(tmp_path, exported):
         records[CONFIG] = json.dumps(config).encode()
         records["data/weights/weight_99"] = buffer.getvalue()
 
-    with read(PT2, changed(exported, tmp_path, edit)) as checkpoint:
+    with read(PT2, changed(exported, edit, tmp_path)) as checkpoint:
         assert checkpoint.root["bn.bias"].kind == "nested"
         assert checkpoint.root["bn.weight"].kind == "strided"
 
@@ -161,7 +148,7 @@ def test_the_state_as_one_saved_file_is_read(tmp_path, exported, program):
         records["data/weights/model.pt"] = buffer.getvalue()
         del records[CONFIG]
 
-    with read(PT2, changed(exported, tmp_path, edit)) as checkpoint:
+    with read(PT2, changed(exported, edit, tmp_path)) as checkpoint:
         assert list(checkpoint.root) == list(program.state_dict)
 
 
@@ -184,7 +171,7 @@ def test_weights_that_were_fake_are_on_no_device(tmp_path, exported):
             if name.startswith("data/weights/weight_"):
                 records[name] = b""
 
-    with read(PT2, changed(exported, tmp_path, edit)) as checkpoint:
+    with read(PT2, changed(exported, edit, tmp_path)) as checkpoint:
         kinds = {name: ref.kind for name, ref in checkpoint.root.items()}
     assert kinds["bn.bias"] == "meta"
     assert kinds["empty"] == "strided"
@@ -201,7 +188,7 @@ def test_big_endian_weights_are_swapped(tmp_path, exported):
         records["byteorder"] = b"big"
         records["data/weights/weight_8"] = (5).to_bytes(8, "big")
 
-    path = changed(exported, tmp_path, edit)
+    path = changed(exported, edit, tmp_path)
     with read(PT2, path) as checkpoint:
         ref = checkpoint.root["bn.num_batches_tracked"]
         assert ref.read() == (5).to_bytes(8, "little")
@@ -243,7 +230,7 @@ def test_big_endian_weights_are_swapped(tmp_path, exported):
     ],
 )
 def test_a_description_that_breaks_the_form_is_refused(tmp_path, exported, edit, said):
-    path = changed(exported, tmp_path, edit)
+    path = changed(exported, edit, tmp_path)
     with pytest.raises(CorruptFile, match=said):
         read(PT2, path)
 

@@ -4,13 +4,13 @@ import json
 import pickle
 import struct
 import warnings
+from functools import partial
 
 import pytest
 import torch
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import (
-    CheckpointError,
     CorruptFile,
     LimitExceeded,
     NotRepresentable,
@@ -24,16 +24,10 @@ from ckptool.formats.torch_legacy import TORCH_LEGACY
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Storage, StorageRef, TensorRef
 from tests.formats.legacy_streams import Called, Pid, floats, stream, tensor
+from tests.formats.zips import read as read_as
+from tests.formats.zips import values
 
-
-def read(path, limits=DEFAULT_LIMITS):
-    probe = Probe(path, limits)
-    assert TORCH_LEGACY.recognise(probe)
-    try:
-        return TORCH_LEGACY.read(probe)
-    except CheckpointError:
-        probe.close()
-        raise
+read = partial(read_as, TORCH_LEGACY)
 
 
 @pytest.fixture
@@ -44,21 +38,6 @@ def saved(tmp_path):
         return path
 
     return save
-
-
-@pytest.fixture
-def written(tmp_path):
-    def write(data):
-        path = tmp_path / "written.pth"
-        path.write_bytes(data)
-        return path
-
-    return write
-
-
-def values(ref):
-    code = {"float32": "f", "int64": "q"}[ref.dtype]
-    return list(memoryview(ref.read()).cast(code))
 
 
 # Reading
@@ -145,14 +124,14 @@ def test_a_module_is_data_and_its_source_text_a_note(saved):
 
 
 @pytest.mark.parametrize("offset", [0, 3])
-def test_a_view_of_a_storage_is_the_part_that_it_looks_at(written, offset):
+def test_a_view_of_a_storage_is_the_part_that_it_looks_at(file, offset):
     pid = ("storage", torch.FloatStorage, "root", "cpu", 5)
     obj = {
         "root": tensor(Pid(*pid, None), (5,)),
         "view": tensor(Pid(*pid, ("part", offset, 2)), (2,)),
         "again": tensor(Pid(*pid, ("part", offset, 2)), (1,), offset=1),
     }
-    path = written(stream(obj, ["root"], [floats(0, 1, 2, 3, 4)]))
+    path = file(stream(obj, ["root"], [floats(0, 1, 2, 3, 4)]))
     expected = torch.load(path, weights_only=False)
     with read(path) as checkpoint:
         for name, wanted in expected.items():
@@ -161,11 +140,11 @@ def test_a_view_of_a_storage_is_the_part_that_it_looks_at(written, offset):
         assert checkpoint.root["view"].storage.nbytes == 8
 
 
-def test_keys_in_any_order(written):
+def test_keys_in_any_order(file):
     obj = [
         tensor(Pid("storage", torch.FloatStorage, key, "cuda:1", 1, None), (1,)) for key in "abc"
     ]
-    path = written(stream(obj, ["c", "a", "b"], [floats(3), floats(1), floats(2)]))
+    path = file(stream(obj, ["c", "a", "b"], [floats(3), floats(1), floats(2)]))
     with read(path) as checkpoint:
         assert [values(ref) for ref in checkpoint.root] == [[1], [2], [3]]
         assert checkpoint.devices == {"cuda:1": 3}
@@ -228,9 +207,9 @@ def test_a_large_file_with_a_damaged_pickle_is_not_read_to_its_end(tmp_path, byt
         (b"abc", "bytes of another kind follow"),
     ],
 )
-def test_what_follows_the_stream_is_a_note(written, behind, words):
+def test_what_follows_the_stream_is_a_note(file, behind, words):
     whole = stream({"step": 1}, [], [])
-    with read(written(whole + behind)) as checkpoint:
+    with read(file(whole + behind)) as checkpoint:
         assert checkpoint.root == {"step": 1}
         assert checkpoint.details.dead_bytes == len(behind)
         (note,) = checkpoint.details.left_behind
@@ -248,32 +227,32 @@ FOUR = floats(1, 2, 3, 4)
 LONGS = (2, struct.pack("<2q", 5, 6))
 
 
-def test_a_stream_that_is_cut_names_the_storage_and_what_is_missing_in_all(written):
+def test_a_stream_that_is_cut_names_the_storage_and_what_is_missing_in_all(file):
     whole = stream(PAIR, ["one", "two"], [FOUR, LONGS])
     with pytest.raises(
         TruncatedFile, match=r"storage 'one' \(1 of 2\): 28 of [\d,]+ bytes"
     ) as error:
-        read(written(whole[:-28]))
+        read(file(whole[:-28]))
     assert error.value.hint
     with pytest.raises(TruncatedFile, match=r"storage 'two' \(2 of 2\): 20 of [\d,]+ bytes"):
-        read(written(whole[:-20]))
+        read(file(whole[:-20]))
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_stream_cut_anywhere_is_an_error_of_ours(saved, written, protocol):
+def test_a_stream_cut_anywhere_is_an_error_of_ours(saved, file, protocol):
     obj = {"w": torch.arange(100.0), "n": [torch.ones(3).long(), 1.5, "text"], "e": torch.zeros(0)}
     whole = saved(obj, pickle_protocol=protocol).read_bytes()
     for length in range(30, len(whole) - 1, 97):
-        path = written(whole[:length])
+        path = file(whole[:length])
         with pytest.raises(CorruptFile) as error:
             read(path)
         assert str(path) in str(error.value)
 
 
 @pytest.mark.parametrize("count", [-4669315570785868528, -1, 0, 3, 5, 1 << 62])
-def test_a_count_that_is_not_the_pickles_is_damage(written, count):
+def test_a_count_that_is_not_the_pickles_is_damage(file, count):
     with pytest.raises(CorruptFile, match="'one' should have 4 elements") as error:
-        read(written(stream(PAIR, ["one", "two"], [(count, FOUR[1]), LONGS])))
+        read(file(stream(PAIR, ["one", "two"], [(count, FOUR[1]), LONGS])))
     assert f"{count:,}" in str(error.value)
     assert "several processes" in error.value.hint
 
@@ -291,9 +270,9 @@ def test_a_count_that_is_not_the_pickles_is_damage(written, count):
         ({"one": 1}, "no list of storages"),
     ],
 )
-def test_a_key_list_that_is_not_the_pickles_is_damage(written, keys, words):
+def test_a_key_list_that_is_not_the_pickles_is_damage(file, keys, words):
     with pytest.raises(CorruptFile, match=words):
-        read(written(stream(PAIR, keys, [FOUR, LONGS])))
+        read(file(stream(PAIR, keys, [FOUR, LONGS])))
 
 
 @pytest.mark.parametrize(
@@ -314,32 +293,32 @@ def test_a_key_list_that_is_not_the_pickles_is_damage(written, keys, words):
         7,
     ],
 )
-def test_a_persistent_id_that_cannot_be_is_damage(written, pid):
+def test_a_persistent_id_that_cannot_be_is_damage(file, pid):
     odd = Pid()
     odd.pid = pid
     with pytest.raises(CorruptFile):
-        read(written(stream([tensor(odd, (1,))], ["one"], [FOUR])))
+        read(file(stream([tensor(odd, (1,))], ["one"], [FOUR])))
 
 
-def test_two_sizes_of_one_storage_are_damage(written):
+def test_two_sizes_of_one_storage_are_damage(file):
     other = Pid("storage", torch.FloatStorage, "one", "cpu", 3, None)
     with pytest.raises(CorruptFile, match="16 bytes at its first mention and 12 at another"):
-        read(written(stream([tensor(ONE, (4,)), tensor(other, (3,))], ["one"], [FOUR])))
+        read(file(stream([tensor(ONE, (4,)), tensor(other, (3,))], ["one"], [FOUR])))
 
 
-def test_a_tensor_outside_its_storage_is_damage(written):
+def test_a_tensor_outside_its_storage_is_damage(file):
     with pytest.raises(CorruptFile, match="outside its storage"):
-        read(written(stream([tensor(ONE, (5,))], ["one"], [FOUR])))
+        read(file(stream([tensor(ONE, (5,))], ["one"], [FOUR])))
 
 
 @pytest.mark.parametrize("version", [1000, 1002, "1001", None])
-def test_another_version_is_named(written, version):
+def test_another_version_is_named(file, version):
     with pytest.raises(UnsupportedFormat, match=f"{version!r}; only 1001"):
-        read(written(stream({}, [], [], version=version)))
+        read(file(stream({}, [], [], version=version)))
 
 
-def test_another_magic_number_is_another_format(written):
-    probe = Probe(written(stream({}, [], [], magic=0x1950A86A20F9469CFC6D)), DEFAULT_LIMITS)
+def test_another_magic_number_is_another_format(file):
+    probe = Probe(file(stream({}, [], [], magic=0x1950A86A20F9469CFC6D)), DEFAULT_LIMITS)
     assert not TORCH_LEGACY.recognise(probe)
     probe.close()
 
@@ -454,12 +433,12 @@ def test_what_is_written_loads_in_torch_and_equals_the_source(saved):
 
 
 @pytest.mark.parametrize("name", LEGACY)
-def test_a_fixture_that_is_rewritten_reads_the_same(fixtures, written, name):
+def test_a_fixture_that_is_rewritten_reads_the_same(fixtures, file, name):
     with read(fixtures / name) as checkpoint:
         data = rewritten(checkpoint)
         before = [(path, ref.dtype, ref.shape, ref.device) for path, ref in checkpoint.tensors()]
         content = [ref.read() for _, ref in checkpoint.tensors() if ref.has_content]
-    with read(written(data)) as again:
+    with read(file(data)) as again:
         assert before == [(path, ref.dtype, ref.shape, ref.device) for path, ref in again.tensors()]
         assert content == [ref.read() for _, ref in again.tensors() if ref.has_content]
         assert again.details.protocol == 2

@@ -2,15 +2,18 @@ import io
 import pickle
 import struct
 import tarfile
+from functools import partial
 
 import pytest
 import torch
 
-from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, TruncatedFile
+from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.formats.base import Probe
 from ckptool.formats.torch_tar import TORCH_TAR, is_tar, read_members
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from tests.formats.legacy_streams import Pid, dumps
+from tests.formats.zips import read as read_as
+from tests.formats.zips import values
 
 FLOATS = (10, "cpu", torch.FloatStorage), 6, struct.pack("<6f", *range(6))
 LONGS = (11, "cuda:2", torch.LongStorage), 2, struct.pack("<2q", 7, 8)
@@ -66,32 +69,11 @@ def pack(named, form=tarfile.PAX_FORMAT, mtime=1500000000.25):
     return out.getvalue()
 
 
-@pytest.fixture
-def written(tmp_path):
-    def write(data):
-        path = tmp_path / "resnet18.pth"
-        path.write_bytes(data)
-        return path
-
-    return write
+read = partial(read_as, TORCH_TAR)
 
 
-def read(path, limits=DEFAULT_LIMITS):
-    probe = Probe(path, limits)
-    try:
-        assert TORCH_TAR.recognise(probe)
-        return TORCH_TAR.read(probe)
-    except CheckpointError:
-        probe.close()
-        raise
-
-
-def values(ref):
-    return list(memoryview(ref.read()).cast({"float32": "f", "int64": "q"}[ref.dtype]))
-
-
-def test_a_tar_reads_as_torch_reads_it(written):
-    path = written(pack(members()))
+def test_a_tar_reads_as_torch_reads_it(file):
+    path = file(pack(members()))
     expected = torch.load(path, weights_only=False, map_location="cpu")
     with read(path) as checkpoint:
         root = checkpoint.root
@@ -108,30 +90,30 @@ def test_a_tar_reads_as_torch_reads_it(written):
 
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
-def test_every_kind_of_tar(written, form):
-    with read(written(pack(members(), form, mtime=0))) as checkpoint:
+def test_every_kind_of_tar(file, form):
+    with read(file(pack(members(), form, mtime=0))) as checkpoint:
         assert values(checkpoint.root["n"]) == [7, 8]
 
 
-def test_a_view_is_the_part_of_the_storage_that_it_looks_at(written):
+def test_a_view_is_the_part_of_the_storage_that_it_looks_at(file):
     views = [(12, 10, 2, 3)]
     over_view = [((20, 12, torch.FloatTensor), (2,), (2,), 0)]
     parts = members(
         storages=storages([FLOATS], views), tensors=tensors(over_view), pickle=dumps([TREE["w"]])
     )
-    path = written(pack(parts))
+    path = file(pack(parts))
     expected = torch.load(path, weights_only=False)
     with read(path) as checkpoint:
         assert values(checkpoint.root[0]) == expected[0].tolist() == [2, 4]
         assert checkpoint.root[0].storage.nbytes == 12
 
 
-def test_a_storage_may_be_referred_to_and_a_class_with_its_source(written):
+def test_a_storage_may_be_referred_to_and_a_class_with_its_source(file):
     cls = Pid()
     cls.pid = (torch.nn.Linear, "linear.py", "class Linear: ...")
     storage = Pid()
     storage.pid = "10"
-    with read(written(pack(members(pickle=dumps([storage, cls]))))) as checkpoint:
+    with read(file(pack(members(pickle=dumps([storage, cls]))))) as checkpoint:
         found, module = checkpoint.root
         assert found.dtype == "float32"
         assert found.storage.key == "10"
@@ -139,17 +121,17 @@ def test_a_storage_may_be_referred_to_and_a_class_with_its_source(written):
         assert "source code of torch.nn.modules.linear.Linear" in checkpoint.details.left_behind[0]
 
 
-def test_the_first_tar_had_no_locations(written):
+def test_the_first_tar_had_no_locations(file):
     entry = (10, torch.FloatStorage), *FLOATS[1:]
     parts = members(
         storages=storages([entry]), tensors=tensors(TENSORS[:1]), pickle=dumps([TREE["w"]])
     )
-    with read(written(pack(parts))) as checkpoint:
+    with read(file(pack(parts))) as checkpoint:
         assert checkpoint.devices == {"cpu": 1}
 
 
-def test_another_tar_is_not_taken(written):
-    probe = Probe(written(pack({"a.txt": b"a", "pickle": b"b"})), DEFAULT_LIMITS)
+def test_another_tar_is_not_taken(file):
+    probe = Probe(file(pack({"a.txt": b"a", "pickle": b"b"})), DEFAULT_LIMITS)
     assert not TORCH_TAR.recognise(probe)
     probe.close()
 
@@ -202,18 +184,18 @@ MANY = ((20, 10, torch.FloatTensor), (1,) * 65, (1,) * 65, 0)
         ({"pickle": b"\x80\x02}q\0"}, "ends in the middle"),
     ],
 )
-def test_a_member_that_breaks_a_rule_is_damage(written, changed, words):
-    path = written(pack(members(**changed)))
+def test_a_member_that_breaks_a_rule_is_damage(file, changed, words):
+    path = file(pack(members(**changed)))
     with pytest.raises(CorruptFile, match=words) as error:
         read(path)
     assert str(path) in str(error.value)
 
 
-def test_a_tar_cut_anywhere_is_an_error_or_no_torch_tar(written):
+def test_a_tar_cut_anywhere_is_an_error_or_no_torch_tar(file):
     whole = pack(members())
-    end = max(data.offset + data.length for data in spans(whole, written).values())
+    end = max(data.offset + data.length for data in spans(whole, file).values())
     for length in range(600, end, 97):
-        path = written(whole[:length])
+        path = file(whole[:length])
         probe = Probe(path, DEFAULT_LIMITS)
         try:
             recognised = TORCH_TAR.recognise(probe)
@@ -223,8 +205,8 @@ def test_a_tar_cut_anywhere_is_an_error_or_no_torch_tar(written):
         probe.close()
 
 
-def spans(data, written):
-    probe = Probe(written(data), DEFAULT_LIMITS)
+def spans(data, file):
+    probe = Probe(file(data), DEFAULT_LIMITS)
     found = read_members(probe.source, DEFAULT_LIMITS)
     probe.close()
     return found
@@ -233,17 +215,17 @@ def spans(data, written):
 # The members
 
 
-def test_names_sizes_and_order_are_those_that_tarfile_wrote(written):
+def test_names_sizes_and_order_are_those_that_tarfile_wrote(file):
     named = {"a": b"", "b/" + "long" * 40: b"x" * 513, "ö": b"yy"}
     for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
-        assert {name: data.length for name, data in spans(pack(named, form), written).items()} == {
+        assert {name: data.length for name, data in spans(pack(named, form), file).items()} == {
             name: len(data) for name, data in named.items()
         }
 
 
-def test_a_split_name_of_ustar(written):
+def test_a_split_name_of_ustar(file):
     name = "d" * 90 + "/" + "f" * 90
-    assert list(spans(pack({name: b"1"}, tarfile.USTAR_FORMAT, 0), written)) == [name]
+    assert list(spans(pack({name: b"1"}, tarfile.USTAR_FORMAT, 0), file)) == [name]
 
 
 def header(name=b"a", size=b"00000000000\0", kind=b"0"):
@@ -257,9 +239,9 @@ def header(name=b"a", size=b"00000000000\0", kind=b"0"):
     return bytes(block)
 
 
-def test_a_size_in_base_256(written):
+def test_a_size_in_base_256(file):
     data = header(size=b"\x80" + (3).to_bytes(11, "big")) + b"abc"
-    assert spans(data, written)["a"].length == 3
+    assert spans(data, file)["a"].length == 3
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,17 @@ from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Storage, TensorRef
 from tests.formats.legacy_streams import Called, Pid, dumps
-from tests.formats.zips import Entry, Sink, archive, assert_as_told, build, read, written
+from tests.formats.zips import (
+    Entry,
+    Sink,
+    archive,
+    assert_as_told,
+    build,
+    read,
+    records_of,
+    save,
+    written,
+)
 
 FILES = [
     "torch-1.4.0/zip_odd.pth",
@@ -49,20 +59,10 @@ FILES = [
 ]
 
 
-def save(tmp_path, data, name="model.pth"):
-    path = tmp_path / name
-    path.write_bytes(data)
-    return path
-
-
 def saved(obj):
     buffer = io.BytesIO()
     torch.save(obj, buffer)
     return buffer.getvalue()
-
-
-def records_of(data):
-    return {name: record.data.read() for name, record in archive(data).records.items()}
 
 
 def repacked(records, folder="archive", **changes):

@@ -11,7 +11,7 @@ from ckptool.formats.base import Probe
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.formats.torchscript import TORCHSCRIPT
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from tests.formats.zips import archive, assert_as_told, build, read, written
+from tests.formats.zips import assert_as_told, build, changed, read, records_of, save, written
 
 FILES = [
     "torch-1.0.1/traced.pt",
@@ -25,23 +25,10 @@ FILES = [
 ]
 
 
-def save(tmp_path, data, name="scripted.pt"):
-    path = tmp_path / name
-    path.write_bytes(data)
-    return path
-
-
 def scripted(tmp_path, module, **options):
     path = tmp_path / "scripted.pt"
     torch.jit.save(torch.jit.script(module), path, **options)
     return path
-
-
-def changed(path, edit):
-    """The archive of `path` with its records put through `edit`."""
-    records = {n: r.data.read() for n, r in archive(path.read_bytes()).records.items()}
-    records = edit(records) or records
-    return save(path.parent, build([(f"a/{n}", data) for n, data in records.items()]), "new.pt")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -150,7 +137,7 @@ def test_an_archive_without_source_lists_every_tensor(tmp_path):
     def drop_code(records):
         return {name: data for name, data in records.items() if not name.startswith("code/")}
 
-    with read(TORCHSCRIPT, changed(path, drop_code)) as checkpoint:
+    with read(TORCHSCRIPT, changed(path, drop_code, tmp_path)) as checkpoint:
         assert set(torch.jit.load(path).state_dict()) < set(checkpoint.root)
         assert "loose" in checkpoint.root
 
@@ -173,7 +160,7 @@ def test_source_is_never_run(tmp_path):
             if name.endswith(".py"):
                 records[name] += f"\nopen({str(witness)!r}, 'w')\n".encode()
 
-    read(TORCHSCRIPT, changed(path, edit))
+    read(TORCHSCRIPT, changed(path, edit, tmp_path))
     assert not witness.exists()
 
 
@@ -186,7 +173,7 @@ def test_source_that_is_none_gives_every_tensor(tmp_path, source):
     def edit(records):
         return {n: source if n.endswith(".py") else data for n, data in records.items()}
 
-    assert set(read(TORCHSCRIPT, changed(path, edit)).root) == {"weight", "bias"}
+    assert set(read(TORCHSCRIPT, changed(path, edit, tmp_path)).root) == {"weight", "bias"}
 
 
 def test_more_source_than_allowed_is_refused(tmp_path):
@@ -253,7 +240,7 @@ def test_a_pickle_without_module_is_refused(tmp_path):
 def model_json(fixtures, tmp_path, edit):
     """The archive of torch 1.0.1 with its JSON put through `edit`."""
     path = fixtures / "torch-1.0.1" / "traced.pt"
-    records = {n: r.data.read() for n, r in archive(path.read_bytes()).records.items()}
+    records = records_of(path.read_bytes())
     document = json.loads(records["model.json"])
     records["model.json"] = json.dumps(edit(document) or document).encode()
     return save(tmp_path, build([(f"a/{name}", data) for name, data in records.items()]))
@@ -307,7 +294,7 @@ def test_model_json_that_breaks_the_form_is_refused(fixtures, tmp_path, edit, sa
 )
 def test_attributes_of_model_json_that_break_the_form_are_refused(fixtures, tmp_path, edit, said):
     path = fixtures / "torch-1.2.0" / "traced.pt"
-    records = {n: r.data.read() for n, r in archive(path.read_bytes()).records.items()}
+    records = records_of(path.read_bytes())
     document = json.loads(records["model.json"])
     edit(document["mainModule"]["submodules"][1]["attributes"])
     records["model.json"] = json.dumps(document).encode()

@@ -5,6 +5,7 @@ import struct
 import zlib
 from dataclasses import dataclass, field
 
+from ckptool.errors import CheckpointError
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats import Plan
 from ckptool.formats.archive import zip_archive
@@ -123,8 +124,34 @@ def archive(data, limits=DEFAULT_LIMITS):
 def read(form, path, limits=DEFAULT_LIMITS):
     """What a format reads from `path`, once it has recognised it."""
     probe = Probe(path, limits)
-    assert form.recognise(probe)
-    return form.read(probe)
+    try:
+        assert form.recognise(probe)
+        return form.read(probe)
+    except CheckpointError:
+        probe.close()
+        raise
+
+
+def save(folder, data, name="model.pth"):
+    path = folder / name
+    path.write_bytes(data)
+    return path
+
+
+def records_of(data):
+    return {name: record.data.read() for name, record in archive(data).records.items()}
+
+
+def changed(path, edit, folder):
+    """A copy of a zip in another folder, its records put through `edit`."""
+    records = records_of(path.read_bytes())
+    records = edit(records) or records
+    return save(folder, build([(f"a/{name}", data) for name, data in records.items()]), "new.pt2")
+
+
+def values(ref):
+    """The elements of a tensor as numbers of Python."""
+    return list(memoryview(ref.read()).cast({"float32": "f", "int64": "q"}[ref.dtype]))
 
 
 class Sink:

@@ -9,7 +9,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.formats.archive import open_archive
-from ckptool.formats.base import Archive, Checksum, Findings, Probe, Problem, Record
+from ckptool.formats.base import Archive, Checksum, Findings, Probe, Problem
 from ckptool.formats.checks.zip_headers import header_problems
 from ckptool.formats.legacy_stream import (
     MAGIC,
@@ -25,8 +25,8 @@ from ckptool.formats.torch_zip import (
     PICKLE,
     Contents,
     alignment_of,
-    is_known_version,
     misplaced,
+    refusals,
 )
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, StorageRef, TensorRef
@@ -281,17 +281,15 @@ def archive_findings(probe: Probe) -> Findings:
     return Findings(
         (*header_problems(whole), *foreign),
         tuple(_notes(archive, len(archive.records) - len(stated))),
-        tuple(_checksum(archive, record) for record in stated),
+        tuple(
+            Checksum(_place(archive, record.name), record.data, record.crc32 or 0)
+            for record in stated
+        ),
         len(archive.records),
     )
 
 
-def _checksum(archive: Archive, record: Record) -> Checksum:
-    return Checksum(_place(archive, record.name), record.data, record.crc32 or 0)
-
-
 def _place(archive: Archive, name: str) -> str:
-    """Return a record's name as the archive has it."""
     return f"{archive.folder}/{name}" if archive.folder else name
 
 
@@ -312,7 +310,10 @@ def torch_zip_findings(archive: Archive, contents: Contents, *, unzipped: bool) 
     """Return what torch refuses, or reads otherwise, of a zip that reads well."""
     problems = [*_behind_pickle(archive, contents)]
     if not unzipped:
-        problems += _refused(archive, contents)
+        problems += [
+            Problem(kind, record and _place(archive, record), f"{text}: torch refuses it")
+            for kind, record, text in refusals(archive, contents)
+        ]
         problems += _compressed(contents)
         problems += _misplaced(archive, contents)
     return Findings(tuple(problems))
@@ -325,17 +326,6 @@ def _behind_pickle(archive: Archive, contents: Contents) -> Iterator[Problem]:
     if record is not None and rest:
         text = f"{counted(rest, 'byte')} behind the end of its pickle are not read"
         yield Problem("trailing", _place(archive, record.name), text)
-
-
-def _refused(archive: Archive, contents: Contents) -> Iterator[Problem]:
-    if not archive.folder:
-        yield Problem("folder", "", "its records do not stand in a folder: torch refuses it")
-    version = contents.facts.get("version")
-    if version is None and archive.find(".data/version") is None:
-        yield Problem("version", "", "it has no record 'version': torch refuses it")
-    elif version is not None and not is_known_version(version):
-        text = f"its version is {version!r}, not between 1 and 10: torch refuses it"
-        yield Problem("version", _place(archive, "version"), text)
 
 
 def _compressed(contents: Contents) -> Iterator[Problem]:
