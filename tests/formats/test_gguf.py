@@ -93,9 +93,9 @@ def test_the_alignment_that_the_file_states(made):
     ("entries", "options", "words"),
     [
         ([entry(), entry()], {}, "'w' is there twice"),
-        ([entry(sizes=(99,))], {}, "'w' takes 396 bytes"),
-        ([entry(offset=1 << 62)], {}, "'w' takes 8 bytes"),
-        ([entry(sizes=(1 << 62, 1 << 62))], {}, "'w' takes"),
+        ([entry(sizes=(99,))], {}, "'w': 396 bytes are wanted"),
+        ([entry(offset=1 << 62)], {}, "'w': 8 bytes are wanted"),
+        ([entry(sizes=(1 << 62, 1 << 62))], {}, "'w': .* bytes are wanted"),
         ([entry(sizes=(33,), type=8)], {}, "rows of 33, in blocks of 32"),
         ([entry(sizes=(1,) * 9)], {}, "'w' has 9 dimensions"),
         ([entry()], {"tensors": 1 << 60}, "ends within a value"),
