@@ -1,4 +1,4 @@
-"""What a training run tells, as it comes: an epoch a line, a bar, notes; or all of it as JSON."""
+"""Printing the events of a training run: a line an epoch, a bar and notes, or one JSON document."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["Teller"]
 
 
 class Teller(Observer):
-    """Tells in the process of rank 0 alone, but for what replicas see, which every one tells."""
+    """Prints the events in rank 0, and in every process the shapes that its replica sees."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Teller(Observer):
         as_json: bool,
         quiet: bool,
     ) -> None:
-        """`rank` is None in a process that no launcher has started."""
+        """Store the options; `rank` is None in a process that no launcher started."""
         self._config, self._rank, self._as_json, self._quiet = config, rank, as_json, quiet
         self._bar = Progress(quiet=quiet or bool(rank))
         self._started: Started | None = None
@@ -62,7 +62,7 @@ class Teller(Observer):
         self._notes: list[str] = []
 
     def tell(self, event: Any) -> None:
-        """Take an event."""
+        """Print an event, or store it for the document."""
         if isinstance(event, Traced):
             self._trace(event)
         elif self._rank:
@@ -76,7 +76,7 @@ class Teller(Observer):
             self._take(event)
 
     def _text(self, event: Stepped) -> str:
-        """Return the text behind the bar, with the time left at the speed so far."""
+        """Return the text behind the bar, with an estimate of the time left."""
         now, total = time.monotonic(), self._total
         began, first = self._first = self._first or (now, event.step)
         left = None
@@ -85,7 +85,7 @@ class Teller(Observer):
         return progress_text(event, total, self._started.epochs if self._started else 0, left)
 
     def _take(self, event: Any) -> None:
-        """Take an event that comes once an epoch, or once."""
+        """Print an event that comes once an epoch or less often."""
         if isinstance(event, Started):
             self._started = event
             say([started_line(event)], quiet=self._quiet)
@@ -105,7 +105,7 @@ class Teller(Observer):
             say([f"note: {clean(event.text)}"], quiet=self._quiet)
 
     def _trace(self, traced: Traced) -> None:
-        """On stdout, as the tutorials print it, unless a document is to be there."""
+        """Print shapes on stdout, as the tutorials do, or on stderr with `--json`."""
         self._bar.wipe()
         lines = [trace_line(traced, self._rank)]
         if self._as_json:
@@ -115,13 +115,13 @@ class Teller(Observer):
 
     @staticmethod
     def _print(lines: list[str]) -> None:
-        """At once: the next may be minutes away."""
+        """Print lines at once: the next may be minutes away."""
         print_lines(lines)
         sys.stdout.flush()
 
     @property
     def _total(self) -> int:
-        """The steps of the whole run."""
+        """The number of steps of the run."""
         if self._started is None:
             return 0
         steps = self._started.steps * self._started.epochs
@@ -129,11 +129,11 @@ class Teller(Observer):
 
     @property
     def _there(self) -> list[Saved]:
-        """The checkpoints that are there, the last one last: of steps some are kept."""
+        """The checkpoints that still exist, the last written one at the end."""
         return [one for one in self._saved.values() if os.path.exists(one.path)]
 
     def end(self, result: TrainResult) -> None:
-        """Say how it ended, and where it is saved."""
+        """Print how the run ended, and its checkpoints."""
         self._bar.wipe()
         if self._rank:
             return
@@ -141,11 +141,11 @@ class Teller(Observer):
         if result.stopped is not None and there:
             say([stopped_line(there[-1].step, there[-1].path)], quiet=self._quiet)
         elif not self._as_json:
-            print_lines(end_lines(there, is_read=not self._config.sharded))
+            print_lines(end_lines(there))
             print_lines([trained_line(result.step, result.epoch, result.best)])
 
     def document(self) -> dict[str, Any]:
-        """Return what was told, as plain data."""
+        """Return the events as plain data."""
         started, resumed = self._started, self._resumed
         return {
             **({} if started is None else started.to_dict()),

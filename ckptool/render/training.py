@@ -115,12 +115,12 @@ def _sizes(shape: Sequence[int]) -> str:
     return f"torch.Size([{', '.join(map(str, shape))}])"
 
 
-def end_lines(saved: Sequence[Saved], *, is_read: bool) -> Iterator[str]:
-    """Yield the checkpoints that are there; with `is_read` the command that reads the last."""
+def end_lines(saved: Sequence[Saved]) -> Iterator[str]:
+    """Yield the checkpoints that exist, and the command that describes the last one."""
     width = max((len(clean(one.path)) for one in saved), default=0)
     for one in saved:
         yield f"{clean(one.path):<{width}}  step {count(one.step)}"
-    if saved and is_read:
+    if saved:
         yield runnable(f"ckptool info {shlex.quote(saved[-1].path)}")
 
 

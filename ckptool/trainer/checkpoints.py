@@ -114,41 +114,21 @@ class Progress:
         return cls(**{field.name: held[field.name] for field in fields(cls) if field.name in held})
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A checkpoint in the folder of a run.
+def kept(folder: str) -> list[tuple[str, int | None]]:
+    """Return the checkpoints of a folder with their steps, newest first.
 
-    Attributes:
-        path: The file, or the folder of a sharded checkpoint.
-        name: `last`, `best` or `step-00000012`.
-        step: The step after which it was written; None if neither name nor content has it.
-        written: The time of the last change, in nanoseconds.
-    """
-
-    path: str
-    name: str
-    step: int | None
-    written: int
-
-
-def kept(folder: str) -> list[Kept]:
-    """Return the checkpoints of a folder, newest first: by step, or by time if one has no step.
-
-    Checkpoints of the same step come in the order `last`, `step-*`, `best`.
+    They are ordered by step, or by time if one has no step; checkpoints of the same step come in
+    the order `last`, `step-*`, `best`.
     """
     found = []
     for entry in os.scandir(folder) if os.path.isdir(folder) else ():
-        name = _NAME.fullmatch(entry.name)
-        if name is not None:
+        if name := _NAME.fullmatch(entry.name):
             step = int(name[2]) if name[2] else _step_in(entry.path)
-            found.append(Kept(entry.path, name[1], step, entry.stat().st_mtime_ns))
-    is_by_time = any(one.step is None for one in found)
-
-    def age(one: Kept) -> tuple[int, int]:
-        place = ("best", "step", "last").index(one.name[:4])
-        return one.written if is_by_time else one.step or 0, place
-
-    return sorted(found, key=age, reverse=True)
+            place = ("best", "step", "last").index(entry.name[:4])
+            found.append((step, entry.stat().st_mtime_ns, place, entry.path))
+    is_by_time = any(step is None for step, *_ in found)
+    found.sort(key=lambda one: (one[1] if is_by_time else one[0] or 0, one[2]), reverse=True)
+    return [(path, step) for step, *_, path in found]
 
 
 def _step_in(path: str) -> int | None:
@@ -214,10 +194,10 @@ def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bo
         os.path.dirname(origin) or "."
     ) == os.path.realpath(folder)
     others = [
-        one.path
-        for one in kept(folder)
-        if not (origin and os.path.exists(origin) and os.path.samefile(one.path, origin))
-        and not (is_within and one.step is not None and one.step <= step)
+        path
+        for path, reached in kept(folder)
+        if not (origin and os.path.exists(origin) and os.path.samefile(path, origin))
+        and not (is_within and reached is not None and reached <= step)
     ]
     if overwrite:
         for path in others:
@@ -441,7 +421,7 @@ class Resuming:
         out = self._config.out if is_auto else named
 
         def found() -> tuple[str | None, list[str]]:
-            there = kept(out)
+            there = [path for path, _ in kept(out)]
             return self._newest(out, there) if there or is_auto else (named, [])
 
         path, notes = self._ranks.first(found)
@@ -449,12 +429,12 @@ class Resuming:
             self._observer.tell(Note(note))
         return path
 
-    def _newest(self, out: str, there: Sequence[Kept]) -> tuple[str | None, list[str]]:
+    def _newest(self, out: str, there: Sequence[str]) -> tuple[str | None, list[str]]:
         damaged: list[str] = []
-        for one in there:
-            damage = _damage(one.path)
+        for path in there:
+            damage = _damage(path)
             if damage is None:
-                return one.path, [f"{text}: passed over" for text in damaged]
+                return path, [f"{text}: passed over" for text in damaged]
             damaged.append(damage)
         if damaged and not (self._config.overwrite and self._config.resume == "auto"):
             raise TrainingError(
