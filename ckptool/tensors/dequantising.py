@@ -290,17 +290,19 @@ def _computed(
         require_torch()
         import torch
 
+        nonlocal tables
         if not buffer:
             return
         for check in checks:
             check.check()
-        tables.extend(_elements(one, 0, one.numel) for one in parts[len(tables) :])
+        own = tables or [_elements(one, 0, one.numel) for one in parts]
+        tables = own  # another thread may let go of them
         for start, stop, room, skipped in chunks(offset, buffer, 4, count):
             made = bytearray((stop - start) * 4)
-            torch.frombuffer(made, dtype=torch.float32).copy_(numbers(start, stop, tables))
+            torch.frombuffer(made, dtype=torch.float32).copy_(numbers(start, stop, own))
             room[:] = made[skipped : skipped + len(room)]
         if offset + len(buffer) == count * 4:
-            tables.clear()
+            tables = []
 
     source = ComputedSource(data.source.name, count * 4, fill)
     source.made_of = (data,)

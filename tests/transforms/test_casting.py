@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -523,6 +524,15 @@ def test_weights_times_their_scales_as_their_makers_have_them(
     assert found["a.weight"].dtype == target
     assert torch.equal(found["a.weight"], scaled(weight, scale).to(target))
     assert found["n.weight"].dtype == torch.float16
+
+
+def test_threads_may_read_one_dequantised_weight(tmp_path):
+    weight, scale = torch.randn(1024, 512).to(torch.float8_e4m3fn), torch.rand(8, 4)
+    state = {"a.weight": weight, "a.weight_scale_inv": scale}
+    with saved(tmp_path / "m.pth", state) as checkpoint, ThreadPoolExecutor(8) as pool:
+        made = cast(checkpoint, dequantize="float32").by_name["a.weight"]
+        found = list(pool.map(lambda _: made.torch(), range(40)))
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 @given(
