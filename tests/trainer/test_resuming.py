@@ -161,7 +161,7 @@ def named(out, **options):
     [
         ({"model": "mlp:4"}, {"model": "mlp:5"}, "--model mlp:4"),
         ({"model": "mlp:4", "dtype": "float64"}, {"model": "mlp:4"}, "--dtype float64"),
-        ({"model": "linear", "data": "digits"}, {"model": "linear"}, "--data digits"),
+        ({"model": "linear", "data": "random"}, {"model": "linear"}, "--data random"),
         (
             {"model": "mlp:4", "dtype": "float64"},
             {"model": "mlp:5"},
