@@ -105,7 +105,6 @@ class Answer:
     """
 
     number: int
-    part: int
     loss_sum: float
     gradients: Sequence[torch.Tensor | None]
     buffers: Sequence[torch.Tensor]
@@ -114,12 +113,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Released:
-    """The end of the run: its outcome, or why it failed.
+    """The end of the run: its outcome, or why it failed."""
 
-    `all_here`: every process can still take part in a shutdown of rpc together.
-    """
-
-    all_here: bool
     outcome: Any = None
     failure: _Failure | None = None
 
@@ -220,16 +215,15 @@ def _release(size: int, released: _Released) -> None:
         for rank in range(1, size)
     ]
     for one in told:
-        try:
+        with suppress(RuntimeError):  # this worker is gone
             one.wait()
-        except RuntimeError:  # this worker is gone
-            released = replace(released, all_here=False)
     _post.over.set_result(released)
-    _leave(is_graceful=released.all_here)
+    _leave(released)
 
 
-def _leave(*, is_graceful: bool) -> None:
-    """Shut rpc down; with `is_graceful` this process waits for all the others."""
+def _leave(released: _Released | None) -> None:
+    """Shut rpc down; after a failure without waiting for the others, which may be gone."""
+    is_graceful = released is not None and released.failure is None
     with suppress(RuntimeError):
         rpc.shutdown(graceful=is_graceful, timeout=_PATIENCE)
 
@@ -276,8 +270,8 @@ class ParameterServer(Strategy):
         is_split = self.config.updates == "synchronous"
         self._parts = self._size - 1 if is_split else 1
         self._in_flight = InFlight(0 if is_split else self.config.staleness)
-        self._handed_out: dict[int, tuple[Step, float, list[Answer]]] = {}
-        self._free, self._are_all_here = set(range(1, self._size)), True
+        self._handed_out: dict[int, tuple[Step, float, dict[int, Answer]]] = {}
+        self._free = set(range(1, self._size))
         self._result: Any = None
         failure = None
         try:
@@ -286,7 +280,7 @@ class ParameterServer(Strategy):
             failure = sendable(error)
             raise
         finally:
-            _release(self._size, _Released(self._are_all_here, self._result, failure))
+            _release(self._size, _Released(self._result, failure))
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -302,7 +296,7 @@ class ParameterServer(Strategy):
                     rpc.rpc_sync(_SERVER, _take_failure, args=failure, timeout=_PATIENCE)
             raise
         finally:
-            _leave(is_graceful=self._end is not None and self._end.all_here)
+            _leave(self._end)
 
     @property
     def takes_steps(self) -> bool:
@@ -338,7 +332,7 @@ class ParameterServer(Strategy):
         scaler = self.tuning.scaler
         self.tuning.scaled(torch.zeros(()))  # the scaler initialises its scale with the first loss
         self._in_flight.begin(step.number)
-        self._handed_out[step.number] = step, scaler.get_scale(), []
+        self._handed_out[step.number] = step, scaler.get_scale(), {}
         state = [one.detach().clone() for one in self._state()]  # the next update is in place
         # The votes are of this process, and stay in it.
         task = Task(replace(step, votes=()), state, scaler.state_dict())
@@ -369,14 +363,13 @@ class ParameterServer(Strategy):
             except Empty:
                 return results
             if not isinstance(answer, Answer):
-                self._are_all_here = False
                 hint = getattr(answer, "hint", None)
                 raise PeerLost(f"worker {rank} cannot go on: {answer}", hint=hint)
             self._free.add(rank)
             answers = self._handed_out[answer.number][2]
-            answers.append(answer)
+            answers[rank] = answer
             if len(answers) == self._parts:
-                results.append(self._applied(_added(answers)))
+                results.append(self._applied(_added([answers[one] for one in sorted(answers)])))
 
     def _applied(self, answer: Answer) -> StepResult:
         step, scale, _ = self._handed_out.pop(answer.number)
@@ -401,7 +394,7 @@ class ParameterServer(Strategy):
             task, answer = message
             answer(self._computed(task, votes()))
         is_lost = not isinstance(message, _Released)
-        self._end = end = _Released(all_here=False, failure=message) if is_lost else message
+        self._end = end = _Released(failure=message) if is_lost else message
         if isinstance(end.failure, str):
             raise PeerLost(f"the server, rank 0, cannot go on: {end.failure}")
         if end.failure is not None:
@@ -418,7 +411,6 @@ class ParameterServer(Strategy):
         loss_sum = self.backward(task.step)
         return Answer(
             task.step.number,
-            part,
             loss_sum,
             [None if one.grad is None else one.grad.cpu() for one in self.module.parameters()],
             [one.detach().cpu() for one in self.module.buffers()],
@@ -430,8 +422,8 @@ class ParameterServer(Strategy):
 
 
 def _added(answers: Sequence[Answer]) -> Answer:
-    """Return the sum of all parts of a step, added in the order of the parts."""
-    first, *others = sorted(answers, key=lambda one: one.part)
+    """Return the sum of all parts of a step, added in the order of the workers."""
+    first, *others = answers
     for other in others:
         first = replace(
             first,
