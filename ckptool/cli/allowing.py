@@ -13,7 +13,6 @@ import click
 from ckptool.errors import MatchError
 from ckptool.matching import Allowance, Allowed
 from ckptool.remedies import Remedy
-from ckptool.render.remedies import as_options
 from ckptool.transforms import regex_rule
 
 __all__ = ["Allowing", "allowance_options", "in_options"]
@@ -117,7 +116,7 @@ def in_options() -> Iterator[None]:
     except MatchError as error:
         error.message = error.message.replace("\n", "; ")
         if error.remedy is not None:
-            error.advise(as_options(_for_new_names(error.remedy), rule="--rename"))
+            error.advise(_for_new_names(error.remedy).with_names({"rules": "rename"}))
         raise
 
 

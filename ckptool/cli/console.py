@@ -52,21 +52,35 @@ class Document(Protocol):
 
 
 class Ended(SystemExit):
-    """A signal asks the process to end: what is half done is cleaned up on the way out."""
+    """A signal that asks the process to end; temporary files are removed on the way out."""
 
 
 class Interrupts:
-    """A handler of signals that raises KeyboardInterrupt or `Ended`, and keeps in mind that it did.
+    """Signal handlers of a `with` block: Ctrl-C raises KeyboardInterrupt, other ends `Ended`.
 
-    Code that swallows every exception swallows that too: what was interrupted ends as interrupted
-    all the same, and a second Ctrl-C kills.
+    Signals that are ignored or handled already stay so. A second Ctrl-C kills the process.
     """
 
     came = 0
-    """The number of the first signal."""
+    """The first signal, also if the code that it interrupted has swallowed the exception."""
 
-    def handle(self, number: int, _: FrameType | None) -> None:
-        """Raise at the first signal; a second Ctrl-C ends the process."""
+    def __enter__(self) -> Interrupts:
+        """Install the handlers, which only the main thread can do."""
+        self._before: dict[int, Any] = {}
+        defaults = {"SIGTERM": signal.SIG_DFL, "SIGHUP": signal.SIG_DFL}
+        for name, default in {**defaults, "SIGINT": signal.default_int_handler}.items():
+            number = getattr(signal, name, None)
+            is_main = threading.current_thread() is threading.main_thread()
+            if number is not None and is_main and signal.getsignal(number) == default:
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the handlers."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
         if self.came:
             if number == signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
@@ -75,7 +89,7 @@ class Interrupts:
         self.came = number
         if number != signal.SIGINT:
             raise Ended(128 + number)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the second is heard in C as well
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # C code sees the second Ctrl-C as well
         raise KeyboardInterrupt
 
 
@@ -151,17 +165,17 @@ class Progress:
 
 
 EXIT_CODE = "ckptool.exit_code"
-"""What the exit code is called in the `meta` of a command's context."""
+"""The key of the exit code in the `meta` of a command's context."""
 _BATCH = 1000
 
 
 def stdout_look(fmt: str | None = None) -> Look:
-    """How results are drawn; with `fmt`, tables alone, in that format."""
+    """Return the look of results; with `fmt` they are only tables in that format."""
     return Look(fmt=fmt) if fmt else look_of(sys.stdout)
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Write lines to stdout as they come, many at a time."""
+    """Write lines to stdout in batches."""
     flow: Iterator[str] = iter(lines)
     while batch := list(islice(flow, _BATCH)):
         with _named():
@@ -169,14 +183,14 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def flush() -> None:
-    """Have all of stdout where it goes."""
+    """Flush stdout."""
     with _named():
         sys.stdout.flush()
 
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Say of what the system refuses that it is standard output, and no file."""
+    """Name standard output in an error of the system, instead of a file."""
     try:
         yield
     except OSError as error:
@@ -184,7 +198,7 @@ def _named() -> Iterator[None]:
 
 
 def settle(code: int) -> None:
-    """Say what the exit code will be before anything is printed, lest nobody reads to the end."""
+    """Set the exit code before anything is printed, because a reader may close the pipe."""
     click.get_current_context().meta[EXIT_CODE] = code
 
 
@@ -216,7 +230,7 @@ def files_document(
 
 
 def say(lines: Iterable[str], *, quiet: bool = False) -> None:
-    """Write messages to stderr, unless `quiet`; where they cannot be, what was done is done."""
+    """Write messages to stderr unless `quiet`; a stderr that is closed is no error."""
     if not quiet:
         with suppress(OSError):
             for line in lines:
@@ -224,7 +238,7 @@ def say(lines: Iterable[str], *, quiet: bool = False) -> None:
 
 
 def note_none(what: str, include: Sequence[str], exclude: Sequence[str], *, quiet: bool) -> None:
-    """Say on stderr, unless `quiet`, that the globs that were given let nothing through."""
+    """Write to stderr, unless `quiet`, that no name passes the given globs."""
     given = [f"--include {glob!r}" for glob in include] + [
         f"--exclude {glob!r}" for glob in exclude
     ]
@@ -233,7 +247,7 @@ def note_none(what: str, include: Sequence[str], exclude: Sequence[str], *, quie
 
 
 def complain(message: str, hint: str | None) -> None:
-    """Write to stderr what went wrong, and what helps."""
+    """Write an error and its hint to stderr."""
     look = look_of(sys.stderr)
     print(f"{look.alarm('ckptool:')} {clean(message)}", file=sys.stderr)
     if hint:
@@ -241,7 +255,7 @@ def complain(message: str, hint: str | None) -> None:
 
 
 def _as_found(hint: str) -> str:
-    """Return a hint with commands that this shell finds, the script being on its path or not."""
+    """Return a hint whose commands this shell finds, also if ckptool is not on its path."""
     from shutil import which
 
     if which("ckptool"):
@@ -254,28 +268,26 @@ def _as_found(hint: str) -> str:
 
 ERROR, INTERRUPTED = 2, 130
 WORDS = "ckptool.words"
-"""Where the context keeps what follows `ckptool` on the command line."""
+"""The key of the arguments of `ckptool` in the `meta` of a command's context."""
 _NEEDED = frozenset(
     ("__main__", "", "ckptool", "click", "numpy", "safetensors", "sklearn", "tabulate", "torch")
 )
 """The top-level modules of ckptool and of what it needs."""
-_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""The signals that ask for an end, as far as the system has them."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that `arguments` spell and return the exit code; nothing escapes.
+    """Run a command and return its exit code; no exception escapes.
 
-    Click's own `main` is passed by: it answers 1 to wrong usage and takes every EOFError, a
-    truncated file among them, for an interruption.
+    Click's own `main` is not called: it returns 1 for wrong usage, and takes the EOFError of a
+    truncated file for an interruption.
     """
     _mend_streams()
-    # A tree of a million nodes is all kept to the end: looking for cycles in it costs a third.
+    # The garbage collector takes a third of the time for a tree of a million nodes.
     collecting = gc.isenabled()
     gc.disable()
     try:
         begun = time.monotonic()
-        with _signals_raise() as interrupts, _warnings_told():
+        with Interrupts() as interrupts, _warnings_told():
             code = _run(arguments, interrupts)
             remote = sys.modules.get("ckptool.files.remote")
             if remote and remote.TRAFFIC.requests and os.environ.get("CKPTOOL_DEBUG"):
@@ -284,7 +296,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             if interrupts.came == signal.SIGINT:
                 with suppress(OSError):
                     complain("interrupted; nothing is left half written", None)
-        return 128 + interrupts.came if interrupts.came else code  # one that was swallowed, too
+        return 128 + interrupts.came if interrupts.came else code
     except Ended as ended:
         return int(ended.args[0])
     finally:
@@ -293,26 +305,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[Interrupts]:
-    """SIGTERM and SIGHUP clean up as Ctrl-C does, unless they are ignored or handled already."""
-    interrupts = Interrupts()
-    before: dict[int, Any] = {}
-    try:
-        if threading.current_thread() is threading.main_thread():  # no other may set a handler
-            for number in _ENDING:
-                if signal.getsignal(number) == signal.SIG_DFL:
-                    before[number] = signal.signal(number, interrupts.handle)
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupts.handle)
-        yield interrupts
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
 def _warnings_told() -> Iterator[None]:
-    """Print a `CheckpointWarning` as a sentence on stderr, not as a line of our source."""
+    """Print a `CheckpointWarning` as a sentence on stderr, without a line of source code."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", CheckpointWarning)
         others = warnings.showwarning
@@ -413,7 +407,7 @@ def _place_of_others(error: BaseException) -> str | None:
 
 
 def _mend_streams() -> None:
-    """Streams that are closed lead nowhere; names that an encoding lacks are escaped."""
+    """Open closed streams on the null device, and escape what their encoding lacks."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
     if sys.stderr is None:
@@ -425,7 +419,7 @@ def _mend_streams() -> None:
 
 
 def _forget_stdout() -> None:
-    """Nobody reads any more: keep the interpreter from saying so when it flushes at its end."""
+    """Redirect a broken stdout, so that the interpreter can flush it when it exits."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

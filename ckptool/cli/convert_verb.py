@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -38,36 +39,17 @@ from ckptool.writing import in_folder, is_folder, target_format
 __all__ = ["command"]
 
 
-_SECTIONS = {
-    "What is taken": (
-        "salvage",
-        "flatten",
-        "master",
-        "concat",
-        "key",
-        "include",
-        "exclude",
-        "model_only",
-    ),
-    "Names and shapes": (
-        *("wrappers", "rename", "resize", "interpolate_pos", "split", "fuse"),
-        *("nest", "like", "like_key", "transpose", "no_transpose"),
-        *("allow_missing", "allow_unexpected", "allow_mismatched", "min_coverage"),
-    ),
-    "Values": (
-        *("plain", "drop_objects", "ties", "cast", "keep", "dequantize", "raw"),
-        *("cast_optimizer", "allow_overflow", "compact"),
-    ),
-    "Devices": ("to", "device_map", "visible_devices"),
-    "Files": (
-        *("output", "format", "force", "max_shard_size", "workers", "files_from"),
-        *("strict", "verify", "dry_run"),
-    ),
-}
-
-
 class _Convert(Allowing, Sectioned):
-    sections = _SECTIONS
+    begins = MappingProxyType(
+        {
+            "salvage": "What is taken",
+            "wrappers": "Names and shapes",
+            "plain": "Values",
+            "to": "Devices",
+            "output": "Files",
+            "as_json": "Output",
+        }
+    )
 
 
 @verb(
@@ -83,7 +65,6 @@ class _Convert(Allowing, Sectioned):
     cls=_Convert,
 )
 @click.argument("sources", type=PATH, nargs=-1, required=True, metavar="SOURCE... [DESTINATION]")
-@click.option("-o", "--output", type=PATH, help="The same as DESTINATION.")
 @click.option(
     "--salvage",
     is_flag=True,
@@ -105,7 +86,6 @@ class _Convert(Allowing, Sectioned):
 )
 @click.option("--key", metavar="NAME", help="The state dict to take, if there are several.")
 @glob_options
-@click.option("--nest", metavar="KEY", help="Put all that is written under KEY, as state_dict.")
 @click.option(
     "--wrappers",
     type=click.Choice(["strip", "keep"]),
@@ -138,6 +118,7 @@ class _Convert(Allowing, Sectioned):
     metavar="'*.B,*.C=>*.A@DIM'",
     help="Join tensors along a dimension; repeatable.",
 )
+@click.option("--nest", metavar="KEY", help="Put all that is written under KEY, as state_dict.")
 @click.option(
     "--like",
     metavar="REFERENCE",
@@ -177,6 +158,7 @@ class _Convert(Allowing, Sectioned):
     help="Move tensors on device A to device B; cuda:* is any index. Repeatable.",
 )
 @visible_option
+@click.option("-o", "--output", type=PATH, help="The same as DESTINATION.")
 @shard_option
 @click.option(
     "--files-from",

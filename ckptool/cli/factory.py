@@ -13,29 +13,25 @@ from ckptool.factories import FACTORY, HINT, a_class, at_home, is_model, named, 
 from ckptool.loading.target import on_meta
 from ckptool.words import printable
 
-__all__ = ["built", "is_factory", "referred"]
+__all__ = ["built", "referred"]
 
 _FORMS = "a checkpoint, or code of yours that builds the model: module:factory, as in net:build"
 
 
-def is_factory(text: str) -> bool:
-    """Return whether a word names `module:factory`, and no file has that name."""
-    return FACTORY.fullmatch(text) is not None and not os.path.lexists(text)
-
-
 def referred(text: str) -> Any:
-    """Return what a word of the command line stands for: what `module:factory` builds, else a path.
+    """Return the model that `module:factory` builds, or the path of a file of that name.
 
     Raises:
-        TorchMissing, UsageError: as `built`; or it is a script, without the factory.
-        FileMissing: it is neither.
+        TorchMissing, UsageError: as `built`; or the text names a script without a factory.
+        FileMissing: there is no such file.
     """
-    if is_factory(text):
+    is_file = os.path.lexists(text)
+    if FACTORY.fullmatch(text) and not is_file:
         return built(text)
     if text.endswith(".py") and os.path.isfile(text):
         stem = os.path.basename(text).removesuffix(".py")
         raise UsageError(f"{printable(text)} is a Python script", hint=f"{stem}:factory; {HINT}")
-    if not os.path.lexists(text):
+    if not is_file:
         raise FileMissing("there is no such file", file=text, hint=_FORMS)
     return text
 
@@ -43,13 +39,12 @@ def referred(text: str) -> Any:
 def built(text: str) -> Any:
     """Return the model, or state dict, that `module:factory` names or makes.
 
-    The working directory is on the path meanwhile, and what the code prints goes to stderr. A
-    class or function is called without arguments: on the meta device first, where nothing is
-    allocated, then as it is.
+    The working directory is on the path, and what the code prints goes to stderr. A class or
+    function is called without arguments, on the meta device if possible.
 
     Raises:
         TorchMissing: torch is not installed.
-        UsageError: the code raised; or what it names is no model and makes none.
+        UsageError: the code raised an error, or returned no model.
     """
     with at_home():
         node = named(text)

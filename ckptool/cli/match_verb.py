@@ -122,7 +122,7 @@ def command(
         "like": like,
         "key": key,
         "like_key": like_key,
-        "rules": applied,
+        "rename": applied,
         "allow_missing": allowance.missing,
         "allow_unexpected": allowance.unexpected,
         "allow_mismatched": allowance.mismatched,
@@ -136,7 +136,7 @@ def command(
         target = unused(default_target(file, "fitted"))
         options = Remedy(tuple((name, one) for name, one in given.items() if one is not None))
         words = ["ckptool", "convert", as_argument(file), as_argument(target)]
-        command = shlex.join([*words, *option_words(options, rule="--rename")])
+        command = shlex.join([*words, *option_words(options)])
     print_lines(advice_lines(judgement, look, command=command))
 
 

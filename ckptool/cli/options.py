@@ -124,21 +124,22 @@ def verb(
 
 
 class Sectioned(click.Command):
-    """A command with sections in its help; options in none of them come last."""
+    """A command with sections in its help."""
 
-    sections: Mapping[str, Sequence[str]]
+    begins: Mapping[str, str]
+    """The section that begins, or goes on, with an option of this name."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the options, section by section."""
-        rest = {one.name: one for one in self.get_params(ctx)}
-        found = {
-            title: [rest.pop(name) for name in names if name in rest]
-            for title, names in self.sections.items()
-        }
-        for title, options in {**found, "Output": list(rest.values())}.items():
-            rows = [one.get_help_record(ctx) for one in options if isinstance(one, click.Option)]
+        title, sections = "", dict[str, list[tuple[str, str]]]()
+        for option in self.get_params(ctx):
+            title = self.begins.get(option.name or "", title)
+            row = option.get_help_record(ctx) if isinstance(option, click.Option) else None
+            if row is not None:
+                sections.setdefault(title, []).append(row)
+        for title, rows in sections.items():
             with formatter.section(title):
-                formatter.write_dl([row for row in rows if row is not None])
+                formatter.write_dl(rows)
 
 
 def _known_format(ctx: click.Context, _: click.Parameter, word: str | None) -> str | None:

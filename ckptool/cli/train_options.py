@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
-from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -21,10 +21,16 @@ __all__ = ["ARGUMENTS", "TrainCommand", "as_option", "config_options", "rank"]
 ARGUMENTS = "ckptool.train.arguments"
 """The key of the arguments of `train` in the `meta` of its context."""
 
-_FIRST = {"out": "What is trained", "epochs": "How", "strategy": "Where", "save": "Checkpoints"}
-"""The field of `TrainConfig` with which each section of the help begins."""
-_STARTING = ("nproc", "port", "gpus", "list_devices")
-"""Options about how a run is started, which are not in `TrainConfig`."""
+_BEGINS = {
+    "out": "What is trained",
+    "epochs": "How",
+    "strategy": "Where",
+    "save": "Checkpoints",
+    "trace_batches": "Output",
+    "nproc": "Where",
+    "as_json": "Output",
+}
+"""The options with which the sections of the help begin, or go on."""
 _DEFAULTS = {"batch_size": "30 for --data random, 32 otherwise"}
 """The help's words for a default that depends on another option."""
 
@@ -44,22 +50,10 @@ def as_option(name: str, value: Any) -> str:
     return f"{option} {text}" if text.isprintable() and text else f"{option} {text!r}"
 
 
-def _sections() -> dict[str, list[str]]:
-    """Return the options of each section of the help, in the order of the fields."""
-    names = [field.name for field in fields(TrainConfig)]
-    starts = [*map(names.index, _FIRST), names.index("trace_batches")]
-    found = {
-        title: names[start:end]
-        for title, (start, end) in zip(_FIRST.values(), pairwise(starts), strict=True)
-    }
-    found["Where"] += _STARTING
-    return found
-
-
 class TrainCommand(Sectioned):
     """A command that keeps its arguments for the processes that it starts."""
 
-    sections = _sections()
+    begins = MappingProxyType(_BEGINS)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; a worker leaves an error to its launcher."""

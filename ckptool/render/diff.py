@@ -28,6 +28,7 @@ __all__ = [
     "note_lines",
     "stat_lines",
     "status_lines",
+    "summary_lines",
 ]
 
 _SHORT = 40  # characters of a value that is one of two on a line

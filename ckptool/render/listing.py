@@ -49,7 +49,7 @@ def totals(listing: Listing) -> str:
 
 
 def _tensors(listing: Listing, look: Look) -> Iterator[str]:
-    headers = ["name", "dtype", "shape", "device", "size", "marks" if look.fmt else ""]
+    headers = ["name", "dtype", "shape", "device", "size", "marks"]
     rows = [
         [
             label(row.name, row.path),
@@ -65,10 +65,15 @@ def _tensors(listing: Listing, look: Look) -> Iterator[str]:
         headers.insert(5, "sha256")
         for cells, row in zip(rows, listing.tensors, strict=True):
             cells.insert(5, _content(row) or "-")
-    if not look.fmt and not any(cells[-1] for cells in rows):
-        headers, rows = headers[:-1], [cells[:-1] for cells in rows]
+    last = len(headers) - 1
     return table(
-        headers, rows, look, right={4}, flexible=(0, 2, 3, *range(5, len(headers))), spare=(4, 3)
+        headers,
+        rows,
+        look,
+        right={4},
+        flexible=(0, 2, 3, *range(5, len(headers))),
+        spare=(4, 3),
+        optional=() if look.fmt else (last,),
     )
 
 

@@ -14,21 +14,18 @@ _WITH_EQUALS = ("--allow-", "--min-")
 """Of `--allow-missing a` the `a` may be the file."""
 
 
-def option_words(remedy: Remedy, *, rule: str = "--map") -> list[str]:
-    """Return the words that a command is given for the arguments, none quoted."""
-    return [word for argument in remedy.arguments for word in _words(*argument, rule)]
+def option_words(remedy: Remedy) -> list[str]:
+    """Return the words of a command line for the arguments, without quotes."""
+    return [word for argument in remedy.arguments for word in _words(*argument)]
 
 
-def as_options(remedy: Remedy, *, rule: str = "--map") -> str:
-    """Return the text, with options in place of the library's arguments, as a shell takes them.
-
-    `rule` is the option that is given a rule.
-    """
-    return remedy.told(lambda name, given: " ".join(map(_quoted, _words(name, given, rule))), " ")
+def as_options(remedy: Remedy) -> str:
+    """Return the text of a remedy, its arguments as options that can be copied to a shell."""
+    return remedy.told(lambda name, given: " ".join(map(_quoted, _words(name, given))), " ")
 
 
-def _words(name: str, given: Given, rule: str) -> Iterator[str]:
-    option = rule if name == "rules" else f"--{name.replace('_', '-')}"
+def _words(name: str, given: Given) -> Iterator[str]:
+    option = "--map" if name == "rules" else f"--{name.replace('_', '-')}"
     if isinstance(given, bool):
         yield from [option] * given
         return
@@ -41,7 +38,7 @@ def _words(name: str, given: Given, rule: str) -> Iterator[str]:
 
 
 def _quoted(word: str) -> str:
-    """Return the option as it is, and what it is given in quotes where a shell needs them."""
+    """Return a word, or the value of `--option=value`, in quotes if a shell needs them."""
     option, equals, text = word.partition("=")
     if word.startswith("--") and equals:
         return f"{option}={runnable(shlex.quote(text))}"

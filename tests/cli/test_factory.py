@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from ckptool.cli.factory import built, is_factory, referred
+from ckptool.cli.factory import built, referred
 from ckptool.errors import FileMissing, UsageError
 from ckptool.factories import HINT
 from ckptool.loading.plan import target_like
@@ -167,9 +167,8 @@ def test_a_module_that_is_not_there_or_is_a_file_name(home):
 
 
 def test_a_file_of_that_name_wins(home, tmp_path):
-    assert is_factory("net:Net")
     torch.save({"w.x": torch.ones(2)}, tmp_path / "net:Net")
-    assert not is_factory("net:Net")
+    assert referred("net:Net") == "net:Net"
     assert list(target_like("net:Net").slots) == ["w.x"]
 
 
@@ -177,7 +176,6 @@ def test_a_file_of_that_name_wins(home, tmp_path):
     "word", ["model.pth", "a:b/c", "./net:Net", "net:", ":Net", "a b:c", "C:\\x"]
 )
 def test_other_words_are_files_and_where_there_is_none_both_forms_are_told(word):
-    assert not is_factory(word)
     with pytest.raises(FileMissing) as caught:
         referred(word)
     assert "module:factory" in caught.value.hint

@@ -23,7 +23,7 @@ def test_each_text_has_an_option():
         r"--map '^q\.=>k.' --map 'a=>b' --allow-unexpected=unused --allow-missing=a "
         "--allow-missing='it'\"'\"'s' --allow-lossy-cast --min-coverage=0"
     )
-    assert option_words(remedy, rule="--rename")[:4] == [
+    assert option_words(remedy.with_names({"rules": "rename"}))[:4] == [
         "--rename", r"^q\.=>k.", "--rename", "a=>b",
     ]  # fmt: skip
 

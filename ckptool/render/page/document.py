@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool._version import __version__
 from ckptool.inspection.info import Info
 from ckptool.inspection.values import shape_text
-from ckptool.render.diff import diff_rows
+from ckptool.render.diff import diff_rows, summary_lines
 from ckptool.render.info import (
     SECTION_HEADINGS,
     counts_text,
@@ -28,8 +28,8 @@ from ckptool.render.info import (
     size_text,
 )
 from ckptool.render.page.data import columns, in_words
-from ckptool.render.text import count, shorten, size
-from ckptool.words import clean, counted
+from ckptool.render.text import PLAIN, count, shorten, size
+from ckptool.words import clean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCRIPTS",
-    "changes_at_a_glance",
     "element",
     "facts",
     "first_changes",
@@ -111,13 +110,6 @@ FIRST = 100
 """Rows of a table that is there without the script."""
 _MOST_LISTED = 12
 _LONGEST = 200
-_STATUSES = {
-    "M": "changed",
-    "T": "of another type or shape",
-    "A": "only in the second",
-    "D": "only in the first",
-    "R": "renamed",
-}
 
 
 def facts(infos: Sequence[Info]) -> str:
@@ -130,18 +122,23 @@ def facts(infos: Sequence[Info]) -> str:
         ("types", [escape(counts_text(one.dtypes)) for one in infos]),
         ("devices", [escape(counts_text(one.devices)) for one in infos]),
         ("ties", [_listed(" = ".join(names) for names in one.ties) for one in infos]),
-        ("weights_only", [_weights_only(one) for one in infos]),
+        (
+            "weights_only",
+            [
+                "accepts it" if one.weights_only else f"refuses it: {_listed(one.blockers)}"
+                for one in infos
+            ],
+        ),
     ]
     body = "".join(
-        element("tr", element("th", name, scope="row") + "".join(map(_cell, cells)))
+        element(
+            "tr",
+            element("th", name, scope="row") + "".join(element("td", cell) for cell in cells),
+        )
         for name, cells in filter(None, rows)
         if any(cells)
     )
     return element("div", element("table", body, class_="facts"), class_="scroll")
-
-
-def _cell(content: str) -> str:
-    return element("td", content)
 
 
 def _listed(texts: Iterable[str]) -> str:
@@ -151,10 +148,6 @@ def _listed(texts: Iterable[str]) -> str:
     if len(every) > _MOST_LISTED:
         shown.append(f"and {count(len(every) - _MOST_LISTED)} more")
     return "<br>".join(shown)
-
-
-def _weights_only(info: Info) -> str:
-    return "accepts it" if info.weights_only else f"refuses it: {_listed(info.blockers)}"
 
 
 def sections(info: Info, caption: str = "") -> str:
@@ -176,22 +169,6 @@ def notes(report: Report) -> str:
     every = [*report.notes, *named, *(() if report.diff is None else report.diff.notes)]
     items = "".join(element("li", words(shorten(note, 2 * _LONGEST))) for note in every)
     return element("ul", items, class_="notes") if items else ""
-
-
-def changes_at_a_glance(diff: Diff) -> str:
-    """Return how many tensors and values differ, and in what way."""
-    values = "; values were not compared" if diff.structure else ""
-    if diff.identical:
-        where = "the headers of " if diff.structure else ""
-        return f"No difference in {where}{counted(diff.common, 'entry')}{values}."
-    parts = [
-        f"{count(diff.counts[status])} {text}"
-        for status, text in _STATUSES.items()
-        if diff.counts.get(status)
-    ]
-    alike = "have the same header" if diff.structure else "are equal"
-    equal = f"{count(diff.equal)} of {count(diff.common)} in common {alike}"
-    return f"{', '.join(parts)}; {equal}{values}."
 
 
 def first_tensors(report: Report) -> str:
@@ -259,7 +236,7 @@ def _document(report: Report) -> Iterator[str]:
     yield element("header", element("h1", title) + element("p", _origin(report), class_="by"))
     yield f"\n<main>\n{_summary(report)}\n"
     if report.diff is not None:
-        glance = element("p", changes_at_a_glance(report.diff))
+        glance = element("p", words(" ".join(summary_lines(report.diff, PLAIN))))
         rows = first_changes(report.diff)
         yield _part("changes", "What differs", glance + element("noscript", rows))
     yield _part("map", "Where the bytes are", "", hidden=True)

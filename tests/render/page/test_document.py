@@ -105,7 +105,7 @@ def test_a_part_of_a_file_is_all_that_tensors_are_told_of():
 def test_two_files_are_compared_in_words_and_in_rows():
     found = drawn({"w": state("a", "b")["a"], "epoch": 7}, {"w": tensor(OVER, (4,)), "epoch": 7})
     changes = found.one("section", id="changes")
-    assert "1 of another type or shape" in changes.text
+    assert "1 of 2 common entries differs" in changes.text
     assert "[2, 2] -> [4]" in changes.text
     assert found.data["diff"]["chart"]["status"] == "T"
 
@@ -113,7 +113,7 @@ def test_two_files_are_compared_in_words_and_in_rows():
 def test_two_equal_files_have_a_chart_and_no_rows():
     root = {"state_dict": state("a", "b")}
     found = drawn(root, root)
-    assert "No difference" in found.one("section", id="changes").text
+    assert "the same structure: 2 entries" in found.one("section", id="changes").text
     assert found.data["diff"]["chart"]["status"] == "=="
     assert found.data["diff"]["changes"]["status"] == ""
 
