@@ -343,7 +343,7 @@ def test_an_address_is_taken_as_a_browser_takes_it(name, spelled, served):
 
 @pytest.mark.parametrize("address", ["http://[::1", "http://host:port/x.pth", "http://a b/x.pth"])
 def test_what_is_no_address_is_a_sentence(address):
-    with pytest.raises(UnreadableFile, match="is no address"):
+    with pytest.raises(UnreadableFile, match="is not an address"):
         ckptool.list_tensors(address)
 
 

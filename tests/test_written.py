@@ -115,7 +115,7 @@ def test_to_safetensors_and_back(name, tmp_path):
             alone.save(there)
         except NotRepresentable as error:
             pytest.skip(str(error))
-        # What lies deeper is in a module's extra state, which is no tensor of the state dict.
+        # What lies deeper is in a module's extra state, which is not a tensor of the state dict.
         wanted = [row for row in listing(alone)["tensors"] if len(row["path"]) == 1]
         metadata = alone.root.metadata
     receipt = ckptool.convert(there, back)

@@ -194,7 +194,7 @@ def _python2(patient: Patient) -> Iterator[Found]:
         yield _rewritten(
             "python2",
             "fails",
-            "it was pickled by Python 2, with text that is no UTF-8",
+            "it was pickled by Python 2, with text that is not UTF-8",
             f"torch.load says: 'utf-8' codec can't decode byte 0x{byte:02x}; encoding='latin1' "
             "reads it",
             names_of(dict.fromkeys(name_of(path) for path, _ in found)),

@@ -39,7 +39,7 @@ def parsed_devices(devices: str | Iterable[object]) -> tuple[str, ...]:
         devices: Words with commas between, or a word each: text, or a `torch.device`.
 
     Raises:
-        UsageError: a word is no device.
+        UsageError: a word is not a device.
     """
     given: object = devices.split(",") if isinstance(devices, str) else devices
     each = given if isinstance(given, Iterable) else (given,)  # a lone torch.device
@@ -47,7 +47,7 @@ def parsed_devices(devices: str | Iterable[object]) -> tuple[str, ...]:
     for word in words:
         found = _WORD.fullmatch(word)
         if found is None or found[1] not in _KINDS:
-            raise UsageError(f"{word!r} is no device", hint="--devices cpu or --devices cuda:0")
+            raise UsageError(f"{word!r} is not a device", hint="--devices cpu or --devices cuda:0")
     return tuple(dict.fromkeys(("cpu", *("cuda:0" if word == "cuda" else word for word in words))))
 
 

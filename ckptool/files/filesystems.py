@@ -72,7 +72,7 @@ def system_of(path: str) -> tuple[Any, str]:
             raise UnsupportedFormat(f"cannot be read: {error}", file=path) from error
         except ValueError as error:
             raise UnsupportedFormat(
-                f"is no address that fsspec knows: {error}", file=path
+                f"is not an address that fsspec knows: {error}", file=path
             ) from error
         return found
 

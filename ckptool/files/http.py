@@ -85,7 +85,7 @@ def fetch(
         except CheckpointError:
             raise
         except (http.client.InvalidURL, ValueError) as error:
-            raise UnreadableFile(f"is no address: {error}", file=url) from error
+            raise UnreadableFile(f"is not an address: {error}", file=url) from error
         except (OSError, http.client.HTTPException) as error:
             why = _reason(error)
         attempt += 1

@@ -115,7 +115,7 @@ def read_journal(target: str) -> Journal | None:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, CorruptFile):
             raise
-        raise _damaged(source, target, "its first line is none of ours") from error
+        raise _damaged(source, target, "its first line was not written by ckptool") from error
     finally:
         source.close()
 

@@ -508,7 +508,7 @@ def opened_archive(probe: Probe) -> Archive:
     """
     archive = probe.ask(open_archive)
     if archive is None:
-        raise CorruptFile("this is no zip", file=probe.path)
+        raise CorruptFile("this is not a zip", file=probe.path)
     return archive
 
 

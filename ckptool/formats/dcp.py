@@ -299,7 +299,7 @@ def _read(source: Source, limits: Limits) -> Index:
     described, stored = found.get("state_dict_metadata"), found.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise UnsupportedFormat(
-            "the index is no `Metadata` of torch.distributed.checkpoint",
+            "the index is not a `Metadata` of torch.distributed.checkpoint",
             file=source.name,
             hint="PaddlePaddle and others write folders of the same look: load it with its writer",
         )
@@ -376,7 +376,7 @@ def _described(
     shape = tuple(state["size"])
     sizes_of = (shape, *(one.offsets for one in chunks), *(one.sizes for one in chunks))
     if not all(type(size) is int and size >= 0 for one in sizes_of for size in one):
-        raise CorruptFile(f"{printable(name)!r} has a size or place that is no number")
+        raise CorruptFile(f"{printable(name)!r} has a size or an offset that is not a number")
     if any(len(one) != len(shape) for one in sizes_of):
         raise CorruptFile(f"{printable(name)!r} has chunks of other dimensions than its own")
     return _Tensor(dtype.name, shape, tuple(chunks))
@@ -416,7 +416,7 @@ def _elements(
     found = _content(name, chunk.item, limits, archive)
     place = f"the chunk at {list(chunk.offsets)} of {printable(name)!r}"
     if not isinstance(found, TensorRef):
-        raise CorruptFile(f"{place} is no tensor", file=chunk.item.path, hint=_HINT)
+        raise CorruptFile(f"{place} is not a tensor", file=chunk.item.path, hint=_HINT)
     if (found.dtype, found.shape) != (dtype, chunk.sizes):
         raise CorruptFile(
             f"{place} is a {found.dtype} tensor of shape {list(found.shape)}, and {dtype} of "

@@ -125,7 +125,7 @@ def _flat(
 ) -> dict[str, tuple[Path, Any]]:
     """Return path and content of each item, under the flat name that torch gives it."""
     if not isinstance(checkpoint.root, dict):
-        raise refused(checkpoint, "it holds one dict, and this is none")
+        raise refused(checkpoint, "it holds one dict, and this is not a dict")
     entries: dict[str, tuple[Path, Any]] = {}
     todo: list[tuple[Path, Any]] = [((), checkpoint.root)]
     while todo:

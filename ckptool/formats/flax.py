@@ -160,7 +160,7 @@ class _Reader(Cursor):
         for _ in range(length):
             key = self.value(depth + 1)
             if isinstance(key, (dict, TensorRef)) or str(key) in found:
-                raise self._damaged("a key is no text, or there twice")
+                raise self._damaged("a key is not text, or occurs twice")
             found[str(key)] = self.value(depth + 1)
         return self._whole(found) if found.get(_CHUNKED) is True else found
 
@@ -194,7 +194,7 @@ class _Reader(Cursor):
         begin = self.skip(length)
         if dtype not in BY_NAME:
             named = printable(str(dtype))
-            text = f"array of shape {list(shape)} and numpy's type {named} is no tensor"
+            text = f"array of shape {list(shape)} and numpy's type {named} is not a tensor"
             self.unknown.append(text)
             return text
         return _tensor(self.source, dtype, shape, ByteRange(self.source, begin, length), begin)

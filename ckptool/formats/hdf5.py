@@ -189,7 +189,7 @@ def _tensors(
             if tensor is not None:
                 yield path, tensor
             else:
-                others.append(f"{printable(path)!r} of type {node.dtype} is no tensor")
+                others.append(f"{printable(path)!r} of type {node.dtype} is not a tensor")
 
 
 def _tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef | None:

@@ -434,7 +434,7 @@ def _json(probe: Probe) -> Finding:
         found = json.loads(_first(probe, _MOST_JSON))
     except (ValueError, RecursionError):
         hint = _filled("look at it: head {file}", probe)
-        return Finding("a text that begins like JSON and is none", hint)
+        return Finding("a text that begins like JSON and is not JSON", hint)
     if not isinstance(found, dict):
         return Finding("a JSON document", _ITSELF)
     if "weight_map" in found:  # as an index it would have been read
@@ -539,7 +539,7 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
     ),
     NameKind(
         (r".*-\d{5}-of-\d{5}\.(?:safetensors|bin|pth?)", r".*\.index\.json"),
-        "a checkpoint in shards whose index is none",
+        "a checkpoint in shards with a damaged index",
         "ckptool list {entry} says what is wrong with it",
     ),
     NameKind(
@@ -618,7 +618,7 @@ def _other_folder(path: str, names: list[str]) -> Finding:
     if all(".ckptool-" in name for name in names):
         what = "a folder that ckptool has begun to write, and not finished"
         return Finding(what, "write it again: the next run removes what is left of this one")
-    what = f"a folder that is no checkpoint: it holds {few(names)}"
+    what = f"a folder that is not a checkpoint: it holds {few(names)}"
     files = [name for name in names[:_MOST_OPENED] if _may_be_checkpoint(os.path.join(path, name))]
     if not files:
         return Finding(what, "give the checkpoint itself")

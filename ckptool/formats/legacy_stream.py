@@ -247,7 +247,9 @@ class LegacyStream:
             case ("module", cls, _, text):
                 return self.sources.take(cls, text)
         if not is_storage_pid(pid):
-            raise CorruptFile("its pickle refers to something that is no storage", file=self.file)
+            raise CorruptFile(
+                "its pickle refers to something that is not a storage", file=self.file
+            )
         if len(pid) != 6:
             raise CorruptFile(
                 f"a storage's persistent id has {len(pid)} parts, not 6", file=self.file

@@ -78,7 +78,7 @@ class Message(dict[int, list[int | bytes]]):
         """
         value = self.get(field, [default])[-1]
         if isinstance(value, bytes):
-            raise CorruptFile(f"field {field} of a message in the index is no number")
+            raise CorruptFile(f"field {field} of a message in the index is not a number")
         return value - (1 << 64) if value >= 1 << 63 else value
 
     def parts(self, field: int) -> list[Message]:
@@ -89,7 +89,7 @@ class Message(dict[int, list[int | bytes]]):
         """
         values = self.get(field, [])
         if not all(isinstance(value, bytes) for value in values):
-            raise CorruptFile(f"field {field} of a message in the index is no message")
+            raise CorruptFile(f"field {field} of a message in the index is not a message")
         return [Message(value) for value in values if isinstance(value, bytes)]
 
 
@@ -189,5 +189,5 @@ def _unsnapped(raw: bytes, most: int) -> bytes:
         run = out[-back:][:length]
         out += (run * (length // len(run) + 1))[:length]
     if at != len(raw) or len(out) != size:
-        raise CorruptFile("a block of the index is no stream of snappy")
+        raise CorruptFile("a block of the index is not a snappy stream")
     return bytes(out)

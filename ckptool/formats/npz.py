@@ -177,7 +177,7 @@ def _tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
 def _told(name: str, header: ArrayHeader) -> str:
     return (
         f"array '{printable(name)}' of shape {list(header.shape)} and numpy's type "
-        f"{printable(header.descr[:100])} is no tensor: torch has no such type"
+        f"{printable(header.descr[:100])} is not a tensor: torch has no such type"
     )
 
 

@@ -185,7 +185,7 @@ class _Reader:
         if path not in self.saved:
             tensor = _nested(self.archive.records[f"{_WEIGHTS}{path}"], self.limits)
             if not isinstance(tensor, TensorRef):
-                raise CorruptFile("is no tensor")
+                raise CorruptFile("is not a tensor")
             self.saved[path] = tensor
         return self.saved[path]
 

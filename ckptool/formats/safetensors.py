@@ -69,7 +69,7 @@ def _flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
     tensors = [(key, value) for key, value in items if isinstance(value, TensorRef)]
     if not tensors and (items or not isinstance(root, dict)):
         raise NotRepresentable(
-            "safetensors holds one flat state dict, and this is none",
+            "safetensors holds one flat state dict, and this is not one",
             file=file,
             hint="--key NAME chooses a state dict inside; ckptool info lists them",
         )

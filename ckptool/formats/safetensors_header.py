@@ -180,7 +180,9 @@ def _metadata(fields: Any) -> dict[str, str]:
         raise CorruptFile(f"{METADATA} is not an object of strings")
     for key, value in fields.items():
         if not isinstance(value, str):
-            raise CorruptFile(f"{METADATA} is not an object of strings: '{printable(key)}' is none")
+            raise CorruptFile(
+                f"{METADATA} is not an object of strings: '{printable(key)}' is not a string"
+            )
     return fields
 
 
@@ -206,7 +208,9 @@ def _entry(name: str, fields: Any, limits: Limits) -> Entry:
     if stop < start:
         raise _wrong(name, f"ends at {stop:,}, before it begins at {start:,}")
     if (count * bits) % 8:
-        raise _wrong(name, f"has {count:,} elements of {bits} bits, which are no whole bytes")
+        raise _wrong(
+            name, f"has {count:,} elements of {bits} bits, which is not a whole number of bytes"
+        )
     if stop - start != count * bits // 8:
         raise _wrong(
             name,

@@ -199,7 +199,8 @@ def _parsed(raw: bytes, source: Source) -> ShardIndex | None:
     for name in dict.fromkeys(weight_map.values()):
         if not _is_plain(name):
             raise CorruptFile(
-                f"the index names the shard {quoted(name)}, which is no name of a file beside it"
+                f"the index names the shard {quoted(name)}, which is not the name of a file "
+                "beside it"
             )
     metadata = document.get("metadata")
     return ShardIndex(
@@ -475,7 +476,7 @@ class Sharded(Format):
         """Return one state dict of what all shards hold, in the order of the index."""
         index = probe.ask(open_index)
         if index is None:
-            raise CorruptFile("this is no index of shards", file=probe.path)
+            raise CorruptFile("this is not an index of shards", file=probe.path)
         allow_open_files(len(index.shards))
         place_of(index.path).expect([index.beside(name) for name in index.shards])
         with ExitStack() as opened:

@@ -129,7 +129,7 @@ class TensorFlow(Format):
             if leaf is None:
                 others.append(
                     f"variable {printable(name)!r} of shape {list(entry.shape)} and TensorFlow's "
-                    f"type {entry.dtype} is no tensor: torch has no such type"
+                    f"type {entry.dtype} is not a tensor: torch has no such type"
                 )
                 continue
             section = optimizer if _is_slot(name, names) else model

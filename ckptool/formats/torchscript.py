@@ -74,7 +74,7 @@ class _Model:
     def _tensor(self, item: Mapping[str, Any]) -> TensorRef:
         key, device = item["data"]["key"], item.get("device", "cpu")
         if not isinstance(device, str):
-            raise TypeError("a device is no text")
+            raise TypeError("a device is not text")
         if key not in self.storages:
             record = self.archive.records[key]
             data, crc = record.data, record.crc32

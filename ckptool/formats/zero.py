@@ -396,7 +396,7 @@ def _flat(own: Mapping[Any, Any], file: str) -> list[Any]:
 
 def _vector(node: Any, file: str) -> _Vector:
     if not isinstance(node, TensorRef) or len(node.shape) != 1:
-        raise CorruptFile("a vector of the optimizer is no tensor of one dimension", file=file)
+        raise CorruptFile("a vector of the optimizer is not a tensor of one dimension", file=file)
     return _Vector(node.dtype, node.device, row_major_data(node, "a vector", file), file)
 
 

@@ -222,7 +222,7 @@ def _tensor(entry: Any, path: str) -> HashedTensor:
 
 def _no_manifest(path: str) -> UsageError:
     return UsageError(
-        "is no manifest of ckptool's, and is not written over",
+        "is not a manifest of ckptool, and is not overwritten",
         file=path,
         hint="give --manifest the name of a new file, or of a manifest",
     )

@@ -143,7 +143,7 @@ class Scan(Result):
 
     @property
     def skipped(self) -> bool:
-        """Whether there is no pickle in it, and nothing else that might run."""
+        """Whether there is not a pickle in it, and nothing else that might run."""
         return not self.pickles and not self.streams
 
     @property
@@ -308,7 +308,7 @@ class _Scanner:
         self._named(head, data, where)
 
     def _named(self, head: bytes, data: ByteRange, where: str) -> None:
-        """Name what is not read, and code that is no pickle."""
+        """Name what is not read, and code that is not a pickle."""
         for magic, what in _UNREAD:
             if head.startswith(magic):
                 self.unread(where, f"{what}: not read")
@@ -363,7 +363,7 @@ class _Scanner:
                 position += sum(COUNT.size + nbytes for nbytes in stored.values())
                 roots, stored = [], {}
         if raw is not None and position != data.length:
-            self.unread(where, f"what stands at byte {position:,} is no pickle")
+            self.unread(where, f"what stands at byte {position:,} is not a pickle")
         return keys
 
     def _storages(self, run: Judge) -> dict[str, int]:

@@ -560,7 +560,7 @@ def _check_arguments(
 
     Raises:
         UsageError: naming the first, and what it may be.
-        DeviceError: `map_location` is no device that torch knows.
+        DeviceError: `map_location` is not a device that torch knows.
     """
     import torch
 
@@ -570,7 +570,7 @@ def _check_arguments(
             torch.device(map_location)
         except RuntimeError:
             raise DeviceError(
-                f"map_location={map_location!r} is no device", hint="'cpu', 'cuda:0', ..."
+                f"map_location={map_location!r} is not a device", hint="'cpu', 'cuda:0', ..."
             ) from None
     for name, value in switches.items():
         if not any(value is one for one in (None, True, False)):

@@ -296,8 +296,8 @@ def _by_names(
     remedy = _VOUCH if saved.sizes == wanted.sizes else _ALONE
     if len({*names}) != len(names) or not names:
         raise MatchError(
-            "the file does not name the parameters of its optimizer, and shapes and order are no "
-            "proof of whose state is whose",
+            "the file does not name the parameters of its optimizer, and shapes and order do not "
+            "prove which state belongs to which parameter",
             hint=remedy,
         )
     own_numbers = {id(one): number for number, one in enumerate(wanted.parameters)}

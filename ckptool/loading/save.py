@@ -133,7 +133,7 @@ def _named(path: Any) -> str:
         raise UsageError(f"a path is wanted, not a {type(path).__name__}")
     name = os.fsdecode(path)
     if "\0" in name:
-        raise UsageError(f"{name!r} is no path: no name has a null byte")
+        raise UsageError(f"{name!r} is not a path: it has a null byte")
     return name
 
 

@@ -261,8 +261,8 @@ def _chosen(tree: Checkpoint, key: Any, wanted: Slots | None) -> Section:
     for name, value in section.node.items():
         if isinstance(value, TensorRef) and not isinstance(name, str):
             raise NotFound(
-                f"it is no state dict of a model: a tensor stands under {printable(repr(name))}, "
-                "and names are text",
+                f"it is not a state dict of a model: a tensor has the key {printable(repr(name))}, "
+                "which is not text",
                 file=tree.path or None,
             )
     counter = tree.root.get(N_AVERAGED) if section.path == ("state_dict",) else None

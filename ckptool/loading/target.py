@@ -149,7 +149,7 @@ def state_dict_of(model: torch.nn.Module) -> Mapping[str, Any]:
 def live_slots(
     values: Mapping[str, Any], *, parameters: Iterable[torch.Tensor] = (), rest: str = "tensor"
 ) -> Slots:
-    """Return a slot for each entry; an `_extra_state`, or what is no tensor, is `extra`.
+    """Return a slot for each entry; an `_extra_state`, or what is not a tensor, is `extra`.
 
     A `Parameter`, or a tensor of the same elements as one of `parameters`, is a parameter; `rest`
     is the kind of the other tensors.

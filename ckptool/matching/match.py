@@ -30,7 +30,7 @@ __all__ = ["Match", "matched"]
 _NOT_COUNTED = "files from before torch 0.4.1, and of other libraries, have no such counter"
 _NO_LAYER = "torch asks for no counter of a layer that is not in the file"
 _NO_AVERAGE = "the file is of no average"
-_WAS_AVERAGE = "an AveragedModel counted its models there, and this is none"
+_WAS_AVERAGE = "an AveragedModel counted its models there, and this model is not one"
 _UNCOUNTED = "the model's normalisation counts no batches"
 _COLLISION_HINT = "make the rules narrower, or rename one of the two to something else first"
 

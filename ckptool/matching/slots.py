@@ -22,7 +22,7 @@ class Slot(NamedTuple):
     dtype: str | None = None
     """Torch's name without `torch.`; None: not known, or no tensor."""
     kind: str = "tensor"
-    """`parameter`, `buffer`, `extra` (an `_extra_state`, or an entry that is no tensor), or
+    """`parameter`, `buffer`, `extra` (an `_extra_state`, or an entry that is not a tensor), or
     `tensor`: not known which."""
     tie: Hashable = None
     """Equal for names that are one tensor; None: it is alone."""
@@ -46,8 +46,8 @@ def fits(found: Slot, wanted: Slot) -> bool:
     """Return whether torch puts what is found where the other is wanted.
 
     Into a tensor it copies one of its shape, and [1] into a scalar, as torch 0.3 saved those
-    (`Module._load_from_state_dict`). What is no tensor goes where none is wanted, or where nothing
-    is known of what is.
+    (`Module._load_from_state_dict`). A value that is not a tensor goes where no tensor is wanted,
+    or where nothing is known.
     """
     if wanted.shape is None or found.shape == wanted.shape:
         return True

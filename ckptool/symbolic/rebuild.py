@@ -89,7 +89,7 @@ def parse_storage_pid(pid: tuple[Any, ...], file: str) -> StoragePid:
             f"the device of storage {key!r} is {_kind(location)}, not text", file=file
         )
     if not _is_count(numel):
-        raise CorruptFile(f"the length of storage {key!r} is no count of elements", file=file)
+        raise CorruptFile(f"the length of storage {key!r} is not a count of elements", file=file)
     view = _parse_view(pid[5], str(key), numel, file) if len(pid) == 6 else None
     return StoragePid(dtype, untyped, str(key), location, numel, view)
 
@@ -108,7 +108,7 @@ def storage_type(storage_class: Any, file: str) -> tuple[str, bool]:
         if storage_class.name in BY_STORAGE:
             return BY_STORAGE[storage_class.name].name, False
     shown = storage_class.qualified if isinstance(storage_class, Global) else _kind(storage_class)
-    raise CorruptFile(f"a storage is said to be of class {shown}, which is none", file=file)
+    raise CorruptFile(f"a storage has the class {shown}, which is not a storage class", file=file)
 
 
 def _parse_view(view: Any, key: str, numel: int, file: str) -> tuple[str, int, int] | None:
@@ -170,7 +170,7 @@ def _tensor_v2(machine: Machine, args: Any) -> TensorRef:
     """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
     storage, offset, size, stride, requires_grad, hooks, *metadata = args
     if type(requires_grad) is not bool:
-        raise TypeError("requires_grad is no boolean")
+        raise TypeError("requires_grad is not a boolean")
     if not metadata and not hooks:
         return strided(storage, offset, size, stride, requires_grad=requires_grad)
     return strided(
@@ -203,7 +203,7 @@ def element_type(node: Any) -> str:
     """Torch's name of the element type that a global stands for."""
     if not isinstance(node, Global) or node.dtype is None:
         shown = node.qualified if isinstance(node, Global) else f"a {type(node).__name__}"
-        raise ValueError(f"{shown} is no element type that is known")
+        raise ValueError(f"{shown} is not a known element type")
     return node.dtype
 
 
@@ -269,7 +269,7 @@ def _sparse(machine: Machine, args: Any) -> TensorRef:
     else:
         raise ValueError(f"the layout {kind} is not known")
     if not isinstance(values, TensorRef):
-        raise TypeError("the values of a sparse tensor are no tensor")
+        raise TypeError("the values of a sparse tensor are not a tensor")
     return TensorRef(values.dtype, ints(size), (), 0, None, values.device, kind=kind, parts=parts)
 
 
@@ -407,7 +407,7 @@ def with_old_state(tensor: TensorRef, state: Any) -> TensorRef:
 
 def _wrapped(data: Any, layer: Wrapping, requires_grad: bool) -> TensorRef:
     if not isinstance(data, TensorRef):
-        raise TypeError("a parameter is made of something that is no tensor")
+        raise TypeError("a parameter is made of something that is not a tensor")
     return replace(data, requires_grad=requires_grad, wrapping=(*data.wrapping, layer))
 
 
@@ -467,7 +467,7 @@ def _device_from_numpy(name: str) -> Callable[[Machine, Any], TensorRef]:
 
 def _on_device(data: Any, device: Any, requires_grad: Any, parts: Mapping[str, Any]) -> TensorRef:
     if not isinstance(data, TensorRef):
-        raise TypeError("a device tensor carries something that is no array")
+        raise TypeError("a device tensor carries something that is not an array")
     tag = device.tag if isinstance(device, DeviceValue) else device
     if not isinstance(tag, str):
         raise TypeError("a device tensor names no device")

@@ -104,7 +104,7 @@ class Comparer:
             if tensor.dtype not in COMPARED:
                 data = tensor.storage.data if tensor.storage is not None else None
                 raise UnsupportedFormat(
-                    f"elements of type {tensor.dtype} are no numbers that can be compared",
+                    f"elements of type {tensor.dtype} cannot be compared as numbers",
                     file=data.source.name if data else None,
                 )
         count = a.numel

@@ -2,7 +2,7 @@
 
 `LiveTree` makes new containers, with a stand-in for each tensor and object: for transforms of dicts
 in memory, and for loading from them. `frozen` makes what is saved: plain data, and tensors whose
-bytes are read from memory when they are written. An object that is no plain data is refused, with
+bytes are read from memory when they are written. An object that is not plain data is refused, with
 its place and a remedy: nothing is pickled whose class a reader would have to import.
 """
 
@@ -163,7 +163,7 @@ def frozen(root: Any, *, instead: Mapping[int, Any], file: str) -> Checkpoint:
     replaces some objects, by their `id`. Tensors become detached ones on the CPU.
 
     Raises:
-        NotRepresentable: an object is no plain data, or a tensor has no elements here.
+        NotRepresentable: an object is not plain data, or a tensor has no elements here.
     """
     tree = _Frozen(instead, file)
     try:
@@ -228,7 +228,7 @@ class _Frozen(LiveTree):
         number = _plain_number(node)
         return self._refuse(node) if number is None else self.node(number)
 
-    def _refuse(self, node: Any, fact: str = "is no plain data") -> NoReturn:
+    def _refuse(self, node: Any, fact: str = "is not plain data") -> NoReturn:
         kind = type(node)
         owner = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
         raise NotRepresentable(

@@ -98,7 +98,7 @@ def wanted_dtype(dtype: torch.dtype | str | None) -> str | None:
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UsageError(
-            f"dtype {name!r} is no floating element type of torch {torch.__version__}",
+            f"dtype {name!r} is not a floating element type of torch {torch.__version__}",
             hint="float32, float16 and bfloat16 are",
         )
     return str(found).removeprefix("torch.")

@@ -312,7 +312,7 @@ class _Plan:
             text = f"{counted(self._integers, 'integer tensor')}: {how}"
             yield Change("keep", text, self._integers)
         for at in self._counters:
-            of = f"{N_AVERAGED} of {self.checkpoints[at].path}, which is no weight"
+            of = f"{N_AVERAGED} of {self.checkpoints[at].path}, which is not a weight"
             yield Change("left-out" if at else "keep", of, 1)
         if self._retyped:
             text = f"of other types in other files, rounded to the first's: {listed(self._retyped)}"

@@ -191,7 +191,7 @@ def floating_type(word: Any) -> str:
     name = _ALIASES.get(name, re.sub(r"^fp(?=\d)", "float", name))
     if name not in FLOATING:
         raise UsageError(
-            f"{printable(str(word))!r} is no floating element type that can be cast to",
+            f"{printable(str(word))!r} is not a floating element type that can be cast to",
             hint=f"one of {', '.join(FLOATING)}",
         )
     return name
@@ -264,7 +264,7 @@ def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
                 rules.append((glob, floating_type(dtype)))
             case _:
                 raise UsageError(
-                    f"keep takes globs, or pairs of a glob and a type, and {item!r} is none",
+                    f"keep takes globs, or pairs of a glob and a type, not {item!r}",
                     hint='keep={"*.norm.*": "float32", "*.bias": None}',
                 )
     return tuple(rules)
@@ -392,7 +392,7 @@ class _Plan:
             if new is None:
                 raise NotRepresentable(
                     f"{printable(name)!r} cannot be dequantised: it is {found.scheme}, and this "
-                    "layout of it is none that is known",
+                    "layout of it is not known",
                     file=self.checkpoint.path,
                 )
             self.scaled[id(next(iter(new.values())).storage)] = dtype

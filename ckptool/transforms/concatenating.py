@@ -88,7 +88,7 @@ def _place(rule: str) -> tuple[str, int]:
     glob, _, dim = rule.rpartition("=")
     if not glob or not (dim.isascii() and dim.isdigit() and len(dim) < 3):
         hint = "--concat '*.linear_qkv.weight=0'"
-        raise UsageError(f"{printable(rule)!r} is no glob with a dimension", hint=hint)
+        raise UsageError(f"{printable(rule)!r} is not a glob with a dimension", hint=hint)
     return glob, int(dim)
 
 

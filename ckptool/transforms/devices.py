@@ -35,13 +35,13 @@ class Rules:
         """Check the words.
 
         Raises:
-            DeviceError: a target is no device, or a pattern is none that is known.
+            DeviceError: a target is not a device, or a pattern is none that is known.
         """
         self._rules = dict(rules)
         for source, target in self._rules.items():
             if "*" in source and source != "*" and not re.fullmatch(r"[^:*]+:\*", source):
                 raise DeviceError(
-                    f"{printable(source)!r} is no pattern for devices",
+                    f"{printable(source)!r} is not a pattern for devices",
                     hint="a tag (cuda:1), all of a kind (cuda:*), or all there are (*)",
                 )
             _check_target(target)
@@ -71,7 +71,8 @@ def _check_target(target: Any) -> None:
     nearest = _nearest_device(word.lower().strip())
     if word != nearest:
         raise DeviceError(
-            f"{printable(word)!r} is no device", hint=f"did you mean {nearest or 'cpu or cuda:0'}?"
+            f"{printable(word)!r} is not a device",
+            hint=f"did you mean {nearest or 'cpu or cuda:0'}?",
         )
 
 
@@ -108,7 +109,7 @@ def remap(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
     device, and ordinary ones are carried where they go to a TPU.
 
     Raises:
-        DeviceError: a target is no device; or a rule concerns a tensor that cannot be moved (a
+        DeviceError: a target is not a device; or a rule concerns a tensor that cannot be moved (a
             DTensor's mesh, a ShardedTensor's process group).
     """
     decide = Rules(rules)

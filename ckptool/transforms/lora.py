@@ -248,9 +248,9 @@ class _Config:
         try:
             config: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UsageError("is no JSON", file=place) from error
+            raise UsageError("is not JSON", file=place) from error
         if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
-            raise NotRepresentable("the adapter is no LoRA", file=place)
+            raise NotRepresentable("the adapter is not a LoRA", file=place)
         unknown = [name for name in _UNKNOWN if config.get(name)]
         if config.get("init_lora_weights") not in _KEPT_INITIAL:
             unknown.append("init_lora_weights")

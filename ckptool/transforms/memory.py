@@ -44,7 +44,7 @@ def remap_dict(state_dict: Mapping[Any, Any], rules: Mapping[str, str]) -> Order
     the same objects. The argument is not touched; modules and other objects are not looked into.
 
     Raises:
-        DeviceError: a target is no device, or torch cannot use it here.
+        DeviceError: a target is not a device, or torch cannot use it here.
     """
     live = _Live()
     root = live.checkpoint(state_dict).root

@@ -124,7 +124,7 @@ def _resizing(rule: str) -> _Step:
     found = re.fullmatch(r"(?s)(.+)=([0-9]{1,15})(:zero|:mean)?", rule)
     if found is None:
         hint = "--resize '*.embed_tokens.weight=32001', or =32001:zero"
-        raise UsageError(f"{printable(rule)!r} is no glob with a number of rows", hint=hint)
+        raise UsageError(f"{printable(rule)!r} is not a glob with a number of rows", hint=hint)
     rows, zero = int(found[2]), found[3] == ":zero"
 
     def one(name: str, tensor: TensorRef, file: str) -> tuple[TensorRef, str]:
@@ -153,7 +153,7 @@ def _interpolating(rule: str) -> _Step:
     found = re.fullmatch(r"(?s)(.+)=([0-9]{1,6})x([0-9]{1,6})", rule)
     if found is None or not (int(found[2]) and int(found[3])):
         hint = "--interpolate-pos 'pos_embed=24x24', in patches"
-        raise UsageError(f"{printable(rule)!r} is no glob with a grid", hint=hint)
+        raise UsageError(f"{printable(rule)!r} is not a glob with a grid", hint=hint)
     grid = int(found[2]), int(found[3])
 
     def one(name: str, tensor: TensorRef, file: str) -> tuple[TensorRef, str]:

@@ -92,7 +92,7 @@ def _names(folder: str | os.PathLike[str]) -> Iterator[str]:
         with os.scandir(folder) as entries:
             yield from (entry.name for entry in entries if entry.is_file())
     except OSError as error:
-        raise FileMissing("is no folder that can be read", file=folder) from error
+        raise FileMissing("is not a readable folder", file=folder) from error
 
 
 def _copy(folder: str | os.PathLike[str], name: str, target: str) -> NewFile:

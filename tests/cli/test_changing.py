@@ -227,7 +227,7 @@ def test_what_is_remapped_to_the_cpu_loads_with_a_bare_torch_load(ckptool, tagge
 def test_a_word_that_is_no_device_is_an_error(ckptool, tagged, word):
     done = ckptool("remap", "--to", word, tagged)
     assert done.code == 2
-    assert "is no device" in done.err
+    assert "is not a device" in done.err
     assert os.listdir(tagged.parent) == ["gpu.pth"]
 
 

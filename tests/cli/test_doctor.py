@@ -445,4 +445,4 @@ def test_devices_of_another_machine_can_be_given(ckptool, tmp_path):
     assert kinds(examined(ckptool, path, *GPU)) == ["device", "one-gpu"]
     done = ckptool("doctor", path, "--devices", "GPU 1")
     assert (done.code, done.out) == (2, "")
-    assert "is no device" in done.err
+    assert "is not a device" in done.err

@@ -184,7 +184,7 @@ def test_shards_are_written_and_read_again(ckptool, tmp_path, target, size):
 def test_a_size_that_is_none(ckptool, tmp_path):
     done = ckptool("convert", HUB, tmp_path / "out.safetensors", "--max-shard-size", "5 apples")
     assert done.code == 2
-    assert "'5 apples' is no size of a shard" in done.err
+    assert "'5 apples' is not a size of a shard" in done.err
     assert not list(tmp_path.iterdir())
 
 
@@ -298,7 +298,7 @@ def test_an_index_that_is_none_is_told_from_one_that_is_missing(ckptool, tmp_pat
     folder = shutil.copytree(HUB, tmp_path / "set")
     (folder / INDEX).write_bytes(b"")
     done = ckptool("list", folder)
-    assert "in shards whose index is none" in done.err
+    assert "in shards with a damaged index" in done.err
     (folder / INDEX).write_text('{"weight_map": {}}')
     assert "the index names no tensor" in ckptool("info", folder).out
 

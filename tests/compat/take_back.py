@@ -21,7 +21,7 @@ def leaves(tree):
 
 
 def plain(node, path):
-    """Type and value of all that is no tensor; sets in order. Of a container its type."""
+    """Type and value of all that is not a tensor; sets in order. Of a container its type."""
     name = type(node).__name__
     if isinstance(node, (dict, list, tuple)):
         yield path, name, len(node)

@@ -85,5 +85,5 @@ def test_devices_are_given_as_a_list(text, tags):
     "text", ["", "GPU", "banana", "cuda:x", "cuda:0;cuda:1", ["cpu", "banana"], [0], 0]
 )
 def test_words_that_are_no_device_are_refused(text):
-    with pytest.raises(UsageError, match="is no device"):
+    with pytest.raises(UsageError, match="is not a device"):
         parsed_devices(text)

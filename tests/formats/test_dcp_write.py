@@ -164,7 +164,7 @@ def test_what_the_folder_cannot_hold_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        ([torch.ones(1)], "it holds one dict, and this is none"),
+        ([torch.ones(1)], "it holds one dict, and this is not a dict"),
         ({"a": {"b": torch.ones(1)}, "a.b": 3}, r"two entries get the name 'a\.b'"),
         ({"a": torch.ones(2, device="meta")}, "meta tensor, which DCP does not hold"),
         ({"a": torch.eye(2).to_sparse()}, "sparse_coo tensor, which DCP does not hold"),

@@ -91,7 +91,7 @@ def test_what_torch_has_no_type_for_is_named(tmp_path, capsys):
     np.savez(path, w=np.ones(2, "f4"), names=np.array(["a", "bc"]), long=np.ones(2, "V2"))
     with ckptool.open(path) as checkpoint:
         assert list(checkpoint) == ["w"]
-        assert [text.split(" is no tensor")[0] for text in checkpoint.details.left_behind] == [
+        assert [text.split(" is not a tensor")[0] for text in checkpoint.details.left_behind] == [
             "array 'names' of shape [2] and numpy's type <U2",
             "array 'long' of shape [2] and numpy's type |V2",
         ]

@@ -312,9 +312,9 @@ def test_device_tags_are_left_out(fixtures, tmp_path):
         (lambda: {"a": torch.ones(2, device="meta")}, "there are no values for 1 of 1 tensor"),
         (lambda: {"__metadata__": torch.ones(2)}, "the name of the header's own entry"),
         (lambda: {3: torch.ones(2)}, "'3' has a name of type int"),
-        (lambda: {"epoch": 3}, "this is none"),
-        (lambda: [torch.ones(2)], "this is none"),
-        (lambda: torch.ones(2), "this is none"),
+        (lambda: {"epoch": 3}, "this is not one"),
+        (lambda: [torch.ones(2)], "this is not one"),
+        (lambda: torch.ones(2), "this is not one"),
     ],
 )
 def test_what_cannot_be_held_is_refused(tmp_path, content, text):

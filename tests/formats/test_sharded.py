@@ -408,7 +408,7 @@ def test_an_index_among_the_shards(shards, name):
 )
 def test_a_shard_that_is_no_name_of_a_file_beside_the_index(shards, name):
     edit(shards, weight_map={"a": name})
-    with pytest.raises(CorruptFile, match="which is no name of a file beside it"):
+    with pytest.raises(CorruptFile, match="which is not the name of a file beside it"):
         open_checkpoint(shards)
 
 
@@ -443,7 +443,7 @@ def test_an_index_cut_before_its_map_is_told_by_its_name(tmp_path):
     with pytest.raises(CorruptFile, match="the index is not JSON"):
         open_checkpoint(index)
     index.rename(tmp_path / "some.json")
-    with pytest.raises(NotACheckpoint, match="begins like JSON and is none"):
+    with pytest.raises(NotACheckpoint, match="begins like JSON and is not JSON"):
         open_checkpoint(tmp_path / "some.json")
 
 
@@ -487,7 +487,7 @@ def test_a_folder_of_shards_without_their_index(shards):
 def test_an_index_that_leads_nowhere_is_none(shards):
     shards.unlink()
     shards.symlink_to("gone")
-    refused(shards.parent, UnsupportedFormat, "in shards whose index is none")
+    refused(shards.parent, UnsupportedFormat, "in shards with a damaged index")
 
 
 def test_a_folder_is_opened_though_the_write_of_its_index_was_cut_short(shards, monkeypatch):

@@ -204,7 +204,7 @@ def test_a_type_that_torch_has_not(written):
     with open_checkpoint(written({b"a": entry_of(), b"v": entry_of(21)})) as checkpoint:
         assert list(checkpoint) == ["a"]
         (left,) = checkpoint.details.left_behind
-    assert left.startswith("variable 'v' of shape [2] and TensorFlow's type 21 is no tensor")
+    assert left.startswith("variable 'v' of shape [2] and TensorFlow's type 21 is not a tensor")
 
 
 def test_big_endian_elements(written):
@@ -291,8 +291,8 @@ WRONG = {
     "a number in the index has no end": entry_of(more=b"\x38" + ENDLESS),
     "a message in the index ends within a field": entry_of(more=b"\x3a\x7f"),
     "a field of wire type 3": entry_of(more=b"\x3b"),
-    "field 5 of a message in the index is no number": entry_of(more=field(5, b"8")),
-    "field 7 of a message in the index is no message": entry_of(more=field(7, 1)),
+    "field 5 of a message in the index is not a number": entry_of(more=field(5, b"8")),
+    "field 7 of a message in the index is not a message": entry_of(more=field(7, 1)),
     "takes 8 bytes, and the index says 4": entry_of(size=4),
     "1 bytes are missing": entry_of(offset=1),
     "variable 'a' has a size or a place below zero": entry_of(offset=-1),
@@ -410,7 +410,7 @@ def test_snappy():
     ],
 )
 def test_snappy_that_lies(stream, written):
-    refused(written, table_of([stored(stream, 1)]), "is no stream of snappy")
+    refused(written, table_of([stored(stream, 1)]), "is not a snappy stream")
 
 
 def test_a_bomb(written):

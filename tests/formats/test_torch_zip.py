@@ -260,8 +260,11 @@ def test_the_same_storage_mentioned_twice_must_be_the_same(tmp_path):
     [
         (("storage", FLOATS, "0", "cpu"), "4 parts"),
         (("storage", FLOATS, "0", "cpu", 2, None, None), "7 parts"),
-        (("storage", dict, "0", "cpu", 2), "builtins.dict, which is none"),
-        (("storage", "torch.FloatStorage", "0", "cpu", 2), "of type str, which is none"),
+        (("storage", dict, "0", "cpu", 2), "builtins.dict, which is not a storage class"),
+        (
+            ("storage", "torch.FloatStorage", "0", "cpu", 2),
+            "of type str, which is not a storage class",
+        ),
         (("storage", FLOATS, None, "cpu", 2), "key is of type NoneType"),
         (("storage", FLOATS, "0", 3, 2), "device of storage '0' is of type int"),
         (("storage", FLOATS, "0", "cpu", -1), "no count"),

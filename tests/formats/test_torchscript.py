@@ -269,7 +269,7 @@ def set_tensor(**fields):
         (set_tensor(dims=["9" * 30]), "breaks a rule of TorchScript: TypeError"),
         (set_tensor(dims=["1"] * 65), "no sizes of dimensions"),
         (set_tensor(offset=1.5), "breaks a rule of TorchScript: TypeError"),
-        (set_tensor(device=3), "a device is no text"),
+        (set_tensor(device=3), "a device is not text"),
         (set_tensor(dims=["1000000"], strides=["1"]), "outside its storage"),
     ],
 )

@@ -341,7 +341,7 @@ FAULTS = {
                 "exp_avg"
             )
         ),
-        "is no tensor of one dimension",
+        "is not a tensor of one dimension",
     ),
 }
 

@@ -44,7 +44,7 @@ class Tiles(Format):
         try:
             return json.loads(source.read(0, source.size))
         except ValueError as error:
-            raise CorruptFile(f"the index is no JSON ({error})", file=source.name) from error
+            raise CorruptFile(f"the index is not JSON ({error})", file=source.name) from error
 
     def _tensor(self, probe: Probe, name: str, one: dict) -> TensorRef:
         tiles = [

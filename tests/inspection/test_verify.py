@@ -573,7 +573,7 @@ class TestManifest:
         nothing = (b"", b"notes", b"{}", b'{"schema": "x"}', b"{", b"\xff{", model.read_bytes())
         for data in (*nothing, schema % b"1", schema % b'{"file": "a", "tensors": [1]}'):
             (tmp_path / "sums.json").write_bytes(data)
-            with pytest.raises(UsageError, match="is no manifest"):
+            with pytest.raises(UsageError, match="is not a manifest"):
                 verify(model, manifest=tmp_path / "sums.json")
             assert (tmp_path / "sums.json").read_bytes() == data
 

@@ -1,4 +1,4 @@
-"""What is no plain data is refused before anything is written, with its place and what helps."""
+"""What is not plain data is refused before anything is written, with its place and what helps."""
 
 import argparse
 import collections
@@ -118,7 +118,7 @@ def test_an_extra_state_is_saved_where_it_is_plain(tmp_path):
     fresh = Extra(None)
     fresh.load_state_dict(torch.load(tmp_path / "f.pth", weights_only=True)["state_dict"])
     assert fresh.state == {"scale": [1, torch.ones(1)]}
-    with pytest.raises(NotRepresentable, match=r"state_dict\._extra_state: object is no plain"):
+    with pytest.raises(NotRepresentable, match=r"state_dict\._extra_state: object is not plain"):
         save(tmp_path / "g.pth", model=Extra(object()))
 
 

@@ -326,7 +326,7 @@ def test_an_averaged_model_and_its_plain_one_have_a_mean(tmp_path):
     averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2)).state_dict()
     state = plain.state_dict()
     mean, made, _ = mean_of(tmp_path, state, averaged)
-    assert texts(made, "left-out") == [f"n_averaged of {tmp_path}/1.pth, which is no weight"]
+    assert texts(made, "left-out") == [f"n_averaged of {tmp_path}/1.pth, which is not a weight"]
     assert torch.equal(mean["weight"], judged(state["weight"], averaged["module.weight"]))
     mean, made, _ = mean_of(tmp_path, averaged, state)
     assert mean.keys() == averaged.keys()

@@ -72,7 +72,7 @@ def test_an_exact_tag_beats_a_kind_beats_everything(rules, tag, expected):
     ],
 )  # fmt: skip
 def test_a_word_that_is_no_device_is_refused_with_what_was_meant(word, meant):
-    with pytest.raises(DeviceError, match="is no device") as caught:
+    with pytest.raises(DeviceError, match="is not a device") as caught:
         Rules({"cuda:0": word})
     assert caught.value.hint == f"did you mean {meant}?"
 

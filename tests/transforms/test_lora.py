@@ -294,6 +294,6 @@ def test_tied_weights_change_together_and_the_rest_of_the_file_stays(tmp_path):
 def test_a_configuration_that_is_no_json(text, target, tmp_path):
     shutil.copytree(LORA / "plain", tmp_path / "one")
     (tmp_path / "one" / "adapter_config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(UsageError, match="is no JSON"):
+    with pytest.raises(UsageError, match="is not JSON"):
         merged(target, tmp_path / "one")
     assert not target.exists()

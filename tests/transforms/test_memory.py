@@ -135,7 +135,7 @@ def test_a_device_that_torch_does_not_have_here_is_one_sentence():
         pytest.skip("there is a GPU")
     with pytest.raises(DeviceError, match="torch cannot use cuda:0 here"):
         remap({"w": torch.zeros(2)}, {"cpu": "cuda:0"})
-    with pytest.raises(DeviceError, match="is no device"):
+    with pytest.raises(DeviceError, match="is not a device"):
         remap({}, {"*": "gpu"})
 
 

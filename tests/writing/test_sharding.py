@@ -283,7 +283,7 @@ def test_a_tensor_that_the_shards_cannot_hold_is_refused(opened):
 @both_formats
 @pytest.mark.parametrize("root", [[1], {3: torch.ones(1)}, {"x": {"a": torch.ones(1)}, 1: 2}])
 def test_a_root_that_is_no_state_dict_is_refused(opened, format, root):
-    with pytest.raises(NotRepresentable, match=r"this is none|a name of type int"):
+    with pytest.raises(NotRepresentable, match=r"this is not one|a name of type int"):
         plan(opened(root), 1, format=format)
 
 
@@ -337,7 +337,7 @@ def test_a_size_in_words(text, size):
     ],
 )
 def test_words_that_are_no_size(text):
-    with pytest.raises(UsageError, match="is no size of a shard") as caught:
+    with pytest.raises(UsageError, match="is not a size of a shard") as caught:
         parse_size(text)
     assert "5GB" in caught.value.hint
 

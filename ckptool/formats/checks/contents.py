@@ -96,13 +96,13 @@ def _oddities(node: Any) -> Iterator[tuple[str, str]]:
         if own == "encode" or any(isinstance(arg, (StorageRef, TensorRef)) for arg in args):
             yield name, "with arguments that it does not take"
         elif own == "_reconstruct" and not (_is_array(args[:1]) and _is_array_state(node.state)):
-            yield name, "for an array that is none"
+            yield name, "for an object that is not an array"
     elif own in _NAMES or module in _MODULES:
         yield name, "and there is no such function"
     elif any(isinstance(arg, StorageRef) for arg in args):
         yield name, "on a storage, which is not known"
     elif name == "numpy.dtype" and not _is_dtype_made(args, node.state):
-        yield name, "for a type whose state is none"
+        yield name, "for a type with a state that numpy does not write"
 
 
 def _is_array_state(state: Any) -> bool:
@@ -256,7 +256,7 @@ def safetensors_findings(source: Source) -> Findings:
         problems.append(
             Problem("padding", "", "its header is padded with something else than spaces")
         )
-    note = f"its tensors begin at {LENGTH.size + length:,}, which is no multiple of 8"
+    note = f"its tensors begin at {LENGTH.size + length:,}, which is not a multiple of 8"
     return Findings(tuple(problems), () if length % LENGTH.size == 0 else (note,))
 
 

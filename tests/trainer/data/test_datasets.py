@@ -199,7 +199,7 @@ def test_digits_need_scikit_learn(monkeypatch):
 
 
 class Noisy:
-    """Draws at random; what is no number cannot be stacked."""
+    """Draws at random; what is not a number cannot be stacked."""
 
     def __init__(self, samples=10, *, broken=-1):
         self.samples, self.broken = samples, broken
