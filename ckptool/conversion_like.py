@@ -237,13 +237,13 @@ def _rename_module(names: Mapping[str, str]) -> Rename:
     """
     moved: dict[str, str] = {}
     for name, new in names.items():
-        path, target = _parent(name), _parent(new)
+        path, target = name.rpartition(".")[0], new.rpartition(".")[0]
         while len(moved.get(path, f"{target}.")) > len(target):
             moved[path] = target
             apart = path.rpartition(".")[2] != target.rpartition(".")[2]
             if apart or not path or not target:
                 break
-            path, target = _parent(path), _parent(target)
+            path, target = path.rpartition(".")[0], target.rpartition(".")[0]
 
     own: dict[str, str] = {}
     for path in sorted(moved, key=len):
@@ -264,18 +264,14 @@ def _rename_module(names: Mapping[str, str]) -> Rename:
     return rename
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _modules(names: Iterable[str]) -> set[str]:
     """Return the paths of all modules above the names."""
     seen: set[str] = set()
     for name in names:
-        path = _parent(name)
+        path = name.rpartition(".")[0]
         while path and path not in seen:
             seen.add(path)
-            path = _parent(path)
+            path = path.rpartition(".")[0]
     return seen
 
 

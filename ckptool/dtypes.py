@@ -12,9 +12,11 @@ __all__ = [
     "BY_NAME",
     "BY_SAFETENSORS",
     "BY_STORAGE",
+    "CODES",
     "DTYPES",
     "NOT_IN_TORCH",
     "PACKED",
+    "REAL_PARTS",
     "DType",
 ]
 
@@ -82,6 +84,12 @@ PACKED = {"quint4x2": 2, "quint2x4": 4, "float6_e2m3fn": 4, "float6_e3m2fn": 4}
 
 NOT_IN_TORCH = frozenset({"float6_e2m3fn", "float6_e3m2fn"})
 """Types that safetensors has and torch has not."""
+
+CODES = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+"""The integer types in which quantised elements are stored."""
+
+REAL_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+"""The type of the real and the imaginary part of complex elements."""
 
 BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in DTYPES}
 BY_STORAGE: dict[str, DType] = {dtype.storage: dtype for dtype in DTYPES if dtype.storage}

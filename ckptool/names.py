@@ -26,6 +26,7 @@ __all__ = [
     "BUFFER_NAMES",
     "COLLISION_HINT",
     "N_AVERAGED",
+    "PEFT",
     "WRAPPERS",
     "Family",
     "Rename",
@@ -62,6 +63,8 @@ BUFFER_NAMES = frozenset(
     }
 )
 """Last name parts that are buffers, not parameters, where the file does not say which is which."""
+PEFT = "base_model.model."
+"""The prefix that PEFT puts before the names of the base model."""
 N_AVERAGED = "n_averaged"
 """The counter that `AveragedModel` keeps beside its `module`."""
 

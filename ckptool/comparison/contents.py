@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.comparison.regions import Entry
 from ckptool.errors import TorchMissing, UnsupportedFormat
+from ckptool.files.source import Progress
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.limits import Limits
 from ckptool.model import Path, TensorRef
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Contents", "Meter", "Renames", "Verdict"]
 
-Progress = Callable[[int, int], None]
 
 _ATOL, _RTOL = 1e-8, 1e-5
 """What `torch.allclose` takes for the one that is not given."""

@@ -9,9 +9,10 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.comparison.aligning import Alignment, Entry, Pair, align
-from ckptool.comparison.contents import Contents, Meter, Progress, Renames, Verdict
+from ckptool.comparison.contents import Contents, Meter, Renames, Verdict
 from ckptool.comparison.result import Changed, Diff, Renamed, Side, magnitude
 from ckptool.errors import UsageError, without_query
+from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
 from ckptool.inspection.equality import (
     ITSELF,

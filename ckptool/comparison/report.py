@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import TorchMissing
+from ckptool.files.source import Progress
 from ckptool.inspection.info import Info, info
-from ckptool.inspection.listing import Progress, StorageNames, TensorRow, tensor_row
+from ckptool.inspection.listing import StorageNames, TensorRow, tensor_row
 from ckptool.model import Path, TensorRef
 from ckptool.tree import name_of, resolve
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckptool._lazy import Result
 from ckptool.inspection.values import json_value
+from ckptool.model import Shape
 
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Difference
 
 __all__ = ["Changed", "Diff", "Renamed", "Side", "magnitude"]
-
-Shape = tuple[int | None, ...]
 
 _FIGURES = (
     "elements",

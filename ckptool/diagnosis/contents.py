@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ckptool.diagnosis.complaint import (
     Choice,
@@ -15,18 +15,19 @@ from ckptool.diagnosis.complaint import (
     quoted_names,
     tensors_of,
 )
+from ckptool.files.source import Progress
 from ckptool.formats import format_of
 from ckptool.formats.base import Problem
 from ckptool.formats.safetensors import overlapping_names
-from ckptool.inspection.obstacles import restored_devices
+from ckptool.inspection.obstacles import ANYWHERE, restored_devices
 from ckptool.limits import Limits
 from ckptool.transforms.compacting import storage_use
+from ckptool.transforms.devices import CARRIED
 from ckptool.tree import name_of, ties
 from ckptool.words import counted, listed, printable
 
 __all__ = ["damage", "memory", "placement"]
 
-Progress = Callable[[int, int], None]
 
 _DAMAGE = frozenset({"checksum", "corrupt", "truncated", "missing", "limit"})
 """Kinds of problem after which nothing that loads can be trusted."""
@@ -59,12 +60,9 @@ _LEAST_DEAD = 1 << 16
 """Less than this many bytes is no waste: every edit in place leaves a header behind."""
 _SHARE = 20
 """Waste is one part in so many, or more."""
-_ANYWHERE = frozenset({"cpu", "meta"})
-"""Tags that load on every machine."""
 _NAMED = ("hpu", "xpu", "mtia")
 """Kinds of device for which torch's error is worded as for cuda."""
 _FIRST = {"cuda": "cuda:0"}
-_WITHOUT_STORAGE = ("xla", "maia", "ort")
 
 
 def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Iterator[Found]:
@@ -252,7 +250,7 @@ def placement(patient: Patient) -> Iterator[Found]:
     """
     if format_of(patient.checkpoint.format).tensors_only:
         return
-    tags = [tag for tag in restored_devices(patient.checkpoint.root) if tag not in _ANYWHERE]
+    tags = [tag for tag in restored_devices(patient.checkpoint.root) if tag not in ANYWHERE]
     missing = [tag for tag in tags if _FIRST.get(tag, tag) not in patient.devices]
     if missing:
         names = _names(patient, missing)
@@ -317,7 +315,7 @@ def _error(tag: str, gpus: int) -> str:
         )
     if kind == "mps":
         return "torch.UntypedStorage(): Storage device not recognized: mps"
-    if kind in _WITHOUT_STORAGE:
+    if kind in CARRIED:
         return (
             "Could not run 'aten::empty.memory_format' with arguments from the "
             f"'{word}' backend; map_location='cpu' or a dict helps, a function does not"

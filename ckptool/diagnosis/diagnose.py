@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from ckptool.diagnosis.models import level, naming, objects, versions
 from ckptool.diagnosis.plan import Plan, Planner
 from ckptool.diagnosis.training import fit, training
 from ckptool.errors import AmbiguousName, CheckpointError, NotFound, UsageError, without_query
+from ckptool.files.source import Progress
 from ckptool.formats import open_checkpoint
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.loading.plan import target_like
@@ -27,7 +28,6 @@ from ckptool.words import as_argument, shell
 
 __all__ = ["Diagnosis", "doctor"]
 
-Progress = Callable[[int, int], None]
 _CHECKS = (layout, level, objects, naming, fit, training, versions, memory, placement)
 _RANK = {"fails": 0, "misleads": 0, "note": 1}
 _FIRST = {"malicious": -3, "damaged": -2, "part": -1, "meta": -1, "packed": -1}

@@ -26,7 +26,7 @@ from ckptool.matching.align import escaped, literal, wrapped_submodules
 from ckptool.matching.known_renames import ADAPTER
 from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
 from ckptool.modules import is_module
-from ckptool.names import N_AVERAGED, counts, strip_names, wrapped_in_part
+from ckptool.names import N_AVERAGED, PEFT, counts, strip_names, wrapped_in_part
 from ckptool.statedict import Section, values_inside, wrapped_names
 from ckptool.symbolic.encoder import blocking
 from ckptool.transforms.plain import class_of, refusals
@@ -45,7 +45,6 @@ INTEGERS = frozenset(
     }
 )
 """Last name parts of buffers that count or index."""
-_PEFT = "base_model.model."
 _BASE_LAYER = ".base_layer."
 _LIGHTNING = "pytorch-lightning_version"
 _MOST_PARTS = 50
@@ -353,7 +352,7 @@ def _submodules(models: list[Section]) -> Iterator[Found]:
 def _adapters(section: Section) -> Iterator[Found]:
     """Yield a complaint about PEFT's prefix `base_model.model.` and its `base_layer` components."""
     every = [name for name in wrapped_names(section.node) if counts(name)]
-    names = [name for name in every if name.startswith(_PEFT)]
+    names = [name for name in every if name.startswith(PEFT)]
     adapted = [name for name in names if ADAPTER.search(name)]
     wrapped = [name for name in every if _BASE_LAYER in name]
     if not names and not wrapped:
@@ -380,7 +379,7 @@ def _adapters(section: Section) -> Iterator[Found]:
         if own
         else "",
     )
-    yield Found(complaint, None if own else {"rename": (f"^{escaped(_PEFT)}=>",)})
+    yield Found(complaint, None if own else {"rename": (f"^{escaped(PEFT)}=>",)})
 
 
 def _lightning(patient: Patient) -> Iterator[Found]:
@@ -409,7 +408,11 @@ def versions(patient: Patient) -> Iterator[Found]:
     """Yield buffers that were cast, and state dicts that lost their `_metadata`."""
     for section in patient.models:
         tensors = tensors_of(section)
-        cast = [n for n, t in tensors.items() if _last(n) in INTEGERS and is_floating(t.dtype)]
+        cast = [
+            name
+            for name, one in tensors.items()
+            if name.rpartition(".")[2] in INTEGERS and is_floating(one.dtype)
+        ]
         if cast:
             kinds = dict.fromkeys(tensors[name].dtype for name in cast)
             complaint = Complaint(
@@ -439,7 +442,8 @@ def versions(patient: Patient) -> Iterator[Found]:
 
 def _norms(patient: Patient, tensors: dict[str, TensorRef]) -> Iterator[Found]:
     """Yield a complaint about BatchNorm without `_metadata`: a missing counter is not loaded."""
-    paths = [name.rpartition(".")[0] for name in tensors if _last(name) == "running_mean"]
+    split = (name.rpartition(".") for name in tensors)
+    paths = [path for path, _, last in split if last == "running_mean"]
     uncounted = [path for path in paths if below(path, "num_batches_tracked") not in tensors]
     why = "BatchNorm takes the state for that of torch before 0.4.1"
     if uncounted:
@@ -460,7 +464,3 @@ def _lost(severity: Severity, names: Iterable[str], why: str) -> Found:
         remedy="save model.state_dict() unchanged, where the model is in memory",
     )
     return Found(complaint)
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]

@@ -166,9 +166,10 @@ def _joined(whole: Mapping[str, Shape], parts: Mapping[str, Shape]) -> tuple[str
     """Find a tensor that has the rows of several others beside it: `qkv` of `q`, `k` and `v`."""
     beside: dict[str, list[str]] = {}
     for part in parts:
-        beside.setdefault(_above(_above(part)), []).append(part)
+        beside.setdefault(".".join(part.split(".")[:-2]), []).append(part)
     for name, shape in whole.items():
-        for path in (_above(name), _above(_above(name))):
+        above = name.rpartition(".")[0]
+        for path in (above, above.rpartition(".")[0]):
             near = [
                 part
                 for part in beside.get(path, ())[:_MOST_JOINED]
@@ -179,10 +180,6 @@ def _joined(whole: Mapping[str, Shape], parts: Mapping[str, Shape]) -> tuple[str
             if len(near) > 1 and sum(parts[part][0] or 0 for part in near) == shape[0]:
                 return name, near
     return None
-
-
-def _above(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _renamed(report: MatchReport, fix: dict[str, Any] | None) -> Iterator[Found]:

@@ -32,7 +32,7 @@ from ckptool.files.renames import (
     rename_all,
     state_of,
 )
-from ckptool.files.source import BLOCK, ByteRange, Shared
+from ckptool.files.source import BLOCK, ByteRange, Progress, Shared
 from ckptool.files.system import (
     check_space,
     close_to_rename,
@@ -65,9 +65,6 @@ __all__ = [
     "parts_of",
     "refuse_target",
 ]
-
-Progress = Callable[[int, int], None]
-"""Told bytes done and bytes in all."""
 
 STEP = 64 << 20
 """Bytes between two calls of the progress, and before writing to the disk begins."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from threading import Lock
 
 from ckptool.errors import CorruptFile
-from ckptool.files.source import BLOCK, ByteRange
+from ckptool.files.source import BLOCK, ByteRange, Told
 
 __all__ = ["Checked", "combined", "crc32s"]
 
@@ -107,13 +107,12 @@ def _product(one: int, other: int) -> int:
     return product
 
 
-Told = Callable[[int], None]
 _Piece = tuple[int, int, int]
 """A part of a run: the number of the run, its first byte, its length."""
 _Found = tuple[int, int, int | CorruptFile]
 """Of a part: the number of its run, its length, its CRC-32 or why it has none."""
 
-_THREADS = min(2, os.cpu_count() or 1)
+THREADS = min(2, os.cpu_count() or 1)
 _PIECE = 32 << 20
 """Bytes that a thread is given at a time: parts of a long run, or many short ones."""
 _BLOCK = 512 << 10
@@ -155,7 +154,7 @@ def _here(runs: Sequence[ByteRange]) -> Iterator[_Found]:
 def _by_threads(runs: Sequence[ByteRange]) -> Iterator[_Found]:
     from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
 
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         try:
             for found in pool.map(lambda job: _summed(runs, job), _jobs(runs)):
                 yield from found

@@ -186,8 +186,8 @@ def _share(path: str, target: str) -> None:
         os.chmod(path, stat.S_IMODE(status.st_mode) & 0o666)
 
 
-_OCCUPIED = ".ckptool-lock"
-"""The file in a folder that whoever has the folder has a lock on."""
+LOCK = ".ckptool-lock"
+"""The lock file of a folder, and the ending of the lock file of an index."""
 _ATTEMPTS = 3
 """How often a lock is asked for that somebody has, and nobody a moment later."""
 
@@ -256,7 +256,7 @@ def occupied(folder: str) -> Iterator[None]:
     """
     made = missing_folders(folder)
     lock = lock_file(
-        os.path.join(folder, _OCCUPIED),
+        os.path.join(folder, LOCK),
         lambda pid: FileBusy(
             f"{folder} is in use by {who(pid)}", hint="another folder, or wait until it has ended"
         ),

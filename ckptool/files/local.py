@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from ckptool.files.opening import open_source
-from ckptool.files.source import FolderFile, Shared, Source
+from ckptool.files.source import FolderFile, Progress, Shared, Source
 
 if TYPE_CHECKING:
-    from ckptool.files.atomic import Outputs, Progress
+    from ckptool.files.atomic import Outputs
 
 __all__ = ["Place"]
 

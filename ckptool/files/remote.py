@@ -23,10 +23,10 @@ from ckptool.errors import FileDenied, FileMissing, UnreadableFile, UnsupportedF
 from ckptool.files.filesystems import INSTALL, Fetch, by_fsspec, system_of, told_by
 from ckptool.files.http import fetch
 from ckptool.files.local import Place
-from ckptool.files.source import Shared, Source
+from ckptool.files.source import Progress, Shared, Source
 
 if TYPE_CHECKING:
-    from ckptool.files.atomic import Outputs, Progress
+    from ckptool.files.atomic import Outputs
 
 __all__ = ["TRAFFIC", "RemotePlace", "RemoteSource", "remote_place"]
 

@@ -12,6 +12,7 @@ from typing import Any
 from ckptool.errors import CheckpointError, CorruptFile, FileBusy, WriteDenied
 from ckptool.files.beside import beside
 from ckptool.files.journal import (
+    LOCK,
     Journal,
     lock_file,
     read_journal,
@@ -185,10 +186,6 @@ def _status(path: str) -> os.stat_result | None:
         return None
 
 
-_LOCK = ".ckptool-lock"
-"""How the name of a set's lock ends, behind that of the index."""
-
-
 def settle_set(path: str | os.PathLike[str], journal: Journal) -> None:
     """Finish the write of a set that was cut short when its files were being renamed.
 
@@ -223,7 +220,7 @@ def only_writer(target: str, path: str) -> AbstractContextManager[bool]:
     It is on a file of its own, since the index may not be there yet, and is another one afterwards.
     """
     return lock_file(
-        beside(target, _LOCK),
+        beside(target, LOCK),
         lambda pid: FileBusy(
             f"is being written, with its files, by {who(pid)}",
             file=path,

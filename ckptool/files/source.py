@@ -23,14 +23,21 @@ __all__ = [
     "FileSource",
     "FolderFile",
     "MemorySource",
+    "Progress",
     "Shared",
     "Source",
     "Stated",
+    "Told",
     "far_bytes",
     "neighbours",
     "open_descriptor",
     "read_at",
 ]
+
+Progress = Callable[[int, int], None]
+"""Is called with the bytes done and the bytes in all."""
+Told = Callable[[int], None]
+"""Is called with the bytes done since the last call, by the thread that asked for the work."""
 
 BLOCK = 4 << 20
 """Bytes handled at a time wherever content streams through Python."""

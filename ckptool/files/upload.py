@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckptool.errors import CheckpointError, TargetExists, UsageError, WriteDenied, WriteError, warn
-from ckptool.files.atomic import STEP, FileOutput, Outputs, Progress, filled
+from ckptool.files.atomic import STEP, FileOutput, Outputs, filled
 from ckptool.files.filesystems import system_of
-from ckptool.files.source import ByteRange
+from ckptool.files.source import ByteRange, Progress
 from ckptool.words import listed
 
 __all__ = ["refuse_object", "uploaded_set"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any
 
-from ckptool.dtypes import PACKED
+from ckptool.dtypes import CODES, PACKED
 from ckptool.errors import LimitExceeded
 from ckptool.inspection.values import comparable, is_set, set_items, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -52,8 +52,6 @@ ITSELF = "."
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NO_PARTS = frozenset({"strided", "numpy", "meta"})
 """Kinds that are all said by their header and their elements."""
-_INTEGERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
-"""What quantised elements are stored as."""
 _IN_HEADER = frozenset({"args", "layout", "size"})
 """Parts that only repeat the header."""
 _QUANTIZER = ("scheme", "scale", "zero_point", "axis")
@@ -97,7 +95,7 @@ def raw_elements(tensor: TensorRef | StorageRef) -> TensorRef | None:
         return None
     if isinstance(tensor, StorageRef) or tensor.dtype in PACKED:
         return TensorRef("uint8", (storage.nbytes,), (1,), 0, storage, storage.device)
-    dtype = _INTEGERS.get(tensor.dtype, tensor.dtype)
+    dtype = CODES.get(tensor.dtype, tensor.dtype)
     if tensor.has_content and dtype == tensor.dtype:
         return tensor
     return replace(tensor, dtype=dtype, kind="strided", parts=None, wrapping=(), hooks=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from ckptool.errors import (
 from ckptool.files import InflatedSource, Source
 from ckptool.files.checksums import crc32s
 from ckptool.files.crc32c import crc32cs
-from ckptool.files.source import BLOCK
+from ckptool.files.source import BLOCK, Progress
 from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Checksum, Findings, Probe, Problem
 from ckptool.formats.dcp_safetensors import DCP_SAFETENSORS, part_files
@@ -50,8 +50,6 @@ from ckptool.words import are, counted, listed
 
 __all__ = ["NOT_ONE", "Progress", "Verdict", "examine", "problem_of"]
 
-Progress = Callable[[int, int], None]
-"""Told bytes done and bytes in all."""
 _SETS = (
     (DCP_SAFETENSORS, part_files),
     (FSDP_RANKS, rank_files),

@@ -13,6 +13,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, without_query
 from ckptool.formats import Source, format_of, opened
 from ckptool.inspection.obstacles import (
+    ANYWHERE,
     layout_blockers,
     misnamed,
     missing_weights,
@@ -290,8 +291,7 @@ def _plain(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 CHOICE = "NAME"
 
-_ANYWHERE = frozenset({"cpu", "meta"})
-_ONE_GPU = _ANYWHERE | {"cuda", "cuda:0"}
+_ONE_GPU = ANYWHERE | {"cuda", "cuda:0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,7 @@ def load_commands(needs: Needs) -> dict[str, str]:
     A machine that needs no command is left out.
     """
     commands: dict[str, str] = {}
-    for machine, allowed in (("one_gpu", _ONE_GPU), ("cpu", _ANYWHERE)):
+    for machine, allowed in (("one_gpu", _ONE_GPU), ("cpu", ANYWHERE)):
         away = [tag for tag in needs.devices if tag not in allowed]
         rules = ["*=cpu"] if machine == "cpu" else _to_first_gpu(away)
         commands[machine] = _command(needs, rules if away else [])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from ckptool._lazy import Result
 from ckptool.errors import AmbiguousName, LimitExceeded, NotFound, without_query
+from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
 from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -26,7 +27,6 @@ __all__ = [
     "tensor_row",
 ]
 
-Progress = Callable[[int, int], None]
 JsonPath = tuple[str | int, ...]
 
 

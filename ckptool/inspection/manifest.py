@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,6 +20,8 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CorruptFile, LimitExceeded, NameCollision, UsageError
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
+from ckptool.files.checksums import THREADS
+from ckptool.files.source import Told
 from ckptool.formats.base import Findings, Problem
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.inspection.listing import RepeatedBytes
@@ -40,10 +42,8 @@ __all__ = [
 ]
 
 SCHEMA = "ckptool.manifest/1"
-_THREADS = min(2, os.cpu_count() or 1)
 _JOB, _MOST = 8 << 20, 64
 """Bytes that a thread is given at a time, and tensors: many are small."""
-Told = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _hashes(tensors: Sequence[TensorRef], told: Told | None) -> Iterator[str]:
     from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
 
     jobs = list(_jobs(tensors))
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         try:
             begun = [pool.submit(_sha256s, job) if _is_shared(job[0]) else None for job in jobs]
             for job, future in zip(jobs, begun, strict=True):

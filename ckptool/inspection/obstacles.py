@@ -24,6 +24,7 @@ from ckptool.tree import everything
 from ckptool.words import printable, shell
 
 __all__ = [
+    "ANYWHERE",
     "Part",
     "calls",
     "layout_blockers",
@@ -46,6 +47,8 @@ _OF_TOTAL = re.compile(
 )
 _COUNTED = re.compile(r"(mp_rank_|consolidated\.)(\d+)")
 """Names of the files of Megatron, DeepSpeed and Llama, one for each rank."""
+ANYWHERE = frozenset({"cpu", "meta"})
+"""Device tags that load on every machine."""
 _FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
 
 

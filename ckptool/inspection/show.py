@@ -13,14 +13,15 @@ from functools import cache
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
+from ckptool.dtypes import REAL_PARTS
 from ckptool.errors import without_query
+from ckptool.files.source import Told
 from ckptool.inspection.listing import RepeatedBytes, StorageNames, TensorRow, tensor_row
 from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, TensorRef
 from ckptool.modules import module_state
 from ckptool.tensors.nonfinite import nonfinite
-from ckptool.tensors.sameness import Told
 from ckptool.tree import name_of, resolve, settled
 
 __all__ = [
@@ -279,7 +280,6 @@ _ARRAY_CODES = {
     "quint4x2": "B",
     "quint2x4": "B",
 }
-_COMPLEX_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +310,8 @@ def decode(dtype: str, data: bytes) -> Sequence[Any]:
         wide = bytearray(len(data) * 2)
         wide[2::4], wide[3::4] = data[0::2], data[1::2]
         return _from_array("f", bytes(wide))
-    if dtype in _COMPLEX_PARTS:
-        parts = decode(_COMPLEX_PARTS[dtype], data)
+    if dtype in REAL_PARTS:
+        parts = decode(REAL_PARTS[dtype], data)
         return [complex(*pair) for pair in zip(parts[0::2], parts[1::2], strict=True)]
     table = _small_floats(dtype)
     if dtype == "float4_e2m1fn_x2":
@@ -325,7 +325,7 @@ def statistics(tensor: TensorRef, told: Told | None = None) -> Statistics:
     Elements that a stride of zero repeats are read once. Sums are exact for integers. `told` is
     called with the bytes of each block of the last pass.
     """
-    is_complex = tensor.dtype in _COMPLEX_PARTS
+    is_complex = tensor.dtype in REAL_PARTS
     nan, infinite = nonfinite(tensor, told if is_complex else None)
     if is_complex:
         return Statistics(None, None, None, nan, infinite)

@@ -11,14 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
 from ckptool.errors import NotFound, UnsupportedFormat, UsageError, without_query
+from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
-from ckptool.inspection.listing import (
-    Progress,
-    RepeatedBytes,
-    StorageNames,
-    TensorRow,
-    tensor_row,
-)
+from ckptool.inspection.listing import RepeatedBytes, StorageNames, TensorRow, tensor_row
 from ckptool.inspection.values import json_value, shape_text
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef

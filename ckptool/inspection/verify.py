@@ -19,6 +19,7 @@ from typing import Any
 
 from ckptool.errors import CheckpointError, UnsupportedFormat
 from ckptool.files import FileSource
+from ckptool.files.source import Progress
 from ckptool.formats import candidates
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Findings, Probe, Problem
@@ -30,7 +31,7 @@ from ckptool.formats.sharded import shards_named_by
 from ckptool.formats.tensorflow import is_index
 from ckptool.formats.torch_tar import BLOCK, is_tar
 from ckptool.formats.zero import is_part, is_step
-from ckptool.inspection.examining import NOT_ONE, Progress, Verdict, examine
+from ckptool.inspection.examining import NOT_ONE, Verdict, examine
 from ckptool.inspection.manifest import (
     HashedTensor,
     held_against,

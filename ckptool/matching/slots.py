@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
+from ckptool.dtypes import REAL_PARTS
 from ckptool.model import Shape, TensorRef
 from ckptool.statedict import Section, is_extra_state, wrapped_names
 
@@ -91,7 +92,6 @@ _INTEGERS = {
     **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)},
 }
 """The smallest and the largest number."""
-_COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 """The type of the two parts."""
 
 
@@ -103,8 +103,8 @@ def holds(wide: str, narrow: str) -> bool:
     # Imported here: of most files no type changes.
     from ckptool.tensors.casting import FLOATS, is_exact
 
-    if wide in _COMPLEX:
-        return holds(_COMPLEX[wide], _COMPLEX.get(narrow, narrow))
+    if wide in REAL_PARTS:
+        return holds(REAL_PARTS[wide], REAL_PARTS.get(narrow, narrow))
     if narrow in FLOATS:
         return wide in FLOATS and is_exact(narrow, wide)
     if narrow not in _INTEGERS:

@@ -11,6 +11,7 @@ from ckptool.errors import CorruptFile, LimitExceeded, UsageError
 from ckptool.files import ByteRange, MemorySource
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import (
+    MAX_ELEMENTS,
     DeviceValue,
     Global,
     Opaque,
@@ -44,7 +45,6 @@ __all__ = [
 ]
 
 _UNTYPED = frozenset({"UntypedStorage", "_UntypedStorage"})
-_MOST = (1 << 63) - 1
 
 
 class StoragePid(NamedTuple):
@@ -123,7 +123,7 @@ def _parse_view(view: Any, key: str, numel: int, file: str) -> tuple[str, int, i
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ELEMENTS
 
 
 def _kind(value: Any) -> str:

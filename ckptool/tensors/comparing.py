@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptool.errors import UnsupportedFormat, UsageError
+from ckptool.files.source import Told
 from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
 from ckptool.tensors.runtime import one_thread, require_torch, torch_dtype
-from ckptool.tensors.sameness import Told, side_by_side
+from ckptool.tensors.sameness import side_by_side
 
 if TYPE_CHECKING:
     import torch

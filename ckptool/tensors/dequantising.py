@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from ckptool.dtypes import BY_NAME
+from ckptool.dtypes import BY_NAME, CODES
 from ckptool.files import ByteRange
 from ckptool.files.computed import ComputedSource, gathered
 from ckptool.model import Global, Storage, TensorRef, row_major_strides
@@ -27,7 +27,6 @@ _BLOCK = 128
 _MOST_FACTS = 1 << 16
 """Bytes of JSON that are read about one weight."""
 PACKED = "_packed_params._packed_params"
-_CODES = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 _OF_TORCHAO = ("Int8Tensor", "IntxUnpackedToInt8Tensor")
 _PER_127 = 7.874015718698502e-3
 
@@ -199,9 +198,7 @@ def _affine(tensor: Any) -> TensorRef | None:
 
 def _codes(tensor: TensorRef) -> TensorRef:
     """Return the integers of a quantised tensor of torch, in row-major order."""
-    codes = replace(
-        tensor, dtype=_CODES.get(tensor.dtype, tensor.dtype), kind="strided", parts=None
-    )
+    codes = replace(tensor, dtype=CODES.get(tensor.dtype, tensor.dtype), kind="strided", parts=None)
     storage = codes.storage
     if codes.dtype == tensor.dtype or storage is None or storage.data is None:
         return tensor

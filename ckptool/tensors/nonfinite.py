@@ -12,8 +12,8 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass
 
+from ckptool.files.source import Told
 from ckptool.model import TensorRef
-from ckptool.tensors.sameness import Told
 
 __all__ = ["is_floating", "is_infinity_or_zero", "nonfinite"]
 

@@ -7,12 +7,11 @@ from threading import Event, Lock
 
 from ckptool.dtypes import PACKED
 from ckptool.files import ByteRange
+from ckptool.files.source import Told
 from ckptool.model import TensorRef
 
-__all__ = ["Told", "Worker", "in_turns", "same_by_checksum", "same_content", "side_by_side"]
+__all__ = ["Worker", "in_turns", "same_by_checksum", "same_content", "side_by_side"]
 
-Told = Callable[[int], None]
-"""Is told how many more bytes of one side are done, by the thread that asked for the work."""
 Worker = Callable[[int, int], bool]
 """Does what lies from the one position up to the other; False: the rest need not be done."""
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import UsageError
+from ckptool.files.source import Told
 from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
 from ckptool.tensors.runtime import one_thread, require_torch
-from ckptool.tensors.sameness import Told
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ __all__ = ["Rules", "device_tags", "remap", "visible_devices"]
 
 _WORD = re.compile(r"[a-z][a-z0-9_]*(:\d+)?", re.ASCII)
 _RUN_TOGETHER = re.compile(r"(cuda|gpu|xpu|npu|hpu|xla|mps|mtia)[ _-]?:?(\d+)", re.ASCII)
-_CARRIED = ("xla", "maia", "ort")
+CARRIED = ("xla", "maia", "ort")
 """Back ends without storages: torch pickles their tensors as an array and a device
 (torch/_tensor.py `_reduce_ex_internal`)."""
 _PLACED = ("DeviceMesh", "ProcessGroup", "ProcessGroupState", "ShardMetadata", "_remote_device")
@@ -188,7 +188,7 @@ class _Mover:
         if tensor.kind == "numpy" or target == tensor.device:
             return tensor
         carried = "carrier" in (tensor.parts or {})
-        if target.partition(":")[0] in _CARRIED:
+        if target.partition(":")[0] in CARRIED:
             return replace(tensor, device=target) if carried else self._carried(tensor, target)
         storage = tensor.storage and self._storage(tensor.storage, target)
         parts = None if carried else tensor.parts
@@ -207,7 +207,7 @@ class _Mover:
 
     def _target(self, tag: str, what: str) -> str:
         target = self._decide(tag)
-        if target.partition(":")[0] in _CARRIED and target != tag:
+        if target.partition(":")[0] in CARRIED and target != tag:
             raise DeviceError(f"{what} on {printable(tag)} cannot be pickled for {target}")
         return target
 

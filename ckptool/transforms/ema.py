@@ -165,7 +165,9 @@ def _named(average: _Average, raw: _Tensors) -> _Tensors | None:
 def _by_bare(tensors: _Tensors) -> dict[str, str]:
     """Return names by the name without wrappers, without the counter of averages."""
     renamed = strip_names(tensors).renamed
-    return {renamed.get(name, name): name for name in tensors if _last(name) != N_AVERAGED}
+    return {
+        renamed.get(name, name): name for name in tensors if name.rpartition(".")[2] != N_AVERAGED
+    }
 
 
 def _by_dotless(tensors: _Tensors, prefix: str) -> dict[str, str]:
@@ -179,10 +181,6 @@ def _dotless(name: str) -> str:
     return name.replace(".", "")
 
 
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def _by_order(averages: Sequence[TensorRef], raw: _Tensors) -> _Tensors | None:
     """Return a list's tensors by name, if their shapes fit the model's in one way alone.
 
@@ -190,7 +188,7 @@ def _by_order(averages: Sequence[TensorRef], raw: _Tensors) -> _Tensors | None:
     """
     once: dict[Any, str] = {}
     for name, one in raw.items():
-        if _last(name) not in BUFFER_NAMES and one.dtype in FLOATING:
+        if name.rpartition(".")[2] not in BUFFER_NAMES and one.dtype in FLOATING:
             once.setdefault(one.place or id(one), name)
     names = list(once.values())
     shapes = [raw[name].shape for name in names]

@@ -18,6 +18,7 @@ from ckptool.files.place import place_of
 from ckptool.hollow import refuse_hollow
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import TensorRef, over_elements, remade, row_major_strides
+from ckptool.names import PEFT
 from ckptool.statedict import Section, model_state_dict
 from ckptool.tensors.lora import Factors, Merger
 from ckptool.transforms.casting import FLOATING, refuse_apart
@@ -37,7 +38,6 @@ _FOREIGN = re.compile(
     r"\.(hada_|lokr_|oft_|boft_|vera_|ia3_|dora_scale|lora_\w+|trainable_tokens_"
     r"|(?:w_norm|b_norm|diff|diff_b)$)"
 )
-_PEFT = "base_model.model."
 _KOHYA = re.compile(r"lora_(?:unet|te\d?|text_encoder\d?|transformer|prior)_")
 _TAKEN_OFF = (
     r"^base_model\.model\.=>",
@@ -182,7 +182,7 @@ class _Adapter:
                 parts.add(name)
             elif not own:
                 saved[name] = tensor
-        is_peft = own or config.is_there or any(name.startswith(_PEFT) for name in part.node)
+        is_peft = own or config.is_there or any(name.startswith(PEFT) for name in part.node)
         if is_peft and config.alpha is None and any("alpha" not in one for one in groups.values()):
             raise UsageError(
                 "the scale of the adapter is unknown: no adapter_config.json beside it says "
@@ -286,7 +286,7 @@ class _Config:
         Raises:
             UsageError: the name is too long to search for patterns.
         """
-        name = module.removeprefix(_PEFT)
+        name = module.removeprefix(PEFT)
         if self.patterns and len(name) > _LONGEST:
             raise UsageError(f"{printable(name)!r} is too long to search an alpha_pattern in")
         found = (value for pattern, value in self.patterns if pattern.match(name))
@@ -463,5 +463,5 @@ def _ending(names: Mapping[str, list[str]], end: str) -> list[str]:
 
 def _bare(name: str) -> str:
     """Return the model's own name for that of a PeftModel."""
-    name = name.removeprefix(_PEFT).replace(".base_layer.", ".")
+    name = name.removeprefix(PEFT).replace(".base_layer.", ".")
     return re.sub(r"\.modules_to_save\.\w+(?=\.)", "", name)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, TruncatedFile, warn
-from ckptool.files.atomic import FileOutput, Progress
+from ckptool.files.atomic import FileOutput
 from ckptool.files.editing import apply_patch
 from ckptool.files.journal import leads_to
 from ckptool.files.place import place_of
+from ckptool.files.source import Progress
 from ckptool.files.system import announce_read
 from ckptool.formats.base import Plan
 from ckptool.writing.target import check_still_there

@@ -18,10 +18,9 @@ from ckptool.errors import (
     without_query,
 )
 from ckptool.files import Source
-from ckptool.files.atomic import Progress
 from ckptool.files.computed import ComputedSource
 from ckptool.files.place import is_address, place_of
-from ckptool.files.source import far_bytes
+from ckptool.files.source import Progress, far_bytes
 from ckptool.formats import format_of, shard_of, writer
 from ckptool.formats.base import EditableFormat, FolderFormat, Plan
 from ckptool.hollow import hollow, refuse_hollow

@@ -14,9 +14,9 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, WriteError
 from ckptool.files import ByteRange, FileSource
-from ckptool.files.atomic import FileOutput, Progress, Streamed
+from ckptool.files.atomic import FileOutput, Streamed
 from ckptool.files.checksums import crc32s
-from ckptool.files.source import Stated
+from ckptool.files.source import Progress, Stated
 from ckptool.files.strided import swapped
 from ckptool.formats import format_of, open_checkpoint
 from ckptool.formats.archive import zip_archive
