@@ -98,7 +98,7 @@ def test_a_diagnosis_is_made_without_torch(torchless, model, more):
     [
         (["--out", "run", "--batch-size", "0"], "--batch-size 0 must be at least 1"),
         (["--out", "run", "--batch-size", "many"], "'--batch-size': 'many' is not a valid integer"),
-        (["--out", "run", "--nproc", "2"], "--nproc 2 is for ddp"),
+        (["--out", "run", "--nproc", "2"], "--nproc 2 needs --strategy ddp"),
         (["--out", "run", "--gpus", "one"], "'one' is not the number of a GPU"),
         (["--epochs", "2"], "Missing option '--out'"),
     ],

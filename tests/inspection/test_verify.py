@@ -352,7 +352,7 @@ def test_tensors_that_are_not_aligned_are_a_note(tmp_path):
     odd = text + b" " * (-len(text) % 8 + 1)
     verdict = verify(raw_file(tmp_path / "a.safetensors", odd, bytes(8)))
     assert verdict.ok
-    assert "no multiple of 8" in verdict.notes[0]
+    assert "not a multiple of 8" in verdict.notes[0]
 
 
 @pytest.fixture

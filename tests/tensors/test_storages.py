@@ -186,7 +186,7 @@ def test_casts_reach_the_values_of_sparse_tensors_but_not_scales(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["int8", torch.int64, "float23", "nn", 3])
 def test_only_floating_types_can_be_asked_for(dtype):
-    with pytest.raises(UsageError, match="no floating element type"):
+    with pytest.raises(UsageError, match="not a floating element type"):
         materialise(floats(1), dtype=dtype)
 
 

@@ -79,9 +79,9 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        (["*.weight"], "no glob with a dimension"),
-        (["=0"], "no glob with a dimension"),
-        (["*=-1"], "no glob with a dimension"),
+        (["*.weight"], "not a glob with a dimension"),
+        (["=0"], "not a glob with a dimension"),
+        (["*=-1"], "not a glob with a dimension"),
         (["*.nothing=0", "*=0"], r"no tensor of the model matches '\*.nothing'"),
         (["*=1"], "cannot be joined along dimension 1"),
     ],

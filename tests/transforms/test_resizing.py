@@ -87,11 +87,11 @@ def test_what_is_split_and_fused_is_as_before(tmp_path_factory, shape, count, da
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"resize": ["emb=many"]}, UsageError, "no glob with a number of rows"),
+        ({"resize": ["emb=many"]}, UsageError, "not a glob with a number of rows"),
         ({"resize": ["nobody=3"]}, UsageError, "no tensor of the model matches"),
         ({"resize": ["number=3"]}, UsageError, "without rows"),
         ({"resize": ["ids=9"]}, UsageError, "has no mean"),
-        ({"interpolate_pos": ["emb=2"]}, UsageError, "no glob with a grid"),
+        ({"interpolate_pos": ["emb=2"]}, UsageError, "not a glob with a grid"),
         ({"interpolate_pos": ["emb=2x2"]}, UsageError, "no position embedding"),
         ({"split": ["emb=>a,b,c@0"]}, UsageError, "has no 3 equal parts"),
         ({"split": ["emb=>a@0"]}, UsageError, "does not say"),

@@ -296,7 +296,7 @@ def test_objects_in_a_shard_are_named(opened):
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_shard_of_nothing_is_refused(opened, size):
-    with pytest.raises(UsageError, match="no size of a shard"):
+    with pytest.raises(UsageError, match="not a size of a shard"):
         plan(opened(sized(a=1)), size)
 
 
