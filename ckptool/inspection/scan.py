@@ -143,7 +143,7 @@ class Scan(Result):
 
     @property
     def skipped(self) -> bool:
-        """Whether there is not a pickle in it, and nothing else that might run."""
+        """Whether there is no pickle in it, and nothing else that might run."""
         return not self.pickles and not self.streams
 
     @property

@@ -250,7 +250,7 @@ def stats(
 
     Raises:
         UnreadableFile, LimitExceeded: the path cannot be opened, or bytes cannot be read.
-        NotFound: there is not a tensor at `key` (`AmbiguousName`: there are several nodes).
+        NotFound: there is no tensor at `key` (`AmbiguousName`: there are several nodes).
         UsageError: `bins` is less than 1, or a text is given in place of a list of globs.
     """
     for given in (include, exclude):
@@ -269,7 +269,7 @@ def stats(
         ]
         if key is not None and not leaves:
             raise NotFound(
-                f"there is not a tensor to measure under {printable(name_of(below))!r}",
+                f"there is no tensor to measure under {printable(name_of(below))!r}",
                 file=checkpoint.path or None,
                 hint=f"ckptool list {shell(checkpoint.path)}" if checkpoint.path else None,
             )
