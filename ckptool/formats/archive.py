@@ -147,7 +147,6 @@ def find_end(data: ByteRange) -> End | None:
 
 
 def _find_end64(data: ByteRange, end: End) -> End | None:
-    """Return the 64-bit end record that a locator before the plain one points to."""
     position = end.start - LOCATOR.size
     if position < 0:
         return None

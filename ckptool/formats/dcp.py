@@ -436,7 +436,6 @@ def _content(name: str, item: _Item, limits: Limits, archive: Archive | None = N
 
 
 def _archive_of(item: _Item, limits: Limits) -> Archive:
-    """Return the records of the file of torch.save's that an item is."""
     try:
         size = place_of(item.path).size(item.path)
     except OSError as error:
@@ -457,7 +456,6 @@ def _archive_of(item: _Item, limits: Limits) -> Archive:
 
 
 def _unpacked(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
-    """Return what a compressed item inflates to, in memory."""
     file = data.source.name
     if item.packed != (_ZSTD,):
         raise UnsupportedFormat(

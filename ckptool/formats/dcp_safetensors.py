@@ -88,7 +88,6 @@ def part_files(probe: Probe) -> tuple[str, ...]:
 
 
 def _parts(file: Checkpoint) -> Iterator[tuple[str, tuple[Tile, TensorRef]]]:
-    """Yield the part that a file has of each tensor."""
     with naming(file.path):
         places = parse_json(file.details.header.get(SHARDING_INFO, "null"), SHARDING_INFO)
         for name, tensor in file.root.items():

@@ -97,7 +97,6 @@ FLAX = Flax()
 
 
 def _named(tree: dict[str, Any], file: str, limits: Limits) -> OrderedMap:
-    """Return the leaves of a tree by dotted names."""
     found, left = OrderedMap(), limits.max_header_bytes
 
     def walk(node: Any, name: str) -> None:
@@ -183,7 +182,6 @@ class _Reader(Cursor):
         return found
 
     def _array(self, depth: int) -> Any:
-        """Return the array whose shape, type and bytes come next."""
         if self.take(1) != b"\x93":
             raise self._damaged("an array has no shape, type and bytes")
         shape, dtype = self._shape(self.value(depth + 1)), self.value(depth + 1)
@@ -211,7 +209,6 @@ class _Reader(Cursor):
         return _tensor(self.source, parts[0].dtype, shape, data, self.position)
 
     def _shape(self, sizes: Any) -> tuple[int, ...]:
-        """Return the shape in the value of a list."""
         shape = tuple(sizes.values()) if isinstance(sizes, dict) else (-1,)
         if not all(type(one) is int and one >= 0 for one in shape):
             raise self._damaged("an array has no shape")

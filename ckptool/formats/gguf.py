@@ -176,7 +176,6 @@ class _Header(Cursor):
         return None
 
     def _count(self, number: int) -> None:
-        """Refuse more entries than the limits allow."""
         self._left -= number
         if self._left < 0:
             raise LimitExceeded("has too many tensors or facts", file=self.source.name)

@@ -196,37 +196,38 @@ _PICKLED = r"\.(?:joblib|pkl|pickle|sav)(?:\.\w+)?\Z"
 """How names end that joblib.dump was given."""
 _WEIGHTS = r".*\.(?:pth|pt|ckpt|bin|safetensors|th|pth\.tar)|.*/data\.pkl"
 
-_TEXTS: tuple[tuple[str, str, str, type[CheckpointError]], ...] = (
-    (r"\Z", "a text of white space alone", _AGAIN, NotACheckpoint),
+_TEXTS: tuple[tuple[str, Finding], ...] = (
+    (r"\Z", Finding("a text of white space alone", _AGAIN)),
     (
         r"(?:#.*\n)*(?:outs|md5):.*\n(?s:.*)path:",
-        "a DVC pointer, not the file itself",
-        "dvc pull {file}",
-        NotACheckpoint,
+        Finding("a DVC pointer, not the file itself", "dvc pull {file}"),
     ),
     (
         r"model_checkpoint_path: ",
-        "the note of a TensorFlow checkpoint on which of its files is the latest",
-        "give the folder: ckptool list {folder}",
-        UnsupportedFormat,
+        Finding(
+            "the note of a TensorFlow checkpoint on which of its files is the latest",
+            "give the folder: ckptool list {folder}",
+            UnsupportedFormat,
+        ),
     ),
     (
         r"(?:global_step|iter_)?\d+\s*\Z",
-        "the note of a DeepSpeed or Megatron checkpoint that the latest is {first}",
-        "give the folder: ckptool list {folder}",
-        UnsupportedFormat,
+        Finding(
+            "the note of a DeepSpeed or Megatron checkpoint that the latest is {first}",
+            "give the folder: ckptool list {folder}",
+            UnsupportedFormat,
+        ),
     ),
     (
         r"(?:#!.*python|\"\"\"|(?:import|from) \w+)",
-        "a Python script",
-        "run it for the checkpoint that it makes, and give that",
-        NotACheckpoint,
+        Finding("a Python script", "run it for the checkpoint that it makes, and give that"),
     ),
     (
         r"",
-        "a text that begins with {first}",
-        "if it was downloaded this is the server's answer: download it again",
-        NotACheckpoint,
+        Finding(
+            "a text that begins with {first}",
+            "if it was downloaded this is the server's answer: download it again",
+        ),
     ),
 )
 
@@ -387,10 +388,8 @@ def _text(probe: Probe) -> Finding | None:
     if probe.path.endswith(".symlink") and line and line.isprintable():
         what = f"a link by composer, a text that names the checkpoint {first}"
         return Finding(what, f"open that one: ckptool list {shell(line)}", UnsupportedFormat)
-    for pattern, what, hint, kind in _TEXTS:
-        if re.match(pattern, text):
-            return Finding(what.format(first=first), _filled(hint, probe), kind)
-    return None
+    what, hint, kind = next(found for pattern, found in _TEXTS if re.match(pattern, text))
+    return Finding(what.format(first=first), _filled(hint or "", probe), kind)
 
 
 def _git_lfs(path: str, text: str) -> Finding:
@@ -406,7 +405,6 @@ def _git_lfs(path: str, text: str) -> Finding:
 
 
 def _page(text: str) -> Finding:
-    """Return what an HTML page or an XML answer is."""
     from html import unescape
 
     answer = re.search(r"<(?:Code|Message)>([^<]*)</", text)
@@ -585,7 +583,6 @@ _BESIDE = re.compile(
 
 
 def _folder(probe: Probe) -> Finding:
-    """Return what kind of folder it is, or what is in it."""
     names = sorted(probe.entries)
     for row in FOLDER_KINDS:
         matches = row.first_matches(names)

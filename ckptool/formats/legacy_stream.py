@@ -216,7 +216,6 @@ class LegacyStream:
         self.root = self.unpickled.root
 
     def _header(self) -> int:
-        """Return where the object's pickle begins."""
         magic = MAGIC.match(self.data.read(0, min(MAGIC_BYTES, self.data.length)))
         if magic is None:
             raise CorruptFile(

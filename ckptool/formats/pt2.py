@@ -100,7 +100,6 @@ def _flat_record(archive: Archive) -> Record | None:
 
 
 def _nested(record: Record, limits: Limits) -> Any:
-    """Return what a whole torch.save file in a record holds."""
     return read_contents(zip_archive(record.data, limits), limits).unpickled.root
 
 

@@ -328,7 +328,6 @@ def _shared(
 
 
 def _body(source: Source) -> ByteRange:
-    """Return the bytes behind the header of a file that has been opened as safetensors."""
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
     begin = LENGTH.size + length
     return ByteRange(source, begin, source.size - begin)

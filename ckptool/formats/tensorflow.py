@@ -335,7 +335,6 @@ class _Data:
         return ByteRange(self._files[entry.shard], entry.offset, entry.size)
 
     def _joined(self, key: bytes, entry: _Entry, dtype: str) -> ByteRange:
-        """Return the bytes of a partitioned variable."""
         tiles = []
         with naming(self._index.path, f"variable {_shown(key)}", hint=_HINT):
             for place in entry.slices:

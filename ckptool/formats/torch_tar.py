@@ -94,7 +94,6 @@ class _Extra(NamedTuple):
 
 
 def _parse(header: bytes, position: int, file: str) -> tuple[bytes, str, int]:
-    """Type flag, name and size of a member."""
     if not _checksum_fits(header):
         raise CorruptFile(f"the tar has no member header at offset {position:,}", file=file)
     size = _number(header[124:136])

@@ -311,7 +311,6 @@ def _details(
 
 
 def _left_behind(archive: Archive, weights: tuple[str, ...]) -> Iterator[str]:
-    """Sentences on what is in the archive beside the records of weights."""
     names = [
         name
         for name in archive.records

@@ -203,7 +203,6 @@ def _files_of(folder: str) -> list[str]:
 
 
 def _step(probe: Probe) -> _Step:
-    """Return the files of the step that a folder means."""
     folder = probe.ask(_folder) or probe.path
     names = sorted(probe.place.names(folder))
     found = {name: m for name in names if (m := _MODEL.fullmatch(name) or _OPTIM.fullmatch(name))}
@@ -568,7 +567,6 @@ def _weights(
 
 
 def _universal(folder: str, groups: Sequence[_Group], limits: Limits) -> dict[str, dict[Any, Any]]:
-    """Return what a universal folder has of each trained parameter."""
     top = os.path.join(folder, _UNIVERSAL)
     names, states = place_of(top).names(top), {}
     hint = "make it again with ds_to_universal.py"
@@ -591,7 +589,6 @@ def _universal(folder: str, groups: Sequence[_Group], limits: Limits) -> dict[st
 
 
 def _stored(name: str, path: str, shape: tuple[int, ...], limits: Limits) -> Any:
-    """Return the tensor, or value, in a file of a universal folder."""
     found = stored_in(path, limits)
     if isinstance(found, dict):
         found = found.get("param")
