@@ -37,18 +37,21 @@ __all__ = [
     "END",
     "END64",
     "FAR",
+    "FIELD",
     "LOCAL",
     "LOCAL_SIGNATURE",
     "LOCATOR",
     "MANY",
     "REFUSED",
     "STORED",
+    "ZIP64",
     "End",
     "Entry",
     "LocalHeaders",
     "check_names",
     "count_of",
     "counts_of",
+    "extra_fields",
     "find_end",
     "folder_of",
     "open_archive",
@@ -73,6 +76,9 @@ LOCATOR = struct.Struct("<4sIQI")
 END64 = struct.Struct("<4sQ2H2I4Q")
 CENTRAL = struct.Struct("<4s6H3I5H2I")
 LOCAL = struct.Struct("<4s5H3I2H")
+FIELD = struct.Struct("<2H")
+ZIP64 = 1
+"""The extra field with sizes and offset as numbers of 64 bits."""
 _ENTRY = struct.Struct("<4s4x2H4x3I4H6xI")
 """Of a directory entry, what counts: no versions, times and attributes."""
 _LENGTHS = struct.Struct("<28x3H")
@@ -248,21 +254,23 @@ def _widen(
 ) -> tuple[int, int, int]:
     """Size, packed size and header offset, those that are 2**32 - 1 taken from the zip64 field."""
     values = [size, packed, header]
-    position = 0
-    while position + 4 <= len(extra):
-        kind, length = struct.unpack_from("<2H", extra, position)
-        position += 4
-        if kind == 1:
-            wide = extra[position : position + length]
-            for place, value in enumerate(values):
-                if value == FAR:
-                    if len(wide) < 8:
-                        raise _corrupt(data, f"the zip64 field of record {name!r} is too short")
-                    values[place] = int.from_bytes(wide[:8], "little")
-                    wide = wide[8:]
-            break
-        position += length
+    wide = next((content for kind, content in extra_fields(extra) if kind == ZIP64), None)
+    for place, value in enumerate(values):
+        if value == FAR and wide is not None:
+            if len(wide) < 8:
+                raise _corrupt(data, f"the zip64 field of record {name!r} is too short")
+            values[place], wide = int.from_bytes(wide[:8], "little"), wide[8:]
     return values[0], values[1], values[2]
+
+
+def extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield number and content of each field of an extra area; the last may be cut off."""
+    position = 0
+    while position + FIELD.size <= len(extra):
+        number, length = FIELD.unpack_from(extra, position)
+        position += FIELD.size
+        yield number, extra[position : position + length]
+        position += length
 
 
 def _refuse_record(data: ByteRange, entry: Entry, flags: int) -> NoReturn:

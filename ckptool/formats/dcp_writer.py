@@ -143,16 +143,10 @@ def _flat(
 
 def _is_terminal(node: list[Any]) -> bool:
     """Return whether a list is one item: it holds no tensor and no dict, and no list that does."""
-    return not any(isinstance(one, (dict, TensorRef)) for one in _items(node))
-
-
-def _items(node: list[Any]) -> Iterator[Any]:
-    todo = [node]
-    while todo:
-        for one in todo.pop():
-            yield one
-            if isinstance(one, list):
-                todo.append(one)
+    return not any(
+        isinstance(one, (dict, TensorRef)) or (isinstance(one, list) and not _is_terminal(one))
+        for one in node
+    )
 
 
 def _joined(path: Path) -> str:

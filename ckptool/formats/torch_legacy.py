@@ -134,12 +134,8 @@ def _behind(source: Source, end: int) -> tuple[str, ...]:
     head = source.read(end, min(MAGIC_BYTES, rest))
     if MAGIC.match(head):
         what = "another torch.save stream follows (torch.load reads one a call)"
-    elif head.startswith(b"PK\x03\x04"):
-        what = "a zip archive follows"
-    elif not head.strip(b"\0"):
-        what = "zero bytes follow"
     else:
-        what = "bytes of another kind follow"
+        what = "other bytes follow"
     return (f"the checkpoint ends at offset {end:,}: {what}, {rest:,} bytes that are not read",)
 
 

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING
 from ckptool.errors import WriteError
 from ckptool.files.source import MANY as WORTH_SHARING
 from ckptool.files.source import SHARED, ByteRange, Shared
-from ckptool.formats.archive import CENTRAL, DESCRIPTOR, END, END64, FAR, LOCAL, LOCATOR, MANY
+from ckptool.formats.archive import (
+    CENTRAL,
+    DESCRIPTOR,
+    END,
+    END64,
+    FAR,
+    LOCAL,
+    LOCATOR,
+    MANY,
+    ZIP64,
+)
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import Output
@@ -28,7 +38,6 @@ _DESCRIPTOR64 = struct.Struct("<4sI2Q")
 _PADDING_HEADER = struct.Struct("<2sH")
 _UTF8 = 1 << 11
 _MADE_BY, _NEEDED = 0x031E, 45
-_ZIP64 = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +115,7 @@ class Place:
             values.append(self.header)
         if not values:
             return b""
-        return struct.pack(f"<2H{len(values)}Q", _ZIP64, 8 * len(values), *values)
+        return struct.pack(f"<2H{len(values)}Q", ZIP64, 8 * len(values), *values)
 
     def local_header(self) -> bytes:
         """Header, name and extra field, padded so that the payload is aligned."""

@@ -14,12 +14,15 @@ from ckptool.formats.archive import (
     DESCRIPTOR,
     END,
     FAR,
+    FIELD,
     LOCAL,
     LOCAL_SIGNATURE,
     LOCATOR,
     REFUSED,
     STORED,
+    ZIP64,
     End,
+    extra_fields,
     find_end,
     raw_entries,
 )
@@ -28,9 +31,6 @@ from ckptool.words import counted, listed
 
 __all__ = ["header_problems"]
 
-_FIELD = struct.Struct("<2H")
-_ZIP64 = 1
-"""The extra field with sizes and offset as numbers of 64 bits."""
 _LIKELY = 256
 """Bytes read at once of a local header: more is rarely there."""
 
@@ -131,21 +131,15 @@ def _extra_fields(extra: bytes) -> _Fields | None:
 
     Up to three zero bytes may be left over, as some tools pad.
     """
-    fields: _Fields = []
-    position = 0
-    while position + _FIELD.size <= len(extra):
-        number, length = _FIELD.unpack_from(extra, position)
-        position += _FIELD.size
-        if position + length > len(extra):
-            return None
-        fields.append((number, extra[position : position + length]))
-        position += length
-    return None if extra[position:].strip(b"\0") else fields
+    fields = list(extra_fields(extra))
+    whole = b"".join(FIELD.pack(number, len(content)) + content for number, content in fields)
+    is_whole = extra.startswith(whole) and not extra[len(whole) :].strip(b"\0")
+    return fields if is_whole else None
 
 
 def _wide_values(fields: _Fields | None) -> list[int]:
     """Return the numbers of the zip64 field, empty where there is none."""
-    content = next((content for number, content in fields or () if number == _ZIP64), b"")
+    content = next((content for number, content in fields or () if number == ZIP64), b"")
     whole = len(content) - len(content) % 8
     return [value for (value,) in struct.iter_unpack("<Q", content[:whole])]
 
@@ -308,7 +302,7 @@ def _torchs_faults(entry: _Central, local: _Local) -> Iterator[str]:
         odd.append(f"version needed {entry.shared.needed:,}")
     if odd:
         yield f"its directory entry has {listed(odd)}, where torch's writer puts nothing"
-    for fields, known in ((entry.fields, (_ZIP64,)), (local.fields, (_ZIP64, _PADDING))):
+    for fields, known in ((entry.fields, (ZIP64,)), (local.fields, (ZIP64, _PADDING))):
         if any(number not in known for number, _ in fields or ()):
             yield "it has an extra field that torch's writer does not make"
     if not _is_padded(local) and local.fields is not None:
