@@ -43,7 +43,7 @@ from ckptool.formats.base import (
 )
 from ckptool.formats.placements import attributes_of, row_major_data
 from ckptool.formats.registry import ZIP_MAGIC
-from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
+from ckptool.formats.torch_zip import TORCH_ZIP, member_of, read_contents
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Global, Opaque, TensorRef, plain_tensor
 from ckptool.symbolic import unpickle
@@ -436,12 +436,8 @@ def _content(name: str, item: _Item, limits: Limits, archive: Archive | None = N
 
 
 def _archive_of(item: _Item, limits: Limits) -> Archive:
-    try:
-        size = place_of(item.path).size(item.path)
-    except OSError as error:
-        raise FileMissing("is missing", file=item.path, hint=_HINT) from error
     with naming(item.path, "an item of the index", hint=_HINT):
-        data = ByteRange(place_of(item.path).member(item.path, size), item.offset, item.length)
+        data = member_of(item.path).slice(item.offset, item.length)
     if data.source.is_far and data.length <= _AT_ONCE:  # one request; what follows comes meanwhile
         data = ByteRange(MemorySource(data.read(), item.path), 0, data.length)
     if item.packed:

@@ -17,6 +17,7 @@ from ckptool.errors import CorruptFile, FileMissing
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
 from ckptool.formats.opening import opened_together
+from ckptool.formats.placements import sizes_of
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.words import counted, printable
@@ -95,17 +96,12 @@ def _parts(file: Checkpoint) -> Iterator[tuple[str, tuple[Tile, TensorRef]]]:
 
 
 def _offsets(places: Any, name: str, tensor: TensorRef) -> tuple[int, ...]:
-    match places:
-        case dict() if isinstance(found := places.get(name), dict):
-            offsets = found.get("saved_offsets")
-        case _:
-            offsets = None
-    if not isinstance(offsets, list) or len(offsets) != len(tensor.shape):
+    found = places.get(name) if isinstance(places, dict) else None
+    offsets = sizes_of(found.get("saved_offsets") if isinstance(found, dict) else None)
+    if len(offsets) != len(tensor.shape):
         what = f"the header does not say where its part of {printable(name)!r} begins"
-        raise CorruptFile(f"{what} ({SHARDING_INFO})", hint=_HINT)
-    if not all(type(at) is int and at >= 0 for at in offsets):
-        raise CorruptFile(f"{SHARDING_INFO} has {offsets} for {printable(name)!r}", hint=_HINT)
-    return tuple(offsets)
+        raise CorruptFile(f"{what} ({SHARDING_INFO}: {printable(repr(found))})", hint=_HINT)
+    return offsets
 
 
 def _whole(

@@ -18,7 +18,7 @@ from ckptool.files.tiled import Tile
 from ckptool.model import Opaque, TensorRef
 from ckptool.words import printable
 
-__all__ = ["Part", "attributes_of", "owned_rows", "parts_of", "row_major_data"]
+__all__ = ["Part", "attributes_of", "owned_rows", "parts_of", "row_major_data", "sizes_of"]
 
 _MOST_RUNS = 4096
 """Runs of rows that one rank holds of a tensor; FSDP with tensor parallelism has a few."""
@@ -86,7 +86,7 @@ def _spec(one: TensorRef, rank: int) -> tuple[TensorRef, list[tuple[str, Any]], 
             mesh, steps = attributes_of(spec.attributes.get("mesh")), spec.attributes["placements"]
         case _:
             raise UnsupportedFormat("its DTensor has another form")
-    place = _sizes(mesh.get("_coordinate_on_dim"))
+    place = sizes_of(mesh.get("_coordinate_on_dim"))
     if not isinstance(steps, tuple) or len(place) != len(steps):
         raise UnsupportedFormat(f"it does not say where in its mesh rank {rank} is")
     if mesh.get("_rank", rank) != rank:
@@ -103,7 +103,7 @@ def _shards(one: TensorRef) -> Iterator[Part]:
             raise UnsupportedFormat("its ShardedTensor has another form")
     for shard in held:
         place, local = attributes_of(shard.get("metadata")), shard.get("tensor")
-        offsets, sizes = _sizes(place.get("shard_offsets")), _sizes(place.get("shard_sizes"))
+        offsets, sizes = sizes_of(place.get("shard_offsets")), sizes_of(place.get("shard_sizes"))
         if not isinstance(local, TensorRef) or not len(offsets) == len(sizes) == len(one.shape):
             raise UnsupportedFormat("its ShardedTensor has another form")
         yield Part(local, tuple(((at, at + n),) for at, n in zip(offsets, sizes, strict=True)))
@@ -126,7 +126,7 @@ def owned_rows(
         kind = name.rpartition(".")[2]
         if kind == "Replicate":
             continue
-        where = _sizes((found.get("dim"), found.get("split_factor", 1)))
+        where = sizes_of((found.get("dim"), found.get("split_factor", 1)))
         axis, factor = where or (len(shape), 1)
         is_known = kind in ("Shard", "_StridedShard") and axis < len(shape)
         if not is_known or not 1 <= factor <= _MOST_RUNS:
@@ -156,7 +156,8 @@ def attributes_of(node: Any) -> dict[Any, Any]:
     return node.attributes if isinstance(node, Opaque) else {}
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
+def sizes_of(value: Any) -> tuple[int, ...]:
+    """Return a list of counts as a tuple; an empty one of anything else."""
     fits = isinstance(value, (list, tuple)) and all(type(one) is int and one >= 0 for one in value)
     return tuple(value) if fits else ()
 

@@ -72,13 +72,6 @@ class ShardIndex:
     shards: tuple[str, ...]
     """The file names, each once, in the order of their first tensors."""
 
-    def names_by_shard(self) -> dict[str, list[str]]:
-        """Return the tensors that each shard should have."""
-        names: dict[str, list[str]] = {name: [] for name in self.shards}
-        for tensor, name in self.weight_map.items():
-            names[name].append(tensor)
-        return names
-
     def beside(self, name: str) -> str:
         """Return the path of a file in the folder of the index."""
         return os.path.join(os.path.dirname(self.path), name)
@@ -238,8 +231,7 @@ def _joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
             file=index.path,
             hint=f"look at it (ckptool list {index.beside(name)}), and move it away if it is not",
         )
-    for file, names in index.names_by_shard().items():
-        _check_root(index, file, names, shards[file].root)
+    _check_roots(index, {file: shards[file].root for file in index.shards})
     places = _places(index, shards)
     _check_places(index, shards, places)
     entries = {name: shards[file].root[name] for name, file in index.weight_map.items()}
@@ -250,19 +242,17 @@ def _joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
     return root
 
 
-def _check_root(index: ShardIndex, file: str, names: Iterable[str], root: Any) -> None:
-    """Refuse a shard that holds something else than entries of a state dict at its top."""
-    if not isinstance(root, dict):
-        what = f"holds a {type(root).__name__}"
-    elif root.keys().isdisjoint(names):
-        what = f"holds none of the tensors that the index places there, but {few(_texts(root))}"
-    else:
-        return
-    raise CorruptFile(
-        f"the shard {file!r} {what}",
-        file=index.path,
-        hint=f"a shard is a part of one flat state dict: ckptool info {index.beside(file)}",
-    )
+def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
+    """Refuse a shard without any tensor that the index places there."""
+    dicts = {file: root for file, root in roots.items() if isinstance(root, dict)}
+    held = {file for name, file in index.weight_map.items() if name in dicts.get(file, ())}
+    for file in (file for file in roots if file not in held):
+        what = few(_texts(dicts[file])) if file in dicts else f"a {type(roots[file]).__name__}"
+        raise CorruptFile(
+            f"the shard {file!r} holds none of the tensors that the index places there, but {what}",
+            file=index.path,
+            hint=f"a shard is a part of one flat state dict: ckptool info {index.beside(file)}",
+        )
 
 
 def _texts(names: Iterable[Any]) -> list[str]:

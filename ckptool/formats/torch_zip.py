@@ -50,6 +50,7 @@ __all__ = [
     "alignment_of",
     "contents_of",
     "known_byteorder",
+    "member_of",
     "misplaced",
     "read_contents",
     "records_are",
@@ -209,13 +210,21 @@ def stored_in(path: str, limits: Limits) -> Any:
         CorruptFile: it is damaged.
         LimitExceeded: it asks for more than `limits`.
     """
+    return read_contents(zip_archive(member_of(path), limits), limits).unpickled.root
+
+
+def member_of(path: str) -> ByteRange:
+    """Return one of thousands of files in a folder, which is open only while it is read.
+
+    Raises:
+        FileMissing: there is no such file.
+    """
     place = place_of(path)
     try:
         size = place.size(path)
     except OSError as error:
-        raise FileMissing("is missing: copy it too", file=path) from error
-    archive = zip_archive(ByteRange(place.member(path, size), 0, size), limits)
-    return read_contents(archive, limits).unpickled.root
+        raise FileMissing("is missing", file=path, hint="copy it too") from error
+    return ByteRange(place.member(path, size), 0, size)
 
 
 def contents_of(probe: Probe) -> Contents:

@@ -365,7 +365,7 @@ def test_a_shard_that_is_no_flat_state_dict(tmp_path):
     torch.save({"state_dict": tensors("a")}, tmp_path / BIN_ONE)
     refused(index, CorruptFile, BIN_ONE, "holds none of the tensors", "'state_dict'")
     torch.save([torch.ones(1)], tmp_path / BIN_ONE)
-    refused(index, CorruptFile, BIN_ONE, "holds a list")
+    refused(index, CorruptFile, BIN_ONE, "but a list")
     torch.save(torch.ones(1), tmp_path / BIN_ONE)
     refused(index, CorruptFile, BIN_ONE)
 
