@@ -1,4 +1,4 @@
-"""What every verb that writes does: open, change, save, say."""
+"""What every verb that writes does: open, change, save, print the receipt."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ def write_changed(
     salvage: bool = False,
     beside: Sequence[str] = (),
 ) -> Receipt:
-    """Open `source`, `change` it, write it where `target` says, and tell what happened.
+    """Open `source`, change it, write it to the target, and print the receipt.
 
-    `beside` are further files, each with a part of the state dict. `word` names the target where
-    the user does not: `model.stripped.pth`.
+    `beside` are further files, each with a part of the state dict. If the user names no target,
+    its name is made with `word`: `model.stripped.pth`.
 
     Raises:
         UsageError: both `--output` and `--in-place`; or neither, and the source is in shards.
         TargetExists: `--in-place` through a link, without `--force`.
         CheckpointError: whatever opening, changing or writing meets.
     """
-    chosen, team = _chosen(target), team_of()
+    if target.output is not None and target.in_place:
+        raise UsageError("--output and --in-place exclude each other", hint="give one of them")
+    chosen, team = target.output, team_of()
     given = {
         name: value
         for name, value in click.get_current_context().params.items()
@@ -98,15 +100,8 @@ def write_changed(
     return receipt
 
 
-def _chosen(target: Target) -> str | None:
-    """Return the target, where the user has said which."""
-    if target.output is not None and target.in_place:
-        raise UsageError("--output and --in-place exclude each other", hint="give one of them")
-    return target.output
-
-
 def _refuse_link(path: str, *, force: bool) -> None:
-    """Refuse to edit in place what other names lead to as well."""
+    """Refuse to edit a file in place that has other links."""
     if force:
         return
     if os.path.islink(path):

@@ -6,6 +6,8 @@ from importlib import import_module
 
 import click
 
+from ckptool._version import __version__
+
 __all__ = ["VERBS", "cli"]
 
 VERBS: dict[str, dict[str, tuple[str, str]]] = {
@@ -108,27 +110,12 @@ class VerbGroup(click.Group):
                 formatter.write_dl([(name, summary) for name, (_, summary) in verbs.items()])
 
 
-def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted and not ctx.resilient_parsing:
-        from ckptool._version import __version__
-
-        click.echo(f"ckptool {__version__}")
-        ctx.exit()
-
-
 @click.group(
     cls=VerbGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=EPILOG,
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_version,
-    help="Print the version.",
-)
+@click.version_option(__version__, message="ckptool %(version)s", help="Print the version.")
 @click.option("--local-rank", "--local_rank", type=int, hidden=True, expose_value=False)
 def cli() -> None:
     """Read, explain and rewrite PyTorch checkpoints, without running their code."""

@@ -12,6 +12,7 @@ import click
 
 from ckptool.errors import UsageError
 from ckptool.formats import WRITABLE
+from ckptool.render.table import known_format, known_formats
 
 __all__ = [
     "PATH",
@@ -91,12 +92,6 @@ def floating_types() -> Iterable[str]:
     return FLOATING
 
 
-def _formats() -> Iterable[str]:
-    from ckptool.render.table import known_formats
-
-    return known_formats()
-
-
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document (docs/json.md)."
 )
@@ -143,11 +138,7 @@ class Sectioned(click.Command):
 
 
 def _known_format(ctx: click.Context, _: click.Parameter, word: str | None) -> str | None:
-    if word is None or ctx.resilient_parsing:
-        return None
-    from ckptool.render.table import known_format
-
-    return known_format(word)
+    return None if word is None or ctx.resilient_parsing else known_format(word)
 
 
 def fmt_option(function: F) -> F:
@@ -166,7 +157,7 @@ def fmt_option(function: F) -> F:
         "--fmt",
         metavar="FORMAT",
         callback=_known_format,
-        shell_complete=completed_by(_formats),
+        shell_complete=completed_by(known_formats),
         help="Print only the tables, unshortened, as markdown, csv, html, latex, rst or another "
         "format of tabulate.",
     )

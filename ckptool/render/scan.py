@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ckptool.inspection.deeds import CANNOT_TELL, DATA, RUNS, VERDICTS
 from ckptool.inspection.scan import Scan, Stream
-from ckptool.render.text import PLAIN, Look, first_lines
+from ckptool.render.text import PLAIN, Look, files_line, first_lines
 from ckptool.words import clean, counted, listed
 
 __all__ = ["result_lines", "summary_line"]
@@ -52,6 +52,4 @@ def summary_line(results: Sequence[Scan], errors: int, look: Look) -> str:
     code = sum(bool(one.code) for one in results)
     if code:
         parts.append(f"{code:,} with Python code, which is not judged")
-    if errors:
-        parts.append(f"{errors:,} not looked at")
-    return f"{counted(len(results) + errors, 'file')}: {', '.join(parts)}"
+    return files_line(len(results), errors, parts)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from ckptool.words import clean
+from ckptool.words import clean, counted
 
 __all__ = [
     "PLAIN",
@@ -18,6 +18,7 @@ __all__ = [
     "command_lines",
     "count",
     "duration",
+    "files_line",
     "first_lines",
     "json_lines",
     "label",
@@ -117,6 +118,12 @@ def first_lines(lines: Iterable[str], most: int) -> Iterator[str]:
     yield from every[:most]
     if len(every) > most:
         yield f"and {len(every) - most:,} more (--json has them all)"
+
+
+def files_line(files: int, errors: int, parts: Iterable[str]) -> str:
+    """Return `3 files: 1 fine, 1 with 2 problems, 1 not looked at`."""
+    unread = [f"{errors:,} not looked at"] if errors else []
+    return f"{counted(files + errors, 'file')}: {', '.join([*parts, *unread])}"
 
 
 def wrapped(text: str, width: int | None, *, indent: str = "  ") -> list[str]:

@@ -8,7 +8,7 @@ from ckptool.errors import CheckpointError
 from ckptool.formats.base import Problem
 from ckptool.inspection.verify import ManifestOutcome, Verdict
 from ckptool.render.table import table
-from ckptool.render.text import PLAIN, Look, size, wrapped
+from ckptool.render.text import PLAIN, Look, files_line, size, wrapped
 from ckptool.words import clean, counted
 
 __all__ = ["manifest_line", "summary_line", "verdict_lines", "verdict_table"]
@@ -66,9 +66,7 @@ def summary_line(verdicts: Sequence[Verdict], errors: int, look: Look) -> str:
     if wrong:
         count = sum(len(verdict.problems) for verdict in wrong)
         parts.append(look.alarm(f"{len(wrong):,} with {counted(count, 'problem')}"))
-    if errors:
-        parts.append(f"{errors:,} not looked at")
-    return f"{counted(len(verdicts) + errors, 'file')}: {', '.join(parts)}"
+    return files_line(len(verdicts), errors, parts)
 
 
 def manifest_line(outcome: ManifestOutcome) -> str:

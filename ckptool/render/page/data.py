@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 from ckptool.inspection.folding import MAX_PARTS
 from ckptool.inspection.values import shape_text
 from ckptool.render.diff import Row, diff_rows
+from ckptool.render.stats import bars
 from ckptool.words import clean
 
 if TYPE_CHECKING:
     from ckptool.comparison.report import Report, ReportedTensor
     from ckptool.comparison.result import Diff
-    from ckptool.tensors.statistics import Histogram
 
 __all__ = [
     "DIGITS",
     "Names",
-    "bars",
     "columns",
     "diff_columns",
     "figure",
@@ -45,14 +44,6 @@ def figure(value: Any) -> float | int | str | None:
     if not math.isfinite(number):
         return str(number)
     return int(number) if number.is_integer() and abs(number) < _EXACT else number
-
-
-def bars(histogram: Histogram) -> str:
-    """Return the heights of the bars, a digit each; above zero if there are any elements."""
-    most, steps = max(histogram.counts, default=0), len(DIGITS) - 1
-    return "".join(
-        DIGITS[max(1, steps * count // most)] if count else DIGITS[0] for count in histogram.counts
-    )
 
 
 class Names:
@@ -209,5 +200,5 @@ def _values(tensors: Sequence[ReportedTensor]) -> dict[str, list[Any]]:
         **{key: [figure(getattr(one, key, None)) for one in measured] for key in _FIGURES},
         "low": [figure(getattr(one, "low", None)) for one in drawn],
         "high": [figure(getattr(one, "high", None)) for one in drawn],
-        "bars": [None if one is None else bars(one) for one in drawn],
+        "bars": [None if one is None else bars(one.counts, DIGITS) for one in drawn],
     }
