@@ -1,4 +1,4 @@
-"""`--allow-missing` and its like: options that take a glob, or none for all names."""
+"""The options `--allow-missing` and so on: each takes a glob, or nothing for all names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WORDS = {
     "allow_mismatched": "Tensors that may differ in shape; the model keeps its own.",
     "allow_lossy_cast": "Tensors whose values a cast may change.",
 }
-"""The options, each what it allows."""
+"""The help of each option."""
 _LAYOUTS = (
     ("--no-transpose", "GLOB", "Do not transpose these tensors of the model; repeatable."),
     (
@@ -40,13 +40,13 @@ _LAYOUTS = (
 
 
 class Allowing(click.Command):
-    """Takes the word behind an allowance for its glob only where that leaves all arguments.
+    """A command whose `--allow-` options take the next word as a glob only if it is not a file.
 
     `--allow-missing model.pth` allows all names, `--allow-missing 'head.*' model.pth` some.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse once more than click does, to see how many words are left over."""
+        """Parse the words twice: the first time to count those that are left over."""
         bare = _bare(args)
         every = [f"{word}={_EVERY}" if at in bare else word for at, word in enumerate(args)]
         given, left_over, _ = self.make_parser(ctx).parse_args(args=list(every))
@@ -62,14 +62,14 @@ class Allowing(click.Command):
 
 
 def _bare(args: list[str]) -> list[int]:
-    """Where allowances stand that have no `=`."""
+    """Return the positions of `--allow-` options without `=`."""
     options = {f"--{name.replace('_', '-')}" for name in _WORDS}
     end = args.index("--") if "--" in args else len(args)
     return [at for at, word in enumerate(args[:end]) if word in options]
 
 
 def _likeness(word: str) -> tuple[bool, bool]:
-    """Return the smaller, the more a word is a glob rather than a file."""
+    """Return a sort key by which globs come before names, and names before files."""
     return not any(mark in word for mark in _GLOB), os.path.lexists(word)
 
 
@@ -110,7 +110,7 @@ def allowance_options(*, casts: bool = True) -> Callable[[F], F]:
 
 @contextmanager
 def in_options() -> Iterator[None]:
-    """Have a refusal be one sentence, which says what helps as options of `convert`."""
+    """Make a refusal one sentence, whose advice is options of `convert`."""
     try:
         yield
     except MatchError as error:
@@ -121,7 +121,7 @@ def in_options() -> Iterator[None]:
 
 
 def _for_new_names(remedy: Remedy) -> Remedy:
-    """Return the same where the rules have been applied before anything is allowed."""
+    """Return the remedy with the names that the rules give to what is allowed."""
     given = dict(remedy.arguments)
     rules, names = given.get("rules"), given.get("allow_unexpected")
     if isinstance(rules, tuple) and isinstance(names, tuple):

@@ -103,7 +103,7 @@ def command(
 
 
 def parsed_keep(texts: tuple[str, ...]) -> list[tuple[str, str | None]]:
-    """`GLOB=DTYPE` and `GLOB`, as `transforms.cast` takes them."""
+    """Return `GLOB=DTYPE` and `GLOB` as pairs of a glob and a type or None."""
     rules: list[tuple[str, str | None]] = []
     for text in texts:
         glob, equals, dtype = text.rpartition("=")

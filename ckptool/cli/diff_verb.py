@@ -19,7 +19,7 @@ from ckptool.transforms import regex_rule
 __all__ = ["command"]
 
 _NOTHING = ("/dev/null", os.devnull)
-"""What git hands to a difftool for a file that is new or gone."""
+"""The paths that git gives to a difftool in place of a file that is new or deleted."""
 
 
 @verb(

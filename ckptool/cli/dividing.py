@@ -1,4 +1,4 @@
-"""A command that several processes do together: torchrun starts them, or --workers."""
+"""A command that several processes execute together, started by torchrun or --workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ workers_option = click.option(
 
 
 def divided(work: Callable[[], object], workers: int | None) -> None:
-    """Do the work: here, as one of the processes that torchrun has started, or in new ones.
+    """Do the work in this process, as a worker of torchrun, or in new processes.
 
     Raises:
         WorkerFailed: a worker's error.
@@ -52,7 +52,7 @@ def divided(work: Callable[[], object], workers: int | None) -> None:
 
 
 def team_of() -> Team | None:
-    """Return the processes that this command runs in; None: it is alone.
+    """Return the processes that execute this command; None if it is one process.
 
     Raises:
         UsageError: torchrun has started a verb that is not divided.

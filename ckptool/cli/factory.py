@@ -1,6 +1,6 @@
 """The model that the user's own code builds, for `--like module:factory`.
 
-No function of the library that reads files takes such a word.
+Only the command line takes `module:factory`; the functions of the library do not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The group of verbs: each one's module is imported when it is asked for."""
+"""The group of verbs, which imports the module of a verb when it is called."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "train": ("train_verb", "Train a model on one or many devices, and save checkpoints."),
     },
 }
-"""Every verb with its module and the first line of its help, which is not imported for a list."""
+"""The module of each verb, and the first line of its help, so that the list imports nothing."""
 
 ALIASES = {"ls": "list"}
 _MEANT = {"inspect": "info"}
-"""Verbs of other tools that are spelled in no way like ours."""
+"""Verbs of other tools, for which no similar name can be found."""
 
 EPILOG = """\b
 Example, from a DataParallel file tagged cuda:3 to one that loads anywhere:
@@ -69,14 +69,14 @@ Completion for bash (docs/cli.md has zsh and fish):
 
 
 class VerbGroup(click.Group):
-    """Verbs by name, imported late, so that `--help` costs no more than click itself."""
+    """A group that imports a verb by its name, so that `--help` imports nothing but click."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All verbs, in the order of the help."""
+        """Return all verbs, in the order of the help."""
         return [name for verbs in VERBS.values() for name in verbs]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the verb of that name or alias, None where there is none."""
+        """Return the verb of this name or alias, None if there is none."""
         name = ALIASES.get(cmd_name, cmd_name)
         for verbs in VERBS.values():
             if name in verbs:
@@ -104,7 +104,7 @@ class VerbGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the verbs with their first lines, those that read before those that write."""
+        """List the verbs with the first lines of their help, verbs that read first."""
         for title, verbs in VERBS.items():
             with formatter.section(f"Commands that {title}"):
                 formatter.write_dl([(name, summary) for name, (_, summary) in verbs.items()])

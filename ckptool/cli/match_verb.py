@@ -164,7 +164,7 @@ def _document(judgement: Judgement) -> dict[str, Any]:
 
 
 def _is_for_convert(report: MatchReport) -> bool:
-    """Return whether `convert` can write the file under the model's names, which it has not."""
+    """Return whether the names differ from the model's, and `convert` can change them."""
     kept = (name for name, _ in report.kept)
     if report.missing_keys or report.mismatched or any(map(is_average_counter, kept)):
         return False

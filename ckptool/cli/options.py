@@ -45,15 +45,15 @@ _EXIT_CODES = "Exit codes: 0 fine{finding}, 2 an error or wrong usage, {ended}."
 _AS_IT_STANDS = "\b\n"  # click wraps a paragraph that does not begin so
 
 PATH = click.Path(readable=False)
-"""Of a file: whether it is there and can be read is said by who opens it."""
+"""The type of a file name; the code that opens the file reports whether it can be read."""
 file_argument = click.argument("file", type=PATH)
 
 
 class Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """Words, or numbers, with commas between them; a tuple."""
+    """A tuple of words or numbers, which are separated by commas."""
 
     def __init__(self, kind: type[int] | type[float] | type[str]) -> None:
-        """Each of them is a `kind`."""
+        """Convert each part to `kind`."""
         self._kind = kind
         self.name, self._example = {
             int: ("integers", "0,1"),
@@ -64,7 +64,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[Any, ...]:
-        """Return the parts of a word; a tuple is one already."""
+        """Return the parts of a text; a default is a tuple already."""
         if isinstance(value, tuple):
             return value
         words = [word.strip() for word in value.split(",")] if value.strip() else []
@@ -77,7 +77,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
 
 
 def completed_by(words: Callable[[], Iterable[str]]) -> Any:
-    """Return a `shell_complete` that offers `words`, which are asked for at the Tab alone."""
+    """Return a `shell_complete` that offers `words()`, which is called only for the Tab key."""
 
     def complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
         return [word for word in words() if word.startswith(incomplete)]
@@ -108,9 +108,9 @@ def verb(
     ended: str = "130 interrupted",
     cls: type[click.Command] = click.Command,
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """Return a command whose help ends with examples and exit codes.
+    """Return a decorator for a command whose help ends with examples and exit codes.
 
-    1 means `finding`, if anything; `ended` is what a signal leads to.
+    `finding` is the meaning of exit code 1, `ended` the exit codes after a signal.
     """
     exit_codes = _EXIT_CODES.format(finding=f", 1 {finding}" if finding else "", ended=ended)
     shown = "\n".join(f"  {example}" for example in examples)
@@ -122,7 +122,7 @@ class Sectioned(click.Command):
     """A command with sections in its help."""
 
     begins: Mapping[str, str]
-    """The section that begins, or goes on, with an option of this name."""
+    """The section that begins, or continues, with an option of this name."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the options, section by section."""
@@ -142,9 +142,9 @@ def _known_format(ctx: click.Context, _: click.Parameter, word: str | None) -> s
 
 
 def fmt_option(function: F) -> F:
-    """`--fmt`, given as `fmt`: a table format for `stdout_look`, None where it is not asked for.
+    """Add the option `--fmt`: a table format for `stdout_look`, or None.
 
-    The renderer of a verb that has it draws nothing but tables where `Look.fmt` is set.
+    The renderer of the verb draws only tables if `Look.fmt` is set.
     """
 
     @wraps(function)
@@ -167,7 +167,7 @@ def fmt_option(function: F) -> F:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the user said about the file to write."""
+    """The options about the file to write."""
 
     output: str | None
     in_place: bool
@@ -180,7 +180,7 @@ class Target:
 
 
 def _together(*options: Callable[[Any], Any]) -> Callable[[F], F]:
-    """Several options as one decorator, in the order in which the help shows them."""
+    """Return one decorator for several options, in the order of the help."""
 
     def decorate(function: F) -> F:
         decorated: Any = function
@@ -291,7 +291,7 @@ _DESTINATION = click.argument("destination", type=PATH, required=False)
 
 
 def _new_file(destination: str, output: str | None, in_place: bool) -> str:
-    """Return the second file, unless it may have been meant as another one to change."""
+    """Return the second file, unless the user may want to change it as well."""
     if output is not None or in_place:
         raise UsageError(
             f"there are two places for the result: {destination}, and that of -o or --in-place",
@@ -306,9 +306,9 @@ def _new_file(destination: str, output: str | None, in_place: bool) -> str:
 
 
 def target_options(*, place: bool = True) -> Callable[[F], F]:
-    """Return the options of a verb that writes, gathered in one `target`.
+    """Return the options of a verb that writes, which the verb gets as one `target`.
 
-    `place`: with -o, --in-place and a second file, which is written where there is none yet.
+    `place` adds -o, --in-place and a second argument, a file to write that does not exist.
     """
     chosen = (_DESTINATION, *_PLACE_OPTIONS, *_TARGET_OPTIONS) if place else _TARGET_OPTIONS
 
@@ -328,10 +328,10 @@ def target_options(*, place: bool = True) -> Callable[[F], F]:
 
 
 def parsed_rules(rules: Sequence[str]) -> dict[str, str]:
-    """Return the rules `A=B` by their A.
+    """Return a mapping of A to B for rules `A=B`.
 
     Raises:
-        UsageError: a rule that is not `A=B`, or two for one device.
+        UsageError: a rule is not `A=B`, or a device has two rules.
     """
     mapping: dict[str, str] = {}
     for rule in rules:

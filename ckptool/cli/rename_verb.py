@@ -16,10 +16,10 @@ _ORDER = "ckptool.rename.order"
 
 
 class _InOrder(click.Command):
-    """Keeps the order in which options of different names were given; click forgets it."""
+    """A command that keeps the order of options of different names, which click does not."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse once more than click does, for the order."""
+        """Parse the words twice, the first time for the order."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         ctx.meta[_ORDER] = [parameter.name for parameter in order]
         return super().parse_args(ctx, args)

@@ -24,7 +24,7 @@ from ckptool.words import clean
 __all__ = ["command"]
 
 _FEW = 20
-"""Files up to which each has a line; of more, those alone of which there is something to say."""
+"""The most files of which each has a line; of more files only those with a finding have one."""
 
 
 @verb(

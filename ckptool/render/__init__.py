@@ -1,1 +1,1 @@
-"""Dataclasses as text for people and JSON for programs; strings in, strings out."""
+"""Text for people and JSON for programs, made of the dataclasses of the library."""

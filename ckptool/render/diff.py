@@ -35,7 +35,7 @@ _SHORT = 40  # characters of a value that is one of two on a line
 _MOST_MOVES = 5
 _FIGURES = ("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
 _SPARE = ("rmse", "mean abs", "cosine", "what", "NaN, Inf", "max abs")
-"""Columns that a narrow terminal does without, the first first."""
+"""Columns that are left out on a narrow terminal, the first one first."""
 _MARKS = {"M": "~", "T": "~", "D": "-", "A": "+", "R": ">"}
 """The mark of each status in the bars of `--stat`."""
 _WIDEST_BAR = 32
@@ -91,7 +91,7 @@ def _unpaired(diff: Diff, whole: bool) -> Iterator[Row]:
 
 
 def _said(side: Side, aspects: Sequence[str], whole: bool) -> Iterator[str]:
-    """Yield these aspects of one side; the values of a tensor are left to the figures."""
+    """Yield these aspects of one side, except the values of a tensor, which have figures."""
     if "type" in aspects:
         yield (f"{clean(side.type)} " if side.sort == "tensor" else "") + _about(side, whole)
         return
@@ -120,7 +120,7 @@ def _literal(side: Side, whole: bool) -> str:
 
 
 def _folded(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows, those of repeated layers as one row."""
+    """Return the rows with repeated layers folded into one row."""
     found = []
     for family in families((row.name, _alike(row, n)) for n, row in enumerate(rows)):
         members = [rows[n] for n in family.numbers]
@@ -284,7 +284,7 @@ def _tag_lines(diff: Diff, look: Look) -> Iterator[str]:
 
 
 def _tags(diff: Diff) -> Iterator[str]:
-    """`device: cuda:3 -> cpu (14)`."""
+    """Yield `device: cuda:3 -> cpu (14)`."""
     rows: list[Changed | Renamed] = [*diff.changed, *diff.values, *diff.renamed]
     for tag in sorted(TAGS):
         moves = Counter(
@@ -310,7 +310,7 @@ def note_lines(diff: Diff, look: Look) -> Iterator[str]:
 
 
 def summary_lines(diff: Diff, look: Look) -> Iterator[str]:
-    """`12 of 161 common entries differ, 3 only in A; 149 equal (20 by CRC-32 alone)`."""
+    """Yield `12 of 161 common entries differ, 3 only in A; 149 equal`, wrapped."""
     aside = [f"{diff.close:,} within the tolerance"] if diff.close else []
     if diff.by_checksum:
         aside.append(f"{counted(diff.by_checksum, 'tensor')} compared by CRC-32 alone")
@@ -338,7 +338,7 @@ def summary_lines(diff: Diff, look: Look) -> Iterator[str]:
 
 
 def diff_line(diff: Diff) -> str:
-    """Return the summary, the two files in front."""
+    """Return the two files and the summary in one line."""
     return " ".join([clean(diff.a), f"{clean(diff.b)}:", *summary_lines(diff, PLAIN)])
 
 

@@ -18,7 +18,7 @@ _NOTHING = (
     "safetensors.torch.load_file and load_state_dict",
 )
 _OPENED = "torch.load opens it", "safetensors.torch.load_file opens it"
-"""By whether it is a safetensors file, which torch.load opens only where torch is new."""
+"""The words for a torch file, and for a safetensors file, which only new torch.load opens."""
 
 
 def diagnosis_lines(
@@ -79,7 +79,7 @@ def _sentence(text: str) -> str:
 
 
 def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
-    """Yield the commands: for the weights, to resume the training, and those to choose from."""
+    """Yield the commands that write the weights, resume the training, or fix one complaint."""
     every = list(enumerate(diagnosis.complaints, start=1))
     if diagnosis.commands:
         numbers = [str(number) for number, complaint in every if complaint.commands]

@@ -31,18 +31,18 @@ _MACHINES = {"one_gpu": "one GPU", "cpu": "no GPU"}
 
 
 def checkpoint_lines(checkpoint: Checkpoint) -> Iterator[str]:
-    """Return the screen about it."""
+    """Yield the screen about a checkpoint."""
     return info_lines(info(checkpoint))
 
 
 def checkpoint_line(checkpoint: Checkpoint) -> str:
-    """`model.pth: torch-zip, 27 tensors, 1.4 KiB, module., cuda:3`."""
+    """Return `model.pth: torch-zip, 27 tensors, 1.4 KiB, module., cuda:3`."""
     nbytes = sum(tensor.nbytes for _, tensor in checkpoint.tensors())
     return _line(checkpoint.path, checkpoint, nbytes)
 
 
 def info_line(info: Info) -> str:
-    """Return the same of what is known of one."""
+    """Return the line of `checkpoint_line`, made of an `Info`."""
     return _line(info.file, info, sum(section.nbytes for section in info.sections))
 
 
@@ -54,9 +54,9 @@ def _line(file: str, told: Checkpoint | Info, nbytes: int) -> str:
 
 
 def info_lines(info: Info, look: Look = PLAIN) -> Iterator[str]:
-    """Yield what it is, what is in it, what keeps it from loading, and what to do about it.
+    """Yield the format, the sections, the reasons why it does not load, and the commands that help.
 
-    Where tables are all that is asked for (`look.fmt`): its sections.
+    With `look.fmt` the result is the table of sections.
     """
     if look.fmt:
         yield from _sections(info.sections, look)
@@ -91,7 +91,7 @@ def _facts(info: Info, look: Look) -> Iterator[str]:
 
 
 def format_text(info: Info) -> str:
-    """Return the format, who wrote it, and what pickle is in it."""
+    """Return the format, the writer, and the pickle protocol."""
     parts = [info.format]
     if info.writer:
         parts.append(f"written by {info.writer}")
@@ -116,7 +116,7 @@ def size_text(info: Info) -> str:
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """`cuda:0 (14), cpu (2)`, the most frequent first."""
+    """Return `cuda:0 (14), cpu (2)`, the most frequent first."""
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return _few([f"{name} ({count(number)})" for name, number in ordered], ", ", 10) or "none"
 
@@ -127,7 +127,7 @@ def _few(texts: list[str], between: str, most: int) -> str:
 
 
 def section_line(section: Section) -> str:
-    """`optim_dict: optimizer, 12 entries`."""
+    """Return `optim_dict: optimizer, 12 entries`."""
     return f"{_named(section)}: {section.kind}, {counted(len(section.node), 'entry')}"
 
 

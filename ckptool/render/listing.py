@@ -28,12 +28,12 @@ def listing_lines(listing: Listing, look: Look = PLAIN) -> Iterator[str]:
 
 
 def listing_line(listing: Listing) -> str:
-    """Return the totals, the file in front."""
+    """Return the file and the totals in one line."""
     return f"{clean(listing.file)}: {totals(listing)}"
 
 
 def totals(listing: Listing) -> str:
-    """`14 tensors, 1,234 elements, 4.8 KiB; 3 values; 1 object`."""
+    """Return `14 tensors, 1,234 elements, 4.8 KiB; 3 values; 1 object`."""
     elements = sum(row.numel for row in listing.tensors)
     nbytes = sum(row.nbytes for row in listing.tensors)
     parts = [
@@ -78,7 +78,7 @@ def _tensors(listing: Listing, look: Look) -> Iterator[str]:
 
 
 def _content(row: TensorRow | ObjectRow) -> str:
-    """Return the hash of the elements, and a digest of what is more than elements."""
+    """Return the hash of the elements, and a digest of other parts of the tensor."""
     digests = [row.sha256] if isinstance(row, TensorRow) else []
     digests.append(f"parts:{row.digest}" if row.digest else None)
     return " ".join(filter(None, digests))
@@ -107,7 +107,7 @@ def _whole(value: object) -> str:
 
 
 def _short(value: object) -> str:
-    """Return the repr of a value, not more of a long one than is shown."""
+    """Return the repr of a value, shortened before and after."""
     short = shorten(value, _VALUE_WIDTH) if isinstance(value, str) else value
     return shorten(_whole(short), _VALUE_WIDTH)
 
@@ -165,17 +165,17 @@ def _totals(node: TreeNode, *, brief: bool = False) -> str:
 
 
 def tensor_line(tensor: TensorRow | TensorRef) -> str:
-    """`float32 [8, 3] on cuda:3, requires_grad`."""
+    """Return `float32 [8, 3] on cuda:3, requires_grad`."""
     kind = "" if tensor.kind == "strided" else f", {tensor.kind}"
     grad = ", requires_grad" if tensor.requires_grad else ""
     return f"{tensor.dtype} {shape_text(tensor.shape)} on {clean(tensor.device)}{kind}{grad}"
 
 
 def object_line(node: Opaque) -> str:
-    """`pathlib.PosixPath('runs')`, or the class alone."""
+    """Return `pathlib.PosixPath('runs')`, or only the class."""
     return clean(summarise(node))
 
 
 def storage_line(storage: Storage) -> str:
-    """`3: 864 B on cuda:3`."""
+    """Return `3: 864 B on cuda:3`."""
     return f"{clean(storage.key)}: {size(storage.nbytes)} on {clean(storage.device)}"

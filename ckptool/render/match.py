@@ -20,11 +20,11 @@ from ckptool.words import clean, counted
 __all__ = ["advice_lines", "match_line", "match_lines", "note_lines"]
 
 _MOST_NAMED = 3
-"""Patterns that one cell names."""
+"""The most patterns of names in one cell."""
 _MOST_ROWS = 100
-"""Of one status, where repeated layers are folded: the rest is counted."""
+"""The most rows of one status in a folded table."""
 _MOST_LETTERS = 300
-"""Of a cell there."""
+"""The most characters of a cell in a folded table."""
 _IN_MEMORY = "the state dict"
 _NO_CLASS = "the model"
 
@@ -70,7 +70,7 @@ def match_lines(
 
 
 def match_line(report: MatchReport) -> str:
-    """Return the heading, by which a report is known."""
+    """Return the heading."""
     return next(_heading(report, PLAIN, Allowance().judged(report)))
 
 

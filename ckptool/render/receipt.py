@@ -1,4 +1,4 @@
-"""What a change did and what was written, for people."""
+"""Receipts of changes and writes as text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ckptool.writing import Receipt
 __all__ = ["receipt_line", "receipt_lines", "recovery_lines"]
 
 SCREEN = 40
-"""Lines that are printed of one kind."""
+"""The most lines of one kind."""
 WORST = 3
-"""Tensors that are named for each way of losing what they held."""
+"""The most tensors that are named for each kind of loss."""
 
 
 def receipt_lines(receipt: Receipt) -> Iterator[str]:
-    """Yield what changed, what was left out, what stays in the way, and the file."""
+    """Yield the changes, what is left out, what `weights_only` refuses, and the file."""
     for kind, alike in groupby(receipt.changes, key=lambda change: change.kind):
         mark = "warning: " if kind == "warning" else ""
         yield from first_lines((clean(mark + one.text) for one in alike), SCREEN)
@@ -39,9 +39,9 @@ def receipt_lines(receipt: Receipt) -> Iterator[str]:
 
 
 def _told(outcomes: Sequence[Change]) -> Iterator[str]:
-    """Yield what the computation told; of overflow and underflow only the worst tensors.
+    """Yield the results of computations, and the tensors that overflow or underflow most.
 
-    That a tensor loses precision is what a cast is for: the totals say how much.
+    Tensors that lose precision are only in the totals.
     """
     worst = {"overflow": WORST, "underflow": WORST, "precision": 0}
     seen = Counter(outcome.kind for outcome in outcomes)
@@ -57,7 +57,7 @@ def _told(outcomes: Sequence[Change]) -> Iterator[str]:
 
 
 def receipt_line(receipt: Receipt) -> str:
-    """Return what was done to the file, and how large it is."""
+    """Return the line about the file: what was done, its format and its size."""
     present, past = ("edit", "edited") if receipt.edited else ("write", "wrote")
     if not receipt.written:
         present, past = "leave", "left"
@@ -72,5 +72,5 @@ def receipt_line(receipt: Receipt) -> str:
 
 
 def recovery_lines(recovery: Recovery) -> Iterator[str]:
-    """Yield what became of a file and its journal."""
+    """Yield the result of recovering a file."""
     yield f"{clean(recovery.path)}: {clean(recovery.text)}"

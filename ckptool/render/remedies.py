@@ -1,4 +1,4 @@
-"""What helps, as options of the command line."""
+"""Remedies as options of the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptool.render.text import runnable
 __all__ = ["as_options", "option_words"]
 
 _WITH_EQUALS = ("--allow-", "--min-")
-"""Of `--allow-missing a` the `a` may be the file."""
+"""Options written with `=`, because the word behind `--allow-missing` may be the file."""
 
 
 def option_words(remedy: Remedy) -> list[str]:

@@ -1,4 +1,4 @@
-"""Each result of the library as text: its page on the command line, and one line."""
+"""Results of the library as text: the lines of the command line, and one line for `repr`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptool.words import clean
 __all__ = ["line", "page"]
 
 _LONGEST = 200
-"""Characters of a line: names in a file may be as long as it is."""
+"""The most characters of a line, because names may be as long as the file."""
 _TEXTS = {
     "Checkpoint": ("info", "checkpoint_lines", "checkpoint_line"),
     "Diagnosis": ("doctor", "diagnosis_lines", ""),
@@ -31,11 +31,11 @@ _TEXTS = {
     "TensorRef": ("listing", "", "tensor_line"),
     "Verdict": ("verify", "verdict_lines", ""),
 }
-"""Of each class: the module, what makes its page, and its line, if that is not the page's first."""
+"""The module of each class, and its functions for the page and the line (or the first of it)."""
 
 
 def page(result: object) -> str:
-    """Return what the command line prints of a result; of what has no page, the line."""
+    """Return the text that the command line prints for a result, or its line."""
     _, lines, _ = _functions(result)
     return "\n".join(lines(result)) if lines else line(result)
 
@@ -51,7 +51,7 @@ def line(result: object) -> str:
 
 
 def _functions(result: object) -> tuple[str, Any, Any]:
-    """Return the name of a class that has texts, and the functions that make them."""
+    """Return the name of the class of a result, and the functions for its page and its line."""
     name = next(one.__name__ for one in type(result).__mro__ if one.__name__ in _TEXTS)
     room, lines, short = _TEXTS[name]
     module = import_module(f"ckptool.render.{room}")

@@ -1,4 +1,4 @@
-"""`ckptool scan` as text: a line for each file, its calls below it, a line for all."""
+"""`ckptool scan` as text: a line for each file, its calls below it, and a summary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptool.words import clean, counted, listed
 __all__ = ["result_lines", "summary_line"]
 
 _SCREEN = 20
-"""Calls that are printed of one file."""
+"""The most calls of one file."""
 
 
 def result_lines(found: Scan, look: Look = PLAIN) -> Iterator[str]:

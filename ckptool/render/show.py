@@ -34,7 +34,7 @@ def shown_lines(shown: Shown, look: Look) -> Iterator[str]:
 
 
 def _as_table(shown: Shown, look: Look) -> Iterator[str]:
-    """Return what it holds, a row each; of a value itself, of a tensor its facts."""
+    """Return a table of the entries of a container or object, or of the facts of a tensor."""
     if isinstance(shown, ShownContainer):
         return _entries(shown.entries, look)
     if isinstance(shown, ShownObject):

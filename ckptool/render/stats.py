@@ -13,7 +13,7 @@ __all__ = ["ASCII", "BLOCKS", "bars", "ramp_for", "stats_lines"]
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII = " .:-=+*#%@"
-"""Marks of a histogram, the first for nothing at all, the last for the fullest bin."""
+"""The marks of a histogram: the first for an empty bin, the last for the fullest."""
 
 _MOST_REMARKS = 20
 _COLUMNS = (
@@ -23,23 +23,23 @@ _COLUMNS = (
 _SPARE = (
     *("histogram", "elements", "dtype", "norm", "mean", "zeros", "inf", "nan", "std", "max", "min"),
 )
-"""Columns that a narrow terminal does without, the first first."""
+"""Columns that are left out on a narrow terminal, the first one first."""
 _OPTIONAL = ("nan", "inf", "histogram", "flags")
 """Columns that are left out if they are empty."""
 _LEFT = ("name", "dtype", "histogram", "flags")
 
 
 def bars(counts: Sequence[int], ramp: str = BLOCKS) -> str:
-    """Return a histogram as a character a bin: its height is the share of the fullest bin.
+    """Return a histogram with a character for each bin, whose height is relative to the fullest.
 
-    Whatever is not empty has at least the lowest mark.
+    A bin that is not empty has at least the lowest mark.
     """
     most, steps = max(counts, default=0), len(ramp) - 1
     return "".join(ramp[-(-number * steps // most) if number else 0] for number in counts)
 
 
 def ramp_for(encoding: str | None) -> str:
-    """Return the marks that a stream of that encoding can show: blocks, or ASCII."""
+    """Return the marks that an encoding has: blocks, or ASCII."""
     try:
         BLOCKS.encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -48,14 +48,14 @@ def ramp_for(encoding: str | None) -> str:
 
 
 def stats_lines(stats: Stats, look: Look = PLAIN, ramp: str = BLOCKS) -> Iterator[str]:
-    """Yield a row for each tensor, what is odd, and totals; with `look.fmt` the table alone."""
+    """Yield a row for each tensor, remarks and totals; with `look.fmt` only the table."""
     rows = _table(stats.tensors, look, ramp) if stats.tensors or look.fmt else ()
     closing = [_remarks(stats.tensors, look.width), _totals(stats.totals, look)]
     yield from apart([rows] if look.fmt else [rows, *closing])
 
 
 def stats_line(stats: Stats) -> str:
-    """Return the totals, the file in front."""
+    """Return the file and the totals in one line."""
     return f"{clean(stats.file)}: {next(_totals(stats.totals, PLAIN))}"
 
 
@@ -96,7 +96,7 @@ def _cells(row: TensorStats, look: Look, ramp: str) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    """Four digits of a float, all of an integer."""
+    """Return four digits of a float, all digits of an integer."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -105,7 +105,7 @@ def _name(row: TensorStats) -> str:
 
 
 def _remarks(rows: Sequence[TensorStats], width: int | None) -> Iterator[str]:
-    """Yield what is odd about some tensors, and why others have no figures."""
+    """Yield remarks about tensors, and the reasons why tensors have no figures."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.reason is not None:
@@ -121,7 +121,7 @@ def _remarks(rows: Sequence[TensorStats], width: int | None) -> Iterator[str]:
 
 
 def _totals(totals: Totals, look: Look) -> Iterator[str]:
-    """`14 tensors, 330 elements, 12.5% zeros, 3 NaN, 1 infinite, norm 4.21`, and a line a type."""
+    """Yield `14 tensors, 330 elements, 12.5% zeros, 3 NaN, norm 4.21`, and a line for each type."""
     facts = [counted(totals.tensors, "tensor"), counted(totals.elements, "element")]
     if totals.elements:
         facts.append(f"{share(totals.zeros, totals.elements, none='0')} zeros")

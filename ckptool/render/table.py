@@ -1,4 +1,4 @@
-"""Rows as a table for people, which streams; or in one of tabulate's formats (`Look.fmt`)."""
+"""Rows as a table for people, or in one of tabulate's formats (`Look.fmt`)."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _fitted(
 
 
 def apart(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Yield the lines of tables or paragraphs, an empty line between them; empty ones go."""
+    """Yield the lines of blocks, with an empty line between blocks that are not empty."""
     begun = False
     for block in blocks:
         for number, line in enumerate(block):
@@ -104,19 +104,19 @@ def apart(blocks: Iterable[Iterable[str]]) -> Iterator[str]:
 
 _OTHER_NAMES = {"markdown": "github"}
 _SEPARATED = ("csv", "tsv")
-"""Not padded, so that a program reads the cells as they are."""
+"""Formats without padding, so that a program reads the cells as they are."""
 _ESCAPING_TWINS = {"unsafehtml": "html", "latex_raw": "latex"}
-"""Formats that take a cell for markup, and the same table with the cell escaped."""
+"""Formats that do not escape cells, and the same formats with escapes."""
 
 _MOST_PADDING = 32 << 20  # characters; one name of a megabyte would widen every row
 _MOST_PADDING_RATIO = 8
 
 
 def known_format(word: str) -> str:
-    """Return the format of that name.
+    """Return the format of this name.
 
     Raises:
-        UsageError: there is none; the message lists them all.
+        UsageError: there is no such format; the message lists all formats.
     """
     known = known_formats()
     if word not in known:
@@ -125,7 +125,7 @@ def known_format(word: str) -> str:
 
 
 def known_formats() -> list[str]:
-    """Return the names of all formats, from A to Z."""
+    """Return the names of all formats, sorted."""
     import tabulate  # 50 ms: only where a format is asked for
 
     return sorted({*tabulate.tabulate_formats, *_OTHER_NAMES, *_SEPARATED})
@@ -197,5 +197,4 @@ _ESCAPES: dict[str, Callable[[str], str]] = {
     "moinmoin": _entities("&<|[{'"),
     "textile": _entities("&<|"),
 }
-"""How a cell is kept from being syntax; html and latex are escaped by tabulate itself, and the
-formats that are drawings need nothing."""
+"""The function that escapes the syntax of a format. tabulate escapes html and latex."""

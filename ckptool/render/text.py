@@ -1,4 +1,4 @@
-"""Words and numbers made fit for a terminal."""
+"""Words and numbers as text for a terminal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _QUOTED = re.compile(r"'([^']*)'|\"[^\"]*\"")
 
 
 def label(name: str, path: Sequence[Any]) -> str:
-    """Return what a row is called: its name, or a word for the root."""
+    """Return the name of a row, or words for the root."""
     return (clean(name) or "''") if path else "(the whole file)"
 
 
@@ -55,7 +55,7 @@ def runnable(command: str) -> str:
 
 
 def command_lines(command: str, width: int | None, *, first: str = "  ") -> Iterator[str]:
-    r"""Yield a command below or behind `first`, in lines that fit, broken with `\\` for a shell."""
+    r"""Yield a command behind `first`, in lines that fit, which a shell joins at `\\`."""
     line, start = first + runnable(command), len(first)
     if width is None or len(line) <= width or not command.startswith("ckptool "):
         yield line
@@ -83,7 +83,7 @@ def size(nbytes: int) -> str:
 
 
 def count(number: int) -> str:
-    """Return an integer with its thousands apart."""
+    """Return an integer with a comma between thousands."""
     return f"{number:,}"
 
 
@@ -95,7 +95,7 @@ def duration(seconds: float) -> str:
 
 
 def share(part: int, whole: int, *, none: str = "0%") -> str:
-    """Return `12.3%`; never `none` of something, nor `100%` of less than all."""
+    """Return `12.3%`; `none` only for no part, and `100%` only for the whole."""
     if part in (0, whole):
         return "100%" if part else none
     percent = 100 * part / whole
@@ -140,7 +140,7 @@ def wrapped(text: str, width: int | None, *, indent: str = "  ") -> list[str]:
 
 
 def number(value: Any) -> str:
-    """Return a number of a tensor, six digits where it is a float."""
+    """Return an element of a tensor, a float with six digits."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, complex):
@@ -173,9 +173,9 @@ def _in_c(character: str) -> str:
 
 
 def json_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a JSON document: a line for each key, and for each item of a list.
+    """Yield the lines of a JSON document: a line for each key and for each object in a list.
 
-    That is fast for 100,000 rows, and fit for `grep` and `diff`.
+    This is fast for 100,000 rows, and works with `grep` and `diff`.
     """
     from json import JSONEncoder
 
@@ -198,9 +198,9 @@ def json_lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How to draw: `width` in characters (None: as wide as it gets), `colour` with ANSI codes.
+    """The width of the terminal (None: unlimited), and whether ANSI colours are used.
 
-    With `fmt`, a format of `table_formats`, what is drawn is the tables alone.
+    With `fmt`, a format of `table`, only tables are drawn.
     """
 
     width: int | None = None
@@ -212,11 +212,11 @@ class Look:
         return f"\x1b[1m{text}\x1b[0m" if self.colour else text
 
     def faint(self, text: str) -> str:
-        """Something by the way."""
+        """Return a text of less importance."""
         return f"\x1b[2m{text}\x1b[0m" if self.colour else text
 
     def alarm(self, text: str) -> str:
-        """Something wrong."""
+        """Return a text about a problem."""
         return f"\x1b[31m{text}\x1b[0m" if self.colour else text
 
 
@@ -224,7 +224,7 @@ PLAIN = Look()
 
 
 def look_of(stream: TextIO) -> Look:
-    """Return the look for a stream: colour and a width on a terminal only, NO_COLOR obeyed."""
+    """Return the look for a stream: only a terminal has a width, and colours unless NO_COLOR."""
     if not stream.isatty():
         return PLAIN
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
@@ -232,7 +232,7 @@ def look_of(stream: TextIO) -> Look:
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Return the columns of a terminal, by COLUMNS or the system; None if neither tells."""
+    """Return the columns of a terminal from COLUMNS or the system, or None."""
     stated = os.environ.get("COLUMNS", "")
     if stated.isdecimal() and int(stated) > 0:
         return int(stated)

@@ -1,4 +1,4 @@
-"""`ckptool verify` as text: a line for each file, its problems below it, a line for all."""
+"""`ckptool verify` as text: a line for each file, its problems below it, and a summary."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckptool.words import clean, counted
 __all__ = ["manifest_line", "summary_line", "verdict_lines", "verdict_table"]
 
 SCREEN = 40
-"""Problems that are printed of one file."""
+"""The most problems of one file."""
 
 
 def verdict_lines(verdict: Verdict, look: Look = PLAIN) -> Iterator[str]:
-    """`model.pth: fine (...)`, or how many problems there are, and these below."""
+    """Yield `model.pth: fine (...)`, or the number of problems and the problems."""
     name = look.bold(clean(verdict.file))
     if verdict.ok:
         yield f"{name}: fine ({', '.join(_facts(verdict))})"
@@ -40,7 +40,7 @@ def _problems(problems: Sequence[Problem], look: Look) -> Iterator[str]:
 
 
 def _facts(verdict: Verdict) -> Iterator[str]:
-    """Return how much was looked at, and how."""
+    """Yield what was checked."""
     if verdict.shards:
         yield counted(verdict.shards, "shard")
     if verdict.records:
@@ -60,7 +60,7 @@ def _facts(verdict: Verdict) -> Iterator[str]:
 
 
 def summary_line(verdicts: Sequence[Verdict], errors: int, look: Look) -> str:
-    """`3 files: 2 fine, 1 with 2 problems`."""
+    """Return `3 files: 2 fine, 1 with 2 problems`."""
     wrong = [verdict for verdict in verdicts if not verdict.ok]
     parts = [f"{len(verdicts) - len(wrong):,} fine"]
     if wrong:
@@ -70,7 +70,7 @@ def summary_line(verdicts: Sequence[Verdict], errors: int, look: Look) -> str:
 
 
 def manifest_line(outcome: ManifestOutcome) -> str:
-    """Return what became of the manifest."""
+    """Return whether the manifest was written or compared."""
     name = clean(outcome.file)
     if outcome.reason == "problem":
         return f"{name} not written: a manifest of what is damaged would say that it is fine"
@@ -90,7 +90,7 @@ def manifest_line(outcome: ManifestOutcome) -> str:
 def verdict_table(
     results: Sequence[Verdict | CheckpointError], outcome: ManifestOutcome | None, look: Look
 ) -> Iterator[str]:
-    """Return a row for each file that is fine, and for each problem of one that is not."""
+    """Return a row for each file without problems, and for each problem."""
     rows = [row for result in results for row in _rows(result)]
     if outcome is not None:
         rows += [_row(outcome.file, problem) for problem in outcome.problems]

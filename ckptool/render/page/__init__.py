@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing but itself."""
+"""A report as one HTML page without other files."""
 
 from __future__ import annotations
 
@@ -23,27 +23,26 @@ __all__ = ["PageReceipt", "check_page_target", "page", "page_line", "page_lines"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PageReceipt(Result):
-    """What one page tells of, and where it is."""
+    """The contents of a page, and its path."""
 
     path: str
-    """The page."""
+    """The path of the page."""
     size: int
-    """Bytes of the page."""
+    """The size of the page in bytes."""
     source: str
-    """The file that it is about."""
+    """The first file of the report."""
     other: str | None
-    """The file that it is compared with."""
+    """The second file; None without one."""
     tensors: int
-    """How many tensors it tells of."""
+    """The number of tensors in the report."""
     measured: int
-    """Of those, the ones whose values were read."""
+    """The number of tensors whose values were read."""
     identical: bool | None
-    """Whether the two files agree; None where there is one only."""
+    """Whether the two files are equal; None for one file."""
     structure: bool | None
-    """Whether only their headers were compared, and no values; None where there is one file only.
-    """
+    """Whether only headers were compared, without values; None for one file."""
     notes: tuple[str, ...] = ()
-    """Sentences worth telling the user."""
+    """Notes for the user."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.report/1`."""
@@ -64,12 +63,12 @@ class PageReceipt(Result):
 def check_page_target(
     checkpoints: Sequence[Checkpoint], path: str | os.PathLike[str], *, overwrite: bool
 ) -> None:
-    """Refuse a target before anything is read for it.
+    """Check the target before anything is read.
 
     Raises:
-        UsageError: it names no file.
-        TargetExists: it is there and not to be overwritten, or is one of the checkpoints.
-        WriteDenied: it is a device, a pipe or the like.
+        UsageError: the path is not that of a file.
+        TargetExists: the file exists and must not be overwritten, or is one of the checkpoints.
+        WriteDenied: the path is that of a device, a pipe or the like.
     """
     for checkpoint in checkpoints:
         check_target(checkpoint, path, overwrite=overwrite, in_place=False)
@@ -82,11 +81,11 @@ def write_page(
     *,
     overwrite: bool = False,
 ) -> PageReceipt:
-    """Write the page about `checkpoints`, which are those of the report.
+    """Write the page of a report about `checkpoints`.
 
     Raises:
-        UnreadableFile: a checkpoint was written to meanwhile.
-        CheckpointError: as `check_page_target`, and whatever `atomic_output` meets.
+        UnreadableFile: a checkpoint has changed.
+        CheckpointError: see `check_page_target` and `atomic_output`.
     """
     check_page_target(checkpoints, path, overwrite=overwrite)
     content = page(report)
@@ -112,13 +111,13 @@ def write_page(
 
 
 def page_lines(receipt: PageReceipt) -> Iterator[str]:
-    """Yield what was written, for people."""
+    """Yield the notes, and the line about the page."""
     for note in receipt.notes:
         yield f"note: {clean(note)}"
     yield page_line(receipt)
 
 
 def page_line(receipt: PageReceipt) -> str:
-    """Return the page, and how large it is."""
+    """Return the path and the size of the page."""
     tensors = counted(receipt.tensors, "tensor")
     return f"wrote {clean(receipt.path)} ({tensors}, {size(receipt.size)})"

@@ -1,6 +1,6 @@
-"""A report as columns of numbers and short words, which the script of the page draws from.
+"""A report as columns of numbers and short words, for the script of the page.
 
-Columns and not objects: of 100,000 tensors each key would be there 100,000 times.
+Objects would repeat each key for each of 100,000 tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _EXACT = 1 << 53  # beyond this the numbers of JavaScript have holes
 
 
 def figure(value: Any) -> float | int | str | None:
-    """Six digits of a number; a word where JSON has no number, None where there is none."""
+    """Return six digits of a number, or a word if JSON has no such number."""
     if value is None or isinstance(value, complex):
         return None
     if isinstance(value, int) and abs(value) < _EXACT:
@@ -47,14 +47,14 @@ def figure(value: Any) -> float | int | str | None:
 
 
 class Names:
-    """The modules that names go through, numbered; 0 is the root, parents come first.
+    """The modules in names, numbered from the root, which is 0, parents first.
 
     A label begins with what joins it to its parent, `/` between the keys of a path and `.` within
     the last of them; below the root with nothing.
     """
 
     def __init__(self) -> None:
-        """Only the root is there."""
+        """Make the root."""
         self._labels = [""]
         self._parents = [0]
         self._children: dict[tuple[int, str], int] = {}
@@ -72,7 +72,7 @@ class Names:
         return self._module(tuple(outer), dotted=False), clean(f"/{own}" if outer else own)
 
     def columns(self, paths: Iterable[Sequence[str | int]]) -> dict[str, Any]:
-        """`label` and `module` of each path, as columns."""
+        """Return `label` and `module` of each path, as columns."""
         placed = [self.place(path) for path in paths]
         return {
             "label": [label for _, label in placed],
@@ -146,11 +146,11 @@ _WORDS: dict[str, Callable[[ReportedTensor], str]] = {
     "marks": lambda tensor: ", ".join(_marks(tensor)),
     "remarks": lambda tensor: "; ".join(tensor.remarks),
 }
-"""Columns of few different words: each is sent once, and a number in its place."""
+"""Columns of few different words, each of which is stored once and referred to by a number."""
 
 
 def columns(report: Report) -> dict[str, Any]:
-    """Return what the script of the page reads: names, tensors, their values, and what differs."""
+    """Return the names, tensors, figures and differences for the script of the page."""
     names = Names()
     placed = names.columns([tensor.row.path for tensor in report.tensors])
     words, coded = _coded(report.tensors)

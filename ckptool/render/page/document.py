@@ -55,7 +55,7 @@ _IN_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def words(text: str) -> str:
-    """Text of the file as HTML: what a screen might obey or hide spelled out, markup escaped."""
+    """Return text of a file as HTML: cleaned for a screen, with markup escaped."""
     return escape(clean(text))
 
 
@@ -75,7 +75,7 @@ def table(
     class_: str,
     caption: str = "",
 ) -> str:
-    """Return a table of cells that are HTML, as the caption is; `right`: columns of numbers."""
+    """Return a table; cells and caption are HTML, columns `right` are numbers."""
     head = "".join(
         element("th", header, scope="col", class_="right" if column in right else "")
         for column, header in enumerate(headers)
@@ -97,23 +97,23 @@ def table(
 
 
 def script_json(document: Any) -> str:
-    """JSON for a `script` element: ASCII, and no character that could end the element.
+    """Return JSON for a `script` element: ASCII, without characters that could end the element.
 
     Raises:
-        ValueError: a float that JSON has no word for.
+        ValueError: JSON cannot have a NaN or infinity.
     """
     text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.translate(_IN_SCRIPT)
 
 
 FIRST = 100
-"""Rows of a table that is there without the script."""
+"""The most rows of a table that is shown without the script."""
 _MOST_LISTED = 12
 _LONGEST = 200
 
 
 def facts(infos: Sequence[Info]) -> str:
-    """Return what each file is, side by side."""
+    """Return a table of the facts about each file."""
     rows = [
         ("file", [words(one.file) for one in infos]) if len(infos) > 1 else None,
         ("format", [escape(format_text(one)) for one in infos]),
@@ -151,7 +151,7 @@ def _listed(texts: Iterable[str]) -> str:
 
 
 def sections(info: Info, caption: str = "") -> str:
-    """Return the named parts of a file; `caption` is text."""
+    """Return a table of the sections of a file; `caption` is text."""
     rows = [[words(shorten(cell, _LONGEST)) for cell in row] for row in section_rows(info.sections)]
     if not rows:
         return ""
@@ -159,7 +159,7 @@ def sections(info: Info, caption: str = "") -> str:
 
 
 def notes(report: Report) -> str:
-    """Return what is worth knowing of the files, of what was looked at, and of what was not."""
+    """Return the notes of the report, of each file, and of the diff."""
     infos = [report.info] if report.other is None else [report.info, report.other]
     named = [
         note if note.startswith(one.file) or len(infos) == 1 else f"{one.file}: {note}"
@@ -218,11 +218,11 @@ SCRIPTS = (
     "diff.js",
     "page.js",
 )
-"""In this order they are one script."""
+"""The files of the script, in their order."""
 
 
 def page(report: Report) -> bytes:
-    """Return the whole page, as UTF-8 (ASCII but for what names hold)."""
+    """Return the whole page as UTF-8."""
     return "".join(_document(report)).encode()
 
 
@@ -247,7 +247,7 @@ def _document(report: Report) -> Iterator[str]:
 
 
 def _part(name: str, title: str, content: str, *, hidden: bool = False) -> str:
-    """Return a section with a place that the script fills."""
+    """Return a section with an element that the script fills."""
     inner = element("h2", title) + content + element("div", "", id=f"{name}-here")
     return f'<section id="{name}"{" hidden" if hidden else ""}>{inner}</section>\n'
 
@@ -289,7 +289,7 @@ def _hash(text: str) -> str:
 
 @cache
 def _script() -> str:
-    """All scripts as one; the block keeps their names out of the window."""
+    """Return all scripts as one, in a block, so that they define no global names."""
     return '"use strict";\n{\n' + "".join(map(_asset, SCRIPTS)) + "}\n"
 
 
