@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 
 from ckptool.errors import TrainingError
@@ -55,37 +55,36 @@ class Loop:
             TrainingError: a loss, gradient or weight is not finite, or fp16 skipped every step.
         """
         strategy, progress, checkpoints = self._strategy, self._progress, self._checkpoints
-        self._ranks.first(lambda: self._metrics.cut(progress.epoch))
-        is_first = strategy.world.is_first
-        with closing(
-            Scalars(self._config, step=progress.step, is_wanted=is_first)
-        ) as self._scalars:
-            if (end := self._end) is not None:
-                self._note(f"nothing is left to train: {end}")
+        self._begin()
+        with closing(self._scalars):
             while self._end is None:
-                steps = self._steps_left()
                 strategy.model.train()
-                self._clock = time.monotonic()
-                with strategy.feeding(steps, epoch=progress.epoch, first=progress.position):
-                    for number, batches in enumerate(steps, progress.step + 1):
-                        progress.rate = strategy.tuning.rate
-                        results = strategy.step(Step(number, batches, self._votes))
-                        self._count(results)
-                        signal, is_due = self._asked(number, results)
-                        if signal is not None or is_due:
-                            self._count(strategy.settled())
-                        if signal is not None:
-                            checkpoints.write("last", progress)
-                            return signal
-                        if is_due:
-                            checkpoints.numbered(progress)
+                for step in self._steps():
+                    results = strategy.step(step)  # forward pass, backward pass, optimizer
+                    self._count(results)
+                    signal, is_due = self._asked(step, results)
+                    if signal is not None or is_due:
+                        self._count(strategy.settled())
+                    if signal is not None:
+                        checkpoints.write("last", progress)
+                        return signal
+                    if is_due:
+                        checkpoints.numbered(progress)
                 self._count(strategy.settled())
                 if progress.position == self._batches.steps:
-                    self._end_epoch()
+                    self._end_epoch()  # validation, figures, checkpoints
             if progress.position:
                 self._end_within_epoch()
             self._check_result()
         return None
+
+    def _begin(self) -> None:
+        """Prepare the files of the figures, and report a run that is finished already."""
+        progress, is_first = self._progress, self._strategy.world.is_first
+        self._ranks.first(lambda: self._metrics.cut(progress.epoch))
+        self._scalars = Scalars(self._config, step=progress.step, is_wanted=is_first)
+        if self._end is not None:
+            self._note(f"nothing is left to train: {self._end}")
 
     @property
     def _end(self) -> str | None:
@@ -102,12 +101,17 @@ class Loop:
             return f"{progress.since_best} epochs have brought no {kind} loss{than}"
         return None
 
-    def _steps_left(self) -> list[list[list[int]]]:
-        """Return the steps left in the epoch: each is a list of batches of row numbers."""
-        progress = self._progress
+    def _steps(self) -> Iterator[Step]:
+        """Yield the steps left in the epoch; workers prepare their batches ahead."""
+        progress, limit = self._progress, self._config.max_steps
         steps = list(self._batches.of_epoch(progress.epoch, progress.position))
-        limit = self._config.max_steps
-        return steps if limit is None else steps[: max(0, limit - progress.step)]
+        if limit is not None:
+            steps = steps[: max(0, limit - progress.step)]
+        self._clock = time.monotonic()
+        with self._strategy.feeding(steps, epoch=progress.epoch, first=progress.position):
+            for number, batches in enumerate(steps, progress.step + 1):
+                progress.rate = self._strategy.tuning.rate
+                yield Step(number, batches, self._votes)
 
     @property
     def _votes(self) -> list[float]:
@@ -115,11 +119,12 @@ class Loop:
         is_due = self._strategy.world.is_first and self._checkpoints.is_due
         return [*self._signals.votes, float(is_due)]
 
-    def _asked(self, number: int, results: list[StepResult]) -> tuple[int | None, bool]:
+    def _asked(self, step: Step, results: list[StepResult]) -> tuple[int | None, bool]:
         """Return the signal that a process got, and whether a checkpoint is due."""
         votes = results[-1].votes if results else []
         every = self._config.save_every
-        return Signals.asked(votes), any(votes[2:]) or (every is not None and number % every == 0)
+        is_due = every is not None and step.number % every == 0
+        return Signals.asked(votes), is_due or any(votes[2:])
 
     def _count(self, results: Iterable[StepResult]) -> None:
         """Add finished steps to the progress, and report them."""
