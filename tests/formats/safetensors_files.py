@@ -3,6 +3,8 @@
 import json
 import struct
 
+import torch
+
 BY_TORCH = [
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
     "complex64", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
@@ -19,3 +21,9 @@ def raw_file(path, header, body=b"", length=None):
 
 def entry(shape=(2,), offsets=(0, 8), dtype="F32"):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def as_bytes(tensor):
+    """The elements of a tensor in row-major order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1).clone()
+    return plain.view(torch.uint8).numpy().tobytes()

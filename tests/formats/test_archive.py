@@ -10,20 +10,15 @@ from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.formats.archive import open_archive, read_json, read_text
 from ckptool.formats.base import Probe
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from tests.formats.zips import End, Entry, archive, build
+from tests.formats.zips import End, Entry, archive, build, save
 
 
 def opened(path, limits=DEFAULT_LIMITS):
     return open_archive(Probe(path, limits))
 
 
-def save(path, data):
-    path.write_bytes(data)
-    return path
-
-
 def test_records_are_read_without_the_folder(tmp_path):
-    found = opened(save(tmp_path / "m.pth", build([("x/data.pkl", b"12"), ("x/data/0", b"345")])))
+    found = opened(save(tmp_path, build([("x/data.pkl", b"12"), ("x/data/0", b"345")])))
     assert found.folder == "x"
     assert {name: record.data.read() for name, record in found.records.items()} == {
         "data.pkl": b"12",
@@ -37,7 +32,7 @@ def test_records_are_read_without_the_folder(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"P", b"PK\5\6" + bytes(18), b"\x80\x02.", b"text"])
 def test_what_does_not_begin_as_a_zip_is_none(tmp_path, content):
-    assert opened(save(tmp_path / "m.pth", content)) is None
+    assert opened(save(tmp_path, content)) is None
 
 
 def test_every_record_of_a_real_file_reads_as_zipfile_reads_it(fixtures):
@@ -178,7 +173,7 @@ def test_a_record_that_claims_to_inflate_beyond_what_deflate_can_is_refused():
 
 def test_a_truncated_file_says_how_much_is_missing(fixtures, tmp_path):
     data = (fixtures / "torch-2.13.0" / "single.pth").read_bytes()
-    path = save(tmp_path / "cut.pth", data[:2000])
+    path = save(tmp_path, data[:2000])
     with pytest.raises(TruncatedFile) as caught:
         opened(path)
     assert "zip directory, which stands at its end, is missing" in str(caught.value)
@@ -190,13 +185,13 @@ def test_a_truncated_file_says_how_much_is_missing(fixtures, tmp_path):
 def test_a_file_cut_before_its_pickle_ends_still_says_what_it_has(fixtures, tmp_path):
     data = (fixtures / "torch-2.13.0" / "single.pth").read_bytes()
     with pytest.raises(TruncatedFile, match="it has 100 bytes"):
-        opened(save(tmp_path / "cut.pth", data[:100]))
+        opened(save(tmp_path, data[:100]))
 
 
 def test_only_the_end_missing_is_truncated_too(fixtures, tmp_path):
     data = (fixtures / "torch-2.13.0" / "single.pth").read_bytes()
     with pytest.raises(TruncatedFile, match=f"it has {len(data) - 22:,} bytes"):
-        opened(save(tmp_path / "cut.pth", data[:-22]))
+        opened(save(tmp_path, data[:-22]))
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import lzma
 import os
 import struct
 import subprocess
-import tarfile
 import zipfile
 
 import pytest
@@ -23,6 +22,7 @@ from ckptool.formats import open_checkpoint
 from ckptool.formats.base import Probe
 from ckptool.formats.identify import FOLDER_KINDS, MAGICS, ZIP_KINDS, explain
 from ckptool.limits import DEFAULT_LIMITS
+from tests.formats.zips import tarred
 
 
 def explained(path):
@@ -222,7 +222,7 @@ def test_a_real_gzip_says_how_to_unpack_it(content, tmp_path):
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
 def test_what_unpacks_writes_over_nothing(content, tmp_path, pack):
     (tmp_path / "model.pth").write_bytes(b"mine")
-    inner = packed(**{"model.pth": b"theirs" * 5000})
+    inner = tarred({"model.pth": b"theirs" * 5000})
     hints = [content(raw, "x y.tar.gz").hint for raw in (pack(inner), inner)]
     assert hints[0] == hints[1]
     subprocess.run(hints[0].removeprefix("unpack it: "), shell=True, check=True, cwd=tmp_path)
@@ -334,27 +334,17 @@ def test_a_damaged_zip(tmp_path):
     assert is_refused(path, broken, CorruptFile, "the zip directory is damaged")
 
 
-def packed(**members):
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
 def test_a_tar(content, tmp_path):
-    error = content(packed(**{"run/model.pth": b"x", "run/log": b""}))
+    error = content(tarred({"run/model.pth": b"x", "run/log": b""}))
     assert is_a(error, NotACheckpoint, "a tar archive that holds 'run/model.pth', 'run/log'")
     folder = f"{tmp_path}/model.pth.unpacked"
     unpacking = f"mkdir {folder} && tar -xf {tmp_path}/model.pth -C {folder}"
     assert error.hint == f"unpack it: {unpacking}"
-    error = content(packed(**{"./model_config.yaml": b"x", "./model_weights.ckpt": b"x"}))
+    error = content(tarred({"./model_config.yaml": b"x", "./model_weights.ckpt": b"x"}))
     assert is_a(error, UnsupportedFormat, "a NeMo model")
     weights = "./model_weights.ckpt"
     assert error.hint == f"{unpacking} {weights} && ckptool list {folder}/{weights}"
-    cut = packed(a=b"x" * 9000)[:5000]
+    cut = tarred({"a": b"x" * 9000}, mtime=0)[:5000]
     assert is_refused(
         tmp_path / "cut",
         cut,

@@ -18,6 +18,7 @@ from ckptool.formats import open_checkpoint
 from ckptool.formats.placements import owned_rows
 from ckptool.inspection.verify import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
+from tests.formats.zips import resaved
 
 
 def cut(tensor, mesh, placements, place):
@@ -78,9 +79,7 @@ def file(folder, rank, world=2):
 
 def changed(folder, rank, change):
     """Change the dict that a rank's file holds."""
-    state = torch.load(file(folder, rank), weights_only=False)
-    change(state)
-    torch.save(state, file(folder, rank))
+    resaved(file(folder, rank), change)
     return folder
 
 

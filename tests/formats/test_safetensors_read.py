@@ -15,7 +15,7 @@ from ckptool.formats import open_checkpoint
 from ckptool.formats.base import Probe
 from ckptool.formats.safetensors import SAFETENSORS
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from tests.formats.safetensors_files import BY_TORCH, entry, raw_file
+from tests.formats.safetensors_files import BY_TORCH, as_bytes, entry, raw_file
 
 
 def refused(path, error=CorruptFile):
@@ -25,10 +25,6 @@ def refused(path, error=CorruptFile):
     assert type(caught.value) is error
     assert caught.value.file == str(path)
     return caught.value.message
-
-
-def as_bytes(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("name", BY_TORCH)

@@ -22,12 +22,7 @@ from ckptool.files import ByteRange, FileSource
 from ckptool.formats import open_checkpoint
 from ckptool.formats.safetensors import SAFETENSORS
 from ckptool.writing import save
-from tests.formats.safetensors_files import BY_TORCH, entry, raw_file
-
-
-def as_bytes(tensor):
-    plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1).clone()
-    return plain.view(torch.uint8).numpy().tobytes()
+from tests.formats.safetensors_files import BY_TORCH, as_bytes, entry, raw_file
 
 
 def equal(found, expected):

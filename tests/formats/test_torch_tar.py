@@ -1,4 +1,3 @@
-import io
 import pickle
 import struct
 import tarfile
@@ -13,7 +12,7 @@ from ckptool.formats.torch_tar import TORCH_TAR, is_tar, read_members
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from tests.formats.legacy_streams import Pid, dumps
 from tests.formats.zips import read as read_as
-from tests.formats.zips import values
+from tests.formats.zips import tarred, values
 
 FLOATS = (10, "cpu", torch.FloatStorage), 6, struct.pack("<6f", *range(6))
 LONGS = (11, "cuda:2", torch.LongStorage), 2, struct.pack("<2q", 7, 8)
@@ -59,21 +58,11 @@ def members(**changed):
     return {**usual, **changed}
 
 
-def pack(named, form=tarfile.PAX_FORMAT, mtime=1500000000.25):
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:", format=form) as tar:
-        for name, data in named.items():
-            info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(data), mtime
-            tar.addfile(info, io.BytesIO(data))
-    return out.getvalue()
-
-
 read = partial(read_as, TORCH_TAR)
 
 
 def test_a_tar_reads_as_torch_reads_it(file):
-    path = file(pack(members()))
+    path = file(tarred(members()))
     expected = torch.load(path, weights_only=False, map_location="cpu")
     with read(path) as checkpoint:
         root = checkpoint.root
@@ -91,7 +80,7 @@ def test_a_tar_reads_as_torch_reads_it(file):
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
 def test_every_kind_of_tar(file, form):
-    with read(file(pack(members(), form, mtime=0))) as checkpoint:
+    with read(file(tarred(members(), form, mtime=0))) as checkpoint:
         assert values(checkpoint.root["n"]) == [7, 8]
 
 
@@ -101,7 +90,7 @@ def test_a_view_is_the_part_of_the_storage_that_it_looks_at(file):
     parts = members(
         storages=storages([FLOATS], views), tensors=tensors(over_view), pickle=dumps([TREE["w"]])
     )
-    path = file(pack(parts))
+    path = file(tarred(parts))
     expected = torch.load(path, weights_only=False)
     with read(path) as checkpoint:
         assert values(checkpoint.root[0]) == expected[0].tolist() == [2, 4]
@@ -113,7 +102,7 @@ def test_a_storage_may_be_referred_to_and_a_class_with_its_source(file):
     cls.pid = (torch.nn.Linear, "linear.py", "class Linear: ...")
     storage = Pid()
     storage.pid = "10"
-    with read(file(pack(members(pickle=dumps([storage, cls]))))) as checkpoint:
+    with read(file(tarred(members(pickle=dumps([storage, cls]))))) as checkpoint:
         found, module = checkpoint.root
         assert found.dtype == "float32"
         assert found.storage.key == "10"
@@ -126,12 +115,12 @@ def test_the_first_tar_had_no_locations(file):
     parts = members(
         storages=storages([entry]), tensors=tensors(TENSORS[:1]), pickle=dumps([TREE["w"]])
     )
-    with read(file(pack(parts))) as checkpoint:
+    with read(file(tarred(parts))) as checkpoint:
         assert checkpoint.devices == {"cpu": 1}
 
 
 def test_another_tar_is_not_taken(file):
-    probe = Probe(file(pack({"a.txt": b"a", "pickle": b"b"})), DEFAULT_LIMITS)
+    probe = Probe(file(tarred({"a.txt": b"a", "pickle": b"b"})), DEFAULT_LIMITS)
     assert not TORCH_TAR.recognise(probe)
     probe.close()
 
@@ -185,14 +174,14 @@ MANY = ((20, 10, torch.FloatTensor), (1,) * 65, (1,) * 65, 0)
     ],
 )
 def test_a_member_that_breaks_a_rule_is_damage(file, changed, words):
-    path = file(pack(members(**changed)))
+    path = file(tarred(members(**changed)))
     with pytest.raises(CorruptFile, match=words) as error:
         read(path)
     assert str(path) in str(error.value)
 
 
 def test_a_tar_cut_anywhere_is_an_error_or_no_torch_tar(file):
-    whole = pack(members())
+    whole = tarred(members())
     end = max(data.offset + data.length for data in spans(whole, file).values())
     for length in range(600, end, 97):
         path = file(whole[:length])
@@ -218,14 +207,14 @@ def spans(data, file):
 def test_names_sizes_and_order_are_those_that_tarfile_wrote(file):
     named = {"a": b"", "b/" + "long" * 40: b"x" * 513, "ö": b"yy"}
     for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
-        assert {name: data.length for name, data in spans(pack(named, form), file).items()} == {
+        assert {name: data.length for name, data in spans(tarred(named, form), file).items()} == {
             name: len(data) for name, data in named.items()
         }
 
 
 def test_a_split_name_of_ustar(file):
     name = "d" * 90 + "/" + "f" * 90
-    assert list(spans(pack({name: b"1"}, tarfile.USTAR_FORMAT, 0), file)) == [name]
+    assert list(spans(tarred({name: b"1"}, tarfile.USTAR_FORMAT, 0), file)) == [name]
 
 
 def header(name=b"a", size=b"00000000000\0", kind=b"0"):

@@ -34,6 +34,7 @@ from tests.formats.zips import (
     read,
     records_of,
     save,
+    saved,
     written,
 )
 
@@ -57,12 +58,6 @@ FILES = [
     "ecosystem/newdtypes.pth",
     "ecosystem/lightning.ckpt",
 ]
-
-
-def saved(obj):
-    buffer = io.BytesIO()
-    torch.save(obj, buffer)
-    return buffer.getvalue()
 
 
 def repacked(records, folder="archive", **changes):

@@ -1,7 +1,6 @@
 """Planning an edit of a torch zip: what goes into its directory, and what takes a new file."""
 
 import argparse
-import io
 import re
 from dataclasses import replace
 
@@ -26,7 +25,8 @@ from tests.formats.edits import (
     names,
     real_offsets,
 )
-from tests.formats.zips import Entry, Sink, archive, build, written
+from tests.formats.zips import Entry, Sink, archive, build, saved, written
+from tests.formats.zips import records_of as all_records
 from tests.test_fixtures import FIXTURES
 
 
@@ -68,10 +68,7 @@ def test_what_lets_torch_compute_offsets_stays_only_where_they_are_right(file, n
 
 def records_of(content, **changes):
     """The records of what torch saves, some changed or (None) left out."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    found = archive(buffer.getvalue()).records
-    records = {name: record.data.read() for name, record in found.items()} | changes
+    records = all_records(saved(content)) | changes
     return [literal(name, data) for name, data in records.items() if data is not None]
 
 

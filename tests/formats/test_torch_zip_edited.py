@@ -1,6 +1,5 @@
 """Torch zips edited in place, as torch reads them by every way that it has to load a file."""
 
-import io
 import tempfile
 import zipfile
 from collections import Counter
@@ -36,7 +35,7 @@ from tests.formats.edits import (
     pickle_of,
     real_offsets,
 )
-from tests.formats.zips import archive
+from tests.formats.zips import Holes, archive
 from tests.test_fixtures import FIXTURES, ORACLES, judge
 from tests.test_written import listing
 from tests.trees import checkpoint as checkpoint_of
@@ -187,19 +186,6 @@ def test_one_edit_after_another(file):
         assert Counter(row["sha256"] for row in found["tensors"]) == hashes
         assert {row["device"] for row in found["tensors"]} == {"cpu"}
     assert meta_offsets(path).items() <= real_offsets(path).items()
-
-
-class Holes:
-    """An `Output` into a file, with holes where tensors are."""
-
-    def __init__(self, file):
-        self.file = file
-        self.tell = file.tell
-        self.write = file.write
-
-    def copy_checked(self, data):
-        self.file.seek(data.length, io.SEEK_CUR)
-        return 0
 
 
 def sparse_file(path, sizes):

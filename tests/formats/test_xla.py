@@ -10,6 +10,7 @@ import ckptool
 from ckptool.cli import main
 from ckptool.errors import CorruptFile, FileMissing
 from ckptool.formats import open_checkpoint
+from tests.formats.zips import resaved
 
 FSDP = ["flat", "rows", "runs"]
 
@@ -30,12 +31,6 @@ def folder(request, fixtures, tmp_path):
 
 def rank(folder, number):
     return folder / f"run_rank-{number:08d}-of-00000002.pth"
-
-
-def changed(path, change):
-    content = torch.load(path, weights_only=False)
-    change(content)
-    torch.save(content, path)
 
 
 def test_tensors_beside_the_file_are_its_own(xser, tmp_path):
@@ -103,7 +98,7 @@ def test_the_weights_of_all_ranks_load_into_the_bare_model(folder):
 
 
 def test_the_optimizer_of_one_rank_is_left_out_and_said(folder):
-    changed(rank(folder, 0), lambda one: one.update(optimizer={"state": {0: torch.ones(2)}}))
+    resaved(rank(folder, 0), lambda one: one.update(optimizer={"state": {0: torch.ones(2)}}))
     with open_checkpoint(folder) as checkpoint:
         assert list(checkpoint.root) == ["model", "epoch"]
         assert "optimizer" in checkpoint.details.notes[1]
@@ -115,11 +110,11 @@ def test_ranks_that_are_missing_or_of_another_save(folder):
     with pytest.raises(FileMissing, match="lacks the file of rank 1 of 2"):
         open_checkpoint(folder)
     rank(folder, 1).write_bytes(kept)
-    changed(rank(folder, 1), lambda one: one["shard_metadata"].update(rank=7))
+    resaved(rank(folder, 1), lambda one: one["shard_metadata"].update(rank=7))
     with pytest.raises(FileMissing, match="rank 1 of 2"):
         open_checkpoint(folder)
     rank(folder, 1).write_bytes(kept)
-    changed(rank(folder, 1), lambda one: one["shard_metadata"].update(world_size=3))
+    resaved(rank(folder, 1), lambda one: one["shard_metadata"].update(world_size=3))
     with pytest.raises(CorruptFile, match="the world size is 2"):
         open_checkpoint(folder)
 
@@ -134,7 +129,7 @@ def test_ranks_that_are_missing_or_of_another_save(folder):
     ],
 )
 def test_parts_that_do_not_make_a_parameter(folder, change):
-    changed(rank(folder, 1), change)
+    resaved(rank(folder, 1), change)
     with pytest.raises(CorruptFile):
         open_checkpoint(folder)
 
@@ -149,7 +144,7 @@ def test_parts_that_do_not_make_a_parameter(folder, change):
     ],
 )
 def test_books_that_say_nonsense(folder, books):
-    changed(rank(folder, 0), lambda one: one["shard_metadata"].update(books))
+    resaved(rank(folder, 0), lambda one: one["shard_metadata"].update(books))
     with pytest.raises(CorruptFile):
         open_checkpoint(folder)
 

@@ -19,6 +19,7 @@ from ckptool.errors import CheckpointError, CorruptFile, FileMissing, Unsupporte
 from ckptool.inspection.listing import list_tensors
 from ckptool.inspection.verify import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
+from tests.formats.zips import resaved
 
 ZERO = Path(__file__).parents[2] / "fixtures" / "zero"
 STEPS = sorted(one.name for one in ZERO.iterdir() if (one / "latest").exists())
@@ -65,10 +66,7 @@ def file(folder, end):
 
 def changed(folder, end, change):
     """Change what a file has, or the dict of its optimizer."""
-    path = file(folder, end)
-    state = torch.load(path, weights_only=False)
-    change(state.get("optimizer_state_dict", state))
-    torch.save(state, path)
+    resaved(file(folder, end), lambda state: change(state.get("optimizer_state_dict", state)))
 
 
 def hashes(source):

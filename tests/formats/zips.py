@@ -1,9 +1,13 @@
 """Zips made by hand, for the tests: any lie a directory can tell; and a place to write to."""
 
 import hashlib
+import io
 import struct
+import tarfile
 import zlib
 from dataclasses import dataclass, field
+
+import torch
 
 from ckptool.errors import CheckpointError
 from ckptool.files import ByteRange, MemorySource
@@ -138,6 +142,30 @@ def save(folder, data, name="model.pth"):
     return path
 
 
+def saved(content):
+    """The bytes that torch saves."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def resaved(path, change):
+    """Change what torch saved into a file."""
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+def tarred(members, form=tarfile.PAX_FORMAT, mtime=1500000000.25):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:", format=form) as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(data), mtime
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
 def records_of(data):
     return {name: record.data.read() for name, record in archive(data).records.items()}
 
@@ -180,6 +208,22 @@ class Sink:
             crc = zlib.crc32(block, crc)
             self.data += block
         return crc
+
+
+class Holes:
+    """An `Output` into a file, with holes where tensors are."""
+
+    def __init__(self, file):
+        self.file = file
+        self.tell = file.tell
+        self.write = file.write
+
+    def copy_checked(self, data):
+        return self.skip(data.length)
+
+    def skip(self, size):
+        self.file.seek(size, io.SEEK_CUR)
+        return 0
 
 
 def written(plan):
