@@ -26,7 +26,6 @@ __all__ = [
 ]
 
 _LOOKED_AT = 64 << 10
-_ZEROS = 1 << 20
 _MOST_JSON = 32 << 20
 _LONGEST_NAME = 240
 """Bytes of a file's name; 255 are allowed, and a number may come."""
@@ -261,17 +260,14 @@ def _data(probe: Probe) -> Finding | None:
 
 
 def _first(probe: Probe, count: int) -> bytes:
-    return b"" if probe.source is None else probe.source.read(0, min(probe.source.size, count))
+    return probe.opened().read(0, min(probe.opened().size, count))
 
 
 def _filled(text: str, probe: Probe, **more: str) -> str:
-    """Fill the braces of a hint: words of a shell, texts of Python (`place`, `stem`)."""
-    folder = os.path.dirname(probe.path) or "."
+    """Fill the braces of a hint with words of a shell."""
     return text.format(
         file=shell(probe.path),
-        folder=shell(folder),
-        place=repr(folder),
-        stem=repr(os.path.splitext(probe.path)[0]),
+        folder=shell(os.path.dirname(probe.path) or "."),
         unpacked=shell(unused(f"{probe.path}.unpacked")),
         **more,
     )
@@ -286,29 +282,22 @@ def _nothing(probe: Probe) -> Finding | None:
     if any(magic != head and magic.startswith(head) for magic in _CUT):
         what = f"cut off after {counted(len(head), 'byte')}, in the very mark of its format"
         return Finding(what, TruncatedFile.usual_hint, TruncatedFile)
-    if probe.source is None or head.strip(b"\0"):
+    if head.strip(b"\0"):
         return None
-    size = probe.source.size
-    if _first(probe, _ZEROS).strip(b"\0"):
-        what = "a file that begins with a run of zero bytes, and no checkpoint does"
-        return Finding(
-            what, "a download or copy that was broken off leaves such a file: get it again"
-        )
-    more = "" if size <= _ZEROS else f" in its first {_ZEROS:,} of {size:,} bytes"
     return Finding(
-        f"nothing but zero bytes{more}: space was reserved and its content never written",
+        "a file that begins with zero bytes: space was reserved, and its content never written",
         "a download, a copy or a crashed disk leaves such a file: fetch it again",
     )
 
 
 def _zip(probe: Probe) -> Finding | None:
     """Return what kind of zip it is, with its first names; None if it is no zip."""
-    if probe.source is None or not probe.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+    if not probe.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return None
     from ckptool.files import ByteRange
     from ckptool.formats.archive import find_end, read_directory
 
-    data = ByteRange(probe.source, 0, probe.source.size)
+    data = ByteRange(probe.opened(), 0, probe.opened().size)
     end = find_end(data)
     names = [entry.name for entry in read_directory(data, end, probe.limits)] if end else []
     for row in ZIP_KINDS:
@@ -330,9 +319,9 @@ def _tar(probe: Probe) -> Finding | None:
     """Return what a tar holds; None for anything else. Torch's own of 2017 is a format."""
     from ckptool.formats.torch_tar import is_tar, read_members
 
-    if probe.source is None or not is_tar(probe.head):
+    if not is_tar(probe.head):
         return None
-    names = list(read_members(probe.source, probe.limits))
+    names = list(read_members(probe.opened(), probe.limits))
     if any(name.endswith("model_config.yaml") for name in names):
         weights = next((name for name in names if name.endswith(".ckpt")), "model_weights.ckpt")
         hint = f"{_UNPACK} {{name}} && ckptool list {{target}}"
@@ -349,10 +338,8 @@ def _tar(probe: Probe) -> Finding | None:
 
 def _magic(probe: Probe) -> Finding | None:
     """Return what the first bytes, or the last, say that it is; None if they say nothing."""
-    if probe.source is None:
-        return None
-    head, size = probe.head, probe.source.size
-    ending = probe.source.read(max(0, size - 8), min(8, size))
+    head, size = probe.head, probe.opened().size
+    ending = probe.opened().read(max(0, size - 8), min(8, size))
     for row in MAGICS:
         held = ending if row.offset < 0 else head[row.offset :]
         if re.match(row.magic if row.is_pattern else re.escape(row.magic), held, re.DOTALL):

@@ -15,6 +15,7 @@ from ckptool.formats.base import Format, Probe, Refusal, pickled
 from ckptool.formats.identify import JOBLIB_HINT
 from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.model import Opaque, find_tensors
+from ckptool.symbolic import Unpickled
 from ckptool.words import are, counted
 
 __all__ = ["PICKLE"]
@@ -40,14 +41,12 @@ class PickleFile(Format):
 
     def recognise(self, probe: Probe) -> bool:
         """Return whether it states a pickle protocol, or reads as a pickle of protocol 0 or 1."""
-        if probe.source is None:
-            return False
         if _WITH_PROTOCOL.match(probe.head):
             return True
         if not _WITHOUT.match(probe.head):
             return False
         try:
-            root = unpickle_outer(ByteRange(probe.source, 0, probe.source.size), probe.limits).root
+            root = _unpickled(probe).root
         except CheckpointError:
             return False
         return isinstance(root, (dict, list, tuple, Opaque))
@@ -56,7 +55,7 @@ class PickleFile(Format):
         """Return the checkpoint; the bytes of arrays and plain pickled tensors are in memory."""
         source = probe.opened()
         try:
-            found = unpickle_outer(ByteRange(source, 0, source.size), probe.limits)
+            found = _unpickled(probe)
         except CheckpointError as error:
             if _JOBLIB in source.read(0, min(source.size, _LOOKED_AT)):
                 raise _of_joblib(probe) from error
@@ -76,6 +75,11 @@ class PickleFile(Format):
             else (),
         )
         return Checkpoint(found.root, self.name, probe.path, details, sources=(source,))
+
+
+def _unpickled(probe: Probe) -> Unpickled:
+    source = probe.opened()
+    return unpickle_outer(ByteRange(source, 0, source.size), probe.limits)
 
 
 def _of_joblib(probe: Probe) -> UnsupportedFormat:

@@ -154,9 +154,9 @@ class TorchTar(Format):
 
     def recognise(self, probe: Probe) -> bool:
         """Return whether it is a tar with the members that torch's had."""
-        if probe.source is None or not is_tar(probe.head):
+        if not is_tar(probe.head):
             return False
-        members = read_members(probe.source, probe.limits)
+        members = read_members(probe.opened(), probe.limits)
         return all(name in members for name in _MEMBERS)
 
     def read(self, probe: Probe) -> Checkpoint:

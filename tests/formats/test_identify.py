@@ -93,9 +93,8 @@ def test_a_file_cut_in_its_mark(content, head):
 
 
 def test_zeros(content):
-    assert is_a(content(bytes(3000)), NotACheckpoint, "nothing but zero bytes")
-    assert is_a(content(bytes(2 << 20)), NotACheckpoint, "in its first 1,048,576 of 2,097,152")
-    assert is_a(content(bytes(3000) + b"x"), NotACheckpoint, "begins with a run of zero bytes")
+    assert is_a(content(bytes(3000)), NotACheckpoint, "begins with zero bytes")
+    assert is_a(content(bytes(3000) + b"x"), NotACheckpoint, "begins with zero bytes")
 
 
 def test_bytes_of_no_known_kind(content):
