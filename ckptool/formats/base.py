@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptool.checkpoint import MEMORY, Checkpoint, Details
-from ckptool.errors import CheckpointError, CorruptFile, FileMissing
+from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.files.place import place_of
 from ckptool.limits import Limits
@@ -41,6 +41,7 @@ __all__ = [
     "Refusal",
     "WritableFormat",
     "naming",
+    "needing",
     "of_files",
     "pickled",
 ]
@@ -193,6 +194,16 @@ def naming(
             raise
         what = f"{subject} breaks a rule of {rules_of}: {type(error).__name__}, {error}"
         raise CorruptFile(what.lstrip(), file=file, hint=hint) from error
+
+
+@contextmanager
+def needing(package: str, what: str, file: str) -> Iterator[None]:
+    """Name the package that an import in a block needs, and what of the file it is for."""
+    try:
+        yield
+    except ImportError as error:
+        what, hint = f"{what}, and {package} is not installed", f"pip install {package}"
+        raise UnsupportedFormat(what, file=file, hint=hint) from error
 
 
 class Probe:

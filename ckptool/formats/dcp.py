@@ -40,6 +40,7 @@ from ckptool.formats.base import (
     Record,
     Refusal,
     naming,
+    needing,
 )
 from ckptool.formats.placements import attributes_of, row_major_data
 from ckptool.formats.registry import ZIP_MAGIC
@@ -459,14 +460,8 @@ def _unpacked(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
             file=file,
             hint="load it with torch.distributed.checkpoint and save it without an extension",
         )
-    try:
+    with needing("zstandard", "is compressed with zstd", file):
         import zstandard
-    except ImportError as error:
-        raise UnsupportedFormat(
-            "is compressed with zstd, and zstandard is not installed",
-            file=file,
-            hint="pip install zstandard",
-        ) from error
     stated = min(item.elements, limits.max_repeated_bytes) + _AROUND
     most = max(data.length * limits.max_inflation, stated)
     try:

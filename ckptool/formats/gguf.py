@@ -17,7 +17,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.files.computed import ComputedSource
-from ckptool.formats.base import Format, Probe, Refusal, naming
+from ckptool.formats.base import Format, Probe, Refusal, naming, needing
 from ckptool.formats.cursor import Cursor
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef, plain_tensor
@@ -208,16 +208,10 @@ def _dequantised(
     data: ByteRange, name: str, block: int, size: int, offset: int, buffer: memoryview
 ) -> None:
     """Fill `buffer` with float32 from `offset` (bytes) on, by the blocks that it touches."""
-    try:
+    with needing("gguf", f"its tensors are quantised ({name})", data.source.name):
         import numpy
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
-    except ImportError as error:
-        raise UnsupportedFormat(
-            f"its tensors are quantised ({name}), and the package gguf is not installed",
-            file=data.source.name,
-            hint="pip install gguf",
-        ) from error
     first, last = offset // (4 * block), -(-(offset + len(buffer)) // (4 * block))
     raw = numpy.frombuffer(data.read(first * size, (last - first) * size), numpy.uint8)
     try:

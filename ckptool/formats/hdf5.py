@@ -22,7 +22,7 @@ from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, Unsuppor
 from ckptool.files import ByteRange, MemorySource, Source
 from ckptool.files.tiled import late
 from ckptool.formats.archive import open_archive, opened_archive
-from ckptool.formats.base import Format, Probe, Refusal
+from ckptool.formats.base import Format, Probe, Refusal, needing
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.statedict import OF_THE_MODEL
@@ -115,12 +115,8 @@ class _Stream(io.RawIOBase):
 def _opened(data: ByteRange) -> Iterator[Any]:
     """Open the file by h5py, whose errors are put into words."""
     file = data.source.name
-    try:
+    with needing("h5py", "is HDF5", file):
         import h5py
-    except ImportError as error:
-        raise UnsupportedFormat(
-            "is HDF5, and h5py is not installed", file=file, hint="pip install h5py"
-        ) from error
     try:
         with h5py.File(_Stream(data), "r") as found:
             yield found

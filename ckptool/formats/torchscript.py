@@ -21,7 +21,7 @@ from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Format, Probe, Refus
 from ckptool.formats.torch_zip import Storages, read_contents, records_are
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, Storage, TensorRef, find_tensors
-from ckptool.modules import holds_tensors
+from ckptool.modules import Visits, holds_tensors
 from ckptool.symbolic import unpickle
 from ckptool.words import counted
 
@@ -195,9 +195,8 @@ class _Collector:
 
     def __init__(self, archive: Archive, limits: Limits) -> None:
         self.archive = archive
-        self.limits = limits
         self.code_left = limits.max_code_bytes
-        self.visits_left = limits.max_repeats
+        self.visits = Visits(limits)
         self.files: dict[str, dict[str, _ClassSource]] = {}
         self.opaque = 0
         self.names = OrderedMap()
@@ -215,13 +214,7 @@ class _Collector:
         return self.names
 
     def _module(self, module: Opaque, prefix: str, depth: int) -> None:
-        self.visits_left -= 1
-        if depth > self.limits.max_depth or self.visits_left < 0:
-            raise LimitExceeded(
-                f"its modules are nested deeper than {self.limits.max_depth}, "
-                f"or mentioned more than {self.limits.max_repeats:,} times",
-                file=self.archive.path,
-            )
+        self.visits.enter(module, len(module.attributes), depth)
         source = self._source(module)
         if not source.is_module:
             return

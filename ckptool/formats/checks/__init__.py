@@ -52,9 +52,7 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
         case "torch-zip":
             contents = probe.ask(contents_of)
             found += Findings(notes=checkpoint.details.left_behind)
-            return found + torch_zip_findings(
-                contents.storages.archive, contents, unzipped=probe.is_folder
-            )
+            return found + torch_zip_findings(contents, unzipped=probe.is_folder)
         case "fsdp-ranks":
             return found + Findings(notes=checkpoint.details.left_behind)
         case "safetensors-sharded" | "torch-sharded":

@@ -306,8 +306,9 @@ def _notes(archive: Archive, unstated: int) -> Iterator[str]:
         )
 
 
-def torch_zip_findings(archive: Archive, contents: Contents, *, unzipped: bool) -> Findings:
+def torch_zip_findings(contents: Contents, *, unzipped: bool) -> Findings:
     """Return what torch refuses, or reads otherwise, of a zip that reads well."""
+    archive = contents.storages.archive
     problems = [*_behind_pickle(archive, contents)]
     if not unzipped:
         problems += [
