@@ -24,6 +24,7 @@ from ckptool.words import listed
 
 __all__ = [
     "COUNT",
+    "MACHINE",
     "MAGIC",
     "MAGIC_BYTES",
     "MAGIC_NUMBER",
@@ -37,6 +38,12 @@ __all__ = [
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 VERSION = 1001
+MACHINE = {
+    "protocol_version": VERSION,
+    "little_endian": True,
+    "type_sizes": {"short": 2, "int": 4, "long": 4},
+}
+"""What torch has always written of the machine: every torch unpickles it, and none looks at it."""
 MAGIC = re.compile(
     rb"(?:\x80[\x02\x03]|\x80[\x04\x05](?:\x95.{8})?)\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L%dL\n\."
     % MAGIC_NUMBER,

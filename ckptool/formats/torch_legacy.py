@@ -12,6 +12,7 @@ from ckptool.files.strided import swapped
 from ckptool.formats.base import NewFile, Plan, Probe, WritableFormat, pickled
 from ckptool.formats.legacy_stream import (
     COUNT,
+    MACHINE,
     MAGIC,
     MAGIC_BYTES,
     MAGIC_NUMBER,
@@ -24,13 +25,6 @@ if TYPE_CHECKING:
     from ckptool.files.atomic import Output
 
 __all__ = ["TORCH_LEGACY"]
-
-_SYS_INFO = {
-    "protocol_version": VERSION,
-    "little_endian": True,
-    "type_sizes": {"short": 2, "int": 4, "long": 4},
-}
-"""Read by nobody, but unpickled by every torch."""
 
 
 def _untyped(checkpoint: Checkpoint) -> NotRepresentable:
@@ -98,7 +92,7 @@ class TorchLegacy(WritableFormat):
             swap = BY_NAME[name].swap_size if storage.byteorder == "big" else 1
             payloads.append((storage.data, count, swap))
         keys = [str(index) for index in range(len(payloads))]
-        head = b"".join(encode(piece).data for piece in (MAGIC_NUMBER, VERSION, _SYS_INFO))
+        head = b"".join(encode(piece).data for piece in (MAGIC_NUMBER, VERSION, MACHINE))
         head += encoded.data + encode(keys).data
 
         def write(output: Output) -> None:

@@ -12,9 +12,9 @@ from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Archive, Checksum, Findings, Probe, Problem
 from ckptool.formats.checks.zip_headers import header_problems
 from ckptool.formats.legacy_stream import (
+    MACHINE,
     MAGIC,
     MAGIC_BYTES,
-    VERSION,
     LegacyStream,
     unpickle_outer,
     unpickle_record,
@@ -141,8 +141,6 @@ def _is_dtype_made(args: tuple[Any, ...], state: Any) -> bool:
 
 _MOST_BEHIND = 100
 """Streams that are read behind the first: a few hundred bytes are one."""
-_SIZES = {"short": 2, "int": 4, "long": 4}
-"""What torch has always written as `type_sizes`: sizes of Python's `struct`, not of the machine."""
 _PART = 1 << 20
 
 
@@ -175,17 +173,8 @@ def _machine_faults(data: ByteRange, limits: Limits) -> Iterator[Problem]:
 
 def _is_machine(facts: Any) -> bool:
     """Return whether it is what torch writes there, as far as it is there."""
-    if not isinstance(facts, dict) or not facts.keys() <= {
-        "protocol_version", "little_endian", "type_sizes",
-    }:  # fmt: skip
-        return False
-    sizes = facts.get("type_sizes", _SIZES)
-    return (
-        facts.get("protocol_version", VERSION) == VERSION
-        and isinstance(facts.get("little_endian", True), bool)
-        and isinstance(sizes, dict)
-        and sizes.items() <= _SIZES.items()
-    )
+    order = facts.get("little_endian", True) if isinstance(facts, dict) else None
+    return isinstance(order, bool) and {**facts, "little_endian": True}.items() <= MACHINE.items()
 
 
 def _behind(data: ByteRange, end: int, limits: Limits, magic: int) -> Findings:
