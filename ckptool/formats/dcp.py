@@ -366,20 +366,21 @@ def _described(
     dtype = (properties.state if isinstance(properties, Opaque) else properties)[0]
     if not isinstance(dtype, Global) or dtype.name not in BY_NAME:
         raise UnsupportedFormat(f"{printable(name)!r} is of a type that is not known")
-    chunks, itemsize = [], BY_NAME[dtype.name].itemsize
+    chunks, itemsize, shape = [], BY_NAME[dtype.name].itemsize, tuple(state["size"])
+    if len(shape) > DEFAULT_LIMITS.max_dimensions:
+        raise LimitExceeded(f"{printable(name)!r} has {len(shape):,} dimensions")
     for one in state["chunks"]:
         place = attributes_of(one)
         offsets, sizes = tuple(place["offsets"]), tuple(place["sizes"])
+        if not len(offsets) == len(sizes) == len(shape):
+            raise CorruptFile(f"{printable(name)!r} has chunks of other dimensions than its own")
         if (name, offsets) not in items:
             raise CorruptFile(f"the chunk at {list(offsets)} of {printable(name)!r} is in no file")
         item = items[name, offsets]._replace(elements=prod(sizes) * itemsize)
         chunks.append(_Chunk(offsets, sizes, item))
-    shape = tuple(state["size"])
     sizes_of = (shape, *(one.offsets for one in chunks), *(one.sizes for one in chunks))
     if not all(type(size) is int and size >= 0 for one in sizes_of for size in one):
         raise CorruptFile(f"{printable(name)!r} has a size or an offset that is not a number")
-    if any(len(one) != len(shape) for one in sizes_of):
-        raise CorruptFile(f"{printable(name)!r} has chunks of other dimensions than its own")
     return _Tensor(dtype.name, shape, tuple(chunks))
 
 

@@ -15,6 +15,7 @@ from ckptool.errors import CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.computed import gathered
 from ckptool.files.tiled import Tile
+from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import Opaque, TensorRef
 from ckptool.words import printable
 
@@ -157,9 +158,10 @@ def attributes_of(node: Any) -> dict[Any, Any]:
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:
-    """Return a list of counts as a tuple; an empty one of anything else."""
-    fits = isinstance(value, (list, tuple)) and all(type(one) is int and one >= 0 for one in value)
-    return tuple(value) if fits else ()
+    """Return a list of counts as a tuple; an empty one of anything else, and of too many."""
+    if not isinstance(value, (list, tuple)) or len(value) > DEFAULT_LIMITS.max_dimensions:
+        return ()
+    return tuple(value) if all(type(one) is int and one >= 0 for one in value) else ()
 
 
 def row_major_data(tensor: TensorRef, place: str, file: str) -> ByteRange:

@@ -19,7 +19,7 @@ from ckptool.errors import CheckpointError, CorruptFile, FileMissing
 from ckptool.files.computed import joined
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
 from ckptool.formats.opening import TORCH_FILES, opened_together
-from ckptool.formats.placements import row_major_data
+from ckptool.formats.placements import row_major_data, sizes_of
 from ckptool.formats.torch_zip import TORCH_ZIP, stored_in
 from ckptool.limits import Limits
 from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor
@@ -170,7 +170,7 @@ def _whole(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any], li
         parts = [(one.root["model"].get(name), one.path) for one in ranks]
         full = f"{prefix}.{info['_orig_name']}" if prefix else info["_orig_name"]
         flat = books[0]["flatten_info"].get(full)
-        for key, one in _parameters(full, tuple(info["_orig_size"]), flat, parts):
+        for key, one in _parameters(full, sizes_of(info["_orig_size"]), flat, parts):
             (model if flat is None else unflattened)[_bare(key)] = one
     root = {key: one for key, one in ranks[0].root.items() if key != "shard_metadata"}
     notes = []
@@ -204,7 +204,7 @@ def _parameters(
     named = [(name, shape)]
     if flat is not None:
         paths = (f"{below}.{one}" if below else one for one in flat[0])
-        named = list(zip(paths, map(tuple, flat[1]), strict=True))
+        named = list(zip(paths, map(sizes_of, flat[1]), strict=True))
     held, start = whole.length // first.itemsize, 0
     if prod(shape) != sum(prod(one) for _, one in named) or prod(shape) > held:
         what = f"{printable(name)!r} of shape {list(shape)} has {held:,} elements in all ranks"

@@ -27,7 +27,7 @@ from ckptool.files.place import place_of
 from ckptool.files.tiled import late
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
 from ckptool.formats.opening import TORCH_FILES, opened_together
-from ckptool.formats.placements import attributes_of, row_major_data
+from ckptool.formats.placements import attributes_of, row_major_data, sizes_of
 from ckptool.formats.torch_zip import stored_in
 from ckptool.limits import Limits
 from ckptool.model import Opaque, TensorRef, plain_tensor, remade
@@ -616,7 +616,7 @@ def _shapes(groups: Any) -> list[dict[str, tuple[int, ...]]]:
     """Return the names and shapes of `param_shapes`: a dict for each group, or one alone."""
     found = [dict(group) for group in (groups if isinstance(groups, list) else [groups])]
     for name, shape in (item for group in found for item in group.items()):
-        if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in shape):
+        if not isinstance(name, str) or sizes_of(shape) != shape:
             raise CorruptFile(f"has no shape of the parameter {printable(repr(name))}")
     return found
 

@@ -190,6 +190,16 @@ def test_an_index_that_lies_is_refused_with_its_name(meshed, fault):
         assert not ckptool.verify(meshed).ok
 
 
+def test_dimensions_without_end_cost_nothing(folder):
+    sizes = torch.Size([1] * 65)
+    with_index(
+        folder,
+        lambda index: setattr(index.state_dict_metadata["model.weight"], "size", sizes),
+    )
+    with pytest.raises(LimitExceeded, match=r"'model.weight' has 65 dimensions"):
+        ckptool.open(folder)
+
+
 def test_a_class_of_the_index_is_never_made(folder):
     class Exploding:
         def __reduce__(self):
