@@ -98,7 +98,7 @@ def nested(depth):
         ({"w": b"\xdf\xff\xff\xff\xff"}, b"", "ends within a value"),
         ({"w": b"\xc1"}, b"", "0xc1 begins no value"),
         ({"w": 1}, b"\0", "1 bytes behind its end"),
-        (b"\x82" + packed("a") + packed(1) + packed("a") + packed(1), b"", "there twice"),
+        (b"\x82" + packed("a") + packed(1) + packed("a") + packed(1), b"", "occurs twice"),
         ({"a": {"b": 1}, "a.b": 2}, b"", "two arrays are called 'a.b'"),
         ({"w": {"__msgpack_chunked_array__": b"\xc3"}}, b"", "has no chunks"),
     ],
