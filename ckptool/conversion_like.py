@@ -161,7 +161,7 @@ class _Naming:
                 yield Change("fit", f"{text}, as {printable(self.names[name])}", 1)
         for names, what in (
             (report.missing_keys, f"of the model missing in {where}"),
-            (report.unexpected_keys, f"in {where} that the model has not"),
+            (report.unexpected_keys, f"in {where} that the model does not have"),
             (wrong, f"in {where} of another shape than the model's"),
         ):
             if names:
@@ -298,5 +298,5 @@ def _stays(file: str, part: Section) -> NotRepresentable:
 
 def _taken(file: str, name: str, where: str) -> NameCollision:
     return NameCollision(
-        f"{printable(name)!r} would stand twice in {where}", file=file or None, hint=_HINT
+        f"{printable(name)!r} would occur twice in {where}", file=file or None, hint=_HINT
     )

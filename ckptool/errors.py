@@ -187,7 +187,7 @@ class LimitExceeded(UnreadableFile, ValueError):
     """It asks for more than `limits.Limits` allows."""
 
     usual_hint = (
-        "no trainer writes such a file; where it is trusted, ckptool.open(file, "
+        "no trainer writes such a file; if you trust it, ckptool.open(file, "
         "limits=ckptool.Limits(...)) raises most limits"
     )
 

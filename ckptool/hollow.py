@@ -49,7 +49,7 @@ def hollow(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | N
     meta = [path for path, one in tensors if "meta" in (one.kind, one.device)]
     if meta:
         text = f"there are no values for {len(meta):,} of {counted(len(tensors), 'tensor')}: "
-        text += "meta tensors have no more than a shape"
+        text += "meta tensors have only a shape"
         remedy = "save it again from a model whose tensors have values"
         return Hollow("meta", text, remedy, tuple(map(name_of, meta)))
     if not any(one.shape == (0,) for _, one in tensors):

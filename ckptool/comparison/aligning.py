@@ -371,8 +371,8 @@ def _unpaired(left_a: list[str], left_b: list[str]) -> Iterator[str]:
     """Yield what to tell of state dicts, by address, that nothing stands against."""
     if left_a and left_b:
         yield (
-            f"A has the state dicts {listed(left_a)} and B has {listed(left_b)}: none of them is "
-            "compared, as nothing says which stands for which; --key chooses"
+            f"A has the state dicts {listed(left_a)} and B has {listed(left_b)}: they are not "
+            "compared, because nothing says which belong together; --key chooses one"
         )
 
 

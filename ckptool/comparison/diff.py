@@ -114,7 +114,7 @@ def _check_options(structure: bool, quick: bool, tolerant: bool, max_diffs: int 
     if structure and quick:
         raise UsageError(
             "--structure and --quick cannot be combined",
-            hint="--structure compares no values at all, --quick those of which a checksum tells",
+            hint="--structure compares no values, --quick compares checksums",
         )
     if tolerant and (structure or quick):
         raise UsageError(

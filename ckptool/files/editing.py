@@ -272,7 +272,7 @@ def _tail(fd: int, size: int, offset: int, length: int) -> str:
 
 def _unusable(path: str) -> CorruptFile:
     return CorruptFile(
-        "the journal beside it tells of no edit that is known here",
+        "the journal beside it was not written by this version of ckptool",
         file=path,
         hint=f"ckptool recover --discard {shell(path)}",
     )
@@ -280,7 +280,7 @@ def _unusable(path: str) -> CorruptFile:
 
 def _moved(path: str) -> CorruptFile:
     return CorruptFile(
-        "an edit of it was cut short, and then the file was copied or moved; nothing was touched",
+        "an edit of it was cut short, and then the file was copied or moved; nothing was changed",
         file=path,
         hint=f"roll the copy back: ckptool recover --force {shell(path)}",
     )
@@ -288,7 +288,7 @@ def _moved(path: str) -> CorruptFile:
 
 def _foreign(path: str, why: str) -> CorruptFile:
     return CorruptFile(
-        f"the journal beside it tells of an edit of other content ({why}); nothing was touched",
+        f"the journal beside it is for other content ({why}); nothing was changed",
         file=path,
         hint=f"keep the file as it is: ckptool recover --discard {shell(path)}",
     )

@@ -177,7 +177,8 @@ def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> Part:
         )
     if stop > FROM_THE_START:
         raise UnreadableFile(
-            "the server sends no parts of a file, and what is asked for lies far inside",
+            "the server does not support ranges, and the requested bytes are far from the "
+            "beginning",
             file=url,
             hint=_DOWNLOAD,
         )

@@ -79,7 +79,7 @@ def settle(path: str | os.PathLike[str]) -> None:
         if not has_journal(path):
             return
         raise WriteError(
-            "the journal of an edit lies beside it, and the file that it tells of is gone",
+            "the journal of an edit is there, and the edited file is gone",
             file=path,
             hint=f"ckptool recover --discard {shell(path)}",
         ) from error

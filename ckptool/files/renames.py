@@ -151,7 +151,7 @@ def _moves(target: str, journal: Journal) -> list[Move]:
         return [Move.from_facts(facts, target) for facts in journal.facts["files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptFile(
-            "the journal beside it tells of no set of files that is known here",
+            "the journal beside it was not written by this version of ckptool",
             file=target,
             hint=f"ckptool recover --discard {target}",
         ) from error

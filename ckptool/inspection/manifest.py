@@ -284,7 +284,7 @@ def _notes(pairs: _Pairs) -> Iterator[str]:
     if renamed:
         first = next(have for want, have in pairs.both if want.name != have.name)
         yield (
-            f"{counted(len(renamed), 'tensor')} told by section and wrappers off: "
+            f"{counted(len(renamed), 'tensor')} compared under other names: "
             f"{listed([renamed[0].name])} of the manifest is {listed([first.name])} here"
         )
     for counts, where in zip(

@@ -140,8 +140,10 @@ def _packed(checkpoint: Checkpoint) -> Part | None:
     """Detect TorchScript weights that are packed or were never written."""
     details = checkpoint.details
     if any(OPAQUE_CONSTANTS in text for text in details.left_behind):
-        text = "weights are missing: torch.jit.optimize_for_inference wrote none of what it packed"
-        return Part(text, "save the model again before optimize_for_inference")
+        return Part(
+            "weights are missing: torch.jit.optimize_for_inference does not write those it packs",
+            "save the model again before optimize_for_inference",
+        )
     if not format_of(checkpoint.format).is_program:
         return None
     if any(name.startswith(_PACKED) for name in (*details.globals, *blockers(checkpoint.root))):

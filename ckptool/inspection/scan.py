@@ -363,7 +363,7 @@ class _Scanner:
                 position += sum(COUNT.size + nbytes for nbytes in stored.values())
                 roots, stored = [], {}
         if raw is not None and position != data.length:
-            self.unread(where, f"what stands at byte {position:,} is not a pickle")
+            self.unread(where, f"the data at byte {position:,} is not a pickle")
         return keys
 
     def _storages(self, run: Judge) -> dict[str, int]:

@@ -412,7 +412,7 @@ class _Loading:
         options = {name: value for name, value in wanted.items() if takes_any or name in names}
         if "assign" in wanted and "assign" not in options:
             kind = type(self._model).__name__
-            raise self._refused(f"{kind}.load_state_dict takes no assign=, which it needs")
+            raise self._refused(f"{kind}.load_state_dict does not accept assign=, needed here")
         entries = self._target.entries
         before = {name: _version(entries[name]) for name in self._decided if name in entries}
         try:

@@ -275,7 +275,7 @@ class _Wanted:
             whole, shape = self._whole.get(name), shape_of(parameter)
             if getattr(parameter, "_is_flat_param", False) or (whole and shape and whole != shape):
                 raise MatchError(
-                    f"the optimizer's {printable(name)} is of FSDP, of which every rank has a part",
+                    f"the optimizer's {printable(name)} is from FSDP: each rank has a part of it",
                     hint=_SPREAD,
                 )
         if self.parameters and not {*self.names} & self.tensors.keys():

@@ -318,7 +318,7 @@ def difference(
     Args:
         report: What fits.
         lost: How many of the model's tensors are not in the file, or of another shape.
-        unexpected: The file's names that the model has not.
+        unexpected: The file's names that the model does not have.
         is_renamed: Whether that is counted after proposed rules.
     """
     most = most_allowed(report.names)
@@ -332,7 +332,7 @@ def difference(
         text = f"{lost:,} of the model's {counted(report.names, 'tensor')} are not in the file"
         return f"the architectures differ: {text}"
     if len(unexpected) > most and (lost or not is_renamed):
-        text = f"the file has {counted(len(unexpected), 'tensor')} that the model has not"
+        text = f"the file has {counted(len(unexpected), 'tensor')} that the model does not have"
         return f"the architectures differ: {text}"
     return ""
 

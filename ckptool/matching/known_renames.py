@@ -103,7 +103,7 @@ def has_adapter(unexpected: Collection[str], known: Iterable[str]) -> bool:
     """Return whether PEFT trained tensors that a model does not take.
 
     Args:
-        unexpected: The file's names that the model has not.
+        unexpected: The file's names that the model does not have.
         known: The file's names in PEFT's spelling that are the model's in its own.
     """
     return any(ADAPTER.search(name) or ".modules_to_save." in name for name in unexpected) or (

@@ -632,7 +632,7 @@ def _load_persistent(machine: Machine, pid: Any) -> Any:
         return Opaque(None, (pid,), maker="persid")
     found = machine.persistent_load(pid)
     if not isinstance(found, (StorageRef, TensorRef, Global, Opaque)):
-        raise TypeError("a persistent id stands for nothing known")
+        raise TypeError("a persistent id has an unknown meaning")
     return found
 
 

@@ -70,7 +70,7 @@ class Watcher(Machine):
         """
         root, end = super().run(position)
         if end < self.frame_end:
-            raise CorruptFile("a frame of its pickle goes on behind its end", file=self.file)
+            raise CorruptFile("a frame of its pickle continues behind its end", file=self.file)
         return root, end
 
     def unknown(self, why: str) -> Opaque:
@@ -118,7 +118,7 @@ class Watcher(Machine):
         if not isinstance(made, Opaque) or made.class_name != JOBLIB_ARRAY:
             return position
         if position < self.frame_end:  # joblib goes on behind it, and then comes back
-            raise ValueError("an array of joblib's stands within a frame")
+            raise ValueError("a joblib array is inside a frame")
         state = made.attributes
         width = _width(state["dtype"])
         if not width:  # objects: a pickle of its own

@@ -151,7 +151,7 @@ class Caster:
             f"{printable(name)!r} cannot be cast: {_some_of(losses)} {self.target}, {reach} "
             f"(the largest magnitude is {losses.largest:.5g})",
             file=self._file,
-            hint="--allow-overflow casts it all the same, and lists every tensor that overflows; "
+            hint="--allow-overflow casts it anyway and lists every tensor that overflows; "
             f"--keep {quote(f'{own}={self.source}')} keeps this one",
         )
 

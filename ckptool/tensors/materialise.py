@@ -673,7 +673,7 @@ def only_a_part(ref: TensorRef, name: str) -> UnsupportedFormat:
             "saving: .dequantize()",
         )
     return UnsupportedFormat(
-        f"{called(name)} is a {shown}: spread over ranks, of which this file holds one rank's part",
+        f"{called(name)} is a {shown}: distributed over ranks, and this file holds one part",
         file=_file(ref),
         hint="gather it before saving (full_tensor(), get_model_state_dict with full_state_dict), "
         "or read the part: ckptool.open(FILE)[NAME].local.torch()",

@@ -91,13 +91,13 @@ def measurable(ref: TensorRef) -> str | None:
         return "on the meta device, which has no elements"
     if not ref.has_content:
         if ref.is_spread and ref.whole is None:
-            return "spread over ranks, of which this file holds one part"
+            return "distributed over ranks, and this file holds one part"
         kind = ref.class_name if ref.kind == "subclass" else ref.kind
         return f"{kind}: its elements are not a plain array"
     if ref.dtype in PACKED or ref.dtype == "float4_e2m1fn_x2":
         return f"{ref.dtype}: several numbers share a byte"
     if ref.dtype in _NO_NUMBERS:
-        return f"{ref.dtype}: its elements stand for no numbers"
+        return f"{ref.dtype}: its elements are not numbers"
     return None
 
 

@@ -383,7 +383,7 @@ class _Plan:
         here, there = self.checkpoints[0].path, checkpoint.path
         missing = [name for name in names if name not in other]
         extra = [name for name in other if name not in names]
-        facts = [f"{has} has {listed(found, most=3)}, which {lacks} has not"
+        facts = [f"{has} has {listed(found, most=3)}, which {lacks} does not have"
                  for found, has, lacks in ((missing, here, there), (extra, there, here))
                  if found]  # fmt: skip
         raise NotFound("; ".join(facts), file=there)

@@ -21,7 +21,7 @@ def with_masters(checkpoint: Checkpoint) -> Checkpoint:
     stage 3 that are masters already. What the reader cast is not cast.
 
     Raises:
-        NotFound: the checkpoint has no masters, or one of a weight that the model has not.
+        NotFound: the checkpoint has no masters, or one of a weight that the model does not have.
     """
     root = _mapping(checkpoint.root)
     module, optimizer = _mapping(root.get("module")), _mapping(root.get("optimizer"))

@@ -368,7 +368,7 @@ def drop_objects(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         NotRepresentable: nothing, or no tensor of the model, would be left.
     """
-    return _dropped(checkpoint, hint="--plain makes plain data of what it can")
+    return _dropped(checkpoint, hint="--plain converts objects to plain data")
 
 
 def _dropped(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:

@@ -29,7 +29,7 @@ def salvaged(checkpoint: Checkpoint) -> Checkpoint:
     unsummed = (one.data.source for one in storages
                 if one and one.data and one.nbytes and one.crc32 is None)  # fmt: skip
     is_unsummed = not all(isinstance(source, MemorySource) for source in unsummed)
-    how = "; only lengths tell, as the file has no checksums" if is_unsummed else ""
+    how = "; the file has no checksums, so only lengths were checked" if is_unsummed else ""
     if not lost:
         text = f"{counted(len(every), 'tensor')}, each of them whole{how}"
         return checkpoint.with_root(checkpoint.root, Change("salvage", text))

@@ -444,7 +444,7 @@ def _refuse_loss(checkpoint: Checkpoint, plan: Plan) -> None:
         raise NotRepresentable(
             f"the {checkpoint.format} file would lose something in place: {lost}",
             file=checkpoint.path,
-            hint="write another file; or --force does it all the same",
+            hint="write another file; or --force does it anyway",
         )
 
 

@@ -299,7 +299,7 @@ def _check_source(run: _Run) -> None:
             f"{printable(run.name)} is damaged: its bytes do not have the CRC-32 that the zip "
             "directory states",
             file=run.source,
-            hint="--no-verify copies it all the same",
+            hint="--no-verify copies it anyway",
         )
 
 

@@ -422,7 +422,7 @@ def test_what_convert_allows_is_left_out_and_named(ckptool, folder):
     done = ckptool("convert", "head.pth", "out.pth", "--like", "ref.pth", "--allow-unexpected",
                    "--allow-mismatched", "3.*")  # fmt: skip
     assert done.code == 0, done.err
-    assert "left out: 1 name in the root that the model has not: extra.weight" in done.err
+    assert "left out: 1 name in the root that the model does not have: extra.weight" in done.err
     assert "left out: 2 names in the root of another shape than the model's: 3.weight" in done.err
     gone = {"extra.weight", "3.weight", "3.bias"}
     assert torch.load("out.pth", weights_only=True).keys() == torch.load("head.pth").keys() - gone

@@ -96,7 +96,7 @@ def test_another_file_in_its_place_is_an_error_and_stays(ckptool, cut, verb):
     model.write_bytes(NEW * 50)
     done = ckptool(verb, model)
     assert done.code == 2
-    assert f"{model}: the journal beside it tells of an edit of other content" in done.err
+    assert f"{model}: the journal beside it is for other content" in done.err
     assert f"ckptool recover --discard {model}" in done.err
     assert model.read_bytes() == NEW * 50
     done = ckptool("recover", "--discard", "--json", model)

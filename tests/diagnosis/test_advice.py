@@ -106,7 +106,7 @@ def run(diagnosis):
         (lambda: Wrapped(True), Net, "merge-lora"),
         (lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(6))),
          lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))),
-         r"architectures differ: the file has 4 tensors that the model has not"),
+         r"architectures differ: the file has 4 tensors that the model does not have"),
         (lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))),
          lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(6))),
          r"architectures differ: 4 of the model's 12 tensors are not in the file"),

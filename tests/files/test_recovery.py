@@ -238,7 +238,7 @@ def test_a_file_of_other_content_is_never_touched(path, patch, change):
         with pytest.raises(CorruptFile, match="tells of an edit of other content") as caught:
             attempt(path)
         assert caught.value.file == path
-        assert "nothing was touched" in caught.value.message
+        assert "nothing was changed" in caught.value.message
         assert caught.value.hint.endswith(f"ckptool recover --discard {path}")
     assert (content(path), content(journal_path(path))) == (found, journal)
     assert os.stat(path).st_mtime_ns == status.st_mtime_ns

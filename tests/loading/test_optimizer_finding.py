@@ -47,7 +47,7 @@ def taken(source, wanted, **options):
 
 
 def refused(source, *words, kind=MatchError, **options):
-    """What it says, and that nothing was touched."""
+    """What it says, and that nothing was changed."""
     model, optimizer = fresh()
     before = Untouched(model, optimizer)
     with pytest.raises(kind) as caught:

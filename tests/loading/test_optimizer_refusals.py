@@ -74,7 +74,7 @@ REFUSED = [
     ({}, lambda model: adam(three()),
      "the optimizer's parameters are not the model's: none of them is in it",
      "build the optimizer over the parameters of the model that is loaded"),
-    ({}, flattened, "the optimizer's parameter 0 is of FSDP, of which every rank has a part",
+    ({}, flattened, "the optimizer's parameter 0 is from FSDP: each rank has only a part of it",
      "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True "
      "loads such state, by names"),
     (SPLIT, lambda model: torch.optim.Adam(groups(model, "^a")),

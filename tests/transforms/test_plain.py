@@ -389,7 +389,7 @@ def test_the_last_model_does_not_leave(tmp_path):
     with ckptool.open(tmp_path / "in.pth") as source:
         with pytest.raises(NotRepresentable, match="the module net would lose its 2") as caught:
             drop_objects(source)
-        assert caught.value.hint == "--plain makes plain data of what it can"
+        assert caught.value.hint == "--plain converts objects to plain data"
     found, _ = saved(tmp_path, {**net, "sd": torch.nn.Linear(2, 2).state_dict()}, drop_objects)
     assert list(found) == ["epoch", "sd"]
 
