@@ -235,7 +235,7 @@ def test_a_file_of_other_content_is_never_touched(path, patch, change):
     change(path)
     found, status, journal = content(path), os.stat(path), content(journal_path(path))
     for attempt in (open_source, recover, settle):
-        with pytest.raises(CorruptFile, match="tells of an edit of other content") as caught:
+        with pytest.raises(CorruptFile, match="is for other content") as caught:
             attempt(path)
         assert caught.value.file == path
         assert "nothing was changed" in caught.value.message
@@ -321,7 +321,7 @@ def test_numbers_of_devices_change_with_a_restart(path):
 )
 def test_a_journal_that_tells_of_nothing_known(path, kind, facts, blobs):
     write_journal(path, Journal(kind, facts, blobs))
-    with pytest.raises(CorruptFile, match="the journal beside it tells of no ") as caught:
+    with pytest.raises(CorruptFile, match="the journal beside it was not written by ") as caught:
         open_source(path)
     assert caught.value.hint == f"ckptool recover --discard {path}"
     assert content(path) == OLD
@@ -607,7 +607,7 @@ def test_a_file_that_is_gone_keeps_its_journal(path):
     for attempt in (open_source, recover):
         with pytest.raises(FileMissing, match="there is no such file"):
             attempt(path)
-    with pytest.raises(WriteError, match="the file that it tells of is gone"), write_new(path):
+    with pytest.raises(WriteError, match="the edited file is gone"), write_new(path):
         pass
     os.rename(path + ".moved", path)
     assert settled(path) == OLD

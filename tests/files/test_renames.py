@@ -175,7 +175,7 @@ def test_a_journal_of_nobody_we_know(old, kind, said):
     journal = Journal(kind, said)
     write_journal(str(old / INDEX), journal)
     before = content(old)
-    with pytest.raises(CorruptFile, match="tells of no set") as caught:
+    with pytest.raises(CorruptFile, match="not written by this version") as caught:
         settle_set(old / INDEX, journal)
     assert caught.value.hint == f"ckptool recover --discard {old / INDEX}"
     with pytest.raises(CorruptFile):

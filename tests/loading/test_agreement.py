@@ -122,7 +122,7 @@ def test_only_the_ranks_that_the_model_is_spread_over_are_asked(told):
 def test_parts_of_an_optimizer_are_refused_with_what_takes_them(run, told):
     for rank in told:
         refused = rank["parts"]
-        text = "the optimizer's 0.weight is from FSDP: each rank has only a part of it"
+        text = "the optimizer's 0.weight is from FSDP: each rank has a part of it"
         assert text in refused["text"]
         assert refused["hint"].startswith(
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"

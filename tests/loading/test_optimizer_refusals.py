@@ -56,8 +56,8 @@ VOUCH = (
     "of the file; or save it again with ckptool.save, which writes the names"
 )
 NAMELESS = (
-    "the file does not name the parameters of its optimizer, and shapes and order are no proof of "
-    "whose state is whose"
+    "the file does not name the parameters of its optimizer, and shapes and order do not prove "
+    "which state belongs to which parameter"
 )
 COUNTS = "the file's optimizer has 6 parameters in groups of 3, 3, the optimizer"
 LACKS = "the state of an optimizer is wanted, and there is none in the file"
@@ -74,7 +74,7 @@ REFUSED = [
     ({}, lambda model: adam(three()),
      "the optimizer's parameters are not the model's: none of them is in it",
      "build the optimizer over the parameters of the model that is loaded"),
-    ({}, flattened, "the optimizer's parameter 0 is from FSDP: each rank has only a part of it",
+    ({}, flattened, "the optimizer's parameter 0 is from FSDP: each rank has a part of it",
      "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True "
      "loads such state, by names"),
     (SPLIT, lambda model: torch.optim.Adam(groups(model, "^a")),

@@ -317,11 +317,14 @@ def test_damaged_compressed_bytes_are_an_error():
     [
         (tensor(b"ab", "quint4x2", (4,)), "share a byte"),
         (tensor(b"ab", "float4_e2m1fn_x2", (2,)), "share a byte"),
-        (tensor(b"ab", "bits8", (2,)), "no numbers"),
+        (tensor(b"ab", "bits8", (2,)), "are not numbers"),
         (tensor(b"ab", "qint8", (2,), kind="quantized"), "not a plain array"),
         (composed("sparse_coo", (2, 3), {}), "not a plain array"),
         (composed("nested", (2, None), {}), "not a plain array"),
-        (composed("subclass", (2, 3), {"type": Global("net", "DTensor")}), "spread over ranks"),
+        (
+            composed("subclass", (2, 3), {"type": Global("net", "DTensor")}),
+            "distributed over ranks",
+        ),
         (composed("subclass", (2, 3), {}), "not a plain array"),
         (TensorRef("float32", (2,), (1,), 0, None, "meta", kind="meta"), "meta device"),
     ],
