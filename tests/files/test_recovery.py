@@ -281,7 +281,7 @@ def test_a_copy_of_a_cut_edit_is_rolled_back_where_that_is_asked_for(path, patch
 def test_force_touches_no_file_of_other_content(path):
     other = OLD[:-1] + b"!" + APPEND.data[:600]
     begun(path, APPEND, other)
-    with pytest.raises(CorruptFile, match="of other content"):
+    with pytest.raises(CorruptFile, match="for other content"):
         recover(path, force=True)
     with open(path, "rb") as file:
         assert file.read() == other
