@@ -36,7 +36,6 @@ __all__ = [
     "handled",
     "is_again",
     "launch",
-    "leave_to_system",
     "recorded",
 ]
 
@@ -60,27 +59,26 @@ def handled(
                 signal.signal(one, other)
 
 
-def leave_to_system() -> None:
-    """Restore the system's handlers: either signal ends this process at once."""
-    if threading.current_thread() is threading.main_thread():
-        for one in ASKING:
-            signal.signal(one, signal.SIG_DFL)
-
-
 @contextmanager
 def ended_at_once() -> Iterator[None]:
     """Let SIGTERM and SIGINT end this process, with the exit code of a shell, unless ignored.
 
-    The handler exits, as an exception that it raised inside an import may be lost. A worker has the
-    system's handlers: Python calls no handler while torch waits for the other processes.
+    The handler exits, as an exception that it raised inside an import may be lost. A worker gets
+    the system's handlers for good: Python calls no handler while torch waits for other processes,
+    and one that raises while the interpreter ends prints an error.
     """
 
     def end(number: int, _: FrameType | None) -> None:
         os._exit(128 + number)
 
     taken = [one for one in ASKING if signal.getsignal(one) != signal.SIG_IGN]
-    with handled(signal.SIG_DFL if "RANK" in os.environ else end, taken):
-        yield
+    if "RANK" not in os.environ:
+        with handled(end, taken):
+            yield
+        return
+    for one in taken:
+        signal.signal(one, signal.SIG_DFL)
+    yield
 
 
 class Signals:
@@ -267,8 +265,7 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
     The traceback of an error that is not ckptool's is written too; `in_words` returns the message
     and the hint of any other error. Without such a file the error is raised as it is.
 
-    SIGTERM and SIGINT end the process at once until it trains, and a worker after it has trained: a
-    handler of Python's that raises while the interpreter ends prints an error.
+    SIGTERM and SIGINT end the process at once where nothing handles them to save.
     """
     path = os.environ.get(_ERROR_FILE)
     try:
@@ -295,9 +292,6 @@ def recorded(in_words: Callable[[BaseException], tuple[str, str | None]]) -> Ite
         beside.write_text(json.dumps(told), encoding="utf-8")
         beside.replace(path)
         raise SystemExit(2) from error
-    finally:
-        if path:
-            leave_to_system()
 
 
 @contextmanager

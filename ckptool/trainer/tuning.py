@@ -147,10 +147,6 @@ class Tuning:
         dtype = torch.float16 if self.config.amp == "fp16" else torch.bfloat16
         return torch.autocast(device_type, dtype=dtype, enabled=self.config.amp is not None)
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call `backward` on."""
-        return self.scaler.scale(loss)
-
     @property
     def has_finite_gradients(self) -> bool:
         """Whether all gradients in this process are finite.

@@ -110,7 +110,7 @@ def test_an_infinite_gradient_is_skipped_by_the_scaler():
     scale, rate = tuning.scaler.get_scale(), tuning.rate
     for one in module.parameters():
         one.grad = torch.full_like(one, math.inf)
-    tuning.scaled(torch.zeros(()))  # the scale is made with the first loss
+    tuning.scaler.scale(torch.zeros(()))  # the scale is made with the first loss
     assert tuning.has_finite_gradients  # nothing that ends the run
     scale = tuning.scaler.get_scale()
     tuning.step(lambda limit: nn.utils.clip_grad_norm_(module.parameters(), limit))
@@ -180,11 +180,11 @@ def test_what_a_file_does_not_hold_is_named_and_begins_anew():
 
 def test_the_scale_of_an_earlier_run_goes_on():
     tuning = tuned(net(), amp="fp16")
-    tuning.scaled(torch.ones(()))
+    tuning.scaler.scale(torch.ones(()))
     tuning.scaler.update(4.0)
     later = tuned(net(), amp="fp16")
     assert later.restore(tuning.state(), step=0) == []
-    later.scaled(torch.ones(()))
+    later.scaler.scale(torch.ones(()))
     assert later.scaler.get_scale() == 4.0
 
 

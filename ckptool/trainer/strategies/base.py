@@ -256,7 +256,7 @@ class Strategy:
             with self.accumulating(is_last=position == len(step.batches) - 1):
                 loss = self.loss(mine)
                 weight = len(mine) / step.samples * self.gradient_scale
-                self.tuning.scaled(loss * weight).backward()  # type: ignore[no-untyped-call]
+                self.tuning.scaler.scale(loss * weight).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.item() * len(mine)
         return loss_sum
 

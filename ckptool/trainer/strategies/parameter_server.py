@@ -330,7 +330,7 @@ class ParameterServer(Strategy):
             PeerLost: a worker has failed, or is gone.
         """
         scaler = self.tuning.scaler
-        self.tuning.scaled(torch.zeros(()))  # the scaler initialises its scale with the first loss
+        scaler.scale(torch.zeros(()))  # the scaler initialises its scale with the first loss
         self._in_flight.begin(step.number)
         self._handed_out[step.number] = step, scaler.get_scale(), {}
         state = [one.detach().clone() for one in self._state()]  # the next update is in place
