@@ -32,14 +32,29 @@ class Crash(Exception):
     """What ends a run that has a bug in it."""
 
 
+def crash(_event):
+    raise Crash
+
+
+def when(act, name, **wanted):
+    """An observer that calls `act` with each event of that name and with these values."""
+
+    def tell(event):
+        values = {key: getattr(event, key, None) for key in wanted}
+        if type(event).__name__ == name and values == wanted:
+            act(event)
+
+    return Told(tell)
+
+
 def crash_at(step):
     """An observer that does not let a run come to the end of that step."""
+    return when(crash, "Stepped", step=step)
 
-    def act(event):
-        if type(event).__name__ == "Stepped" and event.step == step:
-            raise Crash
 
-    return Told(act)
+def config(out, **options):
+    """Options of a run on the CPU, without TensorBoard."""
+    return TrainConfig(out=str(out), **{"device": "cpu", "tensorboard": False, **options})
 
 
 def data(samples=22, *, dtype="float32", validation=6):
@@ -59,10 +74,9 @@ def net(*, seed=0, width=8, dropout=0.3):
 
 def trainer(out, observer=None, *, model=None, given=None, **options):
     """One that trains `net` on `data`: 3 steps an epoch, the last a smaller one."""
-    defaults = {"epochs": 3, "batch_size": 4, "accumulate": 2, "device": "cpu"}
-    config = TrainConfig(out=str(out), **{**defaults, "tensorboard": False, **options})
-    given = given or data(dtype=config.dtype)
-    return Trainer(config, model=model or net(), data=given, observer=observer)
+    chosen = config(out, **{"epochs": 3, "batch_size": 4, "accumulate": 2, **options})
+    given = given or data(dtype=chosen.dtype)
+    return Trainer(chosen, model=model or net(), data=given, observer=observer)
 
 
 def run(out, observer=None, **options):

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed import rpc
 
 from ckptool.errors import CheckpointError
-from ckptool.trainer import TrainConfig, Trainer
+from ckptool.trainer import Trainer
 from ckptool.trainer.strategies import parameter_server
 from ckptool.trainer.strategies.parameter_server import InFlight
-from tests.trainer.runs import Told, net, run
+from tests.trainer.runs import Told, config, net, run
 from tests.trainer.served_cases import EVERYTHING, EXACT, LIMITS
 
 FRIEDMAN = {"data": "friedman", "model": "mlp:64", "epochs": 40, "schedule": "cosine"}
@@ -82,8 +82,8 @@ def served(case, out, *, model=None, act=lambda event: None, **options):
             options["staleness"] = 1
     try:
         if "data" in options:
-            config = TrainConfig(out=str(out / case), tensorboard=False, device="cpu", **options)
-            record["result"] = Trainer(config, observer=told).fit().to_dict()
+            chosen = config(out / case, **options)
+            record["result"] = Trainer(chosen, observer=told).fit().to_dict()
         else:
             model = model or net(dropout=0)
             record["result"] = run(out / case, told, model=model, **options).to_dict()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.forks import ended, wait_for
 from tests.trainer.ranks import free_port, stepping
-from tests.trainer.runs import Crash, Told, assert_same_run, crash_at, lines, run
+from tests.trainer.runs import Crash, assert_same_run, crash, crash_at, lines, run, when
 
 EVERYTHING = {"clip": 0.5, "ema": 0.9, "schedule": "cosine", "warmup": 2, "save_every": 1}
 KINDS = {
@@ -33,14 +33,10 @@ def test_a_run_that_crashes_at_every_step_in_turn(tmp_path, kind):
 
 
 def test_a_run_that_crashes_while_an_epoch_is_written(tmp_path):
-    def crash(event):
-        if type(event).__name__ == name and event.epoch == 2:
-            raise Crash
-
     run(tmp_path / "whole")
     for name in ("EpochEnded", "Saved"):
         with pytest.raises(Crash):
-            run(tmp_path / name, Told(crash))
+            run(tmp_path / name, when(crash, name, epoch=2))
         run(tmp_path / name, resume="auto")
         assert_same_run(tmp_path / "whole", tmp_path / name)
 

@@ -12,7 +12,7 @@ from torch import nn
 from ckptool.errors import CheckpointError, TargetExists, TrainingError, UsageError
 from ckptool.trainer import TrainData
 from ckptool.trainer.data import Batches, Rows
-from tests.trainer.runs import Told, data, differences, held, lines, net, run
+from tests.trainer.runs import Told, data, differences, held, lines, net, run, when
 
 
 def files(out):
@@ -77,12 +77,11 @@ def test_every_so_many_steps(tmp_path):
 
 
 def test_what_a_checkpoint_was_before_goes_once_it_is_written_anew(tmp_path):
-    def act(event):
-        if type(event).__name__ == "Stepped":
-            (tmp_path / "last").mkdir(exist_ok=True)  # as a sharded run leaves it
-            (tmp_path / "last" / "run.pth").touch()
+    def act(_event):
+        (tmp_path / "last").mkdir(exist_ok=True)  # as a sharded run leaves it
+        (tmp_path / "last" / "run.pth").touch()
 
-    run(tmp_path, Told(act), epochs=1)
+    run(tmp_path, when(act, "Stepped"), epochs=1)
     assert (tmp_path / "last.pth").is_file()
     assert not (tmp_path / "last").exists()
 

@@ -8,11 +8,12 @@ from torch import nn
 
 import ckptool
 from ckptool.errors import CorruptFile, FileMissing, MatchError, TrainingError
-from ckptool.trainer import TrainConfig, Trainer
+from ckptool.trainer import Trainer
 from tests.trainer.runs import (
     Crash,
     Told,
     assert_same_run,
+    config,
     crash_at,
     data,
     differences,
@@ -152,8 +153,7 @@ def test_another_architecture_is_told_with_its_report(tmp_path, kind):
 
 def named(out, **options):
     """A run of a model by its word, on data by theirs."""
-    config = TrainConfig(out=str(out), device="cpu", tensorboard=False, epochs=1, **options)
-    return Trainer(config).fit()
+    return Trainer(config(out, epochs=1, **options)).fit()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from ckptool.trainer.launching import Signals
 from tests.sources import PROJECT
-from tests.trainer.runs import Told, assert_same_run, run
+from tests.trainer.runs import Told, assert_same_run, run, when
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
 BOTH = (signal.SIGTERM, signal.SIGINT)
@@ -26,12 +26,11 @@ def handlers():
 
 
 def sending(number, *, times=1, at=4):
-    def act(event):
-        if type(event).__name__ == "Stepped" and event.step == at:
-            for _ in range(times):
-                signal.raise_signal(number)
+    def act(_event):
+        for _ in range(times):
+            signal.raise_signal(number)
 
-    return Told(act)
+    return when(act, "Stepped", step=at)
 
 
 @pytest.mark.parametrize("number", BOTH)
@@ -48,12 +47,9 @@ def test_a_signal_saves_at_the_next_step_and_ends_the_run(tmp_path, number):
 
 
 def test_a_signal_at_the_end_of_an_epoch(tmp_path):
-    def act(event):
-        if type(event).__name__ == "EpochEnded" and event.epoch == 1:
-            signal.raise_signal(signal.SIGTERM)
-
     run(tmp_path / "whole")
-    result = run(tmp_path / "cut", Told(act))
+    ends = when(lambda _: signal.raise_signal(signal.SIGTERM), "EpochEnded", epoch=1)
+    result = run(tmp_path / "cut", ends)
     assert (result.stopped, result.step) == (signal.SIGTERM, 4)
     run(tmp_path / "cut", resume="auto")
     assert_same_run(tmp_path / "whole", tmp_path / "cut")

@@ -11,7 +11,7 @@ import torch
 from ckptool.trainer import TrainData
 from ckptool.trainer.data import Rows
 from tests.trainer.ranks import main
-from tests.trainer.runs import Told, data, net, refusal, run
+from tests.trainer.runs import Told, data, net, refusal, run, when
 
 
 def rank():
@@ -80,21 +80,21 @@ def no_number_in_one(folder):
 def a_disk_that_fills(folder):
     """The figures cannot be written any more, which rank 0 alone notices."""
 
-    def act(event):
+    def act(_event):
         path = folder / "full disk" / "metrics.jsonl"
-        if type(event).__name__ == "Stepped" and event.step == 2 and rank() == 0:
+        if rank() == 0:
             path.unlink()
             path.mkdir()
 
-    return refused(folder / "full disk", Told(act))[:2]
+    return refused(folder / "full disk", when(act, "Stepped", step=2))[:2]
 
 
 def a_signal_for_one(folder):
-    def act(event):
-        if type(event).__name__ == "Stepped" and event.step == 4 and rank() == 1:
+    def act(_event):
+        if rank() == 1:
             signal.raise_signal(signal.SIGTERM)
 
-    result = run(folder / "stopped", Told(act), strategy="ddp")
+    result = run(folder / "stopped", when(act, "Stepped", step=4), strategy="ddp")
     return [result.stopped, result.step]
 
 

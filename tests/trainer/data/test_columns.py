@@ -7,6 +7,7 @@ import ckptool
 from ckptool.errors import TrainingError
 from ckptool.trainer import TrainConfig, Trainer
 from ckptool.trainer.data import data_of
+from tests.trainer.runs import config
 
 
 @pytest.fixture
@@ -134,17 +135,8 @@ def test_a_name_that_is_almost_right_is_proposed(write):
 def test_the_checkpoint_holds_what_turns_outputs_into_the_files_numbers(write, tmp_path):
     given = columns(100)
     out = tmp_path / "run"
-    config = TrainConfig(
-        out=str(out),
-        data=f"csv:{write(**given)}",
-        model="linear",
-        epochs=60,
-        lr=0.05,
-        dtype="float64",
-        device="cpu",
-        tensorboard=False,
-    )
-    result = Trainer(config).fit()
+    options = {"model": "linear", "epochs": 60, "lr": 0.05, "dtype": "float64"}
+    result = Trainer(config(out, data=f"csv:{write(**given)}", **options)).fit()
     assert result.best < 1e-3  # of the target's variance
     held = ckptool.load(out / "last.pth")
     how, weights = held["data"], held["state_dict"]

@@ -2,7 +2,6 @@
 
 import collections
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer import TrainConfig, TrainData, Trainer
 from ckptool.trainer.data import Rows, collated, data_of, prepared, split
-from tests.trainer.runs import Told, assert_same_run, run
+from tests.trainer.runs import Told, assert_same_run, config, run
 
 Pair = collections.namedtuple("Pair", "inputs targets")
 
@@ -88,22 +87,19 @@ def test_a_trainer_takes_dicts_and_a_loss_of_ones_own(tmp_path):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 3, generator=generator)
     samples = [{"x": one, "y": one.sum().item()} for one in x]
-    config = TrainConfig(
-        out=str(tmp_path), epochs=20, batch_size=8, lr=0.1, device="cpu", tensorboard=False
-    )
 
     def loss(outputs, batch):
         return nn.functional.l1_loss(outputs["y"].squeeze(1), batch["y"])
 
-    result = Trainer(config, model=Regression(), data=samples, loss=loss).fit()
+    chosen = config(tmp_path, epochs=20, batch_size=8, lr=0.1)
+    result = Trainer(chosen, model=Regression(), data=samples, loss=loss).fit()
     assert result.step == 100
     assert result.best < 0.3
 
 
 def test_data_without_a_loss_are_refused(tmp_path):
-    config = TrainConfig(out=str(tmp_path), device="cpu", tensorboard=False)
     with pytest.raises(UsageError, match="no loss"):
-        Trainer(config, data=[(torch.ones(1), torch.ones(1))]).fit()
+        Trainer(config(tmp_path), data=[(torch.ones(1), torch.ones(1))]).fit()
 
 
 NO_DATA = {
@@ -132,12 +128,11 @@ def test_a_loss_that_there_is_not_is_told(loss):
 
 
 def test_a_loss_that_is_given_takes_the_place_of_that_of_the_data(tmp_path):
-    config = TrainConfig(out=str(tmp_path), max_steps=1, device="cpu", tensorboard=False)
-    given = data_of(config)
+    chosen = config(tmp_path, max_steps=1, overwrite=True)
+    given = data_of(chosen)
     one, other = Told(), Told()
-    Trainer(config, data=given, observer=one).fit()
-    config = replace(config, overwrite=True)
-    Trainer(config, data=given, loss="l1_loss", observer=other).fit()
+    Trainer(chosen, data=given, observer=one).fit()
+    Trainer(chosen, data=given, loss="l1_loss", observer=other).fit()
     assert one.of("Stepped")[0].loss > 2 * other.of("Stepped")[0].loss
 
 
@@ -277,5 +272,4 @@ def test_data_and_loss_of_ones_own(tmp_path, monkeypatch):
 
 def test_a_loss_by_its_word_takes_the_place_of_that_of_the_data(tmp_path):
     data = TrainData(Noisy(), None, "mse_loss", (3,))
-    config = TrainConfig(out=str(tmp_path), loss="l1_loss", tensorboard=False, device="cpu")
-    assert Trainer(config, data=data)._data_given().loss == "l1_loss"
+    assert Trainer(config(tmp_path, loss="l1_loss"), data=data)._data_given().loss == "l1_loss"

@@ -11,6 +11,7 @@ from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer import TrainConfig, TrainData, Trainer
 from ckptool.trainer.data import Rows, data_of
 from ckptool.trainer.models import model_of
+from tests.trainer.runs import config
 
 
 def data(*inputs, outputs=1):
@@ -73,10 +74,8 @@ def test_widths_that_no_machine_holds_are_told():
 
 def test_a_cnn_learns_the_digits(tmp_path):
     pytest.importorskip("sklearn")
-    config = TrainConfig(
-        out=str(tmp_path), data="digits", model="cnn", epochs=2, device="cpu", tensorboard=False
-    )
-    assert Trainer(config).fit().best < 0.4  # 2.3 by chance
+    trainer = Trainer(config(tmp_path, data="digits", model="cnn", epochs=2))
+    assert trainer.fit().best < 0.4  # 2.3 by chance
 
 
 NET = """
@@ -190,9 +189,6 @@ def test_a_module_that_is_not_there_is_told(own):
 
 
 def test_a_run_trains_a_model_of_the_users_code(own, tmp_path):
-    config = TrainConfig(
-        out="run", model="own_net:Net", epochs=1, device="cpu", tensorboard=False, save="unwrapped"
-    )
-    Trainer(config).fit()
+    Trainer(config("run", model="own_net:Net", epochs=1, save="unwrapped")).fit()
     held = torch.load("run/last.pth", weights_only=True)
     own("Net").load_state_dict(held["state_dict_model"])
