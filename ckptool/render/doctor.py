@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from ckptool.diagnosis import Complaint, Diagnosis
 from ckptool.formats import format_of
-from ckptool.render.text import PLAIN, Look, command_lines, wrapped
+from ckptool.render.text import PLAIN, RESUME, Look, titled_commands, wrapped
 from ckptool.words import clean, counted, listed
 
 __all__ = ["diagnosis_lines"]
@@ -87,20 +87,13 @@ def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
         title = f"to fix {fixed or 'it'}"
         if diagnosis.resume:
             title = "to use the weights" + (f" (fixes {fixed})" if fixed else "")
-        yield from _commands(title, diagnosis.commands, look)
+        yield from titled_commands(title, diagnosis.commands, look)
     if diagnosis.resume is not None:
-        title = "to resume the training, with optimizer, epoch and schedule"
-        yield from _commands(title, [diagnosis.resume], look)
+        yield from titled_commands(RESUME, [diagnosis.resume], look)
     choices: dict[tuple[str, ...], list[str]] = {}
     for number, complaint in every:
         if complaint.alternatives:
             choices.setdefault(complaint.alternatives, []).append(str(number))
     for commands, numbers in choices.items():
         title = f"for {listed(numbers, most=len(numbers))}"
-        yield from _commands(title + ", one of" * (len(commands) > 1), commands, look)
-
-
-def _commands(title: str, commands: Iterable[str], look: Look) -> Iterator[str]:
-    yield look.bold(title)
-    for one in commands:
-        yield from command_lines(one, look.width)
+        yield from titled_commands(title + ", one of" * (len(commands) > 1), commands, look)

@@ -7,7 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from ckptool.checkpoint import Checkpoint
 from ckptool.inspection.info import Info, SectionInfo, info
 from ckptool.render.table import table
-from ckptool.render.text import PLAIN, Look, command_lines, count, shorten, size, wrapped
+from ckptool.render.text import (
+    PLAIN,
+    RESUME,
+    Look,
+    command_lines,
+    count,
+    first_lines,
+    size,
+    titled_commands,
+    wrapped,
+)
 from ckptool.statedict import Section
 from ckptool.words import clean, counted, listed
 
@@ -73,16 +83,14 @@ def info_lines(info: Info, look: Look = PLAIN) -> Iterator[str]:
 
 
 def _facts(info: Info, look: Look) -> Iterator[str]:
-    more = len(info.blockers) - _MOST_LISTED
     facts = [
         ("format", format_text(info)),
         ("size", size_text(info)),
         ("devices", counts_text(info.devices)),
         ("dtypes", counts_text(info.dtypes)),
-        ("ties", _few([" = ".join(names) for names in info.ties], "; ", 3)),
+        ("ties", listed((" = ".join(names) for names in info.ties), 3) if info.ties else ""),
         ("weights_only", "accepts it" if info.weights_only else "refuses it:"),
-        *(("", clean(text)) for text in info.blockers[:_MOST_LISTED]),
-        ("", f"and {count(more)} more" if more > 0 else ""),
+        *(("", clean(text)) for text in first_lines(info.blockers, _MOST_LISTED)),
         *(("note", clean(note)) for note in info.notes),
     ]
     for name, text in facts:
@@ -118,12 +126,9 @@ def size_text(info: Info) -> str:
 def counts_text(counts: Mapping[str, int]) -> str:
     """Return `cuda:0 (14), cpu (2)`, the most frequent first."""
     ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return _few([f"{name} ({count(number)})" for name, number in ordered], ", ", 10) or "none"
-
-
-def _few(texts: list[str], between: str, most: int) -> str:
-    shown = between.join(clean(shorten(text, 100)) for text in texts[:most])
-    return shown + (f"{between}and {count(len(texts) - most)} more" if len(texts) > most else "")
+    return (
+        listed((f"{name} ({count(number)})" for name, number in ordered), 10) if counts else "none"
+    )
 
 
 def section_line(section: Section) -> str:
@@ -162,8 +167,7 @@ def _commands(info: Info, look: Look) -> Iterator[str]:
     elif not commands:
         yield "loads as it is" if info.weights_only else "no command makes it load"
     elif len(set(commands.values())) == 1 and len(commands) == len(_MACHINES):
-        yield look.bold("to make it load")
-        yield from command_lines(next(iter(commands.values())), look.width)
+        yield from titled_commands("to make it load", set(commands.values()), look)
     else:
         yield look.bold("to make it load on a machine with")
         for machine, words in _MACHINES.items():
@@ -172,5 +176,4 @@ def _commands(info: Info, look: Look) -> Iterator[str]:
                 commands.get(machine, "loads as it is"), look.width, first=first
             )
     if "resume" in info.commands:
-        yield look.bold("to resume the training, with optimizer, epoch and schedule")
-        yield from command_lines(info.commands["resume"], look.width)
+        yield from titled_commands(RESUME, [info.commands["resume"]], look)

@@ -94,22 +94,13 @@ def _marks(row: TensorRow) -> str:
 
 
 def _values(listing: Listing, look: Look) -> Iterator[str]:
-    shown = _whole if look.fmt else _short
-    rows = [
-        [label(row.name, row.path), row.type, clean(shown(row.value))] for row in listing.values
-    ]
+    rows = []
+    for row in listing.values:
+        text = repr(row.value) if isinstance(row.value, str) else str(row.value)
+        short = text if look.fmt else shorten(text, _VALUE_WIDTH)
+        rows.append([label(row.name, row.path), row.type, clean(short)])
     headers = ["name", "type", "value"] if look.fmt else ["value", "type", ""]
     return table(headers, rows, look, flexible=(0, 2))
-
-
-def _whole(value: object) -> str:
-    return repr(value) if isinstance(value, str) else str(value)
-
-
-def _short(value: object) -> str:
-    """Return the repr of a value, shortened before and after."""
-    short = shorten(value, _VALUE_WIDTH) if isinstance(value, str) else value
-    return shorten(_whole(short), _VALUE_WIDTH)
 
 
 def _objects(listing: Listing, look: Look) -> Iterator[str]:

@@ -14,7 +14,7 @@ from ckptool.remedies import Remedy
 from ckptool.render.diff import folded
 from ckptool.render.remedies import as_options
 from ckptool.render.table import apart, table
-from ckptool.render.text import PLAIN, Look, command_lines, count, share, shorten, wrapped
+from ckptool.render.text import PLAIN, Look, count, share, shorten, titled_commands, wrapped
 from ckptool.words import clean, counted
 
 __all__ = ["advice_lines", "match_line", "match_lines", "note_lines"]
@@ -88,8 +88,7 @@ def advice_lines(judgement: Judgement, look: Look, *, command: str = "") -> Iter
         yield f"hint: {clean(as_options(judgement.remedy))}"  # broken, no shell would take it
     if judgement.accepted and command:
         yield ""
-        yield look.bold("to write it under these names")
-        yield from command_lines(command, look.width)
+        yield from titled_commands("to write it under these names", [command], look)
 
 
 def _unseen(judgement: Judgement | None) -> list[str]:

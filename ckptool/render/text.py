@@ -13,6 +13,7 @@ from ckptool.words import clean, counted
 
 __all__ = [
     "PLAIN",
+    "RESUME",
     "Look",
     "columns_of",
     "command_lines",
@@ -28,9 +29,12 @@ __all__ = [
     "share",
     "shorten",
     "size",
+    "titled_commands",
     "wrapped",
 ]
 
+RESUME = "to resume the training, with optimizer, epoch and schedule"
+"""The title of the command that keeps the state of a training."""
 _NARROWEST = 20  # columns for a sentence; a word a line is harder to read than a broken line
 _QUOTED = re.compile(r"'([^']*)'|\"[^\"]*\"")
 """A quoted word, or a part of one, as `shlex.quote` writes it."""
@@ -68,6 +72,13 @@ def command_lines(command: str, width: int | None, *, first: str = "  ") -> Iter
         else:
             line = f"{line} {word}" if line else word
     yield f"{first}{line}"
+
+
+def titled_commands(title: str, commands: Iterable[str], look: Look) -> Iterator[str]:
+    """Yield a title, and the commands below it."""
+    yield look.bold(title)
+    for one in commands:
+        yield from command_lines(one, look.width)
 
 
 def size(nbytes: int) -> str:
