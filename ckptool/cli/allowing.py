@@ -6,18 +6,17 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from ckptool.cli.options import Decorator, together
 from ckptool.errors import MatchError
-from ckptool.matching import Allowance, Allowed
+from ckptool.matching import Allowance
 from ckptool.remedies import Remedy
 from ckptool.transforms import regex_rule
 
 __all__ = ["Allowing", "allowance_options", "in_options"]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _EVERY = "*"
 _GLOB = "*?["
@@ -28,15 +27,6 @@ _WORDS = {
     "allow_lossy_cast": "Tensors whose values a cast may change.",
 }
 """The help of each option."""
-_LAYOUTS = (
-    ("--no-transpose", "GLOB", "Do not transpose these tensors of the model; repeatable."),
-    (
-        "--transpose",
-        "GLOB[=AXES]",
-        "Transpose these tensors of a TensorFlow, Keras or Flax file, if the type of the module "
-        "does not decide it: 'fc.weight', 'depthwise.*=2,3,0,1'; repeatable.",
-    ),
-)
 
 
 class Allowing(click.Command):
@@ -73,37 +63,54 @@ def _likeness(word: str) -> tuple[bool, bool]:
     return not any(mark in word for mark in _GLOB), os.path.lexists(word)
 
 
-def allowance_options(*, casts: bool = True) -> Callable[[F], F]:
-    """`--allow-missing` and its like, with `--min-coverage`, gathered in one `allowance`.
+def _repeatable(option: str, metavar: str, help: str) -> Decorator:
+    return click.option(option, multiple=True, metavar=metavar, help=help)
 
-    `--transpose` and `--no-transpose` stand beside them. For a command whose class is `Allowing`;
-    without `casts` there is no `--allow-lossy-cast`.
+
+def allowance_options(*, casts: bool = True) -> Decorator:
+    """Return the options about what may differ from the model, for a command that is `Allowing`.
+
+    The verb gets `--allow-missing` and so on, with `--min-coverage`, as one `allowance`, next to
+    `transpose` and `no_transpose`. Without `casts` there is no `--allow-lossy-cast`.
     """
     words = {name: text for name, text in _WORDS.items() if casts or name != "allow_lossy_cast"}
-
-    def decorate(function: F) -> F:
-        @wraps(function)
-        def gathered(**given: Any) -> Any:
-            fields: dict[str, Allowed] = {
-                name.removeprefix("allow_"): _allowed(given.pop(name)) for name in words
-            }
-            least: float | None = given.pop("min_coverage")
-            allowance = Allowance(min_coverage=least, **fields)  # type: ignore[arg-type]
-            return function(allowance=allowance, **given)
-
-        decorated: Any = click.option(
+    options = together(
+        _repeatable(
+            "--transpose",
+            "GLOB[=AXES]",
+            "Transpose these tensors of a TensorFlow, Keras or Flax file, if the type of the "
+            "module does not decide it: 'fc.weight', 'depthwise.*=2,3,0,1'; repeatable.",
+        ),
+        _repeatable(
+            "--no-transpose", "GLOB", "Do not transpose these tensors of the model; repeatable."
+        ),
+        *(
+            _repeatable(
+                f"--{name.replace('_', '-')}",
+                "[GLOB]",
+                f"{text} Repeatable; all without GLOB.",
+            )
+            for name, text in words.items()
+        ),
+        click.option(
             "--min-coverage",
             type=click.FloatRange(0, 1),
             metavar="SHARE",
             help="The smallest share of the model's parameters that must match: 0.9.",
-        )(gathered)
-        for name, text in reversed(words.items()):
-            option = f"--{name.replace('_', '-')}"
-            help = f"{text} Repeatable; all without GLOB."
-            decorated = click.option(option, multiple=True, metavar="[GLOB]", help=help)(decorated)
-        for option, metavar, help in _LAYOUTS:
-            decorated = click.option(option, multiple=True, metavar=metavar, help=help)(decorated)
-        return decorated  # type: ignore[no-any-return]
+        ),
+    )
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def gathered(**given: Any) -> Any:
+            globs = {name.removeprefix("allow_"): given.pop(name) for name in words}
+            allowed: dict[str, Any] = {
+                name: True if _EVERY in found else found or False for name, found in globs.items()
+            }
+            allowance = Allowance(min_coverage=given.pop("min_coverage"), **allowed)
+            return function(allowance=allowance, **given)
+
+        return options(gathered)
 
     return decorate
 
@@ -130,7 +137,3 @@ def _for_new_names(remedy: Remedy) -> Remedy:
         given["allow_unexpected"] = names
     ways = tuple(map(_for_new_names, remedy.instead))
     return remedy._replace(arguments=tuple(given.items()), instead=ways)
-
-
-def _allowed(globs: tuple[str, ...]) -> Allowed:
-    return True if _EVERY in globs else globs or False

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import islice
 from types import FrameType
 from typing import Any, Protocol, TextIO
@@ -29,6 +30,7 @@ __all__ = [
     "Ended",
     "Interrupts",
     "Progress",
+    "Screen",
     "complain",
     "files_document",
     "flush",
@@ -36,7 +38,6 @@ __all__ = [
     "note_none",
     "print_document",
     "print_lines",
-    "print_result",
     "run",
     "say",
     "settle",
@@ -207,12 +208,39 @@ def print_document(document: Mapping[str, Any]) -> None:
     print_lines(json_lines(document))
 
 
-def print_result(result: Document, lines: Iterable[str], *, as_json: bool) -> None:
-    """Write a result to stdout: its lines, or its JSON document."""
-    if as_json:
-        print_document(result.to_dict())
-    else:
-        print_lines(lines)
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """The options of a verb about its output, and what they decide."""
+
+    as_json: bool
+    quiet: bool
+    fmt: str | None = None
+
+    @property
+    def look(self) -> Look:
+        """The look of stdout; with `fmt` results are only tables in that format."""
+        return stdout_look(self.fmt)
+
+    def progress(self) -> Progress:
+        """Return a progress bar."""
+        return Progress(quiet=self.quiet)
+
+    def print(self, result: Document, lines: Iterable[str]) -> None:
+        """Write a result to stdout: its lines, or its JSON document."""
+        if self.as_json:
+            print_document(result.to_dict())
+        else:
+            print_lines(lines)
+
+    def say(self, lines: Iterable[str]) -> None:
+        """Write messages to stderr, unless quiet."""
+        say(lines, quiet=self.quiet)
+
+    def tell(self, result: Document, lines: Iterable[str]) -> None:
+        """Write a receipt: its lines to stderr, its JSON document to stdout if asked for."""
+        self.say(lines)
+        if self.as_json:
+            print_document(result.to_dict())
 
 
 def files_document(

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.cli.console import Progress, print_document, print_lines, say, settle, stdout_look
-from ckptool.cli.options import PATH, fmt_option, json_option, quiet_option, verb
+from ckptool.cli.console import Screen, settle
+from ckptool.cli.options import PATH, screen_options, verb
 from ckptool.comparison.diff import diff
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
@@ -74,9 +74,7 @@ _NOTHING = ("/dev/null", os.devnull)
     help="Show only the N tensors that changed most.",
 )
 @click.option("--no-fold", is_flag=True, help="Show a row for each tensor; do not fold layers.")
-@fmt_option
-@json_option
-@quiet_option
+@screen_options(fmt=True)
 def command(
     a: str,
     b: str,
@@ -84,9 +82,7 @@ def command(
     stat: bool,
     name_status: bool,
     no_fold: bool,
-    fmt: str | None,
-    as_json: bool,
-    quiet: bool,
+    screen: Screen,
     **how: Any,
 ) -> None:
     """Show what differs between two checkpoints of any formats.
@@ -95,26 +91,21 @@ def command(
     is relative to B. Repeated layers are folded into one row, which has the largest of each
     figure; --fmt folds nothing. Figures need torch, the rest does not.
     """
-    shown = {"--stat": stat, "--name-status": name_status, "--json": as_json}
+    shown = {"--stat": stat, "--name-status": name_status, "--json": screen.as_json}
     given = [name for name, wanted in shown.items() if wanted]
-    if name_status and fmt:
+    if name_status and screen.fmt:
         given.append("--fmt")
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} cannot be combined")
     rules = [regex_rule(text) for text in regexes]
-    with _opened(a) as one, _opened(b) as other, Progress(quiet=quiet) as progress:
+    with _opened(a) as one, _opened(b) as other, screen.progress() as progress:
         found = diff(one, other, rules=rules, progress=progress, **how)
     settle(0 if found.identical else 1)
-    if as_json:
-        print_document(found.to_dict())
-        return
-    look = stdout_look(fmt)
-    if name_status or fmt:  # for a program to read: what is for people goes elsewhere
-        say(note_lines(found, look), quiet=quiet)
-    if name_status:
-        print_lines(status_lines(found))
-    else:
-        print_lines((stat_lines if stat else diff_lines)(found, look, fold=not no_fold))
+    look = screen.look
+    if (name_status or screen.fmt) and not screen.as_json:
+        screen.say(note_lines(found, look))  # a program reads stdout
+    drawn = (stat_lines if stat else diff_lines)(found, look, fold=not no_fold)
+    screen.print(found, status_lines(found) if name_status else drawn)
 
 
 def _opened(path: str) -> Checkpoint:

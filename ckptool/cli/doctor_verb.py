@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.console import Progress, print_result, settle, stdout_look
+from ckptool.cli.console import Screen, settle
 from ckptool.cli.factory import referred
-from ckptool.cli.options import PATH, file_argument, json_option, quiet_option, verb
+from ckptool.cli.options import PATH, file_argument, screen_options, verb
 from ckptool.diagnosis import doctor
 from ckptool.render.doctor import diagnosis_lines
 
@@ -36,8 +36,7 @@ __all__ = ["command"]
     help="Devices of the machine that will load it: cpu, or cuda:0,cuda:1. Default: this one's.",
 )
 @click.option("--explain", is_flag=True, help="Add where and why, and what else helps.")
-@json_option
-@quiet_option
+@screen_options()
 def command(
     file: str,
     like: str | None,
@@ -45,8 +44,7 @@ def command(
     quick: bool,
     devices: str | None,
     explain: bool,
-    as_json: bool,
-    quiet: bool,
+    screen: Screen,
 ) -> None:
     """Explain why a checkpoint does not load, and how to fix it.
 
@@ -56,7 +54,7 @@ def command(
     MODULE:FACTORY.
     """
     reference = None if like is None else referred(like)
-    with Progress(quiet=quiet) as progress:
+    with screen.progress() as progress:
         found = doctor(
             file,
             like=reference,
@@ -67,4 +65,4 @@ def command(
             progress=progress,
         )
     settle(0 if found.ok else 1)
-    print_result(found, diagnosis_lines(found, stdout_look(), explain=explain), as_json=as_json)
+    screen.print(found, diagnosis_lines(found, screen.look, explain=explain))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptool.cli.console import print_result, stdout_look
-from ckptool.cli.options import file_argument, fmt_option, json_option, quiet_option, verb
+from ckptool.cli.console import Screen
+from ckptool.cli.options import file_argument, screen_options, verb
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.info import info
 from ckptool.render.info import info_lines
@@ -16,10 +16,8 @@ __all__ = ["command"]
     "ckptool info model.pth",
 )
 @file_argument
-@fmt_option
-@json_option
-@quiet_option
-def command(file: str, fmt: str | None, as_json: bool, quiet: bool) -> None:
+@screen_options(fmt=True)
+def command(file: str, screen: Screen) -> None:
     """Summarise a checkpoint and show how to load it.
 
     The page shows the format and its writer, the sections, wrapper prefixes and devices, why
@@ -28,4 +26,4 @@ def command(file: str, fmt: str | None, as_json: bool, quiet: bool) -> None:
     """
     with open_checkpoint(file) as checkpoint:
         summary = info(checkpoint)
-    print_result(summary, info_lines(summary, stdout_look(fmt)), as_json=as_json)
+    screen.print(summary, info_lines(summary, screen.look))

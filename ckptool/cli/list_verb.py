@@ -4,22 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.console import (
-    Progress,
-    note_none,
-    print_document,
-    print_lines,
-    print_result,
-    stdout_look,
-)
-from ckptool.cli.options import (
-    file_argument,
-    filter_options,
-    fmt_option,
-    json_option,
-    quiet_option,
-    verb,
-)
+from ckptool.cli.console import Screen, note_none, print_document, print_lines
+from ckptool.cli.options import file_argument, filter_options, screen_options, verb
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.folding import tree
@@ -40,37 +26,33 @@ __all__ = ["command"]
 @click.option("--tree", "as_tree", is_flag=True, help="Show modules, repeated layers folded.")
 @click.option("--hash", "hashed", is_flag=True, help="Show the SHA-256 of each tensor's content.")
 @filter_options
-@fmt_option
-@json_option
-@quiet_option
+@screen_options(fmt=True)
 def command(
     file: str,
     as_tree: bool,
     hashed: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
-    fmt: str | None,
-    as_json: bool,
-    quiet: bool,
+    screen: Screen,
 ) -> None:
     """List the tensors, values and objects of a checkpoint.
 
     Only the header is read, however large the file is; --hash reads the tensors, too.
     """
-    if fmt and as_tree:
+    if screen.fmt and as_tree:
         raise UsageError("--fmt draws tables and --tree a tree: give one of them")
-    with open_checkpoint(file) as checkpoint, Progress(quiet=quiet) as progress:
+    with open_checkpoint(file) as checkpoint, screen.progress() as progress:
         listing = list_tensors(
             checkpoint, include=include, exclude=exclude, hash=hashed, progress=progress
         )
     if not (listing.tensors or listing.values or listing.objects):
-        note_none("nothing", include, exclude, quiet=quiet)
+        note_none("nothing", include, exclude, quiet=screen.quiet)
     if not as_tree:
-        print_result(listing, listing_lines(listing, stdout_look(fmt)), as_json=as_json)
+        screen.print(listing, listing_lines(listing, screen.look))
         return
     root = tree(listing)
-    if as_json:
+    if screen.as_json:
         head = {"schema": "ckptool.tree/1", "file": listing.file, "format": listing.format}
         print_document({**head, "root": root.to_dict()})
     else:
-        print_lines(tree_lines(root, stdout_look()))
+        print_lines(tree_lines(root, screen.look))

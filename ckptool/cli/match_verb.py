@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from ckptool.cli.allowing import Allowing, allowance_options
-from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
+from ckptool.cli.console import Screen, print_document, print_lines, settle
 from ckptool.cli.factory import referred
-from ckptool.cli.options import PATH, file_argument, fmt_option, json_option, quiet_option, verb
+from ckptool.cli.options import PATH, file_argument, screen_options, verb
 from ckptool.formats.identify import unused
 from ckptool.loading.plan import planned, target_like
 from ckptool.loading.source import State, stated
@@ -65,9 +65,7 @@ __all__ = ["command"]
 )
 @allowance_options()
 @click.option("--no-fold", is_flag=True, help="Show a row for each tensor; do not fold layers.")
-@fmt_option
-@json_option
-@quiet_option
+@screen_options(fmt=True)
 def command(
     file: str,
     like: str,
@@ -79,9 +77,7 @@ def command(
     no_transpose: tuple[str, ...],
     allowance: Allowance,
     no_fold: bool,
-    fmt: str | None,
-    as_json: bool,
-    quiet: bool,
+    screen: Screen,
 ) -> None:
     """Check whether a checkpoint fits a model, and with which renames.
 
@@ -108,15 +104,15 @@ def command(
     report = plan.report
     judgement = allowance.judged(report)
     settle(0 if judgement.accepted else 1)
-    if as_json:
+    if screen.as_json:
         print_document({**report.to_dict(), **_document(judgement)})
         return
-    look = stdout_look(fmt)
-    if fmt:  # for a program to read: what is for people goes elsewhere
-        say(note_lines(report, look, judgement=judgement, options=True), quiet=quiet)
+    look = screen.look
+    if screen.fmt:  # a program reads stdout
+        screen.say(note_lines(report, look, judgement=judgement, options=True))
     fold = not no_fold
     print_lines(match_lines(report, look, fold=fold, judgement=judgement, options=True))
-    if fmt:
+    if screen.fmt:
         return
     given: dict[str, Any] = {
         "like": like,

@@ -6,16 +6,18 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from ckptool.cli.console import Screen
 from ckptool.errors import UsageError
 from ckptool.formats import WRITABLE
 from ckptool.render.table import known_format, known_formats
 
 __all__ = [
     "PATH",
+    "Decorator",
     "Listed",
     "Sectioned",
     "Target",
@@ -23,7 +25,6 @@ __all__ = [
     "file_argument",
     "filter_options",
     "floating_types",
-    "fmt_option",
     "glob_options",
     "json_option",
     "master_option",
@@ -32,13 +33,15 @@ __all__ = [
     "plain_options",
     "quantised_options",
     "quiet_option",
+    "screen_options",
     "shard_option",
     "target_options",
+    "together",
     "verb",
     "visible_option",
 ]
 
-F = TypeVar("F", bound=Callable[..., Any])
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _EXIT_CODES = "Exit codes: 0 fine{finding}, 2 an error or wrong usage, {ended}."
 
@@ -141,30 +144,6 @@ def _known_format(ctx: click.Context, _: click.Parameter, word: str | None) -> s
     return None if word is None or ctx.resilient_parsing else known_format(word)
 
 
-def fmt_option(function: F) -> F:
-    """Add the option `--fmt`: a table format for `stdout_look`, or None.
-
-    The renderer of the verb draws only tables if `Look.fmt` is set.
-    """
-
-    @wraps(function)
-    def checked(**given: Any) -> Any:
-        if given["fmt"] and given.get("as_json"):
-            raise UsageError("--fmt draws tables and --json a document: give one of them")
-        return function(**given)
-
-    option = click.option(
-        "--fmt",
-        metavar="FORMAT",
-        callback=_known_format,
-        shell_complete=completed_by(known_formats),
-        help="Print only the tables, unshortened, as markdown, csv, html, latex, rst or another "
-        "format of tabulate.",
-    )
-    decorated: Any = option(checked)
-    return decorated  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
     """The options about the file to write."""
@@ -179,19 +158,45 @@ class Target:
     quiet: bool
 
 
-def _together(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+def together(*options: Callable[[Any], Any]) -> Decorator:
     """Return one decorator for several options, in the order of the help."""
 
-    def decorate(function: F) -> F:
-        decorated: Any = function
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
-            decorated = option(decorated)
-        return decorated  # type: ignore[no-any-return]
+            function = option(function)
+        return function
 
     return decorate
 
 
-filter_options = _together(
+_fmt_option = click.option(
+    "--fmt",
+    metavar="FORMAT",
+    callback=_known_format,
+    shell_complete=completed_by(known_formats),
+    help="Print only the tables, unshortened, as markdown, csv, html, latex, rst or another "
+    "format of tabulate.",
+)
+
+
+def screen_options(*, fmt: bool = False) -> Decorator:
+    """Return the options about output, which the verb gets as one `screen`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def gathered(**given: Any) -> Any:
+            screen = Screen(given.pop("as_json"), given.pop("quiet"), given.pop("fmt", None))
+            if screen.fmt and screen.as_json:
+                raise UsageError("--fmt draws tables and --json a document: give one of them")
+            return function(screen=screen, **given)
+
+        options = [*([_fmt_option] if fmt else []), json_option, quiet_option]
+        return together(*options)(gathered)
+
+    return decorate
+
+
+filter_options = together(
     click.option(
         "--include",
         multiple=True,
@@ -204,7 +209,7 @@ filter_options = _together(
     ),
 )
 
-glob_options = _together(
+glob_options = together(
     click.option(
         "--include",
         multiple=True,
@@ -237,7 +242,7 @@ visible_option = click.option(
     help="Renumber as CUDA_VISIBLE_DEVICES=LIST does: with 0,2 the GPU 2 becomes cuda:1.",
 )
 
-quantised_options = _together(
+quantised_options = together(
     click.option(
         "--dequantize",
         metavar="DTYPE",
@@ -251,7 +256,7 @@ master_option = click.option(
     "--master", is_flag=True, help="Take the fp32 master weights of DeepSpeed's optimizer."
 )
 
-plain_options = _together(
+plain_options = together(
     click.option(
         "--plain",
         is_flag=True,
@@ -305,14 +310,14 @@ def _new_file(destination: str, output: str | None, in_place: bool) -> str:
     return destination
 
 
-def target_options(*, place: bool = True) -> Callable[[F], F]:
+def target_options(*, place: bool = True) -> Decorator:
     """Return the options of a verb that writes, which the verb gets as one `target`.
 
     `place` adds -o, --in-place and a second argument, a file to write that does not exist.
     """
     chosen = (_DESTINATION, *_PLACE_OPTIONS, *_TARGET_OPTIONS) if place else _TARGET_OPTIONS
 
-    def decorate(function: F) -> F:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def gathered(**given: Any) -> Any:
             fields = {name: given.pop(name, None) for name in Target.__dataclass_fields__}
@@ -321,8 +326,7 @@ def target_options(*, place: bool = True) -> Callable[[F], F]:
                 fields["output"] = _new_file(destination, fields["output"], fields["in_place"])
             return function(target=Target(**fields), **given)
 
-        decorated: Any = _together(*chosen)(gathered)
-        return decorated  # type: ignore[no-any-return]
+        return together(*chosen)(gathered)
 
     return decorate
 

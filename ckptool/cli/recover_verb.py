@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.console import print_document, say
-from ckptool.cli.options import file_argument, json_option, quiet_option, verb
+from ckptool.cli.console import Screen
+from ckptool.cli.options import file_argument, screen_options, verb
 from ckptool.files.recovery import recover
 from ckptool.render.receipt import recovery_lines
 
@@ -24,9 +24,8 @@ __all__ = ["command"]
     is_flag=True,
     help="Roll back a file that was copied or moved together with its journal.",
 )
-@json_option
-@quiet_option
-def command(file: str, discard: bool, force: bool, as_json: bool, quiet: bool) -> None:
+@screen_options()
+def command(file: str, discard: bool, force: bool, screen: Screen) -> None:
     """Roll back an edit in place that was killed.
 
     An edit in place first saves the old bytes in a journal next to the file,
@@ -36,6 +35,4 @@ def command(file: str, discard: bool, force: bool, as_json: bool, quiet: bool) -
     --discard then removes the journal.
     """
     done = recover(file, discard=discard, force=force)
-    say(recovery_lines(done), quiet=quiet)
-    if as_json:
-        print_document(done.to_dict())
+    screen.tell(done, recovery_lines(done))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from ckptool.api import report
-from ckptool.cli.console import Progress, print_document, say
-from ckptool.cli.options import PATH, file_argument, json_option, quiet_option, verb
+from ckptool.cli.console import Screen
+from ckptool.cli.options import PATH, file_argument, screen_options, verb
 from ckptool.render.page import page_lines
 
 __all__ = ["command"]
@@ -24,8 +24,7 @@ __all__ = ["command"]
 @click.option("--key", metavar="NAME", help="Show only the tensors below this path.")
 @click.option("--no-values", is_flag=True, help="Read only the header: no histograms, no figures.")
 @click.option("--force", is_flag=True, help="Overwrite an existing page.")
-@json_option
-@quiet_option
+@screen_options()
 def command(
     file: str,
     other: str | None,
@@ -33,8 +32,7 @@ def command(
     key: str | None,
     no_values: bool,
     force: bool,
-    as_json: bool,
-    quiet: bool,
+    screen: Screen,
 ) -> None:
     """Write an HTML page about a checkpoint, or to compare two.
 
@@ -42,7 +40,7 @@ def command(
     every tensor with search and sort, and histograms of the values; with FILE2 also what differs,
     layer by layer.
     """
-    with Progress(quiet=quiet) as progress:
+    with screen.progress() as progress:
         receipt = report(
             file,
             output,
@@ -52,6 +50,4 @@ def command(
             overwrite=force,
             progress=progress,
         )
-    say(page_lines(receipt), quiet=quiet)
-    if as_json:
-        print_document(receipt.to_dict())
+    screen.tell(receipt, page_lines(receipt))

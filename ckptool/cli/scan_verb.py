@@ -5,16 +5,14 @@ from __future__ import annotations
 import click
 
 from ckptool.cli.console import (
-    Progress,
+    Screen,
     complain,
     files_document,
     print_document,
     print_lines,
-    say,
     settle,
-    stdout_look,
 )
-from ckptool.cli.options import PATH, json_option, quiet_option, verb
+from ckptool.cli.options import PATH, screen_options, verb
 from ckptool.errors import CheckpointError
 from ckptool.inspection.deeds import DATA
 from ckptool.inspection.scan import Scan, files_below, scan
@@ -36,9 +34,8 @@ _FEW = 20
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--strict", is_flag=True, help="Exit with 1 also for a file that needs code.")
-@json_option
-@quiet_option
-def command(paths: tuple[str, ...], strict: bool, as_json: bool, quiet: bool) -> None:
+@screen_options()
+def command(paths: tuple[str, ...], strict: bool, screen: Screen) -> None:
     """Show what loading a file would run, without running it.
 
     Pickles are read symbolically, in torch files of any version, bare pickles, numpy and joblib
@@ -49,7 +46,7 @@ def command(paths: tuple[str, ...], strict: bool, as_json: bool, quiet: bool) ->
     """
     results, errors = list[Scan](), list[CheckpointError]()
     files = list(files_below(paths))
-    with Progress(quiet=quiet) as progress:
+    with screen.progress() as progress:
         for done, file in enumerate(files):
             progress(done, len(files), f"{done:,} of {len(files):,} files")
             try:
@@ -60,15 +57,15 @@ def command(paths: tuple[str, ...], strict: bool, as_json: bool, quiet: bool) ->
                 complain(error.sentence, error.hint)
                 continue
             results.append(found)
-            if as_json:
+            if screen.as_json:
                 continue
             if len(files) <= _FEW or found.verdict != DATA:
                 progress.wipe()
-                print_lines(result_lines(found, stdout_look()))
-                say((f"note: {clean(found.file)}: {clean(n)}" for n in found.notes), quiet=quiet)
+                print_lines(result_lines(found, screen.look))
+                screen.say(f"note: {clean(found.file)}: {clean(note)}" for note in found.notes)
     fine = all(one.ok(strict=strict) for one in results)
     settle(2 if errors else int(not fine))
-    if as_json:
+    if screen.as_json:
         print_document(files_document("ckptool.scan/1", results, errors, ok=fine and not errors))
     elif len(files) > 1:
-        print_lines([summary_line(results, len(errors), stdout_look())])
+        print_lines([summary_line(results, len(errors), screen.look)])

@@ -7,15 +7,8 @@ from typing import Any
 
 import click
 
-from ckptool.cli.console import Progress, note_none, print_result, stdout_look
-from ckptool.cli.options import (
-    file_argument,
-    filter_options,
-    fmt_option,
-    json_option,
-    quiet_option,
-    verb,
-)
+from ckptool.cli.console import Screen, note_none
+from ckptool.cli.options import file_argument, filter_options, screen_options, verb
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.stats import BINS, SORTABLE, stats
 from ckptool.render.stats import ramp_for, stats_lines
@@ -46,18 +39,14 @@ __all__ = ["command"]
     help="Sort by this, the largest first, names from A to Z [default: the order of the file].",
 )
 @click.option("--fold", is_flag=True, help="Show repeated layers in one row.")
-@fmt_option
-@json_option
-@quiet_option
+@screen_options(fmt=True)
 def command(
     file: str,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     sort: str | None,
     fold: bool,
-    fmt: str | None,
-    as_json: bool,
-    quiet: bool,
+    screen: Screen,
     **how: Any,
 ) -> None:
     """Show the range, mean, zeros and NaN of each tensor.
@@ -68,11 +57,11 @@ def command(
     if it differs from the same tensor of the other layers (layers.{0..31}.mlp.weight) in type,
     shape or device, or by a factor of 10 in norm or std.
     """
-    with open_checkpoint(file) as checkpoint, Progress(quiet=quiet) as progress:
+    with open_checkpoint(file) as checkpoint, screen.progress() as progress:
         found = stats(checkpoint, include=include, exclude=exclude, progress=progress, **how)
     if not found.tensors:
-        note_none("no tensor", include, exclude, quiet=quiet)
+        note_none("no tensor", include, exclude, quiet=screen.quiet)
     found = found.folded() if fold else found
     found = found.sorted_by(sort) if sort else found
     ramp = ramp_for(getattr(sys.stdout, "encoding", None))
-    print_result(found, stats_lines(found, stdout_look(fmt), ramp), as_json=as_json)
+    screen.print(found, stats_lines(found, screen.look, ramp))

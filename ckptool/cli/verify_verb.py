@@ -5,16 +5,14 @@ from __future__ import annotations
 import click
 
 from ckptool.cli.console import (
-    Progress,
+    Screen,
     complain,
     files_document,
     print_document,
     print_lines,
-    say,
     settle,
-    stdout_look,
 )
-from ckptool.cli.options import PATH, fmt_option, json_option, quiet_option, verb
+from ckptool.cli.options import PATH, screen_options, verb
 from ckptool.errors import CheckpointError
 from ckptool.inspection.verify import Verdict, Verifier
 from ckptool.render.verify import manifest_line, summary_line, verdict_lines, verdict_table
@@ -44,16 +42,12 @@ __all__ = ["command"]
     type=PATH,
     help="Compare the SHA-256 of every tensor with FILE, or write FILE if it does not exist.",
 )
-@fmt_option
-@json_option
-@quiet_option
+@screen_options(fmt=True)
 def command(
     paths: tuple[str, ...],
     values: bool,
     manifest: str | None,
-    fmt: str | None,
-    as_json: bool,
-    quiet: bool,
+    screen: Screen,
 ) -> None:
     """Check files for damage, also where torch does not look.
 
@@ -61,9 +55,9 @@ def command(
     every format the structure, and of shards the index. Folders are searched for checkpoints. A
     manifest is the same for every format: the manifest of model.pth checks model.safetensors.
     """
-    look, code = stdout_look(fmt), 0
+    look, code = screen.look, 0
     results: list[Verdict | CheckpointError] = []
-    with Progress(quiet=quiet) as progress:
+    with screen.progress() as progress:
         verifier = Verifier(values=values, manifest=manifest, progress=progress)
         for found in verifier.each(paths):
             results.append(found)
@@ -73,18 +67,18 @@ def command(
             if isinstance(found, CheckpointError):
                 complain(found.sentence, found.hint)
             else:
-                if not (as_json or fmt):
+                if not (screen.as_json or screen.fmt):
                     print_lines(verdict_lines(found, look))
-                say((f"note: {clean(found.file)}: {clean(n)}" for n in found.notes), quiet=quiet)
+                screen.say(f"note: {clean(found.file)}: {clean(note)}" for note in found.notes)
     outcome = verifier.finish()
     gone = outcome.problems if outcome is not None else ()
     settle(code or int(bool(gone)))
     verdicts = [found for found in results if isinstance(found, Verdict)]
     errors = [found for found in results if isinstance(found, CheckpointError)]
-    if as_json:
+    if screen.as_json:
         document = files_document("ckptool.verify/1", verdicts, errors, ok=not (code or gone))
         print_document({**document, "manifest": outcome and outcome.to_dict()})
-    elif fmt:
+    elif screen.fmt:
         print_lines(verdict_table(results, outcome, look))
     else:
         if outcome is not None and gone:
@@ -92,4 +86,4 @@ def command(
         if len(results) > 1:
             print_lines([summary_line(verdicts, len(errors), look)])
     if outcome is not None:
-        say([manifest_line(outcome)], quiet=quiet)
+        screen.say([manifest_line(outcome)])
