@@ -205,11 +205,12 @@ def _label(name: str) -> str:
 
 
 def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator[str]:
-    """Return the files, the differences with the largest change first, and a summary.
+    """Yield the files, the differences with the largest change first, and a summary.
 
     With `fold` repeated layers are one row, with the worst of each figure. With `look.fmt` the
     result is one table that has a row for every difference.
     """
+    ending = (note_lines(diff, look), summary_lines(diff, look))
     if look.fmt:
         headings = ("status", "name", "what", "in A", "in B", *_FIGURES)
         rows = [
@@ -217,13 +218,12 @@ def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator
             for row in diff_rows(diff, whole=True)
             if row.status != "="
         ]
-        return table(headings, rows, look, right=range(5, 11))
-    ending = (note_lines(diff, look), summary_lines(diff, look))
-    if diff.identical:
-        return chain(*ending)
-    return apart(
-        [_headlines(diff, look), *_tables(diff, look, fold), _tag_lines(diff, look), *ending]
-    )
+        yield from table(headings, rows, look, right=range(5, 11))
+    elif diff.identical:
+        yield from chain(*ending)
+    else:
+        blocks = (_headlines(diff, look), *_tables(diff, look, fold), _tag_lines(diff, look))
+        yield from apart([*blocks, *ending])
 
 
 def _headlines(diff: Diff, look: Look) -> Iterator[str]:

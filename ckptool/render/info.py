@@ -12,7 +12,6 @@ from ckptool.render.text import (
     RESUME,
     Look,
     command_lines,
-    count,
     first_lines,
     size,
     titled_commands,
@@ -126,9 +125,7 @@ def size_text(info: Info) -> str:
 def counts_text(counts: Mapping[str, int]) -> str:
     """Return `cuda:0 (14), cpu (2)`, the most frequent first."""
     ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return (
-        listed((f"{name} ({count(number)})" for name, number in ordered), 10) if counts else "none"
-    )
+    return listed((f"{name} ({number:,})" for name, number in ordered), 10) if counts else "none"
 
 
 def section_line(section: Section) -> str:
@@ -147,8 +144,8 @@ def section_rows(sections: Iterable[SectionInfo]) -> list[list[str]]:
         [
             _named(section),
             section.kind,
-            count(section.tensors) if section.tensors else "",
-            count(section.parameters) if section.parameters else "",
+            f"{section.tensors:,}" if section.tensors else "",
+            f"{section.parameters:,}" if section.parameters else "",
             size(section.nbytes) if section.tensors else "",
             " ".join(section.wrappers),
         ]

@@ -9,7 +9,7 @@ from ckptool.inspection.listing import Listing, ObjectRow, TensorRow
 from ckptool.inspection.values import shape_text, summarise
 from ckptool.model import Opaque, Storage, TensorRef
 from ckptool.render.table import apart, table
-from ckptool.render.text import PLAIN, Look, count, label, shorten, size
+from ckptool.render.text import PLAIN, Look, label, shorten, size
 from ckptool.words import clean, counted
 
 __all__ = ["listing_lines", "tree_lines"]
@@ -151,7 +151,7 @@ def _totals(node: TreeNode, *, brief: bool = False) -> str:
     if own is None or node.children:
         totals = [counted(node.tensors, "tensor"), counted(node.elements, "element")]
         return ", ".join((*totals[: 1 if brief else 2], size(node.nbytes)))
-    times = f"{count(node.count)} x " if node.count > 1 else ""
+    times = f"{node.count:,} x " if node.count > 1 else ""
     return f"{times}{own.dtype} {shape_text(own.shape)}  {size(node.nbytes)}"
 
 

@@ -14,7 +14,7 @@ from ckptool.remedies import Remedy
 from ckptool.render.diff import folded
 from ckptool.render.remedies import as_options
 from ckptool.render.table import apart, table
-from ckptool.render.text import PLAIN, Look, count, share, shorten, titled_commands, wrapped
+from ckptool.render.text import PLAIN, Look, share, shorten, titled_commands, wrapped
 from ckptool.words import clean, counted
 
 __all__ = ["advice_lines", "match_line", "match_lines", "note_lines"]
@@ -25,8 +25,6 @@ _MOST_ROWS = 100
 """The most rows of one status in a folded table."""
 _MOST_LETTERS = 300
 """The most characters of a cell in a folded table."""
-_IN_MEMORY = "the state dict"
-_NO_CLASS = "the model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,7 @@ def _heading(report: MatchReport, look: Look, judgement: Judgement) -> Iterator[
 
     If all tensors fit, but the file is refused, the first reason stands in their place.
     """
-    file, model = clean(report.file) or _IN_MEMORY, clean(report.model) or _NO_CLASS
+    file, model = clean(report.file) or "the state dict", clean(report.model) or "the model"
     taken = judgement.accepted
     verdict = "fits" if taken else "does not fit"
     allowed = " with what is allowed" if taken and not report.fits else ""
@@ -144,7 +142,7 @@ def _heading(report: MatchReport, look: Look, judgement: Judgement) -> Iterator[
     part = share(report.loaded if report.parameters else whole, whole)
     tensors, parameters = counted(report.names, "tensor"), f"{part} of the parameters"
     verb = "fits" if report.fitting == 1 else "fit"
-    met = f"{count(report.fitting)} of its {tensors} {verb} ({parameters})"
+    met = f"{report.fitting:,} of its {tensors} {verb} ({parameters})"
     if report.fits:
         met = f"{tensors}, {parameters}"
     elif not report.names:
@@ -299,7 +297,7 @@ def _optimizer(report: MatchReport, look: Look) -> Iterator[str]:
     found = report.optimizer
     if found is None:
         return
-    state = f"{count(found.matched)} of {counted(found.parameters, 'parameter')}"
+    state = f"{found.matched:,} of {counted(found.parameters, 'parameter')}"
     yield from wrapped(f"optimizer: the state of {state}, by {clean(found.by)}", look.width)
     for problem in found.problems:
         yield from wrapped(f"optimizer: {clean(problem)}", look.width)

@@ -8,7 +8,7 @@ from ckptool.inspection.show import Shown, ShownContainer, ShownObject, ShownTen
 from ckptool.inspection.values import shape_text
 from ckptool.render.listing import tensor_line
 from ckptool.render.table import table
-from ckptool.render.text import Look, count, number, size
+from ckptool.render.text import Look, number, size
 from ckptool.words import clean, clean_lines, counted
 
 __all__ = ["shown_lines"]
@@ -67,7 +67,7 @@ def _one_tensor(shown: ShownTensor) -> Iterator[str]:
         yield "  ".join(f"{name} {number(value)}" for name, value in facts)
     for name, found in (("NaN", stats.nan), ("infinite", stats.infinite)):
         if found:
-            yield f"{count(found)} {name}"
+            yield f"{found:,} {name}"
 
 
 def _object(shown: ShownObject, look: Look) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ckptool.inspection.stats import Stats, TensorStats, Totals
 from ckptool.render.table import apart, table
-from ckptool.render.text import PLAIN, Look, count, first_lines, label, share, wrapped
+from ckptool.render.text import PLAIN, Look, first_lines, label, share, wrapped
 from ckptool.words import clean, counted, listed
 
 __all__ = ["ASCII", "BLOCKS", "bars", "ramp_for", "stats_lines"]
@@ -79,8 +79,8 @@ def _cells(row: TensorStats, look: Look, ramp: str) -> list[str]:
         figures = [
             *map(_number, (one.minimum, one.maximum, one.mean, one.std)),
             share(one.zeros, one.elements, none="0"),
-            count(one.nan) if one.nan else "",
-            count(one.infinite) if one.infinite else "",
+            f"{one.nan:,}" if one.nan else "",
+            f"{one.infinite:,}" if one.infinite else "",
             _number(one.norm),
             bars(one.histogram.counts, ramp) if one.histogram else "",
         ]
@@ -92,7 +92,7 @@ def _cells(row: TensorStats, look: Look, ramp: str) -> list[str]:
     text = " ".join(flags if row.reason is None else [*flags, "no figures"])
     if look.width is not None:
         text = text.replace("-outlier", "!")
-    return [_name(row), row.row.dtype, count(row.row.numel), *figures, text]
+    return [_name(row), row.row.dtype, f"{row.row.numel:,}", *figures, text]
 
 
 def _number(value: float | None) -> str:
@@ -126,9 +126,7 @@ def _totals(totals: Totals, look: Look) -> Iterator[str]:
     if totals.elements:
         facts.append(f"{share(totals.zeros, totals.elements, none='0')} zeros")
     facts += [
-        f"{count(n)} {what}"
-        for n, what in ((totals.nan, "NaN"), (totals.infinite, "infinite"))
-        if n
+        f"{n:,} {what}" for n, what in ((totals.nan, "NaN"), (totals.infinite, "infinite")) if n
     ]
     facts.append(f"norm {_number(totals.norm)}")
     yield from map(look.bold, wrapped(", ".join(facts), look.width))

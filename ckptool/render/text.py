@@ -17,7 +17,6 @@ __all__ = [
     "Look",
     "columns_of",
     "command_lines",
-    "count",
     "duration",
     "files_line",
     "first_lines",
@@ -91,11 +90,6 @@ def size(nbytes: int) -> str:
         if number < 999.95:
             return f"{number:.1f} {unit}"
     return f"{number / 1024:,.1f} PiB"
-
-
-def count(number: int) -> str:
-    """Return an integer with a comma between thousands."""
-    return f"{number:,}"
 
 
 def duration(seconds: float) -> str:

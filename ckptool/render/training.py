@@ -8,7 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from ckptool.render.table import table
-from ckptool.render.text import Look, count, duration, runnable, size
+from ckptool.render.text import Look, duration, runnable, size
 from ckptool.trainer.events import EpochEnded, Resumed, Saved, Started, Stepped, Traced, Validating
 from ckptool.words import clean, counted
 
@@ -85,18 +85,18 @@ def resumed_line(resumed: Resumed) -> str:
     """Return where the run goes on from, and what that lacks."""
     costs = [f"{name} ({_WITHOUT[name]})" for name in resumed.without]
     lacks = f", without {', '.join(costs)}" if costs else ""
-    return f"goes on from {clean(resumed.path)}, step {count(resumed.step)}{lacks}"
+    return f"goes on from {clean(resumed.path)}, step {resumed.step:,}{lacks}"
 
 
 def progress_text(step: Stepped, total: int, epochs: int, left: float | None) -> str:
     """Return the text behind the bar: the epoch, the step, and the seconds `left` if known."""
-    place = f"epoch {step.epoch} of {epochs}, step {count(step.step)} of {count(total)}"
+    place = f"epoch {step.epoch} of {epochs}, step {step.step:,} of {total:,}"
     return f"{place}, loss {step.loss:.4g}" + ("" if left is None else f", {duration(left)} left")
 
 
 def validating_text(event: Validating) -> str:
     """Return the text behind the bar while an epoch is validated."""
-    return f"validation, sample {count(event.done)} of {count(event.samples)}"
+    return f"validation, sample {event.done:,} of {event.samples:,}"
 
 
 def trace_line(traced: Traced, rank: int | None) -> str:
@@ -119,7 +119,7 @@ def end_lines(saved: Sequence[Saved]) -> Iterator[str]:
     """Yield the checkpoints that exist, and the command that describes the last one."""
     width = max((len(clean(one.path)) for one in saved), default=0)
     for one in saved:
-        yield f"{clean(one.path):<{width}}  step {count(one.step)}"
+        yield f"{clean(one.path):<{width}}  step {one.step:,}"
     if saved:
         yield runnable(f"ckptool info {shlex.quote(saved[-1].path)}")
 
@@ -127,12 +127,12 @@ def end_lines(saved: Sequence[Saved]) -> Iterator[str]:
 def trained_line(step: int, epoch: int, best: float) -> str:
     """Return how a run ended that came to its end."""
     reached = f" The lowest loss of an epoch is {best:.6g}." if isfinite(best) else ""
-    return f"Trained to step {count(step)}, {counted(epoch, 'epoch')}.{reached}"
+    return f"Trained to step {step:,}, {counted(epoch, 'epoch')}.{reached}"
 
 
 def stopped_line(step: int, path: str) -> str:
     """Return what is left of a run that a signal has ended."""
-    return f"saved at step {count(step)} in {clean(path)}: --resume auto goes on"
+    return f"saved at step {step:,} in {clean(path)}: --resume auto goes on"
 
 
 def gpus_line(physical: Mapping[str, str]) -> str:

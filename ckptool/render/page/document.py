@@ -28,7 +28,7 @@ from ckptool.render.info import (
     size_text,
 )
 from ckptool.render.page.data import columns, in_words
-from ckptool.render.text import PLAIN, count, shorten, size
+from ckptool.render.text import PLAIN, shorten, size
 from ckptool.words import clean
 
 if TYPE_CHECKING:
@@ -76,21 +76,16 @@ def table(
     caption: str = "",
 ) -> str:
     """Return a table; cells and caption are HTML, columns `right` are numbers."""
-    head = "".join(
-        element("th", header, scope="col", class_="right" if column in right else "")
-        for column, header in enumerate(headers)
-    )
-    body = "".join(
-        element(
-            "tr",
-            "".join(
-                element("td", cell, class_="right" if column in right else "")
-                for column, cell in enumerate(row)
-            ),
+
+    def drawn_row(tag: str, cells: Iterable[str], scope: str = "") -> str:
+        drawn = (
+            element(tag, cell, scope=scope, class_="right" if column in right else "")
+            for column, cell in enumerate(cells)
         )
-        for row in rows
-    )
-    drawn = element("thead", element("tr", head)) + element("tbody", body)
+        return element("tr", "".join(drawn))
+
+    head, body = drawn_row("th", headers, "col"), (drawn_row("td", row) for row in rows)
+    drawn = element("thead", head) + element("tbody", "".join(body))
     if caption:
         drawn = element("caption", caption) + drawn
     return element("div", element("table", drawn, class_=class_), class_="scroll")
@@ -118,7 +113,7 @@ def facts(infos: Sequence[Info]) -> str:
         ("file", [words(one.file) for one in infos]) if len(infos) > 1 else None,
         ("format", [escape(format_text(one)) for one in infos]),
         ("size", [escape(size_text(one)) for one in infos]),
-        ("tensors", [count(sum(one.dtypes.values())) for one in infos]),
+        ("tensors", [f"{sum(one.dtypes.values()):,}" for one in infos]),
         ("types", [escape(counts_text(one.dtypes)) for one in infos]),
         ("devices", [escape(counts_text(one.devices)) for one in infos]),
         ("ties", [_listed(" = ".join(names) for names in one.ties) for one in infos]),
@@ -146,7 +141,7 @@ def _listed(texts: Iterable[str]) -> str:
     every = list(texts)
     shown = [words(shorten(text, _LONGEST)) for text in every[:_MOST_LISTED]]
     if len(every) > _MOST_LISTED:
-        shown.append(f"and {count(len(every) - _MOST_LISTED)} more")
+        shown.append(f"and {len(every) - _MOST_LISTED:,} more")
     return "<br>".join(shown)
 
 
@@ -203,7 +198,7 @@ def first_changes(diff: Diff) -> str:
 def _rest(all_of_them: int) -> str:
     if all_of_them <= FIRST:
         return ""
-    return element("p", f"The first {FIRST} of {count(all_of_them)}; the others need the script.")
+    return element("p", f"The first {FIRST} of {all_of_them:,}; the others need the script.")
 
 
 SCRIPTS = (
