@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.files import ByteRange, MemorySource, Source
-from ckptool.files.place import place_of
 from ckptool.files.tiled import Tile, late, tiled
 from ckptool.formats.archive import zip_archive
 from ckptool.formats.base import (
@@ -145,16 +144,19 @@ class Dcp(FolderFormat):
         for _, item, _ in index.items():
             ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
         is_far = any(source.is_far for source in index.sources)  # to ask for a size is a request
-        sizes = sum(ends.values()) if is_far else _size(ends)
+        there = map(probe.place.size, filter(probe.place.is_file, ends))
         what = f"tensors in another shape than their own ({_RESHAPED})"
         return Checkpoint(
             {**(beside.root if beside else {}), **tree},
             self.name,
             folder or ".",
             Details(
-                size=sum(source.size for source in index.sources) + sizes,
+                size=sum(source.size for source in index.sources)
+                + sum(ends.values() if is_far else there),
                 writer="torch.distributed.checkpoint",
-                storage_bytes=sum(_nbytes(one) for one in index.tensors.values()),
+                storage_bytes=sum(
+                    prod(one.shape) * BY_NAME[one.dtype].itemsize for one in index.tensors.values()
+                ),
                 notes=(f"{counted(len(ends), 'file')} of torch.distributed.checkpoint",),
                 left_behind=(f"{what}: {listed(index.reshaped)}",) if index.reshaped else (),
                 late=bool(index.values),
@@ -382,14 +384,6 @@ def _described(
     if not all(type(size) is int and size >= 0 for one in sizes_of for size in one):
         raise CorruptFile(f"{printable(name)!r} has a size or an offset that is not a number")
     return _Tensor(dtype.name, shape, tuple(chunks))
-
-
-def _size(files: Iterable[str]) -> int:
-    return sum(place_of(one).size(one) for one in files if place_of(one).is_file(one))
-
-
-def _nbytes(tensor: _Tensor) -> int:
-    return prod(tensor.shape) * BY_NAME[tensor.dtype].itemsize
 
 
 def _tensor(name: str, one: _Tensor, limits: Limits) -> TensorRef:

@@ -283,7 +283,9 @@ def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, Entry]:
     """
     entries: dict[str, Entry] = {}
     end = 0
-    for name in sorted(tensors, key=lambda name: -_alignment(tensors[name])):
+    sizes = {name: tensor.itemsize for name, tensor in tensors.items()}
+    # By the power of two that divides an element's size: F6 has 3 bytes for 4 elements.
+    for name in sorted(tensors, key=lambda name: -(sizes[name] & -sizes[name])):
         entries[name] = _entry(name, tensors[name], end)
         end = entries[name].stop
     return entries
@@ -292,11 +294,6 @@ def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, Entry]:
 def _entry(name: str, tensor: TensorRef, start: int) -> Entry:
     code = BY_NAME[tensor.dtype].safetensors or ""
     return Entry(name, code, _header_shape(tensor), start, start + tensor.nbytes)
-
-
-def _alignment(tensor: TensorRef) -> int:
-    """Return the power of two that divides an element's size: F6 has 3 bytes for 4 elements."""
-    return tensor.itemsize & -tensor.itemsize
 
 
 def _header_shape(tensor: TensorRef) -> tuple[int, ...]:
@@ -331,16 +328,6 @@ def _body(source: Source) -> ByteRange:
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
     begin = LENGTH.size + length
     return ByteRange(source, begin, source.size - begin)
-
-
-def _entries_in_place(tensors: Mapping[str, TensorRef], body: ByteRange) -> list[Entry] | None:
-    """Each tensor's entry over the bytes that it has; None if one is no run of `body`."""
-    entries = []
-    for name, tensor in tensors.items():
-        if not tensor.is_verbatim or tensor.data.source is not body.source:
-            return None
-        entries.append(_entry(name, tensor, tensor.data.offset - body.offset))
-    return entries
 
 
 _LIKELY_HEADER = 1 << 40
@@ -431,12 +418,16 @@ class Safetensors(EditableFormat):
             return None
         source = checkpoint.sources[0]
         body = _body(source)
-        entries = _entries_in_place(content.written, body)
+        written = content.written
+        if not all(one.is_verbatim and one.data.source is source for one in written.values()):
+            return None
+        entries = [
+            _entry(name, tensor, tensor.data.offset - body.offset)
+            for name, tensor in written.items()
+        ]
         try:
-            check_tiling(entries or (), body.length)
+            check_tiling(entries, body.length)
         except CorruptFile:
-            entries = None
-        if entries is None:
             return None
         text = header_text(entries, content.metadata)
         length = body.offset - LENGTH.size

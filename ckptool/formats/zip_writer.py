@@ -144,11 +144,6 @@ class Place:
         fixed = (b"PK\x01\x02", 0, 0, self.flags, 0, 0, 0, crc, size, size)
         return CENTRAL.pack(*fixed, *lengths, 0, 0, 0, header) + self.name + wide
 
-    @property
-    def entry_size(self) -> int:
-        """Bytes of the directory's entry."""
-        return CENTRAL.size + len(self.name) + len(self.wide_field(local=False))
-
 
 @dataclass(frozen=True, slots=True)
 class NewZip:
@@ -239,6 +234,6 @@ def _laid_out(
         place = Place(name, record.size, position, alignment, congruent)
         placed.append((record, place))
         position = place.end
-        directory += place.entry_size
+        directory += len(place.entry(0))
     size = position + directory + END64.size + LOCATOR.size + END.size
     return NewZip(tuple(placed), size)
