@@ -36,12 +36,6 @@ _CONFIG = "config.json"
 _MODEL = "state_dict"
 _WEIGHT = 50
 """What a dataset costs next to an entry of a zip directory."""
-_REFUSAL = Refusal(
-    "keras",
-    "it is a file of Keras (HDF5), not of torch.save",
-    "torch.load says: Weights only load failed; h5py reads the weights, Keras the whole model",
-    "it is a file of Keras, which keras.models.load_model reads",
-)
 
 
 class Hdf5(Format):
@@ -49,7 +43,12 @@ class Hdf5(Format):
 
     name = "hdf5"
     layout = "Keras"
-    refusal = _REFUSAL
+    refusal = Refusal(
+        "keras",
+        "it is a file of Keras (HDF5), not of torch.save",
+        "torch.load says: Weights only load failed; h5py reads the weights, Keras the whole model",
+        "it is a file of Keras, which keras.models.load_model reads",
+    )
 
     def recognise(self, probe: Probe) -> bool:
         """Return whether it begins with the signature."""
@@ -62,12 +61,10 @@ class Hdf5(Format):
         return _read(probe, self.name, whole, (source,), source.size)
 
 
-class Keras(Format):
+class Keras(Hdf5):
     """The format `keras`: a zip with a file of HDF5 in it."""
 
     name = "keras"
-    layout = "Keras"
-    refusal = _REFUSAL
 
     def recognise(self, probe: Probe) -> bool:
         """Return whether it is a zip of a model's configuration and its weights."""

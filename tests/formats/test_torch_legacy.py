@@ -25,7 +25,7 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Storage, StorageRef, TensorRef
 from tests.formats.legacy_streams import Called, Pid, floats, stream, tensor
 from tests.formats.zips import read as read_as
-from tests.formats.zips import values
+from tests.formats.zips import values, written
 
 read = partial(read_as, TORCH_LEGACY)
 
@@ -373,34 +373,10 @@ def test_a_stream_mentioned_again_and_again_is_refused():
 # Writing
 
 
-class Written:
-    """An `Output` that keeps what it is given."""
-
-    def __init__(self):
-        self.data = bytearray()
-
-    def tell(self):
-        return len(self.data)
-
-    def write(self, data):
-        self.data += data
-
-    def copy(self, data):
-        self.stream(data.blocks())
-
-    def stream(self, blocks):
-        for block in blocks:
-            self.data += block
-        return 0
-
-
 def rewritten(checkpoint):
     plan = TORCH_LEGACY.plan(checkpoint)
-    output = Written()
-    plan.files[0].write(output)
-    assert len(output.data) == plan.size
     assert plan.format == "torch-legacy"
-    return bytes(output.data)
+    return written(plan)
 
 
 def test_what_is_written_loads_in_torch_and_equals_the_source(saved):
