@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ckptool.errors import TargetExists
 from ckptool.files.atomic import atomic_output
 from ckptool.files.system import worded
 from ckptool.trainer.config import TrainConfig
@@ -35,11 +34,7 @@ class Metrics:
 
         Raises:
             WriteError: the file cannot be written.
-            TargetExists: there is a folder of that name.
         """
-        if self._path.is_dir():
-            hint = "move it away, or choose another folder for the run"
-            raise TargetExists("is a folder", file=self._path, hint=hint)
         kept = "".join(line for line, epoch in self._lines() if epoch <= epochs).encode()
         with atomic_output(self._path, len(kept), overwrite=True) as output:
             output.write(kept)

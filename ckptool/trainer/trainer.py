@@ -106,23 +106,14 @@ class Trainer:
                 origin = resuming.found()
                 progress = Progress() if origin is None else resuming.restored(origin)
                 checkpoints.begin(progress, origin)
-                self._observer.tell(
-                    Started(
-                        strategy.name,
-                        tuple(str(device) for device in strategy.devices),
-                        strategy.processes,
-                        sum(one.numel() for one in strategy.module.parameters()),
-                        batches.samples,
-                        batches.steps,
-                        config.epochs,
-                    )
-                )
-                loop = Loop(
-                    config, strategy, batches, progress, checkpoints, self._observer, signals
-                )
-                signal = loop.run()
-            told = progress.epoch, progress.step, progress.skipped, progress.best
-            result = TrainResult(*told, signal, config.out)
+                devices = tuple(map(str, strategy.devices))
+                parameters = sum(one.numel() for one in strategy.module.parameters())
+                sizes = parameters, batches.samples, batches.steps, config.epochs
+                self._observer.tell(Started(strategy.name, devices, strategy.processes, *sizes))
+                parts = config, strategy, batches, progress, checkpoints, self._observer, signals
+                signal = Loop(*parts).run()
+            reached = progress.epoch, progress.step, progress.skipped, progress.best
+            result = TrainResult(*reached, signal, config.out)
             strategy.end(result)
         return result
 
