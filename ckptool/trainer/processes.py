@@ -26,11 +26,11 @@ __all__ = [
     "World",
     "connected",
     "end_if_connected",
+    "launched_as",
     "local_rank",
     "not_reached",
     "of_this_attempt",
     "ranks",
-    "require_launcher",
     "team",
 ]
 
@@ -80,8 +80,8 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def require_launcher() -> None:
-    """Check that a launcher started this process.
+def launched_as() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes, as a launcher has set them.
 
     Raises:
         TrainingError: an environment variable of the launcher is missing or wrong.
@@ -95,6 +95,7 @@ def require_launcher() -> None:
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         raise TrainingError(f"RANK={rank} is not a number from 0 to below WORLD_SIZE={size}")
+    return int(rank), int(size)
 
 
 @contextmanager
@@ -110,7 +111,7 @@ def connected(device: torch.device) -> Iterator[World]:
     if dist.is_initialized():
         yield World(device)
         return
-    require_launcher()
+    launched_as()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     from torch.distributed.distributed_c10d import PrefixStore

@@ -24,10 +24,10 @@ from ckptool.trainer.data import share
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.processes import (
     TIMEOUT,
+    launched_as,
     local_rank,
     not_reached,
     of_this_attempt,
-    require_launcher,
 )
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
 from ckptool.trainer.tuning import seed_all
@@ -134,24 +134,6 @@ class _Post:
 _post = _Post()
 
 
-def launched_as() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes, as a launcher has set them.
-
-    Raises:
-        TrainingError: no launcher started this process, it started only one, or torch has no rpc.
-    """
-    require_launcher()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size < 2:
-        raise TrainingError(
-            "a parameter server needs 2 processes or more, not 1",
-            hint="--nproc 3 starts a server and two workers",
-        )
-    if not rpc.is_available():
-        raise TrainingError("this torch has no torch.distributed.rpc", hint="--strategy ddp")
-    return rank, size
-
-
 # Functions that other processes call.
 
 
@@ -256,8 +238,19 @@ class ParameterServer(Strategy):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Connect the server and the workers; if one of them fails, all of them end."""
+        """Connect the server and the workers; if one of them fails, all of them end.
+
+        Raises:
+            TrainingError: there is only one process, or torch has no rpc.
+        """
         self._rank, self._size = launched_as()
+        if self._size < 2:
+            raise TrainingError(
+                "a parameter server needs 2 processes or more, not 1",
+                hint="--nproc 3 starts a server and two workers",
+            )
+        if not rpc.is_available():
+            raise TrainingError("this torch has no torch.distributed.rpc", hint="--strategy ddp")
         self._part = 0, 1
         self._end: _Released | None = None
         _connect(self._rank, self._size)

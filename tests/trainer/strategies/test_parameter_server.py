@@ -8,7 +8,6 @@ import torch
 
 import ckptool
 from ckptool.errors import TrainingError
-from ckptool.trainer.strategies.parameter_server import launched_as
 from tests.forks import ended
 from tests.trainer.ranks import started
 from tests.trainer.runs import assert_same_run, held, net, run
@@ -149,12 +148,12 @@ def test_a_process_that_nobody_launched_is_told_what_does(tmp_path):
     assert "torchrun" in raised.value.hint
 
 
-def test_a_server_without_a_worker_is_refused(monkeypatch):
+def test_a_server_without_a_worker_is_refused(tmp_path, monkeypatch):
     named = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in named.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(TrainingError, match="2 processes or more, not 1") as raised:
-        launched_as()
+        run(tmp_path, strategy="parameter-server")
     assert "--nproc 3" in raised.value.hint
 
 
