@@ -147,7 +147,7 @@ def test_torch_is_imported_only_inside_functions_of_the_rooms_that_make_tensors(
             )
 
 
-WITH_ARRAYS = {"formats/gguf.py"}
+WITH_ARRAYS = {"formats/foreign/gguf.py"}
 """Files that hand arrays to another library, by imports inside a function."""
 
 

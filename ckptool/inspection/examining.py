@@ -30,15 +30,15 @@ from ckptool.files.crc32c import crc32cs
 from ckptool.files.source import BLOCK, Progress
 from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Checksum, Findings, Probe, Problem
-from ckptool.formats.dcp_safetensors import DCP_SAFETENSORS, part_files
-from ckptool.formats.megatron import MEGATRON
-from ckptool.formats.megatron import rank_files as megatron_rank_files
+from ckptool.formats.distributed.dcp_safetensors import DCP_SAFETENSORS, part_files
+from ckptool.formats.distributed.megatron import MEGATRON
+from ckptool.formats.distributed.megatron import rank_files as megatron_rank_files
+from ckptool.formats.distributed.ranks import FSDP_RANKS, rank_files
+from ckptool.formats.distributed.xla import XLA_FSDP, tensor_files
+from ckptool.formats.distributed.xla import rank_files as xla_rank_files
+from ckptool.formats.distributed.zero import DEEPSPEED, step_files
 from ckptool.formats.model_folder import of_model_file
-from ckptool.formats.ranks import FSDP_RANKS, rank_files
 from ckptool.formats.sharded import open_index
-from ckptool.formats.xla import XLA_FSDP, tensor_files
-from ckptool.formats.xla import rank_files as xla_rank_files
-from ckptool.formats.zero import DEEPSPEED, step_files
 from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors
 from ckptool.inspection.obstacles import missing_weights

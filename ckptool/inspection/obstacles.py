@@ -12,10 +12,10 @@ from ckptool.dtypes import BY_NAME
 from ckptool.files.place import place_of
 from ckptool.formats import TORCH_ENDINGS, format_of, shard_of
 from ckptool.formats.base import OPAQUE_CONSTANTS
-from ckptool.formats.dcp_safetensors import SHARDING_INFO
-from ckptool.formats.megatron import is_rank
-from ckptool.formats.ranks import set_of
-from ckptool.formats.zero import is_part
+from ckptool.formats.distributed.dcp_safetensors import SHARDING_INFO
+from ckptool.formats.distributed.megatron import is_rank
+from ckptool.formats.distributed.ranks import set_of
+from ckptool.formats.distributed.zero import is_part
 from ckptool.hollow import PLACEHOLDERS, hollow
 from ckptool.model import Global, Opaque, StorageRef, TensorRef, children
 from ckptool.statedict import MODEL_KINDS

@@ -23,9 +23,9 @@ from ckptool.files.inflated import InflatedSource, refuse_bomb
 from ckptool.files.place import is_address, place_of
 from ckptool.formats.archive import DEFLATED, REFUSED, STORED, zip_archive
 from ckptool.formats.base import Record
+from ckptool.formats.foreign.npz import read_array_header
 from ckptool.formats.identify import MAGICS
 from ckptool.formats.legacy_stream import COUNT, MAGIC_NUMBER
-from ckptool.formats.npz import read_array_header
 from ckptool.formats.torch_tar import BLOCK, is_tar, read_members
 from ckptool.inspection.deeds import CANNOT_TELL, DATA, RUNS, VERDICTS, Deed, Judge, worst
 from ckptool.limits import DEFAULT_LIMITS, Limits

@@ -23,14 +23,14 @@ from ckptool.files.source import Progress
 from ckptool.formats import candidates
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Findings, Probe, Problem
-from ckptool.formats.dcp import DCP
-from ckptool.formats.dcp_safetensors import DCP_SAFETENSORS, is_part_file
+from ckptool.formats.distributed.dcp import DCP
+from ckptool.formats.distributed.dcp_safetensors import DCP_SAFETENSORS, is_part_file
+from ckptool.formats.distributed.ranks import FSDP_RANKS, of_model
+from ckptool.formats.distributed.zero import is_part, is_step
+from ckptool.formats.foreign.tensorflow import is_index
 from ckptool.formats.identify import looks_like_checkpoint
-from ckptool.formats.ranks import FSDP_RANKS, of_model
 from ckptool.formats.sharded import shards_named_by
-from ckptool.formats.tensorflow import is_index
 from ckptool.formats.torch_tar import BLOCK, is_tar
-from ckptool.formats.zero import is_part, is_step
 from ckptool.inspection.examining import NOT_ONE, Verdict, examine
 from ckptool.inspection.manifest import (
     HashedTensor,

@@ -8,8 +8,8 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import UsageError
 from ckptool.files import ByteRange
 from ckptool.files.tiled import Tile, tiled
-from ckptool.formats.megatron import is_rank
-from ckptool.formats.placements import row_major_data
+from ckptool.formats.distributed.megatron import is_rank
+from ckptool.formats.distributed.placements import row_major_data
 from ckptool.model import (
     Path,
     Storage,

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import NotFound
-from ckptool.formats.zero import MASTER, SLICED
+from ckptool.formats.distributed.zero import MASTER, SLICED
 from ckptool.model import TensorRef, remade
 from ckptool.words import counted
 

@@ -12,7 +12,7 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.dtypes import PACKED
 from ckptool.errors import NameCollision, NotRepresentable, UsageError
 from ckptool.files.computed import joined
-from ckptool.formats.placements import row_major_data
+from ckptool.formats.distributed.placements import row_major_data
 from ckptool.model import TensorRef, over_elements, remade
 from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.tensors.resizing import interpolated, more_rows

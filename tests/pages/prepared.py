@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from tests.formats.megatron_files import whole, write_ranks
+from tests.formats.distributed.megatron_files import whole, write_ranks
 from tests.sources import PROJECT
 
 FIXTURES = PROJECT / "fixtures"

@@ -5,7 +5,16 @@ import torch
 
 import ckptool
 from ckptool.errors import UsageError
-from tests.formats.megatron_files import EMBEDDING, NORM, PROJ, QKV, RULES, TIED, whole, write_ranks
+from tests.formats.distributed.megatron_files import (
+    EMBEDDING,
+    NORM,
+    PROJ,
+    QKV,
+    RULES,
+    TIED,
+    whole,
+    write_ranks,
+)
 
 NET = "torch-2.13.0/dp_full_cuda3.pth"
 

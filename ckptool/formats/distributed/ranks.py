@@ -16,8 +16,8 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, of_files
+from ckptool.formats.distributed.placements import Part, parts_of
 from ckptool.formats.opening import TORCH_FILES, opened_together
-from ckptool.formats.placements import Part, parts_of
 from ckptool.model import Storage, TensorRef, remade, row_major_strides
 from ckptool.tree import name_of, rebuild, walk
 from ckptool.words import counted, few, listed, printable, shell

@@ -18,7 +18,7 @@ from ckptool.errors import CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.files.computed import ComputedSource
 from ckptool.formats.base import Format, Probe, Refusal, naming, needing
-from ckptool.formats.cursor import Cursor
+from ckptool.formats.foreign.cursor import Cursor
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.words import counted, listed, printable

@@ -26,8 +26,8 @@ from ckptool.files.computed import joined
 from ckptool.files.place import place_of
 from ckptool.files.tiled import late
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
+from ckptool.formats.distributed.placements import attributes_of, row_major_data, sizes_of
 from ckptool.formats.opening import TORCH_FILES, opened_together
-from ckptool.formats.placements import attributes_of, row_major_data, sizes_of
 from ckptool.formats.torch_zip import stored_in
 from ckptool.limits import Limits
 from ckptool.model import Opaque, TensorRef, plain_tensor, remade

@@ -31,7 +31,7 @@ from ckptool.files.place import Place, place_of
 from ckptool.files.system import allow_open_files
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import Checksum, Findings, Format, Probe, Problem, Refusal, naming
-from ckptool.formats.leveldb import MAGIC, Message, read_table, varint
+from ckptool.formats.foreign.leveldb import MAGIC, Message, read_table, varint
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, TensorRef, plain_tensor
 from ckptool.statedict import OF_THE_MODEL

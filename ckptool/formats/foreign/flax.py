@@ -17,7 +17,7 @@ from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
 from ckptool.files import ByteRange, Source
 from ckptool.files.computed import joined
 from ckptool.formats.base import Format, Probe, Refusal
-from ckptool.formats.cursor import Cursor
+from ckptool.formats.foreign.cursor import Cursor
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.statedict import OF_THE_MODEL

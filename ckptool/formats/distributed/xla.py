@@ -18,8 +18,8 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing
 from ckptool.files.computed import joined
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
+from ckptool.formats.distributed.placements import row_major_data, sizes_of
 from ckptool.formats.opening import TORCH_FILES, opened_together
-from ckptool.formats.placements import row_major_data, sizes_of
 from ckptool.formats.torch_zip import TORCH_ZIP, stored_in
 from ckptool.limits import Limits
 from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor

@@ -17,9 +17,10 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.files.crc32c import crc32c, masked
-from ckptool.formats import leveldb, open_checkpoint
-from ckptool.formats.leveldb import MAGIC, _unsnapped
-from ckptool.formats.tensorflow import _ordered
+from ckptool.formats import open_checkpoint
+from ckptool.formats.foreign import leveldb
+from ckptool.formats.foreign.leveldb import MAGIC, _unsnapped
+from ckptool.formats.foreign.tensorflow import _ordered
 from ckptool.limits import Limits
 
 

@@ -19,9 +19,10 @@ from ckptool.errors import CheckpointError, CorruptFile, FileMissing, Unsupporte
 from ckptool.inspection.listing import list_tensors
 from ckptool.inspection.verify import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
+from tests.conftest import FIXTURES
 from tests.formats.zips import resaved
 
-ZERO = Path(__file__).parents[2] / "fixtures" / "zero"
+ZERO = FIXTURES / "zero"
 STEPS = sorted(one.name for one in ZERO.iterdir() if (one / "latest").exists())
 SCRIPT = json.loads((ZERO / "masters.json").read_text())
 """What DeepSpeed's `zero_to_fp32` makes of each folder: shape and hash of each tensor."""

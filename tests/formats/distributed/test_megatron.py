@@ -7,7 +7,7 @@ import torch
 
 import ckptool
 from ckptool.errors import FileMissing, UnsupportedFormat
-from tests.formats.megatron_files import NORM, QKV, whole, write_ranks
+from tests.formats.distributed.megatron_files import NORM, QKV, whole, write_ranks
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import ckptool
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.formats import open_checkpoint
-from ckptool.formats.placements import owned_rows
+from ckptool.formats.distributed.placements import owned_rows
 from ckptool.inspection.verify import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
 from tests.formats.zips import resaved

@@ -16,8 +16,8 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
+from ckptool.formats.distributed.placements import sizes_of
 from ckptool.formats.opening import opened_together
-from ckptool.formats.placements import sizes_of
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.words import counted, printable

@@ -41,7 +41,7 @@ from ckptool.formats.base import (
     naming,
     needing,
 )
-from ckptool.formats.placements import attributes_of, row_major_data
+from ckptool.formats.distributed.placements import attributes_of, row_major_data
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.torch_zip import TORCH_ZIP, member_of, read_contents
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -170,13 +170,13 @@ class Dcp(FolderFormat):
 
     def plan(self, checkpoint: Checkpoint, most: int | None = None) -> Plan:
         """Plan `.metadata`, and files of at most `most` bytes; paths are those in the folder."""
-        from ckptool.formats.dcp_writer import plan_folder  # reading needs none of it
+        from ckptool.formats.distributed.dcp_writer import plan_folder  # reading needs none of it
 
         return plan_folder(checkpoint, self, most)
 
     def plan_edit(self, checkpoint: Checkpoint) -> Plan:
         """Plan `.metadata` anew over the items that are there."""
-        from ckptool.formats.dcp_writer import plan_edit, refused
+        from ckptool.formats.distributed.dcp_writer import plan_edit, refused
 
         source = checkpoint.sources[0]
         if checkpoint.details.left_behind:

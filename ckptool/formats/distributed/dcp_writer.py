@@ -16,7 +16,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable
 from ckptool.files.place import place_of
 from ckptool.formats.base import FolderFormat, Member, NewFile, Plan
-from ckptool.formats.placements import row_major_data
+from ckptool.formats.distributed.placements import row_major_data
 from ckptool.formats.safetensors import left_out
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.model import Global, Opaque, Path, Size, TensorRef, plain_tensor

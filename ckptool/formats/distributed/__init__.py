@@ -1,0 +1,1 @@
+"""Checkpoints that many processes wrote together: each file has a part."""
