@@ -87,7 +87,7 @@ def test_a_folder_without_them_is_refused(tmp_path):
     with pytest.raises(FileMissing, match="no file that goes beside") as caught:
         ckptool.convert(weights(tmp_path), f"{tmp_path}/out/", files_from=tmp_path / "empty")
     assert "config.json" in caught.value.hint
-    with pytest.raises(FileMissing, match="no folder"):
+    with pytest.raises(FileMissing, match="is not a readable folder"):
         ckptool.convert(weights(tmp_path), f"{tmp_path}/out/", files_from=tmp_path / "none")
     with pytest.raises(UsageError, match="the target is one file"):
         ckptool.convert(weights(tmp_path), tmp_path / "out.pth", files_from=tmp_path / "empty")
