@@ -46,7 +46,7 @@ def write_changed(
         CheckpointError: whatever opening, changing or writing meets.
     """
     if target.output is not None and target.in_place:
-        raise UsageError("--output and --in-place exclude each other", hint="give one of them")
+        raise UsageError("--output and --in-place cannot be combined", hint="give one of them")
     chosen, team = target.output, team_of()
     given = {
         name: value

@@ -271,7 +271,7 @@ def note_none(what: str, include: Sequence[str], exclude: Sequence[str], *, quie
         f"--exclude {glob!r}" for glob in exclude
     ]
     if given:
-        say([f"note: {what} is left by {clean(listed(given))}"], quiet=quiet)
+        say([f"note: {what} passes {clean(listed(given))}"], quiet=quiet)
 
 
 def complain(message: str, hint: str | None) -> None:

@@ -55,15 +55,15 @@ def team_of() -> Team | None:
     """Return the processes that execute this command; None if it is one process.
 
     Raises:
-        UsageError: torchrun has started a verb that is not divided.
+        UsageError: torchrun has started a verb that runs in one process.
     """
     context = click.get_current_context()
     team: Team | None = context.meta.get(_TEAM)
     if team is None and _is_launched():
         raise UsageError(
-            f"{context.info_name} is not divided between processes, and torchrun has started "
+            f"{context.info_name} runs in one process, and torchrun has started "
             f"{os.environ['WORLD_SIZE']}",
-            hint="run it without torchrun; convert and cast are divided",
+            hint="run it without torchrun; convert and cast can use several processes",
         )
     return team
 

@@ -40,7 +40,7 @@ def command(
     Only the header is read, however large the file is; --hash reads the tensors, too.
     """
     if screen.fmt and as_tree:
-        raise UsageError("--fmt draws tables and --tree a tree: give one of them")
+        raise UsageError("--fmt and --tree cannot be combined")
     with open_checkpoint(file) as checkpoint, screen.progress() as progress:
         listing = list_tensors(
             checkpoint, include=include, exclude=exclude, hash=hashed, progress=progress

@@ -187,7 +187,7 @@ def screen_options(*, fmt: bool = False) -> Decorator:
         def gathered(**given: Any) -> Any:
             screen = Screen(given.pop("as_json"), given.pop("quiet"), given.pop("fmt", None))
             if screen.fmt and screen.as_json:
-                raise UsageError("--fmt draws tables and --json a document: give one of them")
+                raise UsageError("--fmt and --json cannot be combined")
             return function(screen=screen, **given)
 
         options = [*([_fmt_option] if fmt else []), json_option, quiet_option]
@@ -299,13 +299,13 @@ def _new_file(destination: str, output: str | None, in_place: bool) -> str:
     """Return the second file, unless the user may want to change it as well."""
     if output is not None or in_place:
         raise UsageError(
-            f"there are two places for the result: {destination}, and that of -o or --in-place",
-            hint="keep one of them; one command changes one file",
+            f"the result has two targets: {destination}, and that of -o or --in-place",
+            hint="give one of them; a command changes one file",
         )
     if os.path.lexists(destination):
         raise UsageError(
             f"the file to write, {destination}, exists already",
-            hint=f"-o {destination} --force overwrites it; one command changes one file",
+            hint=f"-o {destination} --force overwrites it; a command changes one file",
         )
     return destination
 

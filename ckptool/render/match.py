@@ -280,7 +280,7 @@ _MEANINGS = {
     "MISSING": "in the model, but not in the file; {allow_missing} keeps the model's own tensor",
     "UNEXPECTED": "in the file, but not in the model; {allow_unexpected} leaves it out",
     "MISMATCH": "the shapes differ; {allow_mismatched} keeps the model's own tensor",
-    "AMBIGUOUS": "names and shapes do not settle it, and none is guessed; {rule} decides it",
+    "AMBIGUOUS": "names and shapes allow several matches, and none is guessed; {rule} decides",
     "LAYOUT": "neither the format nor the type of the module tells the order of the axes; "
     "{transpose} or {no_transpose} decides it",
     "TRANSPOSED": "the axes are put in torch's order, each shown by its number in the file",

@@ -30,11 +30,10 @@ def table(
 ) -> Iterator[str]:
     """Yield the lines of a table of clean cells.
 
-    The columns `right` are aligned to the right; `optional` ones without a filled cell are left
-    out. If the rows are wider than the terminal, the
-    `spare` columns are left out one by one until each `flexible` column has some room, and a last
-    line names them; then the cells of the flexible columns lose their middle. `ruled` draws bars
-    between the columns and a line below the headings.
+    Columns `right` are aligned to the right; `optional` columns are left out if they are empty. If
+    the rows are wider than the terminal, `spare` columns are left out, one after the other, until
+    each `flexible` column has some room; then the cells of flexible columns lose their middle. A
+    last line names what is left out. `ruled` draws bars between the columns.
 
     Raises:
         UsageError: `look.fmt` would pad the rows to a file of gigabytes.

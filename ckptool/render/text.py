@@ -126,8 +126,8 @@ def first_lines(lines: Iterable[str], most: int) -> Iterator[str]:
 
 
 def files_line(files: int, errors: int, parts: Iterable[str]) -> str:
-    """Return `3 files: 1 fine, 1 with 2 problems, 1 not looked at`."""
-    unread = [f"{errors:,} not looked at"] if errors else []
+    """Return `3 files: 1 fine, 1 with 2 problems, 1 not read`."""
+    unread = [f"{errors:,} not read"] if errors else []
     return f"{counted(files + errors, 'file')}: {', '.join([*parts, *unread])}"
 
 

@@ -73,18 +73,18 @@ def manifest_line(outcome: ManifestOutcome) -> str:
     """Return whether the manifest was written or compared."""
     name = clean(outcome.file)
     if outcome.reason == "problem":
-        return f"{name} not written: a manifest of what is damaged would say that it is fine"
+        return f"{name} not written: a manifest of damaged files would call them fine"
     if outcome.reason == "error":
-        return f"{name} not written: it would not list what could not be looked at"
+        return f"{name} not written: files that could not be read would be missing"
     held = f"{counted(outcome.tensors, 'tensor')} in {counted(outcome.files, 'file')}"
     if outcome.action == "written":
         without = (
-            f"; {outcome.unhashed:,} of them without one, being sparse, quantised or the like"
+            f"; {outcome.unhashed:,} of them without one: they are sparse, quantised or the like"
             if outcome.unhashed
             else ""
         )
         return f"wrote {name} (SHA-256 of {held}{without})"
-    return f"{name}: {held} held against it"
+    return f"compared {held} with {name}"
 
 
 def verdict_table(

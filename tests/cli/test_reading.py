@@ -96,7 +96,7 @@ def test_a_hostile_name_reaches_neither_the_table_nor_an_error(ckptool, tmp_path
 def test_globs_that_let_nothing_through_are_named(ckptool, model, verb):
     done = ckptool(verb, model, "--include", "q*", "--exclude", "x\x1b")
     assert done.code == 0
-    assert " is left by --include 'q*', --exclude 'x\\x1b'" in done.err
+    assert " passes --include 'q*', --exclude 'x\\x1b'" in done.err
     quiet = ckptool(verb, model, "--include", "q*", "-q")
     assert (quiet.code, quiet.err) == (0, "")
     document = ckptool(verb, model, "--include", "q*", "--json")

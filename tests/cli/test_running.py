@@ -115,7 +115,7 @@ def test_an_interruption_is_130(failing, error):
         (["remap", "a", "--map", "cuda"], "not a rule A=B"),
         (["remap", "a", "--map", "a=b", "--map", "a=c"], "two rules for 'a'"),
         (["remap", "a", "--visible-devices", "one"], "not a list such as 0,1"),
-        (["strip-module", "a", "-o", "b", "--in-place"], "exclude each other"),
+        (["strip-module", "a", "-o", "b", "--in-place"], "cannot be combined"),
         (["strip-module", "a", "--levels", "0"], "0 is not in the range"),
         (["--frob"], "--frob"),
     ],

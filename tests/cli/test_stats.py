@@ -67,7 +67,7 @@ def test_folded_rows_in_the_document(ckptool, odd):
         (["--key", "nothing"], "nothing named 'nothing'"),
         (["--bins", "0"], "--bins"),
         (["--sort", "colour"], "--sort"),
-        (["--json", "--fmt", "csv"], "--fmt draws tables"),
+        (["--json", "--fmt", "csv"], "--fmt and --json cannot be combined"),
     ],
 )
 def test_wrong_usage(ckptool, odd, arguments, words):

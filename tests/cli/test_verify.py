@@ -50,7 +50,7 @@ def test_errors_are_told_and_the_others_looked_at_all_the_same(ckptool, model, d
     done = ckptool("verify", tmp_path / "nothing.pth", damaged, model)
     assert done.code == 2
     assert done.err == f"ckptool: {tmp_path / 'nothing.pth'}: there is no such file\n"
-    assert done.out.splitlines()[-1] == "3 files: 1 fine, 1 with 1 problem, 1 not looked at"
+    assert done.out.splitlines()[-1] == "3 files: 1 fine, 1 with 1 problem, 1 not read"
 
 
 def test_a_file_that_may_not_be_read_keeps_no_other_from_being_looked_at(
@@ -63,7 +63,7 @@ def test_a_file_that_may_not_be_read_keeps_no_other_from_being_looked_at(
     assert done.code == 2
     assert f"{secret}: the system does not let us read it" in done.err
     assert done.out.startswith(f"{model}: fine")
-    assert done.out.splitlines()[-1] == "2 files: 1 fine, 1 not looked at"
+    assert done.out.splitlines()[-1] == "2 files: 1 fine, 1 not read"
 
 
 def test_what_is_no_checkpoint_is_said_with_what_helps(ckptool, tmp_path):
@@ -124,10 +124,10 @@ def test_a_manifest(ckptool, model, damaged, tmp_path):
 def test_why_a_manifest_was_not_written(ckptool, model, damaged, tmp_path):
     sums = tmp_path / "sums.json"
     done = ckptool("verify", "--json", model, tmp_path / "gone.pth", "--manifest", sums)
-    assert f"{sums} not written: it would not list what could not be looked at" in done.err
+    assert f"{sums} not written: files that could not be read would be missing" in done.err
     assert done.document["manifest"]["reason"] == "error"
     done = ckptool("verify", "--json", damaged, tmp_path / "gone.pth", "--manifest", sums)
-    assert f"{sums} not written: a manifest of what is damaged" in done.err
+    assert f"{sums} not written: a manifest of damaged files" in done.err
     assert done.document["manifest"]["reason"] == "problem"
     assert not sums.exists()
 
@@ -136,7 +136,7 @@ def test_tensors_without_a_hash_are_told_when_a_manifest_is_written(ckptool, tmp
     path, sums = tmp_path / "model.pth", tmp_path / "sums.json"
     torch.save({"a": torch.ones(2), "s": torch.eye(2).to_sparse()}, path)
     done = ckptool("verify", "--json", path, "--manifest", sums)
-    assert "2 tensors in 1 file; 1 of them without one, being sparse, quantised" in done.err
+    assert "2 tensors in 1 file; 1 of them without one: they are sparse, quantised" in done.err
     assert done.document["manifest"]["unhashed"] == 1
 
 
