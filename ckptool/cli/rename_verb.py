@@ -8,7 +8,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import write_changed
 from ckptool.cli.options import PATH, Target, file_argument, target_options, verb
 from ckptool.errors import UsageError
-from ckptool.transforms import Rule, prefix_rule, read_map_file, regex_rule, rename, table_rule
+from ckptool.transforms import prefix_rule, read_map_file, regex_rule, rename, table_rule
 
 __all__ = ["command"]
 
@@ -76,7 +76,7 @@ def command(
     """
     rules = {
         "regexes": map(regex_rule, regexes),
-        "files": map(_file_rule, files),
+        "files": (table_rule(read_map_file(path), path) for path in files),
         "prefixes": map(prefix_rule, prefixes),
     }
     ordered = [next(rules[name]) for name in context.meta[_ORDER] if name in rules]
@@ -90,7 +90,3 @@ def command(
         return rename(checkpoint, ordered, key=key)
 
     write_changed(file, change, target, word="renamed")
-
-
-def _file_rule(path: str) -> Rule:
-    return table_rule(read_map_file(path), path)

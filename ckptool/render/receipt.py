@@ -53,7 +53,7 @@ def _told(outcomes: Sequence[Change]) -> Iterator[str]:
             worst[outcome.kind] = max(left - 1, 0)
     for kind in ("overflow", "underflow"):
         if seen[kind] > WORST:
-            yield f"{kind} in {counted(seen[kind] - WORST, 'more tensor')} (--json names them)"
+            yield f"{kind} in {counted(seen[kind] - WORST, 'more tensor')} (--json has them all)"
 
 
 def receipt_line(receipt: Receipt) -> str:

@@ -10,8 +10,6 @@ from ckptool.render.text import Look, shorten, wrapped
 
 __all__ = ["apart", "known_format", "known_formats", "table"]
 
-_GAP = "  "
-_BAR = " | "
 _NARROWEST = 12
 _READABLE = 24  # characters of a flexible column before spare columns are left out for it
 _WIDEST = 160  # characters that rows are padded to, so that one long name widens no other row
@@ -43,7 +41,7 @@ def table(
         cells = [[row[n] for n in kept] for row in (headers, *rows)]
         yield from _formatted(cells, look.fmt, {at for at, n in enumerate(kept) if n in right})
         return
-    gap = _BAR if ruled else _GAP
+    gap = " | " if ruled else "  "
     full = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     bending = (flexible,) if isinstance(flexible, int) else flexible
     spare = [n for n in spare if n in kept]

@@ -24,19 +24,16 @@ def verdict_lines(verdict: Verdict, look: Look = PLAIN) -> Iterator[str]:
         yield f"{name}: fine ({', '.join(_facts(verdict))})"
         return
     yield f"{name}: {look.alarm(counted(len(verdict.problems), 'problem'))}"
-    yield from _problems(verdict.problems, look)
-
-
-def _problems(problems: Sequence[Problem], look: Look) -> Iterator[str]:
-    told = set()
-    for problem in problems[:SCREEN]:
+    hints = set()
+    for problem in verdict.problems[:SCREEN]:
         place = f"{clean(problem.place)}: " if problem.place else ""
         yield from wrapped(f"  {place}{clean(problem.text)}", look.width, indent="    ")
-        if problem.hint and problem.hint not in told:
-            told.add(problem.hint)
+        if problem.hint and problem.hint not in hints:
+            hints.add(problem.hint)
             yield f"    {look.faint('hint:')} {clean(problem.hint)}"
-    if len(problems) > SCREEN:
-        yield f"  and {counted(len(problems) - SCREEN, 'problem')} more (--json names them)"
+    hidden = len(verdict.problems) - SCREEN
+    if hidden > 0:
+        yield f"  and {counted(hidden, 'problem')} more (--json has them all)"
 
 
 def _facts(verdict: Verdict) -> Iterator[str]:

@@ -164,7 +164,7 @@ def test_a_table(ckptool, model, damaged, tmp_path):
 def test_many_problems_are_cut_short(ckptool, tmp_path):
     torch.save({f"w{n}": torch.tensor([math.nan]) for n in range(50)}, tmp_path / "model.pth")
     done = ckptool("verify", "--values", tmp_path / "model.pth")
-    assert done.out.splitlines()[-1] == "  and 10 problems more (--json names them)"
+    assert done.out.splitlines()[-1] == "  and 10 problems more (--json has them all)"
     assert (
         len(
             ckptool("verify", "--values", "--json", tmp_path / "model.pth").document["files"][0][
