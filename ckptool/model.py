@@ -331,9 +331,14 @@ class TensorRef(Result):
         return PACKED.get(self.dtype, 1)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """One size per dimension; 0 for a ragged dimension."""
+        return tuple(size or 0 for size in self.shape)
+
+    @property
     def numel(self) -> int:
         """Number of elements; 0 where a dimension is ragged (the parts know)."""
-        return 0 if None in self.shape else math.prod(s for s in self.shape if s is not None)
+        return math.prod(self.sizes)
 
     @property
     def place(self) -> tuple[Any, ...] | None:
@@ -465,6 +470,21 @@ class TensorRef(Result):
             raise UsageError("the bytes of a tensor that is not contiguous are not one run")
         return self._stored().slice(self.offset * self.itemsize, self.nbytes)
 
+    @property
+    def row_major(self) -> ByteRange:
+        """The bytes of the elements in row-major order, with flags and byte order as stored."""
+        if self.is_contiguous:
+            return self.data
+        from ckptool.files.computed import gathered  # as in `content`
+
+        return gathered(
+            self._stored(),
+            itemsize=self.itemsize,
+            shape=self.sizes,
+            stride=self.stride,
+            offset=self.offset,
+        )
+
     def content(self) -> Iterator[bytes]:
         """Return the elements in row-major order, little-endian, conjugated and negated, in blocks.
 
@@ -480,7 +500,7 @@ class TensorRef(Result):
         blocks = row_major(
             self._stored(),
             itemsize=dtype.itemsize,
-            shape=tuple(size or 0 for size in self.shape),
+            shape=self.sizes,
             stride=self.stride,
             offset=self.offset,
         )
@@ -518,8 +538,7 @@ class TensorRef(Result):
         self._check_view("sliced")
         from ckptool.files.strided import narrow  # as in `content`
 
-        shape = tuple(size or 0 for size in self.shape)
-        shape, stride, offset = narrow(shape, self.stride, self.offset, index)
+        shape, stride, offset = narrow(self.sizes, self.stride, self.offset, index)
         return replace(self, shape=shape, stride=stride, offset=offset, parts=None, wrapping=())
 
     def permuted(self, order: Sequence[int]) -> TensorRef:

@@ -27,6 +27,7 @@ __all__ = [
     "COLLISION_HINT",
     "N_AVERAGED",
     "PEFT",
+    "RULES_HINT",
     "WRAPPERS",
     "Family",
     "Rename",
@@ -68,6 +69,7 @@ PEFT = "base_model.model."
 N_AVERAGED = "n_averaged"
 """The counter that `AveragedModel` keeps beside its `module`."""
 
+RULES_HINT = "make the rules narrower, or rename one of the two to something else first"
 COLLISION_HINT = "take fewer levels off, or only one kind of wrapper"
 
 Rename = Callable[[str], str]

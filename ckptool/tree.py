@@ -34,6 +34,7 @@ __all__ = [
     "distinct",
     "everything",
     "held_items",
+    "is_within",
     "mentions",
     "name_of",
     "named",
@@ -297,6 +298,11 @@ _LEAF_TYPES = frozenset((
     TensorRef, StorageRef, Storage, DeviceValue, Global,
 ))  # fmt: skip
 _MISSING = object()
+
+
+def is_within(path: Path, outer: Path) -> bool:
+    """Return whether a path is `outer` or below it."""
+    return path[: len(outer)] == outer
 
 
 def name_of(path: Path) -> str:

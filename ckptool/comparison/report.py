@@ -15,7 +15,7 @@ from ckptool.files.source import Progress
 from ckptool.inspection.info import Info, info
 from ckptool.inspection.listing import StorageNames, TensorRow, tensor_row
 from ckptool.model import Path, TensorRef
-from ckptool.tree import name_of, resolve
+from ckptool.tree import is_within, name_of, resolve
 
 if TYPE_CHECKING:
     from ckptool.comparison.aligning import Alignment, Entry
@@ -119,9 +119,7 @@ def _tensors(
 ) -> Iterator[ReportedTensor]:
     """Yield the tensors below `key`, each with its known figures."""
     below: Path = () if key is None else resolve(checkpoint, key)[0]
-    chosen = [
-        (path, tensor) for path, tensor in checkpoint.tensors() if path[: len(below)] == below
-    ]
+    chosen = [(path, tensor) for path, tensor in checkpoint.tensors() if is_within(path, below)]
     keys = [tensor.place for _, tensor in chosen]
     names, first, uses = StorageNames(), dict[Any, int](), Counter(keys)
     known: Iterable[TensorStats | None] = repeat(None, len(chosen)) if found is None else found

@@ -23,6 +23,7 @@ from ckptool.files import ByteRange, FolderFile, InflatedSource, Source
 from ckptool.files.inflated import refuse_bomb
 from ckptool.files.tiled import late
 from ckptool.formats.base import Archive, Probe, Record, naming
+from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, StorageRef
 from ckptool.symbolic import unpickle
@@ -39,12 +40,12 @@ __all__ = [
     "FAR",
     "FIELD",
     "LOCAL",
-    "LOCAL_SIGNATURE",
     "LOCATOR",
     "MANY",
     "REFUSED",
     "STORED",
     "ZIP64",
+    "ZIP_MAGIC",
     "End",
     "Entry",
     "LocalHeaders",
@@ -84,7 +85,6 @@ _ENTRY = struct.Struct("<4s4x2H4x3I4H6xI")
 _LENGTHS = struct.Struct("<28x3H")
 """Of a directory entry, the lengths of what follows it: name, extra field, comment."""
 _ENTRY_SIGNATURE = b"PK\x01\x02"
-LOCAL_SIGNATURE = b"PK\x03\x04"
 FAR, MANY = 0xFFFFFFFF, 0xFFFF
 """Numbers in fields that are too short, whose true values the zip64 field or record has."""
 
@@ -298,7 +298,7 @@ def _refuse_record(data: ByteRange, entry: Entry, flags: int) -> NoReturn:
 
 def _refuse_shifted(data: ByteRange, shift: int) -> NoReturn:
     """Offsets that are all `shift` too small: archives one behind another, or something before."""
-    if data.read(shift, 4) == data.read(0, 4) == LOCAL_SIGNATURE:
+    if data.read(shift, 4) == data.read(0, 4) == ZIP_MAGIC:
         raise UnsupportedFormat(
             "this is a run of zip archives one behind another, as a shard (`.distcp`) of a "
             "distributed checkpoint is",
@@ -375,7 +375,7 @@ class LocalHeaders:
             at = 0
         signature, stated, extra = _LOCAL.unpack_from(self.window, at)
         found = self.window[at + _LOCAL.size : at + length]
-        if signature != LOCAL_SIGNATURE or stated != len(name) or found != name:
+        if signature != ZIP_MAGIC or stated != len(name) or found != name:
             raise CorruptFile(
                 f"there is no record {entry.name!r} at offset {header:,}, "
                 "where the zip directory puts it",
@@ -497,7 +497,7 @@ def open_archive(probe: Probe) -> Archive | None:
     """
     if probe.is_folder:
         return _open_folder(probe)
-    if probe.source is None or not probe.head.startswith(LOCAL_SIGNATURE):
+    if probe.source is None or not probe.head.startswith(ZIP_MAGIC):
         return None
     whole = ByteRange(probe.source, 0, probe.source.size)
     archive = (probe.salvages or zip_archive)(whole, probe.limits, (probe.source,))

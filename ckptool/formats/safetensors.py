@@ -298,7 +298,7 @@ def _entry(name: str, tensor: TensorRef, start: int) -> Entry:
 
 def _header_shape(tensor: TensorRef) -> tuple[int, ...]:
     """Return the shape as the header counts: torch's pairs of F4 are two elements there."""
-    shape = tuple(size or 0 for size in tensor.shape)
+    shape = tensor.sizes
     if tensor.dtype == "float4_e2m1fn_x2":
         return (*shape[:-1], 2 * shape[-1]) if shape else (2,)
     return shape

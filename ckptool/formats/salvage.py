@@ -12,8 +12,8 @@ from ckptool.files.source import BLOCK
 from ckptool.formats.archive import (
     DESCRIPTOR,
     LOCAL,
-    LOCAL_SIGNATURE,
     STORED,
+    ZIP_MAGIC,
     Entry,
     LocalHeaders,
     check_names,
@@ -95,7 +95,7 @@ def _from_the_beginning(data: ByteRange) -> Iterator[Entry]:
         head = data.read(position, LOCAL.size)
         signature, _, flags, method, _, _, crc, packed, size, length, extra = LOCAL.unpack(head)
         payload = position + LOCAL.size + length + extra
-        if signature != LOCAL_SIGNATURE or payload > data.length:
+        if signature != ZIP_MAGIC or payload > data.length:
             return
         name = data.read(position + LOCAL.size, length)
         stop = payload + packed

@@ -14,7 +14,7 @@ from ckptool.formats import TORCH_ENDINGS, format_of, shard_of
 from ckptool.formats.base import OPAQUE_CONSTANTS
 from ckptool.formats.distributed.dcp_safetensors import SHARDING_INFO
 from ckptool.formats.distributed.megatron import is_rank
-from ckptool.formats.distributed.ranks import set_of
+from ckptool.formats.distributed.ranks import FLAT, set_of
 from ckptool.formats.distributed.zero import is_part
 from ckptool.hollow import PLACEHOLDERS, hollow
 from ckptool.model import Global, Opaque, StorageRef, TensorRef, children
@@ -49,7 +49,6 @@ _COUNTED = re.compile(r"(mp_rank_|consolidated\.)(\d+)")
 """Names of the files of Megatron, DeepSpeed and Llama, one for each rank."""
 ANYWHERE = frozenset({"cpu", "meta"})
 """Device tags that load on every machine."""
-_FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
 
 
 class Part(NamedTuple):
@@ -176,7 +175,7 @@ def _flat_parameters(checkpoint: Checkpoint) -> Part | None:
         for section in checkpoint.sections
         if section.kind in MODEL_KINDS
         for name in section.node
-        if isinstance(name, str) and _FLAT.search(name)
+        if isinstance(name, str) and FLAT.search(name)
     ]
     if not names:
         return None

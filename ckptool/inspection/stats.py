@@ -19,7 +19,7 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
 from ckptool.names import families
 from ckptool.tensors.statistics import Histogram, Measurer, Measures, Moments, measurable
-from ckptool.tree import name_of, resolve, selected, walk
+from ckptool.tree import is_within, name_of, resolve, selected, walk
 from ckptool.words import counted, listed, printable, shell
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def stats(
             (path, leaf)
             for path, leaf in walk(checkpoint.root, limits)
             if isinstance(leaf, TensorRef)
-            and path[: len(below)] == below
+            and is_within(path, below)
             and selected(path, globs, unless)
         ]
         if key is not None and not leaves:
@@ -278,7 +278,7 @@ def stats(
         models = [
             at
             for at, (path, _) in enumerate(leaves)
-            if not any(_inside(path, o) for o in optimizers)
+            if not any(is_within(path, o) for o in optimizers)
         ]
         for place, oddity in outliers([(rows[at].row, rows[at].measures) for at in models]):
             row = rows[models[place]]
@@ -286,10 +286,6 @@ def stats(
                 row, flags=(*row.flags, *oddity.flags), remarks=(*row.remarks, oddity.remark)
             )
         return Stats(without_query(checkpoint.path), checkpoint.format, tuple(rows), _totals(rows))
-
-
-def _inside(path: Path, outer: Path) -> bool:
-    return path[: len(outer)] == outer
 
 
 def _flagged(row: TensorStats) -> TensorStats:

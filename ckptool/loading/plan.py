@@ -424,8 +424,8 @@ def _blocks(value: Any) -> Iterator[torch.Tensor] | None:
     if isinstance(value, TensorRef):
         is_known = value.dtype not in PACKED and value.dtype not in NOT_IN_TORCH
         if value.has_content and value.is_contiguous and is_known:
-            shape = tuple(size or 0 for size in value.shape)
-            return (materialise(value[at] if at else value).detach() for at in cuts(shape, CHUNK))
+            places = cuts(value.sizes, CHUNK)
+            return (materialise(value[at] if at else value).detach() for at in places)
         value = materialise(value)
     if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
         return None

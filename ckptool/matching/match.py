@@ -22,7 +22,7 @@ from ckptool.matching.report import (
     most_allowed,
 )
 from ckptool.matching.slots import Slot
-from ckptool.names import check_collisions
+from ckptool.names import RULES_HINT, check_collisions
 from ckptool.transforms.name_rules import AppliedRules, Rule, prefix_regex, regex_rule
 
 __all__ = ["Match", "matched"]
@@ -32,7 +32,6 @@ _NO_LAYER = "torch asks for no counter of a layer that is not in the file"
 _NO_AVERAGE = "the file is of no average"
 _WAS_AVERAGE = "an AveragedModel counted its models there, and this model is not one"
 _UNCOUNTED = "the model's normalisation counts no batches"
-_COLLISION_HINT = "make the rules narrower, or rename one of the two to something else first"
 
 
 _MARK = re.compile(r"[._]")
@@ -142,7 +141,7 @@ def _ruled(
     made = AppliedRules(rules, file)
     ruled = made.of(names)
     if rules:
-        check_collisions(ruled, ruled, file=file or None, hint=_COLLISION_HINT)
+        check_collisions(ruled, ruled, file=file or None, hint=RULES_HINT)
     return ruled, tuple(made.idle())
 
 

@@ -487,9 +487,13 @@ def _as_bfloat16(array: TensorRef, dtype: str, file: str) -> TensorRef:
         nbytes=len(raw),
     )
 
-    shape = tuple(size or 0 for size in array.shape)
     return replace(
-        array, dtype=dtype, stride=row_major_strides(shape), offset=0, storage=storage, parts=None
+        array,
+        dtype=dtype,
+        stride=row_major_strides(array.sizes),
+        offset=0,
+        storage=storage,
+        parts=None,
     )
 
 

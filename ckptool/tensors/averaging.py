@@ -14,7 +14,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
-from ckptool.files.computed import Ahead, ComputedSource, gathered
+from ckptool.files.computed import Ahead, ComputedSource
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.casting import CHUNK, FLOATS, SATURATES, checked, chunks
 from ckptool.tensors.runtime import require_torch, torch_dtype
@@ -81,17 +81,8 @@ class Elements:
 def elements_of(tensor: TensorRef) -> Elements:
     """Return all elements of a tensor in row-major order, wherever they lie."""
     held = tensor.storage
-    if held is None or held.data is None or tensor.is_contiguous:
-        data = tensor.data
-    else:
-        data = gathered(
-            held.data,
-            itemsize=tensor.itemsize,
-            shape=tuple(size or 0 for size in tensor.shape),
-            stride=tensor.stride,
-            offset=tensor.offset,
-        )
-    return Elements(tensor.dtype, data, held.byteorder if held else "little", held, tensor.flags)
+    order = held.byteorder if held else "little"
+    return Elements(tensor.dtype, tensor.row_major, order, held, tensor.flags)
 
 
 PARALLEL, SHORT = 0.9995, 1e-8

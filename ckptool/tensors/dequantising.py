@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckptool.dtypes import BY_NAME, CODES
 from ckptool.files import ByteRange
-from ckptool.files.computed import ComputedSource, gathered
+from ckptool.files.computed import ComputedSource
 from ckptool.model import Global, Storage, TensorRef, row_major_strides
 from ckptool.quantisers import Quantised
 from ckptool.tensors.casting import CHUNK, checked, chunks
@@ -66,7 +66,7 @@ def _by_scales(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef 
     DeepSeek-V3 (inference/kernel.py), which rounds the same product to bfloat16.
     """
     scale = next(iter(beside.values()))
-    shape, scales = _shape(weight), _shape(scale)
+    shape, scales = weight.sizes, scale.sizes
     if scale.numel == 1:
         block = shape
     elif scales in (shape[:1], (*shape[:1], *[1] * (len(shape) - 1))):
@@ -88,7 +88,7 @@ def _eight_bit(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef 
 
     None where `weight_format` says that the rows are in tiles of a GPU.
     """
-    scale, layout, shape = beside["SCB"], beside.get("weight_format"), _shape(weight)
+    scale, layout, shape = beside["SCB"], beside.get("weight_format"), weight.sizes
     if weight.dtype != "int8" or not shape or not _is_table(scale, shape[0]):
         return None
     if layout is not None and any(layout.read() if layout.numel == 1 else b"?"):
@@ -154,12 +154,12 @@ def _affine(tensor: Any) -> TensorRef | None:
     zero: Any
     match parts:
         case {"quantizer": (Global(name="per_tensor_affine"), float(scale), int(zero))}:
-            codes, block = _codes(tensor), _shape(tensor)
+            codes, block = _codes(tensor), tensor.sizes
             if not -(1 << 31) <= zero < 1 << 31:
                 return None
         case {"quantizer": (Global(), TensorRef() as scale, TensorRef() as zero, int(axis))}:
             codes = _codes(tensor)
-            block = tuple(1 if at == axis else size for at, size in enumerate(_shape(tensor)))
+            block = tuple(1 if at == axis else size for at, size in enumerate(tensor.sizes))
         case {
             "type": Global(name=name),
             "state": {
@@ -174,7 +174,7 @@ def _affine(tensor: Any) -> TensorRef | None:
             return None
     if not _is_plain(codes) or len(block) != len(codes.shape):
         return None
-    shape = _shape(codes)
+    shape = codes.sizes
     pairs = list(zip(block, shape, strict=True))
     if not all(_is_count(own) and own and not size % own for own, size in pairs):
         return None
@@ -204,13 +204,9 @@ def _codes(tensor: TensorRef) -> TensorRef:
         return tensor
     if codes.is_contiguous:
         return codes
-    shape = _shape(codes)
-    data = gathered(
-        storage.data,
-        itemsize=codes.itemsize, shape=shape, stride=codes.stride, offset=codes.offset,
-    )  # fmt: skip
+    data = codes.row_major
     held = replace(storage, data=data, nbytes=data.length, crc32=None)
-    return replace(codes, storage=held, stride=row_major_strides(shape), offset=0)
+    return replace(codes, storage=held, stride=row_major_strides(codes.sizes), offset=0)
 
 
 def _facts(beside: Mapping[str, TensorRef]) -> dict[str, Any]:
@@ -231,10 +227,6 @@ def _is_count(value: Any) -> bool:
 
 def _is_table(tensor: TensorRef | None, size: int, dtype: str = "float32") -> TypeGuard[TensorRef]:
     return tensor is not None and tensor.dtype == dtype and tensor.shape == (size,)
-
-
-def _shape(tensor: TensorRef) -> tuple[int, ...]:
-    return tuple(size or 0 for size in tensor.shape)
 
 
 def _elements(tensor: TensorRef, start: int, stop: int) -> torch.Tensor:

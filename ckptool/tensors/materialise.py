@@ -324,16 +324,11 @@ def assemble(
         tensor = _quantized(ref, parts["quantizer"], dtype, storage.device)
     else:
         tensor = torch.empty((0,), dtype=dtype, device=storage.device)
-    tensor.set_(storage, offset, _shape(ref), ref.stride)
+    tensor.set_(storage, offset, ref.sizes, ref.stride)
     if ref.flags:
         flags = dict.fromkeys(ref.flags, True)
         torch._utils.set_tensor_metadata(tensor, flags)  # type: ignore[no-untyped-call]
     return tensor
-
-
-def _shape(ref: TensorRef) -> tuple[int, ...]:
-    """Return the sizes of a tensor that is not ragged."""
-    return tuple(size or 0 for size in ref.shape)
 
 
 def _quantized(
@@ -386,7 +381,7 @@ def _coo(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.
     return torch.sparse_coo_tensor(
         parts["indices"],
         parts["values"],
-        _shape(ref),
+        ref.sizes,
         check_invariants=parts["indices"].device.type != "meta",
         is_coalesced=parts.get("is_coalesced"),
     )
@@ -400,7 +395,7 @@ def _compressed(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) ->
         parts["compressed_indices"],
         parts["plain_indices"],
         parts["values"],
-        _shape(ref),
+        ref.sizes,
         layout=layout,
         check_invariants=parts["values"].device.type != "meta",
     )
@@ -476,7 +471,7 @@ def _check_jagged(values: Any, offsets: Any, lengths: Any, ragged: Any) -> None:
 def _meta(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
     import torch
 
-    return torch.empty_strided(_shape(ref), ref.stride, dtype=dtype, device="meta")
+    return torch.empty_strided(ref.sizes, ref.stride, dtype=dtype, device="meta")
 
 
 PART_KINDS = {

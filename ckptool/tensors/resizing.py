@@ -25,7 +25,7 @@ __all__ = ["interpolated", "more_rows"]
 
 def more_rows(tensor: TensorRef, count: int, *, zero: bool) -> ByteRange:
     """Return rows to follow those of a tensor: zero, or the mean of its own, in float64."""
-    width = prod(size or 0 for size in tensor.shape[1:]) * tensor.itemsize
+    width = prod(tensor.sizes[1:]) * tensor.itemsize
 
     @cache
     def row() -> bytes:

@@ -132,7 +132,7 @@ def _mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixing) -> T
     order, stride = first.memory_order, first.stride
     if not first.permuted(order).is_contiguous:
         order = list(range(len(stride)))
-        stride = row_major_strides(tuple(size or 0 for size in first.shape))
+        stride = row_major_strides(first.sizes)
     runs = [elements_of(tensor.permuted(order)) for tensor in tensors]
     storage = mixing.storage(averager, runs, first.storage, first.dtype, name)
     return replace(first, storage=storage, offset=0, stride=stride, flags=())

@@ -31,7 +31,7 @@ from ckptool.quantisers import Quantised, quantised
 from ckptool.statedict import only_its_class
 from ckptool.tensors.casting import FLOATS, Caster, Losses
 from ckptool.tensors.dequantising import PACKED, dequantized
-from ckptool.tree import everything, name_of, rebuild, selected, walk
+from ckptool.tree import everything, is_within, name_of, rebuild, selected, walk
 from ckptool.tree import everything as every_node
 from ckptool.words import counted, listed, printable
 
@@ -140,7 +140,7 @@ def optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
     for path, leaf in walk(checkpoint.root, enter=enter):
         if isinstance(leaf, TensorRef) and (
             any(isinstance(key, str) and _OPTIMIZERS.fullmatch(key) for key in path[:-1])
-            or any(path[: len(holder)] == holder for holder in pickled)
+            or any(is_within(path, holder) for holder in pickled)
         ):
             found.add(path)
     return found

@@ -107,7 +107,7 @@ def along(name: str, every: Sequence[TensorRef], dim: int, file: str) -> TensorR
     Raises:
         UsageError: they differ in their types or in another dimension.
     """
-    shapes = [tuple(size or 0 for size in one.shape) for one in every]
+    shapes = [one.sizes for one in every]
     others = {(*size[:dim], None, *size[dim + 1 :]) for size in shapes}
     if len(others) > 1 or len({one.dtype for one in every}) > 1 or dim >= len(shapes[0]):
         has = listed(f"{one.dtype} {list(size)}" for one, size in zip(every, shapes, strict=True))

@@ -24,7 +24,7 @@ from ckptool.statedict import (
 from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.name_rules import similar
 from ckptool.transforms.names import remaining_metadata
-from ckptool.tree import name_of, rebuild, resolve, selected, walk
+from ckptool.tree import is_within, name_of, rebuild, resolve, selected, walk
 from ckptool.words import counted, listed, printable, shell
 
 __all__ = [
@@ -324,22 +324,18 @@ def beside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
     for part in sections(root):
         if part.kind == "values":
             yield from _loose(part, chosen)
-        elif part.holder is not holder and not _inside(part.path, chosen):
-            count = sum(1 for path, _ in part.tensors() if not _inside(path, chosen))
-            rest = "the rest of " if _inside(chosen, part.path) else ""
+        elif part.holder is not holder and not is_within(part.path, chosen):
+            count = sum(1 for path, _ in part.tensors() if not is_within(path, chosen))
+            rest = "the rest of " if is_within(chosen, part.path) else ""
             text = f"{rest}the {part.kind} {printable(part.name) or 'at the root'}"
             yield Change("left-out", f"{text} ({counted(count, 'tensor')})", count)
-
-
-def _inside(path: Path, outer: Path) -> bool:
-    return path[: len(outer)] == outer
 
 
 def _loose(values: Section, chosen: Path) -> Iterator[Change]:
     """Yield changes for leaves of no section, named by the highest node outside `chosen`."""
     groups: dict[str, dict[str, int]] = {"tensors": {}, "values": {}, "objects": {}}
     for path, leaf in values.node.items():
-        if _inside(path, chosen):
+        if is_within(path, chosen):
             continue
         names = groups[_group(leaf)]
         shared = next(

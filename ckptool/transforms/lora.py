@@ -383,9 +383,12 @@ class _Plan:
             place = name if other is not None else tensor.place
             if place not in known:
                 storage = merger.storage(tensor, other, by_place.get(tensor.place, ()))
-                shape = tuple(size or 0 for size in tensor.shape)
                 known[place] = over_elements(
-                    tensor, storage=storage, offset=0, stride=row_major_strides(shape), flags=()
+                    tensor,
+                    storage=storage,
+                    offset=0,
+                    stride=row_major_strides(tensor.sizes),
+                    flags=(),
                 )
             made[name] = known[place]
         return made

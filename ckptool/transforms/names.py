@@ -14,6 +14,7 @@ from ckptool.model import Opaque, OrderedMap, remade
 from ckptool.modules import child_modules, module_state, own_tensors
 from ckptool.names import (
     COLLISION_HINT,
+    RULES_HINT,
     WRAPPERS,
     Rename,
     add_name,
@@ -437,7 +438,6 @@ def _below(
     ]  # fmt: skip
 
 
-_HINT = "make the rules narrower, or rename one of the two to something else first"
 _BELOW = "z"
 """Stands for a name below a module that has none."""
 """Names of a table that are nowhere, each told with what is like it."""
@@ -460,7 +460,7 @@ def rename(
     """
     checkpoint = checkpoint.settled()
     made = _Renaming(rules_of(rules, prefixes), checkpoint.path)
-    plan = NamePlan(checkpoint.path, _HINT)
+    plan = NamePlan(checkpoint.path, RULES_HINT)
     every = distinct(checkpoint.sections)
     for part in every if key is None else [model_state_dict(checkpoint, key)]:
         names = wrapped_names(part.node)

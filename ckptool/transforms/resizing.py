@@ -128,7 +128,7 @@ def _resizing(rule: str) -> _Step:
     rows, zero = int(found[2]), found[3] == ":zero"
 
     def one(name: str, tensor: TensorRef, file: str) -> tuple[TensorRef, str]:
-        shape = _sizes(tensor)
+        shape = tensor.sizes
         if not shape:
             raise UsageError(f"{printable(name)!r} is one number, without rows", file=file)
         data, count = row_major_data(tensor, printable(name), file), rows - shape[0]
@@ -157,7 +157,7 @@ def _interpolating(rule: str) -> _Step:
     grid = int(found[2]), int(found[3])
 
     def one(name: str, tensor: TensorRef, file: str) -> tuple[TensorRef, str]:
-        shape = _sizes(tensor)
+        shape = tensor.sizes
         tokens = shape[-2] if len(shape) > 1 and prod(shape[:-2]) == 1 else 0
         sides = [n for n in range(1, isqrt(tokens) + 1) if tokens - n * n <= _PREFIX]
         if len(sides) != 1 or tensor.dtype not in FLOATING:
@@ -191,7 +191,7 @@ def _splitting(rule: str) -> _Step:
             if found is None:
                 work.items.append((name, node))
                 continue
-            new, shape = [_filled(one, found) for one in parts], _sizes(node)
+            new, shape = [_filled(one, found) for one in parts], node.sizes
             _check(name, node, file)
             if dim >= len(shape) or shape[dim] % len(new):
                 text = f"{printable(name)!r} of shape {list(shape)} has no {len(new)} equal parts"
@@ -279,10 +279,6 @@ def _filled(pattern: str, found: tuple[str, ...]) -> str:
 
 def _tensors(part: Section) -> Iterator[tuple[str, TensorRef]]:
     return ((name, node) for name, node in part.node.items() if isinstance(node, TensorRef))
-
-
-def _sizes(tensor: TensorRef) -> tuple[int, ...]:
-    return tuple(size or 0 for size in tensor.shape)
 
 
 def _check(name: str, tensor: TensorRef, file: str) -> None:

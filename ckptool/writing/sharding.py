@@ -23,12 +23,12 @@ from ckptool.formats.base import NewFile, Plan
 from ckptool.formats.safetensors_header import FORMAT, metadata_of
 from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
 from ckptool.tree import everything
+from ckptool.writing.target import INDEX
 
 __all__ = ["DEFAULT_SIZE", "parse_size", "plan_shards"]
 
 DEFAULT_SIZE = 5 * 10**9
 """Bytes of tensors in a shard, where the user does not say."""
-_INDEX = ".index.json"
 _ENDINGS = frozenset({".safetensors", ".bin", ".pth", ".pt", ".th", ".ckpt", ".pkl", ".model"})
 _SIZE = re.compile(
     r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT]?)(I?)B)?\s*", re.IGNORECASE | re.ASCII
@@ -144,8 +144,8 @@ class _Names:
     def __init__(self, path: str, format: str) -> None:
         """Take the index, or the one file; a stem may hold dots (`llama-2.7b`)."""
         self.path = path
-        self.indexed = path.lower().endswith(_INDEX)
-        whole = path[: -len(_INDEX)] if self.indexed else path
+        self.indexed = path.lower().endswith(INDEX)
+        whole = path[: -len(INDEX)] if self.indexed else path
         stem, ending = os.path.splitext(whole)
         if ending.lower() == ".tar":
             inner, before = os.path.splitext(stem)
@@ -157,7 +157,7 @@ class _Names:
     @property
     def index(self) -> str:
         """The path of the index."""
-        return self.path if self.indexed else f"{self._stem}{self._ending}{_INDEX}"
+        return self.path if self.indexed else f"{self._stem}{self._ending}{INDEX}"
 
     def shard(self, number: int, count: int) -> str:
         """Return the path of a shard, counted from 1."""

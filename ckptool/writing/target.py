@@ -14,6 +14,7 @@ from ckptool.files.place import is_address, place_of
 from ckptool.formats import REGISTRY, WRITABLE, Entry, format_of, shard_of
 
 __all__ = [
+    "INDEX",
     "check_address",
     "check_still_there",
     "check_target",
@@ -25,7 +26,7 @@ __all__ = [
     "target_format",
 ]
 
-_INDEX_ENDING = re.compile(r"(\.[^./\\]+)?\.index(\.[^./\\]+)?\.json$", re.IGNORECASE)
+INDEX_ENDING = re.compile(r"(\.[^./\\]+)?\.index(\.[^./\\]+)?\.json$", re.IGNORECASE)
 
 
 def default_target(
@@ -61,7 +62,7 @@ def default_target(
 
 
 def _split(path: str) -> tuple[str, str]:
-    index = _INDEX_ENDING.search(path)
+    index = INDEX_ENDING.search(path)
     if index:
         return path[: index.start()], index[0]
     stem, suffix = os.path.splitext(path)
@@ -71,7 +72,7 @@ def _split(path: str) -> tuple[str, str]:
     return stem, suffix
 
 
-_INDEX = ".index.json"
+INDEX = ".index.json"
 DEFAULT = "torch-zip"
 
 
@@ -138,8 +139,8 @@ def target_format(
         UsageError: `format`, or what the ending promises, is none that can be written.
     """
     name = os.fspath(path).lower()
-    if name.endswith(_INDEX):
-        single = _written_as(os.path.splitext(name.removesuffix(_INDEX))[1])[0]
+    if name.endswith(INDEX):
+        single = _written_as(os.path.splitext(name.removesuffix(INDEX))[1])[0]
         return _sharded(single, format)
     if format is None and checkpoint.format in WRITABLE and is_a_source(path, checkpoint.sources):
         format = checkpoint.format
@@ -195,7 +196,7 @@ def remarks(
     """Yield what a target may be without the user's knowing it: of this format, in a new folder."""
     folder, name = os.path.split(path)
     ending = os.path.splitext(name)[1].lower()
-    is_told = format is not None or name.lower().endswith(_INDEX)
+    is_told = format is not None or name.lower().endswith(INDEX)
     is_known = any(ending in one.endings for one in REGISTRY)
     if ending and not (is_told or is_known or checkpoint.path.lower().endswith(ending)):
         yield f"{ending} is the ending of no format: the file is a {written}"

@@ -16,11 +16,11 @@ from ckptool.formats.archive import (
     FAR,
     FIELD,
     LOCAL,
-    LOCAL_SIGNATURE,
     LOCATOR,
     REFUSED,
     STORED,
     ZIP64,
+    ZIP_MAGIC,
     End,
     extra_fields,
     find_end,
@@ -119,7 +119,7 @@ def _local_header(data: ByteRange, offset: int, name_length: int) -> _Local | No
             raw = data.read(offset, whole)
     except (CheckpointError, struct.error):
         return None
-    if signature != LOCAL_SIGNATURE:
+    if signature != ZIP_MAGIC:
         return None
     name, extra = raw[LOCAL.size : LOCAL.size + length], raw[LOCAL.size + length : whole]
     fields = _extra_fields(extra)

@@ -293,7 +293,7 @@ def _plain(name: str, tensor: TensorRef, file: str) -> TensorRef:
             hint="--exclude NAME leaves it out; --dequantize DTYPE makes plain ones",
         )
     data = row_major_data(tensor, printable(name), file)
-    shape = tuple(size or 0 for size in tensor.shape)
+    shape = tensor.sizes
     whole = tensor.storage if tensor.is_verbatim else None
     known = whole.crc32 if whole and whole.nbytes == data.length and not whole.compressed else None
     return plain_tensor(name, tensor.dtype, shape, data, crc32=known)
@@ -335,7 +335,7 @@ def _described(tensor: TensorRef) -> Opaque:
     layout = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     memory = Opaque(Global(_SHARDED, "MEM_FORMAT_ENCODING"), (0,))
     properties = (Global("torch", tensor.dtype), layout, False, memory, False)
-    shape = Size(size or 0 for size in tensor.shape)
+    shape = Size(tensor.sizes)
     chunk = {"offsets": Size((0,) * len(shape)), "sizes": shape}
     return _new(
         f"{_DCP}.metadata",

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from ckptool.errors import CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource
-from ckptool.files.computed import gathered
 from ckptool.files.tiled import Tile
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import Opaque, TensorRef
@@ -73,7 +72,7 @@ def parts_of(every: Sequence[TensorRef]) -> list[list[Part]]:
     if any(own != steps for _, own, _ in specs):
         raise CorruptFile("the ranks place it differently")
     sizes = [max(axis) + 1 for axis in zip(*(place for _, _, place in specs), strict=True)]
-    shape = tuple(size or 0 for size in every[0].shape)
+    shape = every[0].sizes
     return [
         [Part(local, owned_rows(shape, zip(steps, sizes, place, strict=True)))]
         for local, _, place in specs
@@ -172,16 +171,8 @@ def row_major_data(tensor: TensorRef, place: str, file: str) -> ByteRange:
     """
     if not tensor.has_content or tensor.storage is None or tensor.storage.data is None:
         raise UnsupportedFormat(f"{place} is a {tensor.kind} tensor", file=file)
-    if tensor.is_verbatim:
-        return tensor.data
     if tensor.flags or tensor.storage.byteorder == "big":
         held = MemorySource(tensor.read(), file)  # lazily conjugated, say: all of it is in memory
         held.made_of, held.rearranges = (tensor.storage.data,), True
         return ByteRange(held, 0, held.size)
-    return gathered(
-        tensor.storage.data,
-        itemsize=tensor.itemsize,
-        shape=tuple(size or 0 for size in tensor.shape),
-        stride=tensor.stride,
-        offset=tensor.offset,
-    )
+    return tensor.row_major

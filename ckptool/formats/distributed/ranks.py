@@ -22,7 +22,13 @@ from ckptool.model import Storage, TensorRef, remade, row_major_strides
 from ckptool.tree import name_of, rebuild, walk
 from ckptool.words import counted, few, listed, printable, shell
 
-__all__ = ["FSDP_RANKS", "of_model", "rank_files", "set_of"]
+__all__ = [
+    "FLAT",
+    "FSDP_RANKS",
+    "of_model",
+    "rank_files",
+    "set_of",
+]
 
 _NAMES = re.compile(
     r"(model_world_size_(?P<world>\d+)_rank_"  # verl, SkyRL, oumi
@@ -33,7 +39,7 @@ _NAMES = re.compile(
     re.ASCII,
 )
 _OTHERS = re.compile(r"(optim|extra_state)\w+_rank_?\d+\.(pt|bin)", re.ASCII)
-_FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
+FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
 _VALUES = (bool, int, float, complex, str, type(None))
 _HINT = "the files are of different saves, or damaged: copy all rank files of one save"
 _FULL = "save it again with StateDictType.FULL_STATE_DICT, or with torch.distributed.checkpoint"
@@ -132,7 +138,7 @@ def _joined(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str]]:
     storages: dict[Any, Storage] = {}
     for path in dict.fromkeys(path for found in leaves for path in found):
         try:
-            if _FLAT.search(str(path[-1] if path else "")):
+            if FLAT.search(str(path[-1] if path else "")):
                 raise UnsupportedFormat(
                     "is a flat parameter of FSDP, which has neither names nor shapes of the "
                     "parameters in it",
@@ -195,7 +201,7 @@ def _whole(
     storages: dict[Any, Storage],
 ) -> TensorRef:
     """Return a tensor joined from what each rank holds of it; ties share a storage."""
-    shape = tuple(size or 0 for size in first.shape)
+    shape = first.sizes
     tiles: dict[tuple[Any, Any], Tile] = {}
     seen: list[Any] = [first.dtype, shape]
     for one, parts in zip(ranks, every, strict=True):
