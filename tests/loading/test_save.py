@@ -359,7 +359,7 @@ def test_a_path_that_the_system_does_not_take_is_an_error_of_ours(tmp_path, name
 
 
 def test_a_path_with_a_null_byte_is_none(tmp_path):
-    with pytest.raises(UsageError, match="no name has a null byte"):
+    with pytest.raises(UsageError, match="it has a null byte"):
         save(f"{tmp_path}/a\0b", model=net())
 
 
