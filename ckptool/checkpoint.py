@@ -180,10 +180,10 @@ class Checkpoint(Result):
         """
         if not self.details.late:
             return self
-        from ckptool.statedict import numbered
+        from ckptool.statedict import with_numbers
         from ckptool.tree import settled
 
-        root = numbered(settled(self.root))
+        root = with_numbers(settled(self.root))
         original = root if self.original is self.root else self.original
         details = replace(self.details, late=False)
         return replace(self, root=root, original=original, details=details)

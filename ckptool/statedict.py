@@ -36,12 +36,12 @@ __all__ = [
     "loose_optimizers",
     "model_state_dict",
     "noted_owners",
-    "numbered",
     "only_its_class",
     "optimizer_names",
     "sections",
     "values_inside",
     "what_there_is",
+    "with_numbers",
     "wrapped_names",
 ]
 
@@ -203,7 +203,7 @@ def is_flat_optimizer(mapping: dict[Any, Any]) -> bool:
     return any(isinstance(key, str) and key.startswith("param_groups.") for key in mapping)
 
 
-def numbered(root: Any) -> Any:
+def with_numbers(root: Any) -> Any:
     """Return the tree with numbers as keys of an optimizer's state where its groups have numbers.
 
     DCP makes text of all keys, and `Optimizer.load_state_dict` skips state under text in silence.
@@ -213,8 +213,8 @@ def numbered(root: Any) -> Any:
         if isinstance(node, dict) and is_optimizer(node):
             held = (group.get("params") for group in node["param_groups"])
             every = [one for params in held if isinstance(params, list) for one in params]
-            numbers = {str(one): one for one in every if type(one) is int}
             state = node["state"]
+            numbers = {str(one): one for one in every if type(one) is int and one not in state}
             if not numbers.keys().isdisjoint(state):
                 items = ((numbers.get(key, key), one) for key, one in state.items())
                 instead[id(state)] = remade(state, items)

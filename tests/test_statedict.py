@@ -8,7 +8,13 @@ import pytest
 
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.model import Global, Opaque, OrderedMap
-from ckptool.statedict import model_state_dict, optimizer_names, sections, wrapped_names
+from ckptool.statedict import (
+    model_state_dict,
+    optimizer_names,
+    sections,
+    with_numbers,
+    wrapped_names,
+)
 from tests.trees import checkpoint, module, opened, parallel, scalar, state_dict, storage, tensor
 
 
@@ -239,3 +245,13 @@ def test_what_an_optimizer_keeps_of_one_parameter_is_no_state_dict():
     root = {"state_dict": {"fc.weight": tensor()}, "optimizer": {"fc.weight": kept}}
     found = [part.name for part in sections(root) if part.kind == "state_dict"]
     assert found == ["state_dict"]
+
+
+def test_text_becomes_the_number_of_the_groups_unless_the_number_is_there_too():
+    """DCP makes text of numbers; an entry whose number has state of its own stays."""
+    first, second, both = object(), object(), object()
+    groups = [{"params": [0, 1, 2]}]
+    root = {"optim": {"state": {"0": first, 1: second, "1": both, "x": 3}, "param_groups": groups}}
+    assert with_numbers(root)["optim"]["state"] == {0: first, 1: second, "1": both, "x": 3}
+    plain = {"optim": {"state": {0: first}, "param_groups": groups}}
+    assert with_numbers(plain) is plain

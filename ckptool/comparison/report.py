@@ -167,8 +167,6 @@ class Bar:
 
     name: str
     """As a diff has it: wrapper components are off."""
-    address: str
-    """Its whole address in its file, in the first of the two where both have it."""
     status: str
     """`=` where nothing that counts differs, else as in a diff: `A`, `D`, `M`, `R`, `T`."""
     change: float | None = None
@@ -193,7 +191,7 @@ def bars(
     """
     renamed = {row.b.name for row in diff.renamed}
     added = {
-        entry.path: Bar(entry.name, name_of(entry.path), "A")
+        entry.path: Bar(entry.name, "A")
         for entry in alignment.only_b
         if isinstance(entry.leaf, TensorRef) and entry.name not in renamed
     }
@@ -231,16 +229,15 @@ def _drawn(alignment: Alignment, diff: Diff, norms: Mapping[str, float | None]) 
     for entry in alignment.only_a:
         if isinstance(entry.leaf, TensorRef):
             status = "R" if entry.name in renamed else "D"
-            drawn[entry.path] = Bar(entry.name, name_of(entry.path), status)
+            drawn[entry.path] = Bar(entry.name, status)
     return drawn
 
 
 def _bar(entry: Entry, changed: Changed | None, norms: Mapping[str, float | None]) -> Bar:
-    address = name_of(entry.path)
     if changed is None:
-        return Bar(entry.name, address, "=")
-    change = relative_change(changed.difference, norms.get(address))
-    return Bar(entry.name, address, changed.status, change)
+        return Bar(entry.name, "=")
+    change = relative_change(changed.difference, norms.get(name_of(entry.path)))
+    return Bar(entry.name, changed.status, change)
 
 
 def relative_change(difference: Difference | None, norm: float | None) -> float | None:

@@ -31,7 +31,7 @@ from ckptool.model import TensorRef
 from ckptool.optimizers import OPTIONS, bare_names, groups_of, model_of, names_in, options_of
 from ckptool.optimizers import shape_of as shape_kept
 from ckptool.remedies import Remedy
-from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, numbered
+from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, with_numbers
 from ckptool.tensors import is_one_part
 from ckptool.tensors.live import dtype_name, shape_of
 from ckptool.tree import name_of, resolve, walk
@@ -156,7 +156,7 @@ def planned_optimizer(
     report = OptimizerReport("names", 0, len(wanted.parameters))
     try:
         saved = _found(state, key)
-        section = replace(saved.section, node=numbered(saved.section.node))
+        section = replace(saved.section, node=with_numbers(saved.section.node))
         saved = saved._replace(section=section)
         report = replace(report, notes=(*saved.notes, *_objects(saved)))
         _check_kind(saved, optimizer)

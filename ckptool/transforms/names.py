@@ -440,7 +440,6 @@ def _below(
 
 _BELOW = "z"
 """Stands for a name below a module that has none."""
-"""Names of a table that are nowhere, each told with what is like it."""
 
 
 def rename(
