@@ -15,12 +15,9 @@ from ckptool.names import N_AVERAGED, strip_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.tensors.averaging import Averager, Elements, elements_of
 from ckptool.tensors.sameness import same_content
-from ckptool.transforms.casting import (
-    FLOATING,
-    Originals,
-    refuse_apart,
-)
+from ckptool.transforms.casting import FLOATING, Originals, refuse_apart
 from ckptool.transforms.extraction import single_state_dict
+from ckptool.transforms.names import distinct
 from ckptool.tree import name_of, rebuild
 from ckptool.words import counted, listed, printable
 
@@ -183,7 +180,7 @@ def average(
     for part, others in models:
         for checkpoint, one in zip(checkpoints, (part, *others), strict=True):
             refuse_hollow(checkpoint, one)
-    plan = _Plan(checkpoints, first, ints, mixing)
+    plan = _Plan(checkpoints, ints, mixing)
     for part, others in models:
         plan.add(part, others)
     refuse_apart(first, {id(tensors[0]) for _, tensors in plan.averaged})
@@ -213,8 +210,7 @@ def _models(
 
 def _parts(checkpoint: Checkpoint) -> list[Section]:
     """Return the models of a checkpoint, each once."""
-    every = [part for part in checkpoint.sections if part.kind in MODEL_KINDS]
-    return list({id(part.holder): part for part in reversed(every)}.values())[::-1]
+    return distinct(part for part in checkpoint.sections if part.kind in MODEL_KINDS)
 
 
 def _under(key: Any, checkpoint: Checkpoint) -> Section:
@@ -238,11 +234,10 @@ def _counterparts(first: Checkpoint, parts: list[Section], other: Checkpoint) ->
     found = _parts(other)
     if len(parts) == len(found) == 1:
         return found
-    named = {part.name: part for part in found}
-    wanted = [part.name for part in parts]
+    named, wanted = ({part.name: part for part in each} for each in (found, parts))
     for names, has, lacks in (
-        (set(wanted) - named.keys(), first, other),
-        (named.keys() - set(wanted), other, first),
+        (wanted.keys() - named.keys(), first, other),
+        (named.keys() - wanted.keys(), other, first),
     ):
         if names:
             what = listed(name or "the root" for name in sorted(names))
@@ -272,15 +267,13 @@ class _Plan:
     """Which tensors are averaged, and which are the same everywhere."""
 
     checkpoints: Sequence[Checkpoint]
-    first: Checkpoint
     ints: str
     mixing: _Mixing
-    averaged: list[tuple[str, tuple[TensorRef, ...]]] = field(default_factory=list)
+    averaged: list[tuple[str, Tensors]] = field(default_factory=list)
     """Names with the tensors of all files."""
-    _means: list[tuple[Section, int]] = field(default_factory=list)
+    _means: list[Change] = field(default_factory=list)
+    _counters: list[Change] = field(default_factory=list)
     _integers: int = 0
-    _counters: list[int] = field(default_factory=list)
-    """The files with a counter of `AveragedModel` that others have not."""
     _retyped: list[str] = field(default_factory=list)
 
     def add(self, part: Section, others: list[Section]) -> None:
@@ -291,105 +284,76 @@ class _Plan:
         """
         own = _tensors(part)
         names = [own, *(_named_as(own, _tensors(other)) for other in others)]
+        files = [checkpoint.path for checkpoint in self.checkpoints]
         if not all(N_AVERAGED in one for one in names):
-            self._counters += [at for at, one in enumerate(names) if one.pop(N_AVERAGED, None)]
-        for at, other in enumerate(names[1:], start=1):
-            self._check_names(part, names[0], other, self.checkpoints[at])
+            for at, one in enumerate(names):
+                if one.pop(N_AVERAGED, None) is not None:
+                    text = f"{N_AVERAGED} of {files[at]}, which is not a weight"
+                    self._counters.append(Change("left-out" if at else "keep", text, 1))
+        for there, other in zip(files[1:], names[1:], strict=True):
+            sides = ((own, files[0], other, there), (other, there, own, files[0]))
+            facts = [
+                f"{has} has {listed(found, most=3)}, which {lacks} does not have"
+                for one, has, another, lacks in sides
+                if (found := [name for name in one if name not in another])
+            ]
+            if facts:
+                raise NotFound("; ".join(facts), file=there)
         before = len(self.averaged)
-        for name in names[0]:
+        for name in own:
             self._add(name, tuple(one[name] for one in names))
-        self._means.append((part, len(self.averaged) - before))
+        means = len(self.averaged) - before
+        where = printable(part.name) or "the root"
+        text = f"{counted(means, 'tensor')} of {where}: {self.mixing}"
+        self._means.append(Change("average", text, means))
 
     def changes(self) -> Iterator[Change]:
         """Yield a change for everything that was averaged or kept."""
-        for part, means in self._means:
-            where = printable(part.name) or "the root"
-            text = f"{counted(means, 'tensor')} of {where}: {self.mixing}"
-            yield Change("average", text, means)
+        yield from self._means
         if self._integers:
             first = self.checkpoints[0].path
             how = "the same in all files" if self.ints == _SAME else f"those of {first}"
             text = f"{counted(self._integers, 'integer tensor')}: {how}"
             yield Change("keep", text, self._integers)
-        for at in self._counters:
-            of = f"{N_AVERAGED} of {self.checkpoints[at].path}, which is not a weight"
-            yield Change("left-out" if at else "keep", of, 1)
+        yield from self._counters
         if self._retyped:
             text = f"of other types in other files, rounded to the first's: {listed(self._retyped)}"
             yield Change("warning", text, len(self._retyped))
 
-    def _add(self, name: str, tensors: tuple[TensorRef, ...]) -> None:
-        self._check(name, tensors)
-        if _class(tensors[0]) == "integer":
+    def _add(self, name: str, tensors: Tensors) -> None:
+        first, kind = tensors[0], _class(tensors[0])
+        for at, tensor in enumerate(tensors):
+            self._check(name, first, tensor, self.checkpoints[at].path)
+        if kind == "integer":
             self._integers += 1
-            if self.ints == _SAME:
-                self._check_equal(name, tensors)
             return
-        if tensors[0].kind == "numpy":
-            raise self._error(
+        if first.kind == "numpy":
+            raise UsageError(
                 f"{printable(name)!r} is a numpy array, which cannot be averaged",
-                0,
-                "ckptool convert --plain makes a tensor of it",
+                file=self.checkpoints[0].path,
+                hint="ckptool convert --plain makes a tensor of it",
             )
         self.averaged.append((name, tensors))
         if len({tensor.dtype for tensor in tensors}) > 1:
             self._retyped.append(name)
 
-    def _check(self, name: str, tensors: tuple[TensorRef, ...]) -> None:
-        """Refuse tensors of several shapes or kinds, and tensors without plain elements."""
-        first = tensors[0]
-        for at, tensor in enumerate(tensors):
-            if tensor.shape != first.shape:
-                raise self._error(
-                    f"{printable(name)!r} has the shape {list(tensor.shape)} here and "
-                    f"{list(first.shape)} in {self.checkpoints[0].path}",
-                    at,
-                )
-            if _class(tensor) != _class(first):
-                raise self._error(
-                    f"{printable(name)!r} is {tensor.dtype} here and {first.dtype} in "
-                    f"{self.checkpoints[0].path}",
-                    at,
-                )
-            if not tensor.has_content and (_class(first), self.ints) != ("integer", _FIRST):
-                raise self._error(
-                    f"{printable(name)!r} is a {tensor.kind} tensor, which has no plain elements",
-                    at,
-                )
-
-    def _check_equal(self, name: str, tensors: tuple[TensorRef, ...]) -> None:
-        for at, tensor in enumerate(tensors[1:], start=1):
-            if tensor.dtype != tensors[0].dtype:
-                raise self._error(
-                    f"{printable(name)!r} is {tensor.dtype} here and {tensors[0].dtype} in "
-                    f"{self.checkpoints[0].path}, and integers must agree",
-                    at,
-                    "--ints first takes those of the first file",
-                )
-            if not same_content(tensors[0], tensor):
-                raise self._error(
-                    f"{printable(name)!r} ({tensors[0].dtype}) is not what it is in "
-                    f"{self.checkpoints[0].path}, and there is no mean of integers",
-                    at,
-                    "--ints first takes those of the first file",
-                )
-
-    def _check_names(
-        self, part: Section, names: Names, other: Names, checkpoint: Checkpoint
-    ) -> None:
-        """Refuse files whose names differ by more than wrappers."""
-        if names.keys() == other.keys():
+    def _check(self, name: str, first: TensorRef, tensor: TensorRef, file: str) -> None:
+        """Refuse a tensor of another shape or kind, without plain elements, or other integers."""
+        there, kind = self.checkpoints[0].path, _class(first)
+        is_equal = kind == "integer" and self.ints == _SAME
+        hint = "--ints first takes those of the first file" if is_equal else None
+        if tensor.shape != first.shape:
+            fact, hint = f"has the shape {list(tensor.shape)} here and {list(first.shape)}", None
+        elif _class(tensor) != kind or (is_equal and tensor.dtype != first.dtype):
+            fact = f"is {tensor.dtype} here and {first.dtype}"
+        elif not tensor.has_content and (is_equal or kind != "integer"):
+            text = f"{printable(name)!r} is a {tensor.kind} tensor, which has no plain elements"
+            raise UsageError(text, file=file)
+        elif is_equal and tensor is not first and not same_content(first, tensor):
+            fact = f"({first.dtype}) has other integers here than"
+        else:
             return
-        here, there = self.checkpoints[0].path, checkpoint.path
-        missing = [name for name in names if name not in other]
-        extra = [name for name in other if name not in names]
-        facts = [f"{has} has {listed(found, most=3)}, which {lacks} does not have"
-                 for found, has, lacks in ((missing, here, there), (extra, there, here))
-                 if found]  # fmt: skip
-        raise NotFound("; ".join(facts), file=there)
-
-    def _error(self, fact: str, at: int, hint: str | None = None) -> UsageError:
-        return UsageError(fact, file=self.checkpoints[at].path, hint=hint)
+        raise UsageError(f"{printable(name)!r} {fact} in {there}", file=file, hint=hint)
 
 
 def _named_as(first: Names, other: Names) -> Names:
@@ -409,7 +373,8 @@ def _named_as(first: Names, other: Names) -> Names:
 def _made(first: Checkpoint, means: dict[int, TensorRef], averaged: list[TensorRef]) -> Any:
     """Return the first's tree with averaged tensors, without optimizers and schedulers."""
     originals = Originals(first.root, averaged)
-    gone = _gone(first)
+    parts = first.sections
+    gone = {id(part.holder) for part in parts if part.kind in ("optimizer", "scheduler")}
 
     def leaf(node: Any) -> Any:
         original = originals.of(node)
@@ -419,25 +384,15 @@ def _made(first: Checkpoint, means: dict[int, TensorRef], averaged: list[TensorR
         place = {"storage": mean.storage, "offset": mean.offset}
         return over_elements(node, **place, stride=mean.stride, flags=mean.flags)
 
+    def is_gone(node: Any) -> bool:
+        every = node if isinstance(node, (list, tuple)) and node else (node,)
+        return all(id(one) in gone for one in every)
+
     def without(mapping: dict[Any, Any]) -> dict[Any, Any]:
-        if not any(_is_gone(value, gone) for value in mapping.values()):
-            return mapping
-        kept = ((key, value) for key, value in mapping.items() if not _is_gone(value, gone))
-        return remade(mapping, kept)
+        kept = [(key, value) for key, value in mapping.items() if not is_gone(value)]
+        return mapping if len(kept) == len(mapping) else remade(mapping, kept)
 
     return rebuild(first.root, leaf, without)
-
-
-def _gone(first: Checkpoint) -> set[int]:
-    parts = first.sections
-    return {id(part.holder) for part in parts if part.kind in ("optimizer", "scheduler")}
-
-
-def _is_gone(node: Any, gone: set[int]) -> bool:
-    """Return whether a node is in `gone`, or a list of nodes in `gone`."""
-    if isinstance(node, (list, tuple)) and node:
-        return all(id(item) in gone for item in node)
-    return id(node) in gone
 
 
 def _rest(first: Checkpoint, made: Any) -> Iterator[Change]:

@@ -6,8 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import SequenceMatcher
-from heapq import nlargest
+from difflib import get_close_matches
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ __all__ = [
     "AppliedRules",
     "Rule",
     "Step",
-    "expansion",
     "prefix_regex",
     "prefix_rule",
     "read_map_file",
@@ -30,8 +28,6 @@ __all__ = [
 
 _MOST, _LONGEST = 2000, 120
 """Names looked at, characters of each: comparing takes its time, and a file may be hostile."""
-_CANDIDATES = 20
-"""Names compared letter by letter, after counting letters has chosen them."""
 _WORDS = 4
 _MOST_IDLE = 3
 
@@ -40,31 +36,14 @@ def similar(wanted: str, names: Iterable[str], most: int = 3) -> list[str]:
     """Return the names most like `wanted`, else names with a component like a word of it."""
     known = list(islice((name for name in names if len(name) <= _LONGEST), _MOST))
     wanted = wanted[:_LONGEST]
-    found = _closest(wanted, known, most, 0.6)
-    if found:
+    if found := get_close_matches(wanted, known, most):
         return found
     words = [word for word in re.findall(r"\w+", wanted) if len(word) > 1 and not word.isdecimal()]
     parts_of = {name: re.split(r"[./]", name) for name in known}
     parts = list(islice(dict.fromkeys(chain.from_iterable(parts_of.values())), _MOST))
-    near = [part for word in words[:_WORDS] for part in _closest(word, parts, most, 0.75)]
+    near = [part for word in words[:_WORDS] for part in get_close_matches(word, parts, most, 0.75)]
     found = [name for part in near for name in known if part in parts_of[name]]
     return list(dict.fromkeys(found))[:most]
-
-
-def _closest(wanted: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
-    """Return the names with a difflib ratio to `wanted` of at least `cutoff`, the best first."""
-    matcher = SequenceMatcher(b=wanted)
-    bounds: list[tuple[float, str]] = []
-    for name in names:
-        matcher.set_seq1(name)
-        if matcher.real_quick_ratio() >= cutoff and (bound := matcher.quick_ratio()) >= cutoff:
-            bounds.append((bound, name))
-    likeness: list[tuple[float, str]] = []
-    for _, name in nlargest(_CANDIDATES, bounds, key=lambda pair: pair[0]):
-        matcher.set_seq1(name)
-        likeness.append((matcher.ratio(), name))
-    best = nlargest(most, likeness, key=lambda pair: pair[0])
-    return [name for ratio, name in best if ratio >= cutoff]
 
 
 class Rule(NamedTuple):
@@ -110,35 +89,12 @@ def regex_rule(text: str) -> Rule:
             hint=rf"it has {pattern.groups} groups: \1 is the first, \g<name> one by its name",
         ) from error
 
-    made = expansion(replacement)
-
     def apply(name: str) -> str | None:
-        new, count = pattern.subn(made, name)
+        new, count = pattern.subn(replacement, name)
         return new if count else None
 
     literal = re.sub(r"\\(.)", r"\1", regex.strip("^$"))
     return Rule(text, apply, (literal,), regex=text)
-
-
-_GROUP = re.compile(r"\\(?:([1-9])(?![0-9])|g<([0-9]+)>|(\\))")
-"""A group's text in a replacement, or a backslash."""
-
-
-def expansion(replacement: str) -> str | Callable[[re.Match[str]], str]:
-    """Return the same replacement in a faster form: `re` is slow with groups."""
-    parts = [part or "" for part in _GROUP.split(replacement)]
-    texts, groups = parts[::4], [a or b for a, b in zip(parts[1::4], parts[2::4], strict=True)]
-    if not groups or not all(groups) or any("\\" in text for text in texts):
-        return replacement
-    numbers = tuple(map(int, groups))
-
-    def made(found: re.Match[str]) -> str:
-        text = texts[0]
-        for number, after in zip(numbers, texts[1:], strict=True):
-            text += (found[number] or "") + after
-        return text
-
-    return made
 
 
 def prefix_rule(text: str) -> Rule:
@@ -187,20 +143,15 @@ def rules_of(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[
     Raises:
         UsageError: what is not a rule, or a text in place of a list of them.
     """
-    for given in (rules, prefixes):
+    checked: list[Rule] = []
+    for given, made in ((rules, regex_rule), (prefixes, prefix_rule)):
         if isinstance(given, (str, Rule)):
             raise UsageError(f"a list of rules is wanted, not {given!r}", hint=f"[{given!r}]")
-    checked = [
-        rule if isinstance(rule, Rule) else regex_rule(_text(rule, "rules are texts, REGEX=>REPL"))
-        for rule in rules
-    ]
-    return [*checked, *(prefix_rule(_text(one, "prefixes are texts, OLD=NEW")) for one in prefixes)]
-
-
-def _text(given: Any, wanted: str) -> str:
-    if isinstance(given, str):
-        return given
-    raise UsageError(f"{wanted}, not {given!r}")
+        for one in given:
+            if not isinstance(one, (str, Rule)):
+                raise UsageError(f"rules are texts, REGEX=>REPL or OLD=NEW, not {one!r}")
+            checked.append(one if isinstance(one, Rule) else made(one))
+    return checked
 
 
 class Step(NamedTuple):
@@ -298,54 +249,39 @@ def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
         raise UsageError(f"is not UTF-8 text ({error.reason})", file=path) from error
     except OSError as error:
         raise FileDenied(f"cannot be read: {error.strerror}", file=path) from error
-    rows = _json_rows(path, text) if text.lstrip()[:1] in ("{", "[") else _columns(path, text)
+    is_json = text.lstrip()[:1] in ("{", "[")
     table: dict[str, str] = {}
-    for line, old, new in rows:
+    for where, old, new in _json_rows(path, text) if is_json else _columns(path, text):
         if table.setdefault(old, new) != new:
-            raise _wrong(path, line, f"{printable(old)!r} has another name already")
+            raise _wrong(path, f"{where}{printable(old)!r} has another name already")
     return table
 
 
-def _columns(path: str | os.PathLike[str], text: str) -> Iterable[tuple[int, str, str]]:
+def _columns(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str, str, str]]:
     for line, row in enumerate(text.splitlines(), start=1):
         content = re.sub(r"(^|\s)#.*", "", row).strip()
         if not content:
             continue
-        words = [word.strip() for word in content.split(_between(content))]
+        mark = next((mark for mark in "\t," if mark in content), None)
+        words = [word.strip() for word in content.split(mark)]
         if len(words) != 2 or not all(words):
-            raise _wrong(path, line, f"{printable(row)!r} is not two names, the old and the new")
-        yield line, words[0], words[1]
+            fact = f"{printable(row)!r} is not two names, the old and the new"
+            raise _wrong(path, f"line {line}: {fact}")
+        yield f"line {line}: ", words[0], words[1]
 
 
-def _between(content: str) -> str | None:
-    """Return the separator of the columns: a tab, else a comma, else white space."""
-    return next((mark for mark in "\t," if mark in content), None)
-
-
-def _json_rows(path: str | os.PathLike[str], text: str) -> Iterable[tuple[int, str, str]]:
+def _json_rows(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str, str, str]]:
     try:
         pairs = json.loads(text, object_pairs_hook=lambda pairs: pairs)
-    except json.JSONDecodeError as error:
-        raise _wrong(path, error.lineno, f"the JSON is broken: {error.msg}") from error
-    except RecursionError as error:
-        raise _wrong(path, 1, "the JSON is nested too deep") from error
+    except (ValueError, RecursionError) as error:
+        raise _wrong(path, f"the JSON is broken: {error}") from error
     if text.lstrip()[:1] != "{":
-        raise _wrong(path, 1, "a JSON object is wanted, old name to new")
-    at, line = 0, 1
+        raise _wrong(path, "a JSON object is wanted, old name to new")
     for old, new in pairs:
-        spelled = "|".join(re.escape(json.dumps(old, ensure_ascii=way)) for way in (True, False))
-        found = re.compile(rf"(?:{spelled})\s*:").search(text, at)
-        if found:
-            line += text.count("\n", at, found.end())
-            at = found.end()
         if not isinstance(new, str):
-            raise _wrong(path, line, f"the new name of {printable(old)!r} is not text")
-        yield line, old, new
+            raise _wrong(path, f"the new name of {printable(old)!r} is not text")
+        yield "", old, new
 
 
-def _wrong(path: Any, line: int, fact: str) -> UsageError:
-    return UsageError(
-        f"line {line}: {fact}",
-        file=path,
-        hint="two columns, old name and new, or a JSON object",
-    )
+def _wrong(path: Any, fact: str) -> UsageError:
+    return UsageError(fact, file=path, hint="two columns, old name and new, or a JSON object")
