@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.comparison.regions import Entry
 from ckptool.errors import TorchMissing, UnsupportedFormat
-from ckptool.files.source import Progress
-from ckptool.inspection.listing import RepeatedBytes
+from ckptool.inspection.reading import Meter, RepeatedBytes
 from ckptool.limits import Limits
 from ckptool.model import Path, TensorRef
 from ckptool.tensors.casting import FLOATS, Caster, is_exact
@@ -22,48 +21,11 @@ from ckptool.tensors.sameness import same_by_checksum, same_content
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Comparer, Difference
 
-__all__ = ["Contents", "Meter", "Renames", "Verdict"]
+__all__ = ["Contents", "Renames", "Verdict"]
 
 
 _ATOL, _RTOL = 1e-8, 1e-5
 """What `torch.allclose` takes for the one that is not given."""
-
-
-class Meter:
-    """Bytes done and bytes in all, told as work goes on; one side is counted."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        """Start with no work done or expected."""
-        self._progress = progress
-        self._total = self._done = self._within = self._size = 0
-
-    def expect(self, nbytes: int) -> None:
-        """Count work that is to be done."""
-        self._total += nbytes
-
-    def begin(self, nbytes: int) -> None:
-        """Start on a part of what was expected; what is told of it never exceeds that."""
-        self._size, self._within = nbytes, 0
-        self._total = max(self._total, self._done + nbytes)
-
-    def told(self, nbytes: int) -> None:
-        """Take note that some bytes of the part are done."""
-        self._within = min(self._within + nbytes, self._size)
-        if self._progress is not None:
-            self._progress(self._done + self._within, self._total)
-
-    def end(self) -> None:
-        """Count the whole part as done."""
-        self._done += self._size
-        self._within = self._size = 0
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-    def finish(self) -> None:
-        """Report that all is done, also if less was to do than expected."""
-        self._done = self._total
-        if self._progress is not None and self._total:
-            self._progress(self._done, self._total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +92,7 @@ class Contents:
             return
         expected.add(key)
         if not (self._quick and same_by_checksum(a, b) is not None):
-            self._meter.expect(a.nbytes)
+            self._meter.total += a.nbytes
 
     def compare(self, path: Path, a: TensorRef, b: TensorRef, *, exact: bool = False) -> Verdict:
         """Return the verdict on two plain arrays of one shape; `path` is for messages.
@@ -154,13 +116,6 @@ class Contents:
                 return Verdict(stated, by_checksum=True)
         self._repeated.add(path, a)
         self._repeated.add(path, b)
-        self._meter.begin(a.nbytes)
-        try:
-            return self._read(a, b, exact)
-        finally:
-            self._meter.end()
-
-    def _read(self, a: TensorRef, b: TensorRef, exact: bool) -> Verdict:
         if self._rounded:
             a, b = _rounded(a, b), _rounded(b, a)
         same = a.dtype == b.dtype and same_content(a, b, self._meter.told)
@@ -270,12 +225,10 @@ class Renames:
         key = tensor.place
         if key not in self._checksums:
             self._repeated.add(entry.path, tensor)
-            meter.begin(tensor.nbytes)
             checksum = 0
             for block in tensor.content():
                 checksum = zlib.crc32(block, checksum)
                 meter.told(len(block))
-            meter.end()
             self._checksums[key] = checksum
         return self._checksums[key]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.comparison.aligning import Alignment, Entry, Pair, align
-from ckptool.comparison.contents import Contents, Meter, Renames, Verdict
+from ckptool.comparison.contents import Contents, Renames, Verdict
 from ckptool.comparison.result import Changed, Diff, Renamed, Side, magnitude
 from ckptool.errors import UsageError, without_query
 from ckptool.files.source import Progress
@@ -23,6 +23,7 @@ from ckptool.inspection.equality import (
     raw_elements,
     type_name,
 )
+from ckptool.inspection.reading import Meter
 from ckptool.inspection.values import is_set, is_value, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import DeviceValue, Opaque, StorageRef, TensorRef
@@ -166,7 +167,7 @@ class _Comparison:
             both = _plain_pair(pair)
             if both is not None and not (self.quick and both[0].dtype != both[1].dtype):
                 self.contents.expect(*both, expected)
-        self.meter.expect(renames.expected())
+        self.meter.total += renames.expected()
 
     def compare(self) -> None:
         """Compare every pair, of tensors and of other entries."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -13,7 +12,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import TorchMissing
 from ckptool.files.source import Progress
 from ckptool.inspection.info import Info, info
-from ckptool.inspection.listing import StorageNames, TensorRow, tensor_row
+from ckptool.inspection.listing import TensorRow, tensor_rows
 from ckptool.model import Path, TensorRef
 from ckptool.tree import is_within, name_of, resolve
 
@@ -120,22 +119,18 @@ def _tensors(
     """Yield the tensors below `key`, each with its known figures."""
     below: Path = () if key is None else resolve(checkpoint, key)[0]
     chosen = [(path, tensor) for path, tensor in checkpoint.tensors() if is_within(path, below)]
-    keys = [tensor.place for _, tensor in chosen]
-    names, first, uses = StorageNames(), dict[Any, int](), Counter(keys)
+    first: dict[Any, int] = {}
     known: Iterable[TensorStats | None] = repeat(None, len(chosen)) if found is None else found
-    for i, ((path, tensor), tie, stated) in enumerate(zip(chosen, keys, known, strict=True)):
-        one = i if tie is None else first.setdefault(tie, i)
-        row = tensor_row(path, tensor, names, tied=tie is not None and uses[tie] > 1)
+    for i, ((_, tensor), row, stated) in enumerate(
+        zip(chosen, tensor_rows(chosen), known, strict=True)
+    ):
+        one = first.setdefault(tensor.place or i, i)
+        tie = None if one == i else one
         if stated is None:
-            yield ReportedTensor(row, None if one == i else one)
+            yield ReportedTensor(row, tie)
             continue
-        yield ReportedTensor(
-            row,
-            tie=None if one == i else one,
-            measures=stated.measures,
-            flags=stated.flags,
-            remarks=(*stated.remarks, *filter(None, [stated.reason])),
-        )
+        remarks = (*stated.remarks, *filter(None, [stated.reason]))
+        yield ReportedTensor(row, tie, stated.measures, stated.flags, remarks)
 
 
 def _compared(

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptool.dtypes import CODES, PACKED
 from ckptool.errors import LimitExceeded
+from ckptool.inspection.reading import RepeatedBytes, content_hash
 from ckptool.inspection.values import comparable, is_set, set_items, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import (
@@ -22,6 +23,7 @@ from ckptool.model import (
     Global,
     Opaque,
     OrderedMap,
+    Path,
     StorageRef,
     TensorRef,
     Wrapping,
@@ -396,13 +398,20 @@ class Fingerprints:
     Devices of tensors and requires_grad do not count.
     """
 
-    def __init__(self, elements: Callable[[TensorRef], str]) -> None:
-        """Ask `elements` what to say of a plain array of elements: its own digest, usually."""
-        self._elements = elements
+    def __init__(self, limits: Limits, listed: Container[int] = frozenset()) -> None:
+        """Take tensors whose identities are in `listed` as equal: they have a hash of their own."""
+        self._repeated = RepeatedBytes(limits)
+        self._listed = listed
+        self._path: Path = ()
         self._known: dict[int, bytes] = {}
 
-    def of(self, root: Any) -> str:
-        """Return the digest of a node, 16 hexadecimal digits; the tree must outlive this object."""
+    def of(self, path: Path, root: Any) -> str:
+        """Return the digest of a node, 16 hexadecimal digits; the tree must outlive this object.
+
+        Raises:
+            LimitExceeded: the tensor at `path`, or one inside it, repeats too many bytes.
+        """
+        self._path = path
         stack: list[Any] = [root]
         entered: set[int] = set()
         while stack:
@@ -428,11 +437,16 @@ class Fingerprints:
             return self._known.get(id(node), b"itself")
         return _hash(self._head(node).encode("utf-8", "backslashreplace"))
 
+    def _content(self, raw: TensorRef | None) -> str:
+        if raw is None or id(raw) in self._listed:
+            return ""
+        self._repeated.add(self._path, raw)
+        return content_hash(raw)
+
     def _head(self, node: Any) -> str:
         """Return what a node is beside its children."""
         if isinstance(node, (TensorRef, StorageRef)):
-            raw = raw_elements(node)
-            content = "" if raw is None else self._elements(raw)
+            content = self._content(raw_elements(node))
             if isinstance(node, StorageRef):
                 return f"{node.class_name} {content}"
             return f"tensor {node.kind} {node.dtype} {node.shape} {content}"

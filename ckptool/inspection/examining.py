@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ckptool._lazy import Result
@@ -24,7 +24,7 @@ from ckptool.errors import (
     UnsupportedFormat,
     without_query,
 )
-from ckptool.files import InflatedSource, Source
+from ckptool.files import ByteRange, InflatedSource, Source
 from ckptool.files.checksums import crc32s
 from ckptool.files.crc32c import crc32cs
 from ckptool.files.source import BLOCK, Progress
@@ -39,9 +39,9 @@ from ckptool.formats.distributed.xla import rank_files as xla_rank_files
 from ckptool.formats.distributed.zero import DEEPSPEED, step_files
 from ckptool.formats.model_folder import of_model_file
 from ckptool.formats.sharded import open_index
-from ckptool.inspection.listing import RepeatedBytes
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors
 from ckptool.inspection.obstacles import missing_weights
+from ckptool.inspection.reading import Meter, RepeatedBytes
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
 from ckptool.tensors.nonfinite import is_floating, nonfinite
@@ -127,8 +127,6 @@ class _Look:
     limits: Limits
     progress: Progress | None
     hashes: tuple[HashedTensor, ...] | None = None
-    done: int = field(default=0)
-    total: int = field(default=0)
     is_shard: bool = False
     """Whether it is one file of a set, which is looked at as a whole too."""
 
@@ -155,11 +153,10 @@ class _Look:
         if named is None or probe.source is None or named[1].isdigit() or named[1].isalpha():
             return
         size, digest = probe.source.size, hashlib.sha256()
-        self.begin(size)
-        for offset in range(0, size, BLOCK):
-            block = probe.source.read(offset, min(BLOCK, size - offset))
+        meter = Meter(self.progress, size)
+        for block in ByteRange(probe.source, 0, size).blocks(BLOCK):
             digest.update(block)
-            self.told(len(block))
+            meter.told(len(block))
         found = digest.hexdigest()[: len(named[1])]
         if found != named[1]:
             text = f"its SHA-256 begins with {found}, not with {named[1]}, as its name has it"
@@ -245,21 +242,21 @@ class _Look:
             if values:
                 self.at_values(tensors)
             if hashes:
-                self.begin(self.verdict.content)
-                self.hashes = hashed_tensors(checkpoint, self.limits, self.told)
+                meter = Meter(self.progress, self.verdict.content)
+                self.hashes = hashed_tensors(checkpoint, self.limits, meter.told)
             for source in checkpoint.sources:
                 source.check_unchanged()
 
     def at_values(self, tensors: Sequence[tuple[Path, TensorRef]]) -> None:
         """Look for NaN and infinities in every tensor, or in what it is made of."""
         floating = [(path, _numbers(tensor)) for path, tensor in distinct(tensors)]
-        self.begin(sum(part.nbytes for _, parts in floating for part in parts))
+        meter = Meter(self.progress, sum(part.nbytes for _, parts in floating for part in parts))
         repeated = RepeatedBytes(self.limits)
         for path, parts in floating:
             nan = infinite = 0
             for part in parts:
                 repeated.add(path, part.unrepeated)
-                found = nonfinite(part, self.told)
+                found = nonfinite(part, meter.told)
                 nan, infinite = nan + found[0], infinite + found[1]
             elements = sum(part.numel for part in parts)
             for kind, word, count in (("nan", "NaN", nan), ("inf", "infinite", infinite)):
@@ -290,9 +287,9 @@ class _Look:
 
     def sum_up(self, checksums: Sequence[Checksum]) -> list[_Wrong]:
         """Compute checksums; those that are not what they should be."""
-        self.begin(sum(one.data.length for one in checksums))
+        meter = Meter(self.progress, sum(one.data.length for one in checksums))
         sums = crc32cs if any(one.castagnoli for one in checksums) else crc32s
-        found = sums([one.data for one in checksums], self.told)
+        found = sums([one.data for one in checksums], meter.told)
         wrong = []
         for one, crc in zip(checksums, found, strict=True):
             if isinstance(crc, CorruptFile):
@@ -306,19 +303,9 @@ class _Look:
         self.verdict = replace(
             verdict,
             summed=verdict.summed + len(checksums),
-            checked=verdict.checked + self.total,
+            checked=verdict.checked + meter.total,
         )
         return wrong
-
-    def begin(self, total: int) -> None:
-        """Start a part of the work that reads `total` bytes."""
-        self.done, self.total = 0, total
-
-    def told(self, count: int) -> None:
-        """Report that `count` more bytes are read."""
-        self.done += count
-        if self.progress is not None:
-            self.progress(self.done, self.total)
 
 
 def _below(shard: str, place: str) -> str:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from ckptool._lazy import Result
-from ckptool.errors import AmbiguousName, LimitExceeded, NotFound, without_query
+from ckptool.errors import AmbiguousName, NotFound, without_query
 from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
+from ckptool.inspection.reading import Meter, content_hashes
 from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Opaque, Path, Storage, TensorRef
-from ckptool.tree import name_of, selected, walk
+from ckptool.model import Opaque, Path, TensorRef
+from ckptool.tree import distinct, name_of, selected, walk
 from ckptool.words import printable
 
 __all__ = [
     "Listing",
     "ObjectRow",
-    "RepeatedBytes",
-    "StorageNames",
     "TensorRow",
     "ValueRow",
     "list_tensors",
-    "tensor_row",
+    "tensor_rows",
 ]
 
 JsonPath = tuple[str | int, ...]
@@ -163,26 +163,6 @@ class Listing(Result):
         }
 
 
-class StorageNames:
-    """An identifier for each storage: its key, made unique where several files use one key."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._names: dict[int, str] = {}
-        self._used: dict[str, int] = {}
-
-    def __call__(self, storage: Storage | None) -> str | None:
-        """Return the identifier of `storage`, always the same one."""
-        if storage is None:
-            return None
-        name = self._names.get(id(storage))
-        if name is None:
-            count = self._used[storage.key] = self._used.get(storage.key, 0) + 1
-            name = storage.key if count == 1 else f"{storage.key}#{count}"
-            self._names[id(storage)] = name
-        return name
-
-
 def list_tensors(
     source: Source,
     *,
@@ -219,13 +199,26 @@ def list_tensors(
                 leaves.append((path, leaf))
             else:
                 _sort_leaf(path, leaf, values, objects)
-        hashes = _Hashes(leaves, limits, progress) if hash else None
+        rows = list(tensor_rows(leaves))
+        others = [_object_row(path, leaf) for path, leaf in objects]
+        if hash:
+            total = sum(one.nbytes for _, one in distinct(leaves) if one.has_content)
+            hashes = content_hashes(leaves, limits, Meter(progress, total).told)
+            digests = list(_digests(leaves, objects, limits))
+            rows = [
+                replace(row, sha256=sha256, digest=digest)
+                for row, sha256, digest in zip(rows, hashes, digests, strict=False)
+            ]
+            others = [
+                replace(row, digest=digest)
+                for row, digest in zip(others, digests[len(rows) :], strict=True)
+            ]
         return Listing(
             file=without_query(checkpoint.path),
             format=checkpoint.format,
-            tensors=tuple(_tensor_rows(leaves, hashes)),
+            tensors=tuple(rows),
             values=tuple(values),
-            objects=tuple(_object_row(path, leaf, hashes) for path, leaf in objects),
+            objects=tuple(others),
             hashed=hash,
             quantisers=tuple(
                 dict.fromkeys(q for part in checkpoint.sections for q in part.quantisers)
@@ -245,136 +238,52 @@ def _sort_leaf(
     values.append(ValueRow(json_path(path), name_of(path), kind, json_value(value)))
 
 
-def _object_row(path: Path, leaf: Any, hashes: _Hashes | None) -> ObjectRow:
+def _object_row(path: Path, leaf: Any) -> ObjectRow:
     name, words = class_of(leaf), summarise(leaf)
     said = "" if words in (name, f"{name} object") else words
-    digest = hashes.more_of(path, leaf) if hashes else None
-    return ObjectRow(json_path(path), name_of(path), name, said, digest)
+    return ObjectRow(json_path(path), name_of(path), name, said)
 
 
-def _tensor_rows(
-    leaves: list[tuple[Path, TensorRef]], hashes: _Hashes | None
-) -> Iterator[TensorRow]:
-    names = StorageNames()
-    uses: dict[Any, int] = {}
-    keys = [tensor.place for _, tensor in leaves]
-    for key in keys:
-        uses[key] = uses.get(key, 0) + 1
-    for (path, tensor), key in zip(leaves, keys, strict=True):
-        sha256 = hashes.of(path, key, tensor) if hashes else None
-        tied = key is not None and uses[key] > 1
-        row = tensor_row(path, tensor, names, sha256=sha256, tied=tied)
-        yield replace(row, digest=hashes.more_of(path, tensor)) if hashes else row
+def tensor_rows(leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[TensorRow]:
+    """Yield the row of each tensor.
+
+    A storage is named by its key, made unique where several files use one key.
+    """
+    places = [tensor.place for _, tensor in leaves]
+    uses = Counter(places)
+    names: dict[int, str] = {}
+    used = Counter[str]()
+    for (path, tensor), place in zip(leaves, places, strict=True):
+        storage = tensor.storage
+        if storage is not None and id(storage) not in names:
+            used[storage.key] += 1
+            count = used[storage.key]
+            names[id(storage)] = storage.key if count == 1 else f"{storage.key}#{count}"
+        yield TensorRow(
+            json_path(path),
+            name_of(path),
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride,
+            tensor.device,
+            tensor.nbytes,
+            tensor.kind,
+            names.get(id(storage)),
+            tensor.requires_grad,
+            numel=tensor.numel,
+            tied=place is not None and uses[place] > 1,
+        )
 
 
-def _file_of(tensor: TensorRef) -> str | None:
-    data = tensor.storage.data if tensor.storage is not None else None
-    return None if data is None else data.source.name
+def _digests(
+    leaves: Sequence[tuple[Path, TensorRef]], objects: Sequence[tuple[Path, Any]], limits: Limits
+) -> Iterator[str | None]:
+    """Yield digests of tensors that are more than their elements, None for others; of objects."""
+    from ckptool.inspection.equality import Fingerprints, is_made_of_parts
 
-
-def tensor_row(
-    path: Path,
-    tensor: TensorRef,
-    names: StorageNames,
-    *,
-    sha256: str | None = None,
-    tied: bool = False,
-) -> TensorRow:
-    """Return the row of one tensor."""
-    return TensorRow(
-        json_path(path),
-        name_of(path),
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride,
-        tensor.device,
-        tensor.nbytes,
-        tensor.kind,
-        names(tensor.storage),
-        tensor.requires_grad,
-        sha256,
-        tensor.numel,
-        tied,
-    )
-
-
-class _Hashes:
-    """SHA-256 of tensors, each tie read once."""
-
-    def __init__(
-        self, leaves: list[tuple[Path, TensorRef]], limits: Limits, progress: Progress | None
-    ) -> None:
-        self._known: dict[Any, str] = {}
-        self._repeated = RepeatedBytes(limits)
-        self._progress = progress
-        # Modules that take milliseconds, and of which a list without hashes has no use.
-        from ckptool.inspection.equality import Fingerprints, is_made_of_parts
-
-        self._is_made_of_parts = is_made_of_parts
-        self._place: Path = ()
-        self._listed = {id(tensor) for _, tensor in leaves if tensor.has_content}
-        self._fingerprints = Fingerprints(self._of_part)
-        self._done = 0
-        self._total = sum(tensor.nbytes for _, tensor in leaves if tensor.has_content)
-
-    def of(self, path: Path, key: Any, tensor: TensorRef) -> str | None:
-        if not tensor.has_content:
-            return None
-        digest = self._known.get(key)
-        if digest is None:
-            self._repeated.add(path, tensor)
-            digest = self._known[key] = self._read(tensor)
-        else:
-            self._advance(tensor.nbytes)
-        return digest
-
-    def more_of(self, path: Path, node: Any) -> str | None:
-        """Return a digest of an object, or of a tensor that is more than its elements."""
-        if isinstance(node, TensorRef) and not self._is_made_of_parts(node):
-            return None
-        self._place = path
-        return self._fingerprints.of(node)
-
-    def _of_part(self, tensor: TensorRef) -> str:
-        if id(tensor) in self._listed:  # it has a hash of its own
-            return ""
-        self._repeated.add(self._place, tensor)
-        return self._read(tensor, told=False)
-
-    def _read(self, tensor: TensorRef, told: bool = True) -> str:
-        import hashlib  # OpenSSL: a list without hashes has no use for it
-
-        digest = hashlib.sha256()
-        for block in tensor.content():
-            digest.update(block)
-            self._advance(len(block) if told else 0)
-        return digest.hexdigest()
-
-    def _advance(self, count: int) -> None:
-        self._done += count
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-
-class RepeatedBytes:
-    """Bytes read again and again because strides repeat them: a few of them can say exabytes."""
-
-    def __init__(self, limits: Limits) -> None:
-        """Start empty."""
-        self._most = limits.max_repeated_bytes
-        self._sum = 0
-
-    def add(self, path: Path, tensor: TensorRef) -> None:
-        """Count a tensor that is about to be read.
-
-        Raises:
-            LimitExceeded: too much of what was read so far is repetition.
-        """
-        stored = tensor.storage.nbytes if tensor.storage is not None else 0
-        self._sum += max(0, tensor.nbytes - stored)
-        if self._sum > self._most:
-            raise LimitExceeded(
-                f"{name_of(path)!r} spreads {stored:,} stored bytes over {tensor.nbytes:,}: "
-                f"reading it would exceed the limit of {self._most:,} repeated bytes",
-                file=_file_of(tensor),
-            )
+    listed = frozenset(id(tensor) for _, tensor in leaves if tensor.has_content)
+    fingerprints = Fingerprints(limits, listed)
+    for path, tensor in leaves:
+        yield fingerprints.of(path, tensor) if is_made_of_parts(tensor) else None
+    for path, node in objects:
+        yield fingerprints.of(path, node)

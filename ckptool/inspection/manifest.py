@@ -13,21 +13,18 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CorruptFile, LimitExceeded, NameCollision, UsageError
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
-from ckptool.files.checksums import THREADS
 from ckptool.files.source import Told
 from ckptool.formats.base import Findings, Problem
 from ckptool.formats.safetensors_header import parse_json
-from ckptool.inspection.listing import RepeatedBytes
+from ckptool.inspection.reading import content_hashes
 from ckptool.inspection.values import json_path, shape_text
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Path, TensorRef
 from ckptool.names import strip_names
 from ckptool.tree import name_of
 from ckptool.words import are, counted, listed
@@ -42,8 +39,6 @@ __all__ = [
 ]
 
 SCHEMA = "ckptool.manifest/1"
-_JOB, _MOST = 8 << 20, 64
-"""Bytes that a thread is given at a time, and tensors: many are small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,77 +78,13 @@ def manifest_name(file: str, manifest: str) -> str:
 def hashed_tensors(
     checkpoint: Checkpoint, limits: Limits = DEFAULT_LIMITS, told: Told | None = None
 ) -> tuple[HashedTensor, ...]:
-    """Return every listed tensor with its content hash; ties are read once, in two threads.
-
-    `told` is called with bytes done, now and then.
-
-    Raises:
-        LimitExceeded: strides repeat more bytes than in a real file.
-        CorruptFile: bytes that cannot be read.
-    """
+    """Return every listed tensor with its content hash; raises and tells as `content_hashes`."""
     leaves = list(checkpoint.tensors())
-    distinct: dict[Any, TensorRef] = {}
-    repeated = RepeatedBytes(limits)
-    for path, tensor in leaves:
-        if tensor.has_content and tensor.place not in distinct:
-            repeated.add(path, tensor)
-            distinct[tensor.place] = tensor
-    hashes = dict(zip(distinct, _hashes(list(distinct.values()), told), strict=True))
+    hashes = content_hashes(leaves, limits, told)
     return tuple(
-        _hashed(path, tensor, hashes[tensor.place] if tensor.has_content else None)
-        for path, tensor in leaves
+        HashedTensor(json_path(path), name_of(path), tensor.dtype, tensor.shape, sha256)
+        for (path, tensor), sha256 in zip(leaves, hashes, strict=True)
     )
-
-
-def _hashed(path: Path, tensor: TensorRef, sha256: str | None) -> HashedTensor:
-    return HashedTensor(json_path(path), name_of(path), tensor.dtype, tensor.shape, sha256)
-
-
-def _hashes(tensors: Sequence[TensorRef], told: Told | None) -> Iterator[str]:
-    """Yield the hash of each tensor, in order; threads read only sources that can be shared."""
-    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
-
-    jobs = list(_jobs(tensors))
-    with ThreadPoolExecutor(THREADS) as pool:
-        try:
-            begun = [pool.submit(_sha256s, job) if _is_shared(job[0]) else None for job in jobs]
-            for job, future in zip(jobs, begun, strict=True):
-                yield from _sha256s(job) if future is None else future.result()
-                if told is not None:
-                    told(sum(tensor.nbytes for tensor in job))
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _jobs(tensors: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
-    """Yield the tensors in order, in groups that are worth a thread's while."""
-    for shared, alike in groupby(tensors, key=_is_shared):
-        job: list[TensorRef] = []
-        for tensor in alike:
-            job.append(tensor)
-            if not shared or sum(one.nbytes for one in job) >= _JOB or len(job) >= _MOST:
-                yield job
-                job = []
-        if job:
-            yield job
-
-
-def _is_shared(tensor: TensorRef) -> bool:
-    return tensor.storage is not None and (
-        tensor.storage.data is not None and tensor.storage.data.source.is_shared
-    )
-
-
-def _sha256s(tensors: Iterable[TensorRef]) -> list[str]:
-    import hashlib  # OpenSSL: a check of structure has no use for it
-
-    hashes = []
-    for tensor in tensors:
-        digest = hashlib.sha256()
-        for block in tensor.content():
-            digest.update(block)
-        hashes.append(digest.hexdigest())
-    return hashes
 
 
 def write_manifest(path: str, files: Files) -> None:

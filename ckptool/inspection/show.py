@@ -7,7 +7,7 @@ import struct
 import sys
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import REAL_PARTS
 from ckptool.errors import without_query
-from ckptool.files.source import Told
-from ckptool.inspection.listing import RepeatedBytes, StorageNames, TensorRow, tensor_row
+from ckptool.files.source import Progress, Told
+from ckptool.inspection.equality import type_name
+from ckptool.inspection.listing import TensorRow, tensor_rows
+from ckptool.inspection.reading import Meter, RepeatedBytes
 from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, TensorRef
@@ -141,7 +143,7 @@ def show(
     name: Any,
     *,
     count: int = HEAD,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Shown:
     """Show the node at the address `name`; of a tensor, the first `count` elements.
@@ -154,13 +156,13 @@ def show(
     node = settled(node)
     place = (without_query(checkpoint.path), json_path(path), name_of(path))
     if isinstance(node, TensorRef):
-        return _tensor(place[0], path, node, count, progress, RepeatedBytes(limits))
+        return _tensor(place[0], path, node, count, progress, limits)
     if isinstance(node, Opaque) and node.plain is not None:
         return ShownValue(*place, *node.plain)
     if is_value(node):
         return ShownValue(*place, type(node).__name__, node)
     if isinstance(node, (dict, list, tuple)):
-        return ShownContainer(*place, _container_name(node), _entries(node))
+        return ShownContainer(*place, type_name(node), _entries(node))
     return _object(place, node)
 
 
@@ -180,25 +182,17 @@ def _tensor(
     path: Path,
     tensor: TensorRef,
     count: int,
-    progress: Callable[[int, int], None] | None,
-    repeated: RepeatedBytes,
+    progress: Progress | None,
+    limits: Limits,
 ) -> ShownTensor:
     head: tuple[Any, ...] = ()
     spans = None
     if tensor.has_content:
         once = tensor.unrepeated
-        repeated.add(path, once)
+        RepeatedBytes(limits).add(path, once)
         head = _head(tensor, count)
-        done = 0
-
-        def tell(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if progress is not None:
-                progress(done, once.nbytes)
-
-        spans = statistics(tensor, tell)
-    row = tensor_row(path, tensor, StorageNames())
+        spans = statistics(tensor, Meter(progress, once.nbytes).told)
+    [row] = tensor_rows([(path, tensor)])
     parts = tuple((str(key), summarise(part)) for key, part in (tensor.parts or {}).items())
     return ShownTensor(file, row.path, row.name, row, head, spans, parts)
 
@@ -250,11 +244,6 @@ def _entries(node: Any) -> _Entries:
 
 def _key(key: Any) -> str:
     return key if isinstance(key, str) else repr(key)
-
-
-def _container_name(node: Any) -> str:
-    names = {"OrderedMap": "OrderedDict", "Size": "torch.Size"}
-    return names.get(type(node).__name__, type(node).__name__)
 
 
 _ARRAY_CODES = {

@@ -13,13 +13,14 @@ from ckptool._lazy import Result
 from ckptool.errors import NotFound, UnsupportedFormat, UsageError, without_query
 from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
-from ckptool.inspection.listing import RepeatedBytes, StorageNames, TensorRow, tensor_row
+from ckptool.inspection.listing import TensorRow, tensor_rows
+from ckptool.inspection.reading import Meter, RepeatedBytes
 from ckptool.inspection.values import json_value, shape_text
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
 from ckptool.names import families
 from ckptool.tensors.statistics import Histogram, Measurer, Measures, Moments, measurable
-from ckptool.tree import is_within, name_of, resolve, selected, walk
+from ckptool.tree import distinct, is_within, name_of, resolve, selected, walk
 from ckptool.words import counted, listed, printable, shell
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ class TensorStats:
     def to_dict(self) -> dict[str, Any]:
         """Return the row of `ckptool.stats/1`."""
         row, measures = self.row, self.measures
-        figures = {name: _figure(measures, field) for name, field in _FIGURES.items()}
+        figures = {
+            name: json_value(getattr(measures, field, None)) for name, field in _FIGURES.items()
+        }
         drawn = measures.histogram if measures else None
         histogram = drawn and {
             "low": json_value(drawn.low),
@@ -100,10 +103,6 @@ _FIGURES = {
     "norm": "norm",
 }
 """What the figures are called in JSON, and where they are."""
-
-
-def _figure(measures: Measures | None, field: str) -> Any:
-    return None if measures is None else json_value(getattr(measures, field))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +255,6 @@ def stats(
     for given in (include, exclude):
         if isinstance(given, str):
             raise UsageError(f"a list of globs is wanted, not {given!r}", hint=f"[{given!r}]")
-    measuring = _Measuring(bins, limits, progress)
     with opened(source) as checkpoint:
         below: Path = () if key is None else resolve(checkpoint, key)[0]
         globs, unless = tuple(include), tuple(exclude)
@@ -273,91 +271,68 @@ def stats(
                 file=checkpoint.path or None,
                 hint=f"ckptool list {shell(checkpoint.path)}" if checkpoint.path else None,
             )
-        rows = [_flagged(row) for row in measuring.rows(leaves)]
+        rows = list(_measured(leaves, Measurer(bins), limits, progress))
         optimizers = [part.path for part in checkpoint.sections if part.kind == "optimizer"]
         models = [
             at
             for at, (path, _) in enumerate(leaves)
             if not any(is_within(path, o) for o in optimizers)
         ]
-        for place, oddity in outliers([(rows[at].row, rows[at].measures) for at in models]):
+        for place, flags, remark in _outliers([rows[at] for at in models]):
             row = rows[models[place]]
             rows[models[place]] = replace(
-                row, flags=(*row.flags, *oddity.flags), remarks=(*row.remarks, oddity.remark)
+                row, flags=(*row.flags, *flags), remarks=(*row.remarks, remark)
             )
         return Stats(without_query(checkpoint.path), checkpoint.format, tuple(rows), _totals(rows))
 
 
-def _flagged(row: TensorStats) -> TensorStats:
-    return row if row.measures is None else replace(row, flags=own_flags(row.measures))
-
-
-class _Measuring:
-    """Rows of tensors, those that are one tensor measured once."""
-
-    def __init__(self, bins: int, limits: Limits, progress: Progress | None) -> None:
-        self._measurer = Measurer(bins)
-        self._repeated = RepeatedBytes(limits)
-        self._progress = progress
-        self._names = StorageNames()
-        self._known: dict[Any, TensorStats] = {}
-        self._done = self._all = 0
-
-    def rows(self, leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[TensorStats]:
-        """Yield a row for each tensor, in order."""
-        keys = [tensor.place for _, tensor in leaves]
-        each_once = dict(zip(keys, (tensor for _, tensor in leaves), strict=True))
-        uses = Counter(keys)
-        self._all = sum(one.nbytes for one in each_once.values() if measurable(one) is None)
-        for (path, tensor), key in zip(leaves, keys, strict=True):
-            known = None if key is None else self._known.get(key)
-            tied = key is not None and uses[key] > 1
-            row = tensor_row(path, tensor, self._names, tied=tied)
-            if known is not None:
-                yield replace(known, row=row, tie=known.name)
-                continue
-            made = self._made(path, tensor, row)
-            self._known[key] = made
-            yield made
-
-    def _made(self, path: Path, tensor: TensorRef, row: TensorRow) -> TensorStats:
-        reason = measurable(tensor)
-        if reason is not None:
-            return TensorStats(row, None, reason)
-        self._repeated.add(path, tensor.unrepeated)
-        try:
-            return TensorStats(row, self._measurer.measure(tensor, self._told))
-        except UnsupportedFormat as error:  # a type that this torch does not have
-            return TensorStats(row, None, error.message)
-
-    def _told(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._progress is not None:
-            self._progress(self._done, self._all)
+def _measured(
+    leaves: Sequence[tuple[Path, TensorRef]],
+    measurer: Measurer,
+    limits: Limits,
+    progress: Progress | None,
+) -> Iterator[TensorStats]:
+    """Yield a row for each tensor, in order; those that are one tensor are measured once."""
+    total = sum(one.nbytes for _, one in distinct(leaves) if measurable(one) is None)
+    meter, repeated = Meter(progress, total), RepeatedBytes(limits)
+    known: dict[Any, TensorStats] = {}
+    for (path, tensor), row in zip(leaves, tensor_rows(leaves), strict=True):
+        place = tensor.place
+        if place in known:
+            yield replace(known[place], row=row, tie=known[place].name)
+            continue
+        reason, measures = measurable(tensor), None
+        if reason is None:
+            repeated.add(path, tensor.unrepeated)
+            try:
+                measures = measurer.measure(tensor, meter.told)
+            except UnsupportedFormat as error:  # a type that this torch does not have
+                reason = error.message
+        made = TensorStats(row, measures, reason, flags=own_flags(measures) if measures else ())
+        if place is not None:
+            known[place] = made
+        yield made
 
 
 def _totals(rows: Iterable[TensorStats]) -> Totals:
     """Return the totals of the rows with figures, ties counted once."""
-    found = [(row.row.dtype, row.measures) for row in rows if row.measures and row.tie is None]
-    every = [measures for _, measures in found]
-    types = dict.fromkeys(dtype for dtype, _ in found)
+    by_type: dict[str, list[Measures]] = {}
+    for row in rows:
+        if row.measures and row.tie is None:
+            by_type.setdefault(row.row.dtype, []).append(row.measures)
+    found = {dtype: (len(measures), _together(measures)) for dtype, measures in by_type.items()}
+    every = _together([one for measures in by_type.values() for one in measures])
     return Totals(
-        tensors=len(every),
-        elements=sum(one.elements for one in every),
-        zeros=sum(one.zeros for one in every),
-        nan=sum(one.nan for one in every),
-        infinite=sum(one.infinite for one in every),
-        norm=math.hypot(*(one.norm for one in every)),
-        dtypes=tuple(_range(dtype, [one for own, one in found if own == dtype]) for dtype in types),
-    )
-
-
-def _range(dtype: str, found: Sequence[Measures]) -> DtypeRange:
-    lows = [one.minimum for one in found if one.minimum is not None]
-    highs = [one.maximum for one in found if one.maximum is not None]
-    elements = sum(one.elements for one in found)
-    return DtypeRange(
-        dtype, len(found), elements, min(lows, default=None), max(highs, default=None)
+        tensors=sum(count for count, _ in found.values()),
+        elements=every.elements,
+        zeros=every.zeros,
+        nan=every.nan,
+        infinite=every.infinite,
+        norm=every.norm,
+        dtypes=tuple(
+            DtypeRange(dtype, count, one.elements, one.minimum, one.maximum)
+            for dtype, (count, one) in found.items()
+        ),
     )
 
 
@@ -467,16 +442,8 @@ MAJORITY = 2 / 3
 TIMES = 10
 """How far off the median a norm or a standard deviation is odd."""
 
-Subject = tuple[TensorRow, "Measures | None"]
-
-
-@dataclass(frozen=True, slots=True)
-class Oddity:
-    """What one tensor has otherwise than the others of its role."""
-
-    flags: tuple[str, ...]
-    remark: str
-    """Without a full stop."""
+Oddity = tuple[int, tuple[str, ...], str]
+"""The position of a tensor, and the flags and remark on what others of its role have otherwise."""
 
 
 def own_flags(measures: Measures) -> tuple[str, ...]:
@@ -493,30 +460,32 @@ def own_flags(measures: Measures) -> tuple[str, ...]:
     return tuple(flags)
 
 
-def outliers(subjects: Sequence[Subject]) -> Iterator[tuple[int, Oddity]]:
-    """Yield the flags of tensors that differ from the others of one role, by position.
+def _outliers(rows: Sequence[TensorStats]) -> Iterator[Oddity]:
+    """Yield what tensors have otherwise than the others of one role.
 
     Of one role are tensors whose names differ only in numbers, with as many dimensions:
     `layers.{0..31}.mlp.weight`. Numbers are compared among those of one shape.
     """
     places: dict[str, list[int]] = {}
-    for place, (row, _) in enumerate(subjects):
+    for place, row in enumerate(rows):
         places.setdefault(row.name, []).append(place)
     for family in families((name, None) for name in places):
-        members = [place for name in family.names for place in places[name]]
-        if len(members) < FEWEST:
-            continue
-        for role in _grouped(members, lambda place: len(subjects[place][0].shape)):
-            yield from _other_headers(subjects, role, family.label)
-        for role in _grouped(members, lambda place: subjects[place][0].shape):
-            yield from _other_numbers(subjects, role, family.label)
+        members = [(place, rows[place]) for name in family.names for place in places[name]]
+        for role in _grouped(members, lambda row: len(row.row.shape)):
+            yield from _other_headers(role, family.label)
+        for role in _grouped(members, lambda row: row.row.shape):
+            yield from _other_numbers(role, family.label)
 
 
-def _grouped(members: Iterable[int], by: Callable[[int], Hashable]) -> list[list[int]]:
+Role = list[tuple[int, TensorStats]]
+"""Tensors with their positions."""
+
+
+def _grouped(members: Role, by: Callable[[TensorStats], Hashable]) -> list[Role]:
     """Return groups of equal members that are large enough to compare."""
-    groups: dict[Hashable, list[int]] = {}
+    groups: dict[Hashable, Role] = {}
     for member in members:
-        groups.setdefault(by(member), []).append(member)
+        groups.setdefault(by(member[1]), []).append(member)
     return [group for group in groups.values() if len(group) >= FEWEST]
 
 
@@ -528,38 +497,35 @@ _HEADERS: tuple[tuple[str, Callable[[TensorRow], Any], Callable[[Any], str]], ..
 """What tensors of a role have in common, and how it is said."""
 
 
-def _other_headers(
-    subjects: Sequence[Subject], role: list[int], label: str
-) -> Iterator[tuple[int, Oddity]]:
+def _other_headers(role: Role, label: str) -> Iterator[Oddity]:
     for word, read, said in _HEADERS:
-        values = {place: read(subjects[place][0]) for place in role}
-        [(usual, count)] = Counter(values.values()).most_common(1)
-        if count == len(role) or count < MAJORITY * len(role):
+        values = [(place, read(row.row)) for place, row in role]
+        [(usual, count)] = Counter(value for _, value in values).most_common(1)
+        if count < MAJORITY * len(role):
             continue
-        for place, value in values.items():
+        for place, value in values:
             if value != usual:
                 remark = f"{said(value)}, where {count:,} of {label} are {said(usual)}"
-                yield place, Oddity((f"{word}-outlier",), remark)
+                yield place, (f"{word}-outlier",), remark
 
 
-def _other_numbers(
-    subjects: Sequence[Subject], role: list[int], label: str
-) -> Iterator[tuple[int, Oddity]]:
-    measured = [(place, found) for place in role if (found := subjects[place][1]) is not None]
-    known = [(place, found) for place, found in measured if found.std is not None]
+def _other_numbers(role: Role, label: str) -> Iterator[Oddity]:
+    known = [
+        (place, {"norm": found.norm, "std": found.std})
+        for place, row in role
+        if (found := row.measures) is not None and found.std is not None
+    ]
     if len(known) < FEWEST:
         return
-    norms, deviations = [one.norm for _, one in known], [one.std or 0.0 for _, one in known]
-    usual = {"norm": median(norms), "std": median(deviations)}
-    for (place, _), norm, deviation in zip(known, norms, deviations, strict=True):
-        own = {"norm": norm, "std": deviation}
+    usual = {word: median(own[word] for _, own in known) for word in ("norm", "std")}
+    for place, own in known:
         odd = [word for word in own if _is_far(own[word], usual[word])]
         if odd:
             facts = " and ".join(
                 f"{word} {own[word]:.4g} against {usual[word]:.4g}" for word in odd
             )
             remark = f"{facts}, the median of {counted(len(known), 'tensor')} of {label}"
-            yield place, Oddity(tuple(f"{word}-outlier" for word in odd), remark)
+            yield place, tuple(f"{word}-outlier" for word in odd), remark
 
 
 def _is_far(own: float, usual: float) -> bool:

@@ -7,41 +7,24 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
-from ckptool.comparison.contents import Meter
+from ckptool.inspection.reading import Meter
 
 
-@pytest.mark.parametrize("told", [[10], [4, 4, 2], [4, 9, 9], [1]])
-def test_bytes_done_go_up_to_what_was_expected_and_never_back(told):
+def test_bytes_done_never_exceed_what_was_expected_and_end_with_all_of_it():
     seen = []
-    meter = Meter(lambda done, total: seen.append((done, total)))
-    meter.expect(10)
-    meter.expect(5)
-    for nbytes in (10, 5):
-        meter.begin(nbytes)
-        for count in told:
-            meter.told(count)
-        meter.end()
+    meter = Meter(lambda done, total: seen.append((done, total)), 15)
+    for nbytes in (4, 9, 9):
+        meter.told(nbytes)
+    assert seen == [(4, 15), (13, 15), (15, 15)]
+    meter = Meter(lambda done, total: seen.append((done, total)), 15)
+    meter.finish()
     assert seen[-1] == (15, 15)
-    assert seen == sorted(seen)
 
 
-def test_more_than_expected_is_not_more_than_all():
+def test_no_progress_is_told_where_nothing_is_to_do():
     seen = []
-    meter = Meter(lambda done, total: seen.append((done, total)))
-    meter.expect(3)
-    meter.begin(5)
-    meter.end()
-    assert seen == [(5, 5)]
-
-
-def test_less_than_expected_is_all_at_the_end():
-    seen = []
-    meter = Meter(lambda done, total: seen.append((done, total)))
-    meter.finish()
+    Meter(lambda done, total: seen.append((done, total))).finish()
     assert seen == []
-    meter.expect(3)
-    meter.finish()
-    assert seen == [(3, 3)]
 
 
 @pytest.fixture

@@ -1,0 +1,136 @@
+"""Bytes of tensors read for an answer: bounded, counted for a progress bar, and hashed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from ckptool.errors import LimitExceeded
+from ckptool.files.checksums import THREADS
+from ckptool.files.source import Progress, Told
+from ckptool.limits import Limits
+from ckptool.model import Path, TensorRef
+from ckptool.tree import name_of
+
+__all__ = ["Meter", "RepeatedBytes", "content_hash", "content_hashes"]
+
+_JOB, _MOST = 8 << 20, 64
+"""Bytes that a thread is given at a time, and tensors: many are small."""
+
+
+class Meter:
+    """Bytes done and bytes in all, told as work goes on."""
+
+    def __init__(self, progress: Progress | None, total: int = 0) -> None:
+        """Start with no work done."""
+        self._progress = progress
+        self._done = 0
+        self.total = total
+
+    def told(self, nbytes: int) -> None:
+        """Take note that more bytes are done, never more than there are in all."""
+        self._done = min(self._done + nbytes, self.total)
+        if self._progress is not None and self.total:
+            self._progress(self._done, self.total)
+
+    def finish(self) -> None:
+        """Report that all is done, also if less was to do than expected."""
+        self.told(self.total)
+
+
+class RepeatedBytes:
+    """Bytes read again and again because strides repeat them: a few of them can say exabytes."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Start empty."""
+        self._most = limits.max_repeated_bytes
+        self._sum = 0
+
+    def add(self, path: Path, tensor: TensorRef) -> None:
+        """Count a tensor that is about to be read.
+
+        Raises:
+            LimitExceeded: too much of what was read so far is repetition.
+        """
+        storage = tensor.storage
+        stored = storage.nbytes if storage is not None else 0
+        self._sum += max(0, tensor.nbytes - stored)
+        if self._sum > self._most:
+            data = storage.data if storage is not None else None
+            raise LimitExceeded(
+                f"{name_of(path)!r} spreads {stored:,} stored bytes over {tensor.nbytes:,}: "
+                f"reading it would exceed the limit of {self._most:,} repeated bytes",
+                file=None if data is None else data.source.name,
+            )
+
+
+def content_hashes(
+    leaves: Sequence[tuple[Path, TensorRef]], limits: Limits, told: Told | None = None
+) -> list[str | None]:
+    """Return the SHA-256 of the content of each tensor; ties are read once, in two threads.
+
+    It is None where the kind has no plain content. `told` is called with bytes done, now and then.
+
+    Raises:
+        LimitExceeded: strides repeat more bytes than in a real file.
+        CorruptFile: bytes that cannot be read.
+    """
+    places = [tensor.place if tensor.has_content else None for _, tensor in leaves]
+    distinct: dict[Any, TensorRef] = {}
+    repeated = RepeatedBytes(limits)
+    for (path, tensor), place in zip(leaves, places, strict=True):
+        if place is not None and place not in distinct:
+            repeated.add(path, tensor)
+            distinct[place] = tensor
+    hashes = dict(zip(distinct, _hashes(list(distinct.values()), told), strict=True))
+    return [hashes.get(place) for place in places]
+
+
+def _hashes(tensors: Sequence[TensorRef], told: Told | None) -> Iterator[str]:
+    """Yield the hash of each tensor, in order; threads read only sources that can be shared."""
+    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
+
+    jobs = list(_jobs(tensors))
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            begun = [pool.submit(_sha256s, job) if _is_shared(job[0]) else None for job in jobs]
+            for job, future in zip(jobs, begun, strict=True):
+                yield from _sha256s(job) if future is None else future.result()
+                if told is not None:
+                    told(sum(tensor.nbytes for tensor in job))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _jobs(tensors: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
+    """Yield the tensors in order, in groups that are worth a thread's while."""
+    for shared, alike in groupby(tensors, key=_is_shared):
+        job: list[TensorRef] = []
+        for tensor in alike:
+            job.append(tensor)
+            if not shared or sum(one.nbytes for one in job) >= _JOB or len(job) >= _MOST:
+                yield job
+                job = []
+        if job:
+            yield job
+
+
+def _is_shared(tensor: TensorRef) -> bool:
+    return tensor.storage is not None and (
+        tensor.storage.data is not None and tensor.storage.data.source.is_shared
+    )
+
+
+def _sha256s(tensors: Iterable[TensorRef]) -> list[str]:
+    return list(map(content_hash, tensors))
+
+
+def content_hash(tensor: TensorRef) -> str:
+    """Return the SHA-256 of the content of a tensor that has some."""
+    import hashlib  # OpenSSL: a check of structure has no use for it
+
+    digest = hashlib.sha256()
+    for block in tensor.content():
+        digest.update(block)
+    return digest.hexdigest()
