@@ -107,8 +107,8 @@ class Alignment:
     want: Mapping[str, Slot]
     bare: tuple[Names, Names]
     """The names of the file and of the model without wrapper components and the prefix."""
-    respelled: tuple[dict[str, Respelling], dict[str, Respelling]]
-    """Those of the bare names that are in an old spelling."""
+    today: tuple[Names, Names]
+    """The bare names in today's spelling."""
     steps: tuple[Step, ...] = ()
     """From the file's names to the model's."""
     pairs: dict[str, str] = field(default_factory=dict)
@@ -118,10 +118,6 @@ class Alignment:
     questions: tuple[Proposal, ...] = ()
     """Prefixes of which one may be meant, the first with the most votes. A rule is empty where no
     single rule does it."""
-
-    def today(self, side: int) -> Names:
-        """Return the bare names of the file (0) or the model (1) in today's spelling."""
-        return _spelled(self.bare[side], self.respelled[side])
 
 
 def is_average_counter(name: str) -> bool:
@@ -238,11 +234,17 @@ def _forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
     """
     last = short = {name: name for name in slots}
     yield _Form(last)
-    text = "\n".join(slots)
+    every = "\n".join(slots)
     steps: list[Step] = []
-    if any(word in text for word in WRAPPERS if word != "module"):
+    if any(word in every for word in WRAPPERS if word != "module"):
         short = {_WORDS.sub("", name): name for name in slots}
-        steps += _words_off(short) if side == 0 else _inserted(short, last, side)
+        changed = {full for name, full in short.items() if name != full}
+        if side:
+            steps += _inserted(short, last, side)
+        elif changed:
+            words = dict.fromkeys(word for name in changed for word in _WORDS.findall(name))
+            text = f"{', '.join(words)} removed"
+            steps.append(Step("wrapper", text, f"{_WORDS.pattern}=>", 0, changed))
     counted = [name for name in short if not _COUNTER.fullmatch(name)]
     front = _MODULES.match(common_module(counted))[0] if counted else ""  # type: ignore[index]
     if front:
@@ -267,13 +269,6 @@ def _forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
         inner = {_without_submodules(name, paths): full for name, full in last.items()}
         if len(inner) == len(last):
             yield _Form(inner, (*steps, *_inserted(inner, last, side)))
-
-
-def _words_off(short: Names) -> Iterator[Step]:
-    changed = {full for name, full in short.items() if name != full}
-    words = dict.fromkeys(word for name in changed for word in _WORDS.findall(name))
-    if changed:
-        yield Step("wrapper", f"{', '.join(words)} removed", f"{_WORDS.pattern}=>", 0, changed)
 
 
 def _inserted(short: Names, long: Names, side: int) -> list[Step]:
@@ -466,10 +461,10 @@ def _paired(way: _Way, prefix: Prefix | None = None) -> Alignment:
             if not name.startswith(prefix.text):
                 sides[side].setdefault(name, full)
         respelled = _respelled(sides[0], sides[1], way.closed)
-    found = Alignment(have, want, (sides[0], sides[1]), respelled)
-    mine = found.today(0)
+    mine, theirs = map(_spelled, sides, respelled)
+    found = Alignment(have, want, (sides[0], sides[1]), (mine, theirs))
     spelled = {full for name, full in found.bare[0].items() if name in respelled[0]}
-    for name, full in found.today(1).items():
+    for name, full in theirs.items():
         own = mine.get(name)
         if own is None or (want[full].form and own in spelled):
             continue
@@ -477,7 +472,9 @@ def _paired(way: _Way, prefix: Prefix | None = None) -> Alignment:
             found.pairs[full] = own
         elif have[own].shape is not None:
             found.mismatched[full] = own
-    steps = [*way.forms[0].steps, *_known(found, 0), *_known(found, 1)]
+    steps = [*way.forms[0].steps]
+    for at, parts in enumerate(respelled):
+        steps += _known(found, at, parts)
     if prefix is not None:
         steps.insert(
             len(steps) if side else len(way.forms[0].steps), _prefix_step(prefix, names, found)
@@ -496,14 +493,14 @@ def _prefix_step(prefix: Prefix, names: Names, found: Alignment) -> Step:
     return Step("prefix", f"{text} added", rule, 1, changed)
 
 
-def _known(found: Alignment, side: int) -> Iterator[Step]:
+def _known(found: Alignment, side: int, parts: Mapping[str, Respelling]) -> Iterator[Step]:
     """Yield a step for each ending that becomes today's, of a model for each that was today's."""
     groups: dict[tuple[str, str], set[str]] = {}
-    for name, part in found.respelled[side].items():
+    for name, part in parts.items():
         before, after = (part.old, part.new) if side == 0 else (part.new, part.old)
         kept = len(common_module([before, after]))
         groups.setdefault((before[kept:], after[kept:]), set()).add(found.bare[side][name])
-    names = found.bare[0] if side == 0 else found.today(1)
+    names = found.bare[0] if side == 0 else found.today[1]
     for (before, after), changed in groups.items():
         rule = rf"(^|\.){escaped(before)}$=>\1{literal(after)}"
         if len(groups) > _MOST_RULES or len(changed) < sum(
@@ -578,7 +575,7 @@ class _Side:
         pairs = {**found.pairs, **found.mismatched}
         used = pairs.keys() if side else {*pairs.values()}
         slots = found.want if side else found.have
-        self.names = {n: full for n, full in found.today(side).items() if "*" not in n}
+        self.names = {n: full for n, full in found.today[side].items() if "*" not in n}
         self.groups = _grouped(self.names)
         self.paths: set[str] = set()
         sizes: Counter[str] = Counter()

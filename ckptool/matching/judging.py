@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
+from glob import escape as escaped_glob
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -28,8 +29,6 @@ __all__ = [
     "Problem",
     "difference",
     "escaped_glob",
-    "judged",
-    "refusal",
 ]
 
 Allowed = bool | str | Sequence[str] | None
@@ -43,7 +42,6 @@ _MOST_GLOBS = 8
 _LONGEST = 160
 """Characters of a name or glob in a hint."""
 _SMALL = 0.001
-_SPECIAL = re.compile(r"[*?[]")
 _NONE = Remedy()
 _ANY_RULE = Remedy((("rules", ("REGEX=>REPL",)),), to_fill_in=True)
 _OTHER = Remedy(
@@ -131,66 +129,89 @@ class Allowance:
         takes = _taker(self.lossy_cast or False)
         return any(map(takes, names))
 
-    def problems(self, report: MatchReport) -> tuple[Problem, ...]:
-        """Return every reason to refuse, the most telling first; empty: it is accepted."""
-        return judged(self, report).problems
+    def judged(self, report: MatchReport) -> Judgement:
+        """Return every reason to refuse, the most telling first, and what helps against all."""
+        missing = _refused(report.missing_keys, self.missing, otherwise=not self.strict)
+        unexpected = _refused(report.unexpected_keys, self.unexpected, otherwise=not self.strict)
+        takes = _taker(self.mismatched or False)
+        mismatched = [one for one in report.mismatched if not (takes(one.name) or takes(one.own))]
+        lossy = [one for one in report.cast if one.lossy and not self.takes_cast(one.name, one.own)]
+        least, is_empty = self.min_coverage, _fits_nowhere(report)
+        is_nothing = is_empty and least != 0
+        is_short = least is not None and report.coverage < least and not is_empty
+        refused = {*missing, *unexpected}
+        unclear = [
+            one for one in report.ambiguous if is_nothing or refused & {*one.names, *one.candidates}
+        ]
+        wrong = [one.name for one in mismatched]
+        ways = [
+            _way(report, proposed, (missing, unexpected, wrong), unclear)
+            for proposed in (_chosen(report, unclear) if refused or is_nothing else [()])
+        ]
+        usable = [way for way in ways if way.arguments]
+        has_rules = any(name == "rules" for way in usable for name, _ in way.arguments)
+        is_allowed = bool(usable) and not (has_rules or is_nothing or is_short)
+        question = usable[0]._replace(instead=tuple(usable[1:])) if has_rules else _NONE
+        problems = tuple(
+            chain(
+                _nothing(report, mismatched) if is_nothing else (),
+                _ambiguous(unclear, question),
+                _layout(report),
+                _mismatched(mismatched, is_allowed),
+                _names("missing", missing, "missing in it", is_allowed),
+                _names("unexpected", unexpected, "not in the model", is_allowed),
+                _untied(report),
+                _lossy(lossy),
+                _short(least, report) if is_short else (),
+                _optimizer(report),
+            )
+        )
+        kinds = {problem.kind: problem.remedy for problem in reversed(problems)}
+        if "untied" in kinds:
+            return Judgement(problems, _UNTIED)
+        if not has_rules and (is_nothing or is_short):  # no allowance helps
+            share = _NONE if report.proposed else kinds.get("coverage", _NONE)
+            return Judgement(problems, share or (_NONE if usable else ways[0]))
+        if not usable and ways[0]:
+            return Judgement(problems, ways[0])
+        beside = [kinds.get(kind, _NONE) for kind in ("layout", "lossy-cast", "optimizer")]
+        first, *others = [_all_of([way, *beside]) for way in usable or [_NONE]]
+        return Judgement(problems, first._replace(instead=(*first.instead, *others)))
 
-    def judged(self, report: MatchReport, *, untried: str = "") -> Judgement:
-        """Return every reason to refuse, and what helps; see `judged`."""
-        return judged(self, report, untried=untried)
-
-    def refusal(self, report: MatchReport, *, untried: str = "") -> MatchError | None:
+    def refusal(self, report: MatchReport) -> MatchError | None:
         """Return the error to raise; None: it is accepted.
 
         Its text has the three most useful lines, its remedy the arguments that help most.
         """
-        if report.fits and not self.is_nothing(report) and not self.is_short(report):
+        judgement = self.judged(report)
+        if judgement.accepted:
             return None
-        return refusal(report, judged(self, report, untried=untried))
-
-    def refused(
-        self, report: MatchReport
-    ) -> tuple[list[str], list[str], list[Mismatch], list[Ambiguity]]:
-        """Return the names and shapes that are not allowed, and the questions about them."""
-        missing = _refused(report.missing_keys, self.missing, otherwise=not self.strict)
-        unexpected = _refused(report.unexpected_keys, self.unexpected, otherwise=not self.strict)
-        mismatched = [one for one in report.mismatched if _counts(one, self.mismatched)]
-        refused = {*missing, *unexpected}
-        unclear = [one for one in report.ambiguous if refused & {*one.names, *one.candidates}]
-        return missing, unexpected, mismatched, unclear
-
-    def refused_casts(self, report: MatchReport) -> list[Cast]:
-        """Return the casts that lose something and are not allowed to."""
-        lossy = (one for one in report.cast if one.lossy)
-        return [one for one in lossy if not self.takes_cast(one.name, one.own)]
-
-    def is_nothing(self, report: MatchReport) -> bool:
-        """Return whether there is nothing to load, and something has to be."""
-        return self.min_coverage != 0 and _fits_nowhere(report)
-
-    def is_short(self, report: MatchReport) -> bool:
-        """Return whether there is something to load, and more of it has to be."""
-        least = self.min_coverage
-        return least is not None and report.coverage < least and not _fits_nowhere(report)
+        texts = [problem.text for problem in judgement.problems]
+        is_whole = bool(report.names) and report.fitting == report.names
+        file = report.file if report.file.isprintable() else printable(report.file)
+        verdict = (
+            f"{file or 'the state dict'} does not fit {printable(report.model) or 'the model'}"
+        )
+        lines = [f"{verdict}: {texts.pop(0) if is_whole else _share(report)}", *texts[:2]]
+        if report.proposed and judgement.remedy.arguments:
+            lines[-1] += "; the rules in the hint would match more, and were not applied"
+        return MatchError(
+            "\n".join(lines),
+            file=report.file or None,
+            hint=judgement.remedy or None,
+            report=report,
+        )
 
 
-def _refused(names: Iterable[str], allowed: Allowed, *, otherwise: bool = False) -> list[str]:
-    """Return the names that are not allowed."""
+def _refused(names: Iterable[str], allowed: Allowed, *, otherwise: bool) -> list[str]:
     takes = _taker(otherwise if allowed is None else allowed)
     return [name for name in names if not takes(name)]
-
-
-def _counts(one: Mismatch, allowed: Allowed) -> bool:
-    """Return whether a tensor is not allowed by either of its names."""
-    takes = _taker(allowed or False)
-    return not (takes(one.name) or takes(one.own))
 
 
 def _taker(allowed: bool | str | Sequence[str]) -> Callable[[str], Any]:
     if isinstance(allowed, bool):
         return lambda name: allowed
-    globs = (allowed,) if isinstance(allowed, str) else tuple(allowed)
-    return _matching(globs)
+    return _matching((allowed,) if isinstance(allowed, str) else tuple(allowed))
 
 
 @lru_cache(maxsize=16)
@@ -216,56 +237,6 @@ def _fits_nowhere(report: MatchReport) -> bool:
     if report.names and not report.fitting:
         return True
     return report.parameters > 0 and not report.loaded
-
-
-def judged(allowance: Allowance, report: MatchReport, *, untried: str = "") -> Judgement:
-    """Return every reason to refuse, the most telling first, and what helps against all of them.
-
-    `untried` is the class whose own loading may take more than could be tried.
-    """
-    missing, unexpected, mismatched, unclear = allowance.refused(report)
-    is_nothing = allowance.is_nothing(report)
-    unclear = [*report.ambiguous] if is_nothing else unclear
-    wrong = [one.name for one in mismatched]
-    is_named = bool(missing or unexpected or is_nothing)
-    ways = [
-        _way(report, proposed, (missing, unexpected, wrong), unclear)
-        for proposed in (_chosen(report, unclear) if is_named else [()])
-    ]
-    usable = [way for way in ways if way.arguments]
-    has_rules = any(name == "rules" for way in usable for name, _ in way.arguments)
-    is_short = allowance.is_short(report)
-    is_allowed = bool(usable) and not (has_rules or is_nothing or is_short)
-    question = usable[0]._replace(instead=tuple(usable[1:])) if has_rules else _NONE
-    problems = tuple(
-        chain(
-            _nothing(report, mismatched) if is_nothing else (),
-            _ambiguous(unclear, question),
-            _layout(report),
-            _mismatched(mismatched, is_allowed),
-            _names("missing", missing, "missing in it", is_allowed),
-            _names("unexpected", unexpected, "not in the model", is_allowed),
-            _untied(report),
-            _lossy(allowance.refused_casts(report)),
-            _short(allowance, report) if is_short else (),
-            _optimizer(report),
-        )
-    )
-    if problems and untried:
-        note = f"{printable(untried)} loads in its own way, which could not be tried beforehand"
-        does = "model.load_state_dict(ckptool.load_state_dict(path)) does what torch does"
-        return Judgement(problems, Remedy(note=f"{note}: {does}"))
-    kinds = {problem.kind: problem.remedy for problem in reversed(problems)}
-    if "untied" in kinds:
-        return Judgement(problems, _UNTIED)
-    if not has_rules and (is_nothing or is_short):  # no allowance helps
-        share = _NONE if report.proposed else kinds.get("coverage", _NONE)
-        return Judgement(problems, share or (_NONE if usable else ways[0]))
-    if not usable and ways[0]:
-        return Judgement(problems, ways[0])
-    beside = [kinds.get(kind, _NONE) for kind in ("layout", "lossy-cast", "optimizer")]
-    first, *others = [_all_of([way, *beside]) for way in usable or [_NONE]]
-    return Judgement(problems, first._replace(instead=(*first.instead, *others)))
 
 
 def _chosen(report: MatchReport, unclear: Sequence[Ambiguity]) -> list[Sequence[Renaming]]:
@@ -337,24 +308,6 @@ def difference(
     return ""
 
 
-def refusal(report: MatchReport, judgement: Judgement) -> MatchError | None:
-    """Return the error to raise; None: it is accepted."""
-    if judgement.accepted:
-        return None
-    texts = [problem.text for problem in judgement.problems]
-    is_whole = bool(report.names) and report.fitting == report.names
-    heading = f"{_verdict(report)}: {texts.pop(0) if is_whole else _share(report)}"
-    lines = [heading, *texts[:2]]
-    if report.proposed and judgement.remedy.arguments:
-        lines[-1] += "; the rules in the hint would match more, and were not applied"
-    return MatchError(
-        "\n".join(lines),
-        file=report.file or None,
-        hint=judgement.remedy or None,
-        report=report,
-    )
-
-
 def _nothing(report: MatchReport, mismatched: Sequence[Mismatch]) -> Iterator[Problem]:
     if mismatched:
         return
@@ -375,10 +328,9 @@ def _nothing(report: MatchReport, mismatched: Sequence[Mismatch]) -> Iterator[Pr
         yield Problem("coverage", text, _OTHER)
 
 
-def _short(allowance: Allowance, report: MatchReport) -> Iterator[Problem]:
-    least = f"{100 * (allowance.min_coverage or 0):.6g}%"
-    text = f"{_percent(report.coverage)} of the model's parameters are loaded; at least {least} "
-    yield Problem("coverage", f"{text}must be")
+def _short(least: float | None, report: MatchReport) -> Iterator[Problem]:
+    text = f"{_percent(report.coverage)} of the model's parameters are loaded; at least "
+    yield Problem("coverage", f"{text}{100 * (least or 0):.6g}% must be")
 
 
 def _ambiguous(unclear: Sequence[Ambiguity], remedy: Remedy) -> Iterator[Problem]:
@@ -456,11 +408,6 @@ def _are(many: Sized) -> str:
     return f"{counted(len(many), 'tensor')} {are(len(many))}"
 
 
-def _verdict(report: MatchReport) -> str:
-    file = report.file if report.file.isprintable() else printable(report.file)
-    return f"{file or 'the state dict'} does not fit {printable(report.model) or 'the model'}"
-
-
 def _share(report: MatchReport) -> str:
     if not report.names:
         return "that has no tensors"
@@ -514,18 +461,10 @@ def _globs_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found)) if readable else ()
 
 
-def escaped_glob(name: str) -> str:
-    """Return a glob that matches this name alone."""
-    return _SPECIAL.sub(r"[\g<0>]", name)
-
-
 def _folded(names: Sequence[str], most: int = 4) -> str:
     """Return `layers.{0..31}.weight, head.bias, and 4 more`."""
     shown = [label for label, _ in _labels((name, None) for name in names[:_MOST_FOLDED])]
-    if len(names) <= _MOST_FOLDED:
-        return listed(shown, most)
-    known = f"the first {_MOST_FOLDED:,} of {len(names):,} are "
-    return known + listed(shown[:most], most) + ", ..." * (len(shown) > most)
+    return listed([*shown, *names[_MOST_FOLDED:]], most)
 
 
 def _labels(rows: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -21,7 +21,6 @@ __all__ = [
     "has_adapter",
     "respellings",
     "uncounted",
-    "weight_norms",
 ]
 
 BATCHES = "num_batches_tracked"
@@ -176,18 +175,6 @@ def _adapted(names: Collection[str]) -> Iterator[tuple[str, Respelling]]:
             yield name, part
 
 
-def weight_norms(names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield names of `nn.utils.weight_norm`, each with that of the parametrization.
-
-    torch/nn/utils/parametrizations.py, `_weight_norm_compat_hook`: only where both are there.
-    """
-    for name in names:
-        stem, both = name[:-2], (f"{name[:-2]}_g", f"{name[:-2]}_v")
-        if name in both and all(one in names for one in both):
-            module, dot, weight = stem.rpartition(".")
-            yield name, f"{module}{dot}parametrizations.{weight}.original{both.index(name)}"
-
-
 def beside(counter: str) -> str:
     """Return the name of the running mean beside a counter of batches."""
     return f"{counter.removesuffix(BATCHES)}running_mean"
@@ -204,12 +191,11 @@ def uncounted(
     counters = {name for name in missing if name.rpartition(".")[2] == BATCHES}
     if not counters or not versions:
         return counters
-    return {name for name in counters if _version(name, own, versions) < _COUNTED_SINCE}
-
-
-def _version(counter: str, own: Mapping[str, str], versions: Mapping[str, Any]) -> int:
-    """Return the version in the file of the module that a counter belongs to."""
-    near = beside(counter)
-    held = versions.get(own.get(near, near).rpartition(".")[0])
-    version = held.get("version") if isinstance(held, dict) else None
-    return version if isinstance(version, int) else 0
+    free = set()
+    for name in counters:
+        near = beside(name)
+        held = versions.get(own.get(near, near).rpartition(".")[0])
+        version = held.get("version") if isinstance(held, dict) else None
+        if not (isinstance(version, int) and version >= _COUNTED_SINCE):
+            free.add(name)
+    return free

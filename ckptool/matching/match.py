@@ -6,7 +6,6 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckptool.errors import without_query
@@ -32,8 +31,6 @@ _NO_LAYER = "torch asks for no counter of a layer that is not in the file"
 _NO_AVERAGE = "the file is of no average"
 _WAS_AVERAGE = "an AveragedModel counted its models there, and this model is not one"
 _UNCOUNTED = "the model's normalisation counts no batches"
-
-
 _MARK = re.compile(r"[._]")
 
 
@@ -48,12 +45,6 @@ class Match(NamedTuple):
     renamed: dict[str, str]
     """Every name of the file to what the rules make of it, matched or not: for files written."""
     report: MatchReport
-    beyond: Mapping[str, str] = MappingProxyType({})
-    """What the modules' own loading takes: as they call it, to the name in the file."""
-    filled: frozenset[str] = frozenset()
-    """Names of the model that the file has not, and that the modules' own loading fills."""
-    untried: str = ""
-    """The class whose own loading may take more, which could not be tried; empty: none."""
 
 
 def matched(
@@ -86,7 +77,10 @@ def matched(
         UsageError: the user's rules leave nothing of a name.
     """
     rules = list(rules)
-    by_user, idle = _ruled(have, rules, file)
+    made = AppliedRules(rules, file)
+    by_user = made.of(have)
+    if rules:
+        check_collisions(by_user, by_user, file=file or None, hint=RULES_HINT)
     foreigns = FOREIGN.items() if foreign else ()
     spelling = [regex_rule(rule)._replace(text=text) for text, rule in foreigns]
     ruled = _spelled(by_user, spelling, want) if foreign else by_user
@@ -128,21 +122,10 @@ def matched(
         proposed=proposed,
         left_out=tuple(left_out.items()),
         kept=tuple(kept.items()),
-        notes=idle,
+        notes=tuple(made.idle()),
         **counted(want, pairs, kept),
     )
     return Match(pairs, _rewritten(ruled, wanted, renamed), report)
-
-
-def _ruled(
-    names: Iterable[str], rules: Sequence[Rule], file: str
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return what the user's rules make of the names, and a note for each that matches nothing."""
-    made = AppliedRules(rules, file)
-    ruled = made.of(names)
-    if rules:
-        check_collisions(ruled, ruled, file=file or None, hint=RULES_HINT)
-    return ruled, tuple(made.idle())
 
 
 def _spelled(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from ckptool._lazy import Result
@@ -28,8 +28,29 @@ __all__ = [
 ]
 
 
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: a list for a tuple, and a dict for a row."""
+    if isinstance(value, Remedy):
+        return str(value)
+    if isinstance(value, (tuple, list)):
+        return [one.to_dict() if isinstance(one, _Row) else _plain(one) for one in value]
+    if isinstance(value, (_Row, MatchReport)):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    return value
+
+
 @dataclass(frozen=True, slots=True)
-class Renaming:
+class _Row:
+    """A part of a report."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object as `ckptool.match/1` has it."""
+        made: dict[str, Any] = _plain(self)
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming(_Row):
     """A rule by which names of the file become names of the model.
 
     `kind` is `wrapper`, `prefix`, `known` (a rename of torch's own history), `rule` (the user's),
@@ -46,16 +67,11 @@ class Renaming:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as `ckptool.match/1` has it; `rule` is null if no single one does it."""
-        return {
-            "kind": self.kind,
-            "text": self.text,
-            "rule": self.rule or None,
-            "names": [list(pair) for pair in self.names],
-        }
+        return {**_plain(self), "rule": self.rule or None}
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class Mismatch(_Row):
     """A tensor of another shape than the model's."""
 
     name: str
@@ -66,18 +82,9 @@ class Mismatch:
     wanted: Shape
     """In the model."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as `ckptool.match/1` has it."""
-        return {
-            "name": self.name,
-            "own": self.own,
-            "shape": list(self.shape),
-            "wanted": list(self.wanted),
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(_Row):
     """A tensor whose axes are in another order in the file, or in one that nothing decides."""
 
     name: str
@@ -87,18 +94,9 @@ class Layout:
     reason: str = ""
     """Why nothing decides it."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as `ckptool.match/1` has it."""
-        return {
-            "name": self.name,
-            "own": self.own,
-            "axes": list(self.axes),
-            "reason": self.reason,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class Cast(_Row):
     """A tensor whose elements change type on the way into the model."""
 
     name: str
@@ -110,20 +108,9 @@ class Cast:
     loss: str = ""
     """What is lost, in words, where values are known: `3 of 64 overflow`."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as `ckptool.match/1` has it."""
-        return {
-            "name": self.name,
-            "own": self.own,
-            "before": self.before,
-            "after": self.after,
-            "lossy": self.lossy,
-            "loss": self.loss,
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Ambiguity:
+class Ambiguity(_Row):
     """Names of the file that fit several of the model's, or the reverse: not guessed between."""
 
     names: tuple[str, ...]
@@ -131,30 +118,18 @@ class Ambiguity:
     rules: tuple[str, ...] = ()
     """`REGEX=>REPL`s, any one of which decides it."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as `ckptool.match/1` has it."""
-        return {
-            "names": list(self.names),
-            "candidates": list(self.candidates),
-            "rules": list(self.rules),
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(_Row):
     """Tensors of the model that share some of their memory. No report has one any more."""
 
     names: tuple[str, ...]
     whole: str = ""
     """The one of `names` whose memory holds that of all the others; empty: none does."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as `ckptool.match/1` has it."""
-        return {"names": list(self.names), "whole": self.whole}
-
 
 @dataclass(frozen=True, slots=True)
-class OptimizerReport:
+class OptimizerReport(_Row):
     """How the state of an optimizer was matched, or why it was not."""
 
     by: str
@@ -170,18 +145,6 @@ class OptimizerReport:
     remedy: Remedy | str = ""
     """What helps against the first of `problems`: arguments of `load_into`, or what to do."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the object as `ckptool.match/1` has it."""
-        return {
-            "by": self.by,
-            "matched": self.matched,
-            "parameters": self.parameters,
-            "problems": list(self.problems),
-            "cast": [cast.to_dict() for cast in self.cast],
-            "notes": list(self.notes),
-            "remedy": str(self.remedy),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MatchReport(Result):
@@ -191,6 +154,15 @@ class MatchReport(Result):
     """What the state dict is from; empty: memory."""
     model: str = ""
     """What it is for: a class, or the reference's path."""
+    loaded: int = 0
+    """Elements of the model's parameters that are loaded, ties once."""
+    parameters: int = 0
+    """Elements of the model's parameters, ties once; of all tensors where they cannot be told, and
+    names where there are no elements."""
+    fitting: int = 0
+    """Names of the model that are loaded."""
+    names: int = 0
+    """Names that the model has, those that are `kept` left out."""
     missing_keys: list[str] = field(default_factory=list)
     """Names of the model that nothing of the file fits, as `load_state_dict` returns them."""
     unexpected_keys: list[str] = field(default_factory=list)
@@ -225,15 +197,6 @@ class MatchReport(Result):
     kept: tuple[tuple[str, str], ...] = ()
     """Names of the model that keep what they have, each with the reason: a counter of BatchNorm
     that old files have not."""
-    loaded: int = 0
-    """Elements of the model's parameters that are loaded, ties once."""
-    parameters: int = 0
-    """Elements of the model's parameters, ties once; of all tensors where they cannot be told, and
-    names where there are no elements."""
-    fitting: int = 0
-    """Names of the model that are loaded."""
-    names: int = 0
-    """Names that the model has, those that are `kept` left out."""
     optimizer: OptimizerReport | None = None
     """How its state was matched; None where none was asked for."""
     notes: tuple[str, ...] = ()
@@ -270,28 +233,9 @@ class MatchReport(Result):
             "model": self.model,
             "fits": self.fits,
             "coverage": self.coverage,
-            "loaded": self.loaded,
-            "parameters": self.parameters,
-            "fitting": self.fitting,
-            "names": self.names,
-            "missing_keys": list(self.missing_keys),
-            "unexpected_keys": list(self.unexpected_keys),
-            "mismatched": [mismatch.to_dict() for mismatch in self.mismatched],
-            "renamed": [renaming.to_dict() for renaming in self.renamed],
-            "layouts": [layout.to_dict() for layout in self.layouts],
-            "cast": [cast.to_dict() for cast in self.cast],
-            "tied": [list(names) for names in self.tied],
-            "untied": [list(names) for names in self.untied],
-            "overlapping": [overlap.to_dict() for overlap in self.overlapping],
-            "ambiguous": [ambiguity.to_dict() for ambiguity in self.ambiguous],
-            "proposed": [renaming.to_dict() for renaming in self.proposed],
-            "moved": list(self.moved),
-            "respelled": list(self.respelled),
-            "reformed": [{"text": text, "helps": helps} for text, helps in self.reformed],
+            **_plain(self),
             "left_out": [{"name": name, "reason": reason} for name, reason in self.left_out],
             "kept": [{"name": name, "reason": reason} for name, reason in self.kept],
-            "optimizer": self.optimizer and self.optimizer.to_dict(),
-            "notes": list(self.notes),
         }
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckptool.dtypes import REAL_PARTS
 from ckptool.model import Shape, TensorRef
@@ -64,26 +64,20 @@ def slots_of(section: Section) -> Slots:
     values that a training script put beside the tensors are left out. Which tensor is a parameter
     is known where the file keeps `Parameter`s, as a pickled module does.
     """
-    node = section.node
-    names = wrapped_names(node)
-    tensors = {name: node[name] for name in names if _is_tensor(name, node[name])}
-    keys = {name: tensor.place or id(tensor) for name, tensor in tensors.items()}
-    counts = Counter(keys.values())
-    ties = {name: key for name, key in keys.items() if counts[key] > 1}
-    is_module = section.kind == "module"
-    return {
-        name: _slot(tensors[name], ties.get(name), is_module) if name in tensors else EXTRA
-        for name in names
+    node, is_module = section.node, section.kind == "module"
+    slots = dict.fromkeys(wrapped_names(node), EXTRA)
+    tensors = {
+        name: node[name]
+        for name in slots
+        if isinstance(node[name], TensorRef) and not is_extra_state(name)
     }
-
-
-def _is_tensor(name: str, value: Any) -> bool:
-    return isinstance(value, TensorRef) and not is_extra_state(name)
-
-
-def _slot(tensor: TensorRef, tie: Hashable, is_module: bool) -> Slot:
-    kind = "parameter" if tensor.is_parameter else "buffer" if is_module else "tensor"
-    return Slot(tensor.shape, tensor.dtype, kind, tie)
+    places = {name: tensor.place or id(tensor) for name, tensor in tensors.items()}
+    counts = Counter(places.values())
+    for name, tensor in tensors.items():
+        kind = "parameter" if tensor.is_parameter else "buffer" if is_module else "tensor"
+        tie = places[name] if counts[places[name]] > 1 else None
+        slots[name] = Slot(tensor.shape, tensor.dtype, kind, tie)
+    return slots
 
 
 _INTEGERS = {
@@ -92,7 +86,6 @@ _INTEGERS = {
     **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)},
 }
 """The smallest and the largest number."""
-"""The type of the two parts."""
 
 
 @lru_cache(maxsize=256)

@@ -127,7 +127,7 @@ def followed(have, want, arguments):
     allowed = {
         name.removeprefix("allow_"): value for name, value in given.items() if name != "prefixes"
     }
-    return Allowance(**allowed).problems(matched(have, want, rules=rules).report)
+    return Allowance(**allowed).judged(matched(have, want, rules=rules).report).problems
 
 
 def pasted(text):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptool.matching import Allowance, Slot, matched
-from ckptool.matching.known_renames import respellings, weight_norms
+from ckptool.matching.known_renames import respellings
 from ckptool.transforms import regex_rule
 
 
@@ -139,10 +139,3 @@ def test_a_name_that_the_other_side_has_too_is_meant_as_it_is():
     both = {**scale, "n.weight": Slot((3,)), "n.bias": Slot((3,))}
     assert matched(scale, both).pairs == {"n.gamma": "n.gamma", "n.beta": "n.beta"}
     assert matched(scale, scale).report.renamed == ()
-
-
-def test_both_names_of_weight_norm_have_a_new_one():
-    assert dict(weight_norms(["a.weight_g", "a.weight_v", "b_g", "x"])) == {
-        "a.weight_g": "a.parametrizations.weight.original0",
-        "a.weight_v": "a.parametrizations.weight.original1",
-    }
