@@ -17,6 +17,7 @@ from ckptool.names import (
     RULES_HINT,
     WRAPPERS,
     Rename,
+    StripResult,
     add_name,
     check_collisions,
     counts,
@@ -194,10 +195,7 @@ class NamePlan:
         if not self.instead:
             return checkpoint.with_root(checkpoint.root, *self.changes)
 
-        def chosen(node: Any) -> Any:
-            return self.instead.get(id(node), node)
-
-        root = rebuild(checkpoint.root, leaf=chosen, mapping=chosen)
+        root = _with_instead(checkpoint.root, self.instead)
         return checkpoint.with_root(root, *self.changes)
 
     def note(self, names: Iterable[str], renamed: dict[str, str]) -> None:
@@ -301,6 +299,13 @@ class NamePlan:
         )
 
 
+def _with_instead(root: Any, instead: dict[int, Any]) -> Any:
+    def chosen(node: Any) -> Any:
+        return instead.get(id(node), node)
+
+    return rebuild(root, leaf=chosen, mapping=chosen)
+
+
 def distinct(parts: Iterable[Section]) -> list[Section]:
     """Each once, also where the file mentions one under several paths."""
     return list({id(part.holder): part for part in reversed(list(parts))}.values())[::-1]
@@ -343,25 +348,16 @@ def _renamed_items(held: Any, renamed: dict[str, str]) -> Any:
 class Unwrapped:
     """Which objects stand in place of which, and what that does to the names."""
 
-    instead: dict[int, Opaque] = field(default_factory=dict)
+    instead: dict[int, Any] = field(default_factory=dict)
     """By the identity of a wrapper, the module directly inside it."""
     renamed: dict[str, str] = field(default_factory=dict)
-    wrappers: tuple[str, ...] = ()
-    levels: int = 0
-    keeps: bool = False
-    """Whether names look wrapped and stay: the class only looks like a wrapper."""
+    wanted: StripResult | None = None
+    """What the names alone would lose."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Visit:
-    """A module on the way down, with its prefix before and after."""
-
-    module: Opaque
-    old: str
-    new: str
-    above: frozenset[int]
-    taken: tuple[str, ...] = ()
-    outermost: bool = True
+    @property
+    def keeps(self) -> bool:
+        """Whether names look wrapped and stay: the class only looks like a wrapper."""
+        return self.wanted is not None and self.renamed != self.wanted.renamed
 
 
 def unwrapped_modules(
@@ -378,64 +374,34 @@ def unwrapped_modules(
     """
     names = wrapped_names(module_state(root) or OrderedMap())
     wanted = strip_names(names, only=only, levels=levels, at=at)
-    found = Unwrapped()
-    start = _module_at(root, at)
-    if start is None or not wanted.renamed:
-        return found
-    kinds = (only,) if isinstance(only, str) else tuple(only or WRAPPERS)
-    prefix = f"{at}." if at else ""
-    todo = [_Visit(start, prefix, prefix, frozenset())]
-    while todo:
-        visit = todo.pop()
-        _note_names(visit, found)
-        todo.extend(_below(visit, kinds, levels, found))
-    found.keeps = found.renamed != wanted.renamed
-    return found
-
-
-def _module_at(module: Opaque, at: str | None) -> Opaque | None:
+    start: Opaque | None = root
     for name in at.split(".") if at else ():
-        child = child_modules(module).get(name)
-        if child is None:
-            return None
-        module = child
-    return module
-
-
-def _note_names(visit: _Visit, found: Unwrapped) -> None:
-    own = own_tensors(visit.module)
-    if visit.old != visit.new:
-        found.renamed.update((f"{visit.old}{name}", f"{visit.new}{name}") for name in own)
-    if own and len(visit.taken) > found.levels:
-        found.levels = len(visit.taken)
-    if own:
-        found.wrappers = tuple(dict.fromkeys((*found.wrappers, *visit.taken)))
-
-
-def _below(
-    visit: _Visit, kinds: tuple[str, ...], levels: int | None, found: Unwrapped
-) -> list[_Visit]:
-    """Return the children to go on with; the one child of a wrapper takes its place."""
-    above = visit.above | {id(visit.module)}
-    children = child_modules(visit.module)
-    word = next(iter(children), None)
-    wraps = len(children) == 1 and word in WRAPPERS and not own_tensors(visit.module)
-    goes = wraps and word in kinds and (levels is None or len(visit.taken) < levels)
-    if goes and word == "module":
-        goes = visit.outermost and "DataParallel" in visit.module.class_name.rpartition(".")[2]
-    if goes and word is not None:
-        found.instead[id(visit.module)] = children[word]
-        taken = (*visit.taken, word)
-        old = f"{visit.old}{word}."
-        return [_Visit(children[word], old, visit.new, above, taken, visit.outermost)]
-    return [
-        _Visit(
-            child, f"{visit.old}{name}.", f"{visit.new}{name}.", above, visit.taken,
-            visit.outermost and wraps,
+        start = start and child_modules(start).get(name)
+    if start is None or not wanted.renamed:
+        return Unwrapped()
+    kinds = (only,) if isinstance(only, str) else tuple(only or WRAPPERS)
+    instead: dict[int, Any] = {}
+    todo = [(start, frozenset[int](), 0, True)]
+    while todo:
+        module, above, taken, outermost = todo.pop()
+        children = child_modules(module)
+        word = next(iter(children), None)
+        wraps = len(children) == 1 and word in WRAPPERS and not own_tensors(module)
+        goes = wraps and word in kinds and (levels is None or taken < levels)
+        if word == "module":
+            is_parallel = "DataParallel" in module.class_name.rpartition(".")[2]
+            goes = goes and outermost and is_parallel
+        if goes:
+            instead[id(module)] = children[word]
+        inside = above | {id(module)}
+        todo.extend(
+            (child, inside, taken + goes, outermost and wraps)
+            for child in children.values()
+            if id(child) not in inside
         )
-        for name, child in children.items()
-        if id(child) not in above
-    ]  # fmt: skip
+    after = wrapped_names(module_state(_with_instead(root, instead)) or OrderedMap())
+    renamed = {name: new for name, new in zip(names, after, strict=True) if new != name}
+    return Unwrapped(instead, renamed, wanted)
 
 
 _BELOW = "z"
@@ -540,7 +506,7 @@ def strip_module(
             result = strip_names(names, only=only, levels=levels, at=at)
             plan.rename(part, names, result.renamed, result.rename_module)
             if result.renamed:
-                plan.changes.append(_stripped(part, result.wrappers, result.levels, result.renamed))
+                plan.changes.append(_stripped(part, result, result.renamed))
             if at is None:
                 left = [result.renamed.get(name, name) for name in names]
                 plan.changes.extend(_kept_in_part(part, left, only))
@@ -616,21 +582,18 @@ def _kept_in_part(
         yield Change("warning", text, len(within))
 
 
-def _stripped(
-    part: Section, kinds: tuple[str, ...], levels: int, renamed: dict[str, str] | int
-) -> Change:
-    count = renamed if isinstance(renamed, int) else len(renamed)
-    names, going = counted(count, "name"), counted(levels, "level")
-    text = f"removed {', '.join(kinds)} from {names} in {place(part)} ({going})"
-    return Change("strip", text, count)
+def _stripped(part: Section, result: StripResult, renamed: dict[str, str]) -> Change:
+    names, going = counted(len(renamed), "name"), counted(result.levels, "level")
+    text = f"removed {', '.join(result.wrappers)} from {names} in {place(part)} ({going})"
+    return Change("strip", text, len(renamed))
 
 
 def _unwrap(plan: NamePlan, part: Section, names: list[str], found: Unwrapped) -> None:
     """Plan the pickled wrappers inside a module away."""
     plan.instead.update(found.instead)
     plan.note(names, found.renamed)
-    if found.instead:
-        plan.changes.append(_stripped(part, found.wrappers, found.levels, len(found.renamed)))
+    if found.instead and found.wanted is not None:
+        plan.changes.append(_stripped(part, found.wanted, found.renamed))
     if found.keeps:
         text = f"the pickled module {place(part)} keeps names that look wrapped: its class has them"
         plan.changes.append(Change("warning", text, len(names)))
