@@ -17,7 +17,7 @@ from ckptool.tensors.averaging import Averager, Elements, elements_of
 from ckptool.tensors.sameness import same_content
 from ckptool.transforms.casting import FLOATING, Originals, refuse_apart
 from ckptool.transforms.extraction import single_state_dict
-from ckptool.transforms.names import distinct
+from ckptool.transforms.names import distinct, place
 from ckptool.tree import name_of, rebuild
 from ckptool.words import counted, listed, printable
 
@@ -303,8 +303,7 @@ class _Plan:
         for name in own:
             self._add(name, tuple(one[name] for one in names))
         means = len(self.averaged) - before
-        where = printable(part.name) or "the root"
-        text = f"{counted(means, 'tensor')} of {where}: {self.mixing}"
+        text = f"{counted(means, 'tensor')} of {place(part)}: {self.mixing}"
         self._means.append(Change("average", text, means))
 
     def changes(self) -> Iterator[Change]:

@@ -31,8 +31,8 @@ from ckptool.quantisers import Quantised, quantised
 from ckptool.statedict import only_its_class
 from ckptool.tensors.casting import FLOATS, Caster, Losses
 from ckptool.tensors.dequantising import PACKED, dequantized
-from ckptool.tree import everything, is_within, name_of, rebuild, selected, walk
 from ckptool.tree import everything as every_node
+from ckptool.tree import is_within, name_of, rebuild, selected, walk
 from ckptool.words import counted, listed, printable
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Originals:
         self._by_view: dict[Any, TensorRef] = {
             tensor.place or id(tensor): tensor for tensor in self._chosen.values()
         }
-        self._known = {id(node) for node in everything(root)}
+        self._known = {id(node) for node in every_node(root)}
 
     def of(self, node: Any) -> TensorRef | None:
         """Return the chosen tensor that a node is, or is a copy of."""
@@ -256,9 +256,7 @@ def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
     rules: list[tuple[str, str | None]] = []
     for item in items:
         match item:
-            case str() as glob:
-                rules.append((glob, None))
-            case (str() as glob, None):
+            case (str() as glob) | (str() as glob, None):
                 rules.append((glob, None))
             case (str() as glob, dtype):
                 rules.append((glob, floating_type(dtype)))

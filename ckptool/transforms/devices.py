@@ -19,8 +19,7 @@ from ckptool.words import listed, printable
 
 __all__ = ["Rules", "device_tags", "remap", "visible_devices"]
 
-_WORD = re.compile(r"[a-z][a-z0-9_]*(:\d+)?", re.ASCII)
-_RUN_TOGETHER = re.compile(r"(cuda|gpu|xpu|npu|hpu|xla|mps|mtia)[ _-]?:?(\d+)", re.ASCII)
+_WORD = re.compile(r"(?!gpu\b)[a-z_]+(:\d+)?", re.ASCII)
 CARRIED = ("xla", "maia", "ort")
 """Back ends without storages: torch pickles their tensors as an array and a device
 (torch/_tensor.py `_reduce_ex_internal`)."""
@@ -67,23 +66,10 @@ class Rules:
 def _check_target(target: Any) -> None:
     if target == "meta":
         raise DeviceError("nothing is moved to meta: that would drop the tensors' content")
-    word = target if isinstance(target, str) else repr(target)
-    nearest = _nearest_device(word.lower().strip())
-    if word != nearest:
+    if not isinstance(target, str) or not _WORD.fullmatch(target):
         raise DeviceError(
-            f"{printable(word)!r} is not a device",
-            hint=f"did you mean {nearest or 'cpu or cuda:0'}?",
+            f"{printable(str(target))!r} is not a device", hint="for example cpu, cuda or cuda:0"
         )
-
-
-def _nearest_device(word: str) -> str | None:
-    """Return the device that a word means: the word itself if it is right, None if unknown."""
-    together = _RUN_TOGETHER.fullmatch(word)
-    if together:
-        return f"{together[1].replace('gpu', 'cuda')}:{together[2]}"
-    if word == "gpu" or word.isdecimal():
-        return f"cuda:{word if word != 'gpu' else 0}"
-    return word if _WORD.fullmatch(word) else None
 
 
 def device_tags(root: Any) -> Counter[str]:

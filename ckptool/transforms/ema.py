@@ -15,6 +15,7 @@ from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.transforms.casting import FLOATING
 from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.extraction import left_out, plain_state_dict, thinned
+from ckptool.transforms.names import distinct
 from ckptool.tree import name_of
 from ckptool.words import counted, listed, printable, shell
 
@@ -76,13 +77,12 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
             hint="--key NAME takes one of them out under its own names",
         )
     (average,) = found
-    others = [
+    others = distinct(
         part
         for part in checkpoint.sections
         if part.kind in MODEL_KINDS and part.path != average.path
-    ]
-    once = {id(part.holder): part for part in others}.values()
-    models = [average.model] if average.model else list(once)
+    )
+    models = [average.model] if average.model else others
     fitting = [(one, named) for one in models if (named := _named(average, _raw(one.node)))]
     if len(fitting) != 1:
         names = listed(one.name or "the root" for one in models)
@@ -147,14 +147,13 @@ def _named(average: _Average, raw: _Tensors) -> _Tensors | None:
     """Return the averages by the names of a model; None if they are not of this model."""
     if not isinstance(average.tensors, dict):
         return _by_order(average.tensors, raw)
-    flat = average.path[-1:] == (_LITEMA,)
-    for prefix in ("model.", "") if flat else ("",):
-        names = _by_dotless(raw, prefix) if flat else _by_bare(raw)
-        own = (
-            {_dotless(name): one for name, one in average.tensors.items()}
-            if flat
-            else ({new: average.tensors[old] for new, old in _by_bare(average.tensors).items()})
-        )
+    if average.path[-1:] == (_LITEMA,):
+        own = {_dotless(name): one for name, one in average.tensors.items()}
+        ways = [_by_dotless(raw, "model."), _by_dotless(raw, "")]
+    else:
+        own = {new: average.tensors[old] for new, old in _by_bare(average.tensors).items()}
+        ways = [_by_bare(raw)]
+    for names in ways:
         if own and own.keys() <= names.keys():
             named = {names[name]: one for name, one in own.items()}
             if all(one.shape == raw[name].shape for name, one in named.items()):

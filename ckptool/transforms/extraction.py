@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
@@ -235,8 +236,8 @@ def single_state_dict(
         AmbiguousName: there are several state dicts and no `key`.
         NotFound: there is none, or nothing under that `key`.
     """
-    alone = _state_dict_alone if values else _weights_alone
-    return alone(checkpoint, model_state_dict(checkpoint, key))
+    chosen = model_state_dict(checkpoint, key)
+    return (_state_dict_alone if values else _weights_alone)(checkpoint, chosen)
 
 
 def _state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
@@ -338,10 +339,8 @@ def _loose(values: Section, chosen: Path) -> Iterator[Change]:
         if is_within(path, chosen):
             continue
         names = groups[_group(leaf)]
-        shared = next(
-            (at for at, (own, other) in enumerate(zip(path, chosen, strict=False)) if own != other),
-            min(len(path), len(chosen)),
-        )
+        both = zip(path, chosen, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
         name = name_of(path[: shared + 1])
         names[name] = names.get(name, 0) + 1
     for group, names in groups.items():
@@ -437,7 +436,6 @@ class _Globs:
             if isinstance(given, str):
                 raise UsageError(f"a list of globs is wanted, not {given!r}", hint=f"[{given!r}]")
         self._include, self._exclude = tuple(include), tuple(exclude)
-        self._idle = dict.fromkeys((*self._include, *self._exclude))
         self._seen: list[Path] = []
 
     def __bool__(self) -> bool:
@@ -446,8 +444,6 @@ class _Globs:
     def choose(self, path: Path) -> bool:
         """Return whether the tensor at a path is chosen."""
         self._seen.append(path)
-        for glob in [glob for glob in self._idle if selected(path, (glob,))]:
-            del self._idle[glob]
         return selected(path, self._include, self._exclude)
 
     def check(self, file: str) -> Iterator[Change]:
@@ -456,7 +452,9 @@ class _Globs:
         Raises:
             NotFound: one of `include` matched nothing.
         """
-        for glob in self._idle:
+        for glob in dict.fromkeys((*self._include, *self._exclude)):
+            if any(selected(path, (glob,)) for path in self._seen):
+                continue
             near = listed(self._near(glob))
             if glob in self._include:
                 raise NotFound(

@@ -17,13 +17,12 @@ from ckptool.errors import LimitExceeded, NotFound, NotRepresentable, UsageError
 from ckptool.files.place import place_of
 from ckptool.hollow import refuse_hollow
 from ckptool.limits import DEFAULT_LIMITS
-from ckptool.model import TensorRef, over_elements, remade, row_major_strides
+from ckptool.model import TensorRef, over_elements, row_major_strides
 from ckptool.names import PEFT
 from ckptool.statedict import Section, model_state_dict
 from ckptool.tensors.lora import Factors, Merger
 from ckptool.transforms.casting import FLOATING, refuse_apart
-from ckptool.transforms.names import rename
-from ckptool.tree import rebuild
+from ckptool.transforms.names import rename, with_items
 from ckptool.words import counted, listed, printable
 
 __all__ = ["merge_lora"]
@@ -94,31 +93,18 @@ def merge_lora(
     changes = [plan.add(one) for one in ([own] if own else others)]
     dropped = own.parts if own else set()
     made = plan.made(dropped)
-    items = {name: made.get(name, node) for name, node in part.node.items() if name not in dropped}
-    found = False
-
-    def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
-        nonlocal found
-        if old is not part.holder:
-            return old
-        found = True
-        return remade(old, items)
-
-    root = rebuild(base.root, None, mapping)
-    if not found:
-        raise UsageError(
-            "the weights are in a pickled module, or beside other sections",
-            file=base.path,
-            hint=f"ckptool extract --model-only {base.path} -o weights.pth, and merge into that",
-        )
+    items = [
+        (name, made.get(name, node)) for name, node in part.node.items() if name not in dropped
+    ]
+    result = with_items(base, {id(part.holder): items}, *changes)
     sources = {id(source): source for one in (base, *adapters) for source in one.sources}
-    result = replace(base.with_root(root, *changes), sources=tuple(sources.values()))
+    result = replace(result, sources=tuple(sources.values()))
     if not own:
         return result
     if any(section.kind == "optimizer" for section in base.sections):
         text = "the optimizer still has the state of the adapter, which is merged"
-        result = result.with_root(root, Change("warning", text))
-    rules = [rule for rule in _TAKEN_OFF if any(re.search(rule[:-2], name) for name in items)]
+        result = result.with_root(result.root, Change("warning", text))
+    rules = [rule for rule in _TAKEN_OFF if any(re.search(rule[:-2], name) for name, _ in items)]
     return rename(result, rules, key=key)
 
 
@@ -383,12 +369,9 @@ class _Plan:
             place = name if other is not None else tensor.place
             if place not in known:
                 storage = merger.storage(tensor, other, by_place.get(tensor.place, ()))
+                stride = row_major_strides(tensor.sizes)
                 known[place] = over_elements(
-                    tensor,
-                    storage=storage,
-                    offset=0,
-                    stride=row_major_strides(tensor.sizes),
-                    flags=(),
+                    tensor, storage=storage, offset=0, stride=stride, flags=()
                 )
             made[name] = known[place]
         return made

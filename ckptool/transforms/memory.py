@@ -34,7 +34,8 @@ def changed_dict(
     for one in changed.changes:
         if one.kind == "warning":
             warn(one.text)
-    return live.live(changed.root)
+    made: OrderedDict[Any, Any] = live.live(changed.root)
+    return made
 
 
 def remap_dict(state_dict: Mapping[Any, Any], rules: Mapping[str, str]) -> OrderedDict[Any, Any]:
@@ -56,7 +57,8 @@ def remap_dict(state_dict: Mapping[Any, Any], rules: Mapping[str, str]) -> Order
         moved = relocation.moved(original)
         return node if moved is original else live.node(moved)
 
-    return live.live(rebuild(root, move))
+    made: OrderedDict[Any, Any] = live.live(rebuild(root, move))
+    return made
 
 
 class _Live(LiveTree):
@@ -85,12 +87,8 @@ class _Live(LiveTree):
             return self.standing_for(node, array)
         return super().other(node)
 
-    def live(self, root: Any) -> OrderedDict[Any, Any]:
-        """Return the dict that a root stands for, in new containers."""
-        made: OrderedDict[Any, Any] = self._live(root)
-        return made
-
-    def _live(self, node: Any) -> Any:
+    def live(self, node: Any) -> Any:
+        """Return the object that a node stands for, in new containers."""
         if id(node) in self.originals:
             return self.originals[id(node)]
         if not isinstance(node, (dict, list, tuple, Opaque)):
@@ -101,16 +99,16 @@ class _Live(LiveTree):
 
     def _made_anew(self, node: Any) -> Any:
         if isinstance(node, (list, tuple)):
-            return type(node)([self._live(item) for item in node])
+            return type(node)([self.live(item) for item in node])
         if isinstance(node, Opaque):
             made, items = copy.copy(node.func.original), dict(node.steps[0][1])
             made.clear()
         else:
             made, items = OrderedDict() if isinstance(node, OrderedMap) else {}, node
         self._unmade[id(node)] = made
-        made.update((key, self._live(value)) for key, value in items.items())
+        made.update((key, self.live(value)) for key, value in items.items())
         if isinstance(node, OrderedMap):
-            vars(made).update((key, self._live(value)) for key, value in node.attributes.items())
+            vars(made).update((key, self.live(value)) for key, value in node.attributes.items())
         return made
 
 

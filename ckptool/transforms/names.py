@@ -37,7 +37,7 @@ from ckptool.statedict import (
 )
 from ckptool.transforms.name_rules import AppliedRules, Rule, Step, rules_of
 from ckptool.tree import everything, rebuild
-from ckptool.words import counted, listed, printable
+from ckptool.words import counted, listed, printable, shell
 
 __all__ = [
     "NamePlan",
@@ -53,6 +53,7 @@ __all__ = [
     "stays",
     "strip_module",
     "unwrapped_modules",
+    "with_items",
 ]
 
 Targets = dict[Any, int]
@@ -297,6 +298,32 @@ class NamePlan:
         check_collisions(
             names, renamed, file=self.file or None, place=place(part), hint=self.collision_hint
         )
+
+
+def with_items(
+    checkpoint: Checkpoint, items: Mapping[int, Iterable[tuple[Any, Any]]], *changes: Change
+) -> Checkpoint:
+    """Return the checkpoint with other entries in its state dicts, by the identity of each.
+
+    Raises:
+        UsageError: a state dict is in a pickled module or object, or beside other sections.
+    """
+    found = set[int]()
+
+    def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
+        if id(old) not in items:
+            return old
+        found.add(id(old))
+        return remade(old, items[id(old)])
+
+    root = rebuild(checkpoint.root, None, mapping)
+    if found != items.keys():
+        raise UsageError(
+            "the weights are in a pickled module or object, or beside other sections",
+            file=checkpoint.path,
+            hint=f"ckptool convert {shell(checkpoint.path)} OUT --model-only takes them alone",
+        )
+    return checkpoint.with_root(root, *changes)
 
 
 def _with_instead(root: Any, instead: dict[int, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from math import isqrt, prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,13 +13,13 @@ from ckptool.dtypes import PACKED
 from ckptool.errors import NameCollision, NotRepresentable, UsageError
 from ckptool.files.computed import joined
 from ckptool.formats.distributed.placements import row_major_data
-from ckptool.model import TensorRef, over_elements, remade
+from ckptool.model import TensorRef, over_elements
 from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.tensors.resizing import interpolated, more_rows
 from ckptool.transforms.casting import FLOATING, optimizer_tensors, refuse_apart
 from ckptool.transforms.concatenating import along, over_data
-from ckptool.transforms.names import distinct
-from ckptool.tree import rebuild, selected
+from ckptool.transforms.names import distinct, with_items
+from ckptool.tree import selected
 from ckptool.words import counted, listed, printable, shell
 
 __all__ = ["resized"]
@@ -79,28 +79,18 @@ def _after(checkpoint: Checkpoint, rule: str, step: _Step) -> Checkpoint:
             works[id(part.holder)] = work
     if not works:
         raise UsageError(f"no tensor of the model matches {printable(rule)!r}", file=file or None)
-    hint = f"ckptool convert {shell(file)} OUT --model-only takes the weights alone"
     if optimizer_tensors(checkpoint) or any(one.kind == "optimizer" for one in checkpoint.sections):
         text = "has an optimizer, whose state would not fit parameters of another shape"
+        hint = f"ckptool convert {shell(file)} OUT --model-only takes the weights alone"
         raise UsageError(text, file=file, hint=hint)
     refuse_apart(checkpoint, {id(one) for work in works.values() for one in work.used})
-    changed = set[int]()
-
-    def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
-        if id(old) not in works:
-            return old
-        changed.add(id(old))
-        return remade(old, works[id(old)].items)
-
-    root = rebuild(checkpoint.root, None, mapping)
-    if changed != works.keys():
-        raise UsageError("has the weights in a pickled module or object", file=file, hint=hint)
-    return checkpoint.with_root(root, *(one for work in works.values() for one in work.changes))
+    changes = (one for work in works.values() for one in work.changes)
+    return with_items(checkpoint, {at: work.items for at, work in works.items()}, *changes)
 
 
 def _by_glob(kind: str, glob: str, one: _One) -> _Step:
     def step(part: Section, file: str) -> _Work:
-        tensors = dict(_tensors(part))
+        tensors = _tensors(part)
         chosen = [node for name, node in tensors.items() if selected((*part.path, name), (glob,))]
         places = {node.place for node in chosen}
         work, known = _Work(list(part.node.items()), [], []), dict[Any, TensorRef]()
@@ -185,7 +175,7 @@ def _splitting(rule: str) -> _Step:
 
     def step(part: Section, file: str) -> _Work:
         work, known = _Work([], [], []), dict[Any, list[TensorRef]]()
-        tensors = dict(_tensors(part))
+        tensors = _tensors(part)
         for name, node in part.node.items():
             found = _found(whole, name) if name in tensors else None
             if found is None:
@@ -220,7 +210,7 @@ def _fusing(rule: str) -> _Step:
     parts, (whole,), dim = _parsed("fuse", "*.q.weight,*.k.weight,*.v.weight=>*.qkv.weight@0", rule)
 
     def step(part: Section, file: str) -> _Work:
-        tensors = dict(_tensors(part))
+        tensors = _tensors(part)
         groups = dict.fromkeys(
             found for one in parts for name in tensors if (found := _found(one, name)) is not None
         )
@@ -277,8 +267,8 @@ def _filled(pattern: str, found: tuple[str, ...]) -> str:
     return re.sub(r"\*", lambda _: next(every), pattern)
 
 
-def _tensors(part: Section) -> Iterator[tuple[str, TensorRef]]:
-    return ((name, node) for name, node in part.node.items() if isinstance(node, TensorRef))
+def _tensors(part: Section) -> dict[str, TensorRef]:
+    return {name: node for name, node in part.node.items() if isinstance(node, TensorRef)}
 
 
 def _check(name: str, tensor: TensorRef, file: str) -> None:
