@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import Like
 from ckptool.errors import NameCollision
 from ckptool.loading.target import Target
-from ckptool.model import OrderedMap, TensorRef
+from ckptool.model import TensorRef
 from ckptool.names import families, strip_names
 from ckptool.statedict import Section, likely_models, model_state_dict, wrapped_names
 from ckptool.symbolic.encoder import blockers
@@ -25,10 +25,8 @@ __all__ = [
     "Patient",
     "Reference",
     "Severity",
-    "below",
-    "metadata_of",
     "names_of",
-    "quoted_names",
+    "quoted",
     "tensors_of",
     "unwrapped",
 ]
@@ -38,7 +36,6 @@ Options = Mapping[str, Any]
 """Arguments of `Conversion`; `format` is that of the target."""
 
 _MOST_PLACES = 8
-_MOST_QUOTED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +64,8 @@ class Complaint:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the complaint as an entry of `ckptool.doctor/1`."""
-        return {
-            "kind": self.kind,
-            "severity": self.severity,
-            "what": self.what,
-            "where": list(self.where),
-            "why": self.why,
-            "commands": list(self.commands),
-            "alternatives": list(self.alternatives),
-            "remedy": self.remedy,
-        }
+        held = ((one.name, getattr(self, one.name)) for one in fields(Complaint))
+        return {name: list(one) if isinstance(one, tuple) else one for name, one in held}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +80,19 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A complaint before there is a plan, and the conversion that mends it.
+class Found(Complaint):
+    """A complaint before there is a plan, and the conversion that mends it."""
 
-    `fix` is None where no command helps, and empty where any rewrite does.
-    """
+    fix: Options | None = field(default=None, kw_only=True)
+    """None where no command helps, empty where any rewrite does."""
+    choices: tuple[Choice, ...] = field(default=(), kw_only=True)
 
-    complaint: Complaint
-    fix: Options | None = None
-    choices: tuple[Choice, ...] = field(default=())
+    def answered(
+        self, commands: tuple[str, ...], alternatives: tuple[str, ...], remedy: str
+    ) -> Complaint:
+        """Return the complaint with what the plan has against it."""
+        kind, what, where = self.kind, self.what, self.where
+        return Complaint(kind, self.severity, what, where, self.why, commands, alternatives, remedy)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -191,17 +184,6 @@ def unwrapped(section: Section) -> dict[str, str]:
     return {name: renamed.get(name, name) for name in names}
 
 
-def metadata_of(section: Section) -> dict[str, object] | None:
-    """Return the `_metadata` of a state dict, or None."""
-    found = section.node.metadata if isinstance(section.node, OrderedMap) else None
-    return found if isinstance(found, dict) else None
-
-
-def below(path: str, name: str) -> str:
-    """Return `layer.weight`, or `weight` if the path is empty."""
-    return f"{path}.{name}" if path else name
-
-
 def names_of(names: Iterable[str], most: int = _MOST_PLACES) -> tuple[str, ...]:
     """Return the first names with repeated layers folded (`layers.{0..11}.weight`)."""
     found = families((name, None) for name in names)
@@ -210,8 +192,6 @@ def names_of(names: Iterable[str], most: int = _MOST_PLACES) -> tuple[str, ...]:
     return (*(printable(family.label) for family in found[:most]), *more)
 
 
-def quoted_names(names: Iterable[str]) -> str:
-    """Return the first few names as torch quotes them in its errors."""
-    given = list(names)
-    shown = ", ".join(f'"{printable(name)}"' for name in given[:_MOST_QUOTED])
-    return shown + (", ..." if len(given) > _MOST_QUOTED else "")
+def quoted(name: str) -> str:
+    """Return a name as torch quotes it in its errors."""
+    return f'"{printable(name)}"'

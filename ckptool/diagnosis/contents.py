@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 
 from ckptool.diagnosis.complaint import (
     Choice,
-    Complaint,
     Found,
+    Options,
     Patient,
     Severity,
     names_of,
-    quoted_names,
+    quoted,
     tensors_of,
 )
 from ckptool.files.source import Progress
@@ -29,29 +29,37 @@ from ckptool.words import counted, listed, printable
 __all__ = ["damage", "memory", "placement"]
 
 
-_DAMAGE = frozenset({"checksum", "corrupt", "truncated", "missing", "limit"})
-"""Kinds of problem after which nothing that loads can be trusted."""
-_AROUND: tuple[tuple[str, Severity, frozenset[str], str], ...] = (
+_BYTES: tuple[tuple[str, Severity, frozenset[str], str, str], ...] = (
+    (
+        "damaged",
+        "fails",
+        frozenset({"checksum", "corrupt", "truncated", "missing", "limit"}),
+        "torch.load checks no checksum: it loads wrong numbers, or fails",
+        "download or copy it again; ckptool verify lists every damaged record",
+    ),
     (
         "offsets",
         "misleads",
         frozenset({"offsets"}),
         "torch.load(map_location='meta') and FakeTensorMode take other bytes, without an error",
+        "",
     ),
     (
         "container",
         "misleads",
         frozenset({"header", "end"}),
         "torch.load reads over it; another program may refuse the file, or read other bytes",
+        "",
     ),
     (
         "remains",
         "note",
         frozenset({"trailing", "padding", "total-size"}),
         "torch.load does not look at it, and a rewrite does not carry it over",
+        "",
     ),
 )
-"""What may be wrong around the tensors, which leaves them right: kind, kinds of problem, why."""
+"""Complaints about bytes: kind, severity, kinds of problem, why, and what helps but a rewrite."""
 _MASK = re.compile(r"mask[^./]*$", re.IGNORECASE)
 """A name whose last part says so; a mask of -inf is one that is added to attention scores."""
 _NEVER_INFINITE = frozenset({"weight", "bias", "running_mean", "running_var"})
@@ -69,77 +77,44 @@ def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Itera
     """Yield what is wrong with the bytes, all of which are read."""
     from ckptool.inspection.verify import verify  # reading takes more than a header
 
-    path = patient.checkpoint.path
-    problems = verify(path, values=True, progress=progress, limits=limits).problems
-    wrong = [one for one in problems if one.kind in _DAMAGE]
-    if wrong:
-        yield _of_bytes(
-            wrong,
-            "damaged",
-            "fails",
-            "it is damaged: ",
-            "torch.load checks no checksum: it loads wrong numbers, or fails",
-            "download or copy it again; ckptool verify lists every damaged record",
-        )
-    nan = [one for one in problems if one.kind == "nan" and _counts(patient, one.place)]
-    if nan:
-        yield _not_numbers("nan", "NaN", nan)
-    yield from _infinite(patient, problems)
-    for kind, severity, kinds, why in _AROUND:
+    problems = verify(
+        patient.checkpoint.path, values=True, progress=progress, limits=limits
+    ).problems
+    for kind, severity, kinds, why, remedy in _BYTES:
         found = [one for one in problems if one.kind in kinds]
         if found:
-            yield _of_bytes(found, kind, severity, "", why)
+            front = "it is damaged: " if kind == "damaged" else ""
+            more = f", and {counted(len(found) - 1, 'problem')} more" if len(found) > 1 else ""
+            what, where = f"{front}{found[0].text}{more}", _places(found)
+            fix: Options | None = None if remedy else {}
+            yield Found(kind, severity, what, where, why, remedy=remedy, fix=fix)
+    meant = _meant({one.place for one in problems if one.kind == "inf"}, patient)
+    for kind, word in (("nan", "NaN"), ("infinite", "infinite values")):
+        found = [one for one in problems if one.kind == kind[:3] and _counts(patient, one.place)]
+        found = [one for one in found if one.kind == "nan" or one.place not in meant]
+        if found:
+            yield Found(
+                kind,
+                "misleads",
+                f"{counted(len(found), 'tensor')} with {word}: {found[0].text}",
+                _places(found),
+                "it loads without an error, and the model computes NaN",
+                remedy="no command restores the numbers: take an earlier checkpoint",
+            )
 
 
-def _of_bytes(
-    found: Sequence[Problem], kind: str, severity: Severity, front: str, why: str, remedy: str = ""
-) -> Found:
-    more = f", and {counted(len(found) - 1, 'problem')} more" if len(found) > 1 else ""
-    complaint = Complaint(
-        kind, severity, f"{front}{found[0].text}{more}", _places(found), why, remedy=remedy
-    )
-    return Found(complaint, None if remedy else {})
-
-
-def _not_numbers(kind: str, word: str, problems: Sequence[Problem]) -> Found:
-    complaint = Complaint(
-        kind,
-        "misleads",
-        f"{counted(len(problems), 'tensor')} with {word}: {problems[0].text}",
-        _places(problems),
-        "it loads without an error, and the model computes NaN",
-        remedy="no command restores the numbers: take an earlier checkpoint",
-    )
-    return Found(complaint)
-
-
-def _infinite(patient: Patient, problems: Sequence[Problem]) -> Iterator[Found]:
-    """Yield infinities in weights, and apart from them buffers that look like masks."""
+def _meant(infinite: Collection[str], patient: Patient) -> set[str]:
+    """Return the buffers whose infinities are right: masks, and observers that saw no data yet."""
     from ckptool.tensors.nonfinite import is_infinity_or_zero
 
-    found = [one for one in problems if one.kind == "inf" and _counts(patient, one.place)]
-    found = [one for one in found if not _MASK.search(one.place)]
-    buffers = {
-        name_of(path): tensor
-        for part in (patient.models if found else ())
+    return {
+        name
+        for part in (patient.models if infinite else ())
         for path, tensor in part.tensors()
-        if str(path[-1]).rpartition(".")[2] not in _NEVER_INFINITE
+        if (name := name_of(path)) in infinite
+        and str(path[-1]).rpartition(".")[2] not in _NEVER_INFINITE
+        and (_MASK.search(name) or is_infinity_or_zero(tensor))
     }
-    places = {one.place for one in found} & buffers.keys()
-    meant = {place for place in places if is_infinity_or_zero(buffers[place])}
-    wrong = [one for one in found if one.place not in meant]
-    if wrong:
-        yield _not_numbers("infinite", "infinite values", wrong)
-    if meant:
-        complaint = Complaint(
-            "infinite",
-            "note",
-            f"{counted(len(meant), 'buffer')} of infinities and zeros alone",
-            names_of(one.place for one in found if one.place in meant),
-            "that is right for an attention mask, and for an observer that has seen no data yet; "
-            "in any other buffer it makes the model compute NaN",
-        )
-        yield Found(complaint)
 
 
 def _counts(patient: Patient, name: str) -> bool:
@@ -148,7 +123,7 @@ def _counts(patient: Patient, name: str) -> bool:
     return not parts or any(not part or name.startswith(f"{part}/") for part in parts)
 
 
-def _places(problems: Sequence[Problem]) -> tuple[str, ...]:
+def _places(problems: Iterable[Problem]) -> tuple[str, ...]:
     return names_of(dict.fromkeys(one.place for one in problems if one.place))
 
 
@@ -176,15 +151,15 @@ def _bloat(patient: Patient) -> Iterator[Found]:
             for path, one in patient.checkpoint.tensors()
             if one.storage is not None and one.storage.nbytes - one.nbytes >= _LEAST_UNSEEN
         )
-        complaint = Complaint(
+        yield Found(
             "bloat",
             "misleads",
             " and ".join(facts),
             names_of(views),
             "torch.save writes the whole storage of a view (big[:10] takes as much space as big), "
             "and torch.load reads all of it into memory",
+            fix={"compact": True},
         )
-        yield Found(complaint, {"compact": True})
 
 
 def _aliases(patient: Patient) -> Iterator[Found]:
@@ -196,15 +171,16 @@ def _aliases(patient: Patient) -> Iterator[Found]:
         if one.storage is not None and one.storage.key != name
     }
     if kept:
-        complaint = Complaint(
+        yield Found(
             "aliases",
             "fails",
             f"{counted(len(kept), 'tied name')} stored only in the metadata of the file",
             names_of(f"{printable(name)} = {printable(other)}" for name, other in kept.items()),
             "load_state_dict(safetensors.torch.load_file(FILE)) says: Missing key(s) in "
-            f"state_dict: {quoted_names(kept)}; safetensors.torch.load_model knows of them",
+            f"state_dict: {quoted(next(iter(kept)))}; safetensors.torch.load_model knows of them",
+            fix={"format": "torch-zip"},
+            choices=(Choice({"ties": "copy"}),),
         )
-        yield Found(complaint, {"format": "torch-zip"}, (Choice({"ties": "copy"}),))
 
 
 def _not_for_safetensors(patient: Patient) -> Iterator[Found]:
@@ -217,7 +193,7 @@ def _not_for_safetensors(patient: Patient) -> Iterator[Found]:
     keyed = {"key": model.name} if model.path and patient.key is not None else {}
     choices = (Choice({**keyed, **({"ties": "copy"} if tied else {})}),)
     if tied:
-        complaint = Complaint(
+        yield Found(
             "ties",
             "note",
             "tied weights: one tensor has several names",
@@ -225,22 +201,20 @@ def _not_for_safetensors(patient: Patient) -> Iterator[Found]:
             "torch.load keeps the tie; safetensors.torch.save_file says: Some tensors share "
             "memory, this will lead to duplicate memory on disk and potential differences when "
             "loading them again",
+            choices=choices,
         )
-        yield Found(complaint, None, choices)
     several = {name for names in tied for name in names}
     scattered = [name for name, one in tensors.items() if not one.is_contiguous]
     shared = [name for name in overlapping_names(tensors) if name not in several]
     if scattered or shared:
-        texts = ["some are not contiguous"] * bool(scattered)
-        texts += ["some share bytes with others"] * bool(shared)
-        complaint = Complaint(
+        yield Found(
             "views",
             "note",
-            f"tensors are views: {', '.join(texts)}",
+            "tensors are views: they are not contiguous, or share bytes with others",
             names_of(dict.fromkeys((*scattered, *shared))),
             "torch.load keeps them as they are; safetensors.torch.save_file refuses them",
+            choices=choices,
         )
-        yield Found(complaint, None, choices)
 
 
 def placement(patient: Patient) -> Iterator[Found]:
@@ -255,22 +229,22 @@ def placement(patient: Patient) -> Iterator[Found]:
     if missing:
         names = _names(patient, missing)
         gpus = sum(tag.startswith("cuda:") for tag in patient.devices)
-        complaint = Complaint(
+        yield Found(
             "device",
             "fails",
             f"{counted(len(names), 'tensor')} on {listed(missing)}: this machine has "
             f"{listed(patient.devices)}",
             names_of(names),
             f"torch.load says: {_error(missing[0], gpus)}",
+            fix={"to": "cpu"},
         )
-        yield Found(complaint, {"to": "cpu"})
     wide = [
         name_of(path)
         for path, one in patient.checkpoint.tensors()
         if one.dtype in ("float64", "complex128")
     ]
     if wide and "mps" in patient.devices:
-        complaint = Complaint(
+        yield Found(
             "device",
             "note",
             f"{counted(len(wide), 'tensor')} of float64, which mps does not have",
@@ -279,18 +253,17 @@ def placement(patient: Patient) -> Iterator[Found]:
             "dtype as the MPS framework doesn't support float64. Please use float32 instead.",
             remedy="ckptool cast FILE --dtype float32",
         )
-        yield Found(complaint)
     if len(tags) == 1 and tags[0].partition(":")[0] == "cuda":
         tag = printable(tags[0])
-        complaint = Complaint(
+        yield Found(
             "one-gpu",
             "misleads",
             f"all tensors are on {tag}",
             names_of(_names(patient, tags)),
             f"without map_location every rank of a DDP run loads the file onto {tag}, which then "
             "runs out of memory (CUDA out of memory after a resume)",
+            fix={"to": "cpu"},
         )
-        yield Found(complaint, {"to": "cpu"})
 
 
 def _names(patient: Patient, tags: list[str]) -> list[str]:

@@ -156,7 +156,7 @@ def _wanted(like: Like) -> Target:
 
 def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
     """Build the diagnosis; a damaged or partial file gets no command."""
-    hopeless = any(one.complaint.kind in _HOPELESS for one in found)
+    hopeless = any(one.kind in _HOPELESS for one in found)
     planner = Planner(patient, [] if hopeless else found)
     plan = planner.plan()
     complaints = [_answered(one, planner, plan, hopeless) for one in found]
@@ -184,18 +184,17 @@ def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
 
 def _answered(found: Found, planner: Planner, plan: Plan, hopeless: bool) -> Complaint:
     """Return a complaint with its commands, or with the reason why no command helps."""
-    complaint = found.complaint
     if hopeless:
         remedy = "first get an intact file" if found.fix is not None else ""
-        return replace(complaint, remedy=complaint.remedy or remedy)
+        return found.answered((), (), found.remedy or remedy)
     tried = [planner.choice(one, plan) for one in found.choices]
     others = tuple(dict.fromkeys(command for command in tried if command is not None))
-    if plan.command is not None and complaint.kind in plan.mended:
-        return replace(complaint, commands=(plan.command,), alternatives=others)
-    remedy = complaint.remedy
+    remedy = found.remedy
+    if plan.command is not None and found.kind in plan.mended:
+        return found.answered((plan.command,), others, remedy)
     if found.fix is not None and not others and not remedy:
         remedy = _UNMENDED + (f": {plan.obstacle}" if plan.obstacle else "")
-    return replace(complaint, alternatives=others, remedy=remedy)
+    return found.answered((), others, remedy)
 
 
 def _place(complaint: Complaint) -> tuple[int, int, bool]:

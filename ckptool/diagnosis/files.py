@@ -37,17 +37,22 @@ _COMMAND = re.compile(
     r"(?:^|: )((?:git|dvc|mkdir|gzip|bzip2|xz|zstd|lz4|7z|unrar|python -m torch\S*) .+)$"
 )
 """A hint that is a command, or ends with one, which gets the checkpoint itself."""
-_CENTRAL = " reading zip archive: failed finding central directory"
 _HEADER = "safetensors says: Error while deserializing header"
 
 
 def layout(patient: Patient) -> Iterator[Found]:
     """Yield what is wrong with how the file is named and laid out."""
-    yield from _malicious(patient)
-    yield from _part(patient)
-    yield from _misnamed(patient)
     checkpoint = patient.checkpoint
     known = format_of(checkpoint.format)
+    if runs := would_run(checkpoint):
+        yield _malicious(runs)
+    part = missing_weights(checkpoint)
+    if part is not None:
+        why = "load_state_dict fails on names or shapes, or loads a model that was never trained"
+        severity: Severity = "fails" if part.certain else "note"
+        where = names_of(part.places)
+        yield Found(part.kind, severity, part.text, where, why, remedy=part.remedy)
+    yield from _misnamed(patient)
     if known.refusal is not None:
         yield _rewritten(known.refusal.kind, "fails", known.refusal.what, known.refusal.says)
     elif os.path.isdir(checkpoint.path):
@@ -74,41 +79,25 @@ def layout(patient: Patient) -> Iterator[Found]:
     yield from _python2(patient)
     for text in checkpoint.details.left_behind:
         why = "torch.load does not look at it, and a rewrite does not carry it over"
-        yield Found(Complaint("beside", "note", text, (), why))
+        yield Found("beside", "note", text, (), why)
 
 
 def _rewritten(
     kind: str, severity: Severity, what: str, why: str, where: tuple[str, ...] = ()
 ) -> Found:
-    return Found(Complaint(kind, severity, what, where, why), {})
+    return Found(kind, severity, what, where, why, fix={})
 
 
-def _malicious(patient: Patient) -> Iterator[Found]:
-    found = would_run(patient.checkpoint)
-    if found:
-        yield Found(_runs(found, "take the weights alone, or none of it"), {"plain": True})
-
-
-def _runs(found: tuple[str, ...], remedy: str) -> Complaint:
-    return Complaint(
+def _malicious(calls: tuple[str, ...]) -> Found:
+    return Found(
         "malicious",
         "fails",
-        f"loading it would run {listed(found)}",
-        found,
+        f"loading it would run {listed(calls)}",
+        calls,
         "torch.load(weights_only=False), and pickle.load, run it; ckptool never does",
-        remedy=remedy,
+        remedy="take the weights alone, or none of it",
+        fix={"plain": True},
     )
-
-
-def _part(patient: Patient) -> Iterator[Found]:
-    part = missing_weights(patient.checkpoint)
-    if part is not None:
-        severity: Severity = "fails" if part.certain else "note"
-        why = "load_state_dict fails on names or shapes, or loads a model that was never trained"
-        complaint = Complaint(
-            part.kind, severity, part.text, names_of(part.places), why, remedy=part.remedy
-        )
-        yield Found(complaint)
 
 
 def _misnamed(patient: Patient) -> Iterator[Found]:
@@ -121,17 +110,15 @@ def _misnamed(patient: Patient) -> Iterator[Found]:
                 "safetensors loads it; transformers says: The safetensors archive passed at ... "
                 "does not contain the valid metadata, and mlx asks for it too"
             )
-            complaint = Complaint(
-                "format-unnamed", "note", "its header does not say format: pt", (), why
-            )
-            yield Found(complaint, {})
+            what = "its header does not say format: pt"
+            yield _rewritten("format-unnamed", "note", what, why)
     elif format_of(checkpoint.format).tensors_only:
         why = f"{_operand(_head(checkpoint.path)[:1])}; with the ending .safetensors it loads"
-        yield Found(Complaint("misnamed", "fails", what, (), why), {"format": "torch-zip"})
+        yield Found("misnamed", "fails", what, (), why, fix={"format": "torch-zip"})
     else:
         why = f"{_HEADER}: header too large; torch.load opens it"
         fix = {"format": "torch-zip" if patient.is_training else "safetensors"}
-        yield Found(Complaint("misnamed", "fails", what, (), why), fix)
+        yield Found("misnamed", "fails", what, (), why, fix=fix)
 
 
 def _refused(patient: Patient) -> Iterator[Found]:
@@ -183,30 +170,20 @@ def _compressed(patient: Patient) -> Iterator[Found]:
 
 
 def _python2(patient: Patient) -> Iterator[Found]:
-    found = [
-        (path, text)
+    places = {
+        name_of(path): None
         for path, leaf in walk(patient.checkpoint.root)
         for text in (*path, leaf)
-        if type(text) is ByteString and not _is_utf8(text.raw)
-    ]
-    if found:
-        byte = next(byte for byte in found[0][1].raw if byte > 127)
+        if type(text) is ByteString and text.raw != text.raw.decode(errors="ignore").encode()
+    }
+    if places:
         yield _rewritten(
             "python2",
             "fails",
             "it was pickled by Python 2, with text that is not UTF-8",
-            f"torch.load says: 'utf-8' codec can't decode byte 0x{byte:02x}; encoding='latin1' "
-            "reads it",
-            names_of(dict.fromkeys(name_of(path) for path, _ in found)),
+            "torch.load says: 'utf-8' codec can't decode byte ...; encoding='latin1' reads it",
+            names_of(places),
         )
-
-
-def _is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def is_finding(error: CheckpointError, path: str) -> bool:
@@ -234,7 +211,7 @@ def unopened(error: CheckpointError, path: str) -> Iterator[Complaint]:
     )
     found = would_run_of([path])
     if found:
-        yield _runs(found, "take none of it")
+        yield _malicious(found).answered((), (), "take none of it")
 
 
 def _kind(error: CheckpointError) -> str:
@@ -259,8 +236,10 @@ def _says(error: CheckpointError, path: str) -> str:
     if not head:
         return "torch.load raises an EOFError without a message (before 2.6: Ran out of input)"
     if head.startswith(b"PK\x03\x04"):
-        detail = _CENTRAL if isinstance(error, TruncatedFile) else ""
-        return f"torch.load says: PytorchStreamReader failed{detail}; or it fails on the pickle"
+        return (
+            "torch.load says: PytorchStreamReader failed reading zip archive: failed finding "
+            "central directory; or it fails on the pickle"
+        )
     if head[:1] == b"\x80":
         return "torch.load fails on the pickle, or where a storage ends too early"
     return _operand(head[:1])

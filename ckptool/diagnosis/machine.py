@@ -12,6 +12,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from itertools import takewhile
 
 from ckptool.errors import UsageError
@@ -26,8 +27,6 @@ _KINDS = frozenset({
 })  # fmt: skip
 """What torch.device takes (c10/core/DeviceType.h), and back ends that register their own word."""
 _GPU_FILE = re.compile(r"nvidia\d+")
-_WITHOUT_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*None", re.MULTILINE)
-_WITHOUT_ROCM = re.compile(r"^hip\b[^=\n]*=\s*None", re.MULTILINE)
 _AMD_GPU = re.compile(r"^simd_count [1-9]", re.MULTILINE)
 _AMD_NODES = "sys/class/kfd/kfd/topology/nodes"
 
@@ -64,16 +63,18 @@ def devices_here(
 
 def _gpus(root: str) -> int:
     """Return how many GPUs there are for the torch that is installed."""
-    version = _installed_torch()
     nvidia = sum(1 for name in _entries(os.path.join(root, "dev")) if _GPU_FILE.fullmatch(name))
     nodes = os.path.join(root, _AMD_NODES)
     amd = sum(_is_amd_gpu(os.path.join(nodes, name)) for name in _entries(nodes))
-    if not nvidia and _has_windows_driver(root):
-        nvidia = 1  # how many only the driver knows
-    without = nvidia and version and _WITHOUT_CUDA.search(version)
-    if amd and not (version and _WITHOUT_ROCM.search(version)):
+    if amd and not _lacks("hip"):
         return amd
-    return 0 if without else nvidia
+    # how many there are on Windows only the driver knows
+    return 0 if _lacks("cuda") else nvidia or int(_has_windows_driver(root))
+
+
+def _lacks(kind: str) -> bool:
+    """Return whether the torch that is installed was built without `cuda` or `hip`."""
+    return re.search(rf"^{kind}\b[^=\n]*=\s*None", _installed_torch(), re.MULTILINE) is not None
 
 
 def _visible(environment: Mapping[str, str]) -> int:
@@ -85,19 +86,15 @@ def _visible(environment: Mapping[str, str]) -> int:
     return sum(1 for _ in takewhile(lambda word: word and not word.startswith("-"), words))
 
 
-def _installed_torch() -> str | None:
-    """Return the text of the installed torch's `version.py`; None where there is no torch."""
-    try:
+def _installed_torch() -> str:
+    """Return the text of the installed torch's `version.py`; empty where there is no torch."""
+    with suppress(ImportError, ValueError, OSError):
         spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as at:
-            return at.read(1 << 16)
-    except (OSError, UnicodeDecodeError):
-        return None
+        if spec is not None and spec.origin is not None:
+            path = os.path.join(os.path.dirname(spec.origin), "version.py")
+            with open(path, encoding="utf-8") as file:
+                return file.read(1 << 16)
+    return ""
 
 
 def _has_windows_driver(root: str) -> bool:

@@ -8,14 +8,11 @@ from typing import Any
 
 from ckptool.diagnosis.complaint import (
     Choice,
-    Complaint,
     Found,
     Patient,
     Severity,
-    below,
-    metadata_of,
     names_of,
-    quoted_names,
+    quoted,
     tensors_of,
     unwrapped,
 )
@@ -53,10 +50,10 @@ _EVERYWHERE = ("torch", "builtins", "collections", "numpy")
 """Packages whose classes are found wherever a file is loaded."""
 _RANDOM = frozenset({"uint8", "uint32"})
 """Types of the states of torch's and numpy's random generators."""
-_SHARDED = ("DTensor", "ShardedTensor")
-_REFUSED = "torch.load says: Weights only load failed. ... Unsupported global: GLOBAL"
 _BLOCKED = ("sys", "os", "posix", "nt")
 """Modules of which torch words its refusal otherwise (torch/_weights_only_unpickler.py)."""
+_NO_DICT = "Expected state_dict to be dict-like"
+_SHARDED = ("DTensor", "ShardedTensor")
 
 
 def is_floating(dtype: str) -> bool:
@@ -77,26 +74,26 @@ def level(patient: Patient) -> Iterator[Found]:
         yield _one_level_down(patient, model)
     names = [str(name) for name in values_inside(model.node)]
     if names and model.kind == "state_dict":
-        complaint = Complaint(
+        yield Found(
             "values-inside",
             "fails",
             f"the state dict has values among its tensors: {listed(names)}",
             names_of(names),
-            "load_state_dict says: Unexpected key(s) in state_dict: ... " + quoted_names(names[:1]),
+            "load_state_dict says: Unexpected key(s) in state_dict: ... " + quoted(names[0]),
             remedy="ckptool.load_state_dict leaves them out, and so does a safetensors file",
+            fix={"model_only": True},
         )
-        yield Found(complaint, {"model_only": True})
     held = unwrapped(model)
     if N_AVERAGED in held and len(held) > 1 and not patient.is_compared(model):
-        complaint = Complaint(
+        yield Found(
             "averaged",
             "fails",
             f"{N_AVERAGED} says that an AveragedModel was saved",
             (N_AVERAGED,),
             f'load_state_dict into the model says: Unexpected key(s) in state_dict: "{N_AVERAGED}"'
             "; an AveragedModel loads it, with module. before the names",
+            fix={"exclude": (name_of((*model.path, N_AVERAGED)),)},
         )
-        yield Found(complaint, {"exclude": (name_of((*model.path, N_AVERAGED)),)})
 
 
 def _one_level_down(patient: Patient, model: Section) -> Found:
@@ -104,22 +101,18 @@ def _one_level_down(patient: Patient, model: Section) -> Found:
     root = patient.checkpoint.root
     keys = [str(key) for key in root] if isinstance(root, dict) else []
     beside = patient.is_training
-    complaint = Complaint(
+    key = {"key": patient.key} if patient.key is not None else {}
+    return Found(
         "level",
         "note" if beside else "fails",
         f"the weights are under the key {printable(model.name)}"
         + (", next to the training state" if beside else ""),
         (printable(model.name),),
         "load_state_dict(torch.load(FILE)) says: "
-        + (
-            f"Unexpected key(s) in state_dict: ... {quoted_names(keys[:1])}"
-            if keys
-            else "Expected state_dict to be dict-like"
-        ),
+        + (f"Unexpected key(s) in state_dict: ... {quoted(keys[0])}" if keys else _NO_DICT),
         remedy=f"in code: torch.load(FILE){_way(model)}",
+        fix={**key, "model_only": True},
     )
-    key = {"key": patient.key} if patient.key is not None else {}
-    return Found(complaint, {**key, "model_only": True})
 
 
 def _way(section: Section) -> str:
@@ -133,16 +126,16 @@ def _several(patient: Patient) -> Found:
         f"{section.name or 'the root'} ({counted(len(section.tensors()), 'tensor')})"
         for section in patient.models
     ]
-    complaint = Complaint(
+    choices = (Choice({"key": one.name, "model_only": True}, _word(one)) for one in named)
+    return Found(
         "several-models",
         "note" if patient.is_training else "fails",
         f"it has {len(shown)} state dicts: choose the one to load",
         names_of(shown, most=20),
         "load_state_dict(torch.load(FILE)) says: Missing key(s) in state_dict",
         remedy="--key NAME chooses one, here and in ckptool convert",
+        choices=tuple(choices),
     )
-    choices = (Choice({"key": one.name, "model_only": True}, _word(one)) for one in named)
-    return Found(complaint, choices=tuple(choices))
 
 
 def _word(section: Section) -> str:
@@ -152,42 +145,37 @@ def _word(section: Section) -> str:
 
 def _none(patient: Patient) -> Found:
     """Return the complaint about a file without a model: a note for an optimizer or scheduler."""
-    root = patient.checkpoint.root
-    parts = [
-        part for part in patient.checkpoint.sections if part.kind not in ("values", "state_dict")
-    ]
-    kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in parts]
-    states = sorted((p for p in parts if p.kind != "module"), key=lambda part: part.kind)
+    root, sections = patient.checkpoint.root, patient.checkpoint.sections
+    kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in sections]
+    named = [kind for kind in kinds if not kind.startswith(("the values", "the state_dict"))]
+    states = [part for part in sections if part.kind in ("optimizer", "scheduler")]
+    states.sort(key=lambda part: part.kind)
     found = list(find_tensors(root))
     # settings, and the states of random generators, are not meant as a model
     harmless = bool(states) or (
         isinstance(root, (dict, Opaque))
         and all(one.dtype in _RANDOM and len(one.shape) == 1 for one in found)
     )
-    if isinstance(root, dict):
-        says = "Missing key(s) in state_dict"
-    else:
-        says = "Expected state_dict to be dict-like"
+    remedy = "take the file that has the weights"
     if states:
         remedy = f"{states[0].kind}.load_state_dict(torch.load(FILE){_way(states[0])}) loads it"
-    elif harmless and patient.blocked and not calls(patient.checkpoint):
-        remedy = "torch.load(FILE, weights_only=False) loads it, if you trust whoever made it"
     elif harmless and patient.blocked:
-        remedy = f"unpickling the file calls {listed(calls(patient.checkpoint))}"
-    else:
-        remedy = "take the file that has the weights"
-    complaint = Complaint(
+        called = calls(patient.checkpoint)
+        remedy = (
+            f"unpickling the file calls {listed(called)}"
+            if called
+            else "torch.load(FILE, weights_only=False) loads it, if you trust whoever made it"
+        )
+    says = "Missing key(s) in state_dict" if isinstance(root, dict) else _NO_DICT
+    return Found(
         "no-model",
         "note" if harmless else "fails",
         "there is no state dict of a model in it, but "
-        + (listed(kinds, most=4) if kinds else _held(root, len(found))),
-        names_of(
-            f"the {part.kind} {part.name or 'at the root'}" for part in patient.checkpoint.sections
-        ),
+        + (listed(named, most=4) if named else _held(root, len(found))),
+        names_of(kinds),
         f"load_state_dict(torch.load(FILE)) says: {says}",
         remedy=remedy,
     )
-    return Found(complaint)
 
 
 def _held(root: Any, tensors: int) -> str:
@@ -195,9 +183,8 @@ def _held(root: Any, tensors: int) -> str:
     if isinstance(root, TensorRef):
         return "one tensor"
     if isinstance(root, (dict, list, tuple)):
-        kind = next(kind for kind in (dict, list, tuple) if isinstance(root, kind)).__name__
-        entries = f"{len(root):,} entr{'y' if len(root) == 1 else 'ies'}"
-        return f"a {kind} of {entries}, with {counted(tensors, 'tensor')}"
+        kind = "dict" if isinstance(root, dict) else type(root).__name__
+        return f"a {kind} of {counted(len(root), 'entry')}, with {counted(tensors, 'tensor')}"
     if isinstance(root, Opaque):
         return f"an object of class {printable(class_of(root))}"
     return f"a value of type {type(root).__name__}"
@@ -210,41 +197,38 @@ def objects(patient: Patient) -> Iterator[Found]:
     others = [(name_of(path), class_of(node)) for path, node in refused if not is_module(node)]
     names = patient.checkpoint.details.globals
     first = next(iter(blocking(names)), None) or next(iter(patient.blocked), "")
-    says = f"{_REFUSED} {printable(first)} was not an allowed global by default"
+    says = f"Unsupported global: GLOBAL {printable(first)} was not an allowed global by default"
     if first.partition(".")[0] in _BLOCKED:
-        home = first.rpartition(".")[0]
-        says = (
-            "torch.load says: Weights only load failed. ... Trying to load unsupported GLOBAL "
-            f"{printable(first)} whose module {printable(home)} is blocked"
-        )
+        says = f"Trying to load unsupported GLOBAL {printable(first)}"
+    says = f"torch.load says: Weights only load failed. ... {says}"
     if modules:
         classes = dict.fromkeys(class_of(node) for _, node in modules)
         known = [*classes, *patient.blocked]
         own = next((one for one in known if one.partition(".")[0] not in _EVERYWHERE), None)
         absent = f"; without the class {printable(own)} nothing else loads it" if own else ""
-        complaint = Complaint(
+        alone = patient.model is not None and patient.model.kind == "module"
+        yield Found(
             "module",
             "fails",
             f"the model itself was pickled, not its state_dict: {listed(classes)}",
             names_of(name or "the root" for name, _ in modules),
             says + absent,
+            fix={"model_only": True} if alone else {"plain": True},
         )
-        alone = patient.model is not None and patient.model.kind == "module"
-        yield Found(complaint, {"model_only": True} if alone else {"plain": True})
     if others or (patient.blocked and not modules):
         classes = dict.fromkeys([kind for _, kind in others] or patient.blocked)
-        complaint = Complaint(
+        yield Found(
             "objects",
             "fails",
             f"it holds objects that weights_only=True refuses: {listed(classes)}",
             names_of((f"{name or 'the root'} ({kind})" for name, kind in others), most=20),
             f"{says}; weights_only=False, which it proposes, runs any code in the file",
             remedy=_remedy(classes),
+            fix={"plain": True},
         )
-        yield Found(complaint, {"plain": True})
     texts = [text for section in patient.models for text in section.unread]
     if texts:
-        complaint = Complaint(
+        yield Found(
             "unread",
             "misleads",
             "a state dict made of the pickled model would lack weights",
@@ -256,17 +240,16 @@ def objects(patient: Patient) -> Iterator[Found]:
             else "load it with torch.load(weights_only=False) where its classes are, and save "
             "model.state_dict()",
         )
-        yield Found(complaint)
     numpy = [name for name in names if name.startswith("numpy._core.")]
     if numpy:
-        complaint = Complaint(
+        yield Found(
             "numpy",
             "note",
             f"numpy 2 pickled something in it ({listed(numpy)})",
             (),
             "torch.load(weights_only=False) with numpy 1 ends with: No module named 'numpy._core'",
+            fix={"plain": True},
         )
-        yield Found(complaint, {"plain": True})
 
 
 def _remedy(classes: Iterable[str]) -> str:
@@ -284,7 +267,7 @@ def naming(patient: Patient) -> Iterator[Found]:
     for section in models:
         within, others = wrapped_in_part(unwrapped(section).values())
         if within:
-            complaint = Complaint(
+            yield Found(
                 "wrapped-in-part",
                 "note",
                 f"{counted(len(within), 'name')} {'starts' if len(within) == 1 else 'start'} with "
@@ -293,7 +276,6 @@ def naming(patient: Patient) -> Iterator[Found]:
                 "strip-module keeps it, because it may be a layer of that name",
                 remedy="if it is a wrapper: ckptool rename with --prefix module.=",
             )
-            yield Found(complaint)
         yield from _adapters(section)
     yield from _lightning(patient)
 
@@ -303,7 +285,7 @@ def _wrappers(sections: list[Section]) -> Iterator[Found]:
         return
     kinds = dict.fromkeys(word for section in sections for word in section.wrappers)
     names = [name for section in sections for name in wrapped_names(section.node) if counts(name)]
-    complaint = Complaint(
+    yield Found(
         "wrappers",
         "fails",
         f"the names in {listed(section.name or 'the root' for section in sections)} have the "
@@ -311,11 +293,11 @@ def _wrappers(sections: list[Section]) -> Iterator[Found]:
         f"{listed(f'{word}.' for word in kinds)}",
         names_of(names),
         "load_state_dict of the unwrapped model says: Missing key(s) in state_dict: ... Unexpected "
-        f"key(s) in state_dict: {quoted_names(names[:1])}; with strict=False it loads nothing, "
+        f"key(s) in state_dict: {quoted(names[0])}; with strict=False it loads nothing, "
         "without an error",
         remedy=_collision(sections),
+        fix={"wrappers": "strip"},
     )
-    yield Found(complaint, {"wrappers": "strip"})
 
 
 def _collision(sections: Iterable[Section]) -> str:
@@ -335,18 +317,18 @@ def _submodules(models: list[Section]) -> Iterator[Found]:
         return
     before = tuple(f"{path}.module." for path in paths)
     own = [name for name in names if name.startswith(before)]
-    complaint = Complaint(
+    rules = (rf"^{escaped(path)}\.module\.=>{literal(path)}." for path in paths)
+    yield Found(
         "submodule-wrapper",
         "fails",
         f'every name below {listed(map(printable, paths), most=3)} starts with "module.": '
         "DataParallel wrapped a part of the model",
         names_of(own),
         "load_state_dict of the unwrapped model says: Unexpected key(s) in state_dict: ... "
-        f"{quoted_names(own[:1])}; a model that has a layer of that name loads it (--like "
+        f"{quoted(own[0])}; a model that has a layer of that name loads it (--like "
         "REFERENCE knows)",
+        fix={"rename": tuple(rules)},
     )
-    rules = (rf"^{escaped(path)}\.module\.=>{literal(path)}." for path in paths)
-    yield Found(complaint, {"rename": tuple(rules)})
 
 
 def _adapters(section: Section) -> Iterator[Found]:
@@ -359,27 +341,26 @@ def _adapters(section: Section) -> Iterator[Found]:
         return
     own = bool(adapted or wrapped) or len(names) < len(every)
     alone = len(adapted) == len(every)
-    kind = "a merged model"
+    kind, remedy = "a merged model", ""
     if own:
         kind = "adapters without their base model" if alone else "a model with its adapters"
+        remedy = (
+            "ckptool merge-lora BASE ADAPTER -o OUT merges it into its base model; peft "
+            "(PeftModel.from_pretrained) loads it over that"
+        )
+    if wrapped and not alone:
+        remedy = "ckptool merge-lora BASE -o OUT makes the model of it; its PeftModel takes it so"
     shown = wrapped or adapted or names
-    complaint = Complaint(
+    yield Found(
         "adapter",
         "note" if own and not wrapped else "fails",
         f"the names are those of PEFT: {kind}",
         names_of(shown),
         "load_state_dict into the model says: Unexpected key(s) in state_dict: ... "
-        f"{quoted_names(shown[:1])}; with strict=False an adapter is not applied, without an error",
-        remedy=(
-            "ckptool merge-lora BASE ADAPTER -o OUT merges it into its base model; peft "
-            "(PeftModel.from_pretrained) loads it over that"
-            if alone or not wrapped
-            else "ckptool merge-lora BASE -o OUT makes the model of it; its PeftModel takes it so"
-        )
-        if own
-        else "",
+        f"{quoted(shown[0])}; with strict=False an adapter is not applied, without an error",
+        remedy=remedy,
+        fix=None if own else {"rename": (f"^{escaped(PEFT)}=>",)},
     )
-    yield Found(complaint, None if own else {"rename": (f"^{escaped(PEFT)}=>",)})
 
 
 def _lightning(patient: Patient) -> Iterator[Found]:
@@ -392,16 +373,16 @@ def _lightning(patient: Patient) -> Iterator[Found]:
     if len(parts) != 1 or not all("." in name for name in names) or patient.is_compared(model):
         return
     prefix = f"{parts.pop()}."
-    complaint = Complaint(
+    yield Found(
         "lightning",
         "note",
         f"every name begins with {printable(prefix)}, the attribute of the LightningModule that "
         "holds the model",
         names_of(names),
         "it loads into that LightningModule; load_state_dict into the model alone says: "
-        f"Unexpected key(s) in state_dict: ... {quoted_names(names[:1])}",
+        f"Unexpected key(s) in state_dict: ... {quoted(names[0])}",
+        choices=(Choice({"rename": (f"^{escaped(prefix)}=>",)}, "renamed"),),
     )
-    yield Found(complaint, None, (Choice({"rename": (f"^{escaped(prefix)}=>",)}, "renamed"),))
 
 
 def versions(patient: Patient) -> Iterator[Found]:
@@ -415,7 +396,7 @@ def versions(patient: Patient) -> Iterator[Found]:
         ]
         if cast:
             kinds = dict.fromkeys(tensors[name].dtype for name in cast)
-            complaint = Complaint(
+            yield Found(
                 "cast-buffers",
                 "misleads",
                 f"buffers that count or index were cast to {', '.join(kinds)}",
@@ -424,13 +405,12 @@ def versions(patient: Patient) -> Iterator[Found]:
                 "float16 counts to 2048, bfloat16 to 256, and fractions are cut off",
                 remedy="in code: state[name] = state[name].long(); ckptool cast leaves them out",
             )
-            yield Found(complaint)
-        if section.kind == "state_dict" and not metadata_of(section):
+        if section.kind == "state_dict" and not _has_metadata(section.node):
             yield from _norms(patient, tensors)
     packed = [
         key
         for node in everything(patient.checkpoint.root)
-        if isinstance(node, dict) and not (isinstance(node, OrderedMap) and node.metadata)
+        if isinstance(node, dict) and not _has_metadata(node)
         for key, value in node.items()
         # a name with a dot: without one it is an attribute of a pickled module
         if isinstance(key, str) and key.endswith("._packed_params") and not isinstance(value, dict)
@@ -442,20 +422,22 @@ def versions(patient: Patient) -> Iterator[Found]:
 
 def _norms(patient: Patient, tensors: dict[str, TensorRef]) -> Iterator[Found]:
     """Yield a complaint about BatchNorm without `_metadata`: a missing counter is not loaded."""
-    split = (name.rpartition(".") for name in tensors)
-    paths = [path for path, _, last in split if last == "running_mean"]
-    uncounted = [path for path in paths if below(path, "num_batches_tracked") not in tensors]
+    means = [name for name in tensors if name.rpartition(".")[2] == "running_mean"]
+    counter = "num_batches_tracked"
+    lack = [n for n in means if f"{n.removesuffix('running_mean')}{counter}" not in tensors]
     why = "BatchNorm takes the state for that of torch before 0.4.1"
-    if uncounted:
-        names = [below(path, "running_mean") for path in uncounted]
-        yield _lost("misleads", names, f"{why}: the model silently keeps the counter that it has")
-    elif paths and format_of(patient.checkpoint.format).by_torch:
-        names = [below(path, "running_mean") for path in paths]
-        yield _lost("note", names, f"{why}, which here changes nothing")
+    if lack:
+        yield _lost("misleads", lack, f"{why}: the model silently keeps the counter that it has")
+    elif means and format_of(patient.checkpoint.format).by_torch:
+        yield _lost("note", means, f"{why}, which here changes nothing")
+
+
+def _has_metadata(node: Any) -> bool:
+    return isinstance(node, OrderedMap) and bool(node.metadata)
 
 
 def _lost(severity: Severity, names: Iterable[str], why: str) -> Found:
-    complaint = Complaint(
+    return Found(
         "metadata",
         severity,
         "the state dict has lost its _metadata, the versions of its modules",
@@ -463,4 +445,3 @@ def _lost(severity: Severity, names: Iterable[str], why: str) -> Found:
         f"{{k: v for k, v in state.items()}} and safetensors drop it; {why}",
         remedy="save model.state_dict() unchanged, where the model is in memory",
     )
-    return Found(complaint)

@@ -8,6 +8,7 @@ one with `like` succeeds only if the result fits the reference.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +74,7 @@ class Planner:
             if resume and not _OF_A_MODEL.isdisjoint(fix):
                 continue
             if options is not None and fix.get("plain") and not blockers(state.root):
-                mended.add(one.complaint.kind)  # the objects are gone with what was left out
+                mended.add(one.kind)  # the objects are gone with what was left out
                 continue
             for more in (fix, {**fix, "drop_objects": True})[: 1 + ("plain" in fix)]:
                 merged = _merged(options or {}, more)
@@ -83,15 +84,14 @@ class Planner:
                     problem = error.message
                     continue
                 options = merged
-                mended.add(one.complaint.kind)
+                mended.add(one.kind)
                 break
             else:
                 obstacle = obstacle or problem
         if options is None:
             return Plan(obstacle=obstacle)
-        word = RESUMED if resume else MENDED
-        target = self._target(word, self._format(options), word)
-        return Plan(self._command(options, target), target, options, frozenset(mended), obstacle)
+        command, target = self._command(options, RESUMED if resume else MENDED)
+        return Plan(command, target, options, frozenset(mended), obstacle)
 
     def choice(self, choice: Choice, plan: Plan) -> str | None:
         """Return the command of a choice combined with the plan, or None if it would fail.
@@ -102,15 +102,11 @@ class Planner:
         for base in (plan.options, {}):
             options = _merged({**base, **chosen}, choice.options)
             known = repr(sorted(options.items(), key=str))
-            if known in self._commands:
+            with suppress(CheckpointError):
+                if known not in self._commands:
+                    self._applied(options)
+                    self._commands[known], _ = self._command(options, choice.word)
                 return self._commands[known]
-            try:
-                self._applied(options)
-            except CheckpointError:
-                continue
-            target = self._target(choice.word, self._format(options), choice.word or MENDED)
-            self._commands[known] = self._command(options, target)
-            return self._commands[known]
         return None
 
     def _applied(self, options: Options) -> Checkpoint:
@@ -140,21 +136,18 @@ class Planner:
         flat = format_of(checkpoint.format).tensors_only
         return "safetensors" if flat else "torch-zip"
 
-    def _target(self, word: str, format: str, instead: str) -> str:
-        """Return a file name that neither exists nor is the target of another command."""
-        base = default_target(self._patient.checkpoint.path, instead, format, sharded=True)
-        if not word:
-            base = f"{base.removesuffix(f'.{instead}.safetensors')}.safetensors"
-        found = unused(base, self._taken)
-        self._taken.add(found)
-        return found
-
-    def _command(self, options: Options, target: str) -> str:
+    def _command(self, options: Options, word: str) -> tuple[str, str]:
+        """Return the command of a conversion, and its target, which is no other command's."""
         checkpoint, format = self._patient.checkpoint, self._format(options)
+        target = default_target(checkpoint.path, word or MENDED, format, sharded=True)
+        if not word:
+            target = f"{target.removesuffix(f'.{MENDED}.safetensors')}.safetensors"
+        target = unused(target, self._taken)
+        self._taken.add(target)
         shown = {name: value for name, value in options.items() if name != "format"}
         if target_format(checkpoint, target) != format:
             shown = {"format": format, **shown}
-        return convert_command(checkpoint.path, target, shown)
+        return convert_command(checkpoint.path, target, shown), target
 
 
 def _merged(options: Options, more: Options) -> dict[str, Any]:

@@ -15,11 +15,10 @@ from typing import Any
 from ckptool.conversion_like import compared
 from ckptool.diagnosis.complaint import (
     Choice,
-    Complaint,
     Found,
     Patient,
     names_of,
-    quoted_names,
+    quoted,
     tensors_of,
     unwrapped,
 )
@@ -80,34 +79,29 @@ def fit(patient: Patient) -> Iterator[Found]:
     remedy = _difference(patient.model, target, report, missing, differs)
     yield from _renamed(report, {} if lost else like)
     if missing:
-        total = report.names
         yield Found(
-            Complaint(
-                "missing",
-                "fails",
-                f"{counted(len(missing), 'tensor')} of the {total:,} in the reference "
-                f"{are(len(missing))} missing",
-                names_of(missing),
-                "load_state_dict says: Missing key(s) in state_dict: "
-                f"{quoted_names(missing[:1])}; with strict=False they stay as they were "
-                f"initialised. {_HALF_LOADED}",
-                remedy=remedy,
-            ),
-            None,
-            choices,
+            "missing",
+            "fails",
+            f"{counted(len(missing), 'tensor')} of the {report.names:,} in the reference "
+            f"{are(len(missing))} missing",
+            names_of(missing),
+            f"load_state_dict says: Missing key(s) in state_dict: {quoted(missing[0])}; with "
+            f"strict=False they stay as they were initialised. {_HALF_LOADED}",
+            remedy=remedy,
+            choices=choices,
         )
     if unexpected:
-        complaint = Complaint(
+        yield Found(
             "unexpected",
             "fails",
             f"{counted(len(unexpected), 'tensor')} in it {are(len(unexpected))} not in the "
             "reference",
             names_of(unexpected),
             "load_state_dict says: Unexpected key(s) in state_dict: ... "
-            f"{quoted_names(unexpected[:1])}; with strict=False they are left out. {_HALF_LOADED}",
+            f"{quoted(unexpected[0])}; with strict=False they are left out. {_HALF_LOADED}",
             remedy="" if missing else remedy,
+            fix=like if alone else None,
         )
-        yield Found(complaint, like if alone else None)
     yield from _shapes(report, "" if missing else differs)
     yield from _types(report.cast)
 
@@ -127,17 +121,13 @@ def _difference(
     ours = {name: held[name].shape for name in unexpected if name in held}
     theirs = {name: shape for name in missing if (shape := target.slots[name].shape) is not None}
     for whole, parts, text in (
-        (
-            theirs,
-            ours,
-            "in code: {0} = torch.cat([{1}]), in the order in which the model uses them",
-        ),
-        (ours, theirs, "in code: {1} = {0}.chunk({2}), in the order in which the model uses them"),
+        (theirs, ours, "{0} = torch.cat([{1}])"),
+        (ours, theirs, "{1} = {0}.chunk({2})"),
     ):
-        found = _joined(whole, parts)
-        if found:
+        if found := _joined(whole, parts):
             shown = ", ".join(map(printable, found[1]))
-            return text.format(printable(found[0]), shown, len(found[1]))
+            code = text.format(printable(found[0]), shown, len(found[1]))
+            return f"in code: {code}, in the order in which the model uses them"
     if report.proposed:
         return "ckptool match FILE --like REFERENCE shows the rules that it proposes for the names"
     if not report.fitting:
@@ -199,16 +189,16 @@ def _renamed(report: MatchReport, fix: dict[str, Any] | None) -> Iterator[Found]
     rules = tuple(one.rule for one in report.renamed)
     if not fix:  # the names alone: what is missing has a sentence of its own
         fix = {"rename": rules} if all(rules) else None
-    complaint = Complaint(
+    yield Found(
         "wrappers" if kinds == {"wrapper"} else "renamed",
         "fails",
         f"names differ from the reference: {listed(texts, most=3)}",
         names_of(pairs),
         f"load_state_dict says: Missing key(s) in state_dict: ... "
-        f"{quoted_names(list(pairs.values())[-1:])}; with strict=False they are left out, without "
+        f"{quoted([*pairs.values()][-1])}; with strict=False they are left out, without "
         "an error",
+        fix=fix,
     )
-    yield Found(complaint, fix)
 
 
 def _shapes(report: MatchReport, differs: str) -> Iterator[Found]:
@@ -218,7 +208,7 @@ def _shapes(report: MatchReport, differs: str) -> Iterator[Found]:
     first, names = wrong[0], [one.name for one in wrong]
     resized = any("pos" in one.name and len(one.shape) == len(one.wanted) for one in wrong)
     shown = (f"{one.name} {list(one.shape)} for {list(one.wanted)}" for one in wrong)
-    complaint = Complaint(
+    yield Found(
         "size-mismatch",
         "fails",
         f"{counted(len(wrong), 'tensor')} with another shape than in the reference: "
@@ -232,14 +222,13 @@ def _shapes(report: MatchReport, differs: str) -> Iterator[Found]:
         + "delete them from the state dict and load with strict=False: the model keeps its own "
         + listed(names_of(names, most=2)),
     )
-    yield Found(complaint)
 
 
 def _types(casts: Sequence[Cast]) -> Iterator[Found]:
     truncated = [one for one in casts if is_floating(one.before) and not is_floating(one.after)]
     rounded = [one for one in casts if one not in truncated]
     if truncated:
-        complaint = Complaint(
+        yield Found(
             "cast-to-integer",
             "misleads",
             f"{counted(len(truncated), 'tensor')} with fractions go into integer or boolean "
@@ -249,9 +238,8 @@ def _types(casts: Sequence[Cast]) -> Iterator[Found]:
             "integer, anything but 0 True",
             remedy="in code: state[name] = state[name].long(), if the values are whole",
         )
-        yield Found(complaint)
     if rounded:
-        complaint = Complaint(
+        yield Found(
             "dtype",
             "note",
             f"{counted(len(rounded), 'tensor')} with another type than in the reference: "
@@ -261,7 +249,6 @@ def _types(casts: Sequence[Cast]) -> Iterator[Found]:
             "become inf (65,520 and more in float16)",
             remedy="ckptool cast counts what overflows, underflows and loses precision",
         )
-        yield Found(complaint)
 
 
 def _kinds(casts: Sequence[Cast]) -> str:
@@ -271,16 +258,15 @@ def _kinds(casts: Sequence[Cast]) -> str:
 def training(patient: Patient) -> Iterator[Found]:
     """Yield what of the optimizers' state would go to another parameter, or to none."""
     for section in patient.optimizers:
-        for complaint in _complaints(patient, section):
-            if not patient.models:
-                complaint = replace(complaint, remedy="")  # there are no weights to go on with
+        for found in _complaints(patient, section):
             # mended by going on without it, where it is clear which model that is
-            yield Found(complaint, {"model_only": True} if patient.model is not None else None)
+            fix = {"model_only": True} if patient.model is not None else None
+            yield replace(found, fix=fix, remedy=found.remedy if patient.models else "")
 
 
-def _complaints(patient: Patient, section: Section) -> Iterator[Complaint]:
+def _complaints(patient: Patient, section: Section) -> Iterator[Found]:
     if not section.node["param_groups"]:
-        yield Complaint(
+        yield Found(
             "optimizer-groups",
             "fails",
             "the optimizer has no parameter group",
@@ -292,7 +278,7 @@ def _complaints(patient: Patient, section: Section) -> Iterator[Complaint]:
     known = {key for group in groups_of(section) for key in group}
     gone = [key for key in section.node["state"] if key not in known]
     if gone:
-        yield Complaint(
+        yield Found(
             "optimizer-leftover",
             "misleads",
             f"the optimizer keeps the state of {counted(len(gone), 'parameter')} that its groups "
@@ -325,7 +311,7 @@ def _where(section: Section) -> str:
     return printable(section.name) or "the root"
 
 
-def _against_model(section: Section, weights: dict[str, Shape]) -> Iterator[Complaint]:
+def _against_model(section: Section, weights: dict[str, Shape]) -> Iterator[Found]:
     """Compare an optimizer's state with the parameters of its model."""
     order = [key for group in groups_of(section) for key in group]
     states = shapes_in(section)
@@ -347,8 +333,8 @@ def _against_model(section: Section, weights: dict[str, Shape]) -> Iterator[Comp
             yield _permuted(wrong, names or list(weights))
 
 
-def _misfit(section: Section, what: str) -> Complaint:
-    return Complaint(
+def _misfit(section: Section, what: str) -> Found:
+    return Found(
         "optimizer-size",
         "fails",
         what,
@@ -358,8 +344,8 @@ def _misfit(section: Section, what: str) -> Complaint:
     )
 
 
-def _permuted(wrong: list[int], names: Sequence[str]) -> Complaint:
-    return Complaint(
+def _permuted(wrong: list[int], names: Sequence[str]) -> Found:
+    return Found(
         "optimizer-order",
         "misleads",
         "the optimizer lists its parameters in a different order from the model: "
