@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from threading import Lock
 
 from ckptool.errors import CorruptFile
 from ckptool.files.source import BLOCK, ByteRange, Told
+from ckptool.files.threads import in_order
 
 __all__ = ["Checked", "combined", "crc32s"]
 
@@ -112,7 +113,6 @@ _Piece = tuple[int, int, int]
 _Found = tuple[int, int, int | CorruptFile]
 """Of a part: the number of its run, its length, its CRC-32 or why it has none."""
 
-THREADS = min(2, os.cpu_count() or 1)
 _PIECE = 32 << 20
 """Bytes that a thread is given at a time: parts of a long run, or many short ones."""
 _BLOCK = 512 << 10
@@ -131,10 +131,12 @@ def crc32s(runs: Sequence[ByteRange], told: Told | None = None) -> Iterator[int 
     Raises:
         UnreadableFile: the system cannot read a file.
     """
+    jobs = _jobs(runs)
+    work = partial(_summed, runs)
     large = sum(run.length for run in runs) >= _WORTH
     found: int | CorruptFile = 0
     current = 0
-    for index, length, part in (_by_threads if large else _here)(runs):
+    for index, length, part in chain.from_iterable((in_order if large else map)(work, jobs)):
         if index != current:
             yield found
             current, found = index, 0
@@ -144,22 +146,6 @@ def crc32s(runs: Sequence[ByteRange], told: Told | None = None) -> Iterator[int 
             told(length)
     if runs:
         yield found
-
-
-def _here(runs: Sequence[ByteRange]) -> Iterator[_Found]:
-    for job in _jobs(runs):
-        yield from _summed(runs, job)
-
-
-def _by_threads(runs: Sequence[ByteRange]) -> Iterator[_Found]:
-    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        try:
-            for found in pool.map(lambda job: _summed(runs, job), _jobs(runs)):
-                yield from found
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def _jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 from ckptool.errors import LimitExceeded
-from ckptool.files.checksums import THREADS
 from ckptool.files.source import Progress, Told
+from ckptool.files.threads import in_order
 from ckptool.limits import Limits
 from ckptool.model import Path, TensorRef
 from ckptool.tree import name_of
@@ -88,32 +87,25 @@ def content_hashes(
 
 
 def _hashes(tensors: Sequence[TensorRef], told: Told | None) -> Iterator[str]:
-    """Yield the hash of each tensor, in order; threads read only sources that can be shared."""
-    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
-
+    """Yield the hash of each tensor, in order; by threads if they may share the sources."""
     jobs = list(_jobs(tensors))
-    with ThreadPoolExecutor(THREADS) as pool:
-        try:
-            begun = [pool.submit(_sha256s, job) if _is_shared(job[0]) else None for job in jobs]
-            for job, future in zip(jobs, begun, strict=True):
-                yield from _sha256s(job) if future is None else future.result()
-                if told is not None:
-                    told(sum(tensor.nbytes for tensor in job))
-        finally:
-            pool.shutdown(cancel_futures=True)
+    divided = all(map(_is_shared, tensors))
+    for job, hashes in zip(jobs, (in_order if divided else map)(_sha256s, jobs), strict=True):
+        yield from hashes
+        if told is not None:
+            told(sum(tensor.nbytes for tensor in job))
 
 
 def _jobs(tensors: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
     """Yield the tensors in order, in groups that are worth a thread's while."""
-    for shared, alike in groupby(tensors, key=_is_shared):
-        job: list[TensorRef] = []
-        for tensor in alike:
-            job.append(tensor)
-            if not shared or sum(one.nbytes for one in job) >= _JOB or len(job) >= _MOST:
-                yield job
-                job = []
-        if job:
+    job: list[TensorRef] = []
+    for tensor in tensors:
+        job.append(tensor)
+        if sum(one.nbytes for one in job) >= _JOB or len(job) >= _MOST:
             yield job
+            job = []
+    if job:
+        yield job
 
 
 def _is_shared(tensor: TensorRef) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.errors import UnsupportedFormat, UsageError
 from ckptool.files.source import Told
+from ckptool.files.threads import in_order
 from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
 from ckptool.tensors.runtime import one_thread, require_torch, torch_dtype
@@ -20,6 +21,8 @@ __all__ = ["COMPARED", "Comparer", "Difference"]
 
 CHUNK = 1 << 16
 """Elements handled at a time: they stay in the processor's cache."""
+BLOCK = 16 * CHUNK
+"""Elements that a thread is given at a time."""
 
 _COMPLEX = frozenset(("complex32", "complex64", "complex128"))
 _WHOLE = frozenset(
@@ -88,7 +91,8 @@ class Comparer:
                 raise UsageError(f"{name} is {value}: a tolerance is a number from 0 on")
         asked = atol is not None or rtol is not None
         self._tolerance = _Tolerance(atol or 0.0, rtol or 0.0, equal_nan, asked)
-        self._kernels: dict[tuple[str, str], _Kernel] = {}
+        self._kernels: dict[tuple[str, str], list[_Kernel]] = {}
+        """By the two types, those that no thread uses now."""
 
     def compare(self, a: TensorRef, b: TensorRef, told: Told | None = None) -> Difference:
         """Compare two tensors of one shape with `has_content`; b is the reference.
@@ -111,18 +115,28 @@ class Comparer:
         count = a.numel
         if not count:
             return _Sums().difference(0, asked=self._tolerance.asked)
-        kernel = self._kernels.get((a.dtype, b.dtype))
-        if kernel is None:
-            kernel = self._kernels[a.dtype, b.dtype] = _Kernel(a.dtype, b.dtype, self._tolerance)
         one, other = _beside(a, b)
-        kernel.sums = _Sums()
+        total, spare = _Sums(), self._kernels.setdefault((a.dtype, b.dtype), [])
+
+        def block(first: int) -> list[_Sums]:
+            kernel = spare.pop() if spare else _Kernel(a.dtype, b.dtype, self._tolerance)
+            kernel.ratio, kernel.close = total.ratio, total.close
+            chunks = range(first, min(first + BLOCK, count), CHUNK)
+            made = [kernel.compare(one, other, at, min(at + CHUNK, count)) for at in chunks]
+            spare.append(kernel)
+            return made
+
+        blocks = range(0, count, BLOCK)
+        divided = len(blocks) > 1 and one.data.source.is_shared and other.data.source.is_shared
         with one_thread():
-            for start in range(0, count, CHUNK):
-                stop = min(start + CHUNK, count)
-                kernel.compare(one, other, start, stop)
+            for first, made in zip(
+                blocks, (in_order if divided else map)(block, blocks), strict=True
+            ):
+                for sums in made:
+                    total.add(sums)
                 if told is not None:
-                    told((stop - start) * a.itemsize)
-        return kernel.sums.difference(count, asked=self._tolerance.asked)
+                    told(min(BLOCK, count - first) * a.itemsize)
+        return total.difference(count, asked=self._tolerance.asked)
 
 
 def _beside(a: TensorRef, b: TensorRef) -> tuple[Elements, Elements]:
@@ -238,14 +252,18 @@ class _Kernel:
         self._buffers = ElementBuffer(a, CHUNK), ElementBuffer(b, CHUNK)
         self._a, self._b, self._gap = (torch.empty(CHUNK, dtype=lane) for _ in range(3))
         self._tolerance = tolerance
-        self.sums = _Sums()
-        """Of all that was compared; set anew for other tensors."""
+        self.ratio = 0.0
+        """The largest of the tensor so far: smaller ones need not be calculated."""
+        self.close = True
+        """Whether all of the tensor is close so far; if not, no more need be asked."""
 
-    def compare(self, a: Elements, b: Elements, start: int, stop: int) -> None:
-        """Take in the elements from `start` up to `stop`, at most a chunk."""
+    def compare(self, a: Elements, b: Elements, start: int, stop: int) -> _Sums:
+        """Return the figures of the elements from `start` up to `stop`, at most a chunk."""
         count = stop - start
         x, y = self._buffers[0].read(a, start, count), self._buffers[1].read(b, start, count)
-        self.sums.add((self._quick(x, y) if self._plain else None) or self._careful(x, y))
+        made = (self._quick(x, y) if self._plain else None) or self._careful(x, y)
+        self.ratio, self.close = max(self.ratio, made.ratio), self.close and made.close
+        return made
 
     def _quick(self, x: torch.Tensor, y: torch.Tensor) -> _Sums | None:
         """Return the figures if all numbers and their squares are finite and not too small."""
@@ -265,7 +283,7 @@ class _Kernel:
             return None
         if largest and not least < squares < math.inf:
             return None
-        ratio, sums = self.sums.ratio, _Sums()
+        ratio, sums = self.ratio, _Sums()
         if ratio < math.inf:
             # Squares of small numbers are a guess: what is nearly as far is calculated.
             over = gap.sub_(b, alpha=min(ratio * ratio, 1e30)).amax().item()
@@ -322,7 +340,7 @@ class _Kernel:
         import torch
 
         known = self._tolerance
-        if not (known.asked and self.sums.close):
+        if not (known.asked and self.close):
             return True
         if gap is not None and (self._long or gap.dtype == self._type):
             over = gap.sub(b.abs().mul_(known.rtol).add_(known.atol)).amax().item()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import UsageError
 from ckptool.files.source import Told
+from ckptool.files.threads import in_order
 from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
 from ckptool.tensors.runtime import one_thread, require_torch
@@ -22,6 +23,8 @@ __all__ = ["Histogram", "Measurer", "Measures", "Moments", "Number", "measurable
 
 CHUNK = 1 << 17
 """Elements handled at a time: they stay in the processor's cache."""
+BLOCK = 8 * CHUNK
+"""Elements that a thread is given at a time."""
 
 Number = int | float
 _T = TypeVar("_T")
@@ -155,7 +158,8 @@ class Measurer:
         if bins < 1:
             raise UsageError(f"a histogram of {bins} bins cannot be drawn")
         self._bins = bins
-        self._kernels: dict[str, _Kernel] = {}
+        self._kernels: dict[str, list[_Kernel]] = {}
+        """By the type of elements, those that no thread uses now."""
 
     def measure(self, ref: TensorRef, told: Told | None = None) -> Measures:
         """Measure a tensor that has figures (`measurable`); `told` is called with the bytes done.
@@ -217,14 +221,21 @@ class Measurer:
         count: int,
         tell: Told,
     ) -> Iterator[_T]:
-        """Yield the result of `work` for each chunk, in order."""
-        if run.dtype not in self._kernels:
-            self._kernels[run.dtype] = _Kernel(run.dtype)
-        kernel = self._kernels[run.dtype]
-        for start in range(0, count, CHUNK):
-            stop = min(start + CHUNK, count)
-            yield work(kernel, run, start, stop)
-            tell(stop - start)
+        """Yield the result of `work` for each chunk, in order; threads share a large run."""
+        spare = self._kernels.setdefault(run.dtype, [])
+
+        def block(first: int) -> list[_T]:
+            kernel = spare.pop() if spare else _Kernel(run.dtype)
+            chunks = range(first, min(first + BLOCK, count), CHUNK)
+            made = [work(kernel, run, start, min(start + CHUNK, count)) for start in chunks]
+            spare.append(kernel)
+            return made
+
+        blocks = range(0, count, BLOCK)
+        divided = len(blocks) > 1 and run.data.source.is_shared
+        for first, made in zip(blocks, (in_order if divided else map)(block, blocks), strict=True):
+            yield from made
+            tell(min(BLOCK, count - first))
 
 
 class _Axis:

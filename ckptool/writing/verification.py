@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from threading import Event
-from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
@@ -18,6 +17,7 @@ from ckptool.files.atomic import FileOutput, Streamed
 from ckptool.files.checksums import crc32s
 from ckptool.files.source import Progress, Stated
 from ckptool.files.strided import swapped
+from ckptool.files.threads import in_order
 from ckptool.formats import format_of, open_checkpoint
 from ckptool.formats.archive import zip_archive
 from ckptool.formats.base import Member, NewFile
@@ -28,14 +28,10 @@ from ckptool.symbolic.encoder import Encoded, encode
 from ckptool.tree import everything
 from ckptool.words import printable
 
-if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
 __all__ = ["source_check", "verify", "verify_file"]
 
 _LARGE = 1 << 20
 """Bytes from which a run is worth a thread."""
-_THREADS = 2
 _SAMPLE = 4096
 """Bytes at either end that are computed again where a checksum of the whole is at hand."""
 _PART = 256 << 10
@@ -215,25 +211,17 @@ def _wrong(fact: str) -> WriteError:
 
 
 def _compare(runs: list[_Run], streamed: Mapping[int, Streamed], progress: Progress | None) -> None:
-    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
-
     total = sum(run.found.length for run in runs)
     done = 0
-    with ThreadPoolExecutor(_THREADS) as pool:
-        try:
-            for run, matches in _verdicts(runs, streamed, pool):
-                if not matches:
-                    raise _wrong(f"the bytes of {printable(run.name)} are not what they should be")
-                done += run.found.length
-                if progress is not None:
-                    progress(done, total)
-        finally:
-            pool.shutdown(cancel_futures=True)
+    for run, matches in _verdicts(runs, streamed):
+        if not matches:
+            raise _wrong(f"the bytes of {printable(run.name)} are not what they should be")
+        done += run.found.length
+        if progress is not None:
+            progress(done, total)
 
 
-def _verdicts(
-    runs: list[_Run], streamed: Mapping[int, Streamed], pool: Executor
-) -> Iterator[tuple[_Run, bool]]:
+def _verdicts(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[tuple[_Run, bool]]:
     """Return whether each run is right; large ones of a known checksum first.
 
     The threads read the new file alone. What should be there may be inflated or computed, two runs
@@ -247,7 +235,7 @@ def _verdicts(
             apart.append((run, crc))
         else:
             here.append((run, crc))
-    found = pool.map(lambda one: _crc32(one[0].found.blocks(_PART)), apart)
+    found = in_order(lambda one: _crc32(one[0].found.blocks(_PART)), apart)
     for (run, crc), has in zip(apart, found, strict=True):
         yield run, _has_checksum(run, crc, has)
     for run, wanted in here:

@@ -104,7 +104,10 @@ def test_every_type_that_is_a_number(dtype, count):
 def test_several_chunks(dtype, monkeypatch):
     monkeypatch.setattr(statistics, "CHUNK", 5000)
     made = values(dtype, 7 * statistics.CHUNK + 5)
-    assert_as_torch(Measurer().measure(reference(made)), made)
+    alone = Measurer().measure(reference(made))
+    assert_as_torch(alone, made)
+    monkeypatch.setattr(statistics, "BLOCK", 2 * statistics.CHUNK)
+    assert Measurer().measure(reference(made)) == alone  # threads add up in the same order
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "float8_e5m2", "complex64", "complex128"])
