@@ -232,7 +232,7 @@ def cast(
         )
     changes = list(plan.changes())
     if not plan.wanted and not plan.scaled:
-        told = [change for change in changes if change.kind == "warning" or not plan.has_fixed]
+        told = [change for change in changes if change.kind == "warning" or not plan.fixed]
         return checkpoint.with_root(checkpoint.root, *told) if told else checkpoint
     work = _Work(plan, allow_overflow=allow_overflow)
     root = rebuild(plan.checkpoint.root, work.leaf)
@@ -341,6 +341,7 @@ class _Wish:
     """A tensor that is to be of another type, under its names."""
 
     tensor: TensorRef
+    storage: Storage
     dtype: str
     names: list[str] = field(default_factory=list)
 
@@ -368,8 +369,9 @@ class _Plan:
     """the names of what these no longer need."""
     left: set[int] = field(default_factory=set)
     """The identities of what cannot be cast."""
+    fixed: set[int] = field(default_factory=set)
+    """The identities of what has the type already that it is to have."""
     _matches: Counter[str] = field(default_factory=Counter)
-    _fixed: set[int] = field(default_factory=set)
     _left: list[str] = field(default_factory=list)
     _other: Counter[str] = field(default_factory=Counter)
     _optimizers: int = 0
@@ -419,7 +421,7 @@ class _Plan:
                 self._optimizers += 1
             else:
                 self._decide(path, tensor)
-        for identity in self._fixed & self.wanted.keys():
+        for identity in self.fixed & self.wanted.keys():
             self._disputed.extend(self.wanted.pop(identity).names)
 
     def _decide(self, path: Path, tensor: TensorRef) -> None:
@@ -432,20 +434,15 @@ class _Plan:
             self._matches[glob] += 1
         obstacle = _obstacle(elements, wanted)
         if wanted == tensor.dtype:
-            self._fixed.add(id(elements))
-        elif obstacle is not None:
+            self.fixed.add(id(elements))
+        elif obstacle is not None or elements.storage is None:
             self.left.add(id(elements))
             self._left.append(f"{name} ({obstacle})")
         else:
-            wish = self.wanted.setdefault(id(elements), _Wish(elements, wanted))
+            wish = self.wanted.setdefault(id(elements), _Wish(elements, elements.storage, wanted))
             wish.names.append(name)
             if wish.dtype != wanted:
                 self._disputed.append(name)
-
-    @property
-    def has_fixed(self) -> bool:
-        """Whether a tensor has the type already that it is to have."""
-        return bool(self._fixed)
 
     def changes(self) -> Iterator[Change]:
         """Yield a change for everything that is cast, or not, with the reason."""
@@ -484,9 +481,8 @@ class _Plan:
         kinds: dict[int, set[tuple[str, str]]] = {}
         names: dict[int, list[str]] = {}
         for wish in self.wanted.values():
-            if wish.tensor.storage is not None:
-                kinds.setdefault(id(wish.tensor.storage), set()).add(wish.pair)
-                names.setdefault(id(wish.tensor.storage), []).extend(wish.names)
+            kinds.setdefault(id(wish.storage), set()).add(wish.pair)
+            names.setdefault(id(wish.storage), []).extend(wish.names)
         for node in every_node(self.checkpoint.root):
             if isinstance(node, (TensorRef, StorageRef)) and id(node) not in self.wanted:
                 kinds.get(id(node.storage), set()).add(("", ""))
@@ -500,27 +496,22 @@ class _Work:
     """The new storages, and what was lost in them."""
 
     def __init__(self, plan: _Plan, *, allow_overflow: bool) -> None:
-        ahead = Ahead()
+        ahead, file, wanted = Ahead(), plan.checkpoint.path, plan.wanted.values()
         self._plan = plan
-        self._casters: dict[tuple[str, str], Caster] = {}
-        chosen = (wish.tensor for wish in plan.wanted.values())
-        self._originals = Originals(plan.checkpoint.root, chosen)
-        self._storages: dict[tuple[int, str, str], Storage] = {}
+        self._originals = Originals(plan.checkpoint.root, (wish.tensor for wish in wanted))
+        self._casters = {
+            pair: Caster(*pair, allow_overflow=allow_overflow, file=file, ahead=ahead)
+            for pair in dict.fromkeys(wish.pair for wish in wanted)
+        }
         self._groups: dict[tuple[int, str, str], list[_Wish]] = {}
-        for wish in plan.wanted.values():
-            if wish.tensor.storage is not None:
-                key = (id(wish.tensor.storage), *wish.pair)
-                self._groups.setdefault(key, []).append(wish)
-        for key, wishes in self._groups.items():
-            pair, storage = wishes[0].pair, wishes[0].tensor.storage
-            if pair not in self._casters:
-                file = plan.checkpoint.path
-                self._casters[pair] = Caster(
-                    *pair, allow_overflow=allow_overflow, file=file, ahead=ahead
-                )
-            if storage is not None:
-                views = [(wish.names[0], wish.tensor) for wish in wishes]
-                self._storages[key] = self._casters[pair].cast(storage, views)
+        for wish in wanted:
+            self._groups.setdefault((id(wish.storage), *wish.pair), []).append(wish)
+        self._storages = {
+            key: self._casters[first.pair].cast(
+                first.storage, [(wish.names[0], wish.tensor) for wish in (first, *others)]
+            )
+            for key, (first, *others) in self._groups.items()
+        }
 
     def leaf(self, node: Any) -> Any:
         """Return the node that takes the place of a node of the tree."""
@@ -530,13 +521,11 @@ class _Work:
         if elements is not node:  # its values have been treated already
             return node if elements.dtype == node.dtype else replace(node, dtype=elements.dtype)
         original = self._originals.of(node)
-        return node if original is None else self._cast(node, self._plan.wanted[id(original)].dtype)
-
-    def _cast(self, tensor: TensorRef, dtype: str) -> TensorRef:
-        storage = tensor.storage
-        if storage is not None:
-            storage = self._storages[id(storage), tensor.dtype, dtype]
-        return over_elements(tensor, dtype=dtype, storage=storage)
+        if original is None:
+            return node
+        dtype = self._plan.wanted[id(original)].dtype
+        storage = self._storages[id(node.storage), node.dtype, dtype]
+        return over_elements(node, dtype=dtype, storage=storage)
 
     def report(self, gather: Gather) -> Iterator[Change]:
         """Yield totals for each pair of types, then each tensor with losses, the largest first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -42,6 +42,25 @@ _MOST_TOLD = 20
 """Places that have a sentence of their own."""
 
 
+@dataclass(eq=False)
+class _Entry:
+    """A container, tensor or entry of a state dict, and what becomes of it."""
+
+    path: Path
+    node: Any
+    is_container: bool = False
+    names: frozenset[Any] = frozenset()
+    """Of a state dict, the keys that belong to the model."""
+    inside: list[_Entry] = field(default_factory=list)
+    tensors: int = 0
+    gone: bool = False
+    kept: bool = False
+    """Whether a tensor in it is chosen."""
+    reduced: bool = False
+    torn: bool = False
+    """Whether it cannot do without what is not chosen of it."""
+
+
 class _Pruning:
     """The containers of a tree, and the entries that go because `choose` refuses their path.
 
@@ -53,59 +72,52 @@ class _Pruning:
         self._root = root
         self._where = where
         self._parts = {id(one.holder): one for one in sections(root) if one.kind != "values"}
-        self._held: dict[Path, Any] = {}
-        self._inside: dict[Path, list[Path]] = {}
-        self._gone: set[Path] = set()
-        self._tensors: dict[Path, int] = {}
+        self._entries: dict[Path, _Entry] = {}
         self._find(choose)
-        self._kept = {path for path in self._tensors if path not in self._gone}
-        self._reduced: set[Path] = set()
-        self._torn: set[Path] = set()
-        for path in reversed(self._held):
-            self._decide(path)
+        for entry in reversed(self._entries.values()):
+            if entry.is_container:
+                self._decide(entry)
 
     def _find(self, choose: Callable[[Path], bool]) -> None:
-        own: dict[Path, frozenset[Any]] = {}
+        def add(entry: _Entry) -> None:
+            self._entries[entry.path] = entry
+            if entry.path:
+                self._entries[entry.path[:-1]].inside.append(entry)
+
+        def is_own(path: Path) -> bool:
+            return bool(path) and path[-1] in self._entries[path[:-1]].names
 
         def note(path: Path, node: Any) -> None:
-            if path not in self._tensors:
-                self._tensors[path] = sum(1 for _ in find_tensors(node))
-                self._inside.setdefault(path[:-1], []).append(path)
-                if not choose(self._where + path):
-                    self._gone.add(path)
+            if path not in self._entries:
+                kept, count = choose(self._where + path), sum(1 for _ in find_tensors(node))
+                add(_Entry(path, node, tensors=count, gone=not kept, kept=kept))
 
         def enter(path: Path, node: Any) -> bool:
-            if path and path[-1] in own[path[:-1]]:
+            if is_own(path):
                 note(path, node)
                 return False
             part = self._parts.get(id(node))
             names = wrapped_names(part.node) if part and part.kind == "state_dict" else ()
-            own[path] = frozenset(names)
-            self._held[path] = node
-            if path:
-                self._inside.setdefault(path[:-1], []).append(path)
+            add(_Entry(path, node, is_container=True, names=frozenset(names)))
             return True
 
         for path, leaf in walk(self._root, enter=enter):
-            if isinstance(leaf, TensorRef) or (path and path[-1] in own[path[:-1]]):
+            if isinstance(leaf, TensorRef) or is_own(path):
                 note(path, leaf)
 
-    def _decide(self, path: Path) -> None:
+    def _decide(self, entry: _Entry) -> None:
         """Decide whether a container goes, after the containers in it."""
-        node, part = self._held[path], self._parts.get(id(self._held[path]))
-        inside = self._inside.get(path, [])
-        leaving = [one for one in inside if one in self._gone]
-        reduced = bool(leaving) or any(one in self._reduced for one in inside)
-        kept = any(one in self._kept for one in inside if one not in self._gone)
-        self._tensors[path] = sum(self._tensors[one] for one in inside)
-        self._reduced.update({path} if reduced else ())
-        self._kept.update({path} if kept else ())
-        if reduced and part is not None and part.kind == "optimizer":
-            self._gone.add(path)
+        node, part = entry.node, self._parts.get(id(entry.node))
+        leaving = [one for one in entry.inside if one.gone]
+        entry.reduced = bool(leaving) or any(one.reduced for one in entry.inside)
+        entry.kept = any(one.kept for one in entry.inside if not one.gone)
+        entry.tensors = sum(one.tensors for one in entry.inside)
+        if entry.reduced and part is not None and part.kind == "optimizer":
+            entry.gone = True
         elif isinstance(node, dict):
-            self._gone.update({path} if leaving and len(leaving) == len(node) else ())
-        elif leaving or (reduced and isinstance(node, Opaque)):
-            (self._torn if kept else self._gone).add(path)
+            entry.gone = bool(leaving) and len(leaving) == len(node)
+        elif leaving or (entry.reduced and isinstance(node, Opaque)):
+            entry.torn, entry.gone = entry.kept, not entry.kept
 
     def result(self, file: str | None) -> tuple[Any, list[Change]]:
         """Return the tree without these entries (None if nothing is left), and the changes.
@@ -114,36 +126,38 @@ class _Pruning:
             UsageError: a list or an object would lose some of its tensors; or a dict that the file
                 has under two names would become two dicts.
         """
-        staying: list[Path] = []
+        staying: list[_Entry] = []
         told: list[tuple[str, int]] = []
         dropped: dict[int, tuple[Path, frozenset[Any]]] = {}
-        outside: set[Path] = set()
-        for path, node in self._held.items():
-            if path in self._gone or path[:-1] in outside:
-                if not path or path[:-1] not in outside:
-                    told.append(self._told(path))
-                outside.add(path)
+        todo = [one for one in (self._entries.get(()),) if one and one.is_container]
+        while todo:
+            entry = todo.pop()
+            if entry.gone:
+                partly = ", as not all of it is chosen" if entry.kept else ""
+                text = f"{self._place(entry)} ({counted(entry.tensors, 'tensor')}){partly}"
+                told.append((text, entry.tensors))
                 continue
-            if path in self._torn:
-                raise self._refusal(path, file)
-            staying.append(path)
-            leaving = [one for one in self._inside.get(path, []) if one in self._gone]
-            names = [str(one[-1]) for one in leaving if one not in self._held]
+            if entry.torn:
+                raise self._refusal(entry, file)
+            staying.append(entry)
+            todo.extend(one for one in reversed(entry.inside) if one.is_container)
+            leaving = [one for one in entry.inside if one.gone]
+            names = [str(one.path[-1]) for one in leaving if not one.is_container]
             if names:
-                text = f"{counted(len(names), 'name')} of {self._name(path)}: {listed(names)}"
+                text = f"{counted(len(names), 'name')} of {self._name(entry.path)}: {listed(names)}"
                 told.append((text, len(names)))
-            keys = frozenset(one[-1] for one in leaving)
-            before, others = dropped.setdefault(id(node), (path, keys))
+            keys = frozenset(one.path[-1] for one in leaving)
+            before, others = dropped.setdefault(id(entry.node), (entry.path, keys))
             if others != keys:
                 raise UsageError(
-                    f"{self._name(before)} and {self._name(path)} are one in this file, and would "
-                    "not be the same",
+                    f"{self._name(before)} and {self._name(entry.path)} are one in this file, and "
+                    "would not be the same",
                     file=file,
                     hint="choose the same names of both, or one of them by --key",
                 )
-        if () in self._gone:
+        if () in self._entries and self._entries[()].gone:
             return None, list(_left_out_of(told))
-        if not self._gone:
+        if not told:
             return self._root, []
 
         def smaller(node: dict[Any, Any]) -> dict[Any, Any]:
@@ -156,21 +170,15 @@ class _Pruning:
     def _name(self, path: Path) -> str:
         return printable(name_of(self._where + path)) or "the root"
 
-    def _place(self, path: Path) -> str:
+    def _place(self, entry: _Entry) -> str:
         """Return the address of a container, with its kind if it is a section or an object."""
-        node, part = self._held[path], self._parts.get(id(self._held[path]))
-        where = self._name(path) if path else f"at {self._name(path)}"
-        if part is not None:
-            return f"the {part.kind} {where}"
-        return f"the object {where}" if isinstance(node, Opaque) else self._name(path)
+        part, name = self._parts.get(id(entry.node)), self._name(entry.path)
+        if part is None and not isinstance(entry.node, Opaque):
+            return name
+        return f"the {part.kind if part else 'object'} {'' if entry.path else 'at '}{name}"
 
-    def _told(self, path: Path) -> tuple[str, int]:
-        count = self._tensors[path]
-        partly = ", as not all of it is chosen" if path in self._kept else ""
-        return f"{self._place(path)} ({counted(count, 'tensor')}){partly}", count
-
-    def _refusal(self, path: Path, file: str | None) -> UsageError:
-        node, name = self._held[path], self._name(path)
+    def _refusal(self, entry: _Entry, file: str | None) -> UsageError:
+        node, name = entry.node, self._name(entry.path)
         hint = "choose all of its tensors or none"
         if not isinstance(node, Opaque):
             what = "a list: without some of its entries the rest would be renumbered"
@@ -182,14 +190,14 @@ class _Pruning:
             hint="--model-only makes a plain state dict of it" if is_module(node) else hint,
         )
 
-    def _stale(self, staying: list[Path]) -> Iterator[Change]:
+    def _stale(self, staying: list[_Entry]) -> Iterator[Change]:
         """Warn of optimizers that stay with a state although weights of a model go."""
-        parts = {path: self._parts.get(id(self._held[path])) for path in staying}
-        kinds = {part.kind for path, part in parts.items() if part and path in self._reduced}
-        for path, part in parts.items() if not kinds.isdisjoint(MODEL_KINDS) else ():
-            if part is not None and part.kind == "optimizer" and part.node["state"]:
-                text = f"{self._place(path)} still has the state of parameters that are left out"
-                yield Change("warning", text)
+        parts = [(one, part) for one in staying if (part := self._parts.get(id(one.node)))]
+        if any(one.reduced and part.kind in MODEL_KINDS for one, part in parts):
+            for one, part in parts:
+                if part.kind == "optimizer" and part.node["state"]:
+                    text = f"{self._place(one)} still has the state of parameters that are left out"
+                    yield Change("warning", text)
 
 
 def thinned(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
