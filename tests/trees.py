@@ -74,3 +74,25 @@ def opened(path: Path) -> Checkpoint:
     from ckptool.formats import open_checkpoint
 
     return open_checkpoint(path)
+
+
+def by_name(*names: str) -> dict[str, Any]:
+    """The state of an optimizer that holds the names of its parameters."""
+    return {
+        "state": {name: {"exp_avg": tensor()} for name in names},
+        "param_groups": [{"params": list(names), "param_names": tuple(names), "lr": 0.1}],
+    }
+
+
+def modules_of(names: Iterable[str]) -> list[str]:
+    """The paths of all modules above these names, the root first."""
+    paths = {"": None}
+    for name in names:
+        parts = name.split(".")
+        paths.update({".".join(parts[:at]): None for at in range(1, len(parts))})
+    return list(paths)
+
+
+def texts(made: Checkpoint) -> list[tuple[str, str]]:
+    """The changes that were made, each with its kind."""
+    return [(change.kind, change.text) for change in made.changes]

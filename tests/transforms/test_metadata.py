@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ckptool.model import OrderedMap
 from ckptool.names import add_name, prefixed, strip_names
 from ckptool.transforms.names import moved_metadata, remaining_metadata
+from tests.trees import modules_of
 
 
 def entries(*paths):
@@ -102,11 +103,7 @@ NAMES = st.lists(
 
 
 def every_module(names):
-    paths = {"": None}
-    for name in names:
-        parts = name.split(".")
-        paths.update({".".join(parts[:at]): None for at in range(1, len(parts))})
-    return entries(*paths)
+    return entries(*modules_of(names))
 
 
 @given(NAMES, st.permutations(["a", "b", "0", "1", "conv"]))

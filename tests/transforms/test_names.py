@@ -11,15 +11,21 @@ from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.modules import module_state
 from ckptool.names import WRAPPERS
 from ckptool.transforms import add_module, strip_module
-from tests.trees import checkpoint, module, opened, parallel, state_dict, tensor
+from tests.trees import (
+    by_name,
+    checkpoint,
+    module,
+    modules_of,
+    opened,
+    parallel,
+    state_dict,
+    tensor,
+    texts,
+)
 
 
 def strip(root, **options):
     return strip_module(checkpoint(root), **options)
-
-
-def texts(made):
-    return [(change.kind, change.text) for change in made.changes]
 
 
 def test_every_state_dict_of_the_file_is_treated_and_order_and_tensors_stay():
@@ -99,16 +105,9 @@ def test_options_go_through_and_a_path_that_is_nowhere_is_named():
         strip(model, only="nothing")
 
 
-def by_name(*names):
-    return {
-        "state": {name: {"exp_avg": tensor()} for name in names},
-        "param_groups": [{"params": list(names), "param_names": list(names), "lr": 0.1}],
-    }
-
-
 def names_of(optimizer):
     group = optimizer["param_groups"][0]
-    return list(optimizer["state"]), group["params"], group["param_names"]
+    return list(optimizer["state"]), group["params"], list(group["param_names"])
 
 
 def test_optimizers_that_hold_names_follow_their_state_dict():
@@ -240,17 +239,9 @@ NAMES = st.lists(
 )
 
 
-def with_metadata(names):
-    paths = {"": None}
-    for name in names:
-        parts = name.split(".")
-        paths.update({".".join(parts[:at]): None for at in range(1, len(parts))})
-    return state_dict(names, metadata=list(paths))
-
-
 @given(NAMES, st.sampled_from(WRAPPERS))
 def test_strip_undoes_add_with_values_order_and_metadata(names, wrapper):
-    model = with_metadata(names)
+    model = state_dict(names, metadata=modules_of(names))
     added = add_module(checkpoint(model), wrapper=wrapper)
     assume(any(name != "n_averaged" for name in names))
     back = strip_module(added, levels=1).root
@@ -262,7 +253,7 @@ def test_strip_undoes_add_with_values_order_and_metadata(names, wrapper):
 
 @given(NAMES)
 def test_stripping_is_idempotent_and_keeps_the_tensors(names):
-    model = with_metadata(names)
+    model = state_dict(names, metadata=modules_of(names))
     try:
         once = strip_module(checkpoint(model))
     except NameCollision:

@@ -41,10 +41,15 @@ def loaded(result, folder):
         return torch.load(folder / "out.pth", weights_only=True, map_location="cpu")
 
 
+def read(tmp_path, content, **options):
+    """A file of `content`, open."""
+    torch.save(content, tmp_path / "in.pth", **options)
+    return ckptool.open(tmp_path / "in.pth")
+
+
 def saved(tmp_path, content, change=to_plain, **options):
     """A file of `content` changed: what torch reads from it, and the changes."""
-    torch.save(content, tmp_path / "in.pth", **options)
-    with ckptool.open(tmp_path / "in.pth") as source:
+    with read(tmp_path, content, **options) as source:
         result = change(source)
         return loaded(result, tmp_path), [(one.kind, one.text) for one in result.changes]
 
@@ -137,9 +142,8 @@ def test_strides_of_an_array_are_kept(tmp_path):
 
 def test_what_remains_is_an_error_that_names_each(tmp_path):
     content = {"args": argparse.Namespace(fn=os.path.join, lr=1.0), "steps": [slice(1, 2)]}
-    torch.save(content, tmp_path / "in.pth")
     with (
-        ckptool.open(tmp_path / "in.pth") as source,
+        read(tmp_path, content) as source,
         pytest.raises(NotRepresentable, match="2 of its objects") as caught,
     ):
         to_plain(source)
@@ -149,8 +153,7 @@ def test_what_remains_is_an_error_that_names_each(tmp_path):
 
 def test_nothing_to_do_is_the_same_checkpoint(tmp_path):
     content = {"a": torch.ones(2), "n": 1, "s": {1}, "c": collections.Counter("ab"), "b": b"x"}
-    torch.save(content, tmp_path / "in.pth")
-    with ckptool.open(tmp_path / "in.pth") as source:
+    with read(tmp_path, content) as source:
         assert to_plain(source) is source
         assert to_plain(source, drop=True) is source
         assert source.drop_objects() is source
@@ -301,8 +304,7 @@ class Other(torch.nn.Module):
 
 def test_tensors_beside_a_state_dict_are_a_loss(tmp_path):
     beside = ["scale (1 tensor)", "inner.mask (1 tensor)"]
-    torch.save({"net": Other()}, tmp_path / "in.pth")
-    with ckptool.open(tmp_path / "in.pth") as source:
+    with read(tmp_path, {"net": Other()}) as source:
         with pytest.raises(NotRepresentable, match="beside its state_dict: ") as caught:
             to_plain(source)
         assert all(text in str(caught.value) for text in beside)
@@ -352,8 +354,7 @@ class Row(tuple):
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_the_items_of_a_namedtuple_stay(tmp_path, protocol):
     content = {"at": Point(torch.ones(2), {"n": 1}), "row": Row((1, 2)), Point(1, 2): "key"}
-    torch.save(content, tmp_path / "in.pth", pickle_protocol=protocol)
-    with ckptool.open(tmp_path / "in.pth") as source:
+    with read(tmp_path, content, pickle_protocol=protocol) as source:
         with pytest.raises(NotRepresentable, match="at "):
             to_plain(source)
         for change in (without_rest, drop_objects):
@@ -385,8 +386,7 @@ def test_arrays_stay_as_tensors_when_objects_leave(tmp_path):
 
 def test_the_last_model_does_not_leave(tmp_path):
     net = {"net": torch.nn.Linear(2, 2), "epoch": 1}
-    torch.save(net, tmp_path / "in.pth")
-    with ckptool.open(tmp_path / "in.pth") as source:
+    with read(tmp_path, net) as source:
         with pytest.raises(NotRepresentable, match="the module net would lose its 2") as caught:
             drop_objects(source)
         assert caught.value.hint == "--plain converts objects to plain data"

@@ -18,15 +18,11 @@ from ckptool.transforms import (
     strip_module,
     table_rule,
 )
-from tests.trees import checkpoint, module, opened, state_dict, tensor
+from tests.trees import by_name, checkpoint, module, modules_of, opened, state_dict, tensor, texts
 
 
 def renamed(root, *rules, **options):
     return rename(checkpoint(root), rules, **options)
-
-
-def texts(made):
-    return [(change.kind, change.text) for change in made.changes]
 
 
 def versions(model):
@@ -105,13 +101,6 @@ def test_metadata_of_a_module_that_a_rule_of_other_names_concerns_stays():
     model = state_dict(["a.w"], metadata=["", "a", "act"])
     assert list(renamed(model, r"\.w$=>.weight").root.metadata) == ["", "a", "act"]
     assert list(renamed(model, r"\.=>_").root.metadata) == ["", "act"]
-
-
-def by_name(*names):
-    return {
-        "state": {name: {"exp_avg": tensor()} for name in names},
-        "param_groups": [{"params": list(names), "param_names": tuple(names), "lr": 0.1}],
-    }
 
 
 def test_optimizers_that_hold_names_follow():
@@ -231,12 +220,8 @@ NAMES = st.lists(
 
 
 def with_metadata(names):
-    paths = {"": None}
-    for name in names:
-        parts = name.split(".")
-        paths.update({".".join(parts[:at]): None for at in range(1, len(parts))})
-        paths.update({f"{parts[0]}.act": None})  # a module without tensors
-    return state_dict(names, metadata=list(paths))
+    aside = [f"{name.partition('.')[0]}.act" for name in names]  # modules without tensors
+    return state_dict(names, metadata=dict.fromkeys([*modules_of(names), *aside]))
 
 
 def component_rules(there):
