@@ -24,7 +24,8 @@ from ckptool.statedict import (
     model_state_dict,
     wrapped_names,
 )
-from ckptool.transforms.names import NamePlan, distinct, place
+from ckptool.transforms.names import NamePlan, distinct
+from ckptool.tree import where
 from ckptool.words import counted, listed, printable
 
 __all__ = ["compared", "fitted"]
@@ -64,8 +65,7 @@ def fitted(
     _check(namings, replace(allowance or Allowance(), lossy_cast=True))
     for naming in namings:
         naming.enter(plan)
-    plan.follow(every, lambda own: _as_bare(own, namings))
-    plan.follow_flat(checkpoint.root)
+    plan.follow(checkpoint.root, every, lambda own: _as_bare(own, namings))
     return plan.applied(checkpoint)
 
 
@@ -135,19 +135,19 @@ class _Naming:
         made: dict[Any, Any] = {}
         for name, value in complete(holder.items()):
             if name in made:
-                raise _taken(plan.file, name, place(self.part))
+                raise _taken(plan.file, name, where(self.part.path))
             made[name] = value
         return remade(holder, made)
 
     def _changes(self) -> Iterator[Change]:
-        report, where = self.report, place(self.part)
+        report, inside = self.report, where(self.part.path)
         wrong = [one.name for one in report.mismatched]
         for renaming in report.renamed:
             many = len(renaming.names)
-            text = f"{printable(renaming.text)}: {counted(many, 'name')} in {where}"
+            text = f"{printable(renaming.text)}: {counted(many, 'name')} in {inside}"
             yield Change("fit", text, many)
         if turned := [one.name for one in report.layouts]:
-            text = f"{counted(len(turned), 'tensor')} transposed in {where}: {listed(turned)}"
+            text = f"{counted(len(turned), 'tensor')} transposed in {inside}: {listed(turned)}"
             yield Change("fit", text, len(turned))
         for new, mates in self.mates.items():
             text = f"{listed(mates)} put beside {printable(new)}, which the model ties it to"
@@ -160,9 +160,9 @@ class _Naming:
             elif name in taken:
                 yield Change("fit", f"{text}, as {printable(self.names[name])}", 1)
         for names, what in (
-            (report.missing_keys, f"of the model missing in {where}"),
-            (report.unexpected_keys, f"in {where} that the model does not have"),
-            (wrong, f"in {where} of another shape than the model's"),
+            (report.missing_keys, f"of the model missing in {inside}"),
+            (report.unexpected_keys, f"in {inside} that the model does not have"),
+            (wrong, f"in {inside} of another shape than the model's"),
         ):
             if names:
                 text = f"{counted(len(names), 'name')} {what}: {listed(names)}"
@@ -182,7 +182,7 @@ def _namings(
         with closing(State(checkpoint, part)) as state:
             fit = planned(state, like, choices=choices, as_stored=True)
         if len(parts) > 1:
-            file = f"{checkpoint.path} ({place(part)})"
+            file = f"{checkpoint.path} ({where(part.path)})"
             fit = fit.with_changes(file=file)
         made.append(_naming(part, fit))
     return made

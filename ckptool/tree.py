@@ -45,6 +45,7 @@ __all__ = [
     "settled",
     "ties",
     "walk",
+    "where",
 ]
 
 _PLAIN = frozenset((
@@ -308,6 +309,11 @@ def is_within(path: Path, outer: Path) -> bool:
 def name_of(path: Path) -> str:
     """Return the address of a path: its keys joined with `/`."""
     return "/".join([key if type(key) is str else _key_text(key) for key in path])
+
+
+def where(path: Path) -> str:
+    """Return the address of a path for a sentence."""
+    return printable(name_of(path)) or "the root"
 
 
 def _key_text(key: Any) -> str:

@@ -10,7 +10,14 @@ from ckptool.files import ByteRange
 from ckptool.files.source import Told
 from ckptool.model import TensorRef
 
-__all__ = ["Worker", "in_turns", "same_by_checksum", "same_content", "side_by_side"]
+__all__ = [
+    "Worker",
+    "in_turns",
+    "same_by_checksum",
+    "same_content",
+    "same_elements",
+    "side_by_side",
+]
 
 Worker = Callable[[int, int], bool]
 """Does what lies from the one position up to the other; False: the rest need not be done."""
@@ -88,6 +95,12 @@ def same_content(a: TensorRef, b: TensorRef, told: Told | None = None) -> bool:
     if runs is None:
         return _same_streams(a.content(), b.content(), told)
     return _same_runs(*runs, told)
+
+
+def same_elements(a: TensorRef, b: TensorRef) -> bool:
+    """Return whether two tensors of one type and shape have the same bytes; False without any."""
+    same = same_by_checksum(a, b)
+    return (a.has_content and b.has_content and same_content(a, b)) if same is None else same
 
 
 def same_by_checksum(a: TensorRef, b: TensorRef) -> bool | None:

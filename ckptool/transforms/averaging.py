@@ -14,11 +14,11 @@ from ckptool.model import Storage, TensorRef, over_elements, remade, row_major_s
 from ckptool.names import N_AVERAGED, strip_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.tensors.averaging import Averager, Elements, elements_of
-from ckptool.tensors.sameness import same_content
+from ckptool.tensors.sameness import same_elements
 from ckptool.transforms.casting import FLOATING, Originals, refuse_apart
 from ckptool.transforms.extraction import single_state_dict
-from ckptool.transforms.names import distinct, place
-from ckptool.tree import name_of, rebuild
+from ckptool.transforms.names import distinct
+from ckptool.tree import name_of, rebuild, where
 from ckptool.words import counted, listed, printable
 
 __all__ = ["average"]
@@ -47,20 +47,17 @@ class _Mixing:
         Raises:
             UsageError: it makes no sense for so many files.
         """
-        wanted = {MEAN: max(count, 2), SLERP: 2, TASK: 3}.get(mode)
-        if wanted is None:
+        if mode not in MODES:
             raise UsageError(f"mode takes {listed(MODES)}, not {mode!r}")
-        if count != wanted:
-            what = "a mean takes two checkpoints or more"
-            if mode != MEAN:
-                what = f"{mode} takes {wanted} checkpoints, not {count}"
-            raise UsageError(what, hint=f"ckptool average {_USAGE[mode]} -o OUT")
-        numbers = tuple(map(float, weights))
-        fit = not weights or (mode == MEAN and len(weights) == count and sum(weights) != 0)
-        if not fit or (mode == MEAN) > (t is None) or not all(map(isfinite, (*numbers, t or 0))):
+        is_mean, numbers = mode == MEAN, tuple(map(float, weights))
+        fits = count == {MEAN: max(count, 2), SLERP: 2, TASK: 3}[mode]
+        fits &= not weights or (is_mean and len(weights) == count and sum(weights) != 0)
+        fits &= not is_mean or t is None
+        if not fits or not all(map(isfinite, (*numbers, t or 0))):
             raise UsageError(
-                "a mean takes one weight for each file, of a sum that is not 0; slerp and task "
-                "take one number t; all of them finite"
+                "a mean takes two checkpoints or more and one weight for each, of a sum that is "
+                "not 0; slerp takes two checkpoints, task three, and both one number t; all finite",
+                hint="ckptool average A B C --mode task --t 1 -o OUT",
             )
         default = {SLERP: 0.5}.get(mode, 1.0)
         return cls(mode, count, numbers, default if t is None else float(t))
@@ -83,9 +80,6 @@ class _Mixing:
             return f"the first file + {self.t:g} (the second - the third)"
         weighted = f", weighted {', '.join(f'{one:g}' for one in self.weights)}"
         return f"the mean of {self.count} files{weighted if self.weights else ''}"
-
-
-_USAGE = {MEAN: "A B", SLERP: "A B --mode slerp --t 0.5", TASK: "A B C --mode task --t 1"}
 
 
 def _means(
@@ -303,7 +297,7 @@ class _Plan:
         for name in own:
             self._add(name, tuple(one[name] for one in names))
         means = len(self.averaged) - before
-        text = f"{counted(means, 'tensor')} of {place(part)}: {self.mixing}"
+        text = f"{counted(means, 'tensor')} of {where(part.path)}: {self.mixing}"
         self._means.append(Change("average", text, means))
 
     def changes(self) -> Iterator[Change]:
@@ -348,7 +342,7 @@ class _Plan:
         elif not tensor.has_content and (is_equal or kind != "integer"):
             text = f"{printable(name)!r} is a {tensor.kind} tensor, which has no plain elements"
             raise UsageError(text, file=file)
-        elif is_equal and tensor is not first and not same_content(first, tensor):
+        elif is_equal and tensor is not first and not same_elements(first, tensor):
             fact = f"({first.dtype}) has other integers here than"
         else:
             return

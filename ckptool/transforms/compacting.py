@@ -28,21 +28,16 @@ def untie(checkpoint: Checkpoint) -> Checkpoint:
     seen: set[Any] = set()
     count = 0
 
-    def own(value: Any) -> Any:
-        nonlocal count
-        if not isinstance(value, TensorRef) or value.storage is None:
-            return value
-        if value.place not in seen:
-            seen.add(value.place)
-            return value
-        count += 1
-        return replace(value, storage=replace(value.storage))
-
     def with_own(mapping: dict[Any, Any]) -> dict[Any, Any]:
-        values = [own(value) for value in mapping.values()]
-        if all(new is old for new, old in zip(values, mapping.values(), strict=True)):
-            return mapping
-        return remade(mapping, zip(mapping, values, strict=True))
+        nonlocal count
+        items, before = dict(mapping), count
+        for key, value in mapping.items():
+            if isinstance(value, TensorRef) and value.storage is not None:
+                if value.place in seen:
+                    items[key] = replace(value, storage=replace(value.storage))
+                    count += 1
+                seen.add(value.place)
+        return mapping if count == before else remade(mapping, items)
 
     root = rebuild(checkpoint.root, mapping=with_own)
     if not count:

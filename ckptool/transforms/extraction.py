@@ -25,7 +25,7 @@ from ckptool.statedict import (
 from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.name_rules import similar
 from ckptool.transforms.names import remaining_metadata
-from ckptool.tree import is_within, name_of, rebuild, resolve, selected, walk
+from ckptool.tree import is_within, name_of, rebuild, resolve, selected, walk, where
 from ckptool.words import counted, listed, printable, shell
 
 __all__ = [
@@ -168,7 +168,7 @@ class _Pruning:
         return root, [*_left_out_of(told), *self._stale(staying)]
 
     def _name(self, path: Path) -> str:
-        return printable(name_of(self._where + path)) or "the root"
+        return where(self._where + path)
 
     def _place(self, entry: _Entry) -> str:
         """Return the address of a container, with its kind if it is a section or an object."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
@@ -36,7 +37,7 @@ from ckptool.statedict import (
     wrapped_names,
 )
 from ckptool.transforms.name_rules import AppliedRules, Rule, Step, rules_of
-from ckptool.tree import everything, rebuild
+from ckptool.tree import everything, rebuild, where
 from ckptool.words import counted, listed, printable, shell
 
 __all__ = [
@@ -47,7 +48,6 @@ __all__ = [
     "distinct",
     "followed",
     "moved_metadata",
-    "place",
     "remaining_metadata",
     "rename",
     "stays",
@@ -80,16 +80,15 @@ def moved_metadata(
     targets = {
         path: found[path] if path in found else _loose(path, rename_module) for path in metadata
     }
-    claims: dict[Any, tuple[int, Any]] = {}
-    for path, ranks in targets.items():
-        for new, rank in ranks.items():
-            if new not in claims or rank < claims[new][0]:
-                claims[new] = rank, path
+    every = [(rank, new, path) for path, ranks in targets.items() for new, rank in ranks.items()]
+    claims: dict[Any, Any] = {}
+    for _, new, path in sorted(every, key=itemgetter(0)):
+        claims.setdefault(new, path)
     moved = type(metadata)()
     for path, entry in metadata.items():
         if path not in claims and any(_is_below(new, path) for new in targets[path]):
             moved[path] = {"version": 1}
-        moved.update((new, entry) for new in targets[path] if claims[new][1] == path)
+        moved.update((new, entry) for new in targets[path] if claims[new] == path)
     return moved
 
 
@@ -230,15 +229,15 @@ class NamePlan:
         self.instead[id(part.holder)] = made
 
     def follow(
-        self, parts: Iterable[Section], alone: Callable[[list[str]], dict[str, str]]
+        self, root: Any, parts: Iterable[Section], alone: Callable[[list[str]], dict[str, str]]
     ) -> None:
-        """Plan the optimizers among `parts`, once all state dicts are planned.
+        """Plan the optimizers of a tree with the sections `parts`, once state dicts are planned.
 
         Each goes with the state dicts that have its names; `alone` says how the names change of one
-        that has none of theirs.
+        that has none of theirs. The keys of a flat state are as `state.NAME.exp_avg`.
 
         Raises:
-            NameCollision: two of its names would become one.
+            NameCollision: two of its names or keys would become one.
         """
         every = list(parts)
         loose = (loose_optimizers(part.holder) for part in every if part.kind == "values")
@@ -248,16 +247,12 @@ class NamePlan:
                 found = followed(own, self._namings)
                 renamed = {name: new for name, new in found.items() if new != name}
                 self._rename_optimizer(part, own, renamed if found else alone(own))
+        if any(renamed for _, renamed in self._namings):
+            self._follow_flat(root)
 
-    def follow_flat(self, root: Any) -> None:
-        """Plan flat states of optimizers, whose keys are as `state.NAME.exp_avg`.
-
-        Raises:
-            NameCollision: two keys would become one.
-        """
-        moved = any(renamed for _, renamed in self._namings)
-        every = (node for node in everything(root) if isinstance(node, dict)) if moved else ()
-        for flat in filter(is_flat_optimizer, every):
+    def _follow_flat(self, root: Any) -> None:
+        dicts = (node for node in everything(root) if isinstance(node, dict))
+        for flat in filter(is_flat_optimizer, dicts):
             found = (_FLAT_KEY.fullmatch(key) for key in flat if isinstance(key, str))
             parts = [one.groups() for one in found if one]
             new = followed((name for _, name, _ in parts), self._namings)
@@ -291,12 +286,12 @@ class NamePlan:
             ]
             self.instead[id(group)] = remade(group, items)
         verb = "follows" if len(renamed) == 1 else "follow"
-        text = f"{counted(len(renamed), 'name')} in the optimizer {place(part)} {verb}"
+        text = f"{counted(len(renamed), 'name')} in the optimizer {where(part.path)} {verb}"
         self.changes.append(Change("follow", text, len(renamed)))
 
     def _check(self, part: Section, names: Iterable[Any], renamed: dict[str, str]) -> None:
         check_collisions(
-            names, renamed, file=self.file or None, place=place(part), hint=self.collision_hint
+            names, renamed, file=self.file or None, place=where(part.path), hint=self.collision_hint
         )
 
 
@@ -343,14 +338,9 @@ def changed(names: Iterable[str], rename: Rename) -> dict[str, str]:
     return {name: new for name in names if (new := rename(name)) != name}
 
 
-def place(part: Section) -> str:
-    """Return the address of a section for a sentence."""
-    return printable(part.name) or "the root"
-
-
 def stays(part: Section) -> Change:
     """Return the warning that the names of a pickled module cannot change."""
-    text = f"the pickled module {place(part)} stays as it is: its class names its parts"
+    text = f"the pickled module {where(part.path)} stays as it is: its class names its parts"
     return Change("warning", text, len(part.node))
 
 
@@ -462,8 +452,7 @@ def rename(
             for name in names:
                 made.new(name)
             plan.changes.append(stays(part))
-    plan.follow(every, lambda own: made.renamed(own) if key is None else {})
-    plan.follow_flat(checkpoint.root)
+    plan.follow(checkpoint.root, every, lambda own: made.renamed(own) if key is None else {})
     plan.changes[:0] = made.changes()
     plan.changes.extend(Change("warning", text) for text in made.idle())
     return plan.applied(checkpoint)
@@ -539,9 +528,15 @@ def strip_module(
                 plan.changes.extend(_kept_in_part(part, left, only))
         elif part.kind == "module":
             found = unwrapped_modules(part.holder, only=only, levels=levels, at=at)
-            _unwrap(plan, part, names, found)
-    plan.follow(parts, lambda own: strip_names(own, only=only, levels=levels, at=at).renamed)
-    plan.follow_flat(checkpoint.root)
+            plan.instead.update(found.instead)
+            plan.note(names, found.renamed)
+            if found.instead and found.wanted is not None:
+                plan.changes.append(_stripped(part, found.wanted, found.renamed))
+            if found.keeps:
+                text = f"the pickled module {where(part.path)} keeps names that look wrapped"
+                plan.changes.append(Change("warning", f"{text}: its class has them", len(names)))
+    options: dict[str, Any] = {"only": only, "levels": levels, "at": at}
+    plan.follow(checkpoint.root, parts, lambda own: strip_names(own, **options).renamed)
     return plan.applied(checkpoint)
 
 
@@ -564,8 +559,7 @@ def add_module(
             _add(plan, part, wrapper, at)
         elif part.kind == "module":
             plan.changes.append(stays(part))
-    plan.follow(every, lambda own: changed(own, rename) if key is None else {})
-    plan.follow_flat(checkpoint.root)
+    plan.follow(checkpoint.root, every, lambda own: changed(own, rename) if key is None else {})
     return plan.applied(checkpoint)
 
 
@@ -588,11 +582,11 @@ def _add(plan: NamePlan, part: Section, wrapper: str, at: str | None) -> None:
     before = f"{at}.{wrapper}." if at else f"{wrapper}."
     own = [name for name in renamed if counts(name)]
     if own and all(name.startswith(before) for name in own):
-        text = f"the names in {place(part)} began with {before} before"
+        text = f"the names in {where(part.path)} began with {before} before"
         plan.changes.append(Change("warning", text, len(renamed)))
     plan.rename(part, names, renamed, add_name(wrapper, at))
     if renamed:
-        text = f"added {before} to {counted(len(renamed), 'name')} in {place(part)}"
+        text = f"added {before} to {counted(len(renamed), 'name')} in {where(part.path)}"
         plan.changes.append(Change("add", text, len(renamed)))
 
 
@@ -603,7 +597,7 @@ def _kept_in_part(
     within, others = wrapped_in_part(names, only=only)
     if within:
         text = (
-            f"module. stays in {counted(len(within), 'name')} of {place(part)}, because "
+            f"module. stays in {counted(len(within), 'name')} of {where(part.path)}, because "
             f"{printable(others[0])} has none: ckptool rename --prefix module.= removes it"
         )
         yield Change("warning", text, len(within))
@@ -611,16 +605,5 @@ def _kept_in_part(
 
 def _stripped(part: Section, result: StripResult, renamed: dict[str, str]) -> Change:
     names, going = counted(len(renamed), "name"), counted(result.levels, "level")
-    text = f"removed {', '.join(result.wrappers)} from {names} in {place(part)} ({going})"
+    text = f"removed {', '.join(result.wrappers)} from {names} in {where(part.path)} ({going})"
     return Change("strip", text, len(renamed))
-
-
-def _unwrap(plan: NamePlan, part: Section, names: list[str], found: Unwrapped) -> None:
-    """Plan the pickled wrappers inside a module away."""
-    plan.instead.update(found.instead)
-    plan.note(names, found.renamed)
-    if found.instead and found.wanted is not None:
-        plan.changes.append(_stripped(part, found.wanted, found.renamed))
-    if found.keeps:
-        text = f"the pickled module {place(part)} keeps names that look wrapped: its class has them"
-        plan.changes.append(Change("warning", text, len(names)))

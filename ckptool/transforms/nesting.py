@@ -7,7 +7,7 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import NameCollision, NotRepresentable
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef
-from ckptool.tree import name_of, walk
+from ckptool.tree import walk, where
 from ckptool.words import counted, listed, printable
 
 __all__ = ["flattened", "nested"]
@@ -25,17 +25,17 @@ def flattened(checkpoint: Checkpoint, separator: str = ".") -> Checkpoint:
     root, lost = OrderedMap(), list[str]()
 
     def enter(path: Path, node: Any) -> bool:
-        where = printable(name_of(path)) or "the root"
+        here = where(path)
         if isinstance(node, Opaque):
             raise NotRepresentable(
-                f"{where} is an object of class {printable(node.class_name)}, which has tensors",
+                f"{here} is an object of class {printable(node.class_name)}, which has tensors",
                 file=checkpoint.path or None,
                 hint="--plain makes plain data of objects where it can; --key takes one part",
             )
         if isinstance(node, OrderedMap) and node.attributes:
-            lost.append(f"the attributes of {where}: {listed(map(str, node.attributes))}")
+            lost.append(f"the attributes of {here}: {listed(map(str, node.attributes))}")
         if not node and path:
-            lost.append(f"{where}, which is empty")
+            lost.append(f"{here}, which is empty")
         return True
 
     for path, leaf in walk(checkpoint.root, enter=enter):

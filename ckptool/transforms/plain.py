@@ -21,13 +21,14 @@ from ckptool.model import (
     Wrapping,
     find_tensors,
     over_elements,
+    remade,
 )
 from ckptool.modules import held_apart, is_module, module_state, modules_below
 from ckptool.statedict import MODEL_KINDS, Section, only_its_class
 from ckptool.symbolic.encoder import blocking
 from ckptool.symbolic.text import raw_bytes
 from ckptool.transforms.extraction import plain_state_dict
-from ckptool.tree import everything, held_items, mentions, name_of, path_of, rebuild
+from ckptool.tree import everything, held_items, mentions, path_of, rebuild, where
 from ckptool.words import counted, listed, printable
 
 __all__ = [
@@ -410,20 +411,16 @@ def _check_models(before: Checkpoint, after: Checkpoint, hint: str | None) -> No
             )
 
 
-def _name(path: Path) -> str:
-    return printable(name_of(path)) or "the root"
-
-
 def _sentence(path: Path, node: Any) -> str:
     tensors = 0 if isinstance(node, (Global, TensorRef)) else sum(1 for _ in find_tensors(node))
     inside = f", with {tensors} tensor{'s' if tensors > 1 else ''}" if tensors else ""
-    return f"{_name(path)} ({printable(class_of(node))}{inside})"
+    return f"{where(path)} ({printable(class_of(node))}{inside})"
 
 
 def _remaining(path: Path, node: Any) -> str:
     lost = _beside_state(node)[0] if is_module(node) else ()
     beside = f", beside its state_dict: {listed(lost, _MOST_NAMED)}" if lost else ""
-    return f"{_name(path)} ({class_of(node)}{beside})"
+    return f"{where(path)} ({class_of(node)}{beside})"
 
 
 Forms = Callable[[Any], Any]
@@ -490,7 +487,7 @@ class _Plainer:
             form = self._form_of(node) if is_tensor else self._forms.get(id(node), node)
             if form is node:
                 continue
-            name = _name(path_of(link))
+            name = where(path_of(link))
             text = f"{name}: {printable(class_of(node))} becomes {_described(form)}"
             yield Change("plain", text, 1)
             if is_module(node):
@@ -550,13 +547,13 @@ def _kept(leaf: Any) -> Any:
 def _with_kept_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
     """Return a dict without the entries, or attributes, with a refused key or value."""
     kept = _kept_entries(mapping)
-    if not isinstance(mapping, OrderedMap):
-        return mapping if len(kept) == len(mapping) else kept
-    attributes = _kept_entries(mapping.attributes)
-    if len(kept) == len(mapping) and len(attributes) == len(mapping.attributes):
+    attributes = mapping.attributes if isinstance(mapping, OrderedMap) else {}
+    rest = _kept_entries(attributes)
+    if len(kept) == len(mapping) and len(rest) == len(attributes):
         return mapping
-    made = OrderedMap(kept)
-    made.attributes = attributes
+    made = remade(mapping, kept)
+    if isinstance(made, OrderedMap):
+        made.attributes = rest
     return made
 
 

@@ -81,5 +81,5 @@ def test_weights_and_modes(ckptool, files, tmp_path):
         assert torch.load(target)["state_dict"]["fc.weight"].unique().tolist() == [wanted]
     done = ckptool("average", *files, "--mode", "task", "-o", target, "--force")
     assert done.code == 2
-    assert "task takes 3 checkpoints, not 2" in done.err
+    assert "slerp takes two checkpoints, task three" in done.err
     assert ckptool("average", *files, "--weights", "a,b", "-o", target, "--force").code == 2
