@@ -7,7 +7,7 @@ wrapper components off; what no section holds, by path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from ckptool.statedict import (
 )
 from ckptool.transforms.name_rules import AppliedRules, Rule
 from ckptool.transforms.names import followed, unwrapped_modules
-from ckptool.tree import held_items, name_of, resolve
+from ckptool.tree import held_items, is_within, name_of, resolve
 from ckptool.words import listed, printable
 
 __all__ = ["Alignment", "Entry", "Pair", "align"]
@@ -145,15 +145,93 @@ def align(
         NotFound: there is nothing at `key`, or several things (`AmbiguousName`).
         LimitExceeded: a tree is nested deeper, or mentioned more often, than real ones are.
     """
-    found = scopes(a, b, key)
+    one, other, error = _scopes(a, b, key)
+    whole = error is None and not (one.entry or other.entry)
     aligned = _Alignment(
-        found.a,
-        found.b,
+        one,
+        other,
         _SideNames(a.path, strict_names, AppliedRules(rules, a.path)),
         _SideNames(b.path, strict_names),
-        whole=found.key is None,
+        whole=whole,
     ).run()
-    return in_scope(found, aligned)
+    if whole:
+        return aligned
+    text = name_of(tuple(key)) if isinstance(key, (tuple, list)) else str(key)
+
+    def wanted(entry: Entry, asked: Entry | None) -> bool:
+        if error is None:
+            return asked is not None and entry.path == asked.path
+        return entry.name == text or entry.name.endswith(f"/{text}")
+
+    pairs = [p for p in aligned.pairs if wanted(p.a, one.entry) or wanted(p.b, other.entry)]
+    only_a = [entry for entry in aligned.only_a if wanted(entry, one.entry)]
+    only_b = [entry for entry in aligned.only_b if wanted(entry, other.entry)]
+    if one.entry and other.entry and (only_a or only_b or not pairs):
+        pairs, only_a, only_b = [Pair(one.entry, other.entry)], [], []
+    if not (pairs or only_a or only_b):
+        raise error or NotFound(f"there is nothing named {printable(text)!r}")
+    return replace(aligned, pairs=tuple(pairs), only_a=tuple(only_a), only_b=tuple(only_b))
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The node of a checkpoint that is compared, its path, and the one entry that is asked for."""
+
+    root: Any
+    base: Path = ()
+    entry: Entry | None = None
+
+
+def _scopes(a: Checkpoint, b: Checkpoint, key: Any) -> tuple[Scope, Scope, NotFound | None]:
+    """Return what an address stands for in each; all of both without one.
+
+    Of an entry it is the section around, in which it finds its like. The error is to be raised
+    where neither has the address, and none of the names that are compared.
+
+    Raises:
+        NotFound: nothing answers to it in a file that is not one flat state dict.
+        AmbiguousName: several things do.
+    """
+    if key is None:
+        return Scope(a.root), Scope(b.root), None
+    found = [(checkpoint, _found(checkpoint, key)) for checkpoint in (a, b)]
+    nodes = [scope.root for _, scope in found if isinstance(scope, Scope)]
+    is_entry = not (nodes and all(map(_is_container, nodes)))
+    scopes: list[Scope] = []
+    error = None
+    for checkpoint, scope in found:
+        if isinstance(scope, Scope):
+            scopes.append(_section_around(checkpoint, scope) if is_entry else scope)
+            continue
+        if not is_entry and not is_flat(checkpoint.root):
+            raise scope
+        error = error or scope
+        scopes.append(Scope(checkpoint.root))
+    return scopes[0], scopes[1], None if nodes else error
+
+
+def _found(checkpoint: Checkpoint, key: Any) -> Scope | NotFound:
+    try:
+        path, node = resolve(checkpoint, key)
+    except AmbiguousName:
+        raise
+    except NotFound as error:
+        return error
+    return Scope(node, path)
+
+
+def _is_container(node: Any) -> bool:
+    if isinstance(node, Opaque):
+        return is_module(node) or bool(held_items(node))
+    return isinstance(node, (dict, list, tuple))
+
+
+def _section_around(checkpoint: Checkpoint, scope: Scope) -> Scope:
+    entry = Entry(name_of(scope.base), scope.base, scope.root)
+    for part in _parts(checkpoint.root):
+        if is_within(scope.base, part.path):
+            return Scope(part.holder, part.path, entry)
+    return Scope(checkpoint.root, entry=entry)
 
 
 @dataclass
@@ -227,17 +305,16 @@ class _Alignment:
         before = here if here == there else ()
         if here != there and one.path == other.path:
             before = one.path
-        a, b = (
-            _region(part, base, names.get(id(part), _AS_THEY_ARE))
-            for part, base in ((one, here), (other, there))
-        )
-        self._take(a, b, lambda key: name_of(before + key))
+        regions = Region(), Region()
+        for region, part, base in zip(regions, (one, other), (here, there), strict=True):
+            _fill(region, part, base, names.get(id(part), _AS_THEY_ARE), outer=before)
+            region.leaves.pop((), None)  # an object that is the section itself
+            region.containers.pop((), None)
+        self._take(*regions)
         if isinstance(one.holder, Opaque) and isinstance(other.holder, Opaque):
             name = name_of(before or here)
-            holders = _bare(one.holder), _bare(other.holder)
-            self.pairs.append(
-                Pair(name, Entry(name, here, holders[0]), Entry(name, there, holders[1]))
-            )
+            a, b = _bare(one.holder), _bare(other.holder)
+            self.pairs.append(Pair(Entry(name, here, a), Entry(name, there, b)))
         self._metadata(one, other, name_of(here))
 
     def _rest(
@@ -248,26 +325,20 @@ class _Alignment:
         names: dict[int, _Names],
     ) -> bool:
         """Values, and sections that nothing stands against: by path; whether there are any."""
-        pools = []
-        for scope, parts in ((self.a, parts_a), (self.b, parts_b)):
-            pool = Region()
-            pool.fill(scope.root, scope.base, skip=frozenset(part.path for part in parts))
+        pools = Region(), Region()
+        outer = self.a.base if self.a.base == self.b.base else ()
+        for pool, scope, parts in zip(pools, (self.a, self.b), (parts_a, parts_b), strict=True):
+            skip = frozenset(part.path for part in parts)
+            pool.fill(scope.root, scope.base, outer=outer, skip=skip)
             for part in parts:
                 if id(part) not in taken:
-                    _fill(
-                        pool,
-                        part,
-                        scope.base + part.path,
-                        names.get(id(part), _AS_THEY_ARE),
-                        part.path,
-                    )
-            pools.append(pool)
-        before = self.a.base if self.a.base == self.b.base else ()
-        self._take(pools[0], pools[1], lambda key: name_of(before + key))
+                    base, own = scope.base + part.path, names.get(id(part), _AS_THEY_ARE)
+                    _fill(pool, part, base, own, outer=outer, before=part.path)
+        self._take(*pools)
         return any(pool.leaves for pool in pools)
 
-    def _take(self, a: Region, b: Region, named: Callable[[Path], str]) -> None:
-        pairs, only_a, only_b = pair_regions(a, b, named)
+    def _take(self, a: Region, b: Region) -> None:
+        pairs, only_a, only_b = pair_regions(a, b)
         self.pairs.extend(pairs)
         self.only_a.extend(only_a)
         self.only_b.extend(only_b)
@@ -312,15 +383,15 @@ def _sort(part: Section) -> str:
     return _SORTS.get(part.kind, part.kind)
 
 
-def _region(part: Section, base: Path, names: _Names) -> Region:
-    region = Region()
-    _fill(region, part, base, names, ())
-    region.leaves.pop((), None)  # an object that is the section itself
-    region.containers.pop((), None)
-    return region
-
-
-def _fill(region: Region, part: Section, base: Path, names: _Names, before: Path) -> None:
+def _fill(
+    region: Region,
+    part: Section,
+    base: Path,
+    names: _Names,
+    *,
+    outer: Path = (),
+    before: Path = (),
+) -> None:
     """Take what a section holds, under the names by which it is compared."""
     under = _optimizer_names if part.kind == "optimizer" else _model_names
 
@@ -329,7 +400,8 @@ def _fill(region: Region, part: Section, base: Path, names: _Names, before: Path
         return key, compared, under(path, leaf, names.shown)[0]
 
     changes = names.compared or names.shown
-    region.fill(part.holder, base, before=before, changed=changed if changes else None)
+    known = changed if changes else None
+    region.fill(part.holder, base, outer=outer, before=before, changed=known)
 
 
 def _model_names(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, Any]:
@@ -384,122 +456,3 @@ def _weights_alone(a: Scope, b: Scope, couples: list[Couple]) -> Iterator[str]:
             whole, more = ("B", "A") if one.path else ("A", "B")
             name = printable(name_of(scope.base + part.path))
             yield f"{whole} is a state dict alone: --key {name} leaves out what else is in {more}"
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """The node of a checkpoint that is compared, and its path."""
-
-    root: Any
-    base: Path = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Scopes:
-    """The scopes of both; where one entry alone is asked for, also that."""
-
-    a: Scope
-    b: Scope
-    key: str | None = None
-    """The address, where it names an entry and not a container (or nothing yet)."""
-    entry_a: Entry | None = None
-    """The entry that answers to it."""
-    entry_b: Entry | None = None
-    error: NotFound | None = None
-    """To raise where nothing turns out to answer to it."""
-
-
-def scopes(a: Checkpoint, b: Checkpoint, key: Any = None) -> Scopes:
-    """Return what an address stands for in each; all of both without one.
-
-    Raises:
-        NotFound: nothing answers to it in a file that is not one flat state dict.
-        AmbiguousName: several things do.
-    """
-    if key is None:
-        return Scopes(Scope(a.root), Scope(b.root))
-    found = [_found(checkpoint, key) for checkpoint in (a, b)]
-    nodes = [scope for scope in found if isinstance(scope, Scope)]
-    errors = [error for error in found if isinstance(error, NotFound)]
-    if not nodes or any(not _is_container(scope.root) for scope in nodes):
-        return _of_entry(a, b, key, found, None if nodes else errors[0])
-    for error, checkpoint in zip(found, (a, b), strict=True):
-        if isinstance(error, NotFound) and not is_flat(checkpoint.root):
-            raise error
-    one, other = (
-        scope if isinstance(scope, Scope) else Scope(checkpoint.root)
-        for scope, checkpoint in zip(found, (a, b), strict=True)
-    )
-    return Scopes(one, other)
-
-
-def _found(checkpoint: Checkpoint, key: Any) -> Scope | NotFound:
-    try:
-        path, node = resolve(checkpoint, key)
-    except AmbiguousName:
-        raise
-    except NotFound as error:
-        return error
-    return Scope(node, path)
-
-
-def _is_container(node: Any) -> bool:
-    if isinstance(node, Opaque):
-        return is_module(node) or bool(held_items(node))
-    return isinstance(node, (dict, list, tuple))
-
-
-def _of_entry(
-    a: Checkpoint, b: Checkpoint, key: Any, found: list[Scope | NotFound], error: NotFound | None
-) -> Scopes:
-    """Return the scopes of an entry: the sections around it, in which it finds its like."""
-    around: list[Scope] = []
-    entries: list[Entry | None] = []
-    for checkpoint, scope in zip((a, b), found, strict=True):
-        if isinstance(scope, Scope):
-            around.append(_section_around(checkpoint, scope))
-            entries.append(Entry(name_of(scope.base), scope.base, scope.root))
-        else:
-            around.append(Scope(checkpoint.root))
-            entries.append(None)
-    wanted = name_of(tuple(key)) if isinstance(key, (tuple, list)) else str(key)
-    return Scopes(around[0], around[1], wanted, entries[0], entries[1], error)
-
-
-def _section_around(checkpoint: Checkpoint, scope: Scope) -> Scope:
-    for part in sections(checkpoint.root):
-        if part.kind != "values" and part.path == scope.base[: len(part.path)]:
-            return Scope(part.holder, part.path)
-    return Scope(checkpoint.root)
-
-
-def in_scope(found: Scopes, aligned: Alignment) -> Alignment:
-    """Return what of an alignment answers to the address; all of it where that names a container.
-
-    Raises:
-        NotFound: nothing does.
-    """
-    if found.key is None:
-        return aligned
-    wanted = _wanted(found)
-    pairs = [
-        pair
-        for pair in aligned.pairs
-        if wanted(pair.a, found.entry_a) or wanted(pair.b, found.entry_b)
-    ]
-    only_a = [entry for entry in aligned.only_a if wanted(entry, found.entry_a)]
-    only_b = [entry for entry in aligned.only_b if wanted(entry, found.entry_b)]
-    if found.entry_a and found.entry_b and (only_a or only_b or not pairs):
-        name = found.entry_a.name
-        pairs, only_a, only_b = [Pair(name, found.entry_a, found.entry_b)], [], []
-    if not (pairs or only_a or only_b):
-        raise found.error or NotFound(f"there is nothing named {printable(found.key)!r}")
-    return replace(aligned, pairs=tuple(pairs), only_a=tuple(only_a), only_b=tuple(only_b))
-
-
-def _wanted(found: Scopes) -> Callable[[Entry, Entry | None], bool]:
-    """Return the test for the entry that was found, or by the given name if none was found."""
-    if found.error is None:
-        return lambda entry, known: known is not None and entry.path == known.path
-    ending = f"/{found.key}"
-    return lambda entry, _: entry.name == found.key or entry.name.endswith(ending)

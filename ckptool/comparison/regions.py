@@ -8,12 +8,9 @@ from typing import Any
 
 from ckptool.inspection.values import Key, comparable, is_set
 from ckptool.model import Opaque, Path
-from ckptool.tree import walk
+from ckptool.tree import name_of, walk
 
-__all__ = ["Entry", "Pair", "Region", "pair_regions", "same_container"]
-
-Found = tuple[Path, Any, Path]
-"""The path of an entry from the root of its file, its leaf, and its path as the screen has it."""
+__all__ = ["Entry", "Pair", "Region", "pair_regions"]
 
 Changed = Callable[[Path, Any], tuple[Path, Any, Path]]
 """Of a leaf: its path below its part, itself, both as they are compared, and the path as shown."""
@@ -34,19 +31,23 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What both have."""
+    """What both have, under the name that the screen has for A's."""
 
-    name: str
     a: Entry
     b: Entry
+
+    @property
+    def name(self) -> str:
+        """The name for the screen."""
+        return self.a.name
 
 
 @dataclass
 class Region:
     """Entries of a part, by key, in the order of the file; containers beside them."""
 
-    leaves: dict[Key, Found] = field(default_factory=dict)
-    containers: dict[Key, Found] = field(default_factory=dict)
+    leaves: dict[Key, Entry] = field(default_factory=dict)
+    containers: dict[Key, Entry] = field(default_factory=dict)
     _again: dict[Key, int] = field(default_factory=dict)
 
     def fill(
@@ -54,13 +55,15 @@ class Region:
         root: Any,
         base: Path,
         *,
+        outer: Path = (),
         before: Path = (),
         skip: frozenset[Path] = frozenset(),
         changed: Changed | None = None,
     ) -> None:
         """Take what stands below `root`, whose path in the file is `base`.
 
-        `before` is put before each key, `skip` has the paths below `root` that are left out.
+        `before` is put before each key, and `outer` before that in names alone; `skip` has the
+        paths below `root` that are left out.
         """
 
         def enter(path: Path, node: Any) -> bool:
@@ -68,29 +71,25 @@ class Region:
                 return False
             if isinstance(node, Opaque):
                 return not is_set(node)
-            self.containers[comparable(before + path)] = base + path, node, before + path
+            shown = before + path
+            entry = Entry(name_of(outer + shown), base + path, node)
+            self.containers[comparable(shown)] = entry
             return True
 
         for path, leaf in walk(root, enter=enter):
             key, leaf, shown = (path, leaf, path) if changed is None else changed(path, leaf)
-            self._add(comparable(before + key), (base + path, leaf, before + shown))
+            entry = Entry(name_of(outer + before + shown), base + path, leaf)
+            self._add(comparable(before + key), entry)
 
-    def _add(self, key: Key, found: Found) -> None:
+    def _add(self, key: Key, entry: Entry) -> None:
         """Take an entry; one more of the same key (two objects as keys of a dict) is kept apart."""
         if key in self.leaves:
             count = self._again[key] = self._again.get(key, 1) + 1
             key = (*key, ("again", count))
-        self.leaves[key] = found
+        self.leaves[key] = entry
 
 
-def same_container(a: Any, b: Any) -> bool:
-    """Return whether two containers are of one kind: what order a dict keeps is no matter."""
-    return any(isinstance(a, kind) and isinstance(b, kind) for kind in (dict, list, tuple))
-
-
-def pair_regions(
-    a: Region, b: Region, named: Callable[[Path], str]
-) -> tuple[list[Pair], list[Entry], list[Entry]]:
+def pair_regions(a: Region, b: Region) -> tuple[list[Pair], list[Entry], list[Entry]]:
     """Return what both have by key, what only A has, what only B has, each in its file's order.
 
     A container is an entry where it stands against something else, or is empty and alone.
@@ -98,44 +97,31 @@ def pair_regions(
     pairs: list[Pair] = []
     only_a: list[Entry] = []
     only_b: list[Entry] = []
-
-    def entry(found: Found) -> Entry:
-        return Entry(named(found[2]), found[0], found[1])
-
-    def pair(one: Found, other: Found) -> None:
-        name = named(one[2])
-        pairs.append(Pair(name, Entry(name, *one[:2]), Entry(name, *other[:2])))
-
-    for key, found in a.leaves.items():
+    for key, entry in a.leaves.items():
         against = b.leaves.get(key) or b.containers.get(key)
         if against is not None:
-            pair(found, against)
+            pairs.append(Pair(entry, against))
         else:
-            only_a.append(entry(found))
-    for key, found in b.leaves.items():
-        if key in a.leaves:
-            continue
-        if key in a.containers:
-            pair(a.containers[key], found)
-        else:
-            only_b.append(entry(found))
-    for one, other in _unlike(a, b):
-        pair(one, other)
-    only_a.extend(entry(found) for found in _empty(a, b))
-    only_b.extend(entry(found) for found in _empty(b, a))
-    return pairs, only_a, only_b
-
-
-def _unlike(a: Region, b: Region) -> Iterator[tuple[Found, Found]]:
-    """Containers of one key and different kinds."""
-    for key, found in a.containers.items():
+            only_a.append(entry)
+    for key, entry in b.leaves.items():
+        if key in a.containers and key not in a.leaves:
+            pairs.append(Pair(a.containers[key], entry))
+        elif key not in a.leaves:
+            only_b.append(entry)
+    for key, entry in a.containers.items():
         against = b.containers.get(key)
-        if against is not None and not same_container(found[1], against[1]):
-            yield found, against
+        if against is not None and not _same_container(entry.leaf, against.leaf):
+            pairs.append(Pair(entry, against))
+    return pairs, [*only_a, *_empty(a, b)], [*only_b, *_empty(b, a)]
 
 
-def _empty(here: Region, there: Region) -> Iterator[Found]:
-    """Empty containers that nothing on the other side stands against."""
-    for key, found in here.containers.items():
-        if not found[1] and key not in there.containers and key not in there.leaves:
-            yield found
+def _same_container(a: Any, b: Any) -> bool:
+    """Return whether two containers are of one kind: what order a dict keeps is no matter."""
+    return any(isinstance(a, kind) and isinstance(b, kind) for kind in (dict, list, tuple))
+
+
+def _empty(here: Region, there: Region) -> Iterator[Entry]:
+    """Yield empty containers that nothing on the other side stands against."""
+    for key, entry in here.containers.items():
+        if not entry.leaf and key not in there.containers and key not in there.leaves:
+            yield entry

@@ -7,8 +7,7 @@ their order, floats that are NaN with themselves, sets whatever order they were 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any
@@ -28,7 +27,7 @@ from ckptool.model import (
     TensorRef,
     Wrapping,
 )
-from ckptool.tree import name_of
+from ckptool.tree import Link, name_of, path_of
 
 __all__ = [
     "ITSELF",
@@ -72,13 +71,6 @@ def type_name(node: Any) -> str:
         if isinstance(node, kind):
             return name
     return "torch.Size" if type(node).__name__ == "Size" else type(node).__name__
-
-
-def _same_plain(a: Any, b: Any) -> bool:
-    """Return whether two values of one type are equal; NaN is equal to NaN."""
-    if isinstance(a, complex):
-        return _same_plain(a.real, b.real) and _same_plain(a.imag, b.imag)
-    return bool(a == b or (a != a and b != b))
 
 
 def is_made_of_parts(tensor: TensorRef) -> bool:
@@ -130,8 +122,8 @@ def first_difference(
     return _Comparison(same, devices, listed, limits).run(a, b, held=held)
 
 
-Trail = tuple[Any, "Trail"] | None
-"""The last key of a place, and the trail to what holds it."""
+Part = tuple[Any, Any]
+"""A key, and what stands there."""
 Step = tuple[Any, Any, Any]
 """A key, and what stands there on either side."""
 
@@ -163,52 +155,52 @@ class _Comparison:
         self._seen: set[int] = set()
         self._again = 0
         self._kept: list[Any] = []
+        """What was made for the comparison, so that no later object gets its identity."""
 
     def run(self, a: Any, b: Any, *, held: bool) -> Unlike | None:
-        todo: list[tuple[Any, Any, Trail, bool]] = []
-        trail: Trail = None
+        todo: list[tuple[Any, Any, Link, bool]] = []
+        trail: Link = None
         exact = False
         try:
             steps = self._inside(a, b, exact, held=held)
             while True:
                 exact = exact or isinstance(a, TensorRef)
                 for key, one, other in reversed(steps):
-                    todo.append((one, other, (key, trail), exact and key not in _VALUES))
+                    todo.append((one, other, (trail, key), exact and key not in _VALUES))
                 if not todo:
                     break
                 a, b, trail, exact = todo.pop()
                 steps = self._inside(a, b, exact)
         except _Differ as differ:
             change = differ.args if len(set(differ.args)) > 1 else None
-            return Unlike(name_of(_keys(trail)) or ITSELF, change)
+            return Unlike(name_of(path_of(trail)) or ITSELF, change)
         return None
 
     def _inside(self, a: Any, b: Any, exact: bool, *, held: bool = True) -> list[Step]:
         """Return what is to be compared of two nodes; raises `_Differ` where they do themselves."""
         if a is b or not self._is_new(a, b):
             return []
-        if isinstance(a, dict) and isinstance(b, dict):
-            return [*_mappings(a, b), *_attributes(a, b)]
-        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-            if isinstance(a, list) != isinstance(b, list) or len(a) != len(b):
-                raise _Differ
-            return [(at, *items) for at, items in enumerate(zip(a, b, strict=True))]
-        if isinstance(a, TensorRef) and isinstance(b, TensorRef):
-            return self._tensors(a, b, exact)
-        if isinstance(a, StorageRef) and isinstance(b, StorageRef):
-            return self._storages(a, b)
-        if isinstance(a, Opaque) and isinstance(b, Opaque):
-            return self._objects(a, b, held)
-        if isinstance(a, DeviceValue) and isinstance(b, DeviceValue):
-            self._require(not self._devices or a.tag == b.tag, a.tag, b.tag)
-        elif isinstance(a, Global) and isinstance(b, Global):
-            self._require(a.qualified == b.qualified)
-        elif isinstance(a, _PLAIN) and isinstance(b, _PLAIN):
-            equal = type_name(a) == type_name(b) and _same_plain(a, b)
-            self._require(equal, *(() if equal else (summarise(a), summarise(b))))
-        else:
-            raise _Differ
-        return []
+        if isinstance(a, DeviceValue) and isinstance(b, DeviceValue) and not self._devices:
+            return []
+        if id(a) in self._listed and id(b) in self._listed:
+            return []
+        (one, mine), (other, others) = _made_of(a, held), _made_of(b, held)
+        if one != other:
+            in_words = all(isinstance(node, (*_PLAIN, DeviceValue)) for node in (a, b))
+            raise _Differ(*(map(summarise, (a, b)) if in_words else ()))
+        if isinstance(a, dict):
+            steps = _by_key(mine, others)
+            if isinstance(a, OrderedMap) and isinstance(b, OrderedMap):
+                steps += _by_key(_around(a), _around(b))
+            return steps
+        if isinstance(a, (Opaque, TensorRef)):
+            self._kept += (mine, others)
+        if isinstance(a, TensorRef):
+            return self._tensors(a, b, exact, _by_key(mine, others))
+        if isinstance(a, StorageRef):
+            self._require(not self._devices or a.storage.device == b.storage.device)
+            self._elements(a, b, True)
+        return _in_order(mine, others)
 
     def _is_new(self, a: Any, b: Any) -> bool:
         if isinstance(a, _PLAIN):
@@ -227,145 +219,127 @@ class _Comparison:
         if not equal:
             raise _Differ(*change)
 
-    def _tensors(self, a: TensorRef, b: TensorRef, exact: bool) -> list[Step]:
-        if id(a) in self._listed and id(b) in self._listed:
-            return []
-        self._require((a.kind, a.dtype, a.shape) == (b.kind, b.dtype, b.shape))
+    def _tensors(self, a: TensorRef, b: TensorRef, exact: bool, steps: list[Step]) -> list[Step]:
         if self._devices:
             self._require((a.device, a.requires_grad) == (b.device, b.requires_grad))
-        if a.kind in _NO_PARTS:
-            self._elements(a, b, exact)
-            return _layers(a, b)
-        if a.kind != "quantized":
-            self._elements(a, b, exact)
-        mine, others = _parts(a), _parts(b)
-        counts = _entries(mine), _entries(others)
-        self._require(counts[0] == counts[1], *(f"{count} entries" for count in counts))
-        self._kept += (mine, others)  # so that no later object gets their identity
-        steps = [*_mappings(mine, others), *_layers(a, b)]
+        layers = _around(a), _around(b)
+        if len(layers[0]) == len(layers[1]):  # else a file of another format cannot hold them
+            steps += _in_order(*layers)
         if a.kind == "quantized":  # what its codes mean comes first
             codes = raw_elements(a), raw_elements(b)
             self._kept += codes
-            steps.append(("codes", *codes))
+            return [*steps, ("codes", *codes)]
+        self._elements(a, b, exact)
+        counts = _entries(a), _entries(b)
+        self._require(counts[0] == counts[1], *(f"{count} entries" for count in counts))
         return steps
-
-    def _storages(self, a: StorageRef, b: StorageRef) -> list[Step]:
-        self._require((a.class_name, a.storage.nbytes) == (b.class_name, b.storage.nbytes))
-        if self._devices:
-            self._require(a.storage.device == b.storage.device)
-        self._elements(a, b, True)
-        return []
 
     def _elements(self, a: TensorRef | StorageRef, b: TensorRef | StorageRef, exact: bool) -> None:
         mine, others = raw_elements(a), raw_elements(b)
         if mine is not None and others is not None and self._same is not None:
             self._require(mine.shape == others.shape and self._same(mine, others, exact))
 
-    def _objects(self, a: Opaque, b: Opaque, held: bool) -> list[Step]:
-        if a.plain is not None and b.plain is not None:
-            self._require(a.plain[0] == b.plain[0] and _same_plain(a.plain[1], b.plain[1]))
-            return []
-        self._require(a.class_name == b.class_name)
-        if is_set(a):
-            return self._sets(a, b)
-        steps = [list(_steps(node, held)) for node in (a, b)]
-        self._require([kind for kind, _ in steps[0]] == [kind for kind, _ in steps[1]])
-        found: list[Step] = []
-        if not (isinstance(a.func, Global) and isinstance(b.func, Global)):
-            found.append(("function", a.func, b.func))
-        if held or a.class_name != "collections.Counter":
-            found.append(("arguments", _arguments(a), _arguments(b)))
-        found.append(("options", a.kwargs, b.kwargs))
-        pairs = zip(*steps, strict=True)
-        for (kind, mine), (_, others) in pairs:
-            self._kept += (mine, others)  # so that no later object gets their identity
-            found.append(("attributes" if kind == "build" else "items", mine, others))
-        return found
 
-    def _sets(self, a: Opaque, b: Opaque) -> list[Step]:
-        mine, others = list(set_items(a)), list(set_items(b))
-        self._require(len(mine) == len(others))
-        if all(map(_is_member, (*mine, *others))):
-            self._require(Counter(map(_member, mine)) == Counter(map(_member, others)))
-            return []
-        self._kept += (mine, others)
-        return [("items", mine, others)]  # of what cannot be told apart by value: in their order
-
-
-def _keys(trail: Trail) -> tuple[Any, ...]:
-    keys = []
-    while trail is not None:
-        key, trail = trail
-        keys.append(key)
-    return tuple(reversed(keys))
-
-
-def _mappings(a: dict[Any, Any], b: dict[Any, Any]) -> Iterator[Step]:
-    """Return the entries of two mappings by key, whatever their order."""
-    mine = {comparable((key,)): (key, value) for key, value in a.items()}
-    others = {comparable((key,)): value for key, value in b.items()}
-    if len(a) != len(b) or mine.keys() != others.keys():
+def _by_key(a: Iterable[Part], b: Iterable[Part]) -> list[Step]:
+    """Return the parts of two nodes by key, whatever their order."""
+    mine = {comparable((key,)): (key, value) for key, value in a}
+    others = {comparable((key,)): value for key, value in b}
+    if mine.keys() != others.keys():
         raise _Differ
-    return ((key, value, others[known]) for known, (key, value) in mine.items())
+    return [(key, value, others[known]) for known, (key, value) in mine.items()]
 
 
-def _attributes(a: dict[Any, Any], b: dict[Any, Any]) -> Iterator[Step]:
-    """Return what `OrderedDict`s hold beside their entries; an ordinary dict holds nothing."""
-    if isinstance(a, OrderedMap) and isinstance(b, OrderedMap):
-        return _mappings(a.attributes, b.attributes)
-    return iter(())
+def _in_order(a: Iterable[Part], b: Iterable[Part]) -> list[Step]:
+    return [(key, one, other) for (key, one), (_, other) in zip(a, b, strict=True)]
 
 
-def own_parts(tensor: TensorRef) -> dict[Any, Any]:
-    """Return the parts of a tensor that do not only repeat its header."""
-    return {key: part for key, part in (tensor.parts or {}).items() if key not in _IN_HEADER}
+def _made_of(node: Any, held: bool = True) -> tuple[tuple[Any, ...], list[Part]]:
+    """Return what equal nodes have alike, and the parts to compare.
+
+    `held`: also what an object itself holds as a list or dict. Parts of a dict and of a tensor
+    have their keys in any order.
+    """
+    if isinstance(node, dict):
+        return ("dict", len(node)), list(node.items())
+    if isinstance(node, (list, tuple)):
+        kind = "list" if isinstance(node, list) else "tuple"
+        return (kind, len(node)), list(enumerate(node))
+    if isinstance(node, TensorRef):
+        return ("tensor", node.kind, node.dtype, node.shape), _parts(node)
+    if isinstance(node, StorageRef):
+        return (node.class_name, node.storage.nbytes), []
+    if isinstance(node, DeviceValue):
+        return ("device", node.tag), []
+    if isinstance(node, Global):
+        return ("global", node.qualified), []
+    if isinstance(node, Opaque):
+        return _object(node, held)
+    return (type_name(node), _value(node)), []
 
 
-def _parts(tensor: TensorRef) -> dict[Any, Any]:
-    """Return the parts that are compared, with the items of a quantiser by name."""
-    parts = own_parts(tensor)
+def _value(value: Any) -> Any:
+    """Return a plain value so that NaN is equal to NaN."""
+    if isinstance(value, complex):
+        return _value(value.real), _value(value.imag)
+    return value if value == value else "nan"
+
+
+def _parts(tensor: TensorRef) -> list[Part]:
+    """Return parts that do not only repeat the header, the items of a quantiser by name."""
+    if tensor.kind in _NO_PARTS:
+        return []
+    parts = {key: part for key, part in (tensor.parts or {}).items() if key not in _IN_HEADER}
     if isinstance(parts.get("quantizer"), tuple):
         parts["quantizer"] = dict(zip(_QUANTIZER, parts["quantizer"], strict=False))
-    return parts
+    return list(parts.items())
 
 
-def _entries(parts: dict[Any, Any]) -> int | None:
-    """Return how many entries, or blocks, a sparse tensor of these parts has; None for others."""
+def _entries(tensor: TensorRef) -> int | None:
+    """Return how many entries, or blocks, a sparse tensor has; None for others."""
+    parts = tensor.parts or {}
     values = parts.get("values")
     sparse = {"indices", "plain_indices"} & parts.keys()
     return values.shape[0] if sparse and isinstance(values, TensorRef) and values.shape else None
 
 
-def _layers(a: TensorRef, b: TensorRef) -> list[Step]:
-    """Return what was put around the tensors, where that says more than the header."""
-    mine, others = ([layer for layer in ref.wrapping if _tells(layer)] for ref in (a, b))
-    if len(mine) != len(others):
-        return []  # what a file of another format cannot hold
-    return [
-        (name, getattr(one, name), getattr(other, name))
-        for one, other in zip(mine, others, strict=True)
-        for name in ("type", "state")
-    ]
+def _around(node: Any) -> list[Part]:
+    """Return what an `OrderedDict` has beside its entries, and what was put around a tensor."""
+    if isinstance(node, OrderedMap):
+        return list(node.attributes.items())
+    if isinstance(node, TensorRef):
+        layers = filter(_tells, node.wrapping)
+        return [(key, getattr(layer, key)) for layer in layers for key in ("type", "state")]
+    return []
 
 
 def _tells(layer: Wrapping) -> bool:
+    """Return whether a layer says more than the header."""
     return layer.type is not None or layer.state is not None
 
 
-def portions(node: Opaque) -> Iterator[tuple[str, list[Any]]]:
-    """Yield what made an object: its states, and the items that were added in portions as one."""
+def _object(node: Opaque, held: bool) -> tuple[tuple[Any, ...], list[Part]]:
+    if node.plain is not None:
+        return (node.plain[0], _value(node.plain[1])), []
+    if is_set(node):
+        items = list(set_items(node))
+        if all(map(_is_member, items)):
+            return (node.class_name, *sorted(repr(comparable((item,))) for item in items)), []
+        return (node.class_name, len(items)), [("items", item) for item in items]
+    head, parts = [node.class_name, isinstance(node.func, Global)], list[Part]()
+    if not isinstance(node.func, Global):
+        parts.append(("function", node.func))
+    if held or node.class_name != "collections.Counter":
+        parts.append(("arguments", _arguments(node)))
+    parts.append(("options", node.kwargs))
     for kind, run in groupby(node.steps, lambda step: step[0]):
         values = [value for _, value in run]
-        yield kind, values if kind == "build" else list(chain.from_iterable(values))
-
-
-def _steps(node: Opaque, held: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the states of an object one by one, and items that are not empty."""
-    for kind, values in portions(node):
         if kind == "build":
-            yield from ((kind, state) for state in values)
-        elif held and values:
-            yield kind, values
+            parts += [("attributes", state) for state in values]
+            head += [kind] * len(values)
+        elif held and (items := list(chain.from_iterable(values))):  # added in portions
+            parts.append(("items", items))
+            head.append(kind)
+    return tuple(head), parts
 
 
 def _is_member(item: Any) -> bool:
@@ -373,11 +347,6 @@ def _is_member(item: Any) -> bool:
     return isinstance(item, _PLAIN) or (
         isinstance(item, tuple) and all(isinstance(part, _PLAIN) for part in item)
     )
-
-
-def _member(item: Any) -> Any:
-    """Return an item of a set as what is equal in another file if it means the same."""
-    return comparable((item,))
 
 
 def _arguments(node: Opaque) -> Any:
@@ -404,6 +373,7 @@ class Fingerprints:
         self._listed = listed
         self._path: Path = ()
         self._known: dict[int, bytes] = {}
+        self._made: dict[int, tuple[tuple[Any, ...], list[Part]]] = {}
 
     def of(self, path: Path, root: Any) -> str:
         """Return the digest of a node, 16 hexadecimal digits; the tree must outlive this object.
@@ -413,97 +383,44 @@ class Fingerprints:
         """
         self._path = path
         stack: list[Any] = [root]
-        entered: set[int] = set()
         while stack:
             node = stack[-1]
-            if id(node) not in entered and id(node) not in self._known:
-                entered.add(id(node))
-                within = (child for child in _children(node) if isinstance(child, _CONTAINERS))
-                stack += [child for child in within if id(child) not in entered]
+            if id(node) not in self._made:
+                head, parts = _made_of(node)
+                parts = [*parts, *_around(node)]
+                self._made[id(node)] = head, parts
+                within = (part for _, part in parts if isinstance(part, _CONTAINERS))
+                stack += [part for part in within if id(part) not in self._made]
             elif id(stack.pop()) not in self._known:
-                self._known[id(node)] = self._digest(node)
+                self._known[id(node)] = self._digest(node, *self._made[id(node)])
         return self._known[id(root)].hex()[:_LENGTH]
 
-    def _digest(self, node: Any) -> bytes:
-        found = [self._known_or_plain(child) for child in _children(node)]
-        if isinstance(node, (dict, TensorRef)):
-            found = sorted(a + b for a, b in zip(found[::2], found[1::2], strict=True))
-        elif isinstance(node, Opaque) and is_set(node):
+    def _digest(self, node: Any, head: tuple[Any, ...], parts: list[Part]) -> bytes:
+        found = [
+            _hash(repr(comparable((key,)))) + self._known_or_plain(part) for key, part in parts
+        ]
+        if isinstance(node, (dict, TensorRef)) or is_set(node):
             found.sort()
-        return _hash(self._head(node).encode("utf-8", "backslashreplace"), *found)
+        return _hash(f"{head!r} {self._content(node)}", *found)
 
     def _known_or_plain(self, node: Any) -> bytes:
         if isinstance(node, _CONTAINERS):
             return self._known.get(id(node), b"itself")
-        return _hash(self._head(node).encode("utf-8", "backslashreplace"))
+        return self._digest(node, *_made_of(node))
 
-    def _content(self, raw: TensorRef | None) -> str:
+    def _content(self, node: Any) -> str:
+        raw = raw_elements(node) if isinstance(node, (TensorRef, StorageRef)) else None
         if raw is None or id(raw) in self._listed:
             return ""
         self._repeated.add(self._path, raw)
         return content_hash(raw)
 
-    def _head(self, node: Any) -> str:
-        """Return what a node is beside its children."""
-        if isinstance(node, (TensorRef, StorageRef)):
-            content = self._content(raw_elements(node))
-            if isinstance(node, StorageRef):
-                return f"{node.class_name} {content}"
-            return f"tensor {node.kind} {node.dtype} {node.shape} {content}"
-        if isinstance(node, Opaque):
-            if node.plain is not None:
-                return f"{node.plain!r}"
-            kinds = (
-                ""
-                if is_set(node)
-                else " ".join(f"{kind} {len(held)}" for kind, held in portions(node))
-            )
-            return f"{node.class_name} {kinds}"
-        if isinstance(node, DeviceValue):
-            return f"device {node.tag}"
-        if isinstance(node, Global):
-            return f"global {node.qualified}"
-        if isinstance(node, dict):
-            return "dict"
-        return type_name(node) if isinstance(node, _CONTAINERS) else f"{type_name(node)} {node!r}"
 
-
-def _hash(head: bytes, *parts: bytes) -> bytes:
+def _hash(head: str, *parts: bytes) -> bytes:
     import hashlib  # OpenSSL: a list without hashes has no use for it
 
-    digest = hashlib.sha256(len(head).to_bytes(8, "little") + head)
+    raw = head.encode("utf-8", "backslashreplace")
+    digest = hashlib.sha256(len(raw).to_bytes(8, "little") + raw)
     for part in parts:
         digest.update(part)
     return digest.digest()
-
-
-def _children(node: Any) -> Iterable[Any]:
-    """Return what a node is made of; of a mapping and of a tensor, keys and values in turns."""
-    if isinstance(node, dict):
-        more = node.attributes if isinstance(node, OrderedMap) else {}
-        return chain(_flat(node.items()), ("attributes", more) if more else ())
-    if isinstance(node, (list, tuple)):
-        return node
-    if isinstance(node, TensorRef):
-        parts: list[tuple[str, Any]] = list(own_parts(node).items())
-        for number, layer in enumerate(node.wrapping):
-            parts += [(f"type {number}", layer.type), (f"state {number}", layer.state)]
-        return _flat((key, part) for key, part in parts if part is not None)
-    if isinstance(node, Opaque) and node.plain is None:
-        return _of_object(node)
-    return ()
-
-
-def _of_object(node: Opaque) -> Iterator[Any]:
-    if is_set(node):
-        yield from set_items(node)
-        return
-    yield from (node.args, node.kwargs)
-    if not isinstance(node.func, Global):
-        yield node.func
-    for _, held in portions(node):
-        yield from held
-
-
-def _flat(pairs: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(pairs)
