@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckptool._lazy import Result
-from ckptool.inspection.values import json_value
+from ckptool.inspection.values import documented, json_value
 from ckptool.model import Shape
 
 if TYPE_CHECKING:
@@ -59,15 +59,7 @@ class Side:
         """Return what `ckptool.diff/1` tells of one side."""
         if self.sort != "tensor":
             return {"name": self.name, "type": self.type, "value": self.value}
-        return {
-            "name": self.name,
-            "dtype": self.dtype,
-            "shape": self.shape,
-            "device": self.device,
-            "requires_grad": self.requires_grad,
-            "kind": self.kind,
-            "nbytes": self.nbytes,
-        }
+        return documented(self, "sort", "type", "value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +141,18 @@ class Diff(Result):
     """The same of the second."""
     identical: bool
     """Whether nothing differs that counts."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Entries by status `A` `D` `M` `R` `T`, all five keys, without those that do not count."""
     only_in_a: tuple[Side, ...] = ()
     """In the order of the file, what was renamed left out."""
     only_in_b: tuple[Side, ...] = ()
     """The same, in the order of B."""
-    changed: tuple[Changed, ...] = ()
-    values: tuple[Changed, ...] = ()
     renamed: tuple[Renamed, ...] = ()
     """Tensors that both have, under names that do not correspond."""
+    changed: tuple[Changed, ...] = ()
     changed_in_all: int = 0
     """How many `changed` would have without `max_diffs`."""
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """Entries by status `A` `D` `M` `R` `T`, all five keys, without those that do not count."""
+    values: tuple[Changed, ...] = ()
     tagged: int = 0
     """Entries that differ only in device or requires_grad, and so do not count."""
     common: int = 0
@@ -186,30 +178,11 @@ class Diff(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.diff/1`."""
-        return {
-            "schema": "ckptool.diff/1",
-            "a": self.a,
-            "b": self.b,
-            "format_a": self.format_a,
-            "format_b": self.format_b,
-            "identical": self.identical,
-            "counts": dict(self.counts),
+        only = {
             "only_in_a": [side.name for side in self.only_in_a],
             "only_in_b": [side.name for side in self.only_in_b],
-            "renamed": [row.to_dict() for row in self.renamed],
-            "changed": [row.to_dict() for row in self.changed],
-            "changed_in_all": self.changed_in_all,
-            "values": [row.to_dict() for row in self.values],
-            "tagged": self.tagged,
-            "common": self.common,
-            "equal": self.equal,
-            "close": self.close,
-            "by_checksum": self.by_checksum,
-            "read": self.read,
-            "elements": self.elements,
-            "structure": self.structure,
-            "notes": list(self.notes),
         }
+        return {"schema": "ckptool.diff/1", **documented(self), **only}
 
 
 def magnitude(found: Difference | None) -> tuple[int, float, float]:

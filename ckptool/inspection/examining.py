@@ -86,7 +86,7 @@ def examine(
         UnsupportedFormat: a checkpoint of a kind that is not read.
         UnreadableFile: it changed meanwhile, or the disk refuses.
     """
-    look = _Look(Verdict(os.fsdecode(path)), limits, progress)
+    look = _Look(Verdict(os.fsdecode(path)), limits, progress, values, hashes)
     try:
         probe = Probe(path, limits)
     except CorruptFile as error:  # of the journal of an edit that was cut short
@@ -102,21 +102,21 @@ def examine(
             index = probe.ask(open_index)
             if index is not None:
                 shards = {name: index.beside(name) for name in index.shards}
-                look.at_set(probe, index.path, shards, values=values, hashes=hashes)
+                look.at_set(probe, index.path, shards)
             elif find := next((find for known, find in _SETS if known.recognise(probe)), None):
                 files = find(probe)
                 top = os.path.commonpath(list(map(os.path.dirname, files)))
                 shards = {os.path.relpath(one, top or "."): one for one in files}
-                look.at_set(probe, probe.path, shards, values=values, hashes=hashes)
+                look.at_set(probe, probe.path, shards)
             else:
-                look.at_file(probe, values=values, hashes=hashes)
+                look.at_file(probe)
                 for one in tensor_files(probe):
                     look.at_shard(one, os.path.basename(one))
         except CheckpointError as error:
             look.blame(error)
         except PermissionError as error:
             raise FileDenied("the system does not let us read it", file=path) from error
-    return replace(look.verdict, file=without_query(look.verdict.file)), look.hashes
+    return replace(look.verdict, file=without_query(look.verdict.file)), look.hashed
 
 
 @dataclass
@@ -126,11 +126,13 @@ class _Look:
     verdict: Verdict
     limits: Limits
     progress: Progress | None
-    hashes: tuple[HashedTensor, ...] | None = None
+    values: bool = False
+    hashes: bool = False
     is_shard: bool = False
     """Whether it is one file of a set, which is looked at as a whole too."""
+    hashed: tuple[HashedTensor, ...] | None = None
 
-    def at_file(self, probe: Probe, *, values: bool, hashes: bool) -> None:
+    def at_file(self, probe: Probe) -> None:
         """Look at one file, or the files of an unzipped one."""
         found = checks.structure(probe)
         self.add(found)
@@ -142,7 +144,7 @@ class _Look:
             self.add(_damaged(wrong, None))
             self.blame(error, contradicted=bool(self.verdict.problems))
             return
-        self.at_content(checkpoint, probe, wrong, values=values, hashes=hashes)
+        self.at_content(checkpoint, probe, wrong)
 
     def at_name(self, probe: Probe) -> None:
         """Compare the file with the hash in its name, as `torch.hub` does: `resnet18-5c106cde.pth`.
@@ -163,9 +165,7 @@ class _Look:
             hint = "torch.hub names files so: download it again, unless it was changed on purpose"
             self.add(Findings((Problem("name", "", text, hint),)))
 
-    def at_set(
-        self, probe: Probe, path: str, shards: Mapping[str, str], *, values: bool, hashes: bool
-    ) -> None:
+    def at_set(self, probe: Probe, path: str, shards: Mapping[str, str]) -> None:
         """Look at each shard of an index, or each rank's file, then at what they are together."""
         self.verdict = replace(self.verdict, file=path, shards=len(shards))
         faulty = {path for name, path in shards.items() if self.at_shard(path, name)}
@@ -175,7 +175,7 @@ class _Look:
             if error.file not in faulty:
                 self.blame(error, contradicted=True)
             return
-        self.at_content(checkpoint, probe, [], values=values, hashes=hashes)
+        self.at_content(checkpoint, probe, [])
 
     def at_shard(self, path: str, name: str) -> bool:
         """Look at a shard by itself, as far as it is there; whether anything is wrong with it."""
@@ -186,7 +186,7 @@ class _Look:
                 return False
             look = _Look(Verdict(path), self.limits, self.progress, is_shard=True)
             try:
-                look.at_file(probe, values=False, hashes=False)
+                look.at_file(probe)
             except UnsupportedFormat:
                 return False
         found, verdict = look.verdict, self.verdict
@@ -205,13 +205,7 @@ class _Look:
         return not found.ok
 
     def at_content(
-        self,
-        checkpoint: Checkpoint | None,
-        probe: Probe,
-        wrong: Sequence[_Wrong],
-        *,
-        values: bool,
-        hashes: bool,
+        self, checkpoint: Checkpoint | None, probe: Probe, wrong: Sequence[_Wrong]
     ) -> None:
         """Look at what has been read.
 
@@ -237,13 +231,13 @@ class _Look:
                 size=checkpoint.details.size,
                 tensors=len(tensors),
                 content=sum(tensor.nbytes for _, tensor in distinct(tensors)),
-                values=values,
+                values=self.values,
             )
-            if values:
+            if self.values:
                 self.at_values(tensors)
-            if hashes:
+            if self.hashes:
                 meter = Meter(self.progress, self.verdict.content)
-                self.hashes = hashed_tensors(checkpoint, self.limits, meter.told)
+                self.hashed = hashed_tensors(checkpoint, self.limits, meter.told)
             for source in checkpoint.sources:
                 source.check_unchanged()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.inspection.listing import Listing, TensorRow
@@ -47,41 +47,33 @@ class TreeNode:
         }
 
 
-@dataclass(slots=True)
-class _Module:
-    """A node while the tree grows."""
-
-    tensor: TensorRow | None = None
-    children: dict[str, _Module] = field(default_factory=dict)
-
-
 def tree(listing: Listing) -> TreeNode:
     """Return the tensors of a listing by module; the label of the root is the file's name.
 
     Siblings whose names are numbers are folded where their subtrees agree in names, dtypes,
     devices and shapes.
     """
-    root = _Module()
-    for row in listing.tensors:
-        node = root
-        for part in _parts(row):
-            child = node.children.get(part)
-            if child is None:
-                child = node.children[part] = _Module()
-            node = child
-        node.tensor = row
-    return _fold(listing.file, root, {})[0]
+    rows = [(_parts(row), row) for row in listing.tensors]
+    return _fold(listing.file, 0, rows, {})[0]
 
 
-def _parts(row: TensorRow) -> Iterable[str]:
+def _parts(row: TensorRow) -> tuple[str, ...]:
     *outer, own = (str(key) for key in row.path) if row.path else ("",)
     return (*outer, *own.split(".", MAX_PARTS))
 
 
-def _fold(label: str, module: _Module, known: dict[Any, int]) -> tuple[TreeNode, int]:
-    """Return the node of a module, and a number that equal subtrees share."""
-    folded = [(name, *_fold(name, child, known)) for name, child in module.children.items()]
-    own = module.tensor
+def _fold(
+    label: str, depth: int, rows: list[tuple[tuple[str, ...], TensorRow]], known: dict[Any, int]
+) -> tuple[TreeNode, int]:
+    """Return the node of the rows of a module, and a number that equal subtrees share."""
+    own = None
+    below: dict[str, list[tuple[tuple[str, ...], TensorRow]]] = {}
+    for parts, row in rows:
+        if len(parts) == depth:
+            own = row
+        else:
+            below.setdefault(parts[depth], []).append((parts, row))
+    folded = [(name, *_fold(name, depth + 1, part, known)) for name, part in below.items()]
     shape = (own.dtype, own.shape, own.device) if own else None
     signature = (shape, tuple((name, number) for name, _, number in folded))
     number = known.setdefault(signature, len(known))
@@ -110,15 +102,13 @@ def _is_index(name: str) -> bool:
 
 
 def _merged(nodes: list[TreeNode]) -> TreeNode:
-    first, times = nodes[0], len(nodes)
-    if times == 1:
-        return first
-    return TreeNode(
-        ranges(int(node.label) for node in nodes),
+    if len(nodes) == 1:
+        return nodes[0]
+    return replace(
+        nodes[0],
+        label=ranges(int(node.label) for node in nodes),
         tensors=sum(node.tensors for node in nodes),
         elements=sum(node.elements for node in nodes),
         nbytes=sum(node.nbytes for node in nodes),
-        count=times,
-        tensor=first.tensor,
-        children=first.children,
+        count=len(nodes),
     )

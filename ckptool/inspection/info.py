@@ -23,7 +23,7 @@ from ckptool.inspection.obstacles import (
     unnamed,
     would_run,
 )
-from ckptool.inspection.values import json_path
+from ckptool.inspection.values import documented, json_path
 from ckptool.model import Path, TensorRef
 from ckptool.names import BUFFER_NAMES, N_AVERAGED
 from ckptool.statedict import MODEL_KINDS, Section, likely_models, sections
@@ -60,14 +60,7 @@ class SectionInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.info/1`."""
-        return {
-            "path": self.path,
-            "kind": self.kind,
-            "wrappers": list(self.wrappers),
-            "tensors": self.tensors,
-            "parameters": self.parameters,
-            "nbytes": self.nbytes,
-        }
+        return documented(self, "name")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -115,29 +108,12 @@ class Info(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.info/1`."""
-        version = {"torch_version": self.torch_version} if self.torch_version else {}
+        left_out = () if self.torch_version else ("torch_version",)
         return {
             "schema": "ckptool.info/1",
-            "file": self.file,
-            "format": self.format,
-            "size": self.size,
-            **version,
-            "writer": self.writer,
-            "byteorder": self.byteorder,
-            "protocol": self.protocol,
-            "sections": [section.to_dict() for section in self.sections],
-            "devices": dict(self.devices),
-            "dtypes": dict(self.dtypes),
-            "globals": list(self.globals),
-            "would_run": list(self.would_run),
+            **documented(self, "blockers", "part", *left_out),
             "weights_only": self.weights_only,
             "weights_only_blockers": list(self.blockers),
-            "storage_bytes": self.storage_bytes,
-            "reachable_bytes": self.reachable_bytes,
-            "dead_bytes": self.dead_bytes,
-            "ties": [list(group) for group in self.ties],
-            "notes": list(self.notes),
-            "commands": dict(self.commands),
         }
 
 
@@ -165,6 +141,29 @@ def _summary(checkpoint: Checkpoint) -> Info:
     rewrite = bool(layout) or name is not None
     needs = _needs(checkpoint, sections, rewrite=rewrite, objects_in_the_way=bool(objects))
     stuck = bool(objects) and not (needs.model_only or needs.plain)
+    notes = [] if part is None else [f"{part.text}; {part.remedy}"]
+    if name is None and unnamed(checkpoint):
+        command = convert_command(checkpoint.path, default_target(checkpoint.path, "named"), {})
+        notes.append(
+            "its header does not say format: pt, which transformers and mlx ask for: "
+            f"{command} adds it"
+        )
+    elif name is not None and name not in layout:
+        notes.append(name)
+    notes += details.notes
+    notes += format_of(checkpoint.format).layout_notes(checkpoint)
+    notes += (*details.left_behind, *details.unreferenced)
+    notes += waste_notes(checkpoint.path, held - reached, details.dead_bytes)
+    if needs.model_only and needs.choices:
+        choices = listed(needs.choices)
+        notes.append(f"several state dicts; {CHOICE} is the one to go on with: {choices}")
+    if stuck and (text := needed_import(objects)):
+        notes.append(text)
+    for section in sections:
+        for scheme, count in section.quantisers.items():
+            notes.append(f"{counted(count, 'tensor')} quantised: {scheme}")
+    for section in sections:
+        notes += (f"a state dict made of this would lack {text}" for text in section.unread)
     return Info(
         file=without_query(checkpoint.path),
         format=checkpoint.format,
@@ -183,20 +182,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
         reachable_bytes=details.storage_bytes if format_of(checkpoint.format).inline else reached,
         dead_bytes=details.dead_bytes,
         ties=tuple(ties(tensors)),
-        notes=(
-            *((f"{part.text}; {part.remedy}",) if part is not None else ()),
-            *((name,) if name is not None and name not in layout else ()),
-            *(format_notes(checkpoint.path) if name is None and unnamed(checkpoint) else ()),
-            *details.notes,
-            *format_of(checkpoint.format).layout_notes(checkpoint),
-            *details.left_behind,
-            *details.unreferenced,
-            *waste_notes(checkpoint.path, held - reached, details.dead_bytes),
-            *choice_notes(needs),
-            *filter(None, [needed_import(objects) if stuck else ""]),
-            *_quantised(sections),
-            *_unread(sections),
-        ),
+        notes=tuple(notes),
         commands={} if stuck or (part is not None and part.certain) else load_commands(needs),
         would_run=would_run(checkpoint),
         part=part.text if part is not None and part.certain else "",
@@ -236,18 +222,6 @@ def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
         for path, tensor in tensors
         if str(path[-1] if path else "").rpartition(".")[2] not in BUFFER_NAMES
     )
-
-
-def _quantised(sections: tuple[Section, ...]) -> Iterator[str]:
-    for section in sections:
-        for scheme, count in section.quantisers.items():
-            yield f"{counted(count, 'tensor')} quantised: {scheme}"
-
-
-def _unread(sections: tuple[Section, ...]) -> Iterator[str]:
-    for section in sections:
-        for text in section.unread:
-            yield f"a state dict made of this would lack {text}"
 
 
 def _needs(
@@ -355,34 +329,19 @@ def weights(root: Any, kinds: Collection[str] = MODEL_KINDS) -> list[tuple[Path,
     return [pair for part in parts for pair in part.tensors()]
 
 
-def format_notes(file: str) -> tuple[str, ...]:
-    """Return the note of a safetensors header without `format`, which some libraries ask for."""
-    command = convert_command(file, default_target(file, "named"), {})
-    return (
-        "its header does not say format: pt, which transformers and mlx ask for: "
-        f"{command} adds it",
-    )
-
-
-def choice_notes(needs: Needs) -> tuple[str, ...]:
-    """Return the note that says which names can stand for `NAME` in the commands."""
-    if not needs.model_only or not needs.choices:
-        return ()
-    return (f"several state dicts; {CHOICE} is the one to go on with: {listed(needs.choices)}",)
-
-
 def waste_notes(file: str, unseen: int, dead: int) -> tuple[str, ...]:
     """Return the note on the bytes that `compact` would drop: unused and dead ones."""
-    facts = [f"{_bytes_are('of the storages', unseen)} seen by no tensor"] if unseen > 0 else []
-    facts += [f"{_bytes_are('', dead)} dead"] if dead > 0 else []
+    facts = [
+        f"{counted(count, 'byte')} {whose}{are(count)} {what}"
+        for count, whose, what in (
+            (unseen, "of the storages ", "seen by no tensor"),
+            (dead, "", "dead"),
+        )
+        if count > 0
+    ]
     in_place = ["--in-place"] if file.endswith(".json") else []  # shards have no other target
     command = _joined("compact", as_argument(file), *in_place)
     return (f"{' and '.join(facts)}: {command} leaves them out",) if facts else ()
-
-
-def _bytes_are(whose: str, count: int) -> str:
-    words = (counted(count, "byte"), whose, are(count))
-    return " ".join(filter(None, words))
 
 
 def _to_first_gpu(tags: Sequence[str]) -> list[str]:

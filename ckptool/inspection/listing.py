@@ -12,7 +12,14 @@ from ckptool.errors import AmbiguousName, NotFound, without_query
 from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
 from ckptool.inspection.reading import Meter, content_hashes
-from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
+from ckptool.inspection.values import (
+    class_of,
+    documented,
+    is_value,
+    json_path,
+    json_value,
+    summarise,
+)
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, TensorRef
 from ckptool.tree import distinct, name_of, selected, walk
@@ -56,19 +63,7 @@ class TensorRow:
 
     def to_dict(self, *, hashed: bool = False) -> dict[str, Any]:
         """Return the row of `ckptool.list/1`; `sha256` is there when `hashed`."""
-        row = {
-            "path": self.path,
-            "name": self.name,
-            "dtype": self.dtype,
-            "shape": self.shape,
-            "stride": self.stride,
-            "device": self.device,
-            "nbytes": self.nbytes,
-            "kind": self.kind,
-            "storage": self.storage,
-            "requires_grad": self.requires_grad,
-        }
-        return {**row, "sha256": self.sha256} if hashed else row
+        return documented(self, "numel", "tied", "digest", *(() if hashed else ("sha256",)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +77,7 @@ class ValueRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row of `ckptool.list/1`."""
-        return {"path": self.path, "name": self.name, "type": self.type, "value": self.value}
+        return documented(self)
 
 
 @dataclass(frozen=True, slots=True)

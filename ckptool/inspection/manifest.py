@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CorruptFile, LimitExceeded, NameCollision, UsageError
@@ -23,7 +23,7 @@ from ckptool.files.source import Told
 from ckptool.formats.base import Findings, Problem
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.inspection.reading import content_hashes
-from ckptool.inspection.values import json_path, shape_text
+from ckptool.inspection.values import documented, json_path, shape_text
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.names import strip_names
 from ckptool.tree import name_of
@@ -53,13 +53,7 @@ class HashedTensor:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.manifest/1`."""
-        return {
-            "path": self.path,
-            "name": self.name,
-            "dtype": self.dtype,
-            "shape": self.shape,
-            "sha256": self.sha256,
-        }
+        return documented(self)
 
 
 Files = Mapping[str, Sequence[HashedTensor]]
@@ -166,17 +160,6 @@ _Group = dict[str | int, HashedTensor]
 _MOST_COMPARED = 16
 
 
-class _Pairs(NamedTuple):
-    """What belongs together: of the manifest, and in the file."""
-
-    both: list[tuple[HashedTensor, HashedTensor]]
-    missing: list[HashedTensor]
-    extra: list[HashedTensor]
-    elsewhere: tuple[Counter[str], Counter[str]]
-    """Where the file is laid out otherwise: containers of the manifest of which it has nothing,
-    and the other way round, with their tensors."""
-
-
 def held_against(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) -> Findings:
     """Return how the tensors differ: missing, extra, or another dtype, shape or content.
 
@@ -184,16 +167,45 @@ def held_against(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) 
     (`state_dict/module.fc.weight` is `fc.weight`). Where a file is laid out otherwise than the
     manifest's, containers of which it has nothing are a note and no fault.
     """
-    pairs = _paired(wanted, found)
-    problems = [
-        *(
-            Problem("missing", one.name, "it is in the manifest and not here")
-            for one in pairs.missing
-        ),
-        *(Problem("extra", one.name, "it is here and not in the manifest") for one in pairs.extra),
-        *(problem for want, have in pairs.both for problem in _differences(want, have)),
-    ]
-    return Findings(tuple(problems), tuple(_notes(pairs)))
+    by_path = {one.path: one for one in found}
+    both = [(one, by_path[one.path]) for one in wanted if one.path in by_path]
+    taken = {one.path for one, _ in both}
+    ours, theirs = _groups(wanted, taken), _groups(found, taken)
+    moved = False
+    for place, other in _group_pairs(ours, theirs):
+        moved = moved or place != other
+        common = [name for name in ours[place] if name in theirs[other]]
+        both.extend((ours[place].pop(name), theirs[other].pop(name)) for name in common)
+    problems, notes = list[Problem](), list[str]()
+    renamed = [(want.name, have.name) for want, have in both if want.name != have.name]
+    if renamed:
+        old, new = (listed([name]) for name in renamed[0])
+        notes.append(
+            f"{counted(len(renamed), 'tensor')} compared under other names: "
+            f"{old} of the manifest is {new} here"
+        )
+    for kind, side, groups, text, where in (
+        ("missing", 0, ours, "it is in the manifest and not here", "not in this file"),
+        ("extra", 1, theirs, "it is here and not in the manifest", "not in the manifest"),
+    ):
+        paired = {pair[side].path[:-1] for pair in both}
+        elsewhere = Counter[str]()
+        for place, group in groups.items():
+            if moved and place not in paired:
+                elsewhere[name_of(place[:1])] += len(group)
+            else:
+                problems += (Problem(kind, one.name, text) for one in group.values())
+        for name, count in (+elsewhere).items():
+            notes.append(f"{counted(count, 'tensor')} of {listed([name])} {are(count)} {where}")
+    for pair in both:
+        problems += _differences(*pair)
+    unhashed = sum(want.sha256 is None and have.sha256 is None for want, have in both)
+    if unhashed:
+        notes.append(
+            f"{counted(unhashed, 'tensor')} without a content hash, being sparse, quantised or the "
+            "like: their dtype and shape alone were compared"
+        )
+    return Findings(tuple(problems), tuple(notes))
 
 
 def _differences(want: HashedTensor, have: HashedTensor) -> Iterator[Problem]:
@@ -208,56 +220,6 @@ def _differences(want: HashedTensor, have: HashedTensor) -> Iterator[Problem]:
     elif want.dtype == have.dtype and want.sha256 != have.sha256:
         text = "its content is not what the manifest says: other elements, by SHA-256"
         yield Problem("content", have.name, text)
-
-
-def _notes(pairs: _Pairs) -> Iterator[str]:
-    renamed = [want for want, have in pairs.both if want.name != have.name]
-    if renamed:
-        first = next(have for want, have in pairs.both if want.name != have.name)
-        yield (
-            f"{counted(len(renamed), 'tensor')} compared under other names: "
-            f"{listed([renamed[0].name])} of the manifest is {listed([first.name])} here"
-        )
-    for counts, where in zip(
-        pairs.elsewhere, ("not in this file", "not in the manifest"), strict=True
-    ):
-        for place, count in counts.items():
-            yield f"{counted(count, 'tensor')} of {listed([place])} {are(count)} {where}"
-    unhashed = sum(want.sha256 is None and have.sha256 is None for want, have in pairs.both)
-    if unhashed:
-        yield (
-            f"{counted(unhashed, 'tensor')} without a content hash, being sparse, quantised or the "
-            "like: their dtype and shape alone were compared"
-        )
-
-
-def _paired(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) -> _Pairs:
-    by_path = {one.path: one for one in found}
-    both = [(one, by_path[one.path]) for one in wanted if one.path in by_path]
-    taken = {one.path for one, _ in both}
-    ours, theirs = _groups(wanted, taken), _groups(found, taken)
-    moved = False
-    for want, have in _group_pairs(ours, theirs):
-        moved = moved or want != have
-        common = [name for name in ours[want] if name in theirs[have]]
-        both.extend((ours[want].pop(name), theirs[have].pop(name)) for name in common)
-    missing, nowhere = _left(ours, {want.path[:-1] for want, _ in both}, moved)
-    extra, new = _left(theirs, {have.path[:-1] for _, have in both}, moved)
-    return _Pairs(both, missing, extra, (nowhere, new))
-
-
-def _left(
-    groups: Mapping[_Place, _Group], paired: Container[_Place], moved: bool
-) -> tuple[list[HashedTensor], Counter[str]]:
-    """Return tensors without counterpart, and counts of those in containers laid out elsewhere."""
-    lone: list[HashedTensor] = []
-    elsewhere: Counter[str] = Counter()
-    for place, group in groups.items():
-        if moved and place not in paired:
-            elsewhere[name_of(place[:1])] += len(group)
-        else:
-            lone.extend(group.values())
-    return lone, +elsewhere
 
 
 def _groups(tensors: Iterable[HashedTensor], taken: Container[_Place]) -> dict[_Place, _Group]:

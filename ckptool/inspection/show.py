@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import struct
 import sys
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import REAL_PARTS
@@ -19,7 +18,14 @@ from ckptool.files.source import Progress, Told
 from ckptool.inspection.equality import type_name
 from ckptool.inspection.listing import TensorRow, tensor_rows
 from ckptool.inspection.reading import Meter, RepeatedBytes
-from ckptool.inspection.values import class_of, is_value, json_path, json_value, summarise
+from ckptool.inspection.values import (
+    class_of,
+    documented,
+    is_value,
+    json_path,
+    json_value,
+    summarise,
+)
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, TensorRef
 from ckptool.modules import module_state
@@ -43,32 +49,29 @@ _Entries = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Shown(ABC):
+class Shown:
     """The part that every answer of `show` has."""
 
     file: str
     path: tuple[str | int, ...]
     name: str
+    what: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.show/1`."""
-        return {
-            "schema": "ckptool.show/1",
-            "file": self.file,
-            "path": self.path,
-            "name": self.name,
-            **self._content(),
-        }
+        place = {"file": self.file, "path": self.path, "name": self.name}
+        return {"schema": "ckptool.show/1", **place, "what": self.what, **self._content()}
 
-    @abstractmethod
     def _content(self) -> dict[str, Any]:
         """Return the keys of this kind of answer."""
+        return documented(self, "file", "path", "name")
 
 
 @dataclass(frozen=True, slots=True)
 class ShownTensor(Shown):
     """A tensor: its row, first elements, and statistics over all of it."""
 
+    what = "tensor"
     row: TensorRow
     head: tuple[Any, ...]
     """The first elements in row-major order; empty where the kind has no plain elements."""
@@ -81,7 +84,6 @@ class ShownTensor(Shown):
         facts = {key: row[key] for key in row if key not in ("path", "name")}
         stats = self.statistics
         return {
-            "what": "tensor",
             **facts,
             "head": [json_value(number) for number in self.head],
             "min": json_value(stats.minimum) if stats else None,
@@ -97,45 +99,33 @@ class ShownTensor(Shown):
 class ShownValue(Shown):
     """A plain value."""
 
+    what = "value"
     type: str
     value: Any
-
-    def _content(self) -> dict[str, Any]:
-        return {"what": "value", "type": self.type, "value": json_value(self.value)}
 
 
 @dataclass(frozen=True, slots=True)
 class ShownObject(Shown):
     """An object of any other class: its arguments and content, in words."""
 
+    what = "object"
     class_name: str
     arguments: tuple[str, ...]
     attributes: _Entries
     items: _Entries
 
     def _content(self) -> dict[str, Any]:
-        return {
-            "what": "object",
-            "class": self.class_name,
-            "arguments": list(self.arguments),
-            "attributes": [list(entry) for entry in self.attributes],
-            "items": [list(entry) for entry in self.items],
-        }
+        content = documented(self, "file", "path", "name", "class_name")
+        return {"class": self.class_name, **content}
 
 
 @dataclass(frozen=True, slots=True)
 class ShownContainer(Shown):
     """A dict, list or tuple: its entries, in words."""
 
+    what = "container"
     type: str
     entries: _Entries
-
-    def _content(self) -> dict[str, Any]:
-        return {
-            "what": "container",
-            "type": self.type,
-            "entries": [list(entry) for entry in self.entries],
-        }
 
 
 def show(

@@ -15,7 +15,7 @@ from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
 from ckptool.inspection.listing import TensorRow, tensor_rows
 from ckptool.inspection.reading import Meter, RepeatedBytes
-from ckptool.inspection.values import json_value, shape_text
+from ckptool.inspection.values import documented, json_value, shape_text
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
 from ckptool.names import families
@@ -140,15 +140,7 @@ class Totals:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.stats/1`."""
-        return {
-            "tensors": self.tensors,
-            "elements": self.elements,
-            "zeros": self.zeros,
-            "nan": self.nan,
-            "infinite": self.infinite,
-            "norm": json_value(self.norm),
-            "dtypes": [dtype.to_dict() for dtype in self.dtypes],
-        }
+        return documented(self)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -185,9 +177,12 @@ class Stats(Result):
         if column == "name":
             return replace(self, tensors=tuple(sorted(self.tensors, key=lambda one: one.name)))
         value = SORTABLE[column]
-        known = [one for one in self.tensors if _sortable(value(one))]
-        rest = [one for one in self.tensors if not _sortable(value(one))]
-        return replace(self, tensors=(*sorted(known, key=value, reverse=True), *rest))
+
+        def rank(one: TensorStats) -> tuple[bool, float]:
+            found = value(one)
+            return (False, 0) if found is None or math.isnan(found) else (True, found)
+
+        return replace(self, tensors=tuple(sorted(self.tensors, key=rank, reverse=True)))
 
     def folded(self) -> Stats:
         """Return the same with one row for tensors whose names differ only in numbers.
@@ -197,17 +192,8 @@ class Stats(Result):
         return replace(self, tensors=tuple(_folded(self.tensors)))
 
 
-def _sortable(value: Any) -> bool:
-    return value is not None and value == value
-
-
 def _by(field: str) -> Callable[[TensorStats], Any]:
-    return lambda one: None if one.measures is None else getattr(one.measures, field)
-
-
-def _share_of_zeros(one: TensorStats) -> float | None:
-    measures = one.measures
-    return None if measures is None else measures.zeros / max(measures.elements, 1)
+    return lambda one: getattr(one.measures, field, None)
 
 
 SORTABLE: dict[str, Callable[[TensorStats], Any]] = {
@@ -217,7 +203,7 @@ SORTABLE: dict[str, Callable[[TensorStats], Any]] = {
     "max": _by("maximum"),
     "mean": _by("mean"),
     "std": _by("std"),
-    "zeros": _share_of_zeros,
+    "zeros": lambda one: one.measures and one.measures.zeros / max(one.measures.elements, 1),
     "nan": _by("nan"),
     "inf": _by("infinite"),
     "norm": _by("norm"),

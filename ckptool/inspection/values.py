@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from ckptool.model import DeviceValue, Global, Opaque, Path, TensorRef
@@ -13,6 +14,7 @@ __all__ = [
     "Key",
     "class_of",
     "comparable",
+    "documented",
     "is_set",
     "json_path",
     "json_value",
@@ -27,6 +29,8 @@ _FEW = 8
 """Items of a set that are spelled out."""
 _PLAIN = (str, int, float, complex, type(None))
 _PLAIN_KEYS = frozenset({str, int})
+_TUPLES = frozenset({"path", "shape", "stride"})
+"""Fields that stay tuples in a document: they can be keys of a dict."""
 _SETS = frozenset({"builtins.set", "builtins.frozenset"})
 
 
@@ -54,6 +58,21 @@ def json_value(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     return repr(value)
+
+
+def documented(result: Any, *left_out: str) -> dict[str, Any]:
+    """Return the fields of a dataclass as a JSON document has them, results inside included."""
+    names = [field.name for field in fields(result) if field.name not in left_out]
+    found = ((name, getattr(result, name)) for name in names)
+    return {name: it if name in _TUPLES else _documented(it) for name, it in found}
+
+
+def _documented(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple):
+        return [_documented(one) for one in value]
+    return value.to_dict() if hasattr(value, "to_dict") else json_value(value)
 
 
 def class_of(node: Any) -> str:

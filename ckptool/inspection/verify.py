@@ -39,6 +39,7 @@ from ckptool.inspection.manifest import (
     read_manifest,
     write_manifest,
 )
+from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
 
 __all__ = ["ManifestOutcome", "Verdict", "Verifier", "checkpoints_in", "should_be_one", "verify"]
@@ -61,15 +62,7 @@ class ManifestOutcome:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.verify/1`."""
-        return {
-            "file": self.file,
-            "action": self.action,
-            "files": self.files,
-            "tensors": self.tensors,
-            "problems": [problem.to_dict() for problem in self.problems],
-            "unhashed": self.unhashed,
-            "reason": self.reason,
-        }
+        return documented(self)
 
 
 def verify(
