@@ -15,7 +15,7 @@ from ckptool.loading.target import Target
 from ckptool.matching import Allowance, MatchReport
 from ckptool.matching.layouts import Choices
 from ckptool.model import Opaque, remade
-from ckptool.names import Rename, strip_names
+from ckptool.names import Rename, bare_names
 from ckptool.remedies import Remedy
 from ckptool.statedict import (
     MODEL_KINDS,
@@ -278,10 +278,10 @@ def _modules(names: Iterable[str]) -> set[str]:
 def _as_bare(own: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
     """Return new names for an optimizer that has a state dict's names only without wrappers."""
     with suppress(NameCollision):
-        bare = {name: name for name in own} | strip_names(own).renamed
+        bare = bare_names(own)
         for naming in namings:
-            theirs = strip_names(naming.names).renamed
-            new = {theirs.get(name, name): new for name, new in naming.names.items()}
+            theirs = bare_names(naming.names)
+            new = {theirs[name]: new for name, new in naming.names.items()}
             if not new.keys().isdisjoint(bare.values()):
                 return {n: new[b] for n, b in bare.items() if b in new and new[b] != n}
     return {}

@@ -33,6 +33,7 @@ __all__ = [
     "Rename",
     "StripResult",
     "add_name",
+    "bare_names",
     "check_collisions",
     "counts",
     "families",
@@ -149,6 +150,15 @@ def strip_names(
         tuple(dict.fromkeys(kind for level in done for kind in level.kinds)),
         lambda path: _below(path, before, done),
     )
+
+
+def bare_names(names: Collection[str]) -> dict[str, str]:
+    """Return each name with the same name without wrapper components.
+
+    Raises:
+        NameCollision: two names would become one.
+    """
+    return {**{name: name for name in names}, **strip_names(names).renamed}
 
 
 def _checked_kinds(only: str | Sequence[str] | None) -> tuple[str, ...]:

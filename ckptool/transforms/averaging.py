@@ -11,7 +11,7 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
 from ckptool.hollow import refuse_hollow
 from ckptool.model import Storage, TensorRef, over_elements, remade, row_major_strides
-from ckptool.names import N_AVERAGED, strip_names
+from ckptool.names import N_AVERAGED, bare_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.tensors.averaging import Averager, Elements, elements_of
 from ckptool.tensors.sameness import same_elements
@@ -354,11 +354,11 @@ def _named_as(first: Names, other: Names) -> Names:
     if first.keys() == other.keys():
         return other
     try:
-        mine, others = strip_names(first).renamed, strip_names(other).renamed
+        mine, others = bare_names(first), bare_names(other)
     except NameCollision:
         return other
-    names = {mine.get(name, name): name for name in first}
-    bare = {others.get(name, name): tensor for name, tensor in other.items()}
+    names = {bare: name for name, bare in mine.items()}
+    bare = {others[name]: tensor for name, tensor in other.items()}
     fits = names.keys() ^ bare.keys() <= {N_AVERAGED}
     return {names.get(name, name): bare[name] for name in bare} if fits else other
 

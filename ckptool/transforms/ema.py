@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.model import OrderedMap, Path, TensorRef, remade
-from ckptool.names import BUFFER_NAMES, N_AVERAGED, strip_names
+from ckptool.names import BUFFER_NAMES, N_AVERAGED, bare_names
 from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.transforms.casting import FLOATING
 from ckptool.transforms.compacting import without_unseen
@@ -148,7 +148,7 @@ def _named(average: _Average, raw: _Tensors) -> _Tensors | None:
     if not isinstance(average.tensors, dict):
         return _by_order(average.tensors, raw)
     if average.path[-1:] == (_LITEMA,):
-        own = {_dotless(name): one for name, one in average.tensors.items()}
+        own = {name.replace(".", ""): one for name, one in average.tensors.items()}
         ways = [_by_dotless(raw, "model."), _by_dotless(raw, "")]
     else:
         own = {new: average.tensors[old] for new, old in _by_bare(average.tensors).items()}
@@ -163,21 +163,15 @@ def _named(average: _Average, raw: _Tensors) -> _Tensors | None:
 
 def _by_bare(tensors: _Tensors) -> dict[str, str]:
     """Return names by the name without wrappers, without the counter of averages."""
-    renamed = strip_names(tensors).renamed
-    return {
-        renamed.get(name, name): name for name in tensors if name.rpartition(".")[2] != N_AVERAGED
-    }
+    bare = bare_names(tensors).items()
+    return {new: name for name, new in bare if name.rpartition(".")[2] != N_AVERAGED}
 
 
 def _by_dotless(tensors: _Tensors, prefix: str) -> dict[str, str]:
     """Return the names under a prefix by what `LitEma` calls them; none if two have one name."""
     inside = _under(prefix, tensors)
-    found = {_dotless(name): f"{prefix}{name}" for name in inside}
+    found = {name.replace(".", ""): f"{prefix}{name}" for name in inside}
     return found if len(found) == len(inside) else {}
-
-
-def _dotless(name: str) -> str:
-    return name.replace(".", "")
 
 
 def _by_order(averages: Sequence[TensorRef], raw: _Tensors) -> _Tensors | None:

@@ -486,16 +486,13 @@ def _chosen(checkpoint: Checkpoint, part: Checkpoint, where: Path, globs: _Globs
         raise NotFound(
             "no tensor would be left",
             file=checkpoint.path or None,
-            hint=_nothing_left(changes),
+            hint=f"this would go: {'; '.join(one.text for one in changes)}"
+            if changes
+            else "choose fewer with --exclude",
         )
     if root is part.root and not warnings:
         return part
     return part.with_root(root, *changes, *warnings)
-
-
-def _nothing_left(left_out: Iterable[Change]) -> str:
-    texts = [change.text for change in left_out]
-    return f"this would go: {'; '.join(texts)}" if texts else "choose fewer with --exclude"
 
 
 def _totals(before: Checkpoint, after: Checkpoint) -> Iterator[Change]:

@@ -101,16 +101,12 @@ def plain_form(node: Opaque) -> Any:
         return node.plain[1]
     if not is_refused(node):
         return node
-    known = _KNOWN.get(node.class_name) or _KNOWN.get(_home(node.class_name))
+    home = node.class_name.partition(".")[0]
+    known = _KNOWN.get(node.class_name) or _KNOWN.get(f"{home}.*")
     form = (known or _by_structure)(node)
     if form is None:
         return node
     return None if form is _NOTHING else form
-
-
-def _home(qualified: str) -> str:
-    """Return `pathlib.*` for a class of pathlib: all classes of a module are treated alike."""
-    return f"{qualified.partition('.')[0]}.*"
 
 
 def _by_structure(node: Opaque) -> Any:
