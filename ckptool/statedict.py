@@ -35,6 +35,7 @@ __all__ = [
     "likely_models",
     "loose_optimizers",
     "model_state_dict",
+    "named_tensors",
     "noted_owners",
     "only_its_class",
     "optimizer_names",
@@ -351,6 +352,12 @@ def wrapped_names(mapping: dict[Any, Any]) -> list[str]:
             or ("." in name and name.rpartition(".")[0] in modules)
         )
     ]
+
+
+def named_tensors(mapping: dict[Any, Any]) -> dict[str, TensorRef]:
+    """Return the entries of a mapping that are tensors with a name."""
+    items = mapping.items()
+    return {key: one for key, one in items if isinstance(key, str) and isinstance(one, TensorRef)}
 
 
 def values_inside(mapping: dict[Any, Any]) -> list[Any]:

@@ -204,11 +204,9 @@ def _refuse_placed(checkpoint: Checkpoint, decide: Rules) -> None:
     Raises:
         DeviceError: naming the tensor or object and what ties it.
     """
-    if not any(_places(node) for node in everything(checkpoint.root)):
-        return
-    for node in everything(checkpoint.root):
-        if not isinstance(node, TensorRef) and not _places(node):
-            continue
+    every = everything(checkpoint.root)
+    moving = [node for node in every if isinstance(node, TensorRef) or _places(node)]
+    for node in moving if any(map(_places, moving)) else ():
         inside = list(everything(node))
         ties = [part.class_name for part in inside if _places(part)]
         if ties and any(decide(tag) != tag for part in inside for tag in _tags_of(part)):

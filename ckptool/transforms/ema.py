@@ -11,7 +11,7 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.model import OrderedMap, Path, TensorRef, remade
 from ckptool.names import BUFFER_NAMES, N_AVERAGED, bare_names
-from ckptool.statedict import MODEL_KINDS, Section
+from ckptool.statedict import MODEL_KINDS, Section, named_tensors
 from ckptool.transforms.casting import FLOATING
 from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.extraction import left_out, plain_state_dict, thinned
@@ -83,7 +83,9 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
         if part.kind in MODEL_KINDS and part.path != average.path
     )
     models = [average.model] if average.model else others
-    fitting = [(one, named) for one in models if (named := _named(average, _raw(one.node)))]
+    fitting = [
+        (one, named) for one in models if (named := _named(average, named_tensors(one.node)))
+    ]
     if len(fitting) != 1:
         names = listed(one.name or "the root" for one in models)
         raise NotFound(
@@ -102,10 +104,10 @@ def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
     if isinstance(root, dict) and all(key in root for key in _LIGHTNING):
         average, model = (named.get((key,)) for key in _LIGHTNING[:2])
         if average is not None and model is not None:
-            yield _Average(average.path, _raw(average.node), average, model)
+            yield _Average(average.path, named_tensors(average.node), average, model)
         return
     for part in parts:
-        tensors = _raw(part.node)
+        tensors = named_tensors(part.node)
         litema, inner = _under(_LITEMA, tensors), _under(_AVERAGED, tensors)
         if litema:
             counts = {name: one for name, one in litema.items() if name not in _LITEMA_COUNTS}
@@ -116,7 +118,7 @@ def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
             model = replace(part, node=OrderedMap(online))
             yield _Average(part.path, inner, None, model if online else None)
         elif any(isinstance(key, str) and _EMA.search(key) for key in part.path):
-            yield _Average(part.path, _raw(plain_state_dict(checkpoint, part)), part)
+            yield _Average(part.path, named_tensors(plain_state_dict(checkpoint, part)), part)
     for path, node in _lists(root, ()):
         yield _Average(path, node)
 
@@ -128,14 +130,6 @@ def _lists(node: Any, path: Path, depth: int = 4) -> Iterator[tuple[Path, list[T
             yield from _lists(value, (*path, key), depth - 1)
         elif value and isinstance(value, list) and all(isinstance(x, TensorRef) for x in value):
             yield (*path, key), value
-
-
-def _raw(node: dict[Any, Any]) -> _Tensors:
-    return {
-        name: one
-        for name, one in node.items()
-        if isinstance(name, str) and isinstance(one, TensorRef)
-    }
 
 
 def _under(prefix: str, tensors: _Tensors) -> _Tensors:
@@ -203,7 +197,7 @@ def _embedded(wanted: Sequence[Any], there: Sequence[Any]) -> list[int] | None:
 
 
 def _made(checkpoint: Checkpoint, average: _Average, model: Section, named: _Tensors) -> Checkpoint:
-    raw, averages = _raw(model.node), {**named}
+    raw, averages = named_tensors(model.node), {**named}
     tied = {raw[name].place: one for name, one in averages.items()}
     for name, one in raw.items():
         if name not in averages and one.place is not None and one.place in tied:

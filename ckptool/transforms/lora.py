@@ -19,7 +19,7 @@ from ckptool.hollow import refuse_hollow
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import TensorRef, over_elements, row_major_strides
 from ckptool.names import PEFT
-from ckptool.statedict import Section, model_state_dict
+from ckptool.statedict import Section, model_state_dict, named_tensors
 from ckptool.tensors.lora import Factors, Merger
 from ckptool.transforms.casting import FLOATING, refuse_apart
 from ckptool.transforms.names import rename, with_items
@@ -130,7 +130,7 @@ class _Adapter:
     ) -> _Adapter:
         """Read the names of an adapter, of a file of its own or (`own`) within its base."""
         config = _Config.beside(file, alpha)
-        tensors = {name: node for name, node in part.node.items() if isinstance(node, TensorRef)}
+        tensors = named_tensors(part.node)
         found = {name: one for name in tensors if (one := _PART.fullmatch(name))}
         factored = [one for one in found.values() if not one["alpha"]]
         groups: dict[str, dict[str, TensorRef]] = {one["module"]: {} for one in factored}
@@ -303,13 +303,12 @@ class _Plan:
 
     def __post_init__(self) -> None:
         """Know the base's tensors by the names of the model."""
-        for name, node in self.part.node.items():
-            if isinstance(node, TensorRef):
-                bare = _bare(name)
-                self._names.setdefault(bare, []).append(name)
-                if bare.endswith(".weight"):
-                    flat = bare.removesuffix(".weight").replace(".", "_")
-                    self._flat.setdefault(flat, []).append(name)
+        for name in named_tensors(self.part.node):
+            bare = _bare(name)
+            self._names.setdefault(bare, []).append(name)
+            if bare.endswith(".weight"):
+                flat = bare.removesuffix(".weight").replace(".", "_")
+                self._flat.setdefault(flat, []).append(name)
 
     def add(self, adapter: _Adapter) -> Change:
         """Take an adapter, and return what it does."""
@@ -345,10 +344,8 @@ class _Plan:
             by_place.setdefault(node[name].place, []).extend(factors)
         chosen = {
             name: tensor
-            for name, tensor in node.items()
-            if isinstance(tensor, TensorRef)
-            and name not in dropped
-            and (tensor.place in by_place or name in self._replaced)
+            for name, tensor in named_tensors(node).items()
+            if name not in dropped and (tensor.place in by_place or name in self._replaced)
         }
         refuse_apart(self.base, {id(tensor) for tensor in chosen.values()})
         known: dict[Any, TensorRef] = {}

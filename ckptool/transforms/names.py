@@ -514,12 +514,13 @@ def strip_module(
     """
     checkpoint = checkpoint.settled()  # the names in an optimizer may lie in files of their own
     plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
+    options: dict[str, Any] = {"only": only, "levels": levels, "at": at}
     parts = distinct(checkpoint.sections)
     _check_path(checkpoint, parts, at)
     for part in parts:
         names = wrapped_names(part.node)
         if part.kind == "state_dict":
-            result = strip_names(names, only=only, levels=levels, at=at)
+            result = strip_names(names, **options)
             plan.rename(part, names, result.renamed, result.rename_module)
             if result.renamed:
                 plan.changes.append(_stripped(part, result, result.renamed))
@@ -527,7 +528,7 @@ def strip_module(
                 left = [result.renamed.get(name, name) for name in names]
                 plan.changes.extend(_kept_in_part(part, left, only))
         elif part.kind == "module":
-            found = unwrapped_modules(part.holder, only=only, levels=levels, at=at)
+            found = unwrapped_modules(part.holder, **options)
             plan.instead.update(found.instead)
             plan.note(names, found.renamed)
             if found.instead and found.wanted is not None:
@@ -535,7 +536,6 @@ def strip_module(
             if found.keeps:
                 text = f"the pickled module {where(part.path)} keeps names that look wrapped"
                 plan.changes.append(Change("warning", f"{text}: its class has them", len(names)))
-    options: dict[str, Any] = {"only": only, "levels": levels, "at": at}
     plan.follow(checkpoint.root, parts, lambda own: strip_names(own, **options).renamed)
     return plan.applied(checkpoint)
 

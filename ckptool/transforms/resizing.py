@@ -14,7 +14,7 @@ from ckptool.errors import NameCollision, NotRepresentable, UsageError
 from ckptool.files.computed import joined
 from ckptool.formats.distributed.placements import row_major_data
 from ckptool.model import TensorRef, over_elements
-from ckptool.statedict import MODEL_KINDS, Section
+from ckptool.statedict import MODEL_KINDS, Section, named_tensors
 from ckptool.tensors.resizing import interpolated, more_rows
 from ckptool.transforms.casting import FLOATING, optimizer_tensors, refuse_apart
 from ckptool.transforms.concatenating import along, over_data
@@ -90,7 +90,7 @@ def _after(checkpoint: Checkpoint, rule: str, step: _Step) -> Checkpoint:
 
 def _by_glob(kind: str, glob: str, one: _One) -> _Step:
     def step(part: Section, file: str) -> _Work:
-        tensors = _tensors(part)
+        tensors = named_tensors(part.node)
         chosen = [node for name, node in tensors.items() if selected((*part.path, name), (glob,))]
         places = {node.place for node in chosen}
         work, known = _Work(list(part.node.items()), [], []), dict[Any, TensorRef]()
@@ -175,7 +175,7 @@ def _splitting(rule: str) -> _Step:
 
     def step(part: Section, file: str) -> _Work:
         work, known = _Work([], [], []), dict[Any, list[TensorRef]]()
-        tensors = _tensors(part)
+        tensors = named_tensors(part.node)
         for name, node in part.node.items():
             found = _found(whole, name) if name in tensors else None
             if found is None:
@@ -210,7 +210,7 @@ def _fusing(rule: str) -> _Step:
     parts, (whole,), dim = _parsed("fuse", "*.q.weight,*.k.weight,*.v.weight=>*.qkv.weight@0", rule)
 
     def step(part: Section, file: str) -> _Work:
-        tensors = _tensors(part)
+        tensors = named_tensors(part.node)
         groups = dict.fromkeys(
             found for one in parts for name in tensors if (found := _found(one, name)) is not None
         )
@@ -265,10 +265,6 @@ def _found(pattern: str, name: str) -> tuple[str, ...] | None:
 def _filled(pattern: str, found: tuple[str, ...]) -> str:
     every = iter(found)
     return re.sub(r"\*", lambda _: next(every), pattern)
-
-
-def _tensors(part: Section) -> dict[str, TensorRef]:
-    return {name: node for name, node in part.node.items() if isinstance(node, TensorRef)}
 
 
 def _check(name: str, tensor: TensorRef, file: str) -> None:

@@ -290,6 +290,17 @@ def test_tied_weights_change_together_and_the_rest_of_the_file_stays(tmp_path):
     assert made["epoch"] == 3
 
 
+def test_a_key_that_is_no_name_stays(tmp_path):
+    torch.save({"m": {"lin.weight": torch.ones(6, 8), 0: torch.ones(2)}}, tmp_path / "base.pth")
+    torch.save(
+        {"lin.lora_A.weight": torch.rand(2, 8), "lin.lora_B.weight": torch.rand(6, 2)},
+        tmp_path / "adapter.pth",
+    )
+    files = tmp_path / "base.pth", [tmp_path / "adapter.pth"], tmp_path / "out.pth"
+    ckptool.merge_lora(*files, key="m")
+    assert list(torch.load(files[2])["m"]) == ["lin.weight", 0]
+
+
 @pytest.mark.parametrize("text", ["{", "[" * 200_000, "\xff"])
 def test_a_configuration_that_is_no_json(text, target, tmp_path):
     shutil.copytree(LORA / "plain", tmp_path / "one")
