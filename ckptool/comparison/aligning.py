@@ -66,14 +66,6 @@ class _SideNames:
     rules: AppliedRules = field(default_factory=lambda: AppliedRules(()))
     _namings: list[tuple[frozenset[str], _Names]] = field(default_factory=list)
 
-    def stripped(self, part: Section) -> Renamed:
-        """Return the wrapper components taken off the names of a model's section.
-
-        Raises:
-            NameCollision: two names would become one.
-        """
-        return {} if self.strict else self._strip(wrapped_names(part.node))
-
     def settle(self, part: Section, stripped: Renamed) -> _Names:
         """Return a model's names as they are compared, remembered for the optimizers.
 
@@ -96,10 +88,17 @@ class _SideNames:
         if shown:
             namings = [(names, settled.compared) for names, settled in self._namings]
             return _Names(shown, followed(own, namings))
-        stripped = {} if self.strict else self._strip(own)
+        stripped = self.strip(own)
         return _Names(stripped, self._ruled(own, stripped))
 
-    def _strip(self, names: list[str]) -> Renamed:
+    def strip(self, names: list[str]) -> Renamed:
+        """Return the wrapper components taken off names.
+
+        Raises:
+            NameCollision: two names would become one.
+        """
+        if self.strict:
+            return {}
         try:
             return strip_names(names).renamed
         except NameCollision as error:
@@ -283,7 +282,7 @@ class _Alignment:
         for side, parts in ((self.names_a, parts_a), (self.names_b, parts_b)):
             for part in parts:
                 if part.kind in MODEL_KINDS and id(part) not in taken:
-                    settled[id(part)] = side.settle(part, side.stripped(part))
+                    settled[id(part)] = side.settle(part, side.strip(wrapped_names(part.node)))
             for part in parts:
                 if part.kind == "optimizer":
                     settled[id(part)] = side.optimizer(part)
@@ -294,7 +293,8 @@ class _Alignment:
 
         They do where a layer is called `module` by its author, and one file has nothing else.
         """
-        mine, others = self.names_a.stripped(one), self.names_b.stripped(other)
+        mine = self.names_a.strip(wrapped_names(one.node))
+        others = self.names_b.strip(wrapped_names(other.node))
         ways = [(mine, others), (mine, {}), ({}, others), ({}, {})]
         if not (mine or others) or _common(one, mine, other, others) == len(one.node):
             return mine, others

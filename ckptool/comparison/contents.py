@@ -85,15 +85,6 @@ class Contents:
         self.without_torch = False
         """Whether figures were wanted and torch was not there."""
 
-    def expect(self, a: TensorRef, b: TensorRef, expected: set[Any]) -> None:
-        """Count two tensors that will be compared; `expected` remembers ties."""
-        key = _pair_key(a, b)
-        if key in expected:
-            return
-        expected.add(key)
-        if not (self._quick and same_by_checksum(a, b) is not None):
-            self._meter.total += a.nbytes
-
     def compare(self, path: Path, a: TensorRef, b: TensorRef, *, exact: bool = False) -> Verdict:
         """Return the verdict on two plain arrays of one shape; `path` is for messages.
 
@@ -186,10 +177,8 @@ class Renames:
                     groups.setdefault(kind, ([], []))[side].append(entry)
         self._groups = [group for group in groups.values() if all(group)]
 
-    def expected(self) -> int:
+    def _expected(self) -> int:
         """Count the bytes that `found` may read: for checksums, and to confirm them."""
-        if self._stated_only:
-            return 0
         total = 0
         for group in self._groups:
             total += min(sum(entry.leaf.nbytes for entry in side) for side in group)
@@ -204,6 +193,8 @@ class Renames:
             LimitExceeded: strides repeat more bytes than real ones do.
             CorruptFile: bytes that cannot be read.
         """
+        if not self._stated_only:
+            meter.total += self._expected()
         pairs: list[tuple[Entry, Entry]] = []
         for group in self._groups:
             contents: dict[int, Group] = {}

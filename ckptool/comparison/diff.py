@@ -24,9 +24,9 @@ from ckptool.inspection.equality import (
     type_name,
 )
 from ckptool.inspection.reading import Meter
-from ckptool.inspection.values import is_set, is_value, json_value, summarise
+from ckptool.inspection.values import is_set, json_value, summarise, value_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import DeviceValue, Opaque, StorageRef, TensorRef
+from ckptool.model import DeviceValue, StorageRef, TensorRef
 from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.tree import name_of
 from ckptool.words import counted
@@ -99,14 +99,11 @@ def diff(
         one, other = one.settled(), other.settled()
         aligned = align(one, other, strict_names=strict_names, rules=made, key=key)
         run = _Comparison(aligned, contents, meter, structure, quick, strict, ignore_dtype, limits)
-        renames = None
-        if not structure:
-            renames = Renames(aligned.only_a, aligned.only_b, stated_only=quick, limits=limits)
-            if progress is not None:
-                run.expect(renames)
+        if progress is not None and not (structure or quick):
+            meter.total = _expected(aligned.pairs)
         run.compare()
-        if renames is not None:
-            run.rename(renames)
+        if not structure:
+            run.rename(Renames(aligned.only_a, aligned.only_b, stated_only=quick, limits=limits))
         meter.finish()
         return run.result(one, other, max_diffs)
 
@@ -159,15 +156,6 @@ class _Comparison:
     """Identities of the tensors that are entries of their own."""
     gone: set[int] = field(default_factory=set)
     """Identities of the entries that were found under another name."""
-
-    def expect(self, renames: Renames) -> None:
-        """Count the bytes that will be compared."""
-        expected: set[Any] = set()
-        for pair in self.aligned.pairs:
-            both = _plain_pair(pair)
-            if both is not None and not (self.quick and both[0].dtype != both[1].dtype):
-                self.contents.expect(*both, expected)
-        self.meter.total += renames.expected()
 
     def compare(self) -> None:
         """Compare every pair, of tensors and of other entries."""
@@ -341,13 +329,16 @@ class _Comparison:
             yield f"{counted(bits, 'tensor')} {verb} in bits and not in value (-0.0 and 0.0)"
 
 
-def _plain_pair(pair: Pair) -> tuple[TensorRef, TensorRef] | None:
-    """Return the two tensors of a pair if their elements are compared as they are."""
-    a, b = pair.a.leaf, pair.b.leaf
-    if not (isinstance(a, TensorRef) and isinstance(b, TensorRef)) or a.shape != b.shape:
-        return None
-    mine, others = raw_elements(a), raw_elements(b)
-    return None if mine is None or others is None else (mine, others)
+def _expected(pairs: Iterable[Pair]) -> int:
+    """Return the bytes of the tensors of A whose elements are compared, ties once."""
+    sizes: dict[Any, int] = {}
+    for pair in pairs:
+        a, b = pair.a.leaf, pair.b.leaf
+        if isinstance(a, TensorRef) and isinstance(b, TensorRef) and a.shape == b.shape:
+            mine, others = raw_elements(a), raw_elements(b)
+            if mine is not None and others is not None:
+                sizes[mine.place, others.place] = mine.nbytes
+    return sum(sizes.values())
 
 
 def _unlike_headers(a: TensorRef, b: TensorRef) -> list[str]:
@@ -386,10 +377,8 @@ def _side(entry: Entry, name: str | None = None) -> Side:
             leaf.kind,
             leaf.nbytes,
         )
-    if isinstance(leaf, Opaque) and leaf.plain is not None:
-        return Side(shown, "value", type_name(leaf), value=json_value(leaf.plain[1]))
-    if is_value(leaf):
-        return Side(shown, "value", type_name(leaf), value=json_value(leaf))
+    if plain := value_of(leaf):
+        return Side(shown, "value", type_name(leaf), value=json_value(plain[1]))
     sort = "container" if isinstance(leaf, (dict, list, tuple)) else "object"
     device = leaf.storage.device if isinstance(leaf, StorageRef) else None
     if isinstance(leaf, DeviceValue):

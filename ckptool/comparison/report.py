@@ -17,8 +17,8 @@ from ckptool.model import Path, TensorRef
 from ckptool.tree import is_within, name_of, resolve
 
 if TYPE_CHECKING:
-    from ckptool.comparison.aligning import Alignment, Entry
-    from ckptool.comparison.result import Changed, Diff
+    from ckptool.comparison.aligning import Alignment
+    from ckptool.comparison.result import Diff
     from ckptool.inspection.stats import TensorStats
     from ckptool.tensors.comparing import Difference
     from ckptool.tensors.statistics import Measures
@@ -184,55 +184,35 @@ def bars(
         diff: What differs, of as many entries.
         norms: The length of each tensor of A as a vector, by its address, where it is known.
     """
-    renamed = {row.b.name for row in diff.renamed}
+    changed = {row.a.name: row for row in diff.changed if row.counts}
+    renamed = [{row.a.name for row in diff.renamed}, {row.b.name for row in diff.renamed}]
+    drawn: dict[Path, Bar] = {}
+    for pair in alignment.pairs:
+        if isinstance(pair.a.leaf, TensorRef):
+            name = name_of(pair.a.path)
+            row = changed.get(name)
+            change = relative_change(row.difference, norms.get(name)) if row else None
+            drawn[pair.a.path] = Bar(pair.name, row.status if row else "=", change)
+    for entry in alignment.only_a:
+        if isinstance(entry.leaf, TensorRef):
+            drawn[entry.path] = Bar(entry.name, "R" if entry.name in renamed[0] else "D")
     added = {
         entry.path: Bar(entry.name, "A")
         for entry in alignment.only_b
-        if isinstance(entry.leaf, TensorRef) and entry.name not in renamed
+        if isinstance(entry.leaf, TensorRef) and entry.name not in renamed[1]
     }
     partner = {pair.b.path: pair.a.path for pair in alignment.pairs}
-    drawn = _drawn(alignment, diff, norms)
     after: dict[Path | None, list[Bar]] = {}
     before = None
     for path, _ in b.tensors():
         before = partner.get(path, before)
         if path in added:
             after.setdefault(before, []).append(added[path])
-    return tuple(_merged(a, drawn, after))
-
-
-def _merged(
-    a: Checkpoint, drawn: Mapping[Path, Bar], after: Mapping[Path | None, list[Bar]]
-) -> Iterator[Bar]:
-    """Yield the bars of A, each followed by the tensors that B alone has behind it."""
-    yield from after.get(None, ())
+    found = after.get(None, [])
     for path, _ in a.tensors():
-        if path in drawn:
-            yield drawn[path]
-        yield from after.get(path, ())
-
-
-def _drawn(alignment: Alignment, diff: Diff, norms: Mapping[str, float | None]) -> dict[Path, Bar]:
-    """Return the bars of A's tensors by path."""
-    changed = {row.a.name: row for row in diff.changed if row.counts}
-    renamed = {row.a.name for row in diff.renamed}
-    drawn = {
-        pair.a.path: _bar(pair.a, changed.get(name_of(pair.a.path)), norms)
-        for pair in alignment.pairs
-        if isinstance(pair.a.leaf, TensorRef)
-    }
-    for entry in alignment.only_a:
-        if isinstance(entry.leaf, TensorRef):
-            status = "R" if entry.name in renamed else "D"
-            drawn[entry.path] = Bar(entry.name, status)
-    return drawn
-
-
-def _bar(entry: Entry, changed: Changed | None, norms: Mapping[str, float | None]) -> Bar:
-    if changed is None:
-        return Bar(entry.name, "=")
-    change = relative_change(changed.difference, norms.get(name_of(entry.path)))
-    return Bar(entry.name, changed.status, change)
+        found += [drawn[path]] if path in drawn else []
+        found += after.get(path, ())
+    return tuple(found)
 
 
 def relative_change(difference: Difference | None, norm: float | None) -> float | None:

@@ -135,13 +135,13 @@ class _Look:
     def at_file(self, probe: Probe) -> None:
         """Look at one file, or the files of an unzipped one."""
         found = checks.structure(probe)
-        self.add(found)
+        self.take(found)
         self.at_name(probe)
         wrong = self.sum_up(found.checksums)
         try:
             checkpoint = read_probe(probe)
         except CheckpointError as error:
-            self.add(_damaged(wrong, None))
+            self.add(problems=_damaged(wrong, None))
             self.blame(error, contradicted=bool(self.verdict.problems))
             return
         self.at_content(checkpoint, probe, wrong)
@@ -163,7 +163,7 @@ class _Look:
         if found != named[1]:
             text = f"its SHA-256 begins with {found}, not with {named[1]}, as its name has it"
             hint = "torch.hub names files so: download it again, unless it was changed on purpose"
-            self.add(Findings((Problem("name", "", text, hint),)))
+            self.add(problems=(Problem("name", "", text, hint),))
 
     def at_set(self, probe: Probe, path: str, shards: Mapping[str, str]) -> None:
         """Look at each shard of an index, or each rank's file, then at what they are together."""
@@ -189,18 +189,16 @@ class _Look:
                 look.at_file(probe)
             except UnsupportedFormat:
                 return False
-        found, verdict = look.verdict, self.verdict
+        found = look.verdict
         self.add(
-            Findings(
-                tuple(replace(one, place=_below(name, one.place)) for one in found.problems),
-                tuple(f"{name}: {note}" for note in found.notes),
-                records=found.records,
-            )
-        )
-        self.verdict = replace(
-            self.verdict,
-            summed=verdict.summed + found.summed,
-            checked=verdict.checked + found.checked,
+            problems=tuple(
+                replace(one, place=f"{name}: {one.place}" if one.place else name)
+                for one in found.problems
+            ),
+            notes=tuple(f"{name}: {note}" for note in found.notes),
+            records=found.records,
+            summed=found.summed,
+            checked=found.checked,
         )
         return not found.ok
 
@@ -219,11 +217,11 @@ class _Look:
                 hint="try again when nothing writes to the file any more",
             )
         with checkpoint:
-            self.add(_damaged(wrong, checkpoint))
-            self.add(checks.content(checkpoint, probe))
+            self.add(problems=_damaged(wrong, checkpoint))
+            self.take(checks.content(checkpoint, probe))
             part = None if self.is_shard else missing_weights(checkpoint)
             if part is not None:
-                self.add(Findings((), (f"{part.text}; {part.remedy}",)))
+                self.add(notes=(f"{part.text}; {part.remedy}",))
             tensors = list(checkpoint.tensors())
             self.verdict = replace(
                 self.verdict,
@@ -256,17 +254,16 @@ class _Look:
             for kind, word, count in (("nan", "NaN", nan), ("inf", "infinite", infinite)):
                 if count:
                     text = f"{count:,} of {counted(elements, 'element')} {are(count)} {word}"
-                    self.add(Findings((Problem(kind, name_of(path), text),)))
+                    self.add(problems=(Problem(kind, name_of(path), text),))
 
-    def add(self, found: Findings) -> None:
-        """Take what was found."""
-        verdict = self.verdict
-        self.verdict = replace(
-            verdict,
-            problems=verdict.problems + found.problems,
-            notes=verdict.notes + found.notes,
-            records=verdict.records + found.records,
-        )
+    def add(self, **more: Any) -> None:
+        """Add to problems, notes and counts of the verdict."""
+        sums = {name: getattr(self.verdict, name) + count for name, count in more.items()}
+        self.verdict = replace(self.verdict, **sums)
+
+    def take(self, found: Findings) -> None:
+        """Take what a check of the format found."""
+        self.add(problems=found.problems, notes=found.notes, records=found.records)
 
     def blame(self, error: CheckpointError, *, contradicted: bool = False) -> None:
         """Take an error as a problem; where other things are wrong, also that a kind is unknown.
@@ -277,7 +274,7 @@ class _Look:
         problem = problem_of(error, contradicted=contradicted)
         if problem is None:
             raise error
-        self.add(Findings((problem,)))
+        self.add(problems=(problem,))
 
     def sum_up(self, checksums: Sequence[Checksum]) -> list[_Wrong]:
         """Compute checksums; those that are not what they should be."""
@@ -287,23 +284,14 @@ class _Look:
         wrong = []
         for one, crc in zip(checksums, found, strict=True):
             if isinstance(crc, CorruptFile):
-                self.add(Findings((Problem("checksum", one.place, crc.message),)))
+                self.add(problems=(Problem("checksum", one.place, crc.message),))
             elif crc != one.crc32:
                 wrong.append(_Wrong(one, crc))
             elif not _ends_well(one.data.source):
                 text = "its compressed bytes have no end mark, or more behind it"
-                self.add(Findings((Problem("corrupt", one.place, text),)))
-        verdict = self.verdict
-        self.verdict = replace(
-            verdict,
-            summed=verdict.summed + len(checksums),
-            checked=verdict.checked + meter.total,
-        )
+                self.add(problems=(Problem("corrupt", one.place, text),))
+        self.add(summed=len(checksums), checked=meter.total)
         return wrong
-
-
-def _below(shard: str, place: str) -> str:
-    return f"{shard}: {place}" if place else shard
 
 
 def _ends_well(source: Source) -> bool:
@@ -320,10 +308,10 @@ def _numbers(tensor: TensorRef) -> list[TensorRef]:
     return [part for part in parts if part.has_content and is_floating(part.dtype)]
 
 
-def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> Findings:
+def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> tuple[Problem, ...]:
     """Return the records whose checksum is wrong, with the tensors in them."""
     if not wrong:
-        return Findings()
+        return ()
     names: dict[tuple[int, int], list[str]] = {}
     for path, tensor in checkpoint.tensors() if checkpoint is not None else ():
         if tensor.storage is not None and tensor.storage.data is not None:
@@ -337,7 +325,7 @@ def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> Findings
         inside = names.get((id(data.source), data.offset))
         text += f"; in it {are(len(inside))} {listed(inside, 3)}" if inside else ""
         problems.append(Problem("checksum", checksum.place, text))
-    return Findings(tuple(problems))
+    return tuple(problems)
 
 
 NOT_ONE = "not-a-checkpoint"

@@ -15,13 +15,13 @@ from ckptool.inspection.reading import Meter, content_hashes
 from ckptool.inspection.values import (
     class_of,
     documented,
-    is_value,
     json_path,
     json_value,
     summarise,
+    value_of,
 )
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Opaque, Path, TensorRef
+from ckptool.model import Path, TensorRef
 from ckptool.tree import distinct, name_of, selected, walk
 from ckptool.words import printable
 
@@ -192,8 +192,11 @@ def list_tensors(
                 continue
             if isinstance(leaf, TensorRef):
                 leaves.append((path, leaf))
+            elif plain := value_of(leaf):
+                kind, value = plain
+                values.append(ValueRow(json_path(path), name_of(path), kind, json_value(value)))
             else:
-                _sort_leaf(path, leaf, values, objects)
+                objects.append((path, leaf))
         rows = list(tensor_rows(leaves))
         others = [_object_row(path, leaf) for path, leaf in objects]
         if hash:
@@ -219,18 +222,6 @@ def list_tensors(
                 dict.fromkeys(q for part in checkpoint.sections for q in part.quantisers)
             ),
         )
-
-
-def _sort_leaf(
-    path: Path, leaf: Any, values: list[ValueRow], objects: list[tuple[Path, Any]]
-) -> None:
-    kind, value = type(leaf).__name__, leaf
-    if isinstance(leaf, Opaque) and leaf.plain is not None:
-        kind, value = leaf.plain
-    elif not is_value(leaf):
-        objects.append((path, leaf))
-        return
-    values.append(ValueRow(json_path(path), name_of(path), kind, json_value(value)))
 
 
 def _object_row(path: Path, leaf: Any) -> ObjectRow:

@@ -21,10 +21,10 @@ from ckptool.inspection.reading import Meter, RepeatedBytes
 from ckptool.inspection.values import (
     class_of,
     documented,
-    is_value,
     json_path,
     json_value,
     summarise,
+    value_of,
 )
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, TensorRef
@@ -147,10 +147,8 @@ def show(
     place = (without_query(checkpoint.path), json_path(path), name_of(path))
     if isinstance(node, TensorRef):
         return _tensor(place[0], path, node, count, progress, limits)
-    if isinstance(node, Opaque) and node.plain is not None:
-        return ShownValue(*place, *node.plain)
-    if is_value(node):
-        return ShownValue(*place, type(node).__name__, node)
+    if plain := value_of(node):
+        return ShownValue(*place, *plain)
     if isinstance(node, (dict, list, tuple)):
         return ShownContainer(*place, type_name(node), _entries(node))
     return _object(place, node)

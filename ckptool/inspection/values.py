@@ -20,6 +20,7 @@ __all__ = [
     "json_value",
     "set_items",
     "summarise",
+    "value_of",
 ]
 
 Key = tuple[Any, ...]
@@ -84,6 +85,13 @@ def class_of(node: Any) -> str:
 def is_value(node: Any) -> bool:
     """Return True for a leaf that is listed among the values."""
     return isinstance(node, _PLAIN)
+
+
+def value_of(node: Any) -> tuple[str, Any] | None:
+    """Return the type and value of a node that is shown as a plain value; None for others."""
+    if isinstance(node, Opaque):
+        return node.plain
+    return (type(node).__name__, node) if is_value(node) else None
 
 
 def summarise(node: Any, most: int = 60) -> str:
