@@ -339,8 +339,7 @@ def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
     """
     checkpoint = checkpoint.settled()
     refuse_hollow(checkpoint)
-    plainer = _Plainer(checkpoint, _plain_forms(checkpoint, partly=drop))
-    result = plainer.applied()
+    result = _with_forms(checkpoint, _plain_forms(checkpoint, partly=drop))
     if drop:
         return _dropped(result, hint=None)
     remaining = [_remaining(path, node) for path, node in refusals(result.root)]
@@ -369,7 +368,7 @@ def drop_objects(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _dropped(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:
-    kept = _Plainer(checkpoint, _kept_form).applied()
+    kept = _with_forms(checkpoint, _kept_form)
     found = [
         Change("left-out", _sentence(path, node), 1, wanted=True)
         for path, node in refusals(kept.root)
@@ -448,59 +447,50 @@ def _kept_form(leaf: Any) -> Any:
     return leaf if items is None else items
 
 
-class _Plainer:
-    """One pass that gives objects their plain forms, and the changes that it made."""
+def _with_forms(checkpoint: Checkpoint, form_of: Forms) -> Checkpoint:
+    """Return the checkpoint with every form in place; itself where there is none."""
+    keys = _objects_in_keys(checkpoint.root)
+    forms: dict[int, Any] = {}
 
-    def __init__(self, checkpoint: Checkpoint, form_of: Forms) -> None:
-        self._checkpoint = checkpoint
-        self._form_of = form_of
-        self._keys = _objects_in_keys(checkpoint.root)
-        self._forms: dict[int, Any] = {}
-
-    def applied(self) -> Checkpoint:
-        """Return the checkpoint with every form in place; itself where there is none."""
-        root = rebuild(self._checkpoint.root, self._form)
-        changes = list(self.changes())
-        return self._checkpoint.with_root(root, *changes) if changes else self._checkpoint
-
-    def _form(self, leaf: Any) -> Any:
-        """Return the form of a leaf; the leaf itself where it has none."""
+    def form(leaf: Any) -> Any:
         if not isinstance(leaf, (TensorRef, Opaque)):
             return leaf
-        form = self._form_of(leaf)
+        found = form_of(leaf)
         is_number = isinstance(leaf, Opaque) and leaf.plain is not None
-        if id(leaf) in self._keys and not is_number and not isinstance(form, tuple):
+        if id(leaf) in keys and not is_number and not isinstance(found, tuple):
             return leaf  # as a key, a form may be unhashable, or equal to another key
-        if form is not leaf:
-            self._forms[id(leaf)] = form
-        return form
+        if found is not leaf:
+            forms[id(leaf)] = found
+        return found
 
-    def changes(self) -> Iterator[Change]:
-        """Yield a change for every object and array, in the order of the file."""
-        settings: dict[str, None] = {}
-        for link, node in mentions(self._checkpoint.root, enter=self._has_more):
-            is_tensor = isinstance(node, TensorRef)
-            form = self._form_of(node) if is_tensor else self._forms.get(id(node), node)
-            if form is node:
-                continue
-            name = where(path_of(link))
-            text = f"{name}: {printable(class_of(node))} becomes {_described(form)}"
-            yield Change("plain", text, 1)
-            if is_module(node):
-                tensors, attributes = _beside_state(node)
-                settings.update(dict.fromkeys(attributes))
-                for lost in tensors:
-                    yield Change("left-out", f"{name}: {lost}", 1, wanted=True)
-        if settings:
-            text = f"what a state_dict does not have of a module: {listed(settings)}"
-            yield Change("left-out", text, len(settings), wanted=True)
+    root = rebuild(checkpoint.root, form)
+    changes = list(_form_changes(checkpoint.root, form_of, forms))
+    return checkpoint.with_root(root, *changes) if changes else checkpoint
 
-    def _has_more(self, node: Any) -> bool:
+
+def _form_changes(root: Any, form_of: Forms, forms: dict[int, Any]) -> Iterator[Change]:
+    """Yield a change for every object and array that has another form, in the order of the file."""
+
+    def has_more(node: Any) -> bool:
         """Return whether the result has the content of a node: not of numbers, modules, remains."""
-        form = self._forms.get(id(node))
-        return not is_refused(node) or (
-            isinstance(form, (dict, list, tuple, Opaque)) and not is_module(node)
-        )
+        is_container = isinstance(forms.get(id(node)), (dict, list, tuple, Opaque))
+        return not is_refused(node) or (is_container and not is_module(node))
+
+    settings: dict[str, None] = {}
+    for link, node in mentions(root, enter=has_more):
+        form = form_of(node) if isinstance(node, TensorRef) else forms.get(id(node), node)
+        if form is node:
+            continue
+        name = where(path_of(link))
+        yield Change("plain", f"{name}: {printable(class_of(node))} becomes {_described(form)}", 1)
+        if is_module(node):
+            tensors, attributes = _beside_state(node)
+            settings.update(dict.fromkeys(attributes))
+            for lost in tensors:
+                yield Change("left-out", f"{name}: {lost}", 1, wanted=True)
+    if settings:
+        text = f"what a state_dict does not have of a module: {listed(settings)}"
+        yield Change("left-out", text, len(settings), wanted=True)
 
 
 def _objects_in_keys(root: Any) -> set[int]:
