@@ -68,9 +68,9 @@ class _Pruning:
     too, an `_extra_state` as one entry.
     """
 
-    def __init__(self, root: Any, choose: Callable[[Path], bool], where: Path) -> None:
+    def __init__(self, root: Any, choose: Callable[[Path], bool], base: Path) -> None:
         self._root = root
-        self._where = where
+        self._base = base
         self._parts = {id(one.holder): one for one in sections(root) if one.kind != "values"}
         self._entries: dict[Path, _Entry] = {}
         self._find(choose)
@@ -89,7 +89,7 @@ class _Pruning:
 
         def note(path: Path, node: Any) -> None:
             if path not in self._entries:
-                kept, count = choose(self._where + path), sum(1 for _ in find_tensors(node))
+                kept, count = choose(self._base + path), sum(1 for _ in find_tensors(node))
                 add(_Entry(path, node, tensors=count, gone=not kept, kept=kept))
 
         def enter(path: Path, node: Any) -> bool:
@@ -168,7 +168,7 @@ class _Pruning:
         return root, [*_left_out_of(told), *self._stale(staying)]
 
     def _name(self, path: Path) -> str:
-        return where(self._where + path)
+        return where(self._base + path)
 
     def _place(self, entry: _Entry) -> str:
         """Return the address of a container, with its kind if it is a section or an object."""
@@ -379,10 +379,13 @@ def extract(
     `include` and `exclude` with a `/` are compared with the original names. If nothing is removed
     and nothing to `trim`, the result is the same checkpoint. Errors: those of `Checkpoint.extract`.
     """
-    globs = _Globs(include, exclude)
-    part, where = _part(checkpoint, key, model_only)
-    if globs:
-        part = _chosen(checkpoint, part, where, globs)
+    for given in (include, exclude):
+        if isinstance(given, str):
+            raise UsageError(f"a list of globs is wanted, not {given!r}", hint=f"[{given!r}]")
+    globs = tuple(include), tuple(exclude)
+    part, base = _part(checkpoint, key, model_only)
+    if any(globs):
+        part = _chosen(checkpoint, part, base, *globs)
     if all(change.kind == "warning" for change in part.changes[len(checkpoint.changes) :]):
         return part
     cut = without_unseen(checkpoint, part) if trim else part
@@ -436,56 +439,41 @@ def _may_be_root(node: Any) -> bool:
     return isinstance(node, (dict, list, tuple, TensorRef))
 
 
-class _Globs:
-    """The globs of an extraction, with the globs that matched nothing so far."""
+def _chosen(
+    checkpoint: Checkpoint,
+    part: Checkpoint,
+    base: Path,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+) -> Checkpoint:
+    """Return the part, whose root had the path `base`, without what the globs leave out."""
+    seen: list[Path] = []
 
-    def __init__(self, include: Iterable[str], exclude: Iterable[str]) -> None:
-        for given in (include, exclude):
-            if isinstance(given, str):
-                raise UsageError(f"a list of globs is wanted, not {given!r}", hint=f"[{given!r}]")
-        self._include, self._exclude = tuple(include), tuple(exclude)
-        self._seen: list[Path] = []
+    def choose(path: Path) -> bool:
+        seen.append(path)
+        return selected(path, include, exclude)
 
-    def __bool__(self) -> bool:
-        return bool(self._include or self._exclude)
-
-    def choose(self, path: Path) -> bool:
-        """Return whether the tensor at a path is chosen."""
-        self._seen.append(path)
-        return selected(path, self._include, self._exclude)
-
-    def check(self, file: str) -> Iterator[Change]:
-        """Yield a warning for each glob of `exclude` that matched nothing.
-
-        Raises:
-            NotFound: one of `include` matched nothing.
-        """
-        for glob in dict.fromkeys((*self._include, *self._exclude)):
-            if any(selected(path, (glob,)) for path in self._seen):
-                continue
-            near = listed(self._near(glob))
-            if glob in self._include:
-                raise NotFound(
-                    f"no tensor matches {printable(glob)!r}; there is {near}",
-                    file=file or None,
-                    hint=f"ckptool list {shell(file)}" if file else None,
-                )
-            yield Change("warning", f"no tensor matches {printable(glob)}; there is {near}")
-
-    def _near(self, glob: str) -> list[str]:
-        whole = "/" in glob
-        names = list(dict.fromkeys(name_of(path if whole else path[-1:]) for path in self._seen))
-        return similar(glob, names) or names
-
-
-def _chosen(checkpoint: Checkpoint, part: Checkpoint, where: Path, globs: _Globs) -> Checkpoint:
-    """Return the part without the tensors that the globs leave out."""
-    root, changes = _Pruning(part.root, globs.choose, where).result(checkpoint.path or None)
-    warnings = list(globs.check(checkpoint.path))
+    file = checkpoint.path or None
+    root, changes = _Pruning(part.root, choose, base).result(file)
+    warnings: list[Change] = []
+    for glob in dict.fromkeys((*include, *exclude)):
+        if any(selected(path, (glob,)) for path in seen):
+            continue
+        paths = seen if "/" in glob else [path[-1:] for path in seen]
+        names = list(dict.fromkeys(map(name_of, paths)))
+        near = listed(similar(glob, names) or names)
+        if glob in include:
+            raise NotFound(
+                f"no tensor matches {printable(glob)!r}; there is {near}",
+                file=file,
+                hint=f"ckptool list {shell(file)}" if file else None,
+            )
+        text = f"no tensor matches {printable(glob)}; there is {near}"
+        warnings.append(Change("warning", text))
     if root is None or not any(part.with_root(root).tensors()):
         raise NotFound(
             "no tensor would be left",
-            file=checkpoint.path or None,
+            file=file,
             hint=f"this would go: {'; '.join(one.text for one in changes)}"
             if changes
             else "choose fewer with --exclude",
