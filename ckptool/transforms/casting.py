@@ -533,15 +533,13 @@ class _Work:
             for losses in gather(dict(caster.losses)):
                 caster.losses.update(losses)
         for pair, caster in self._casters.items():
-            done = [
-                wish
+            count = sum(
+                len(wish.names)
                 for wishes in self._groups.values()
-                if wishes[0].pair == pair
-                if any(wish.names[0] in caster.losses for wish in wishes)
+                if wishes[0].pair == pair and any(one.names[0] in caster.losses for one in wishes)
                 for wish in wishes
-            ]
-            if done:
-                count = sum(len(wish.names) for wish in done)
+            )
+            if count:
                 yield _total(pair, count, caster.losses.values())
         ties = {
             wish.names[0]: f"{printable(wish.names[0])} (and {listed(wish.names[1:])})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -342,18 +343,16 @@ def beside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
 
 def _loose(values: Section, chosen: Path) -> Iterator[Change]:
     """Yield changes for leaves of no section, named by the highest node outside `chosen`."""
-    groups: dict[str, dict[str, int]] = {"tensors": {}, "values": {}, "objects": {}}
+    groups = {group: Counter[str]() for group in ("tensors", "values", "objects")}
     for path, leaf in values.node.items():
         if is_within(path, chosen):
             continue
-        names = groups[_group(leaf)]
         both = zip(path, chosen, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-        name = name_of(path[: shared + 1])
-        names[name] = names.get(name, 0) + 1
+        groups[_group(leaf)][name_of(path[: shared + 1])] += 1
     for group, names in groups.items():
         if names:
-            yield Change("left-out", f"the {group} {listed(names, most=20)}", sum(names.values()))
+            yield Change("left-out", f"the {group} {listed(names, most=20)}", names.total())
 
 
 def _group(leaf: Any) -> str:
