@@ -17,7 +17,7 @@ from ckptool.files.strided import row_major
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-__all__ = ["Ahead", "ComputedSource", "FilledSource", "gathered", "joined"]
+__all__ = ["Ahead", "ComputedSource", "FilledSource", "computed", "gathered", "joined"]
 
 WORTH = 256 << 10
 """Bytes from which other threads are asked for what comes next."""
@@ -155,6 +155,19 @@ if hasattr(os, "register_at_fork"):  # a process has not the threads of the one 
     os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
+def computed(
+    made_of: Sequence[ByteRange],
+    size: int,
+    fill: Callable[[int, memoryview], None],
+    *,
+    ahead: Ahead | None = None,
+) -> ByteRange:
+    """Return `size` bytes that `fill` computes from others, as `ComputedSource` has them."""
+    source = ComputedSource(made_of[0].source.name, size, fill, ahead=ahead)
+    source.made_of = made_of
+    return ByteRange(source, 0, size)
+
+
 def gathered(
     data: ByteRange,
     *,
@@ -170,9 +183,9 @@ def gathered(
     """
     axes = list(zip(shape, stride, strict=True)) or [(1, 1)]
     rows = _Rows(data, itemsize, axes, offset)
-    source = ComputedSource(data.source.name, rows.size, rows.read_into)
-    source.made_of, source.rearranges = (data,), True
-    return ByteRange(source, 0, rows.size)
+    made = computed((data,), rows.size, rows.read_into)
+    made.source.rearranges = True
+    return made
 
 
 class _Rows:

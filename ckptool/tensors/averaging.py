@@ -14,7 +14,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
-from ckptool.files.computed import Ahead, ComputedSource
+from ckptool.files.computed import Ahead, computed
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.casting import CHUNK, FLOATS, SATURATES, checked, chunks
 from ckptool.tensors.runtime import require_torch, torch_dtype
@@ -173,12 +173,17 @@ class Averager:
             try:
                 self._fill(runs, mix(), dtype, offset, buffer)
             except OverflowError as error:
-                raise _refused(name, dtype, str(error), runs[0].data.source.name) from error
+                raise NotRepresentable(
+                    f"the mean of {printable(name)!r} does not fit {dtype}, which it has in the "
+                    f"first file (the magnitude is {error})",
+                    file=runs[0].data.source.name,
+                    hint="name a file with a wider type first, or widen the first: "
+                    "ckptool cast FIRST --dtype float32",
+                ) from error
 
         ahead = self._ahead if all(run.data.source.is_shared for run in runs) else None
-        source = ComputedSource(runs[0].data.source.name, size, fill, ahead=ahead)
-        source.made_of = [run.data for run in runs]
-        return Storage(like.key, ByteRange(source, 0, size), size, like.device, sys.byteorder)
+        data = computed([run.data for run in runs], size, fill, ahead=ahead)
+        return Storage(like.key, data, size, like.device, sys.byteorder)
 
     def _check(self, runs: Sequence[Elements]) -> None:
         for run in runs:
@@ -298,13 +303,3 @@ def _real(elements: torch.Tensor) -> torch.Tensor:
     import torch
 
     return torch.view_as_real(elements) if elements.is_complex() else elements
-
-
-def _refused(name: str, dtype: str, magnitude: str, file: str) -> NotRepresentable:
-    return NotRepresentable(
-        f"the mean of {printable(name)!r} does not fit {dtype}, which it has in the first file "
-        f"(the magnitude is {magnitude})",
-        file=file,
-        hint="name a file with a wider type first, or widen the first: "
-        "ckptool cast FIRST --dtype float32",
-    )

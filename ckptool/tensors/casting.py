@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from glob import escape
 from shlex import quote
 from threading import Lock, local
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
-from ckptool.files.computed import Ahead, ComputedSource
+from ckptool.files.computed import Ahead, computed
 from ckptool.files.source import BLOCK
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.runtime import require_torch, torch_dtype
@@ -129,9 +129,7 @@ class Caster:
         if storage.data is not None:
             run = _Run(self, storage, storage.data, list(views))
             ahead = self._ahead if storage.data.source.is_shared else None
-            source = ComputedSource(storage.data.source.name, size, run.fill, ahead=ahead)
-            source.made_of = (storage.data,)
-            data = ByteRange(source, 0, size)
+            data = computed((storage.data,), size, run.fill, ahead=ahead)
         return replace(storage, data=data, nbytes=size, byteorder=sys.byteorder, crc32=None)
 
     @property
@@ -146,21 +144,15 @@ class Caster:
         """Return the error for a tensor with overflow that is not allowed."""
         kind = FLOATS[self.target]
         reach = f"which ends at {kind.largest:.5g}" + ("" if kind.signed else " and has no sign")
-        own = re.sub(r"([*?[])", r"[\1]", name.rpartition("/")[2])
+        own = escape(name.rpartition("/")[2])
         return NotRepresentable(
-            f"{printable(name)!r} cannot be cast: {_some_of(losses)} {self.target}, {reach} "
+            f"{printable(name)!r} cannot be cast: {losses.overflow:,} of its {losses.elements:,} "
+            f"elements do not fit {self.target}, {reach} "
             f"(the largest magnitude is {losses.largest:.5g})",
             file=self._file,
             hint="--allow-overflow casts it anyway and lists every tensor that overflows; "
             f"--keep {quote(f'{own}={self.source}')} keeps this one",
         )
-
-
-def _some_of(losses: Losses) -> str:
-    """Return how many elements overflow."""
-    if losses.elements == 1:
-        return "its one element does not fit"
-    return f"{losses.overflow:,} of its {losses.elements:,} elements do not fit"
 
 
 def checked(storage: Storage, data: ByteRange) -> Checked:

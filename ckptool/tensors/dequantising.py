@@ -10,8 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckptool.dtypes import BY_NAME, CODES
-from ckptool.files import ByteRange
-from ckptool.files.computed import ComputedSource
+from ckptool.files.computed import computed
 from ckptool.model import Global, Storage, TensorRef, row_major_strides
 from ckptool.quantisers import Quantised
 from ckptool.tensors.casting import CHUNK, checked, chunks
@@ -293,10 +292,8 @@ def _computed(
         if offset + len(buffer) == count * 4:
             tables = []
 
-    source = ComputedSource(data.source.name, count * 4, fill)
-    source.made_of = (data,)
-    made = ByteRange(source, 0, source.size)
-    storage = Storage(held.key, made, source.size, held.device, sys.byteorder, whole=held.data)
+    made = computed((data,), count * 4, fill)
+    storage = Storage(held.key, made, made.length, held.device, sys.byteorder, whole=held.data)
     stride = row_major_strides(shape)
     return replace(weight, dtype="float32", shape=shape, stride=stride, storage=storage, offset=0)
 

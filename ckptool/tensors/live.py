@@ -171,7 +171,7 @@ def frozen(root: Any, *, instead: Mapping[int, Any], file: str) -> Checkpoint:
     except RecursionError as error:
         text = "containers are nested deeper than Python's stack"
         raise NotRepresentable(text, file=file) from error
-    return checkpoint.compact() if tree.tensors.see_parts else checkpoint
+    return checkpoint.compact()
 
 
 class _Frozen(LiveTree):
@@ -296,12 +296,6 @@ class _LiveTensors:
         """Begin without any."""
         self._storages: dict[tuple[int, str], Storage] = {}
         self._alive: list[Any] = []
-        self._whole: set[Storage] = set()
-
-    @property
-    def see_parts(self) -> bool:
-        """Whether some storage has bytes that no tensor sees."""
-        return len(self._whole) < len(self._storages)
 
     def frozen(self, tensor: torch.Tensor) -> TensorRef:
         """Return the tensor detached, of torch's own class and on the CPU.
@@ -335,14 +329,12 @@ class _LiveTensors:
     def _strided(self, tensor: torch.Tensor, **more: Any) -> TensorRef:
         import torch
 
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor)
         if dtype not in BY_NAME:
             raise NotRepresentable(f"a tensor of {dtype} cannot be written to a file")
         if tensor.device.type in _WITHOUT_STORAGE or not torch._C._has_storage(tensor):
             tensor = tensor.cpu()
         storage = self._storage(tensor, dtype)
-        if _is_dense(tensor) and tensor.numel() * BY_NAME[dtype].itemsize == storage.nbytes:
-            self._whole.add(storage)
         if tensor.numel() and not storage.nbytes:
             raise NotRepresentable(
                 "the memory of this tensor has been freed",
@@ -365,26 +357,27 @@ class _LiveTensors:
         return self._storages[key]
 
     def _coordinates(self, tensor: torch.Tensor) -> TensorRef:
-        parts = {
-            "layout": _layout(tensor),
-            "indices": self.frozen(tensor._indices()),
-            "values": self.frozen(tensor._values()),
-            "size": tuple(tensor.shape),
-            "is_coalesced": tensor.is_coalesced(),
-        }
-        return _without_storage(tensor, "sparse_coo", parts)
+        parts = {"indices": tensor._indices(), "values": tensor._values()}
+        return self._of_parts(tensor, parts, is_coalesced=tensor.is_coalesced())
 
     def _compressed(
         self, tensor: torch.Tensor, compressed: torch.Tensor, plain: torch.Tensor
     ) -> TensorRef:
+        parts = {"compressed_indices": compressed, "plain_indices": plain}
+        return self._of_parts(tensor, {**parts, "values": tensor.values()})
+
+    def _of_parts(
+        self, tensor: torch.Tensor, inside: Mapping[str, torch.Tensor], **more: Any
+    ) -> TensorRef:
+        shape = tuple(tensor.shape)
         parts = {
-            "layout": _layout(tensor),
-            "compressed_indices": self.frozen(compressed),
-            "plain_indices": self.frozen(plain),
-            "values": self.frozen(tensor.values()),
-            "size": tuple(tensor.shape),
+            "layout": Opaque(Global("torch.serialization", "_get_layout"), (str(tensor.layout),)),
+            **{name: self.frozen(part) for name, part in inside.items()},
+            "size": shape,
+            **more,
         }
-        return _without_storage(tensor, str(tensor.layout).removeprefix("torch."), parts)
+        kind = str(tensor.layout).removeprefix("torch.")
+        return TensorRef(dtype_name(tensor), shape, (), 0, None, "cpu", kind=kind, parts=parts)
 
     def _scales(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Return the quantiser as `Tensor._reduce_ex_internal` writes it."""
@@ -393,29 +386,6 @@ class _LiveTensors:
             return scheme, tensor.q_scale(), tensor.q_zero_point()
         scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
         return scheme, self.frozen(scales), self.frozen(zeros), tensor.q_per_channel_axis()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements, in whatever order, fill their memory without gaps."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    axes = (axis for axis in zip(tensor.stride(), tensor.shape, strict=True) if axis[1] != 1)
-    for step, size in sorted(axes):
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _without_storage(tensor: torch.Tensor, kind: str, parts: dict[str, Any]) -> TensorRef:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    shape = tuple(tensor.shape)
-    return TensorRef(dtype, shape, (), 0, None, "cpu", kind=kind, parts=parts)
-
-
-def _layout(tensor: torch.Tensor) -> Opaque:
-    return Opaque(Global("torch.serialization", "_get_layout"), (str(tensor.layout),))
 
 
 def _refuse_class(tensor: torch.Tensor) -> None:

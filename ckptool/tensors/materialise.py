@@ -27,12 +27,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "PART_KINDS",
     "MapLocation",
     "Materialiser",
     "Placement",
-    "StorageReader",
-    "assemble",
     "is_one_part",
     "materialise",
     "memory_view",
@@ -60,29 +57,26 @@ class Placement:
         """
         import torch
 
-        self._function: Callable[[torch.UntypedStorage, str], Any] | None = None
-        self._rules: Mapping[Any, Any] | None = None
-        self._everywhere: str | None = None
-        self._checked: set[str] = set()
-        if isinstance(map_location, (str, torch.device)):
-            self._everywhere = str(map_location)
-        elif isinstance(map_location, Mapping):
-            self._rules = map_location
-        elif callable(map_location):
-            self._function = map_location
-        elif map_location is not None:
+        if isinstance(map_location, torch.device):
+            map_location = str(map_location)
+        elif not (
+            map_location is None
+            or isinstance(map_location, (str, Mapping))
+            or callable(map_location)
+        ):
             raise DeviceError(
                 f"map_location is a {type(map_location).__name__}",
                 hint="give a string, a torch.device, a dict of tags, a function, or None",
             )
+        self._where: Any = map_location
+        self._checked: set[str] = set()
 
     def target(self, tag: str) -> str | None:
         """Return the tag that storages of `tag` get; None if a function decides."""
-        if self._function is not None:
-            return None
-        if self._everywhere is not None:
-            return self._everywhere
-        return tag if self._rules is None else str(self._rules.get(tag, tag))
+        where = self._where
+        if isinstance(where, Mapping):
+            return str(where.get(tag, tag))
+        return tag if where is None else where if isinstance(where, str) else None
 
     def check(self, tag: str, *, name: str, file: str | None) -> None:
         """Refuse a device that is not here, before anything is read for it.
@@ -105,12 +99,12 @@ class Placement:
     ) -> torch.UntypedStorage:
         """`storage`, read into the CPU's memory, on the device that it is meant for."""
         target = self.target(tag)
-        if target is None and self._function is not None:
-            placed = self._function(storage, tag)
-            if placed is not None:
-                return _untyped(placed)
-            return _restored(storage, tag, tag=tag, name=name, file=file)
-        return _moved(storage, target or tag)
+        if target is not None:
+            return _moved(storage, target)
+        placed = self._where(storage, tag)
+        if placed is not None:
+            return _untyped(placed)
+        return _restored(storage, tag, tag=tag, name=name, file=file)
 
 
 def _moved(storage: torch.UntypedStorage, target: str) -> torch.UntypedStorage:
@@ -300,37 +294,6 @@ def _allocate(size: int, device: str = "cpu") -> torch.UntypedStorage:
         raise MemoryError(f"there is no memory for a storage of {size:,} bytes") from error
 
 
-def assemble(
-    ref: TensorRef,
-    parts: Mapping[str, Any],
-    *,
-    dtype: torch.dtype,
-    storage: torch.UntypedStorage | None,
-    offset: int,
-) -> torch.Tensor:
-    """Make the bare tensor of `ref` in `dtype`, from element `offset` of `storage` on.
-
-    `parts` are those of `ref` with the tensors made. Without a storage they are all there is.
-
-    Raises:
-        RuntimeError, TypeError, ValueError, KeyError: torch or a check refuses what is described.
-        UnsupportedFormat: this torch is too old for it.
-    """
-    import torch
-
-    if storage is None:
-        return PART_KINDS[ref.kind](ref, parts, dtype)
-    if ref.kind == "quantized":
-        tensor = _quantized(ref, parts["quantizer"], dtype, storage.device)
-    else:
-        tensor = torch.empty((0,), dtype=dtype, device=storage.device)
-    tensor.set_(storage, offset, ref.sizes, ref.stride)
-    if ref.flags:
-        flags = dict.fromkeys(ref.flags, True)
-        torch._utils.set_tensor_metadata(tensor, flags)  # type: ignore[no-untyped-call]
-    return tensor
-
-
 def _quantized(
     ref: TensorRef, quantizer: tuple[Any, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
@@ -344,22 +307,13 @@ def _quantized(
         return torch._empty_affine_quantized(
             (0,), scale=scale, zero_point=zero_point, dtype=dtype, device=device
         )
-    if name in ("per_channel_affine", "per_channel_affine_float_qparams"):
-        return _per_channel(ref, numbers, name, dtype, device)
-    raise ValueError(f"its scheme {name} is not known")
-
-
-def _per_channel(
-    ref: TensorRef, numbers: list[Any], scheme: str, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Return an empty tensor quantised along an axis; lists of scales are torch 1.4's."""
-    import torch
-
+    if name not in ("per_channel_affine", "per_channel_affine_float_qparams"):
+        raise ValueError(f"its scheme {name} is not known")
     scales, zero_points, axis = numbers
     if type(axis) is not int or not 0 <= axis < len(ref.shape):
         raise ValueError(f"its axis {axis!r} is not one of its {len(ref.shape)} dimensions")
-    if isinstance(scales, list):
-        whole = scheme == "per_channel_affine"
+    if isinstance(scales, list):  # of torch 1.4
+        whole = name == "per_channel_affine"
         scales = torch.tensor(scales, dtype=torch.float64 if whole else torch.float32)
         zero_points = torch.tensor(zero_points, dtype=torch.int64 if whole else torch.float32)
     if not scales.numel() == zero_points.numel() == ref.shape[axis]:
@@ -375,35 +329,34 @@ def _per_channel(
     )
 
 
-def _coo(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
+_OF_PARTS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested", "meta")
+"""Kinds of tensors that have no storage of their own."""
+
+
+def _of_parts(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor of these parts, in which the tensors have been made."""
     import torch
 
-    return torch.sparse_coo_tensor(
-        parts["indices"],
-        parts["values"],
-        ref.sizes,
-        check_invariants=parts["indices"].device.type != "meta",
-        is_coalesced=parts.get("is_coalesced"),
-    )
-
-
-def _compressed(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    layout: torch.layout = vars(torch)[ref.kind]
-    return torch.sparse_compressed_tensor(
-        parts["compressed_indices"],
-        parts["plain_indices"],
-        parts["values"],
-        ref.sizes,
-        layout=layout,
-        check_invariants=parts["values"].device.type != "meta",
-    )
-
-
-def _nested(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
+    if ref.kind == "meta":
+        return torch.empty_strided(ref.sizes, ref.stride, dtype=dtype, device="meta")
+    if ref.kind == "sparse_coo":
+        return torch.sparse_coo_tensor(
+            parts["indices"],
+            parts["values"],
+            ref.sizes,
+            check_invariants=parts["indices"].device.type != "meta",
+            is_coalesced=parts.get("is_coalesced"),
+        )
+    if ref.kind != "nested":
+        layout: torch.layout = vars(torch)[ref.kind]
+        return torch.sparse_compressed_tensor(
+            parts["compressed_indices"],
+            parts["plain_indices"],
+            parts["values"],
+            ref.sizes,
+            layout=layout,
+            check_invariants=parts["values"].device.type != "meta",
+        )
     if "state" in parts:
         return _jagged(parts["state"])
     buffer, sizes, strides, offsets = (
@@ -466,23 +419,6 @@ def _check_jagged(values: Any, offsets: Any, lengths: Any, ragged: Any) -> None:
     rising = all(start <= end for start, end in zip(starts, ends, strict=False))
     if not starts or starts[0] < 0 or not rising or max((*ends, *starts)) > extent:
         raise ValueError(f"its offsets leave the {extent:,} rows of its values")
-
-
-def _meta(ref: TensorRef, parts: Mapping[str, Any], dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    return torch.empty_strided(ref.sizes, ref.stride, dtype=dtype, device="meta")
-
-
-PART_KINDS = {
-    "sparse_coo": _coo,
-    "sparse_csr": _compressed,
-    "sparse_csc": _compressed,
-    "sparse_bsr": _compressed,
-    "sparse_bsc": _compressed,
-    "nested": _nested,
-    "meta": _meta,
-}
 
 
 def materialise(
@@ -601,7 +537,16 @@ class Materialiser:
             )
             offset = max(0, ref.offset - first)
         try:
-            made = assemble(ref, parts, dtype=dtype, storage=storage, offset=offset)
+            if storage is None:
+                return _with_layers(_of_parts(ref, parts, dtype), ref)
+            if ref.kind == "quantized":
+                made = _quantized(ref, parts["quantizer"], dtype, storage.device)
+            else:
+                made = torch.empty((0,), dtype=dtype, device=storage.device)
+            made.set_(storage, offset, ref.sizes, ref.stride)
+            if ref.flags:
+                flags = dict.fromkeys(ref.flags, True)
+                torch._utils.set_tensor_metadata(made, flags)  # type: ignore[no-untyped-call]
             return _with_layers(made, ref)
         except (CheckpointError, torch.cuda.OutOfMemoryError):
             raise
@@ -610,7 +555,7 @@ class Materialiser:
 
     def _parts(self, ref: TensorRef, name: str, *, cast: bool) -> dict[str, Any]:
         """Return the parts of a tensor, tensors made; empty for a plain or carried tensor."""
-        if ref.kind not in PART_KINDS and ref.kind != "quantized":
+        if ref.kind not in _OF_PARTS and ref.kind != "quantized":
             return {}
         return {key: self._part(part, name, cast=cast) for key, part in (ref.parts or {}).items()}
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
-from ckptool.files.computed import ComputedSource
+from ckptool.files.computed import computed
 from ckptool.files.source import BLOCK
 from ckptool.model import TensorRef
 from ckptool.tensors.casting import checked_tensor
@@ -68,9 +68,7 @@ def _computed(tensor: TensorRef, size: int, fill: Callable[[int, memoryview], No
     data = tensor.storage.data if tensor.storage else None
     if data is None:
         raise NotRepresentable(f"a {tensor.kind} tensor without bytes has one shape alone")
-    source = ComputedSource(data.source.name, size, fill)
-    source.made_of = (data,)
-    return ByteRange(source, 0, size)
+    return computed((data,), size, fill)
 
 
 def _mean(tensor: TensorRef) -> bytes:

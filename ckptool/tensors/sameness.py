@@ -2,80 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from threading import Event, Lock
+from collections.abc import Iterator
+from threading import local
 
 from ckptool.dtypes import PACKED
 from ckptool.files import ByteRange
 from ckptool.files.source import Told
+from ckptool.files.threads import in_order
 from ckptool.model import TensorRef
 
-__all__ = [
-    "Worker",
-    "in_turns",
-    "same_by_checksum",
-    "same_content",
-    "same_elements",
-    "side_by_side",
-]
-
-Worker = Callable[[int, int], bool]
-"""Does what lies from the one position up to the other; False: the rest need not be done."""
-
-
-def in_turns(length: int, step: int, workers: Sequence[Worker], told: Told | None = None) -> bool:
-    """Have all positions below `length` worked on; return whether no worker returned False.
-
-    `told` is told of them. Each worker has a thread, the first worker the caller's, and takes the
-    next step when it has finished one: all are busy until the end, and a file is read nearly from
-    front to back. An error in one worker stops all of them.
-    """
-    starts, lock, stopped = iter(range(0, length, step)), Lock(), Event()
-    position = known = 0
-
-    def tell() -> None:
-        """Tell of the positions since the last time."""
-        nonlocal known
-        if told is not None and position > known and not stopped.is_set():
-            told(position - known)
-            known = position
-
-    def work(worker: Worker, done: Callable[[], object] = bool) -> None:
-        nonlocal position
-        finished = False
-        try:
-            while not stopped.is_set():
-                with lock:
-                    start = next(starts, None)
-                    if start is None:
-                        break
-                    position = stop = min(start + step, length)
-                if not worker(start, stop):
-                    return
-                done()
-            finished = True
-        finally:
-            if not finished:
-                stopped.set()
-
-    if len(workers) == 1 or length <= step:
-        work(workers[0], tell)
-        return not stopped.is_set()
-    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
-
-    with ThreadPoolExecutor(len(workers) - 1) as pool:
-        others = [pool.submit(work, worker) for worker in workers[1:]]
-        work(workers[0], tell)
-    for other in others:
-        other.result()
-    tell()
-    return not stopped.is_set()
-
+__all__ = ["same_by_checksum", "same_content", "same_elements", "side_by_side"]
 
 _STEP = 512 << 10
 """Bytes compared at a time: those of both sides are still in the processor's cache."""
-_SMALL = 64 << 10
-"""Bytes up to which buffers cost more than they spare."""
 _LARGE = 4 << 20
 """Bytes from which a second thread takes its part."""
 
@@ -127,20 +66,16 @@ def side_by_side(a: TensorRef, b: TensorRef) -> tuple[ByteRange, ByteRange] | No
     None if there are no such runs: a view with holes, strides, flags or byte orders that differ.
     Tensors that are transposed alike are compared as they lie, repeated elements once.
     """
-    if a.flags != b.flags or _order(a) != _order(b) or _byteorder(a) != _byteorder(b):
+    if _layout(a) != _layout(b):
         return None
     one, other = _run(a), _run(b)
     return None if one is None or other is None else (one, other)
 
 
-def _order(tensor: TensorRef) -> list[int]:
-    """Return the strides of dimensions with several elements."""
+def _layout(tensor: TensorRef) -> tuple[object, ...]:
     pairs = zip(tensor.shape, tensor.stride, strict=True)
-    return [step for size, step in pairs if size != 1]
-
-
-def _byteorder(tensor: TensorRef) -> str:
-    return "little" if tensor.storage is None else tensor.storage.byteorder
+    order = tensor.storage.byteorder if tensor.storage else "little"
+    return tensor.flags, order, [step for size, step in pairs if size != 1]
 
 
 def _run(tensor: TensorRef) -> ByteRange | None:
@@ -156,46 +91,37 @@ def _run(tensor: TensorRef) -> ByteRange | None:
 
 def _same_runs(a: ByteRange, b: ByteRange, told: Told | None) -> bool:
     """Return whether two runs of one length are the same bytes."""
-    if a.length <= _SMALL:
-        same = a.read() == b.read()
-        if same and told is not None:
-            told(a.length)
-        return same
-    shared = a.length >= _LARGE and a.source.is_shared and b.source.is_shared
-    workers = [_comparing(a, b) for _ in range(2 if shared else 1)]
-    return in_turns(a.length, _STEP, workers, told)
+    buffers = local()
 
+    def same(start: int) -> int:
+        """Return how many bytes from `start` are the same: those of a step, or none."""
+        size = min(_STEP, a.length - start)
+        if len(buffers.__dict__.get("one", "")) != size:
+            buffers.one, buffers.other = bytearray(size), bytearray(size)
+        a.read_into(memoryview(buffers.one), start)
+        b.read_into(memoryview(buffers.other), start)
+        return size if buffers.one == buffers.other else 0  # views are compared byte by byte
 
-def _comparing(a: ByteRange, b: ByteRange) -> Worker:
-    """Return a worker with its own buffers. Bytearrays compare at once, views byte by byte."""
-    size = min(a.length, _STEP)
-    one, other = bytearray(size), bytearray(size)
-
-    def is_same(start: int, stop: int) -> bool:
-        nonlocal one, other
-        if stop - start != len(one):  # the last step
-            one, other = bytearray(stop - start), bytearray(stop - start)
-        a.read_into(memoryview(one), start)
-        b.read_into(memoryview(other), start)
-        return one == other
-
-    return is_same
+    starts = range(0, a.length, _STEP)
+    divided = a.length >= _LARGE and a.source.is_shared and b.source.is_shared
+    for size in (in_order if divided else map)(same, starts):
+        if not size:
+            return False
+        if told is not None:
+            told(size)
+    return True
 
 
 def _same_streams(a: Iterator[bytes], b: Iterator[bytes], told: Told | None) -> bool:
     """Return whether two streams have the same bytes, in any blocks."""
-    one = other = b""
-    at = beside = 0
+    one = other = memoryview(b"")
     while True:
-        if at == len(one):
-            one, at = next(a, b""), 0
-        if beside == len(other):
-            other, beside = next(b, b""), 0
-        count = min(len(one) - at, len(other) - beside)
+        one, other = one or memoryview(next(a, b"")), other or memoryview(next(b, b""))
+        count = min(len(one), len(other))
         if not count:
-            return len(one) - at == len(other) - beside
-        if one[at : at + count] != other[beside : beside + count]:
+            return len(one) == len(other)
+        if bytes(one[:count]) != bytes(other[:count]):
             return False
-        at, beside = at + count, beside + count
+        one, other = one[count:], other[count:]
         if told is not None:
             told(count)
