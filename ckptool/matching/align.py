@@ -93,8 +93,6 @@ class Proposal(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The names of one side without some of their wrappers."""
-
     names: Names
     steps: tuple[Step, ...] = ()
 
@@ -388,7 +386,6 @@ def _votes(way: _Way) -> Counter[tuple[str, bool]]:
 
 
 def _prefix(way: _Way, text: str, is_off: bool) -> Prefix:
-    """Return the prefix with the names that it gives."""
     longer, shorter = (way.own, way.wanted) if is_off else (way.wanted, way.own)
     below = {name[len(text) :]: full for name, full in longer.items() if name.startswith(text)}
     both = ((full, shorter[rest]) for rest, full in below.items() if rest in shorter)
@@ -523,7 +520,6 @@ def _asking(prefix: Prefix, way: _Way) -> str:
 
 
 def _front(full: str, name: str) -> str | None:
-    """Return what was removed in front of a name; None where more was."""
     return full[: len(full) - len(name)] if full.endswith(name) else None
 
 
@@ -642,7 +638,6 @@ def _as_rules(
 
 
 def _pattern(path: str) -> str:
-    """Return a regular expression for a path with `*` for numbers."""
     return escaped(path).replace(r"\*", r"(\d+)")
 
 

@@ -115,13 +115,20 @@ class Allowance:
             raise UsageError(f"strict is True or False, and not {self.strict!r}")
         for what in ("missing", "unexpected", "mismatched", "lossy_cast"):
             value = getattr(self, what)
-            if not (value is None or isinstance(value, bool) or _are_globs(value)):
+            are_globs = isinstance(value, Collection) and not isinstance(value, (bytes, Mapping))
+            if not (
+                value is None
+                or isinstance(value, bool)
+                or (are_globs and all(isinstance(glob, str) for glob in value))
+            ):
                 raise UsageError(
                     f"allow_{what} is True, False, or globs of names, and not {value!r}",
                     hint=f"allow_{what}=['head.*']",
                 )
         least = self.min_coverage
-        if least is not None and not _is_share(least):
+        if least is not None and (
+            isinstance(least, bool) or not isinstance(least, (int, float)) or not 0 <= least <= 1
+        ):
             raise UsageError(f"min_coverage is a share from 0 to 1, and not {least!r}")
 
     def takes_cast(self, *names: str) -> bool:
@@ -217,17 +224,6 @@ def _taker(allowed: bool | str | Sequence[str]) -> Callable[[str], Any]:
 @lru_cache(maxsize=16)
 def _matching(globs: tuple[str, ...]) -> Callable[[str], Any]:
     return re.compile("|".join(map(translate, globs)) or "(?!)").match
-
-
-def _are_globs(value: object) -> bool:
-    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Collection):
-        return False
-    return all(isinstance(glob, str) for glob in value)
-
-
-def _is_share(value: object) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 <= value <= 1  # type: ignore[operator]
 
 
 def _fits_nowhere(report: MatchReport) -> bool:

@@ -250,5 +250,4 @@ def _misnumbered(
 
 
 def _layer(name: str) -> str:
-    """Return a name without its last part."""
     return name[: -len(_LAST.split(name)[-1]) - 1]

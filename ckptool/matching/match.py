@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptool.errors import without_query
-from ckptool.matching.align import Alignment, align, ends, is_average_counter, proposals
+from ckptool.matching.align import Alignment, align, is_average_counter, proposals
 from ckptool.matching.known_renames import BATCHES, FOREIGN, beside, uncounted
 from ckptool.matching.report import (
     Ambiguity,
@@ -31,7 +29,8 @@ _NO_LAYER = "torch asks for no counter of a layer that is not in the file"
 _NO_AVERAGE = "the file is of no average"
 _WAS_AVERAGE = "an AveragedModel counted its models there, and this model is not one"
 _UNCOUNTED = "the model's normalisation counts no batches"
-_MARK = re.compile(r"[._]")
+_MOST_LEFT = 200
+"""Names left over on a side of which some may be the same; of more nobody is asked."""
 
 
 class Match(NamedTuple):
@@ -229,7 +228,7 @@ def _undecided(
     Their last components and shapes are equal, one begins with the other (`fc.weight_orig`), or one
     ends with the other.
     """
-    most = most_allowed(len(found.want))
+    most = min(most_allowed(len(found.want)), _MOST_LEFT)
     if not (0 < len(missing) <= most and 0 < len(unused) <= most):
         return ()
     left, lost = {*unused}, {*missing}
@@ -238,35 +237,36 @@ def _undecided(
         for names in found.bare
     )
     mine = [(name, full) for name, full in mine if origin[full] in left]
-    shorts = [name for name, _ in mine]
-    alike: dict[tuple[str, Any], list[str]] = {}
-    whole = dict(mine)
-    parts = {name[at:]: full for name, full in mine for at in ends(name)}
-    for name, full in mine:
-        alike.setdefault((name.rpartition(".")[2], found.have[full].shape), []).append(full)
-    own: dict[str, None] = {}
-    wanted: list[str] = []
-    for name, full in theirs:
-        if full in lost:
-            last, shape = name.rpartition(".")[2], found.want[full].shape
-            like = [*alike.get((last, shape), ()), *alike.get((last, None), ())]
-            like += [whole[name[at:]] for at in ends(name) if name[at:] in whole]
-            like += [parts[name]] if name in parts else []
-            fronts = [name[: mark.start()] for mark in _MARK.finditer(name)]
-            like += [whole[front] for front in fronts if front in whole]
-            at = bisect_left(shorts, name)
-            while at < len(mine) and shorts[at].startswith(name):
-                like.append(mine[at][1])
-                at += 1
-            own.update(dict.fromkeys(origin[one] for one in like))
-            wanted += [full] if like else []
-    return (Ambiguity(tuple(own), tuple(wanted)),) if own else ()
+    alike = [
+        (origin[own], full)
+        for name, full in theirs
+        if full in lost
+        for short, own in mine
+        if _may_be(short, name)
+        or (
+            short.rpartition(".")[2] == name.rpartition(".")[2]
+            and found.have[own].shape in (found.want[full].shape, None)
+        )
+    ]
+    if not alike:
+        return ()
+    own, wanted = (tuple(dict.fromkeys(names)) for names in zip(*alike, strict=True))
+    return (Ambiguity(own, wanted),)
+
+
+def _may_be(own: str, name: str) -> bool:
+    """Return whether one of two names begins or ends with the other."""
+    return (
+        f".{own}".endswith(f".{name}")
+        or f".{name}".endswith(f".{own}")
+        or own.startswith(name)
+        or name.startswith((f"{own}.", f"{own}_"))
+    )
 
 
 def _by_steps(
     found: Alignment, ruled: Mapping[str, str], direct: Mapping[str, str]
 ) -> Iterator[Renaming]:
-    """Yield what the steps of the alignment did to the names, in their order."""
     for step in found.steps:
         names = tuple(
             (own, name)

@@ -209,8 +209,6 @@ class Averager:
 
 
 class _Kernel:
-    """The arithmetic on one chunk, over buffers that are used again and again."""
-
     def __init__(self, sources: Sequence[str], target: str) -> None:
         """Take memory for chunks of these types.
 
@@ -299,7 +297,6 @@ class _Kernel:
 
 
 def _real(elements: torch.Tensor) -> torch.Tensor:
-    """Return the elements, complex numbers as pairs of real numbers."""
     import torch
 
     return torch.view_as_real(elements) if elements.is_complex() else elements

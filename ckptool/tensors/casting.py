@@ -183,8 +183,6 @@ def checked_tensor(ref: TensorRef) -> torch.Tensor:
 
 
 class _Run:
-    """One storage on its way."""
-
     def __init__(
         self,
         caster: Caster,
@@ -353,31 +351,32 @@ class Kernel:
         return into or memoryview(self._made)[: self._count * own.itemsize]
 
     def losses(self, low: int, high: int) -> Losses:
-        """Return what became of the elements `low` to `high` of the chunk that was just cast."""
-        if self._exact:
+        """Return what became of the elements `low` to `high` of the chunk that was just cast.
+
+        It takes few passes if nothing overflows and there is no NaN.
+        """
+        import torch
+
+        if self._exact or low == high:
             return Losses(high - low)
         old = self._source[low:high].to(self._wide)
-        return self._compared(old, self._back[: high - low].copy_(self._target[low:high]))
+        back = self._back[: high - low].copy_(self._target[low:high])
+        kind, size = self._kind, torch.abs(old, out=self._size[: high - low])
+        least, most = (end.item() for end in torch.aminmax(size))
+        if not most <= kind.largest or not (kind.signed or float(old.min()) >= 0):
+            return self._sorted_out(old, back)
+        gone = 0
+        if least < 2.0**kind.lowest and kind.signed:
+            gone = _nonzero(old) - _nonzero(back)
+        changed = _nonzero(back.sub_(old).view(self._bits))
+        return Losses(high - low, 0, gone, changed - gone)
 
     def losses_of(self, elements: torch.Tensor) -> Losses:
         """Return what becomes of elements in memory, at most `CHUNK` of them."""
-        old = elements.flatten().to("cpu")
-        back = self._back[: old.numel()].copy_(old.to(self._own.dtype))
-        return self._compared(old.to(self._wide), back) if old.numel() else Losses()
-
-    def _compared(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
-        """Return the losses, in few passes if nothing overflows and there is no NaN."""
-        import torch
-
-        kind, size = self._kind, torch.abs(old, out=self._size[: old.numel()])
-        low, high = (end.item() for end in torch.aminmax(size))
-        if not high <= kind.largest or not (kind.signed or float(old.min()) >= 0):
-            return self._sorted_out(old, back)
-        gone = 0
-        if low < 2.0**kind.lowest and kind.signed:
-            gone = _nonzero(old) - _nonzero(back)
-        changed = _nonzero(back.sub_(old).view(self._bits))
-        return Losses(old.numel(), 0, gone, changed - gone)
+        self._count = elements.numel()
+        self._source[: self._count].copy_(elements.flatten())
+        self.cast(swap=False)
+        return self.losses(0, self._count)
 
     def _sorted_out(self, old: torch.Tensor, back: torch.Tensor) -> Losses:
         """Return the losses of elements with NaN, infinities or overflow."""

@@ -151,8 +151,6 @@ def _beside(a: TensorRef, b: TensorRef) -> tuple[Elements, Elements]:
 
 @dataclass(frozen=True, slots=True)
 class _Tolerance:
-    """What `torch.allclose` takes."""
-
     atol: float
     rtol: float
     equal_nan: bool
@@ -228,8 +226,6 @@ class _Sums:
 
 
 class _Kernel:
-    """The arithmetic for two types of elements."""
-
     def __init__(self, a: str, b: str, tolerance: _Tolerance) -> None:
         """Take memory for chunks of these types, which are among `COMPARED`.
 
@@ -351,7 +347,6 @@ class _Kernel:
 
 
 def _split(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the upper 32 bits of integers, with the sign, and the lower 32 bits."""
     import torch
 
     if numbers.dtype == vars(torch).get("uint64"):

@@ -247,7 +247,6 @@ def _sorted(items: set[Any]) -> list[Any]:
 
 
 def _plain_number(node: Any) -> Any:
-    """Return the number, text or truth value that a numpy scalar is; None for anything else."""
     kinds = ((kind.__module__, kind.__name__) for kind in type(node).__mro__)
     number = node.item() if ("numpy", "generic") in kinds else None
     return number if type(number) in (bool, int, float, complex, str, bytes) else None
@@ -290,8 +289,6 @@ def _expression(node: Any, name: str) -> str:
 
 
 class _LiveTensors:
-    """Makes a `TensorRef` for each tensor; those that share a storage share one."""
-
     def __init__(self) -> None:
         """Begin without any."""
         self._storages: dict[tuple[int, str], Storage] = {}
@@ -389,7 +386,6 @@ class _LiveTensors:
 
 
 def _refuse_class(tensor: torch.Tensor) -> None:
-    """Refuse a lazy parameter, a tensor of tensors, and one on the meta device."""
     import torch
     from torch.nn.parameter import is_lazy
 
@@ -435,7 +431,6 @@ class _Memory(Source):
             self._move(offset, buffer)
 
     def _move(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from another device."""
         import torch
 
         there = torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)

@@ -89,7 +89,6 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _read(ref: TensorRef) -> torch.Tensor:
-    """Return a tensor in the type in which it is calculated."""
     import torch
 
     made = checked_tensor(ref)

@@ -273,7 +273,6 @@ def memory_view(address: int, size: int) -> memoryview:
 
 
 def _fill(view: memoryview, data: ByteRange, start: int) -> None:
-    """Read into `view` from `start` within `data`, large runs of a file with a second thread."""
     if len(view) < _SHARED_READ or not data.source.is_shared:
         data.read_into(view, start)
         return
@@ -285,7 +284,6 @@ def _fill(view: memoryview, data: ByteRange, start: int) -> None:
 
 
 def _allocate(size: int, device: str = "cpu") -> torch.UntypedStorage:
-    """Memory that nothing has been written to yet."""
     import torch
 
     try:
@@ -636,7 +634,6 @@ def _refused(ref: TensorRef, name: str, error: Exception) -> Exception:
 
 
 def _file(ref: TensorRef) -> str | None:
-    """Return the file that has the bytes of a tensor, or of its parts."""
     if ref.storage is not None:
         return ref.storage.data.source.name if ref.storage.data else None
     inside = next(ref.tensors_inside(), None)

@@ -120,19 +120,15 @@ def nonfinite(ref: TensorRef, told: Told | None = None) -> tuple[int, int]:
     nan = infinite = 0
     for block in once.content():
         for start in range(0, len(block), _PIECE):
-            found = _count(ref.dtype, block[start : start + _PIECE])
-            nan, infinite = nan + found[0], infinite + found[1]
+            piece = block[start : start + _PIECE]
+            if ref.dtype in _FORMS:
+                more = _FORMS[ref.dtype].count(piece)
+                nan, infinite = nan + more[0], infinite + more[1]
+            else:
+                nans, infinities = _CODES[ref.dtype]
+                nan += sum(piece.count(code) for code in nans if code in piece)
+                infinite += sum(piece.count(code) for code in infinities if code in piece)
         if told is not None:
             told(len(block))
     times = ref.numel // once.numel
     return nan * times, infinite * times
-
-
-def _count(dtype: str, piece: bytes) -> tuple[int, int]:
-    """Return how many elements of a piece are NaN, and how many infinite."""
-    if dtype in _FORMS:
-        return _FORMS[dtype].count(piece)
-    nan, infinite = (
-        sum(piece.count(code) for code in codes if code in piece) for codes in _CODES[dtype]
-    )
-    return nan, infinite

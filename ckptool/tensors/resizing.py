@@ -86,7 +86,6 @@ def _mean(tensor: TensorRef) -> bytes:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    """Return the elements little-endian."""
     import torch
 
     raw = tensor.contiguous().reshape(-1, 1).view(torch.uint8)

@@ -31,15 +31,9 @@ def require_torch() -> None:
     """
     try:
         import torch  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise TorchMissing(
-            "tensors cannot be made without torch, which is not installed",
-            hint="pip install torch",
-        ) from error
     except ImportError as error:
         raise TorchMissing(
-            f"tensors cannot be made without torch, whose import fails: {error}",
-            hint="python -c 'import torch' shows where",
+            f"tensors cannot be made without torch: {error}", hint="pip install torch"
         ) from error
 
 

@@ -90,7 +90,6 @@ def _run(tensor: TensorRef) -> ByteRange | None:
 
 
 def _same_runs(a: ByteRange, b: ByteRange, told: Told | None) -> bool:
-    """Return whether two runs of one length are the same bytes."""
     buffers = local()
 
     def same(start: int) -> int:
@@ -113,7 +112,6 @@ def _same_runs(a: ByteRange, b: ByteRange, told: Told | None) -> bool:
 
 
 def _same_streams(a: Iterator[bytes], b: Iterator[bytes], told: Told | None) -> bool:
-    """Return whether two streams have the same bytes, in any blocks."""
     one = other = memoryview(b"")
     while True:
         one, other = one or memoryview(next(a, b"")), other or memoryview(next(b, b""))

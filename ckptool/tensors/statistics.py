@@ -295,7 +295,6 @@ class _Kernel:
         return _Extent(low, high, numbers.numel(), zeros, nan, infinite)
 
     def _zeros(self, numbers: torch.Tensor) -> int:
-        """Return how many finite numbers are zero."""
         import torch
 
         if numbers.is_floating_point():
@@ -343,7 +342,6 @@ class _Kernel:
 
 
 def _ends(numbers: torch.Tensor) -> tuple[Number, Number]:
-    """Return the least and the largest number; NaN if there is one."""
     import torch
 
     low, high = torch.aminmax(numbers)

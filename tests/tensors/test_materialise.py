@@ -116,5 +116,5 @@ def test_torch_missing_is_one_sentence_with_the_command(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "torch", None)
         with pytest.raises(TorchMissing) as caught:
             materialise(checkpoint["w"])
-    assert "not installed" in str(caught.value)
+    assert "without torch: " in str(caught.value)
     assert caught.value.hint == "pip install torch"
