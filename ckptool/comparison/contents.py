@@ -1,6 +1,6 @@
 """The elements of two tensors compared: by checksum or bytes first, by value where those differ.
 
-Tensors under names that do not correspond are found by their content (`Renames`).
+Tensors under names that do not correspond are found by their content (`renamed`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptool.tensors.sameness import same_by_checksum, same_content
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Comparer, Difference
 
-__all__ = ["Contents", "Renames", "Verdict"]
+__all__ = ["Contents", "Verdict", "renamed"]
 
 
 _ATOL, _RTOL = 1e-8, 1e-5
@@ -159,69 +159,62 @@ _MOST_PARTS = 16
 """Last components of a name that are looked at: no more tell two layers apart."""
 
 
-class Renames:
-    """A search among what only one side has; it costs one look at each name and each content."""
+def renamed(
+    only_a: Sequence[Entry],
+    only_b: Sequence[Entry],
+    same: Same,
+    meter: Meter,
+    *,
+    stated_only: bool,
+    limits: Limits,
+) -> Iterator[tuple[Entry, Entry]]:
+    """Yield tensors that both files have under other names, in the order of A.
 
-    def __init__(
-        self, only_a: Sequence[Entry], only_b: Sequence[Entry], *, stated_only: bool, limits: Limits
-    ) -> None:
-        """Group by header. `stated_only`: a content is known by the CRC-32 that the file states."""
-        self._stated_only = stated_only
-        self._repeated = RepeatedBytes(limits)
-        self._checksums: dict[Any, int] = {}
-        groups: dict[Any, Group] = {}
-        for side, entries in enumerate((only_a, only_b)):
-            for entry in entries:
-                if isinstance(entry.leaf, TensorRef) and entry.leaf.has_content:
-                    kind = entry.leaf.dtype, entry.leaf.shape
-                    groups.setdefault(kind, ([], []))[side].append(entry)
-        self._groups = [group for group in groups.values() if all(group)]
+    It costs one look at each name and each content. `same` confirms what checksums say;
+    `stated_only`: a content is known by the CRC-32 that the file states.
 
-    def _expected(self) -> int:
-        """Count the bytes that `found` may read: for checksums, and to confirm them."""
-        total = 0
-        for group in self._groups:
-            total += min(sum(entry.leaf.nbytes for entry in side) for side in group)
+    Raises:
+        LimitExceeded: strides repeat more bytes than real ones do.
+        CorruptFile: bytes that cannot be read.
+    """
+    headers: dict[Any, Group] = {}
+    for side, entries in enumerate((only_a, only_b)):
+        for entry in entries:
+            if isinstance(entry.leaf, TensorRef) and entry.leaf.has_content:
+                kind = entry.leaf.dtype, entry.leaf.shape
+                headers.setdefault(kind, ([], []))[side].append(entry)
+    groups = [group for group in headers.values() if all(group)]
+    if not stated_only:
+        for group in groups:
+            meter.total += min(sum(entry.leaf.nbytes for entry in side) for side in group)
             unknown = {entry.leaf.place: entry.leaf for side in group for entry in side}
-            total += sum(leaf.nbytes for leaf in unknown.values() if _stated(leaf) is None)
-        return total
+            meter.total += sum(leaf.nbytes for leaf in unknown.values() if _stated(leaf) is None)
+    repeated, known = RepeatedBytes(limits), dict[Any, int]()
 
-    def found(self, same: Same, meter: Meter) -> list[tuple[Entry, Entry]]:
-        """Return the pairs, in the order of A. `same` confirms what checksums say.
-
-        Raises:
-            LimitExceeded: strides repeat more bytes than real ones do.
-            CorruptFile: bytes that cannot be read.
-        """
-        if not self._stated_only:
-            meter.total += self._expected()
-        pairs: list[tuple[Entry, Entry]] = []
-        for group in self._groups:
-            contents: dict[int, Group] = {}
-            for side, entries in enumerate(group):
-                for entry in entries:
-                    checksum = self._checksum(entry, meter)
-                    if checksum is not None:
-                        contents.setdefault(checksum, ([], []))[side].append(entry)
-            for mine, others in contents.values():
-                pairs.extend(pair for pair in _matched(mine, others) if same(*pair))
-        return pairs
-
-    def _checksum(self, entry: Entry, meter: Meter) -> int | None:
+    def checksum_of(entry: Entry) -> int | None:
         """Return the CRC-32 of the elements in row-major order, as `TensorRef.content` has them."""
         tensor: TensorRef = entry.leaf
         stated = _stated(tensor)
-        if stated is not None or self._stated_only:
+        if stated is not None or stated_only:
             return stated
-        key = tensor.place
-        if key not in self._checksums:
-            self._repeated.add(entry.path, tensor)
-            checksum = 0
+        if tensor.place not in known:
+            repeated.add(entry.path, tensor)
+            found = 0
             for block in tensor.content():
-                checksum = zlib.crc32(block, checksum)
+                found = zlib.crc32(block, found)
                 meter.told(len(block))
-            self._checksums[key] = checksum
-        return self._checksums[key]
+            known[tensor.place] = found
+        return known[tensor.place]
+
+    for group in groups:
+        contents: dict[int, Group] = {}
+        for side, entries in enumerate(group):
+            for entry in entries:
+                checksum = checksum_of(entry)
+                if checksum is not None:
+                    contents.setdefault(checksum, ([], []))[side].append(entry)
+        for mine, others in contents.values():
+            yield from (pair for pair in _matched(mine, others) if same(*pair))
 
 
 def _stated(tensor: TensorRef) -> int | None:

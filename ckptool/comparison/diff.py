@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.comparison.aligning import Alignment, Entry, Pair, align
-from ckptool.comparison.contents import Contents, Renames, Verdict
+from ckptool.comparison.contents import Contents, Verdict, renamed
 from ckptool.comparison.result import Changed, Diff, Renamed, Side, magnitude
 from ckptool.errors import UsageError, without_query
 from ckptool.files.source import Progress
@@ -87,9 +87,19 @@ def diff(
     """
     made = rules_of(rules)
     tolerant = atol is not None or rtol is not None
-    if not all((one or 0) >= 0 for one in (atol, rtol)):
-        raise UsageError(f"atol and rtol are 0 or more, and not {atol} and {rtol}")
-    _check_options(structure, quick, tolerant or equal_nan or ignore_dtype, max_diffs)
+    if structure and quick:
+        raise UsageError(
+            "--structure and --quick cannot be combined",
+            hint="--structure compares no values, --quick compares checksums",
+        )
+    if (tolerant or equal_nan or ignore_dtype) and (structure or quick):
+        raise UsageError(
+            "a tolerance and --ignore-dtype ask for values, which --structure and --quick do not "
+            "read",
+            hint="leave one of them out",
+        )
+    if max_diffs is not None and max_diffs < 0:
+        raise UsageError(f"so many differences cannot be shown: {max_diffs}")
     meter = Meter(progress)
     contents = Contents(
         quick=quick, atol=atol, rtol=rtol, equal_nan=equal_nan, rounded=ignore_dtype, meter=meter,
@@ -103,25 +113,9 @@ def diff(
             meter.total = _expected(aligned.pairs)
         run.compare()
         if not structure:
-            run.rename(Renames(aligned.only_a, aligned.only_b, stated_only=quick, limits=limits))
+            run.rename()
         meter.finish()
         return run.result(one, other, max_diffs)
-
-
-def _check_options(structure: bool, quick: bool, tolerant: bool, max_diffs: int | None) -> None:
-    if structure and quick:
-        raise UsageError(
-            "--structure and --quick cannot be combined",
-            hint="--structure compares no values, --quick compares checksums",
-        )
-    if tolerant and (structure or quick):
-        raise UsageError(
-            "a tolerance and --ignore-dtype ask for values, which --structure and --quick do not "
-            "read",
-            hint="leave one of them out",
-        )
-    if max_diffs is not None and max_diffs < 0:
-        raise UsageError(f"so many differences cannot be shown: {max_diffs}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,30 +217,26 @@ class _Comparison:
         return same
 
     def _others(self, pair: Pair) -> None:
+        """Note how two entries that are not both tensors differ, and where inside."""
+        a, b = pair.a.leaf, pair.b.leaf
         verdicts: list[Verdict] = []
-        what, unlike = self._unlike(pair, verdicts)
+        what: list[str] = []
+        unlike = None
+        if type_name(a) != type_name(b):
+            what = ["type"]
+        elif isinstance(a, DeviceValue):
+            what = ["device"] if a.tag != b.tag else []
+        elif not self.structure:
+            for word, same in (("value", self._asking(pair, verdicts)), ("device", None)):
+                unlike = first_difference(
+                    a, b, same, held=is_set(a), devices=word == "device", listed=self.listed,
+                    limits=self.limits,
+                )  # fmt: skip
+                if unlike is not None:
+                    what = [word]
+                    break
         close = any(verdict.is_close for verdict in verdicts)
         self._note(pair, what, _Elements(close=close, unlike=unlike))
-
-    def _unlike(self, pair: Pair, verdicts: list[Verdict]) -> tuple[list[str], Unlike | None]:
-        """Return how two entries that are not both tensors differ, and where inside."""
-        a, b = pair.a.leaf, pair.b.leaf
-        if type_name(a) != type_name(b):
-            return ["type"], None
-        if isinstance(a, DeviceValue):
-            return (["device"] if a.tag != b.tag else []), None
-        if self.structure:
-            return [], None
-
-        same = self._asking(pair, verdicts)
-        unlike = first_difference(
-            a, b, same, held=is_set(a), devices=False, listed=self.listed, limits=self.limits
-        )
-        what = "value"
-        if unlike is None:
-            what = "device"
-            unlike = first_difference(a, b, held=is_set(a), listed=self.listed, limits=self.limits)
-        return ([] if unlike is None else [what]), unlike
 
     def _note(self, pair: Pair, what: list[str], found: _Elements) -> None:
         """Count a pair, and keep it where it differs."""
@@ -271,13 +261,14 @@ class _Comparison:
         tensors = "tensor" in (row.a.sort, row.b.sort)
         (self.changed if tensors else self.values).append(row)
 
-    def rename(self, renames: Renames) -> None:
+    def rename(self) -> None:
         """Look for tensors under other names among what only one side has."""
 
         def same(one: Entry, other: Entry) -> bool:
             return self.contents.compare(one.path, one.leaf, other.leaf).equal
 
-        for one, other in renames.found(same, self.meter):
+        alone, quick = (self.aligned.only_a, self.aligned.only_b), self.quick
+        for one, other in renamed(*alone, same, self.meter, stated_only=quick, limits=self.limits):
             self.gone.update((id(one), id(other)))
             what = tuple(_unlike_headers(one.leaf, other.leaf) + _unlike_tags(one.leaf, other.leaf))
             self.renamed.append(Renamed(_side(one, one.name), _side(other, other.name), what))

@@ -84,8 +84,15 @@ def report(
         LimitExceeded: nesting, or strides that repeat bytes, beyond what real files have.
     """
     notes: list[str] = []
-    found = _measured(checkpoint, key, progress, notes) if values else None
-    if not values:
+    found = None
+    if values:
+        from ckptool.inspection.stats import stats
+
+        try:
+            found = stats(checkpoint, key=key, bins=BINS, progress=progress).tensors
+        except TorchMissing as error:
+            notes.append(f"there are no figures of values: {error.message}")
+    else:
         notes.append("the values of the tensors were not read")
     tensors = tuple(_tensors(checkpoint, key, found))
     head = Report(
@@ -98,19 +105,6 @@ def report(
     if other is None:
         return head
     return _compared(head, checkpoint, other, structure=not values, progress=progress)
-
-
-def _measured(
-    checkpoint: Checkpoint, key: str | None, progress: Progress | None, notes: list[str]
-) -> tuple[TensorStats, ...] | None:
-    """Return the figures of each tensor below `key`, or None and a note without torch."""
-    from ckptool.inspection.stats import stats
-
-    try:
-        return stats(checkpoint, key=key, bins=BINS, progress=progress).tensors
-    except TorchMissing as error:
-        notes.append(f"there are no figures of values: {error.message}")
-        return None
 
 
 def _tensors(

@@ -48,7 +48,7 @@ from ckptool.tensors.nonfinite import is_floating, nonfinite
 from ckptool.tree import distinct, name_of
 from ckptool.words import are, counted, listed
 
-__all__ = ["NOT_ONE", "Progress", "Verdict", "examine", "problem_of"]
+__all__ = ["NOT_ONE", "Progress", "Verdict", "examine"]
 
 _SETS = (
     (DCP_SAFETENSORS, part_files),
@@ -271,10 +271,14 @@ class _Look:
         Raises:
             CheckpointError: the error itself, where it says nothing about the file.
         """
-        problem = problem_of(error, contradicted=contradicted)
-        if problem is None:
+        kinds = {**_KINDS, **_CONTRADICTIONS} if contradicted else _KINDS
+        kind = next((word for known, word in kinds.items() if isinstance(error, known)), None)
+        if kind is None:
             raise error
-        self.add(problems=(problem,))
+        text = error.message
+        if error.file is not None and text.startswith(f"{error.file} is "):
+            text = "it" + text.removeprefix(error.file)
+        self.add(problems=(Problem(kind, "", text, error.hint),))
 
     def sum_up(self, checksums: Sequence[Checksum]) -> list[_Wrong]:
         """Compute checksums; those that are not what they should be."""
@@ -397,18 +401,3 @@ class Verdict(Result):
             "values": self.values,
             "manifest": self.manifest,
         }
-
-
-def problem_of(error: CheckpointError, *, contradicted: bool = False) -> Problem | None:
-    """Return an error as a problem of the file; None if it says nothing about the content.
-
-    `contradicted`: an index, or the rest of the file, says that it should be readable.
-    """
-    kinds = {**_KINDS, **_CONTRADICTIONS} if contradicted else _KINDS
-    kind = next((word for kind, word in kinds.items() if isinstance(error, kind)), None)
-    if kind is None:
-        return None
-    text = error.message
-    if error.file is not None and text.startswith(f"{error.file} is "):
-        text = "it" + text.removeprefix(error.file)
-    return Problem(kind, "", text, error.hint)

@@ -36,7 +36,7 @@ from ckptool.words import are, as_argument, counted, listed
 from ckptool.writing.target import DEFAULT, default_target
 
 __all__ = [
-    "Info", "Needs", "SectionInfo", "convert_command", "info", "load_commands", "waste_notes",
+    "Info", "SectionInfo", "convert_command", "info", "load_commands", "waste_notes",
     "weights",
 ]  # fmt: skip
 
@@ -138,9 +138,28 @@ def _summary(checkpoint: Checkpoint) -> Info:
     objects = blockers(checkpoint.root)
     layout = (*layout_blockers(checkpoint), *outdated_names(checkpoint, objects))
     name, part = misnamed(checkpoint), missing_weights(checkpoint)
-    rewrite = bool(layout) or name is not None
-    needs = _needs(checkpoint, sections, rewrite=rewrite, objects_in_the_way=bool(objects))
-    stuck = bool(objects) and not (needs.model_only or needs.plain)
+    models = likely_models(checkpoint)
+    # Leaving the rest behind helps only where nothing in a model itself is in the way.
+    alone = bool(objects) and any(
+        not blockers(plain_state_dict(checkpoint, model)) and not model.unread for model in models
+    )
+    plain = _plain(checkpoint) if objects else ()
+    choices = tuple(model.name for model in models) if len(models) > 1 else ()
+    stuck = bool(objects) and not (alone or plain)
+    commands: dict[str, str] = {}
+    if not (stuck or (part is not None and part.certain)):
+        trains = not {"optimizer", "scheduler"}.isdisjoint(section.kind for section in sections)
+        commands = load_commands(
+            without_query(checkpoint.path),
+            restored_devices(checkpoint.root),
+            strip=any(section.wrappers for section in models),
+            rewrite=bool(layout) or name is not None,
+            model_only=alone,
+            plain=not alone and bool(plain),
+            choices=choices,
+            averaged=any(N_AVERAGED in model.node and len(model.node) > 1 for model in models),
+            resume=plain if alone and trains else (),
+        )
     notes = [] if part is None else [f"{part.text}; {part.remedy}"]
     if name is None and unnamed(checkpoint):
         command = convert_command(checkpoint.path, default_target(checkpoint.path, "named"), {})
@@ -154,9 +173,8 @@ def _summary(checkpoint: Checkpoint) -> Info:
     notes += format_of(checkpoint.format).layout_notes(checkpoint)
     notes += (*details.left_behind, *details.unreferenced)
     notes += waste_notes(checkpoint.path, held - reached, details.dead_bytes)
-    if needs.model_only and needs.choices:
-        choices = listed(needs.choices)
-        notes.append(f"several state dicts; {CHOICE} is the one to go on with: {choices}")
+    if alone and choices:
+        notes.append(f"several state dicts; {CHOICE} is the one to go on with: {listed(choices)}")
     if stuck and (text := needed_import(objects)):
         notes.append(text)
     for section in sections:
@@ -183,7 +201,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
         dead_bytes=details.dead_bytes,
         ties=tuple(ties(tensors)),
         notes=tuple(notes),
-        commands={} if stuck or (part is not None and part.certain) else load_commands(needs),
+        commands=commands,
         would_run=would_run(checkpoint),
         part=part.text if part is not None and part.certain else "",
     )
@@ -224,33 +242,6 @@ def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
     )
 
 
-def _needs(
-    checkpoint: Checkpoint,
-    sections: tuple[Section, ...],
-    *,
-    rewrite: bool,
-    objects_in_the_way: bool,
-) -> Needs:
-    models = likely_models(checkpoint)
-    # Leaving the rest behind helps only where nothing in a model itself is in the way.
-    kinds = {section.kind for section in sections}
-    alone = objects_in_the_way and any(
-        not blockers(plain_state_dict(checkpoint, model)) and not model.unread for model in models
-    )
-    plain = _plain(checkpoint) if objects_in_the_way else ()
-    return Needs(
-        file=without_query(checkpoint.path),
-        devices=restored_devices(checkpoint.root),
-        strip=any(section.wrappers for section in models),
-        rewrite=rewrite,
-        model_only=alone,
-        plain=not alone and bool(plain),
-        choices=tuple(model.name for model in models) if len(models) > 1 else (),
-        averaged=any(N_AVERAGED in model.node and len(model.node) > 1 for model in models),
-        resume=plain if alone and kinds & {"optimizer", "scheduler"} else (),
-    )
-
-
 def _plain(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the options, tried on the header, that make plain data and keep all weights."""
     for drop, options in ((False, ("plain",)), (True, ("plain", "drop_objects"))):
@@ -268,42 +259,58 @@ CHOICE = "NAME"
 _ONE_GPU = ANYWHERE | {"cuda", "cuda:0"}
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What stands between a file and a bare `torch.load` into an unwrapped model."""
-
-    file: str
-    devices: tuple[str, ...]
-    """Device tags of what `torch.load` would restore."""
-    strip: bool
-    """Names carry wrappers."""
-    rewrite: bool
-    """The layout itself does not load with `weights_only=True`."""
-    model_only: bool
-    """Objects block `weights_only=True`, and there is a model state dict to go on with."""
-    choices: tuple[str, ...] = ()
-    """The model state dicts, where there are several: which to take is the user's to say."""
-    plain: bool = False
-    """Objects block `weights_only=True`, and there is no model."""
-    averaged: bool = False
-    """The counter of an `AveragedModel` stands beside the names, wrapped or not."""
-    resume: tuple[str, ...] = ()
-    """Options of `Conversion` that make plain data of all, where a training saved it to resume."""
-
-
-def load_commands(needs: Needs) -> dict[str, str]:
+def load_commands(
+    file: str,
+    devices: Sequence[str],
+    *,
+    strip: bool = False,
+    rewrite: bool = False,
+    model_only: bool = False,
+    choices: Sequence[str] = (),
+    plain: bool = False,
+    averaged: bool = False,
+    resume: Sequence[str] = (),
+) -> dict[str, str]:
     """Return shell commands for a machine with one GPU (`one_gpu`), without (`cpu`), to `resume`.
 
     A machine that needs no command is left out.
+
+    Args:
+        file: What is to load by a bare `torch.load`, into an unwrapped model.
+        devices: Device tags of what `torch.load` would restore.
+        strip: Keys carry wrapper prefixes.
+        rewrite: The layout itself does not load with `weights_only=True`.
+        model_only: Objects block `weights_only=True`, and there is a model state dict.
+        choices: The model state dicts, where there are several: the user chooses.
+        plain: Objects block `weights_only=True`, and there is no model.
+        averaged: The counter of an `AveragedModel` is next to the keys, wrapped or not.
+        resume: Options of `convert` that make plain data of all that a training saved.
     """
     commands: dict[str, str] = {}
     for machine, allowed in (("one_gpu", _ONE_GPU), ("cpu", ANYWHERE)):
-        away = [tag for tag in needs.devices if tag not in allowed]
-        rules = ["*=cpu"] if machine == "cpu" else _to_first_gpu(away)
-        commands[machine] = _command(needs, rules if away else [])
-    if needs.resume:
-        commands["resume"] = _conversion(needs.file, "resume", dict.fromkeys(needs.resume, True))
-    return {machine: command for machine, command in commands.items() if command}
+        away = [tag for tag in devices if tag not in allowed]
+        to = "cpu" if away and machine == "cpu" else None
+        maps = tuple(_to_first_gpu(away)) if machine == "one_gpu" else ()
+        if rewrite or model_only or plain or averaged or (strip and away):
+            options = {
+                "wrappers": strip and "strip",
+                "exclude": averaged and "*n_averaged",
+                "to": to,
+                "device_map": maps,
+                "model_only": model_only,
+                "plain": plain,
+                "drop_objects": plain,
+                "key": model_only and bool(choices) and CHOICE,
+            }
+            commands[machine] = _conversion(file, (to or "cuda0") if away else "plain", options)
+        elif away:
+            words = _words({"map": maps, "to": to})
+            commands[machine] = _joined("remap", *words, as_argument(file))
+        elif strip:
+            commands[machine] = _joined("strip-module", as_argument(file))
+    if resume:
+        commands["resume"] = _conversion(file, "resume", dict.fromkeys(resume, True))
+    return commands
 
 
 def convert_command(file: str, target: str, options: Mapping[str, Any]) -> str:
@@ -349,28 +356,6 @@ def _to_first_gpu(tags: Sequence[str]) -> list[str]:
     others = [f"{tag}=cuda:0" for tag in tags if not tag.startswith("cuda:")]
     named = ["cuda:*=cuda:0"] if len(gpus) > 1 else [f"{tag}=cuda:0" for tag in gpus]
     return [*named, *others]
-
-
-def _command(needs: Needs, rules: Sequence[str]) -> str:
-    """Return the one command that does all of it; an empty text if nothing is to do."""
-    to, maps = ("cpu", ()) if rules == ["*=cpu"] else (None, tuple(rules))
-    together = needs.averaged or (needs.strip and bool(rules))
-    if needs.rewrite or needs.model_only or needs.plain or together:
-        options = {
-            "wrappers": needs.strip and "strip",
-            "exclude": needs.averaged and "*n_averaged",
-            "to": to,
-            "device_map": maps,
-            "model_only": needs.model_only,
-            "plain": needs.plain,
-            "drop_objects": needs.plain,
-            "key": needs.model_only and bool(needs.choices) and CHOICE,
-        }
-        word = (to or "cuda0") if rules else "plain"
-        return _conversion(needs.file, word, options)
-    if rules:
-        return _joined("remap", *_words({"map": maps, "to": to}), as_argument(needs.file))
-    return _joined("strip-module", as_argument(needs.file)) if needs.strip else ""
 
 
 def _conversion(file: str, word: str, options: Mapping[str, Any]) -> str:

@@ -145,14 +145,11 @@ def _packed(checkpoint: Checkpoint) -> Part | None:
         )
     if not format_of(checkpoint.format).is_program:
         return None
-    if any(name.startswith(_PACKED) for name in (*details.globals, *blockers(checkpoint.root))):
-        text = "its weights are packed for quantised layers: they make no plain state dict"
-        return Part(
-            text,
-            "torch.jit.load runs it; take the state dict from where it was made",
-            kind="packed",
-        )
-    return None
+    if not any(name.startswith(_PACKED) for name in (*details.globals, *blockers(checkpoint.root))):
+        return None
+    text = "its weights are packed for quantised layers: they make no plain state dict"
+    remedy = "torch.jit.load runs it; take the state dict from where it was made"
+    return Part(text, remedy, kind="packed")
 
 
 def _hollow(checkpoint: Checkpoint) -> Part | None:
@@ -217,11 +214,13 @@ def _rank(checkpoint: Checkpoint) -> Part | None:
     other = f"{int(number) + (1 if int(number) == 0 else -1):0{len(number)}}"
     beside = name[: found.start()] + word + other + name[found.end() :]
     if os.path.lexists(os.path.join(folder, beside)):
-        return Part(f"it holds one part of several: {printable(beside)} lies beside it", _GATHER)
-    if int(number):
-        return Part(f"it holds one part of several: its name counts from 0 to {number}", _GATHER)
-    text = f"it may hold one part of several: its name counts ({word}{number})"
-    return Part(text, "look for the others where it comes from", certain=False)
+        why = f"{printable(beside)} lies beside it"
+    elif int(number):
+        why = f"its name counts from 0 to {number}"
+    else:
+        text = f"it may hold one part of several: its name counts ({word}{number})"
+        return Part(text, "look for the others where it comes from", certain=False)
+    return Part(f"it holds one part of several: {why}", _GATHER)
 
 
 def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:

@@ -353,12 +353,17 @@ def _may_be_one(path: str) -> bool:
         return True
     if path.endswith(".index"):
         return is_index(path)
+    head, _ = _begins(path)
+    return looks_like_checkpoint(head[:16]) or is_tar(head[:BLOCK])
+
+
+def _begins(path: str) -> tuple[bytes, int]:
+    """Return the first bytes of a file and its size; -1 where it cannot be read."""
     try:
         with closing(FileSource(path)) as source:
-            head = source.read(0, min(BLOCK, source.size))
+            return source.read(0, min(_HEAD, source.size)), source.size
     except CheckpointError:
-        return False
-    return looks_like_checkpoint(head[:16]) or is_tar(head)
+        return b"", -1
 
 
 def should_be_one(path: str) -> bool:
@@ -371,10 +376,8 @@ def should_be_one(path: str) -> bool:
         return True
     if not _ANYTHING.fullmatch(name):
         return False
-    try:
-        with closing(FileSource(path)) as source:
-            head, size = source.read(0, min(_HEAD, source.size)), source.size
-    except CheckpointError:
+    head, size = _begins(path)
+    if size < 0:
         return False
     if not head or head.startswith(_POINTER) or _PAGE.match(head):
         return True

@@ -15,7 +15,7 @@ import torch
 from ckptool.cli import main
 from ckptool.files import FileSource
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.info import Needs, info, load_commands, waste_notes
+from ckptool.inspection.info import info, load_commands, waste_notes
 from ckptool.model import Opaque, OrderedMap, StorageRef
 from tests.inspection.handmade import checkpoint, floats, storage, tensor
 
@@ -266,9 +266,8 @@ def test_what_would_run_is_told_without_the_bytes_of_tensors(tmp_path, monkeypat
     assert sum(read) < 4_000_000  # windows of a mebibyte, in which pickles are looked for
 
 
-def commands(file="model.pth", devices=("cpu",), *, strip=False, rewrite=False, model_only=False,
-             choices=()):  # fmt: skip
-    return load_commands(Needs(file, tuple(devices), strip, rewrite, model_only, choices))
+def commands(file="model.pth", devices=("cpu",), **needs):
+    return load_commands(file, devices, **needs)
 
 
 def test_a_plain_file_on_the_cpu_needs_nothing():
