@@ -6,18 +6,18 @@ The policy of `load_into`, `match` and `convert --like`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
 from glob import escape as escaped_glob
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ckptool.errors import MatchError, UsageError
 from ckptool.matching.align import common_module
 from ckptool.matching.known_renames import MERGE, has_adapter
-from ckptool.matching.report import Ambiguity, Cast, MatchReport, Mismatch, Renaming, most_allowed
+from ckptool.matching.report import Ambiguity, MatchReport, Renaming, most_allowed
 from ckptool.names import families
 from ckptool.remedies import Remedy, together
 from ckptool.words import are, counted, listed, printable
@@ -141,8 +141,16 @@ class Allowance:
         missing = _refused(report.missing_keys, self.missing, otherwise=not self.strict)
         unexpected = _refused(report.unexpected_keys, self.unexpected, otherwise=not self.strict)
         takes = _taker(self.mismatched or False)
-        mismatched = [one for one in report.mismatched if not (takes(one.name) or takes(one.own))]
-        lossy = [one for one in report.cast if one.lossy and not self.takes_cast(one.name, one.own)]
+        shapes = [
+            (one.name, f" {list(one.shape)} for {list(one.wanted)}")
+            for one in report.mismatched
+            if not (takes(one.name) or takes(one.own))
+        ]
+        lossy = [
+            (one.name, f" {one.before} -> {one.after}{f' ({one.loss})' if one.loss else ''}")
+            for one in report.cast
+            if one.lossy and not self.takes_cast(one.name, one.own)
+        ]
         least, is_empty = self.min_coverage, _fits_nowhere(report)
         is_nothing = is_empty and least != 0
         is_short = least is not None and report.coverage < least and not is_empty
@@ -150,7 +158,11 @@ class Allowance:
         unclear = [
             one for one in report.ambiguous if is_nothing or refused & {*one.names, *one.candidates}
         ]
-        wrong = [one.name for one in mismatched]
+        wrong = [name for name, _ in shapes]
+        short = (
+            f"{_percent(report.coverage)} of the model's parameters are loaded; at least "
+            f"{100 * (least or 0):.6g}% must be"
+        )
         ways = [
             _way(report, proposed, (missing, unexpected, wrong), unclear)
             for proposed in (_chosen(report, unclear) if refused or is_nothing else [()])
@@ -161,15 +173,20 @@ class Allowance:
         question = usable[0]._replace(instead=tuple(usable[1:])) if has_rules else _NONE
         problems = tuple(
             chain(
-                _nothing(report, mismatched) if is_nothing else (),
+                _nothing(report) if is_nothing and not shapes else (),
                 _ambiguous(unclear, question),
                 _layout(report),
-                _mismatched(mismatched, is_allowed),
-                _names("missing", missing, "missing in it", is_allowed),
-                _names("unexpected", unexpected, "not in the model", is_allowed),
+                _left("mismatched", shapes, "of another shape", is_allowed=is_allowed),
+                *(
+                    _left(kind, [(name, "") for name in names], what, is_allowed=is_allowed, most=4)
+                    for kind, names, what in (
+                        ("missing", missing, "missing in it"),
+                        ("unexpected", unexpected, "not in the model"),
+                    )
+                ),
                 _untied(report),
-                _lossy(lossy),
-                _short(least, report) if is_short else (),
+                _left("lossy-cast", lossy, "changed by a cast"),
+                [Problem("coverage", short)] if is_short else (),
                 _optimizer(report),
             )
         )
@@ -304,9 +321,7 @@ def difference(
     return ""
 
 
-def _nothing(report: MatchReport, mismatched: Sequence[Mismatch]) -> Iterator[Problem]:
-    if mismatched:
-        return
+def _nothing(report: MatchReport) -> Iterator[Problem]:
     if report.mismatched:
         text = "nothing is left to load: what the two have in common is of another shape"
         note = " where the model is to stay as it is"
@@ -322,11 +337,6 @@ def _nothing(report: MatchReport, mismatched: Sequence[Mismatch]) -> Iterator[Pr
         own = own if report.unexpected_keys else "no tensors"
         text = f"no name matches: the file has {own}; the model has {wanted}"
         yield Problem("coverage", text, _OTHER)
-
-
-def _short(least: float | None, report: MatchReport) -> Iterator[Problem]:
-    text = f"{_percent(report.coverage)} of the model's parameters are loaded; at least "
-    yield Problem("coverage", f"{text}{100 * (least or 0):.6g}% must be")
 
 
 def _ambiguous(unclear: Sequence[Ambiguity], remedy: Remedy) -> Iterator[Problem]:
@@ -354,34 +364,15 @@ def _layout(report: MatchReport) -> Iterator[Problem]:
         yield Problem("layout", text, remedy)
 
 
-def _mismatched(mismatched: Sequence[Mismatch], is_allowed: bool) -> Iterator[Problem]:
-    if mismatched:
-        shown = _labels((one.name, (one.shape, one.wanted)) for one in mismatched)
-        texts = [f"{name} {list(shape)} for {list(wanted)}" for name, (shape, wanted) in shown]
-        text = f"{_are(mismatched)} of another shape: {listed(texts, most=3)}"
-        names = [one.name for one in mismatched]
-        yield Problem(
-            "mismatched", text, _allowing("allow_mismatched", names) if is_allowed else _NONE
-        )
-
-
-def _names(kind: str, names: Sequence[str], what: str, is_allowed: bool) -> Iterator[Problem]:
-    if names:
-        remedy = _allowing(f"allow_{kind}", names) if is_allowed else _NONE
-        yield Problem(kind, f"{_are(names)} {what}: {_folded(names)}", remedy)
-
-
-def _lossy(lossy: Sequence[Cast]) -> Iterator[Problem]:
-    if lossy:
-        shown = _labels((one.name, (one.before, one.after, one.loss)) for one in lossy)
-        texts = [
-            f"{name} {before} -> {after}{f' ({loss})' if loss else ''}"
-            for name, (before, after, loss) in shown
-        ]
-        text = f"{_are(lossy)} changed by a cast: {listed(texts, most=3)}"
-        yield Problem(
-            "lossy-cast", text, _allowing("allow_lossy_cast", [one.name for one in lossy])
-        )
+def _left(
+    kind: str, rows: Sequence[tuple[str, str]], what: str, *, is_allowed: bool = True, most: int = 3
+) -> Iterator[Problem]:
+    """Yield a problem for tensors, given as names and what is said of each."""
+    if rows:
+        many = f"{counted(len(rows), 'tensor')} {are(len(rows))}"
+        argument = f"allow_{kind.replace('-', '_')}"
+        remedy = _allowing(argument, [name for name, _ in rows]) if is_allowed else _NONE
+        yield Problem(kind, f"{many} {what}: {_listed(rows, most)}", remedy)
 
 
 def _optimizer(report: MatchReport) -> Iterator[Problem]:
@@ -398,10 +389,6 @@ def _untied(report: MatchReport) -> Iterator[Problem]:
     for names in report.untied:
         text = f"{_folded(names)} are one tensor in the model, and differ in the file"
         yield Problem("untied", text, _UNTIED)
-
-
-def _are(many: Sized) -> str:
-    return f"{counted(len(many), 'tensor')} {are(len(many))}"
 
 
 def _share(report: MatchReport) -> str:
@@ -459,11 +446,11 @@ def _globs_of(names: Sequence[str]) -> tuple[str, ...]:
 
 def _folded(names: Sequence[str], most: int = 4) -> str:
     """Return `layers.{0..31}.weight, head.bias, and 4 more`."""
-    shown = [label for label, _ in _labels((name, None) for name in names[:_MOST_FOLDED])]
-    return listed([*shown, *names[_MOST_FOLDED:]], most)
+    return _listed([(name, "") for name in names], most)
 
 
-def _labels(rows: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return names of repeated layers as one, with what they have in common."""
-    some = list(islice(rows, _MOST_FOLDED))
-    return [(one.label, some[one.numbers[0]][1]) for one in families(some)]
+def _listed(rows: Sequence[tuple[str, str]], most: int) -> str:
+    """Return names, each with its text; repeated layers with one text are one."""
+    few = rows[:_MOST_FOLDED]
+    shown = [f"{one.label}{few[one.numbers[0]][1]}" for one in families(few)]
+    return listed([*shown, *(name + text for name, text in rows[_MOST_FOLDED:])], most)

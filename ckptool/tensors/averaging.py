@@ -166,12 +166,16 @@ class Averager:
             if held is not None and held.data is not None:
                 self._checked.setdefault(id(held), checked(held, held.data))
         count = runs[0].data.length // BY_NAME[runs[0].dtype].itemsize
-        size = count * BY_NAME[dtype].itemsize
+        itemsize = BY_NAME[dtype].itemsize
+        size = count * itemsize
 
         def fill(offset: int, buffer: memoryview) -> None:
             self._check(runs)
+            kernel = self._kernel(runs, dtype)
             try:
-                self._fill(runs, mix(), dtype, offset, buffer)
+                made = mix()
+                for start, stop, room, skipped in chunks(offset, buffer, itemsize, count):
+                    room[:] = kernel.mixed(runs, made, start, stop)[skipped : skipped + len(room)]
             except OverflowError as error:
                 raise NotRepresentable(
                     f"the mean of {printable(name)!r} does not fit {dtype}, which it has in the "
@@ -189,15 +193,6 @@ class Averager:
         for run in runs:
             if id(run.storage) in self._checked:
                 self._checked[id(run.storage)].check()
-
-    def _fill(
-        self, runs: Sequence[Elements], mix: _Mix, dtype: str, offset: int, buffer: memoryview
-    ) -> None:
-        kernel = self._kernel(runs, dtype)
-        count = runs[0].data.length // BY_NAME[runs[0].dtype].itemsize
-        size = BY_NAME[dtype].itemsize
-        for start, stop, room, skipped in chunks(offset, buffer, size, count):
-            room[:] = kernel.mixed(runs, mix, start, stop)[skipped : skipped + len(room)]
 
     def _kernel(self, runs: Sequence[Elements], target: str) -> _Kernel:
         sources = tuple(dict.fromkeys(run.dtype for run in runs))

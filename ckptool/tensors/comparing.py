@@ -107,10 +107,8 @@ class Comparer:
         """
         for tensor in (a, b):
             if tensor.dtype not in COMPARED:
-                data = tensor.storage.data if tensor.storage is not None else None
                 raise UnsupportedFormat(
-                    f"elements of type {tensor.dtype} cannot be compared as numbers",
-                    file=data.source.name if data else None,
+                    f"elements of type {tensor.dtype} cannot be compared as numbers"
                 )
         count = a.numel
         if not count:

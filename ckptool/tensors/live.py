@@ -428,11 +428,9 @@ class _Memory(Source):
         if self._here is not None:
             buffer[:] = self._here[offset : offset + len(buffer)]
         elif buffer:
-            self._move(offset, buffer)
+            import torch
 
-    def _move(self, offset: int, buffer: memoryview) -> None:
-        import torch
-
-        there = torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
-        here = torch.frombuffer(buffer, dtype=torch.uint8)
-        here.copy_(there[offset : offset + len(buffer)])
+            there = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+            there.set_(self._storage)
+            here = torch.frombuffer(buffer, dtype=torch.uint8)
+            here.copy_(there[offset : offset + len(buffer)])
