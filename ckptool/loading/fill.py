@@ -72,12 +72,12 @@ def can_fill(tensor: torch.Tensor, source: TensorRef | torch.Tensor | None) -> b
         return False
     if not isinstance(source, TensorRef):
         return _is_plain(source) and source.numel() == tensor.numel()
-    # Blocks of elements are little-endian, whatever this machine is.
     return (
         source.has_content
         and source.numel == tensor.numel()
         and source.dtype not in PACKED
-        and sys.byteorder == "little"
+        and not source.flags
+        and (source.storage is None or source.storage.byteorder == sys.byteorder)
     )
 
 
@@ -198,8 +198,8 @@ def fill(fills: Iterable[Fill]) -> None:
                 single.extend(_reads(one, ref) if one.is_direct else [partial(_stage, one, ref)])
         elif not isinstance(ref, TensorRef):
             single.append(partial(_copy, one.tensor, ref))
-    _do(shared, threads=2 if size >= _SHARED else 1)
-    _do(single, threads=1)
+    _do(shared, by_two=size >= _SHARED)
+    _do(single, by_two=False)
 
 
 def _reads(one: Fill, ref: TensorRef) -> Iterator[Job]:
@@ -209,9 +209,9 @@ def _reads(one: Fill, ref: TensorRef) -> Iterator[Job]:
         yield partial(data.read_into, view[start : start + _PIECE], start)
 
 
-def _do(jobs: Sequence[Job], *, threads: int) -> None:
-    """Do all of them; after an error in one, none is begun."""
-    left = iter(jobs)  # of a list: several threads may take from it
+def _do(jobs: Sequence[Job], *, by_two: bool) -> None:
+    """Do all of them, also in a second thread; after an error in one, none is begun."""
+    left = iter(jobs)  # of a list: two threads may take from it
 
     def work() -> None:
         try:
@@ -221,16 +221,15 @@ def _do(jobs: Sequence[Job], *, threads: int) -> None:
             deque(left, 0)  # nobody takes another
             raise
 
-    if threads == 1:
+    if not by_two:
         work()
         return
     from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
 
-    with ThreadPoolExecutor(threads - 1) as pool:
-        others = [pool.submit(work) for _ in range(threads - 1)]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(work)
         work()
-    for other in others:
-        other.result()
+    other.result()
 
 
 def _stage(one: Fill, ref: TensorRef) -> None:
@@ -240,12 +239,13 @@ def _stage(one: Fill, ref: TensorRef) -> None:
     target = one.tensor.data
     count = _BLOCK if target.device.type == "cpu" else _SENT
     staged = torch.empty(min(count, target.numel()), dtype=torch_dtype(ref.dtype), device="cpu")
-    stream = _Stream(ref)
+    elements, done = ref.row_major, 0
     with torch.no_grad():
         for at in cuts(target.shape, count):
             part = target[at]
             block = staged[: part.numel()]
-            stream.read_into(memory_view(block.data_ptr(), block.nbytes))
+            elements.read_into(memory_view(block.data_ptr(), block.nbytes), done)
+            done += block.nbytes
             part.copy_(block.view(part.shape))
 
 
@@ -254,30 +254,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
     with torch.no_grad():
         target.data.copy_(source.detach().reshape(target.shape))
-
-
-class _Stream:
-    """The elements of a tensor in row-major order, read piece by piece."""
-
-    def __init__(self, ref: TensorRef) -> None:
-        self._data = ref.data if ref.is_verbatim else None
-        self._blocks = iter(()) if ref.is_verbatim else ref.content()
-        self._at = 0
-        self._rest = memoryview(b"")
-
-    def read_into(self, view: memoryview) -> None:
-        """Fill `view` with what comes next."""
-        if self._data is not None:
-            self._data.read_into(view, self._at)
-            self._at += len(view)
-            return
-        done = 0
-        while done < len(view):
-            if not self._rest:
-                self._rest = memoryview(next(self._blocks))
-            size = min(len(self._rest), len(view) - done)
-            view[done : done + size] = self._rest[:size]
-            done, self._rest = done + size, self._rest[size:]
 
 
 class Assigned:

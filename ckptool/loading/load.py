@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -86,17 +86,20 @@ def opened_and_told(path: str | os.PathLike[str] | Checkpoint) -> Iterator[Check
 def made_tree(
     root: Any,
     *,
+    originals: Mapping[int, Any] = MappingProxyType({}),
     map_location: MapLocation = "cpu",
     mmap: bool = False,
     dtype: torch.dtype | str | None = None,
 ) -> Any:
     """Make the tree `root` of a file; each node once, so that what is shared stays shared.
 
+    `originals` has what nodes stand for, as of `TreeMaker`.
+
     Raises:
         TorchMissing, DeviceError, CorruptFile, UnsupportedFormat, UsageError: as `Materialiser`.
         LimitExceeded: it is nested deeper than Python can follow.
     """
-    maker = TreeMaker(root, map_location=map_location, mmap=mmap, dtype=dtype)
+    maker = TreeMaker(root, originals=originals, map_location=map_location, mmap=mmap, dtype=dtype)
     try:
         return maker.made(root)
     finally:
@@ -316,10 +319,8 @@ def _device(node: DeviceValue) -> torch.device | DeviceValue:
 
 def _is_hashable(key: Any) -> bool:
     """Return whether it can be a key: a set that the file has in one's place cannot."""
-    if not isinstance(key, Hashable):
-        return False
     try:
         hash(key)
-    except TypeError:  # a tuple with a list inside
+    except TypeError:
         return False
     return True

@@ -142,17 +142,10 @@ def load_into(
     with ExitStack() as held:
         held.enter_context(uncollected())
         with together.reached(), _trainable():
-            _check_arguments(
-                switches={"assign": assign, "verify": verify},
-                lists={
-                    "rules": rules,
-                    "prefixes": prefixes,
-                    "transpose": transpose,
-                    "no_transpose": no_transpose,
-                },
-                map_location=map_location,
-                optimizer_order=optimizer_order,
+            check_lists(
+                rules=rules, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose
             )
+            _check_arguments(map_location, optimizer_order, assign=assign, verify=verify)
             allowance = Allowance(
                 strict=strict,
                 missing=allow_missing,
@@ -182,9 +175,6 @@ def load_into(
                 choices=Choices.of(transpose, no_transpose),
                 assign=bool(assign),
             )
-            loading = _Loading(
-                model, target, state, plan, allowance, assign=assign, by_name=by_name
-            )
             without_values = hollow(state.tree, state.section)
             if without_values and without_values.kind != "lazy":  # those are missing
                 raise MatchError(
@@ -193,22 +183,25 @@ def load_into(
                     hint=without_values.remedy,
                     report=plan.report,
                 )
+            filled = None
             if optimizer is not None:
                 from ckptool.loading.optimizer import planned_optimizer  # seldom needed
 
-                loading.add_optimizer(
-                    planned_optimizer(
-                        optimizer,
-                        model,
-                        state,
-                        target,
-                        plan,
-                        key=optimizer_key,
-                        order=optimizer_order,
-                        partial=optimizer_partial,
-                        allowance=allowance,
-                    )
+                filled = planned_optimizer(
+                    optimizer,
+                    model,
+                    state,
+                    target,
+                    plan,
+                    key=optimizer_key,
+                    order=optimizer_order,
+                    partial=optimizer_partial,
+                    allowance=allowance,
                 )
+                plan = plan.with_changes(optimizer=filled.report)
+            loading = _Loading(
+                model, target, state, plan, filled, allowance, assign=assign, by_name=by_name
+            )
             refusal = loading.plan.refusal(allowance)
             if refusal is not None:
                 raise refusal
@@ -225,6 +218,7 @@ class _Loading:
         target: Target,
         state: State,
         plan: Plan,
+        optimizer: OptimizerPlan | None,
         allowance: Allowance,
         *,
         assign: bool | None,
@@ -237,12 +231,13 @@ class _Loading:
         loads them, from tensors that are made of the file.
 
         Raises:
-            UsageError: tensors on the meta device are not to be assigned.
+            UsageError: tensors on the meta device are not to be assigned, or the optimizer is over
+                parameters that are replaced.
         """
         self._model, self._target, self._state, self.plan = model, target, state, plan
         """Its report says in the end what the model's own code made of it."""
         self._allowance, self._assign = allowance, assign
-        self._optimizer: OptimizerPlan | None = None
+        self._optimizer = optimizer
         self._given_names = {**plan.pairs, **plan.undecided}
         names = (*self._given_names, *(name for name, _ in plan.report.kept))
         entries = target.entries
@@ -257,7 +252,14 @@ class _Loading:
                 "nothing can be copied to",
                 hint="assign=None or assign=True",
             )
-        self._replaced = {id(entries[name]) for name in self._assigned}
+        replaced = {id(entries[name]) for name in self._assigned}
+        groups = optimizer.optimizer.param_groups if optimizer is not None else ()
+        if any(id(one) in replaced for group in groups for one in group["params"]):
+            raise UsageError(
+                "the optimizer is over parameters that are replaced by others",
+                hint="load the model, build the optimizer, then load_into(model, path, "
+                "optimizer=...)",
+            )
         self._fills = self._direct() if by_name else None
         size = sum(one.tensor.nbytes for one in self._fills or ())
         self._copies_all = self._fills is None or size <= _COPIED
@@ -292,22 +294,6 @@ class _Loading:
             return False
         place = memory_of(source)
         return place is not None and place.storage in self._storages
-
-    def add_optimizer(self, plan: OptimizerPlan) -> None:
-        """Load an optimizer together with the model.
-
-        Raises:
-            UsageError: it is over parameters that are replaced.
-        """
-        groups = plan.optimizer.param_groups
-        if any(id(one) in self._replaced for group in groups for one in group["params"]):
-            raise UsageError(
-                "the optimizer is over parameters that are replaced by others",
-                hint="load the model, build the optimizer, then load_into(model, path, "
-                "optimizer=...)",
-            )
-        self._optimizer = plan
-        self.plan = self.plan.with_changes(optimizer=plan.report)
 
     def run(self, *, verify: bool | None, together: Ranks) -> None:
         """Load; an error leaves everything as it was.
@@ -549,13 +535,7 @@ def _trainable() -> Iterator[None]:
         yield
 
 
-def _check_arguments(
-    *,
-    switches: Mapping[str, Any],
-    lists: Mapping[str, Any],
-    map_location: Any,
-    optimizer_order: Any,
-) -> None:
+def _check_arguments(map_location: Any, optimizer_order: Any, **switches: Any) -> None:
     """Refuse values that would be understood as something else: a typing error allows nothing.
 
     Raises:
@@ -573,10 +553,9 @@ def _check_arguments(
                 f"map_location={map_location!r} is not a device", hint="'cpu', 'cuda:0', ..."
             ) from None
     for name, value in switches.items():
-        if not any(value is one for one in (None, True, False)):
+        if value is not None and not isinstance(value, bool):
             wanted = "None or True or False"
             raise UsageError(f"{name}={value!r} is not {wanted}", hint=f"{name} is {wanted}")
-    check_lists(**lists)
     if optimizer_order is not None and optimizer_order != "position":
         raise UsageError(f"optimizer_order={optimizer_order!r} is neither None nor 'position'")
 

@@ -170,8 +170,17 @@ def planned_optimizer(
             report = replace(report, by="position")
             if saved.sizes != wanted.sizes:
                 raise MatchError(_misfit(saved, wanted)) from None
-        groups, notes = _grouped(saved, wanted, numbers, partial=partial)
-        report = replace(report, notes=(*report.notes, *notes))
+        notes = [*report.notes, *_left(saved, wanted, numbers)]
+        groups = None
+        try:
+            groups = _groups(saved, wanted, numbers)
+        except MatchError:
+            if not partial:
+                raise
+            notes.append(
+                "the groups keep their own learning rates and options: they are divided otherwise"
+            )
+        report = replace(report, notes=tuple(notes))
         kept = {
             number: key
             for number, (_, key) in zip(numbers, saved.keys, strict=True)
@@ -327,26 +336,15 @@ def _by_names(
     raise MatchError(_misfit(saved, wanted, first), hint=remedy)
 
 
-def _grouped(
-    saved: _Saved, wanted: _Wanted, numbers: Sequence[int | None], *, partial: bool
-) -> tuple[list[int] | None, list[str]]:
-    """Return `_groups`, and what is to be said; None with `partial`: the optimizer's own stay."""
-    notes = []
-    held = {number for number in numbers if number is not None}
+def _left(saved: _Saved, wanted: _Wanted, numbers: Sequence[int | None]) -> Iterator[str]:
+    """Yield which parameters have no state, and whose state is left out."""
+    held = {*numbers}
     lacking = [name for number, name in enumerate(wanted.names) if number not in held]
-    names = names_in(saved.section)
+    gone = [n for n, at in zip(names_in(saved.section), numbers, strict=False) if at is None]
     if lacking:
-        notes.append(f"{counted(len(lacking), 'parameter')} without state: {listed(lacking)}")
-    if None in numbers:
-        gone = [name for name, number in zip(names, numbers, strict=True) if number is None]
-        notes.append(f"state of {counted(len(gone), 'parameter')} left out: {listed(gone)}")
-    try:
-        return _groups(saved, wanted, numbers), notes
-    except MatchError:
-        if not partial:
-            raise
-    notes.append("the groups keep their own learning rates and options: they are divided otherwise")
-    return None, notes
+        yield f"{counted(len(lacking), 'parameter')} without state: {listed(lacking)}"
+    if gone:
+        yield f"state of {counted(len(gone), 'parameter')} left out: {listed(gone)}"
 
 
 def _misfit(saved: _Saved, wanted: _Wanted, difference: str = "") -> str:

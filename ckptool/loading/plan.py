@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool._lazy import uncollected
@@ -382,16 +382,11 @@ def metadata_for(state: State, target: Target, plan: Plan) -> OrderedDict[str, A
 
 def _judged(state: State, casts: Iterable[Cast]) -> tuple[Cast, ...]:
     """Judge casts by their elements, where their types alone could lose something."""
-    losses: dict[tuple[str, str], str | None] = {}
     judged = []
+    lost = cache(lambda own, after: loss_of(state.ref(own) or state.value(own), after))
     for cast in casts:
-        if cast.lossy:
-            key = cast.own, cast.after
-            if key not in losses:
-                losses[key] = loss_of(state.ref(cast.own) or state.value(cast.own), cast.after)
-            loss = losses[key]
-            if loss is not None:
-                cast = replace(cast, lossy=bool(loss), loss=loss)
+        if cast.lossy and (loss := lost(cast.own, cast.after)) is not None:
+            cast = replace(cast, lossy=bool(loss), loss=loss)
         judged.append(cast)
     return tuple(judged)
 

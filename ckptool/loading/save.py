@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import (
@@ -91,7 +91,11 @@ def save(
     )
     states = _States(ranks)
     with ranks.reached():
-        _check_overwrite(overwrite)
+        if not isinstance(overwrite, bool):
+            raise UsageError(
+                f"overwrite={overwrite!r} is not True or False",
+                hint="overwrite=False keeps a file that is there",
+            )
         tree = _taken(states, model, optimizer, values)
     states.gather(tree)
     if states.counter is not None:
@@ -100,14 +104,6 @@ def save(
     return ranks.first(
         lambda: _write(_named(path), tree, states.instead, noted, overwrite=overwrite)
     )
-
-
-def _check_overwrite(overwrite: Any) -> None:
-    if not isinstance(overwrite, bool):
-        raise UsageError(
-            f"overwrite={overwrite!r} is not True or False",
-            hint="overwrite=False keeps a file that is there",
-        )
 
 
 def _taken(states: _States, model: Any, optimizer: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +210,8 @@ class _States:
         self._orders: dict[int, list[str]] = {}
         self._optimizers: list[Any] = []
         self._spread: list[Any] = []
-        self._jobs: list[_Job] = []
+        self._jobs: list[tuple[Label, Callable[[], Any]]] = []
+        """What the processes gather together, each its part."""
         self._tied: dict[int, int] = {}
         """By the `id` of a spread tensor of a state dict that of the model's parameter."""
         self._wholes: dict[int, Any] = {}
@@ -296,7 +293,7 @@ class _States:
     def _next(self) -> list[Any] | None:
         """Gather what was found, and return what to look through next; None: it is all done."""
         jobs, spread, optimizers = self._jobs, self._spread, self._optimizers
-        labels = [*map(_label, spread), *(job.label for job in jobs)]
+        labels = [*map(_label, spread), *(label for label, _ in jobs)]
         told = self._ranks.all((labels, bool(optimizers)))
         if any(theirs for theirs, _ in told):
             with self._ranks.reached():
@@ -306,9 +303,9 @@ class _States:
                 for tensor in spread:
                     self._put(tensor, self._whole(tensor))
             found = []
-            for job in jobs:
+            for _, gather in jobs:
                 with self._ranks.reached():
-                    found.append(job.do())
+                    found.append(gather())
             return found
         if any(more for _, more in told):
             self._optimizers = []
@@ -342,7 +339,7 @@ class _States:
 
         if not sharded(model):
             return (take(),)
-        self._jobs.append(_Job(_label_of_shards(model), take))
+        self._jobs.append((_label_of_shards(model), take))
         return ()
 
     def _take_optimizer(self, optimizer: Any) -> Iterable[Any]:
@@ -358,9 +355,9 @@ class _States:
 
         text = f"the state of {type(optimizer).__name__}"
         if owner is not None and sharded(owner):
-            self._jobs.append(_Job((text, _label_of_shards(owner)[1]), take))
+            self._jobs.append(((text, _label_of_shards(owner)[1]), take))
         elif callable(getattr(optimizer, "consolidate_state_dict", None)):
-            self._jobs.append(_Job((text, None), take))
+            self._jobs.append(((text, None), take))
         else:
             return (take(),)
         return ()
@@ -412,13 +409,6 @@ class _States:
 
 Label = tuple[str, tuple[int, ...] | None]
 """What is gathered, for messages, and between which ranks; None: all."""
-
-
-class _Job(NamedTuple):
-    """One thing that the processes gather together, each its part."""
-
-    label: Label
-    do: Callable[[], Any]
 
 
 def _label(tensor: Any) -> Label:

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -237,15 +237,6 @@ def held_back() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        _handle(came, before)
-
-
-def _handle(
-    came: list[tuple[int, FrameType | None]], handlers: dict[int, Callable[..., Any]]
-) -> None:
-    if came:
-        number, frame = came[0]
-        try:
-            handlers[number](number, frame)
-        finally:
-            _handle(came[1:], handlers)
+        with ExitStack() as handled:
+            for number, frame in reversed(came):
+                handled.callback(before[number], number, frame)

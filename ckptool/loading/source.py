@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.checkpoint import MEMORY, Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
 from ckptool.formats import open_checkpoint
-from ckptool.loading.load import TreeMaker, opened_and_told
+from ckptool.loading.load import TreeMaker, made_tree, opened_and_told
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.target import live_slots
 from ckptool.matching import Slots, matched, slots_of
@@ -35,7 +35,6 @@ from ckptool.statedict import (
     is_extra_state,
     is_flat,
     model_state_dict,
-    wrapped_names,
 )
 from ckptool.tensors import is_one_part, only_a_part, require_torch
 from ckptool.tensors.live import Held, LiveTree, is_array, stand_in
@@ -166,19 +165,15 @@ class State:
             )
         return self._maker.made(node, (name,))
 
-    def made(self, node: Any, map_location: MapLocation = "cpu") -> Any:
-        """Return any node of the tree with its tensors made, read anew at each call.
+    def made(self, node: Any) -> Any:
+        """Return any node of the tree with its tensors made on the CPU, read anew at each call.
 
         For memory it is new containers around the objects themselves.
 
         Raises:
             DeviceError, CorruptFile, UnsupportedFormat: as `ckptool.load`.
         """
-        maker = TreeMaker(node, originals=self._originals, map_location=map_location)
-        try:
-            return maker.made(node)
-        finally:
-            maker.forget()
+        return made_tree(node, originals=self._originals)
 
     def opened(self, path: str) -> Checkpoint:
         """Open another file of the same save, for as long as this one.
@@ -298,20 +293,10 @@ def _is_one(root: Any, *, in_memory: bool) -> bool:
 
 def _slots(section: Section, originals: Mapping[int, Any]) -> Slots:
     """Return the slots of a section; those in memory by the live objects themselves."""
-    if not originals:
-        return slots_of(section)
-    nodes = {name: section.node[name] for name in wrapped_names(section.node)}
-    live = live_slots({name: originals.get(id(node)) for name, node in nodes.items()})
-    # An open checkpoint may stand in a dict with tensors in memory.
-    stored = [
-        name
-        for name, node in nodes.items()
-        if isinstance(node, TensorRef) and id(node) not in originals
-    ]
-    if stored:
-        of_file = slots_of(section)
-        live.update((name, of_file[name]) for name in stored)
-    return live
+    slots = slots_of(section)
+    nodes = {name: id(section.node[name]) for name in slots}
+    live = {name: originals[node] for name, node in nodes.items() if node in originals}
+    return {**slots, **live_slots(live)} if live else slots
 
 
 class _Live(LiveTree):

@@ -57,7 +57,11 @@ def load_state_dict(
     if wrappers not in ("strip", "keep"):
         raise UsageError(f"wrappers={wrappers!r} is neither 'strip' nor 'keep'")
     with opened_and_told(path) as checkpoint:
-        chosen = _alone(checkpoint, key)
+        section = model_state_dict(checkpoint, key)
+        if section.unread:
+            unread = listed(section.unread)
+            warn(f"{checkpoint.path}: the state dict is returned without {unread}")
+        chosen = checkpoint.with_root(plain_state_dict(checkpoint, section))
         if wrappers == "strip":
             chosen = _stripped(chosen)
         for name, value in chosen.root.items():
@@ -70,20 +74,13 @@ def load_state_dict(
         return made
 
 
-def _alone(checkpoint: Checkpoint, key: Any) -> Checkpoint:
-    """Return a checkpoint whose root is the chosen state dict."""
-    section = model_state_dict(checkpoint, key)
-    if section.unread:
-        warn(f"{checkpoint.path}: the state dict is returned without {listed(section.unread)}")
-    return checkpoint.with_root(plain_state_dict(checkpoint, section))
-
-
 def _stripped(chosen: Checkpoint) -> Checkpoint:
     """Remove wrapper names, and the counter of an `AveragedModel`."""
     stripped = chosen.strip_module()
-    new_names = zip(chosen.root, stripped.root, strict=True)
     counters = [
-        new for old, new in new_names if new == N_AVERAGED and _counts_averages(old, chosen)
+        new
+        for old, new in zip(chosen.root, stripped.root, strict=True)
+        if new == N_AVERAGED and _counts_averages(old, chosen)
     ]
     return _without(stripped, counters, "counts what was averaged, in a wrapper that is gone")
 

@@ -1,7 +1,9 @@
 """A model and its optimizer bit for bit: what a refusal must not have touched."""
 
 import pickle
+from contextlib import contextmanager
 
+import pytest
 import torch
 
 
@@ -69,3 +71,34 @@ class Untouched:
 
     def check(self):
         assert self.now() == self.before
+
+
+@contextmanager
+def untouched_by(error, model, optimizer=None, *, match=None):
+    """An error is raised, and nothing has changed."""
+    untouched = Untouched(model, optimizer)
+    with pytest.raises(error, match=match) as caught:
+        yield caught
+    untouched.check()
+
+
+def saved(path, tree):
+    torch.save(tree, path)
+    return path
+
+
+def raising(error):
+    """A hook that raises an error."""
+
+    def hook(*_):
+        raise error
+
+    return hook
+
+
+def net(seed=0):
+    """A convolution, a norm with a counter, and a linear layer."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 2)
+    )

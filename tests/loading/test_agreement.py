@@ -6,7 +6,7 @@ import torch
 import ckptool
 from ckptool.errors import UsageError
 from ckptool.loading.ranks import ranks_of
-from tests.loading.bits import Untouched
+from tests.loading.bits import untouched_by
 from tests.loading.two_ranks import adam, plain
 from tests.loading.two_ranks_loading import WRAPS
 from tests.trainer.ranks import by_ranks, needs_gloo
@@ -167,10 +167,8 @@ def test_a_process_alone_agrees_with_itself():
 @pytest.mark.parametrize("order", ["rank", 5, ["position"]])
 def test_an_order_that_is_none_is_refused_without_an_optimizer_too(order):
     model = plain()
-    untouched = Untouched(model)
-    with pytest.raises(UsageError, match="is neither None nor 'position'"):
+    with untouched_by(UsageError, model, match="is neither None nor 'position'"):
         ckptool.load_into(model, plain().state_dict(), optimizer_order=order)
-    untouched.check()
 
 
 def test_the_hint_of_a_refused_optimizer_is_the_argument_that_helps():

@@ -56,15 +56,15 @@ def test_two_threads_read_what_is_large(stored, monkeypatch):
     assert all(torch.equal(targets[name], state[name]) for name in state)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_an_error_leaves_what_nobody_has_begun(threads):
+@pytest.mark.parametrize("by_two", [False, True])
+def test_an_error_leaves_what_nobody_has_begun(by_two):
     done = []
 
     def fail():
         raise CorruptFile("no")
 
     with pytest.raises(CorruptFile):
-        reading._do([fail, *[lambda: done.append(fail())] * 9], threads=threads)
+        reading._do([fail, *[lambda: done.append(fail())] * 9], by_two=by_two)
     assert done == []
 
 

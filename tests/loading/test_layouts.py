@@ -54,16 +54,26 @@ def answers(folder):
     return load_file(folder / "answers.safetensors")
 
 
-def outputs(model, file, answers):
+def assert_images(model, file, answers):
+    """A model, or one of a state dict, gives what the library gave."""
+    if not isinstance(model, nn.Module):
+        state, model = model, Images()
+        model.load_state_dict(state, strict=False)
     writer = file.partition(".")[0]
-    return model.eval()(answers[f"{writer}.input"]), answers[f"{writer}.output"]
+    given, wanted = answers[f"{writer}.input"], answers[f"{writer}.output"]
+    torch.testing.assert_close(model.eval()(given), wanted)
+
+
+def assert_words(model, answers):
+    given = answers["words.input"], answers["words.volumes"]
+    torch.testing.assert_close(model.eval()(*given), answers["words.output"])
 
 
 @every_file
 def test_a_model_gives_what_the_library_gave(folder, answers, file):
     model = Images()
     report = ckptool.load_into(model, folder / file, rules=RULES[file])
-    torch.testing.assert_close(*outputs(model, file, answers))
+    assert_images(model, file, answers)
     assert {one.name: one.axes for one in report.layouts} == {
         "conv.weight": (3, 2, 0, 1),
         "square.weight": (1, 0),
@@ -77,25 +87,20 @@ def test_a_model_gives_what_the_library_gave(folder, answers, file):
 def test_kernels_of_one_and_three_dimensions_and_embeddings(folder, answers, make):
     model = make()
     ckptool.load_into(model, folder / "words.msgpack")
-    given = answers["words.input"], answers["words.volumes"]
-    model = getattr(model, "module", model)
-    torch.testing.assert_close(model.eval()(*given), answers["words.output"])
+    assert_words(getattr(model, "module", model), answers)
 
 
 def test_a_model_on_the_meta_device_takes_them_too(folder, answers):
     with torch.device("meta"):
         model = Words()
     ckptool.load_into(model, folder / "words.msgpack")
-    given = answers["words.input"], answers["words.volumes"]
-    torch.testing.assert_close(model.eval()(*given), answers["words.output"])
+    assert_words(model, answers)
 
 
 def test_match_gives_a_state_dict_that_torch_loads(folder, answers):
-    model = Images()
-    state, report = ckptool.match(folder / "images.msgpack", model)
+    state, report = ckptool.match(folder / "images.msgpack", Images())
     assert report.fits
-    model.load_state_dict(state, strict=False)
-    torch.testing.assert_close(*outputs(model, "images.msgpack", answers))
+    assert_images(state, "images.msgpack", answers)
 
 
 @every_file
@@ -103,20 +108,15 @@ def test_a_file_converted_like_a_model_loads_in_torch(folder, answers, file, tmp
     model = Images()
     for like, target in ((model, "a.safetensors"), (model, "b.pth")):
         ckptool.convert(folder / file, tmp_path / target, like=like, rename=RULES[file])
-    model.load_state_dict(load_file(tmp_path / "a.safetensors"), strict=False)
-    torch.testing.assert_close(*outputs(model, file, answers))
-    other = Images()
-    other.load_state_dict(torch.load(tmp_path / "b.pth"), strict=False)
-    torch.testing.assert_close(*outputs(other, file, answers))
+    assert_images(load_file(tmp_path / "a.safetensors"), file, answers)
+    assert_images(torch.load(tmp_path / "b.pth"), file, answers)
 
 
 def test_the_types_in_a_pickled_module_decide_as_well(folder, answers, tmp_path):
     torch.save(Images(), tmp_path / "whole.pth")
     target = tmp_path / "a.safetensors"
     ckptool.convert(folder / "images.msgpack", target, like=tmp_path / "whole.pth")
-    model = Images()
-    model.load_state_dict(load_file(target), strict=False)
-    torch.testing.assert_close(*outputs(model, "images.msgpack", answers))
+    assert_images(load_file(target), "images.msgpack", answers)
 
 
 def test_without_types_the_axes_are_asked_for(folder, answers, tmp_path):
@@ -127,9 +127,7 @@ def test_without_types_the_axes_are_asked_for(folder, answers, tmp_path):
     assert "transpose=['conv.weight', 'square.weight', 'head.weight']" in refused.value.hint
     assert not target.exists()
     ckptool.convert(source, target, like=like, transpose=["*"])
-    model = Images()
-    model.load_state_dict(torch.load(target), strict=False)
-    torch.testing.assert_close(*outputs(model, "images.msgpack", answers))
+    assert_images(torch.load(target), "images.msgpack", answers)
     with pytest.raises(MatchError, match=r"head.weight \[4, 5\] for \[5, 4\]"):
         ckptool.convert(source, tmp_path / "b.pth", like=like, no_transpose=["*"])
 

@@ -14,6 +14,7 @@ import torch
 import ckptool
 from ckptool.formats import open_checkpoint
 from ckptool.model import Opaque, TensorRef
+from tests.loading.bits import saved
 from tests.tensors.judge import Judge, assert_same
 
 FOLDERS = ["torch-1.4.0", "torch-1.6.0", "torch-1.13.1", "torch-2.13.0", "ddp", "ecosystem"]
@@ -34,11 +35,6 @@ BY_TORCH = [
         "dp_full_cuda0.pth", "dp_unwrapped.pth", "odd.pth",
     )
 ]  # fmt: skip
-
-
-def saved(path, tree):
-    torch.save(tree, path)
-    return path
 
 
 @pytest.mark.filterwarnings("ignore")

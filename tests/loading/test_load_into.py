@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import ckptool
 from ckptool.errors import CheckpointWarning, CorruptFile, MatchError, UsageError
 from ckptool.loading.load_into import load_into
-from tests.loading.bits import Untouched
+from tests.loading.bits import Untouched, saved
 
 
 class Net(nn.Module):
@@ -26,11 +26,6 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
         self.register_buffer("mean", torch.randn(5))
         self.register_buffer("passing", torch.ones(2), persistent=False)
-
-
-def saved(path, tree):
-    torch.save(tree, path)
-    return path
 
 
 def same(one, other):

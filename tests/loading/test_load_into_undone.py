@@ -13,7 +13,7 @@ from ckptool.files import FileSource
 from ckptool.loading import fill as reading
 from ckptool.loading import load_into as installing
 from ckptool.loading.load_into import load_into
-from tests.loading.bits import Untouched
+from tests.loading.bits import Untouched, raising, untouched_by
 
 
 class Stateful(nn.Module):
@@ -69,13 +69,6 @@ def plain(tmp_path):
     return tmp_path / "p.pth"
 
 
-def raising(error):
-    def hook(*_):
-        raise error
-
-    return hook
-
-
 @pytest.mark.parametrize("error", [Custom, MemoryError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("when", ["before", "after", "at the end"])
 def test_a_hook_that_raises(file, error, when):
@@ -85,10 +78,8 @@ def test_a_hook_that_raises(file, error, when):
     else:
         last = model if when == "at the end" else model.head
         last.register_load_state_dict_post_hook(raising(error))
-    untouched = Untouched(model)
-    with pytest.raises(error):
+    with untouched_by(error, model):
         load_into(model, file)
-    untouched.check()
     assert (model.state.cache, model.state.passing.tolist()) == (None, [1, 1])
 
 
@@ -106,10 +97,8 @@ def test_an_extra_state_that_cannot_be_set(file):
         **{f"later.{n}": v for n, v in nn.Linear(2, 2).state_dict().items()},
     }
     state["later._extra_state"] = 3
-    untouched = Untouched(model)
-    with pytest.raises(Custom):
+    with untouched_by(Custom, model):
         load_into(model, state)
-    untouched.check()
 
 
 def test_what_a_hook_changed_is_put_back(file):
@@ -125,10 +114,8 @@ def test_what_a_hook_changed_is_put_back(file):
         raise Custom
 
     model.register_load_state_dict_post_hook(meddle)
-    untouched = Untouched(model)
-    with pytest.raises(Custom):
+    with untouched_by(Custom, model):
         load_into(model, file)
-    untouched.check()
     assert model.norm is old
     assert model.state.history == ["made"]
 
@@ -137,10 +124,8 @@ def test_lazy_parameters_are_lazy_again():
     source = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     model = nn.Sequential(nn.LazyLinear(2), nn.LazyLinear(1))
     model[1].register_load_state_dict_pre_hook(raising(Custom))
-    untouched = Untouched(model)
-    with pytest.raises(Custom):
+    with untouched_by(Custom, model):
         load_into(model, source.state_dict())
-    untouched.check()
     assert nn.parameter.is_lazy(model[0].weight)
     assert model(torch.ones(1, 3)).shape == (1, 1)
 
@@ -149,16 +134,12 @@ def test_assigned_tensors_give_their_place_back(file):
     with torch.device("meta"):
         model = Net()
     model.register_load_state_dict_post_hook(raising(Custom))
-    untouched = Untouched(model)
-    with pytest.raises(Custom):
+    with untouched_by(Custom, model):
         load_into(model, file)
-    untouched.check()
     real = Net()
     real.register_load_state_dict_post_hook(raising(Custom))
-    untouched = Untouched(real)
-    with pytest.raises(Custom):
+    with untouched_by(Custom, real):
         load_into(real, file, assign=True)
-    untouched.check()
 
 
 def test_what_torch_refuses_is_a_match_error(file):
@@ -187,10 +168,8 @@ def test_hooks_that_lose_an_entry(file, lost):
             state[prefix + "bias"] = state[prefix + "more"] = value
 
     model.head.register_load_state_dict_pre_hook(lose)
-    untouched = Untouched(model)
-    with pytest.raises(MatchError, match=r"head\.(bias|more), tied\.(bias|more)"):
+    with untouched_by(MatchError, model, match=r"head\.(bias|more), tied\.(bias|more)"):
         load_into(model, file)
-    untouched.check()
 
 
 def test_tensors_that_torch_will_not_write_to():
@@ -213,10 +192,8 @@ def flip(path):
 def test_a_flipped_bit(file):
     flip(file)
     model = Net()
-    untouched = Untouched(model)
-    with pytest.raises(CorruptFile, match="damaged"):
+    with untouched_by(CorruptFile, model, match="damaged"):
         load_into(model, file)
-    untouched.check()
     load_into(model, file, verify=False)
 
 
@@ -236,11 +213,9 @@ def test_a_large_file_is_checked_where_that_is_asked(file, monkeypatch):
 def test_a_file_that_ends_before_its_tensors_do(file):
     data = file.read_bytes()
     model = Net()
-    untouched = Untouched(model)
     file.write_bytes(data[:-1000])
-    with pytest.raises(UnreadableFile):
+    with untouched_by(UnreadableFile, model):
         load_into(model, file)
-    untouched.check()
 
 
 def failing_in_the_end(monkeypatch, *, kept):
@@ -265,11 +240,9 @@ def failing_in_the_end(monkeypatch, *, kept):
 
 def test_a_disk_that_fails_when_the_model_is_half_filled(plain, monkeypatch):
     model = Plain()
-    untouched = Untouched(model)
     failing_in_the_end(monkeypatch, kept=True)
-    with pytest.raises(UnreadableFile, match="the disk is gone"):
+    with untouched_by(UnreadableFile, model, match="the disk is gone"):
         load_into(model, plain)
-    untouched.check()
 
 
 def test_a_model_too_large_to_be_kept_is_told_to_be_filled_in_part(plain, monkeypatch):

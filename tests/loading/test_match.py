@@ -9,6 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import ckptool
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UnsupportedFormat, UsageError
+from tests.loading.bits import saved
 
 
 def net():
@@ -19,11 +20,6 @@ def tied():
     model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "decode": nn.Linear(3, 5)})
     model["decode"].weight = model["embed"].weight
     return model
-
-
-def saved(path, tree):
-    torch.save(tree, path)
-    return path
 
 
 def test_a_wrapped_state_dict_is_ready_for_a_bare_model_and_the_reverse():

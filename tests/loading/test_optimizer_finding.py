@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.errors import CorruptFile, MatchError, NotFound, UnreadableFile
-from tests.loading.bits import Untouched
+from tests.loading.bits import untouched_by
 from tests.loading.optimizing import assert_alike, by_name, shapely, stepped, three
 
 TRAINERS = Path(__file__).parents[2] / "fixtures" / "trainers"
@@ -49,10 +49,8 @@ def taken(source, wanted, **options):
 def refused(source, *words, kind=MatchError, **options):
     """What it says, and that nothing was changed."""
     model, optimizer = fresh()
-    before = Untouched(model, optimizer)
-    with pytest.raises(kind) as caught:
+    with untouched_by(kind, model, optimizer) as caught:
         ckptool.load_into(model, source, optimizer=optimizer, **options)
-    before.check()
     for word in words:
         assert word in str(caught.value)
     return caught.value
@@ -83,10 +81,8 @@ def test_what_a_trainer_of_transformers_saved_is_continued(name):
         for one in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups)
-    before = Untouched(model, optimizer)
-    with pytest.raises(MatchError, match="does not name") as caught:
+    with untouched_by(MatchError, model, optimizer, match="does not name") as caught:
         ckptool.load_into(model, TRAINERS / name, optimizer=optimizer)
-    before.check()
     assert "optimizer_order='position'" in caught.value.hint
     report = ckptool.load_into(
         model, TRAINERS / name, optimizer=optimizer, optimizer_order="position"

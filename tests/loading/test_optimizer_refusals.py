@@ -6,7 +6,7 @@ from torch import nn
 
 import ckptool
 from ckptool.errors import CheckpointError, MatchError
-from tests.loading.bits import Untouched
+from tests.loading.bits import untouched_by
 from tests.loading.optimizing import (
     Around,
     Thin,
@@ -131,10 +131,8 @@ def test_an_optimizer_that_does_not_fit_is_refused(
         torch.save(given, tmp_path / "f.pth")
         given = tmp_path / "f.pth"
     optimizer = wanted(model)
-    untouched = Untouched(model, optimizer)
-    with pytest.raises(MatchError) as caught:
+    with untouched_by(MatchError, model, optimizer) as caught:
         ckptool.load_into(model, given, optimizer=optimizer)
-    untouched.check()
     assert caught.value.report.optimizer.problems == (problem,)
     assert caught.value.hint == remedy
     if remedy == ALONE:
@@ -144,12 +142,10 @@ def test_an_optimizer_that_does_not_fit_is_refused(
 def test_a_model_that_does_not_fit_leaves_the_optimizer_too_as_it_was():
     model = three()
     optimizer = stepped(model)
-    untouched = Untouched(model, optimizer)
-    with pytest.raises(MatchError, match=r"c\.weight"):
+    with untouched_by(MatchError, model, optimizer, match=r"c\.weight"):
         ckptool.load_into(
             model, {**given_by(three()), "model": three("ab").state_dict()}, optimizer=optimizer
         )
-    untouched.check()
 
 
 class Oops(Exception):
@@ -167,10 +163,8 @@ def test_a_hook_that_raises_leaves_both_as_they_were(whose, error, used):
     optimizer = stepped(model) if used else torch.optim.Adam(model.parameters())
     hooked = model.c if whose == "model" else optimizer
     hooked.register_load_state_dict_post_hook(hook)
-    untouched = Untouched(model, optimizer)
-    with pytest.raises(type(error)):
+    with untouched_by(type(error), model, optimizer):
         ckptool.load_into(model, given_by(three()), optimizer=optimizer)
-    untouched.check()
 
 
 @pytest.mark.parametrize("place", ["model/c.weight", "optimizer/state/4/exp_avg"])
@@ -185,10 +179,10 @@ def test_a_flipped_bit_leaves_both_as_they_were(tmp_path, place):
     path.write_bytes(data)
     model = three()
     optimizer = stepped(model)
-    untouched = Untouched(model, optimizer)
-    with pytest.raises(CheckpointError, match=rf"f\.pth.*{place.rpartition('model/')[2]}"):
+    with untouched_by(
+        CheckpointError, model, optimizer, match=rf"f\.pth.*{place.rpartition('model/')[2]}"
+    ):
         ckptool.load_into(model, path, optimizer=optimizer)
-    untouched.check()
 
 
 def test_a_complex_parameter_counts_twice_in_what_lbfgs_keeps_of_all():

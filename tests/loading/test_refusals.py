@@ -8,7 +8,7 @@ from torch import nn
 
 import ckptool
 from ckptool.errors import AmbiguousName, CheckpointError, MatchError, NameCollision, NotFound
-from tests.loading.bits import Untouched
+from tests.loading.bits import Untouched, raising, untouched_by
 from tests.loading.wrappings import TOKENS, Net, copied, trained
 
 
@@ -154,11 +154,9 @@ def test_what_cannot_be_found_touches_nothing(tmp_path, case, in_file):
         given = tmp_path / "f.pth"
     net = model()
     optimizer = optimizer_of(net)
-    untouched = Untouched(net, optimizer)
     options = {**options, "optimizer": optimizer} if "optimizer" in options else options
-    with pytest.raises(error):
+    with untouched_by(error, net, optimizer):
         ckptool.load_into(net, given, **options)
-    untouched.check()
 
 
 def flipped(path):
@@ -186,10 +184,8 @@ def test_a_damaged_file_touches_nothing(tmp_path, damage, meta):
     torch.save(stated(), path)
     damage(path)
     net = model("meta" if meta else "cpu")
-    untouched = Untouched(net)
-    with pytest.raises(CheckpointError, match=r"f\.pth"):
+    with untouched_by(CheckpointError, net, match=r"f\.pth"):
         ckptool.load_into(net, path)
-    untouched.check()
 
 
 PARTS = [
@@ -213,21 +209,12 @@ def test_parts_of_tensors_are_refused_with_a_sentence(fixtures, name):
                 module.add_module(part, nn.Module())
             module = module._modules[part]
         module.register_parameter(leaf, nn.Parameter(torch.randn(*shape)))
-    untouched = Untouched(net)
-    with pytest.raises(CheckpointError):
+    with untouched_by(CheckpointError, net):
         ckptool.load_into(net, file)
-    untouched.check()
 
 
 class Oops(Exception):
     """Raised by what a model does while it is loaded."""
-
-
-def raising(error):
-    def hook(*_):
-        raise error
-
-    return hook
 
 
 class Stateful(nn.Module):
@@ -315,10 +302,8 @@ def test_a_module_that_raises_leaves_the_model_as_it_was(tmp_path, failing, erro
         torch.save(given, tmp_path / "f.pth")
         given = tmp_path / "f.pth"
     net = hooked(failing, error)
-    untouched = Untouched(net)
-    with pytest.raises(RuntimeError if failing == "a message" else type(error)):
+    with untouched_by(RuntimeError if failing == "a message" else type(error), net):
         ckptool.load_into(net, given, assign=assign)
-    untouched.check()
 
 
 @pytest.mark.parametrize("in_file", [False, True], ids=["in memory", "in a file"])

@@ -20,14 +20,8 @@ from ckptool.errors import (
 from ckptool.files.journal import exclusive
 from ckptool.writing import Receipt
 from tests.files.faults import crashes, needs_fork
+from tests.loading.bits import net
 from tests.tensors.judge import assert_same
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 2)
-    )
 
 
 def trained(model, kind=torch.optim.Adam, steps=2, **options):

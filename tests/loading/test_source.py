@@ -14,17 +14,13 @@ import ckptool
 from ckptool.errors import AmbiguousName, CheckpointWarning, NotFound, UnsupportedFormat, UsageError
 from ckptool.loading.source import stated
 from ckptool.matching import Slot
+from tests.loading.bits import saved
 
 
 def net():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(3, 4))
     model[2].weight = model[0].weight
     return model
-
-
-def saved(path, tree):
-    torch.save(tree, path)
-    return path
 
 
 TIED = ("0.weight", "2.weight")

@@ -16,6 +16,7 @@ from ckptool.errors import (
 )
 from ckptool.formats import open_checkpoint
 from ckptool.model import TensorRef
+from tests.loading.bits import saved
 from tests.tensors.judge import assert_same
 
 
@@ -23,11 +24,6 @@ def net():
     return torch.nn.Sequential(
         torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 2)
     )
-
-
-def saved(path, tree):
-    torch.save(tree, path)
-    return path
 
 
 def wrapped_by(name, model):

@@ -6,26 +6,18 @@ from torch import nn
 
 import ckptool
 from ckptool.errors import MatchError
-from tests.loading.bits import Untouched
-
-
-def built(shapes):
-    """A model that has these parameters."""
-    model = nn.Module()
-    for name, shape in shapes.items():
-        *path, leaf = name.split(".")
-        module = model
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module._modules[part]
-        module.register_parameter(leaf, nn.Parameter(torch.randn(shape)))
-    return model
+from tests.loading.bits import untouched_by
+from tests.loading.optimizing import model_of
 
 
 def state_of(shapes):
     """A state dict of them, each tensor unlike any other."""
     return {name: torch.full(shape, n + 1.0) for n, (name, shape) in enumerate(shapes.items())}
+
+
+def built(shapes):
+    """A model that has these parameters."""
+    return model_of(state_of(shapes))
 
 
 def layers(prefix, *names, size=3):
@@ -164,13 +156,11 @@ WRONG = {
 def test_it_is_refused(case, wrapper):
     have, want = WRONG[case]
     model = built(want)
-    untouched = Untouched(model)
     if wrapper == "model." and "alone" in case:
         pytest.skip("with a prefix before them, that is another case")
     state = {wrapper + name: tensor for name, tensor in state_of(have).items()}
-    with pytest.raises(MatchError):
+    with untouched_by(MatchError, model):
         ckptool.load_into(model, state)
-    untouched.check()
 
 
 @pytest.mark.parametrize("case", ["one part for either of two", "either of two parts for one"])
@@ -285,10 +275,8 @@ def test_what_only_looks_doubtful_is_loaded_right(case):
 def test_what_is_likely_is_proposed_and_loaded_right_where_that_is_followed(case):
     have, want, pairs = PROPOSED[case]
     state, model = state_of(have), built(want)
-    untouched = Untouched(model)
-    with pytest.raises(MatchError) as caught:
+    with untouched_by(MatchError, model) as caught:
         ckptool.load_into(model, state)
-    untouched.check()
     report = ckptool.load_into(model, state, **dict(caught.value.remedy.arguments))
     assert report.coverage == 1.0
     for name, parameter in model.named_parameters():

@@ -11,7 +11,7 @@ from torch import nn
 from ckptool.errors import MatchError
 from ckptool.loading.load_into import load_into
 from tests.conftest import FIXTURES
-from tests.loading.bits import Untouched
+from tests.loading.bits import Untouched, untouched_by
 
 np = pytest.importorskip("numpy")
 
@@ -40,10 +40,8 @@ class Stateful(nn.Module):
 def test_an_extra_state_with_objects_is_refused_with_its_name(value, what, tmp_path):
     torch.save(Stateful(value).state_dict(), tmp_path / "a.pth")
     model = Stateful()
-    before = Untouched(model)
-    with pytest.raises(MatchError) as caught:
+    with untouched_by(MatchError, model) as caught:
         load_into(model, tmp_path / "a.pth")
-    before.check()
     assert f"_extra_state: holds {what}" in str(caught.value)
     report = load_into(model, tmp_path / "a.pth", allow_missing=["_extra_state"])
     assert (report.missing_keys, model.state) == (["_extra_state"], None)
@@ -78,10 +76,8 @@ def test_a_lazy_model_that_never_ran(where, tmp_path):
     assert load_into(model, source).fits
     before.check()
     other = nn.Sequential(nn.Linear(2, 3))
-    before = Untouched(other)
-    with pytest.raises(MatchError, match="lazy module that never ran"):
+    with untouched_by(MatchError, other, match="lazy module that never ran"):
         load_into(other, source)
-    before.check()
 
 
 old = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
@@ -139,10 +135,8 @@ def test_what_is_assigned_is_of_its_own_type():
     model = Codes()
     load_into(model, {"codes": per_tensor(), "weight": torch.ones(2)}, assign=True)
     assert model.codes.is_quantized
-    before = Untouched(model)
-    with pytest.raises(MatchError, match="weight: Only Tensors of floating point"):
+    with untouched_by(MatchError, model, match="weight: Only Tensors of floating point"):
         load_into(model, {"codes": per_tensor(), "weight": torch.ones(2).int()}, assign=True)
-    before.check()
 
 
 @old
@@ -175,10 +169,8 @@ def test_loading_code_is_not_given_what_only_its_class_makes():
     model = nn.Module()
     model.plain, model.sharded = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(5))
     model._register_load_state_dict_pre_hook(lambda *_: None)
-    before = Untouched(model)
-    with pytest.raises(MatchError):
+    with untouched_by(MatchError, model):
         load_into(model, file)
-    before.check()
     report = load_into(model, file, allow_unexpected=True, allow_mismatched=True)
     assert {*report.unexpected_keys} == {"by_column", "replicated", "parameter"}
     assert [one.own for one in report.mismatched] == ["sharded"]
