@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +13,7 @@ from ckptool.dtypes import PACKED
 from ckptool.errors import CorruptFile
 from ckptool.files import ByteRange, Source
 from ckptool.files.checksums import crc32s
+from ckptool.files.threads import in_order
 from ckptool.loading.memory import cuts, extent, memory_of, repeats
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.materialise import memory_view
@@ -198,8 +199,11 @@ def fill(fills: Iterable[Fill]) -> None:
                 single.extend(_reads(one, ref) if one.is_direct else [partial(_stage, one, ref)])
         elif not isinstance(ref, TensorRef):
             single.append(partial(_copy, one.tensor, ref))
-    _do(shared, by_two=size >= _SHARED)
-    _do(single, by_two=False)
+    if size >= _SHARED:
+        deque(in_order(lambda job: job(), shared), 0)
+        shared.clear()
+    for job in (*shared, *single):
+        job()
 
 
 def _reads(one: Fill, ref: TensorRef) -> Iterator[Job]:
@@ -207,29 +211,6 @@ def _reads(one: Fill, ref: TensorRef) -> Iterator[Job]:
     view = memory_view(one.tensor.data_ptr(), data.length)
     for start in range(0, data.length, _PIECE):
         yield partial(data.read_into, view[start : start + _PIECE], start)
-
-
-def _do(jobs: Sequence[Job], *, by_two: bool) -> None:
-    """Do all of them, also in a second thread; after an error in one, none is begun."""
-    left = iter(jobs)  # of a list: two threads may take from it
-
-    def work() -> None:
-        try:
-            for job in left:
-                job()
-        except BaseException:
-            deque(left, 0)  # nobody takes another
-            raise
-
-    if not by_two:
-        work()
-        return
-    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
-
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(work)
-        work()
-    other.result()
 
 
 def _stage(one: Fill, ref: TensorRef) -> None:
@@ -253,7 +234,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     import torch
 
     with torch.no_grad():
-        target.data.copy_(source.detach().reshape(target.shape))
+        elements = source.detach().resolve_conj().resolve_neg()
+        target.data.copy_(elements.reshape(target.shape))
 
 
 class Assigned:

@@ -274,7 +274,8 @@ class _Loading:
             if name in self._assigned:
                 continue
             ref = self._state.ref(own)
-            source = self._state.value(own) if ref is None else ref
+            # torch's own cast forgets that a tensor is negated: `fill` resolves that first.
+            source = self._state.value(own) if ref is None or ref.flags else ref
             if not can_fill(tensor, source) or self._is_own(source):
                 return None
             found.setdefault(id(tensor), Fill(tensor, source))

@@ -201,35 +201,27 @@ def ranks_of(model: torch.nn.Module) -> Ranks:
 
     Each of them calls `load_into`. Messages use the model's own process groups.
     """
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    found: dict[Any, None] = {}
+    if dist.is_available() and dist.is_initialized():
+        inside = {*sharded(model)}
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel) or module in inside:
+                held = (getattr(module, name, None) for name in ("process_group", "_inter_node_pg"))
+                found.update(dict.fromkeys(group for group in held if group is not None))
+        every: list[Any] = [*model.parameters(), *model.buffers()]
+        for mesh in dict.fromkeys(tensor.device_mesh for tensor in every if is_spread(tensor)):
+            if mesh.get_coordinate() is not None:
+                found.update((mesh.get_group(number), None) for number in range(mesh.ndim))
     return Ranks(
-        _groups(model),
+        # Nobody is in a group of the fake backend, which only plays one.
+        [one for one in found if dist.get_world_size(one) > 1 and dist.get_backend(one) != "fake"],
         error=MatchError,
         undone="nothing is loaded here",
         call="load_into with this model",
     )
-
-
-def _groups(model: torch.nn.Module) -> list[Any]:
-    """Return the groups of several processes that its wrappers and tensors are spread over."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    inside = {*sharded(model)}
-    found: dict[Any, None] = {}
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel) or module in inside:
-            held = (getattr(module, name, None) for name in ("process_group", "_inter_node_pg"))
-            found.update(dict.fromkeys(group for group in held if group is not None))
-    every: list[Any] = [*model.parameters(), *model.buffers()]
-    for mesh in dict.fromkeys(tensor.device_mesh for tensor in every if is_spread(tensor)):
-        if mesh.get_coordinate() is not None:
-            found.update((mesh.get_group(number), None) for number in range(mesh.ndim))
-    # Nobody is in a group of the fake backend, which only plays one.
-    return [
-        one for one in found if dist.get_world_size(one) > 1 and dist.get_backend(one) != "fake"
-    ]
 
 
 def is_spread(tensor: Any) -> bool:

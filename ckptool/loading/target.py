@@ -300,7 +300,7 @@ def custom_modules(model: torch.nn.Module) -> dict[str, str]:
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
         codes = (_load_code(module), *map(_code, _load_hooks(module)))
-        foreign = any(not (_home(code) or "").startswith(_KNOWN) for code in codes)
+        foreign = any(not _home(code).startswith(_KNOWN) for code in codes)
         if foreign or (not path and overrides_load(module)):
             found[without_hidden(path)] = type(module).__name__
     return found
@@ -326,7 +326,7 @@ def loads_by_name(model: torch.nn.Module, optimizers: Iterable[Any] = ()) -> boo
             or isinstance(module, torch.jit.ScriptModule)
             or kind.set_extra_state is not torch.nn.Module.set_extra_state
             or "set_extra_state" in vars(module)
-            or not (_home(kind.__setattr__) or "torch.").startswith("torch.")
+            or not _home(kind.__setattr__).startswith("torch.")
             or any(_home(_code(hook)) not in _HARMLESS for hook in _load_hooks(module))
         ):
             return False
@@ -339,7 +339,7 @@ def runs_foreign_code(optimizer: Any) -> bool:
     if any(vars(optimizer).get(name) for name in (*hooks, "load_state_dict")):
         return True
     methods = (getattr(type(optimizer), name, None) for name in ("load_state_dict", "__setstate__"))
-    return not all((_home(method) or "").startswith("torch.") for method in methods)
+    return not all(_home(method).startswith("torch.") for method in methods)
 
 
 def _load_code(module: torch.nn.Module) -> Any:
@@ -357,9 +357,8 @@ def _code(hook: Any) -> Any:
     return hook.func if isinstance(hook, partial) else hook
 
 
-def _home(code: Any) -> str | None:
-    home = getattr(code, "__module__", None)
-    return home if isinstance(home, str) else None
+def _home(code: Any) -> str:
+    return str(getattr(code, "__module__", ""))
 
 
 def on_meta(make: Callable[[], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import shlex
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,6 +14,13 @@ from unittest import mock
 import torch
 
 import ckptool
+from ckptool.cli import main
+
+
+def run(*commands):
+    """Run what a diagnosis proposes."""
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0, command
 
 
 class Net(torch.nn.Module):

@@ -1,15 +1,13 @@
 """Complaints that no command mends, and what is no complaint."""
 
-import shlex
 import zipfile
 from collections import OrderedDict
 
 import pytest
 import torch
 
-from ckptool.cli import main
 from ckptool.diagnosis import doctor
-from tests.diagnosis.faults import Net, healthy, leftover, trained, training_run
+from tests.diagnosis.faults import Net, healthy, leftover, run, trained, training_run
 
 
 def without_counters():
@@ -166,7 +164,7 @@ def test_what_a_pickled_optimizer_keeps_is_no_state_dict(diagnosed):
     net, optimizer = trained()
     found = diagnosed({"model": net.state_dict(), "optimizer": optimizer})
     assert {"level", "objects"} == {one.kind for one in found.complaints if one.commands}
-    assert main(shlex.split(found.commands[0])[1:]) == 0
+    run(*found.commands)
     net.load_state_dict(torch.load(found.target), strict=True)
 
 

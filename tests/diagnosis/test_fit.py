@@ -6,15 +6,14 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from ckptool.cli import main
 from ckptool.diagnosis import doctor
 from ckptool.errors import UsageError
-from tests.diagnosis.faults import Net, healthy
+from tests.diagnosis.faults import Net, healthy, run
 
 
 def mended(diagnosis):
-    for command in diagnosis.commands:
-        assert main(shlex.split(command)[1:]) == 0
+    assert diagnosis.commands == (diagnosis.all_at_once,)
+    run(diagnosis.all_at_once)
     return torch.load(diagnosis.target)
 
 
@@ -218,15 +217,12 @@ def test_names_as_the_reference_has_them_are_no_wrappers(diagnosed):
         (("module", "_orig_mod"), ()),
     ],
 )
-@pytest.mark.parametrize("once", [False, True], ids=["commands", "all at once"])
-def test_wrappers_become_those_of_the_reference(diagnosed, tmp_path, own, wanted, once):
+def test_wrappers_become_those_of_the_reference(diagnosed, tmp_path, own, wanted):
     wanted = with_front(healthy(), *wanted)
     found = diagnosed(with_front(healthy(), *own), like=wanted)
     assert set(fails(found)) <= {"wrappers", "wrapper-missing"}
     assert all(one.commands for one in found.complaints if one.severity == "fails")
-    for command in [found.all_at_once] if once else found.commands:
-        assert main(shlex.split(command)[1:]) == 0
-    assert torch.load(found.target).keys() == wanted.keys()
+    assert mended(found).keys() == wanted.keys()
     assert doctor(found.target, like=tmp_path / "reference.pth", quick=True).ok
 
 
@@ -253,15 +249,12 @@ def test_data_parallel_refuses_what_add_module_mends(diagnosed):
         ),
     ],
 )
-@pytest.mark.parametrize("once", [False, True], ids=["commands", "all at once"])
-def test_wrappers_inside_become_those_of_the_reference(diagnosed, tmp_path, own, wanted, once):
+def test_wrappers_inside_become_those_of_the_reference(diagnosed, tmp_path, own, wanted):
     state, like = ({new(n): v for n, v in healthy().items()} for new in (own, wanted))
     found = diagnosed(state, like=like)
     assert fails(found)
     assert all(one.commands for one in found.complaints if one.severity == "fails")
-    for command in [found.all_at_once] if once else found.commands:
-        assert main(shlex.split(command)[1:]) == 0
-    assert torch.load(found.target).keys() == like.keys()
+    assert mended(found).keys() == like.keys()
     assert doctor(found.target, like=tmp_path / "reference.pth").ok
 
 

@@ -30,14 +30,10 @@ from ckptool.formats import open_checkpoint
 from ckptool.inspection.info import info
 from ckptool.inspection.obstacles import calls
 from ckptool.model import Global, Opaque
-from tests.diagnosis.faults import CPU, MENDED, Net, Options, healthy
+from tests.diagnosis.faults import CPU, MENDED, Net, Options, healthy, run
 
 WRONG = Path(__file__).parent.parent.parent / "fixtures" / "wrong"
 SAYS = re.compile(r"(torch\.load|safetensors) says: (.*?)(?:; |$)")
-
-
-def run(command):
-    assert main(shlex.split(command)[1:]) == 0, command
 
 
 def examined(path, **options):

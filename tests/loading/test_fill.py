@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from ckptool.errors import CorruptFile
+from ckptool.files import FileSource
 from ckptool.formats import open_checkpoint
 from ckptool.loading import fill as reading
 from ckptool.loading.fill import Fill, alone, can_fill, check_bytes, fill, stored_bytes
@@ -56,16 +57,19 @@ def test_two_threads_read_what_is_large(stored, monkeypatch):
     assert all(torch.equal(targets[name], state[name]) for name in state)
 
 
-@pytest.mark.parametrize("by_two", [False, True])
-def test_an_error_leaves_what_nobody_has_begun(by_two):
-    done = []
+@pytest.mark.parametrize("least", [1, 1 << 30], ids=["two threads", "one thread"])
+def test_an_error_ends_it(stored, monkeypatch, least):
+    monkeypatch.setattr(reading, "_SHARED", least)
+    refs, begun = stored({str(at): torch.ones(4) for at in range(10)}), []
 
-    def fail():
+    def fail(self, offset, buffer):
+        begun.append(offset)
         raise CorruptFile("no")
 
+    monkeypatch.setattr(FileSource, "read_into", fail)
     with pytest.raises(CorruptFile):
-        reading._do([fail, *[lambda: done.append(fail())] * 9], by_two=by_two)
-    assert done == []
+        fill([Fill(torch.zeros(4), ref) for ref in refs.values()])
+    assert len(begun) == 1 or least == 1
 
 
 def test_what_is_not_plain_is_not_filled(stored):
