@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptool._lazy import Result
 from ckptool.checkpoint import Checkpoint
@@ -60,11 +60,8 @@ _SETS = (
 """Formats of several files that open by themselves, with what finds these."""
 
 
-class _Wrong(NamedTuple):
-    """Bytes that do not have the CRC-32 that they should."""
-
-    checksum: Checksum
-    crc32: int
+_Wrong = tuple[Checksum, int]
+"""A checksum that the bytes do not have, and the one that they have."""
 
 
 def examine(
@@ -290,7 +287,7 @@ class _Look:
             if isinstance(crc, CorruptFile):
                 self.add(problems=(Problem("checksum", one.place, crc.message),))
             elif crc != one.crc32:
-                wrong.append(_Wrong(one, crc))
+                wrong.append((one, crc))
             elif not _ends_well(one.data.source):
                 text = "its compressed bytes have no end mark, or more behind it"
                 self.add(problems=(Problem("corrupt", one.place, text),))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.inspection.listing import Listing, TensorRow
-from ckptool.names import ranges
+from ckptool.names import families
 
 __all__ = ["TreeNode", "tree"]
 
@@ -89,26 +89,20 @@ def _fold(
     return node, number
 
 
-def _grouped(folded: list[tuple[str, TreeNode, int]]) -> Iterable[TreeNode]:
-    """Merge numbered siblings with equal subtrees into the first of them."""
-    groups: dict[Any, list[TreeNode]] = {}
-    for name, node, number in folded:
-        groups.setdefault(number if _is_index(name) else name, []).append(node)
-    return [_merged(nodes) for nodes in groups.values()]
-
-
-def _is_index(name: str) -> bool:
-    return len(name) < 10 and name.isdecimal() and str(int(name)) == name
-
-
-def _merged(nodes: list[TreeNode]) -> TreeNode:
-    if len(nodes) == 1:
-        return nodes[0]
-    return replace(
-        nodes[0],
-        label=ranges(int(node.label) for node in nodes),
-        tensors=sum(node.tensors for node in nodes),
-        elements=sum(node.elements for node in nodes),
-        nbytes=sum(node.nbytes for node in nodes),
-        count=len(nodes),
-    )
+def _grouped(folded: list[tuple[str, TreeNode, int]]) -> Iterator[TreeNode]:
+    """Yield siblings, each numbered one with equal subtrees merged into the first of them."""
+    nodes = {name: node for name, node, _ in folded}
+    for family in families((name, no if name.isdecimal() else name) for name, _, no in folded):
+        members = [nodes[name] for name in family.names]
+        yield (
+            members[0]
+            if len(members) == 1
+            else replace(
+                members[0],
+                label=family.label,
+                tensors=sum(node.tensors for node in members),
+                elements=sum(node.elements for node in members),
+                nbytes=sum(node.nbytes for node in members),
+                count=len(members),
+            )
+        )

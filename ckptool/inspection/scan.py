@@ -305,10 +305,6 @@ class _Scanner:
                 sure = head[:1] not in b"\x78\x5d"  # marks of two bytes may stand by chance
                 inflated = self._inflated(packed, make, where, sure=sure)
                 self.look(inflated, _below(where, "inflated"), depth + 1)
-        self._named(head, data, where)
-
-    def _named(self, head: bytes, data: ByteRange, where: str) -> None:
-        """Name what is not read, and code that is not a pickle."""
         for magic, what in _UNREAD:
             if head.startswith(magic):
                 self.unread(where, f"{what}: not read")

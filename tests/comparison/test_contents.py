@@ -28,16 +28,11 @@ def test_no_progress_is_told_where_nothing_is_to_do():
 
 
 @pytest.fixture
-def renamed(tmp_path):
+def renamed(compare):
     """Old and new names of what is found under another one, between two dicts of tensors."""
-
-    def run(a, b, **options):
-        torch.save(a, tmp_path / "a.pth")
-        torch.save(b, tmp_path / "b.pth")
-        found = ckptool.diff(tmp_path / "a.pth", tmp_path / "b.pth", **options)
-        return {row.a.name: row.b.name for row in found.renamed}
-
-    return run
+    return lambda a, b, **options: {
+        row.a.name: row.b.name for row in compare(a, b, **options).renamed
+    }
 
 
 def tensors(*names):
