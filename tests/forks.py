@@ -67,18 +67,21 @@ def wait_for(number, pipe):
     raise AssertionError(f"ended before {number}")
 
 
-def finished(module, *arguments, cwd, timeout=300):
-    """What `subprocess.run` would tell of it."""
+def finished(module, *arguments, cwd, timeout=300, together=False):
+    """What `subprocess.run` would tell of it; `together`: of both streams, in `stdout`."""
     with TemporaryDirectory() as folder:
         printed, said = (Path(folder) / name for name in ("printed", "said"))
+        said = printed if together else said
         process = start(module, *arguments, environment={}, said=said, printed=printed, cwd=cwd)
         (code,) = ended([process], timeout=timeout)
-        return subprocess.CompletedProcess(arguments, code, printed.read_text(), said.read_text())
+        both = (printed.read_text(), "" if together else said.read_text())
+        return subprocess.CompletedProcess(arguments, code, *both)
 
 
-def in_shell(line, cwd):
+def in_shell(line, cwd, *, together=False):
     """What a line of a shell comes to, in which `ckptool` and `python` are the tests' own.
 
+    `together`: what goes to both streams is in `stdout`, in the order in which it came.
     `CKPTOOL_PROGRAMS` names the folder of an environment's programs to take in their place.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -90,13 +93,14 @@ def in_shell(line, cwd):
         environment["PYTHONPATH"] = str(PROJECT)
     words = shlex.split(line, comments=True)
     if not installed and words[0] == "ckptool" and not set("|<>*?;&$`") & set("".join(words)):
-        return finished(*words, cwd=cwd)
+        return finished(*words, cwd=cwd, together=together)
     own = f'python() {{ "{sys.executable}" "$@"; }}; ckptool() {{ python -m ckptool "$@"; }}'
     return subprocess.run(
         ["sh", "-c", line if installed else f"{own}\n{line}"],
         cwd=cwd,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if together else subprocess.PIPE,
         text=True,
         check=False,
         timeout=300,

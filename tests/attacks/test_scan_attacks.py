@@ -762,19 +762,19 @@ def test_lambda_layers_of_keras_are_named(tmp_path):
 
 
 def bombs():
-    yield "a million calls", b"\x80\x02cos\ngetpid\n" + b"2)R0" * 1_000_000 + b"."
-    yield "a million data", b"\x80\x02" + b"N0" * 1_000_000 + b"N."
-    yield "nested", b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b"."
-    deep = b"\x80\x02cm\nA\n" + b")\x81" * 200_000 + b"."
+    yield "a million calls", b"\x80\x02cos\ngetpid\n" + b"2)R0" * 300_000 + b"."
+    yield "a million data", b"\x80\x02" + b"N0" * 300_000 + b"N."
+    yield "nested", b"\x80\x02" + b"]" * 60_000 + b"a" * 59_999 + b"."
+    deep = b"\x80\x02cm\nA\n" + b")\x81" * 60_000 + b"."
     yield "classes of classes", deep
     doubling = b"".join(b"q%c0(h%ch%ct" % (n, n, n) for n in range(100))
     yield "doubling", b"\x80\x02N" + doubling + b"0" + call("m", "A", b"h\x63") + b"."
     yield "doubling, called", b"\x80\x02cm\nA\n(N" + doubling + b"tR."
     yield "doubling, as arguments", b"\x80\x02cos\nsystem\n]N" + doubling + b"aR."
-    yield "many states", b"\x80\x02cm\nA\n)\x81" + b"Nb" * 200_000 + b"."
-    yield "many items of an object", b"\x80\x02cm\nA\n)\x81" + b"Na" * 200_000 + b"."
-    partials = b"cfunctools\npartial\nq\x00" + b"h\x00" * 200_000 + b"cm\nf\n"
-    yield "nested partials", b"\x80\x02cos\nsystem\n0" + partials + b"\x85R" * 200_000 + b"."
+    yield "many states", b"\x80\x02cm\nA\n)\x81" + b"Nb" * 60_000 + b"."
+    yield "many items of an object", b"\x80\x02cm\nA\n)\x81" + b"Na" * 60_000 + b"."
+    partials = b"cfunctools\npartial\nq\x00" + b"h\x00" * 60_000 + b"cm\nf\n"
+    yield "nested partials", b"\x80\x02cos\nsystem\n0" + partials + b"\x85R" * 60_000 + b"."
     many = b"(" + b"N" * 100_000 + b"tq\x010cos\nsystem\n0c%s\nq\x000" + b"h\x00h\x01R0" * 50_000
     yield "many arguments of many calls", b"\x80\x02" + many % b"m\nA" + b"N."
     shared = (
@@ -784,15 +784,15 @@ def bombs():
     yield "pairs that many calls share", b"\x80\x02" + shared % b"builtins\ndict" + b"N."
     state = b"0cuuid\nUUID\n)\x81h\x01b" * 50_000
     yield "a state that many share", b"\x80\x02(" + b"N" * 100_000 + b"tq\x01" + state + b"."
-    chain = b"".join(b"h\x00(h\x01tRq\x01" for _ in range(200_000))
+    chain = b"".join(b"h\x00(h\x01tRq\x01" for _ in range(60_000))
     yield "a chain of calls by the memo", b"\x80\x02cos\nsystem\n0cm\nA\nq\x00Nq\x01" + chain + b"."
-    yield "many pickles", b"\x80\x02N." * 200_000
-    many = b"C\x05\x80\x02N.0q\x00" + b"0cpickle\nloads\nq\x010" + b"h\x01h\x00\x85R0" * 200_000
+    yield "many pickles", b"\x80\x02N." * 60_000
+    many = b"C\x05\x80\x02N.0q\x00" + b"0cpickle\nloads\nq\x010" + b"h\x01h\x00\x85R0" * 60_000
     yield "one argument many times", b"\x80\x03" + many + b"N."
     yield "long text", b"\x80\x02" + call("os", "system", text("x" * 5_000_000)) + b"."
     yield (
         "memo bomb",
-        b"\x80\x02N" + b"".join(b"r" + struct.pack("<I", n * 4099) for n in range(200_000)) + b".",
+        b"\x80\x02N" + b"".join(b"r" + struct.pack("<I", n * 4099) for n in range(60_000)) + b".",
     )
 
 

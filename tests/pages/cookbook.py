@@ -43,6 +43,6 @@ def filled(entry: Entry, folder: Path) -> str:
 
 
 def _shown(command: str, folder: Path) -> str:
-    done = in_shell(f"({command}) 2>&1", folder)
+    done = in_shell(command, folder, together=True)
     lines = done.stdout.replace(str(folder), "/data").splitlines()
     return "\n".join([f"$ {command}", *(line.rstrip() for line in lines), ""])
