@@ -1,17 +1,15 @@
 """One command in several processes: the bytes of one, a failure in all, a kill and what follows."""
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckptool
+from tests.forks import ended, finished, start
+from tests.sources import PROJECT
 
 DEADLINE = 240
 CHANGED = ["--max-shard-size", "40KB", "--cast", "bfloat16"]
@@ -50,10 +48,7 @@ def model(tmp_path):
 
 
 def ckptool_does(*words, exit_code=0):
-    ran = subprocess.run(
-        [sys.executable, "-m", "ckptool", *map(str, words)],
-        capture_output=True, text=True, timeout=DEADLINE, check=False,
-    )  # fmt: skip
+    ran = finished("ckptool", *words, cwd=PROJECT, timeout=DEADLINE)
     assert ran.returncode == exit_code, ran.stderr
     return ran
 
@@ -63,24 +58,17 @@ def torchrun(words, program, *, nodes=1, nproc=2, step=""):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    script = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes)]
-    script += ["--nproc-per-node", str(nproc), "--rdzv-backend", "c10d", "--rdzv-id", "test"]
-    script += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
-    environment = {**os.environ, "STEP": step, "OMP_NUM_THREADS": "1"}
+    launcher = ["--nnodes", nodes, "--nproc-per-node", nproc, "--rdzv-backend", "c10d"]
+    launcher += ["--rdzv-id", "test", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    launcher += ["--local-addr", "127.0.0.1", program]
+    said = program.with_name("said")
+    said.unlink(missing_ok=True)
     running = [
-        subprocess.Popen(
-            [*script, program, *map(str, words)], env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )
+        start("torch.distributed.run", *launcher, *words, environment={"STEP": step}, said=said)
         for _ in range(nodes)
-    ]  # fmt: skip
-    try:
-        told = [one.communicate(timeout=DEADLINE)[0] for one in running]
-    finally:
-        for one in running:
-            if one.poll() is None:
-                os.killpg(one.pid, signal.SIGKILL)
-    return "\n".join(told), all(one.returncode == 0 for one in running)
+    ]
+    codes = ended(running, timeout=DEADLINE)
+    return said.read_text(), codes == [0] * nodes
 
 
 @pytest.fixture
