@@ -133,7 +133,7 @@ RANKS = 4
 def folder(path: Path, size: int) -> None:
     """What `torch.distributed.checkpoint` saves of a float32 model that four processes share."""
     # Forked processes have what is imported here: seconds for each that is spawned.
-    import torch.distributed.checkpoint
+    import torch.distributed.checkpoint  # noqa: F401
     from torch.multiprocessing.spawn import start_processes
 
     words = (str(path), size)
