@@ -244,9 +244,8 @@ class StorageRef:
     @property
     def class_name(self) -> str:
         """The class that torch gives it."""
-        if self.untyped:
-            return "torch.storage.UntypedStorage"
-        return f"torch.{BY_NAME[self.dtype].storage}"
+        typed = None if self.untyped else BY_NAME[self.dtype].storage
+        return f"torch.{typed}" if typed else "torch.storage.UntypedStorage"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile
 from ckptool.files import ByteRange, MemorySource
-from ckptool.model import Global, Opaque, Storage, TensorRef, row_major_strides
+from ckptool.model import Global, Opaque, plain_tensor, row_major_strides
 from ckptool.symbolic.text import raw_bytes
 
 if TYPE_CHECKING:
@@ -86,16 +87,13 @@ def _array(
             f"but {len(raw):,} are there",
             file=file,
         )
-    stride = row_major_strides(shape)
+    tensor = plain_tensor(
+        "numpy", name, shape, ByteRange(MemorySource(raw, file), 0, len(raw)), byteorder=order
+    )
     if fortran:
         stride = tuple(reversed(row_major_strides(tuple(reversed(shape)))))
-    storage = Storage(
-        key="numpy",
-        data=ByteRange(MemorySource(raw, file), 0, len(raw)),
-        nbytes=len(raw),
-        byteorder=order,
-    )
-    return TensorRef(name, shape, stride, 0, storage, "cpu", kind="numpy", parts={"array": made})
+        tensor = replace(tensor, stride=stride)
+    return replace(tensor, kind="numpy", parts={"array": made})
 
 
 def _from_buffer(package: str, machine: Machine, args: Any) -> Any:

@@ -17,7 +17,7 @@ from ckptool.symbolic.text import raw_bytes
 if TYPE_CHECKING:
     from ckptool.symbolic.machine import Machine
 
-__all__ = ["RECOGNISED", "Call", "built", "built_tensor", "new_object"]
+__all__ = ["RECOGNISED", "Call", "new_object"]
 
 Call = Callable[["Machine", Any], Any]
 
@@ -97,16 +97,6 @@ def new_object(machine: Machine, cls: Any, args: Any) -> Any:
         if result is not NotImplemented:
             return result
     return Opaque(cls, args, maker="newobj")
-
-
-def built(machine: Machine, made: Opaque) -> Any:
-    """Return what an object is now that it has its state: a numpy array becomes a tensor."""
-    return arrays.finished(made, machine.file)
-
-
-def built_tensor(machine: Machine, tensor: TensorRef, state: Any) -> TensorRef:
-    """Return a Parameter or Variable of torch < 0.4, whose state is a triple."""
-    return rebuild.with_old_state(tensor, state)
 
 
 RECOGNISED: dict[str, Call] = {

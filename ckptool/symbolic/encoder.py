@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.dtypes import BY_NAME, NOT_IN_TORCH
 from ckptool.errors import NotRepresentable
@@ -111,22 +111,16 @@ class _Raw(bytes):
     __slots__ = ()
 
 
-class _Put:
+class _Put(NamedTuple):
     """Memoize the object on top of the stack as `node`."""
 
-    __slots__ = ("node",)
-
-    def __init__(self, node: Any) -> None:
-        self.node = node
+    node: Any
 
 
-class _EndTuple:
+class _EndTuple(NamedTuple):
     """The items of `node` are on the stack: make the tuple."""
 
-    __slots__ = ("node",)
-
-    def __init__(self, node: tuple[Any, ...]) -> None:
-        self.node = node
+    node: tuple[Any, ...]
 
 
 _MARK, _TUPLE, _REDUCE, _BUILD, _NEW = map(_Raw, (b"(", b"t", b"R", b"b", b"\x81"))
@@ -353,7 +347,8 @@ class _Encoder:
             self.order.append((storage, node.dtype, node.untyped))
         self.out += b"("
         self.write_text("storage")
-        self.write_global(_storage_class(node))
+        owner, _, name = node.class_name.rpartition(".")
+        self.write_global(Global(owner, name))
         self.write_text(str(index) if self.key_of is None else self.key_of(storage))
         self.write_text(storage.device)
         size = 1 if node.untyped else BY_NAME[node.dtype].itemsize
@@ -400,15 +395,6 @@ class _Encoder:
         for value in values:
             self.write_integer(value or 0)
         self.out += b"t" if len(values) > 3 else _SHORT_TUPLES[len(values)]
-
-
-def _storage_class(ref: StorageRef) -> Global:
-    if ref.untyped:
-        return Global("torch.storage", "UntypedStorage")
-    name = BY_NAME[ref.dtype].storage
-    if name is None:
-        return Global("torch.storage", "UntypedStorage")
-    return Global("torch", name)
 
 
 _WRITERS: dict[type, Any] = {

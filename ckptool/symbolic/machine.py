@@ -183,8 +183,11 @@ class Machine:
             raise TypeError(f"items are added to a {type(target).__name__}")
         target.steps.append((kind, items))
 
-    def replace_in_memo(self, old: Any, new: Any) -> None:
-        """Let later mentions of `old`, which was memoized just now, mean `new`."""
+    def replace_top(self, old: Any, new: Any) -> None:
+        """Put `new` on top, also for later mentions of `old`, which was memoized just now."""
+        if new is old:
+            return
+        self.stack[-1] = new
         for index in chain(tuple(self.far_memo), range(len(self.memo) - 1, -1, -1)):
             self.scans_left -= 1
             if self.recall(index) is old:

@@ -9,55 +9,85 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import LimitExceeded
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, StorageRef, TensorRef
-from ckptool.symbolic import calls
+from ckptool.symbolic import arrays, calls, rebuild
 from ckptool.symbolic.text import decode_python2, parse_text_pid, unescape
 
 if TYPE_CHECKING:
     from ckptool.symbolic.machine import Machine
 
-__all__ = ["HANDLERS", "STOP", "Handler", "constant", "decimal", "little_endian", "opcode"]
+__all__ = ["HANDLERS", "STOP", "Handler", "decimal", "little_endian"]
 
 Handler = Callable[["Machine", int], int]
 STOP = ord(".")
 
 
-def _unknown(machine: Machine, position: int) -> int:
-    raise ValueError("there is no such opcode")
+def _absent(why: str) -> Handler:
+    def refuse(machine: Machine, position: int) -> int:
+        raise ValueError(why)
+
+    return refuse
 
 
-HANDLERS: list[Handler] = [_unknown] * 256
+HANDLERS: list[Handler] = [_absent("there is no such opcode")] * 256
 
 
-def opcode(
-    code: bytes, *, refused: bool = False, table: list[Handler] = HANDLERS
-) -> Callable[[Handler], Handler]:
-    """Register a handler; `refused` opcodes are those that `weights_only=True` does not take."""
+def opcode(code: bytes, refused: str = "") -> Callable[[Handler], Handler]:
+    """Register a handler; `refused` names an opcode that `weights_only=True` does not take."""
 
     def register(handler: Handler) -> Handler:
-        if not refused:
-            table[code[0]] = handler
-            return handler
-
-        name = handler.__name__.upper().rstrip("_")
-
         def noted(machine: Machine, position: int) -> int:
-            machine.opcodes[name] = None
+            machine.opcodes[refused] = None
             return handler(machine, position)
 
-        HANDLERS[code[0]] = noted
+        HANDLERS[code[0]] = noted if refused else handler
         return handler
 
     return register
 
 
-def constant(code: bytes, make: Callable[[], Any]) -> None:
-    """Register an opcode that pushes what `make` gives."""
-
+def _constant(make: Callable[[], Any]) -> Handler:
     def push(machine: Machine, position: int) -> int:
         machine.stack.append(make())
         return position
 
-    HANDLERS[code[0]] = push
+    return push
+
+
+def _number(layout: str) -> Handler:
+    """Return the handler that pushes a number of fixed size, laid out as `struct` calls it."""
+    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def push(machine: Machine, position: int) -> int:
+        machine.stack.append(unpack(machine.data, position)[0])
+        return position + size
+
+    return push
+
+
+Make = Callable[["Machine", bytes], Any]
+
+
+def _sized(width: int, make: Make) -> Handler:
+    """Return the handler that pushes what `make` reads in bytes behind their length."""
+
+    def push(machine: Machine, position: int) -> int:
+        start = position + width
+        length = int.from_bytes(machine.data[position:start], "little")
+        machine.stack.append(make(machine, machine.counted(start, length)))
+        return start + length
+
+    return push
+
+
+def _line(make: Make) -> Handler:
+    """Return the handler that pushes what `make` reads in a line."""
+
+    def push(machine: Machine, position: int) -> int:
+        text, position = machine.line(position)
+        machine.stack.append(make(machine, text))
+        return position
+
+    return push
 
 
 def little_endian(raw: bytes, limits: Limits) -> int:
@@ -80,9 +110,12 @@ def decimal(text: bytes, limits: Limits) -> int:
 _UINT32 = struct.Struct("<I").unpack_from
 _UINT64 = struct.Struct("<Q").unpack_from
 
-constant(b"]", list)
-constant(b"}", dict)
-constant(b")", tuple)
+opcode(b"]")(_constant(list))
+opcode(b"}")(_constant(dict))
+opcode(b")")(_constant(tuple))
+opcode(b"N")(_constant(lambda: None))
+opcode(b"\x88")(_constant(lambda: True))
+opcode(b"\x89")(_constant(lambda: False))
 
 
 # Memo
@@ -122,7 +155,7 @@ def long_binget(machine: Machine, position: int) -> int:
     return position + 4
 
 
-@opcode(b"p", refused=True)
+@opcode(b"p", "PUT")
 def put(machine: Machine, position: int) -> int:
     """Memoize the top under a decimal index."""
     text, position = machine.line(position)
@@ -130,7 +163,7 @@ def put(machine: Machine, position: int) -> int:
     return position
 
 
-@opcode(b"g", refused=True)
+@opcode(b"g", "GET")
 def get(machine: Machine, position: int) -> int:
     """Push what is memoized under a decimal index."""
     text, position = machine.line(position)
@@ -138,7 +171,7 @@ def get(machine: Machine, position: int) -> int:
     return position
 
 
-@opcode(b"\x94", refused=True)
+@opcode(b"\x94", "MEMOIZE")
 def memoize(machine: Machine, position: int) -> int:
     """Memoize the top under the next index: as many as there are already."""
     if machine.far_memo:
@@ -159,7 +192,7 @@ def mark(machine: Machine, position: int) -> int:
     return position
 
 
-@opcode(b"0", refused=True)
+@opcode(b"0", "POP")
 def pop(machine: Machine, position: int) -> int:
     """Drop the top, or the mark if nothing is above it."""
     if machine.stack:
@@ -169,14 +202,14 @@ def pop(machine: Machine, position: int) -> int:
     return position
 
 
-@opcode(b"1", refused=True)
+@opcode(b"1", "POP_MARK")
 def pop_mark(machine: Machine, position: int) -> int:
     """Drop everything down to the mark."""
     machine.pop_mark()
     return position
 
 
-@opcode(b"2", refused=True)
+@opcode(b"2", "DUP")
 def dup(machine: Machine, position: int) -> int:
     """Push the top again."""
     machine.stack.append(machine.stack[-1])
@@ -192,7 +225,7 @@ def proto(machine: Machine, position: int) -> int:
     return position + 1
 
 
-@opcode(b"\x95", refused=True)
+@opcode(b"\x95", "FRAME")
 def frame(machine: Machine, position: int) -> int:
     """Only a hint for buffered reads: skipped."""
     _UINT64(machine.data, position)
@@ -238,7 +271,7 @@ def tuple3(machine: Machine, position: int) -> int:
     return position
 
 
-@opcode(b"l", refused=True)
+@opcode(b"l", "LIST")
 def list_(machine: Machine, position: int) -> int:
     """Return a list of the items above the mark."""
     items = machine.pop_mark()
@@ -246,7 +279,7 @@ def list_(machine: Machine, position: int) -> int:
     return position
 
 
-@opcode(b"d", refused=True)
+@opcode(b"d", "DICT")
 def dict_(machine: Machine, position: int) -> int:
     """Return a dict of the keys and values above the mark."""
     items = machine.pop_mark()
@@ -263,7 +296,7 @@ def empty_set(machine: Machine, position: int) -> int:
     return position
 
 
-@opcode(b"\x91", refused=True)
+@opcode(b"\x91", "FROZENSET")
 def frozenset_(machine: Machine, position: int) -> int:
     """Return a frozenset of the items above the mark."""
     items = machine.pop_mark()
@@ -271,7 +304,7 @@ def frozenset_(machine: Machine, position: int) -> int:
     return position
 
 
-@opcode(b"\x90", refused=True)
+@opcode(b"\x90", "ADDITEMS")
 def additems(machine: Machine, position: int) -> int:
     """Add the items above the mark to the set below it."""
     items = machine.pop_mark()
@@ -337,17 +370,6 @@ def _extend(machine: Machine, target: Any, items: list[Any]) -> None:
         machine.change("append", target, items)
 
 
-_INT32 = struct.Struct("<i").unpack_from
-_UINT16 = struct.Struct("<H").unpack_from
-
-
-_DOUBLE = struct.Struct(">d").unpack_from
-
-constant(b"N", lambda: None)
-constant(b"\x88", lambda: True)
-constant(b"\x89", lambda: False)
-
-
 # Numbers
 
 
@@ -358,66 +380,30 @@ def binint1(machine: Machine, position: int) -> int:
     return position + 1
 
 
-@opcode(b"M")
-def binint2(machine: Machine, position: int) -> int:
-    """Two unsigned bytes."""
-    machine.stack.append(_UINT16(machine.data, position)[0])
-    return position + 2
+opcode(b"M")(_number("<H"))
+opcode(b"J")(_number("<i"))
+opcode(b"G")(_number(">d"))
 
 
-@opcode(b"J")
-def binint(machine: Machine, position: int) -> int:
-    """Four signed bytes."""
-    machine.stack.append(_INT32(machine.data, position)[0])
-    return position + 4
+def _integer(machine: Machine, raw: bytes) -> int:
+    return little_endian(raw, machine.limits)
 
 
-@opcode(b"\x8a")
-def long1(machine: Machine, position: int) -> int:
-    """Return an integer of up to 255 bytes."""
-    length = machine.data[position]
-    machine.stack.append(little_endian(machine.counted(position + 1, length), machine.limits))
-    return position + 1 + length
-
-
-@opcode(b"\x8b", refused=True)
-def long4(machine: Machine, position: int) -> int:
-    """Return an integer with a four-byte length."""
-    length = _INT32(machine.data, position)[0]
-    machine.stack.append(little_endian(machine.counted(position + 4, length), machine.limits))
-    return position + 4 + int(length)
-
-
-@opcode(b"I", refused=True)
-def int_(machine: Machine, position: int) -> int:
+def _int(machine: Machine, text: bytes) -> int:
     """Return a decimal integer, or a bool as `00` or `01`."""
-    text, position = machine.line(position)
     booleans = {b"00": False, b"01": True}
-    machine.stack.append(booleans[text] if text in booleans else decimal(text, machine.limits))
-    return position
+    return booleans[text] if text in booleans else decimal(text, machine.limits)
 
 
-@opcode(b"L", refused=True)
-def long_(machine: Machine, position: int) -> int:
-    """Return a decimal integer with an `L` behind it."""
-    text, position = machine.line(position)
-    machine.stack.append(decimal(text.removesuffix(b"L"), machine.limits))
-    return position
+def _long(machine: Machine, text: bytes) -> int:
+    return decimal(text.removesuffix(b"L"), machine.limits)
 
 
-@opcode(b"G")
-def binfloat(machine: Machine, position: int) -> int:
-    """Return a big-endian double."""
-    machine.stack.append(_DOUBLE(machine.data, position)[0])
-    return position + 8
-
-
-@opcode(b"F", refused=True)
-def float_(machine: Machine, position: int) -> int:
-    """Return a float as text."""
-    text, position = machine.line(position)
-    machine.stack.append(float(text))
-    return position
+opcode(b"\x8a")(_sized(1, _integer))
+opcode(b"\x8b", "LONG4")(_sized(4, _integer))
+opcode(b"I", "INT")(_line(_int))
+opcode(b"L", "LONG")(_line(_long))
+opcode(b"F", "FLOAT")(_line(lambda _, text: float(text)))
 
 
 # Text and bytes
@@ -434,7 +420,7 @@ def binunicode(machine: Machine, position: int) -> int:
     return int(end)
 
 
-@opcode(b"\x8c", refused=True)
+@opcode(b"\x8c", "SHORT_BINUNICODE")
 def short_binunicode(machine: Machine, position: int) -> int:
     """Text with a one-byte length."""
     end = position + 1 + machine.data[position]
@@ -444,78 +430,31 @@ def short_binunicode(machine: Machine, position: int) -> int:
     return end
 
 
-@opcode(b"\x8d", refused=True)
-def binunicode8(machine: Machine, position: int) -> int:
-    """Text with an eight-byte length."""
-    length = _UINT64(machine.data, position)[0]
-    text = machine.counted(position + 8, length)
-    machine.stack.append(str(text, "utf-8", "surrogatepass"))
-    return position + 8 + int(length)
+def _text(machine: Machine, raw: bytes) -> str:
+    return str(raw, "utf-8", "surrogatepass")
 
 
-@opcode(b"V", refused=True)
-def unicode_(machine: Machine, position: int) -> int:
-    """Text in raw-unicode-escape, to the end of the line."""
-    text, position = machine.line(position)
-    machine.stack.append(str(text, "raw-unicode-escape"))
-    return position
+def _python2(machine: Machine, raw: bytes) -> str:
+    return decode_python2(raw)
 
 
-@opcode(b"U")
-def short_binstring(machine: Machine, position: int) -> int:
-    """Return a Python 2 string with a one-byte length."""
-    length = machine.data[position]
-    machine.stack.append(decode_python2(machine.counted(position + 1, length)))
-    return position + 1 + length
+def _bytes(machine: Machine, raw: bytes) -> bytes:
+    return raw
 
 
-@opcode(b"T", refused=True)
-def binstring(machine: Machine, position: int) -> int:
-    """Return a Python 2 string with a four-byte length."""
-    length = _INT32(machine.data, position)[0]
-    machine.stack.append(decode_python2(machine.counted(position + 4, length)))
-    return position + 4 + int(length)
+def _bytearray(machine: Machine, raw: bytes) -> Opaque:
+    return Opaque(machine.find("builtins", "bytearray"), (raw,))
 
 
-@opcode(b"S", refused=True)
-def string(machine: Machine, position: int) -> int:
-    """Return a Python 2 string as its repr."""
-    text, position = machine.line(position)
-    machine.stack.append(decode_python2(unescape(text)))
-    return position
-
-
-@opcode(b"C", refused=True)
-def short_binbytes(machine: Machine, position: int) -> int:
-    """Bytes with a one-byte length."""
-    length = machine.data[position]
-    machine.stack.append(machine.counted(position + 1, length))
-    return position + 1 + length
-
-
-@opcode(b"B", refused=True)
-def binbytes(machine: Machine, position: int) -> int:
-    """Bytes with a four-byte length."""
-    length = _UINT32(machine.data, position)[0]
-    machine.stack.append(machine.counted(position + 4, length))
-    return position + 4 + int(length)
-
-
-@opcode(b"\x8e", refused=True)
-def binbytes8(machine: Machine, position: int) -> int:
-    """Bytes with an eight-byte length."""
-    length = _UINT64(machine.data, position)[0]
-    machine.stack.append(machine.counted(position + 8, length))
-    return position + 8 + int(length)
-
-
-@opcode(b"\x96", refused=True)
-def bytearray8(machine: Machine, position: int) -> int:
-    """Return a bytearray with an eight-byte length."""
-    length = _UINT64(machine.data, position)[0]
-    content = machine.counted(position + 8, length)
-    machine.stack.append(Opaque(machine.find("builtins", "bytearray"), (content,)))
-    return position + 8 + int(length)
+opcode(b"\x8d", "BINUNICODE8")(_sized(8, _text))
+opcode(b"V", "UNICODE")(_line(lambda _, text: str(text, "raw-unicode-escape")))
+opcode(b"U")(_sized(1, _python2))
+opcode(b"T", "BINSTRING")(_sized(4, _python2))
+opcode(b"S", "STRING")(_line(lambda _, text: decode_python2(unescape(text))))
+opcode(b"C", "SHORT_BINBYTES")(_sized(1, _bytes))
+opcode(b"B", "BINBYTES")(_sized(4, _bytes))
+opcode(b"\x8e", "BINBYTES8")(_sized(8, _bytes))
+opcode(b"\x96", "BYTEARRAY8")(_sized(8, _bytearray))
 
 
 # Classes, calls and objects
@@ -530,7 +469,7 @@ def global_(machine: Machine, position: int) -> int:
     return position
 
 
-@opcode(b"\x93", refused=True)
+@opcode(b"\x93", "STACK_GLOBAL")
 def stack_global(machine: Machine, position: int) -> int:
     """Return a class or function by the two names on the stack."""
     name = machine.stack.pop()
@@ -558,7 +497,7 @@ def newobj(machine: Machine, position: int) -> int:
     return position
 
 
-@opcode(b"\x92", refused=True)
+@opcode(b"\x92", "NEWOBJ_EX")
 def newobj_ex(machine: Machine, position: int) -> int:
     """Return an object of the class below the arguments, keywords among them."""
     kwargs = machine.stack.pop()
@@ -567,7 +506,7 @@ def newobj_ex(machine: Machine, position: int) -> int:
     return position
 
 
-@opcode(b"i", refused=True)
+@opcode(b"i", "INST")
 def inst(machine: Machine, position: int) -> int:
     """Return an object of a class named here, made from the items above the mark."""
     module, position = machine.line(position)
@@ -578,7 +517,7 @@ def inst(machine: Machine, position: int) -> int:
     return position
 
 
-@opcode(b"o", refused=True)
+@opcode(b"o", "OBJ")
 def obj(machine: Machine, position: int) -> int:
     """Return an object of the class that lies first above the mark, made from the rest."""
     items = machine.pop_mark()
@@ -595,14 +534,9 @@ def build(machine: Machine, position: int) -> int:
         target.attributes.update(state)
     elif isinstance(target, Opaque):
         target.steps.append(("build", state))
-        new = calls.built(machine, target)
-        if new is not target:
-            machine.stack[-1] = new
-            machine.replace_in_memo(target, new)
+        machine.replace_top(target, arrays.finished(target, machine.file))
     elif isinstance(target, TensorRef):
-        new = calls.built_tensor(machine, target, state)
-        machine.stack[-1] = new
-        machine.replace_in_memo(target, new)
+        machine.replace_top(target, rebuild.with_old_state(target, state))
     else:
         raise TypeError(f"state is given to a {type(target).__name__}")
     return position
@@ -618,7 +552,7 @@ def binpersid(machine: Machine, position: int) -> int:
     return position
 
 
-@opcode(b"P", refused=True)
+@opcode(b"P", "PERSID")
 def persid(machine: Machine, position: int) -> int:
     """Return what the container of the pickle knows under an id given as text."""
     text, position = machine.line(position)
@@ -636,22 +570,13 @@ def _load_persistent(machine: Machine, pid: Any) -> Any:
     return found
 
 
-@opcode(b"\x82", refused=True)
-def ext1(machine: Machine, position: int) -> int:
-    """Return a class by its number in a registry that only the writer had."""
-    raise ValueError("it names a class by a number of the copyreg extension registry")
+HANDLERS[0x82:0x85] = [
+    _absent("it names a class by a number of the copyreg extension registry")
+] * 3
+opcode(b"\x97")(_absent("it refers to an out-of-band buffer, which is not in the file"))
 
 
-@opcode(b"\x97", refused=True)
-def next_buffer(machine: Machine, position: int) -> int:
-    """Return a buffer that was sent beside the pickle, and is not in the file."""
-    raise ValueError("it refers to an out-of-band buffer, which is not in the file")
-
-
-HANDLERS[0x83] = HANDLERS[0x84] = HANDLERS[0x82]
-
-
-@opcode(b"\x98", refused=True)
+@opcode(b"\x98", "READONLY_BUFFER")
 def readonly_buffer(machine: Machine, position: int) -> int:
     """Return a mark on the buffer on the stack: nothing to do for us."""
     return position

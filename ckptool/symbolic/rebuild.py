@@ -12,15 +12,15 @@ from ckptool.files import ByteRange, MemorySource
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import (
     MAX_ELEMENTS,
+    SPARSE_KINDS,
     DeviceValue,
     Global,
     Opaque,
     OrderedMap,
-    Storage,
     StorageRef,
     TensorRef,
     Wrapping,
-    row_major_strides,
+    plain_tensor,
 )
 
 if TYPE_CHECKING:
@@ -30,21 +30,11 @@ __all__ = [
     "CALLS",
     "StoragePid",
     "call_of",
-    "call_of_special",
-    "call_of_strided",
-    "element_type",
-    "hooks_or_none",
-    "ints",
     "is_storage_pid",
     "parse_storage_pid",
-    "placed",
     "storage_type",
-    "strided",
-    "util",
     "with_old_state",
 ]
-
-_UNTYPED = frozenset({"UntypedStorage", "_UntypedStorage"})
 
 
 class StoragePid(NamedTuple):
@@ -103,7 +93,7 @@ def storage_type(storage_class: Any, file: str) -> tuple[str, bool]:
         CorruptFile: no class of torch's, or one that states no element type.
     """
     if isinstance(storage_class, Global) and storage_class.module.startswith("torch"):
-        if storage_class.name in _UNTYPED:
+        if storage_class.name in ("UntypedStorage", "_UntypedStorage"):
             return "uint8", True
         if storage_class.name in BY_STORAGE:
             return BY_STORAGE[storage_class.name].name, False
@@ -143,11 +133,6 @@ def ints(values: Any) -> tuple[int, ...]:
     return result
 
 
-def hooks_or_none(hooks: Any) -> Any:
-    """Backward hooks, None for the empty dict that stands there in practice."""
-    return hooks or None
-
-
 def strided(
     ref: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None, **more: Any
 ) -> TensorRef:
@@ -175,7 +160,7 @@ def _tensor_v2(machine: Machine, args: Any) -> TensorRef:
         return strided(storage, offset, size, stride, requires_grad=requires_grad)
     return strided(
         storage, offset, size, stride,
-        requires_grad=requires_grad, hooks=hooks_or_none(hooks), flags=flags_of(metadata),
+        requires_grad=requires_grad, hooks=hooks or None, flags=flags_of(metadata),
     )  # fmt: skip
 
 
@@ -184,7 +169,7 @@ def _tensor_v3(machine: Machine, args: Any) -> TensorRef:
     storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = args
     return strided(
         storage, offset, size, stride, element_type(dtype),
-        requires_grad=bool(requires_grad), hooks=hooks_or_none(hooks), flags=flags_of(metadata),
+        requires_grad=bool(requires_grad), hooks=hooks or None, flags=flags_of(metadata),
     )  # fmt: skip
 
 
@@ -205,13 +190,6 @@ def element_type(node: Any) -> str:
         shown = node.qualified if isinstance(node, Global) else f"a {type(node).__name__}"
         raise ValueError(f"{shown} is not a known element type")
     return node.dtype
-
-
-STRIDED_CALLS = {
-    f"{UTILS}._rebuild_tensor": _tensor_v1,
-    f"{UTILS}._rebuild_tensor_v2": _tensor_v2,
-    f"{UTILS}._rebuild_tensor_v3": _tensor_v3,
-}
 
 
 def util(name: str) -> Global:
@@ -238,7 +216,6 @@ def call_of_strided(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
     return util("_rebuild_tensor_v2"), (storage, *place, *tail, *metadata)
 
 
-_LAYOUTS = ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
 _MAX_NESTED = 100_000
 
 
@@ -247,7 +224,7 @@ def _quantized(machine: Machine, args: Any) -> TensorRef:
     storage, offset, size, stride, quantizer, requires_grad, hooks = args
     return strided(
         storage, offset, size, stride, requires_grad=bool(requires_grad),
-        hooks=hooks_or_none(hooks), kind="quantized", parts={"quantizer": tuple(quantizer)},
+        hooks=hooks or None, kind="quantized", parts={"quantizer": tuple(quantizer)},
     )  # fmt: skip
 
 
@@ -260,7 +237,7 @@ def _sparse(machine: Machine, args: Any) -> TensorRef:
         parts = {"layout": layout, "indices": indices, "values": values, "size": size}
         if rest:
             parts["is_coalesced"] = rest[0]
-    elif kind in _LAYOUTS:
+    elif kind in SPARSE_KINDS:
         compressed, plain, values, size = data
         parts = {
             "layout": layout, "compressed_indices": compressed, "plain_indices": plain,
@@ -323,16 +300,6 @@ def _meta(machine: Machine, args: Any) -> TensorRef:
     )  # fmt: skip
 
 
-SPECIAL_CALLS: dict[str, Callable[[Machine, Any], Any]] = {
-    f"{UTILS}._rebuild_qtensor": _quantized,
-    f"{UTILS}._rebuild_sparse_tensor": _sparse,
-    f"{UTILS}._rebuild_sparse_csr_tensor": _sparse,  # torch 1.9 to 1.12
-    f"{UTILS}._rebuild_nested_tensor": _nested,
-    f"{UTILS}._rebuild_meta_tensor_no_storage": _meta,
-    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
-}
-
-
 def call_of_special(ref: TensorRef) -> tuple[Global, tuple[Any, ...]] | None:
     """Return the function and arguments that make such a tensor again; None for any other kind."""
     parts = ref.parts or {}
@@ -344,7 +311,7 @@ def call_of_special(ref: TensorRef) -> tuple[Global, tuple[Any, ...]] | None:
         rest = (parts["is_coalesced"],) if "is_coalesced" in parts else ()
         data = (parts["indices"], parts["values"], parts["size"], *rest)
         return util("_rebuild_sparse_tensor"), (parts["layout"], data)
-    if ref.kind in _LAYOUTS:
+    if ref.kind in SPARSE_KINDS:
         data = tuple(
             parts[name] for name in ("compressed_indices", "plain_indices", "values", "size")
         )
@@ -373,14 +340,14 @@ _OWN_TYPES = frozenset(
 def _parameter(machine: Machine, args: Any) -> Any:
     """`_rebuild_parameter(data, requires_grad, hooks)`."""
     data, requires_grad, hooks = args
-    layer = Wrapping("parameter", bool(requires_grad), hooks_or_none(hooks))
+    layer = Wrapping("parameter", bool(requires_grad), hooks or None)
     return _wrapped(data, layer, bool(requires_grad))
 
 
 def _parameter_with_state(machine: Machine, args: Any) -> Any:
     """`_rebuild_parameter_with_state(data, requires_grad, hooks, state)`."""
     data, requires_grad, hooks, state = args
-    layer = Wrapping("parameter_state", bool(requires_grad), hooks_or_none(hooks), state=state)
+    layer = Wrapping("parameter_state", bool(requires_grad), hooks or None, state=state)
     return _wrapped(data, layer, bool(requires_grad))
 
 
@@ -396,7 +363,7 @@ def with_old_state(tensor: TensorRef, state: Any) -> TensorRef:
     """Return a Parameter of torch < 0.4 with its state `(requires_grad, volatile, hooks)`."""
     match state:
         case (bool() | int() as requires_grad, _, hooks) if tensor.wrapping:
-            layer = Wrapping("parameter", bool(requires_grad), hooks_or_none(hooks))
+            layer = Wrapping("parameter", bool(requires_grad), hooks or None)
             return replace(
                 tensor,
                 requires_grad=bool(requires_grad),
@@ -481,19 +448,9 @@ def _as_bfloat16(array: TensorRef, dtype: str, file: str) -> TensorRef:
     wide = array.read()
     raw = bytearray(len(wide) // 2)
     raw[0::2], raw[1::2] = wide[2::4], wide[3::4]
-    storage = Storage(
-        key=f"{array.storage.key if array.storage else ''}:bfloat16",
-        data=ByteRange(MemorySource(bytes(raw), file), 0, len(raw)),
-        nbytes=len(raw),
-    )
-
-    return replace(
-        array,
-        dtype=dtype,
-        stride=row_major_strides(array.sizes),
-        offset=0,
-        storage=storage,
-        parts=None,
+    key = f"{array.storage.key if array.storage else ''}:bfloat16"
+    return plain_tensor(
+        key, dtype, array.sizes, ByteRange(MemorySource(bytes(raw), file), 0, len(raw))
     )
 
 
@@ -501,8 +458,15 @@ _FROM_NUMPY = "_rebuild_device_tensor_from_numpy"
 _FROM_CPU = "_rebuild_device_tensor_from_cpu_tensor"
 
 CALLS: dict[str, Callable[[Machine, Any], Any]] = {
-    **STRIDED_CALLS,
-    **SPECIAL_CALLS,
+    f"{UTILS}._rebuild_tensor": _tensor_v1,
+    f"{UTILS}._rebuild_tensor_v2": _tensor_v2,
+    f"{UTILS}._rebuild_tensor_v3": _tensor_v3,
+    f"{UTILS}._rebuild_qtensor": _quantized,
+    f"{UTILS}._rebuild_sparse_tensor": _sparse,
+    f"{UTILS}._rebuild_sparse_csr_tensor": _sparse,  # torch 1.9 to 1.12
+    f"{UTILS}._rebuild_nested_tensor": _nested,
+    f"{UTILS}._rebuild_meta_tensor_no_storage": _meta,
+    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
     f"{UTILS}._rebuild_parameter": _parameter,
     f"{UTILS}._rebuild_parameter_with_state": _parameter_with_state,
     f"{UTILS}.{_FROM_CPU}": _device_from_cpu,
@@ -531,15 +495,10 @@ def call_of(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
         func, args = call_of(inner)
         return _TYPE_V2, (func, layer.type, args, layer.state)
     inner = replace(inner, requires_grad=False)
-    hooks = layer.hooks or OrderedMap()
+    args = (inner, ref.requires_grad, layer.hooks or OrderedMap())
     if layer.kind == "parameter_state":
-        return util("_rebuild_parameter_with_state"), (
-            inner,
-            ref.requires_grad,
-            hooks,
-            layer.state,
-        )
-    return util("_rebuild_parameter"), (inner, ref.requires_grad, hooks)
+        return util("_rebuild_parameter_with_state"), (*args, layer.state)
+    return util("_rebuild_parameter"), args
 
 
 _TYPE_V2 = Global("torch._tensor", "_rebuild_from_type_v2")
