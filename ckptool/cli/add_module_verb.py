@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import write_changed
 from ckptool.cli.options import Target, file_argument, target_options, verb
 from ckptool.transforms import add_module
@@ -25,8 +24,4 @@ def command(file: str, at: str | None, target: Target) -> None:
     Every state dict of the file is changed, with its _metadata and optimizer state that is keyed
     by name. The result of model.pth goes to model.wrapped.pth.
     """
-
-    def change(checkpoint: Checkpoint) -> Checkpoint:
-        return add_module(checkpoint, at=at)
-
-    write_changed(file, change, target, word="wrapped")
+    write_changed(file, lambda found: add_module(found, at=at), target, word="wrapped")

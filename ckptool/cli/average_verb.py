@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import click
@@ -11,7 +10,6 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import write_changed
 from ckptool.cli.options import PATH, Listed, Target, output_option, target_options, verb
 from ckptool.errors import UsageError
-from ckptool.formats import open_checkpoint
 from ckptool.transforms import average
 
 __all__ = ["command"]
@@ -64,10 +62,8 @@ def command(files: tuple[str, ...], target: Target, **how: Any) -> None:
     """
     if len(files) < 2:
         raise UsageError("average needs two or more files", hint="ckptool average A B -o mean.pth")
-    with ExitStack() as opened:
 
-        def change(first: Checkpoint) -> Checkpoint:
-            others = [opened.enter_context(open_checkpoint(file)) for file in files[1:]]
-            return average([first, *others], **how)
+    def change(*checkpoints: Checkpoint) -> Checkpoint:
+        return average(checkpoints, **how)
 
-        write_changed(files[0], change, target, word="average")
+    write_changed(files[0], change, target, word="average", others=files[1:])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import click
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.cli.console import Progress, print_document, say
+from ckptool.cli.console import Screen
 from ckptool.cli.dividing import team_of
 from ckptool.cli.options import Target
 from ckptool.errors import TargetExists, UsageError
@@ -23,7 +24,7 @@ __all__ = ["write_changed"]
 
 def write_changed(
     source: str,
-    change: Callable[[Checkpoint], Checkpoint],
+    change: Callable[..., Checkpoint],
     target: Target,
     *,
     word: str,
@@ -34,10 +35,12 @@ def write_changed(
     to_folder: bool = False,
     salvage: bool = False,
     beside: Sequence[str] = (),
+    others: Sequence[str] = (),
 ) -> Receipt:
     """Open `source`, change it, write it to the target, and print the receipt.
 
-    `beside` are further files, each with a part of the state dict. If the user names no target,
+    `beside` are further files, each with a part of the state dict; `others` are checkpoints that
+    `change` takes as well. If the user names no target,
     its name is made with `word`: `model.stripped.pth`.
 
     Raises:
@@ -53,8 +56,8 @@ def write_changed(
         for name, value in click.get_current_context().params.items()
         if name not in ("workers", "quiet", "as_json")
     }
-    quiet = target.quiet or (team is not None and team.own > 0)
-    progress = Progress(quiet=quiet, phases=("writing", "reading back"))
+    is_silent = team is not None and team.own > 0  # the first process tells everything
+    screen = Screen(as_json=False, quiet=True) if is_silent else target.screen
     if is_address(source) and chosen is None:
         raise UsageError(
             "is on another machine: -o must say where the result goes",
@@ -67,7 +70,11 @@ def write_changed(
         found = opened_parts([source, *beside], salvage=salvage)
     else:
         found = open_checkpoint(source, salvage=salvage)
-    with found as checkpoint, progress:
+    with (
+        found as checkpoint,
+        ExitStack() as opened,
+        screen.progress("writing", "reading back") as progress,
+    ):
         sharded = bool(shard_of(checkpoint.format))
         if target.in_place:
             for file in checkpoint.sources:
@@ -76,7 +83,9 @@ def write_changed(
         is_found = os.path.isfile(checkpoint.path) or not os.path.exists(source)
         named = checkpoint.path if is_found and not sharded else source
         path = chosen or default_target(named, word, target.format, sharded=sharded)
-        changed = change(checkpoint)
+        changed = change(
+            checkpoint, *(opened.enter_context(open_checkpoint(other)) for other in others)
+        )
         receipt = save(
             changed,
             path,
@@ -94,9 +103,7 @@ def write_changed(
             team=team,
             options=repr(sorted(given.items())),
         )
-    say(receipt_lines(receipt), quiet=quiet)
-    if target.as_json and (team is None or team.own == 0):
-        print_document(receipt.to_dict())
+    screen.tell(receipt, receipt_lines(receipt))
     return receipt
 
 

@@ -6,7 +6,6 @@ import os
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import write_changed
-from ckptool.cli.console import say
 from ckptool.cli.options import Target, file_argument, target_options, verb
 from ckptool.render.text import size
 from ckptool.transforms import compact
@@ -43,4 +42,4 @@ def command(file: str, target: Target) -> None:
 
     receipt = write_changed(file, change, target, word="compact", rewrite=True)
     after = f"{clean(os.path.basename(receipt.path))} {size(receipt.size)}"
-    say([f"{clean(os.path.basename(file))} {size(before)}, {after}"], quiet=target.quiet)
+    target.screen.say([f"{clean(os.path.basename(file))} {size(before)}, {after}"])

@@ -35,13 +35,11 @@ __all__ = [
     "files_document",
     "flush",
     "in_words",
-    "note_none",
     "print_document",
     "print_lines",
     "run",
     "say",
     "settle",
-    "stdout_look",
 ]
 
 
@@ -170,11 +168,6 @@ EXIT_CODE = "ckptool.exit_code"
 _BATCH = 1000
 
 
-def stdout_look(fmt: str | None = None) -> Look:
-    """Return the look of results; with `fmt` they are only tables in that format."""
-    return Look(fmt=fmt) if fmt else look_of(sys.stdout)
-
-
 def print_lines(lines: Iterable[str]) -> None:
     """Write lines to stdout in batches."""
     flow: Iterator[str] = iter(lines)
@@ -219,11 +212,11 @@ class Screen:
     @property
     def look(self) -> Look:
         """The look of stdout; with `fmt` results are only tables in that format."""
-        return stdout_look(self.fmt)
+        return Look(fmt=self.fmt) if self.fmt else look_of(sys.stdout)
 
-    def progress(self) -> Progress:
+    def progress(self, *phases: str) -> Progress:
         """Return a progress bar."""
-        return Progress(quiet=self.quiet)
+        return Progress(quiet=self.quiet, phases=phases)
 
     def print(self, result: Document, lines: Iterable[str]) -> None:
         """Write a result to stdout: its lines, or its JSON document."""
@@ -235,6 +228,13 @@ class Screen:
     def say(self, lines: Iterable[str]) -> None:
         """Write messages to stderr, unless quiet."""
         say(lines, quiet=self.quiet)
+
+    def note_none(self, what: str, include: Iterable[str], exclude: Iterable[str]) -> None:
+        """Write to stderr that no name passes the given globs."""
+        given = [f"--include {glob!r}" for glob in include]
+        given += [f"--exclude {glob!r}" for glob in exclude]
+        if given:
+            self.say([f"note: {what} passes {clean(listed(given))}"])
 
     def tell(self, result: Document, lines: Iterable[str]) -> None:
         """Write a receipt: its lines to stderr, its JSON document to stdout if asked for."""
@@ -263,15 +263,6 @@ def say(lines: Iterable[str], *, quiet: bool = False) -> None:
         with suppress(OSError):
             for line in lines:
                 print(line, file=sys.stderr)
-
-
-def note_none(what: str, include: Sequence[str], exclude: Sequence[str], *, quiet: bool) -> None:
-    """Write to stderr, unless `quiet`, that no name passes the given globs."""
-    given = [f"--include {glob!r}" for glob in include] + [
-        f"--exclude {glob!r}" for glob in exclude
-    ]
-    if given:
-        say([f"note: {what} passes {clean(listed(given))}"], quiet=quiet)
 
 
 def complain(message: str, hint: str | None) -> None:
@@ -436,13 +427,10 @@ def _place_of_others(error: BaseException) -> str | None:
 
 def _mend_streams() -> None:
     """Open closed streams on the null device, and escape what their encoding lacks."""
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for good
+        if reconfigure := getattr(getattr(sys, name), "reconfigure", None):
             reconfigure(errors="backslashreplace")
 
 

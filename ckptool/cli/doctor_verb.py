@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ckptool.cli.console import Screen, settle
@@ -37,15 +39,7 @@ __all__ = ["command"]
 )
 @click.option("--explain", is_flag=True, help="Add where and why, and what else helps.")
 @screen_options()
-def command(
-    file: str,
-    like: str | None,
-    key: str | None,
-    quick: bool,
-    devices: str | None,
-    explain: bool,
-    screen: Screen,
-) -> None:
+def command(file: str, like: str | None, explain: bool, screen: Screen, **how: Any) -> None:
     """Explain why a checkpoint does not load, and how to fix it.
 
     doctor lists every error of torch.load(FILE) and load_state_dict, every warning (it loads, but
@@ -55,14 +49,6 @@ def command(
     """
     reference = None if like is None else referred(like)
     with screen.progress() as progress:
-        found = doctor(
-            file,
-            like=reference,
-            named=like or "",
-            key=key,
-            quick=quick,
-            devices=devices,
-            progress=progress,
-        )
+        found = doctor(file, like=reference, named=like or "", progress=progress, **how)
     settle(0 if found.ok else 1)
     screen.print(found, diagnosis_lines(found, screen.look, explain=explain))

@@ -10,46 +10,37 @@ from ckptool._version import __version__
 
 __all__ = ["VERBS", "cli"]
 
-VERBS: dict[str, dict[str, tuple[str, str]]] = {
+VERBS = {
     "read": {
-        "list": ("list_verb", "List the tensors, values and objects of a checkpoint."),
-        "info": ("info_verb", "Summarise a checkpoint and show how to load it."),
-        "show": ("show_verb", "Show one value, one object or the head of one tensor."),
-        "stats": ("stats_verb", "Show the range, mean, zeros and NaN of each tensor."),
-        "diff": ("diff_verb", "Show what differs between two checkpoints of any formats."),
-        "verify": ("verify_verb", "Check files for damage, also where torch does not look."),
-        "scan": ("scan_verb", "Show what loading a file would run, without running it."),
-        "doctor": ("doctor_verb", "Explain why a checkpoint does not load, and how to fix it."),
-        "match": ("match_verb", "Check whether a checkpoint fits a model, and with which renames."),
-        "report": ("report_verb", "Write an HTML page about a checkpoint, or to compare two."),
+        "list": "List the tensors, values and objects of a checkpoint.",
+        "info": "Summarise a checkpoint and show how to load it.",
+        "show": "Show one value, one object or the head of one tensor.",
+        "stats": "Show the range, mean, zeros and NaN of each tensor.",
+        "diff": "Show what differs between two checkpoints of any formats.",
+        "verify": "Check files for damage, also where torch does not look.",
+        "scan": "Show what loading a file would run, without running it.",
+        "doctor": "Explain why a checkpoint does not load, and how to fix it.",
+        "match": "Check whether a checkpoint fits a model, and with which renames.",
+        "report": "Write an HTML page about a checkpoint, or to compare two.",
     },
     "change": {
-        "strip-module": (
-            "strip_module_verb",
-            'Remove wrapper prefixes such as "module." from names.',
-        ),
-        "add-module": (
-            "add_module_verb",
-            'Add the prefix "module." to names, as DataParallel does.',
-        ),
-        "rename": ("rename_verb", "Rename tensors by regular expressions, prefixes or a table."),
-        "remap": ("remap_verb", "Change the devices that tensors are tagged with."),
-        "cast": ("cast_verb", "Cast floating-point tensors to another type."),
-        "extract": ("extract_verb", "Extract a section, some tensors, or only the weights."),
-        "compact": ("compact_verb", "Drop bytes that no tensor uses."),
-        "average": ("average_verb", "Average the weights of several checkpoints."),
-        "merge-lora": (
-            "merge_lora_verb",
-            "Merge LoRA adapters into the weights of their base model.",
-        ),
-        "convert": ("convert_verb", "Convert to another format; rename, cast and move on the way."),
-        "recover": ("recover_verb", "Roll back an edit in place that was killed."),
+        "strip-module": 'Remove wrapper prefixes such as "module." from names.',
+        "add-module": 'Add the prefix "module." to names, as DataParallel does.',
+        "rename": "Rename tensors by regular expressions, prefixes or a table.",
+        "remap": "Change the devices that tensors are tagged with.",
+        "cast": "Cast floating-point tensors to another type.",
+        "extract": "Extract a section, some tensors, or only the weights.",
+        "compact": "Drop bytes that no tensor uses.",
+        "average": "Average the weights of several checkpoints.",
+        "merge-lora": "Merge LoRA adapters into the weights of their base model.",
+        "convert": "Convert to another format; rename, cast and move on the way.",
+        "recover": "Roll back an edit in place that was killed.",
     },
     "make": {
-        "train": ("train_verb", "Train a model on one or many devices, and save checkpoints."),
+        "train": "Train a model on one or many devices, and save checkpoints.",
     },
 }
-"""The module of each verb, and the first line of its help, so that the list imports nothing."""
+"""The first line of the help of each verb, so that the list imports nothing."""
 
 ALIASES = {"ls": "list"}
 _MEANT = {"inspect": "info"}
@@ -78,11 +69,10 @@ class VerbGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the verb of this name or alias, None if there is none."""
         name = ALIASES.get(cmd_name, cmd_name)
-        for verbs in VERBS.values():
-            if name in verbs:
-                command = import_module(f"ckptool.cli.{verbs[name][0]}").command
-                return command if isinstance(command, click.Command) else None
-        return None
+        if name not in self.list_commands(ctx):
+            return None
+        command = import_module(f"ckptool.cli.{name.replace('-', '_')}_verb").command
+        return command if isinstance(command, click.Command) else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -107,7 +97,7 @@ class VerbGroup(click.Group):
         """List the verbs with the first lines of their help, verbs that read first."""
         for title, verbs in VERBS.items():
             with formatter.section(f"Commands that {title}"):
-                formatter.write_dl([(name, summary) for name, (_, summary) in verbs.items()])
+                formatter.write_dl(list(verbs.items()))
 
 
 @click.group(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.console import Screen, note_none, print_document, print_lines
+from ckptool.cli.console import Screen, print_document, print_lines
 from ckptool.cli.options import file_argument, filter_options, screen_options, verb
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
@@ -46,7 +46,7 @@ def command(
             checkpoint, include=include, exclude=exclude, hash=hashed, progress=progress
         )
     if not (listing.tensors or listing.values or listing.objects):
-        note_none("nothing", include, exclude, quiet=screen.quiet)
+        screen.note_none("nothing", include, exclude)
     if not as_tree:
         screen.print(listing, listing_lines(listing, screen.look))
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import click
@@ -18,7 +17,6 @@ from ckptool.cli.options import (
     target_options,
     verb,
 )
-from ckptool.formats import open_checkpoint
 from ckptool.transforms import merge_lora
 
 __all__ = ["command"]
@@ -52,10 +50,10 @@ def command(
     diffusers. Without an adapter BASE is the state dict of a PeftModel, which holds its own. Sums
     are calculated in float32 and have the type of the base. What fits nothing in BASE is an error.
     """
-    with ExitStack() as opened:
 
-        def change(checkpoint: Checkpoint) -> Checkpoint:
-            others = [opened.enter_context(open_checkpoint(file)) for file in adapters]
-            return merge_lora(checkpoint, others, **how)
+    def change(checkpoint: Checkpoint, *others: Checkpoint) -> Checkpoint:
+        return merge_lora(checkpoint, others, **how)
 
-        write_changed(base, change, target, word="merged", max_shard_size=max_shard_size)
+    write_changed(
+        base, change, target, word="merged", max_shard_size=max_shard_size, others=adapters
+    )

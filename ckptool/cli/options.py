@@ -26,13 +26,11 @@ __all__ = [
     "filter_options",
     "floating_types",
     "glob_options",
-    "json_option",
     "master_option",
     "output_option",
     "parsed_rules",
     "plain_options",
     "quantised_options",
-    "quiet_option",
     "screen_options",
     "shard_option",
     "target_options",
@@ -95,15 +93,6 @@ def floating_types() -> Iterable[str]:
     return FLOATING
 
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document (docs/json.md)."
-)
-
-quiet_option = click.option(
-    "-q", "--quiet", is_flag=True, help="No messages and no progress on stderr."
-)
-
-
 def verb(
     name: str,
     *examples: str,
@@ -149,13 +138,12 @@ class Target:
     """The options about the file to write."""
 
     output: str | None
-    in_place: bool
     force: bool
     dry_run: bool
     format: str | None
     verify: bool | None
-    as_json: bool
-    quiet: bool
+    screen: Screen
+    in_place: bool = False
 
 
 def together(*options: Callable[[Any], Any]) -> Decorator:
@@ -179,6 +167,12 @@ _fmt_option = click.option(
 )
 
 
+_SCREEN_OPTIONS = (
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON document (docs/json.md)."),
+    click.option("-q", "--quiet", is_flag=True, help="No messages and no progress on stderr."),
+)
+
+
 def screen_options(*, fmt: bool = False) -> Decorator:
     """Return the options about output, which the verb gets as one `screen`."""
 
@@ -190,36 +184,27 @@ def screen_options(*, fmt: bool = False) -> Decorator:
                 raise UsageError("--fmt and --json cannot be combined")
             return function(screen=screen, **given)
 
-        options = [*([_fmt_option] if fmt else []), json_option, quiet_option]
-        return together(*options)(gathered)
+        return together(*([_fmt_option] if fmt else []), *_SCREEN_OPTIONS)(gathered)
 
     return decorate
 
 
-filter_options = together(
-    click.option(
-        "--include",
-        multiple=True,
-        metavar="GLOB",
-        help="Show only names that match; a GLOB with a / is compared with the whole path. "
-        "Repeatable.",
-    ),
-    click.option(
-        "--exclude", multiple=True, metavar="GLOB", help="Hide names that match. Repeatable."
-    ),
-)
+def _globs(include: str, exclude: str) -> Decorator:
+    return together(
+        click.option(
+            "--include",
+            multiple=True,
+            metavar="GLOB",
+            help=f"{include}; a GLOB with a / is compared with the whole path. Repeatable.",
+        ),
+        click.option("--exclude", multiple=True, metavar="GLOB", help=f"{exclude} Repeatable."),
+    )
+
+
+filter_options = _globs("Show only names that match", "Hide names that match.")
 
 glob_options = together(
-    click.option(
-        "--include",
-        multiple=True,
-        metavar="GLOB",
-        help="Take only tensors whose name matches; a GLOB with a / is compared with the whole "
-        "path. Repeatable.",
-    ),
-    click.option(
-        "--exclude", multiple=True, metavar="GLOB", help="Leave out tensors that match. Repeatable."
-    ),
+    _globs("Take only tensors whose name matches", "Leave out tensors that match."),
     click.option(
         "--model-only",
         is_flag=True,
@@ -285,8 +270,7 @@ _TARGET_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         default=None,
         help="Read the result back and compare it [default: only if tensors are computed].",
     ),
-    json_option,
-    quiet_option,
+    screen_options(),
 )
 _PLACE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("-o", "--output", type=PATH, help="File to write (default: beside the source)."),
@@ -320,11 +304,11 @@ def target_options(*, place: bool = True) -> Decorator:
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def gathered(**given: Any) -> Any:
-            fields = {name: given.pop(name, None) for name in Target.__dataclass_fields__}
-            fields["in_place"] = bool(fields["in_place"])
-            if place and (destination := given.pop("destination")) is not None:
-                fields["output"] = _new_file(destination, fields["output"], fields["in_place"])
-            return function(target=Target(**fields), **given)
+            if (destination := given.pop("destination", None)) is not None:
+                given["output"] = _new_file(destination, given["output"], given["in_place"])
+            names = given.keys() & Target.__dataclass_fields__
+            target = Target(**{name: given.pop(name) for name in names})
+            return function(target=target, **given)
 
         return together(*chosen)(gathered)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import write_changed
 from ckptool.cli.options import PATH, Target, file_argument, target_options, verb
 from ckptool.errors import UsageError
@@ -85,8 +84,4 @@ def command(
             "rename takes at least one of --map, --map-file and --prefix",
             hint="ckptool rename FILE --prefix backbone=encoder",
         )
-
-    def change(checkpoint: Checkpoint) -> Checkpoint:
-        return rename(checkpoint, ordered, key=key)
-
-    write_changed(file, change, target, word="renamed")
+    write_changed(file, lambda found: rename(found, ordered, key=key), target, word="renamed")

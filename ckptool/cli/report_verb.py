@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ckptool.api import report
@@ -26,13 +28,7 @@ __all__ = ["command"]
 @click.option("--force", is_flag=True, help="Overwrite an existing page.")
 @screen_options()
 def command(
-    file: str,
-    other: str | None,
-    output: str,
-    key: str | None,
-    no_values: bool,
-    force: bool,
-    screen: Screen,
+    file: str, output: str, no_values: bool, force: bool, screen: Screen, **what: Any
 ) -> None:
     """Write an HTML page about a checkpoint, or to compare two.
 
@@ -42,12 +38,6 @@ def command(
     """
     with screen.progress() as progress:
         receipt = report(
-            file,
-            output,
-            other=other,
-            key=key,
-            values=not no_values,
-            overwrite=force,
-            progress=progress,
+            file, output, values=not no_values, overwrite=force, progress=progress, **what
         )
     screen.tell(receipt, page_lines(receipt))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ckptool.cli.console import Screen, note_none
+from ckptool.cli.console import Screen
 from ckptool.cli.options import file_argument, filter_options, screen_options, verb
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.stats import BINS, SORTABLE, stats
@@ -60,7 +60,7 @@ def command(
     with open_checkpoint(file) as checkpoint, screen.progress() as progress:
         found = stats(checkpoint, include=include, exclude=exclude, progress=progress, **how)
     if not found.tensors:
-        note_none("no tensor", include, exclude, quiet=screen.quiet)
+        screen.note_none("no tensor", include, exclude)
     found = found.folded() if fold else found
     found = found.sorted_by(sort) if sort else found
     ramp = ramp_for(getattr(sys.stdout, "encoding", None))

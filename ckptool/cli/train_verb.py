@@ -11,8 +11,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ckptool.cli.console import print_document, print_lines, say, settle, stdout_look
-from ckptool.cli.options import json_option, quiet_option, verb
+from ckptool.cli.console import Screen, print_document, print_lines, settle
+from ckptool.cli.options import screen_options, verb
 from ckptool.cli.train_options import ARGUMENTS, TrainCommand, as_option, config_options, rank
 from ckptool.errors import UsageError
 from ckptool.render.training import device_lines, gpus_line
@@ -53,15 +53,13 @@ SCHEMA = "ckptool.train/1"
 )
 @click.option("--gpus", metavar="0,2", help="Use only these GPUs; the first becomes cuda:0.")
 @click.option("--list-devices", is_flag=True, help="List the devices that can train, and exit.")
-@json_option
-@quiet_option
+@screen_options()
 def command(
     nproc: int | None,
     port: int | None,
     gpus: str | None,
     list_devices: bool,
-    as_json: bool,
-    quiet: bool,
+    screen: Screen,
     **given: Any,
 ) -> None:
     """Train a model on one or many devices, and save checkpoints.
@@ -81,16 +79,16 @@ def command(
         is_launched = config is not None and _is_launched(config, nproc, port)
         require_torch()
         if gpus is not None:
-            _tell_choice(before, quiet=quiet)
+            _tell_choice(before, screen)
         if config is None:
-            _list_devices(as_json=as_json)
+            _list_devices(screen)
         elif is_launched:
-            _train(config, as_json=as_json, quiet=quiet)
+            _train(config, screen)
         else:
             _launch(config, nproc, port)
 
 
-def _tell_choice(before: str | None, *, quiet: bool) -> None:
+def _tell_choice(before: str | None, screen: Screen) -> None:
     """Print which of the machine's GPUs are used; `before` is the variable's earlier value."""
     from ckptool.trainer.devices import require_visible
 
@@ -99,18 +97,18 @@ def _tell_choice(before: str | None, *, quiet: bool) -> None:
     if rank() is not None and (rank() or before == now):
         return  # the launcher, or rank 0, has printed it
     if before not in (None, now):
-        say([f"note: {VISIBLE} was {clean(before or '')}, and is {now} now"], quiet=quiet)
-    say([gpus_line(seen_as())], quiet=quiet)
+        screen.say([f"note: {VISIBLE} was {clean(before or '')}, and is {now} now"])
+    screen.say([gpus_line(seen_as())])
 
 
-def _list_devices(*, as_json: bool) -> None:
+def _list_devices(screen: Screen) -> None:
     from ckptool.trainer.devices import devices_here
 
     devices = devices_here()
-    if as_json:
+    if screen.as_json:
         print_document({"schema": "ckptool.devices/1", **devices.to_dict()})
     else:
-        print_lines(device_lines(devices, stdout_look()))
+        print_lines(device_lines(devices, screen.look))
 
 
 def _config(given: dict[str, Any]) -> TrainConfig:
@@ -167,16 +165,16 @@ def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
     settle(launch(["train", *arguments], nproc=nproc or 1, port=port))
 
 
-def _train(config: TrainConfig, *, as_json: bool, quiet: bool) -> None:
+def _train(config: TrainConfig, screen: Screen) -> None:
     from ckptool.cli.training import Teller
     from ckptool.trainer import Trainer
 
     gc.enable()  # off where a file is read; steps leave cycles behind
-    teller = Teller(config, rank=rank(), as_json=as_json, quiet=quiet)
+    teller = Teller(config, screen, rank=rank())
     result = Trainer(config, observer=teller).fit()
     if result.stopped is not None:
         settle(128 + result.stopped)
-    if as_json and not rank():
+    if screen.as_json and not rank():
         best = result.best if math.isfinite(result.best) else None  # before the first epoch's end
         told = {**teller.document(), **result.to_dict(), "best": best, "gpus": seen_as()}
         print_document({"schema": SCHEMA, **told})

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from ckptool.cli.console import Progress, print_lines, say, stdout_look
+from ckptool.cli.console import Screen, flush, print_lines
 from ckptool.render.training import (
     end_lines,
     epoch_line,
@@ -43,17 +42,10 @@ __all__ = ["Teller"]
 class Teller(Observer):
     """Prints the events in rank 0, and in every process the shapes that its replica sees."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        *,
-        rank: int | None,
-        as_json: bool,
-        quiet: bool,
-    ) -> None:
+    def __init__(self, config: TrainConfig, screen: Screen, *, rank: int | None) -> None:
         """Store the options; `rank` is None in a process that no launcher started."""
-        self._config, self._rank, self._as_json, self._quiet = config, rank, as_json, quiet
-        self._bar = Progress(quiet=quiet or bool(rank))
+        self._config, self._screen, self._rank = config, screen, rank
+        self._bar = screen.progress()
         self._started: Started | None = None
         self._resumed: Resumed | None = None
         self._first: tuple[float, int] | None = None
@@ -88,13 +80,13 @@ class Teller(Observer):
         """Print an event that comes once an epoch or less often."""
         if isinstance(event, Started):
             self._started = event
-            say([started_line(event)], quiet=self._quiet)
+            self._screen.say([started_line(event)])
         elif isinstance(event, Resumed):
             self._resumed = event
-            say([resumed_line(event)], quiet=self._quiet)
+            self._screen.say([resumed_line(event)])
         elif isinstance(event, EpochEnded):
-            if not self._as_json:
-                first = [] if self._epochs else [heading(stdout_look())]
+            if not self._screen.as_json:
+                first = [] if self._epochs else [heading(self._screen.look)]
                 self._print([*first, epoch_line(event)])
             self._epochs.append(event)
         elif isinstance(event, Saved):
@@ -102,14 +94,14 @@ class Teller(Observer):
             self._saved[event.path] = event
         elif isinstance(event, Note):
             self._notes.append(event.text)
-            say([f"note: {clean(event.text)}"], quiet=self._quiet)
+            self._screen.say([f"note: {clean(event.text)}"])
 
     def _trace(self, traced: Traced) -> None:
         """Print shapes on stdout, as the tutorials do, or on stderr with `--json`."""
         self._bar.wipe()
         lines = [trace_line(traced, self._rank)]
-        if self._as_json:
-            say(lines, quiet=self._quiet)
+        if self._screen.as_json:
+            self._screen.say(lines)
         else:
             self._print(lines)
 
@@ -117,7 +109,7 @@ class Teller(Observer):
     def _print(lines: list[str]) -> None:
         """Print lines at once: the next may be minutes away."""
         print_lines(lines)
-        sys.stdout.flush()
+        flush()
 
     @property
     def _total(self) -> int:
@@ -139,8 +131,8 @@ class Teller(Observer):
             return
         there = self._there
         if result.stopped is not None and there:
-            say([stopped_line(there[-1].step, there[-1].path)], quiet=self._quiet)
-        elif not self._as_json:
+            self._screen.say([stopped_line(there[-1].step, there[-1].path)])
+        elif not self._screen.as_json:
             print_lines(end_lines(there))
             print_lines([trained_line(result.step, result.epoch, result.best)])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ckptool.cli.console import (
@@ -28,13 +30,7 @@ __all__ = ["command"]
     "ckptool verify model.pth --manifest sums.json",
     finding="a problem",
 )
-@click.argument(
-    "paths",
-    nargs=-1,
-    required=True,
-    type=PATH,
-    metavar="PATH...",
-)
+@click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option("--values", is_flag=True, help="Look for NaN and infinite values, too.")
 @click.option(
     "--manifest",
@@ -43,12 +39,7 @@ __all__ = ["command"]
     help="Compare the SHA-256 of every tensor with FILE, or write FILE if it does not exist.",
 )
 @screen_options(fmt=True)
-def command(
-    paths: tuple[str, ...],
-    values: bool,
-    manifest: str | None,
-    screen: Screen,
-) -> None:
+def command(paths: tuple[str, ...], screen: Screen, **how: Any) -> None:
     """Check files for damage, also where torch does not look.
 
     In a zip, the CRC-32 of every record and the duplicate fields of its headers are checked; in
@@ -58,7 +49,7 @@ def command(
     look, code = screen.look, 0
     results: list[Verdict | CheckpointError] = []
     with screen.progress() as progress:
-        verifier = Verifier(values=values, manifest=manifest, progress=progress)
+        verifier = Verifier(progress=progress, **how)
         for found in verifier.each(paths):
             results.append(found)
             code = 2 if isinstance(found, CheckpointError) else code or int(not found.ok)

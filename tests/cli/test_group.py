@@ -24,7 +24,7 @@ def test_help_names_every_verb_with_the_first_line_of_its_own(ckptool, flag):
     done = ckptool(flag)
     assert (done.code, done.err) == (0, "")
     for verbs in VERBS.values():
-        for name, (_, summary) in verbs.items():
+        for name, summary in verbs.items():
             assert f"  {name} " in done.out
             assert summary in done.out
 
@@ -32,7 +32,7 @@ def test_help_names_every_verb_with_the_first_line_of_its_own(ckptool, flag):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_summary_is_the_first_line_of_the_help(name):
     command = command_of(name)
-    summary = next(verbs[name][1] for verbs in VERBS.values() if name in verbs)
+    summary = next(verbs[name] for verbs in VERBS.values() if name in verbs)
     assert command.name == name
     assert command.get_short_help_str(200).rstrip(".") == summary.rstrip(".")
 

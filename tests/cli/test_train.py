@@ -15,6 +15,7 @@ import torch
 
 import ckptool as library
 from ckptool.cli import train_options
+from ckptool.cli.console import Screen
 from ckptool.cli.training import Teller
 from ckptool.trainer import TrainResult, launching
 from ckptool.trainer.config import TrainConfig, check
@@ -207,8 +208,8 @@ def test_the_collector_works_while_it_trains(ckptool, out, monkeypatch):
     assert set(seen) == {True}
 
 
-def teller(rank=None, **given):
-    return Teller(TrainConfig(out="run"), rank=rank, **{"as_json": False, "quiet": False, **given})
+def teller(rank=None, *, as_json=False):
+    return Teller(TrainConfig(out="run"), Screen(as_json=as_json, quiet=False), rank=rank)
 
 
 TRACED = Traced(False, "cpu", (15, 5), (15, 2))

@@ -76,7 +76,7 @@ def page() -> str:
     rows = [
         f"| [{name}](#{name}) | {summary} |" if number else f"| **to {kind}** | |"
         for kind, verbs in VERBS.items()
-        for number, (name, (_, summary)) in enumerate([("", ("", "")), *verbs.items()])
+        for number, (name, summary) in enumerate([("", ""), *verbs.items()])
     ]
     head = HEAD.format(
         table="\n".join(["| command | |", "|---|---|", *rows]),
