@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -269,11 +270,20 @@ def ungathered(model: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     import torch
 
-    shards: dict[int, dict[str, Slot]] = {}
+    shards: dict[int, dict[str, Slot]] = defaultdict(dict)
     for module in sharded(model):
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
-        if flat is not None:
-            _note(flat, shards)
+        if flat is None:
+            continue
+        dtype = dtype_name(flat)
+        tied = {(id(one.prim_module), one.prim_param_name) for one in flat._shared_param_infos}
+        for one, shape in zip(flat._param_infos, flat._shapes, strict=True):
+            key = id(one.module), one.param_name
+            slot = Slot(tuple(shape), dtype, "parameter", key if key in tied else None)
+            shards[key[0]][key[1]] = slot
+        for one in flat._shared_param_infos:
+            first = shards[id(one.prim_module)][one.prim_param_name]
+            shards[id(one.module)][one.param_name] = first
     state: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -298,16 +308,3 @@ def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     buffers = {name: one for name, one in module._buffers.items() if name not in passing}
     held = {**module._parameters, **buffers}
     return {name: tensor for name, tensor in held.items() if tensor is not None}
-
-
-def _note(flat: Any, shards: dict[int, dict[str, Slot]]) -> None:
-    """Note which parameters of which modules a flat one is made of."""
-    dtype = dtype_name(flat)
-    tied: dict[Hashable, Slot] = {}
-    shared = [(id(info.prim_module), info.prim_param_name) for info in flat._shared_param_infos]
-    for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
-        key = (id(info.module), info.param_name)
-        slot = Slot(tuple(shape), dtype, "parameter", key if key in shared else None)
-        shards.setdefault(id(info.module), {})[info.param_name] = tied[key] = slot
-    for info, key in zip(flat._shared_param_infos, shared, strict=True):
-        shards.setdefault(id(info.module), {})[info.param_name] = tied[key]

@@ -7,13 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import zip_longest
+from functools import partial
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import (
     AmbiguousName,
-    NameCollision,
     NotFound,
     NotRepresentable,
     TargetExists,
@@ -24,9 +24,10 @@ from ckptool.errors import (
 from ckptool.files.place import place_of
 from ckptool.files.system import worded
 from ckptool.formats import format_of
-from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded
+from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded, ungathered
 from ckptool.model import OrderedMap
 from ckptool.names import N_AVERAGED, WRAPPERS, Rename, check_collisions, strip_names
+from ckptool.optimizers import bare_names as without_wrappers
 from ckptool.statedict import OF_THE_MODEL, is_extra_state, model_state_dict
 from ckptool.tensors.live import frozen
 from ckptool.tensors.runtime import require_torch
@@ -138,8 +139,10 @@ def _noted(states: _States, tree: dict[str, Any], model: Any) -> dict[str, str]:
     keys = {id(node): key for key, node in reversed(tree.items())}
     if model is not None:
         keys[id(model)] = "state_dict"
-    owners = ((key, states.owners.get(id(node))) for key, node in tree.items())
-    return {key: keys[id(owner)] for key, owner in owners if id(owner) in keys}
+    owners = {
+        key: states.owners[id(node)] for key, node in tree.items() if id(node) in states.owners
+    }
+    return {key: keys[id(owner)] for key, owner in owners.items() if id(owner) in keys}
 
 
 def _write(
@@ -207,14 +210,12 @@ class _States:
         """By the `id` of an optimizer the module that has all of its parameters, if one has."""
         self._ranks = ranks
         self._modules: list[torch.nn.Module] = []
-        self._orders: dict[int, list[str]] = {}
         self._optimizers: list[Any] = []
         self._spread: list[Any] = []
         self._jobs: list[tuple[Label, Callable[[], Any]]] = []
         """What the processes gather together, each its part."""
-        self._tied: dict[int, int] = {}
-        """By the `id` of a spread tensor of a state dict that of the model's parameter."""
-        self._wholes: dict[int, Any] = {}
+        self._first: dict[int, Any] = {}
+        """By the `id` of a spread parameter the first tensor that a state dict has for it."""
         self._alive: list[Any] = []
 
     def of_model(self, model: Any) -> Any:
@@ -230,7 +231,8 @@ class _States:
 
         if isinstance(model, torch.nn.Module):
             place = object()
-            self._take_module(place, model, bare_names(model), _counters(model))
+            bare = bare_names(model)
+            self._take_module(place, model, bare, _counters(model, bare))
             return place
         if isinstance(model, Mapping):
             names = [
@@ -255,7 +257,7 @@ class _States:
         Raises:
             WriteError: another process failed, or gathers something else.
         """
-        seen = {id(root)}
+        seen: set[int] = set()
         todo: list[Any] | None = [root, *self.instead.values()]
         while todo is not None:
             with self._ranks.reached():
@@ -265,10 +267,10 @@ class _States:
     def _look_through(self, todo: list[Any], seen: set[int]) -> None:
         todo.reverse()
         while todo:
-            for inner in reversed([*self._held(todo.pop())]):
-                if id(inner) not in seen:
-                    seen.add(id(inner))
-                    todo.append(inner)
+            node = todo.pop()
+            if id(node) not in seen:
+                seen.add(id(node))
+                todo.extend(reversed([*self._held(node)]))
 
     def _held(self, node: Any) -> Iterable[Any]:
         """Return what a node holds; or the state dict that stands for it."""
@@ -301,7 +303,7 @@ class _States:
             self._jobs, self._spread = [], []
             with self._ranks.reached():
                 for tensor in spread:
-                    self._put(tensor, self._whole(tensor))
+                    self._gather_whole(tensor)
             found = []
             for _, gather in jobs:
                 with self._ranks.reached():
@@ -327,14 +329,13 @@ class _States:
         def take() -> Any:
             with _unsharded(model):
                 state = model.state_dict()
-            parameters = dict(model.named_parameters(remove_duplicate=False))
-            for name, value in state.items():
-                if is_spread(value) and name in parameters:
-                    self._tied[id(value)] = id(parameters[name])  # a tie is gathered once
             if counted_by:
                 self.counter = state.get(counted_by[0])
             renamed = _renamed_state(state, bare, without=counted_by)
-            self._orders[id(model)] = list(renamed)
+            own = {bare(name): one for name, one in model.named_parameters(remove_duplicate=False)}
+            for name, value in renamed.items():
+                if is_spread(value):  # a tie is gathered once
+                    renamed[name] = self._first.setdefault(id(own.get(name, value)), value)
             return self._put(node, renamed)
 
         if not sharded(model):
@@ -347,20 +348,24 @@ class _States:
         wanted = set(map(id, _parameters_of(optimizer)))
         own = (one for one in self._modules if wanted.issubset(map(id, one.parameters())))
         owner = next(own, None)
+        text = f"the state of {type(optimizer).__name__}"
         if owner is not None:
             self.owners[id(optimizer)] = owner
+            if sharded(owner):
+                label = text, _label_of_shards(owner)[1]
+                take = partial(_of_sharded, optimizer, owner)
+                self._jobs.append((label, lambda: self._put(optimizer, take())))
+                return ()
+        if callable(getattr(optimizer, "consolidate_state_dict", None)):  # ZeroRedundancyOptimizer
 
-        def take() -> Any:
-            return self._put(optimizer, self._of_optimizer(optimizer, owner))
+            def consolidated() -> Any:
+                optimizer.consolidate_state_dict(to=0)
+                state = self._of_optimizer(optimizer, owner) if self._ranks.own == 0 else {}
+                return self._put(optimizer, state)
 
-        text = f"the state of {type(optimizer).__name__}"
-        if owner is not None and sharded(owner):
-            self._jobs.append(((text, _label_of_shards(owner)[1]), take))
-        elif callable(getattr(optimizer, "consolidate_state_dict", None)):
-            self._jobs.append(((text, None), take))
-        else:
-            return (take(),)
-        return ()
+            self._jobs.append(((text, None), consolidated))
+            return ()
+        return (self._put(optimizer, self._of_optimizer(optimizer, owner)),)
 
     def _of_optimizer(self, optimizer: Any, owner: torch.nn.Module | None) -> Any:
         """Return its `state_dict()` with `param_names` in the groups.
@@ -368,12 +373,6 @@ class _States:
         The names are those of the module that has all of its parameters, else those that the
         optimizer itself was given, wrappers off.
         """
-        if owner is not None and sharded(owner):
-            return _of_sharded(optimizer, owner, self._orders[id(owner)])
-        if callable(getattr(optimizer, "consolidate_state_dict", None)):  # ZeroRedundancyOptimizer
-            optimizer.consolidate_state_dict(to=0)
-            if self._ranks.own != 0:
-                return {}
         state = optimizer.state_dict()
         groups = state.get("param_groups") if isinstance(state, Mapping) else None
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -390,21 +389,18 @@ class _States:
         ]
         return {**state, "param_groups": named}
 
-    def _whole(self, tensor: Any) -> Any:
-        """Return all of a DTensor, on the CPU; gathered in every process, kept in the first.
+    def _gather_whole(self, tensor: Any) -> None:
+        """Gather a DTensor in every process, and keep it on the CPU of the first.
 
         Raises:
             WriteError: another process did not come.
         """
-        key = self._tied.get(id(tensor), id(tensor))
-        if key not in self._wholes:
-            try:
-                whole = tensor.full_tensor().detach()
-            except RuntimeError as error:
-                text = f"nothing is written, as a tensor could not be gathered: {error}"
-                raise WriteError(text) from error
-            self._wholes[key] = whole.cpu() if self._ranks.own == 0 else whole.new_empty(0)
-        return self._wholes[key]
+        try:
+            whole = tensor.full_tensor().detach()
+        except RuntimeError as error:
+            text = f"nothing is written, as a tensor could not be gathered: {error}"
+            raise WriteError(text) from error
+        self._put(tensor, whole.cpu() if self._ranks.own == 0 else whole.new_empty(0))
 
 
 Label = tuple[str, tuple[int, ...] | None]
@@ -486,21 +482,13 @@ def bare_names(model: torch.nn.Module, *, averages: bool = True) -> Rename:
     return bare
 
 
-def _counters(model: torch.nn.Module) -> list[str]:
+def _counters(model: torch.nn.Module, bare: Rename) -> list[str]:
     """Return the names of the counters that an `AveragedModel` among the wrappers keeps."""
-    found: list[str] = []
-    path = ""
-    while True:
-        averages = _is_one_of({_AVERAGE}, model)
-        if averages and N_AVERAGED in model._buffers:
-            found.append(path + N_AVERAGED)
-        wraps = _OUTER if averages or _is_one_of(_WRAPPERS, model) else None
-        # Not `_modules`: that of TorchScript is a dict of another kind.
-        inside = [one for one in model.named_children() if one[0] == wraps or one[0] in _PRIVATE]
-        if not inside:
-            return found
-        name, model = inside[0]
-        path += f"{name}."
+    return [
+        f"{path}.{N_AVERAGED}".lstrip(".")
+        for path, module in model.named_modules()
+        if _is_one_of({_AVERAGE}, module) and N_AVERAGED in module._buffers and not bare(path)
+    ]
 
 
 def _is_one_of(names: Collection[str], module: torch.nn.Module) -> bool:
@@ -548,11 +536,8 @@ def _own_names(groups: list[dict[str, Any]]) -> list[list[str]] | None:
     names: list[list[str]] = [group.get("param_names") or [] for group in groups]
     if any(len(own) != len(group["params"]) for own, group in zip(names, groups, strict=True)):
         return None
-    try:
-        renamed = strip_names([name for own in names for name in own]).renamed
-    except NameCollision:
-        renamed = {}
-    return [[renamed.get(name, name) for name in own] for own in names]
+    bare = iter(without_wrappers([name for own in names for name in own]))
+    return [list(islice(bare, len(own))) for own in names]
 
 
 # FullyShardedDataParallel (the first: the parameters of `fully_shard` are DTensors)
@@ -585,10 +570,10 @@ def _unsharded(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def _of_sharded(optimizer: Any, model: torch.nn.Module, order: Sequence[str]) -> dict[str, Any]:
+def _of_sharded(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
     """Return the state of an optimizer over shards, per parameter and by position.
 
-    Parameters that are parts of a flat one come in the `order` of the model's names, as a plain
+    Parameters that are parts of a flat one come in the order of the model's names, as a plain
     optimizer has them.
     """
     from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
@@ -597,7 +582,8 @@ def _of_sharded(optimizer: Any, model: torch.nn.Module, order: Sequence[str]) ->
         by_name = FullyShardedDataParallel.optim_state_dict(model, optimizer)
     bare = bare_names(model)
     flat = any(isinstance(parameter, FlatParameter) for parameter in _parameters_of(optimizer))
-    rank = {name: at for at, name in enumerate(order)} if flat else {}
+    order = [*ungathered(model)[0]] if flat else []
+    rank = {bare(name): at for at, name in enumerate(order)}
     positions: dict[str, int] = {}
     groups = []
     for group in by_name.get("param_groups", ()):

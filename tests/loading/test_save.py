@@ -18,6 +18,7 @@ from ckptool.errors import (
     WriteError,
 )
 from ckptool.files.journal import exclusive
+from ckptool.statedict import OF_THE_MODEL
 from ckptool.writing import Receipt
 from tests.files.faults import crashes, needs_fork
 from tests.loading.bits import net
@@ -323,6 +324,13 @@ def test_the_model_is_found_again_beside_its_average_and_whatever_else_there_is(
     averaged = torch.optim.swa_utils.AveragedModel(net(4))
     assert ckptool.load_into(averaged, tmp_path / "f.pth", key="ema").fits
     assert torch.equal(averaged.module[3].weight, average.module[3].weight)
+
+
+def test_a_value_of_none_owns_nothing(tmp_path):
+    model = net()
+    save(tmp_path / "f.pth", model=model, optimizer=trained(model), note=None)
+    noted = vars(loaded(tmp_path / "f.pth")["state_dict"])[OF_THE_MODEL]
+    assert noted == {"optimizer": "state_dict"}
 
 
 def test_of_files_of_others_no_state_dict_is_taken_for_the_models(tmp_path):
