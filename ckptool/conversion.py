@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Conversion", "convert", "without_objects"]
 
-"""How the names of its formats begin, in one file and in shards."""
 _Item = TypeVar("_Item")
 Like: TypeAlias = (
     "torch.nn.Module | Mapping[str, Any] | Iterable[str] | os.PathLike[str] | Checkpoint"
@@ -109,12 +108,8 @@ class Conversion:
             raise UsageError("with like the wrappers are the reference's: leave out wrappers")
         allowing = (self.allow_missing, self.allow_unexpected, self.allow_mismatched)
         Choices.of(self.transpose, self.no_transpose)
-        needless = (
-            any((*allowing, self.transpose, self.no_transpose))
-            or self.like_key is not None
-            or self.min_coverage is not None
-        )
-        if self.like is None and needless:
+        needless = any((*allowing, self.transpose, self.no_transpose))
+        if self.like is None and (needless or (self.like_key, self.min_coverage) != (None, None)):
             raise UsageError(
                 "like_key, min_coverage, what is allowed and what is transposed are about a "
                 "reference, and there is none",

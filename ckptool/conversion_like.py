@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
-from ckptool.errors import MatchError, NameCollision, NotRepresentable
+from ckptool.errors import NameCollision, NotRepresentable
 from ckptool.loading.plan import Plan, planned
 from ckptool.loading.source import State
 from ckptool.loading.target import Target
@@ -104,7 +104,12 @@ class _Naming:
         part, gone = self.part, self._gone
         renamed = {name: new for name, new in self.names.items() if new != name}
         if part.kind == "module" and (renamed or self.mates):
-            raise _stays(plan.file, part)
+            raise NotRepresentable(
+                f"the pickled module {where(part.path)} cannot have other names: its class names "
+                "its parts",
+                file=plan.file or None,
+                hint="--model-only makes a state dict of it",
+            )
         told = {name: new for name, new in self.names.items() if name not in gone}
         plan.rename(part, list(self.names), renamed, _rename_module(told))
         if part.kind != "module" and (gone or self.mates):
@@ -135,7 +140,8 @@ class _Naming:
         made: dict[Any, Any] = {}
         for name, value in complete(holder.items()):
             if name in made:
-                raise _taken(plan.file, name, where(self.part.path))
+                text = f"{printable(name)!r} would occur twice in {where(self.part.path)}"
+                raise NameCollision(text, file=plan.file or None, hint=_HINT)
             made[name] = value
         return remade(holder, made)
 
@@ -210,23 +216,15 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
     Raises:
         MatchError: the first that does not.
     """
-    refusals = [naming.fit.refusal(allowance) for naming in namings]
-    refused = next((refusal for refusal in refusals if refusal is not None), None)
+    refusals = {naming.part.name: naming.fit.refusal(allowance) for naming in namings}
+    refused = next(filter(None, refusals.values()), None)
     if refused is None:
         return
-    fitting = [
-        naming.part.name
-        for naming, refusal in zip(namings, refusals, strict=True)
-        if refusal is None
-    ]
-    if not fitting:
-        raise refused
-    raise MatchError(
-        refused.message,
-        file=refused.file,
-        hint=Remedy((("key", fitting[0]),), " takes the state dict alone that fits"),
-        report=refused.report,
-    )
+    for name, refusal in refusals.items():
+        if refusal is None:
+            refused.advise(Remedy((("key", name),), " takes the state dict alone that fits"))
+            break
+    raise refused
 
 
 def _rename_module(names: Mapping[str, str]) -> Rename:
@@ -285,18 +283,3 @@ def _as_bare(own: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
             if not new.keys().isdisjoint(bare.values()):
                 return {n: new[b] for n, b in bare.items() if b in new and new[b] != n}
     return {}
-
-
-def _stays(file: str, part: Section) -> NotRepresentable:
-    where = printable(part.name) or "at the root"
-    return NotRepresentable(
-        f"the pickled module {where} cannot have other names: its class names its parts",
-        file=file or None,
-        hint="--model-only makes a state dict of it",
-    )
-
-
-def _taken(file: str, name: str, where: str) -> NameCollision:
-    return NameCollision(
-        f"{printable(name)!r} would occur twice in {where}", file=file or None, hint=_HINT
-    )

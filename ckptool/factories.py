@@ -52,7 +52,10 @@ def named(text: str) -> Any:
     if found is None:
         raise UsageError(f"{printable(text)!r} is not of the form module:factory", hint="net:Net")
     module, attribute = found.groups()
-    node = run(lambda: import_module(module), f"{text}: importing {module} raised", _found(module))
+    hint = "modules are imported from this folder, PYTHONPATH and the environment"
+    if module.endswith(".py"):
+        hint = f"{module.removesuffix('.py')}:..., without .py"
+    node = run(lambda: import_module(module), f"{text}: importing {module} raised", hint)
     for part in attribute.split("."):
         node = run(partial(_attribute, text, node, part), f"{text} raised", HINT)
     return node
@@ -77,12 +80,6 @@ def _there(node: Any) -> str:
     return f"there is {listed(own, _MOST_NAMED)}" if own else "module:name, as in net:Net"
 
 
-def _found(module: str) -> str:
-    stem = module.removesuffix(".py")
-    there = "modules are imported from this folder, PYTHONPATH and the environment"
-    return f"{stem}:..., without .py" if stem != module else there
-
-
 def run(make: Callable[[], Any], what: str, hint: str) -> Any:
     """Return what the user's code returns; a fault is a sentence that begins with `what`.
 
@@ -92,9 +89,7 @@ def run(make: Callable[[], Any], what: str, hint: str) -> Any:
     """
     try:
         return make()
-    except CheckpointError:
-        raise
-    except KeyboardInterrupt:
+    except (CheckpointError, KeyboardInterrupt):
         raise
     except BaseException as error:  # whatever it raises, it is its own
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
@@ -131,6 +126,4 @@ def is_model(node: Any) -> bool:
 def a_class(node: Any) -> str:
     """Return `an int`, `a Net`, `None`."""
     name = type(node).__name__
-    if node is None:
-        return "None"
-    return f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"
+    return "None" if node is None else f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"

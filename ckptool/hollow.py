@@ -58,7 +58,7 @@ def hollow(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | N
     for one in checkpoint.sections if section is None else (section,):
         tensors = one.tensors() if one.kind in MODEL_KINDS else []
         empty = [path for path, tensor in tensors if tensor.shape == (0,)]
-        weights = [tensor for path, tensor in tensors if _last(path[-1]) == "weight"]
+        weights = [tensor for path, tensor in tensors if f".{path[-1]}".endswith(".weight")]
         none = sum(tensor.shape == (0,) for tensor in weights)
         whole = sum(len(tensor.shape) != 1 for tensor in weights)
         if (none > 1 and none > whole) or any(shapes.get(path[-1], (0,)) != (0,) for path in empty):
@@ -80,12 +80,7 @@ def refuse_hollow(checkpoint: Checkpoint, section: Section | None = None, *, but
 
 
 def _is_lazy(node: Any) -> bool:
-    """Return whether a node is an unmade parameter or buffer of a lazy module."""
     return isinstance(node, Opaque) and node.class_name.startswith(_LAZY)
-
-
-def _last(key: Any) -> str:
-    return str(key).rpartition(".")[2]
 
 
 def _stated_shapes(root: Any) -> Iterator[tuple[Any, Any]]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
-from ckptool.modules import held_apart, is_module, module_state
+from ckptool.modules import held_apart, holds_tensors, is_module, module_state
 from ckptool.names import wrappers_of
 from ckptool.quantisers import class_scheme, quantised
 from ckptool.remedies import Remedy
@@ -50,7 +49,6 @@ _MOST_TOLD = 8
 """Of several state dicts, the keys that a hint has."""
 MODEL_KINDS = ("state_dict", "module")
 """The kinds of section that hold one flat state dict."""
-_EXTRA_STATE = "_extra_state"
 _MODEL_KEY = re.compile(r"model|net|state|weight|param|ema", re.IGNORECASE)
 _OF_ARRAYS = ("model", "state_dict", "blobs")
 """Keys under which numpy's arrays are weights: in files of detectron2 and Caffe2."""
@@ -251,7 +249,7 @@ def _is_scheduler(mapping: dict[Any, Any]) -> bool:
     """Return a learning rate scheduler's state; a whole checkpoint that notes its epoch is none."""
     if "last_epoch" not in mapping and "_step_count" not in mapping:
         return False
-    return not any(map(_holds_tensors, mapping.values()))
+    return not any(holds_tensors(one) for one in mapping.values() if not isinstance(one, TensorRef))
 
 
 def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
@@ -263,9 +261,7 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
         return False
     if path and _is_of_a_parameter(mapping):
         return False  # where no groups tell
-    entries = list(mapping.values())
-    if any(name.endswith(_EXTRA_STATE) for name in mapping):
-        entries = [value for name, value in mapping.items() if not is_extra_state(name)]
+    entries = [value for name, value in mapping.items() if not is_extra_state(name)]
     tensors = [value for value in entries if isinstance(value, TensorRef)]
     if tensors and isinstance(mapping, OrderedMap) and mapping.metadata is not None:
         return True  # only `Module.state_dict()` puts `_metadata` there
@@ -275,7 +271,7 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
     )
     if not tensors or (not dotted and not _looks_like_weights(tensors, len(entries), path)):
         return False
-    return len(tensors) == len(entries) or not any(map(_holds_tensors, entries))
+    return _are_flat(entries)
 
 
 def _looks_like_weights(tensors: list[TensorRef], entries: int, path: Path) -> bool:
@@ -291,15 +287,7 @@ def _looks_like_weights(tensors: list[TensorRef], entries: int, path: Path) -> b
 
 def is_extra_state(name: Any) -> bool:
     """Return whether an entry is what a module's `get_extra_state` gave, whatever that is."""
-    if not (isinstance(name, str) and name.endswith(_EXTRA_STATE)):
-        return False
-    return name == _EXTRA_STATE or name.endswith(f".{_EXTRA_STATE}")
-
-
-def _holds_tensors(node: Any) -> bool:
-    if not isinstance(node, (dict, list, tuple, Opaque)):
-        return False
-    return next(find_tensors(node), None) is not None
+    return isinstance(name, str) and (name.endswith("._extra_state") or name == "_extra_state")
 
 
 def likely_models(checkpoint: Checkpoint) -> tuple[Section, ...]:
@@ -400,10 +388,7 @@ def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
     if key is None:
         where = "the dict" if checkpoint.in_memory else "the file"
         found = _models(checkpoint.root)
-        if not found and _is_tensors_alone(checkpoint.root):
-            return Section((), "state_dict", checkpoint.root, checkpoint.root)
-        weights = _weights_beside_sections(checkpoint.root)
-        if not found and weights:
+        if not found and (weights := _weights_at(checkpoint.root)):
             return Section((), "state_dict", weights, weights)
         return _only(checkpoint, found, where)
     path, node = resolve(checkpoint, key, accept=_may_hold_models)
@@ -423,31 +408,26 @@ def _may_hold_models(node: Any) -> bool:
 
 def is_flat(node: Any) -> bool:
     """Return whether it is a dict with tensors directly in it, and none deeper."""
-    if not isinstance(node, dict):
-        return False
-    values = node.values()
+    return isinstance(node, dict) and _are_flat(node.values())
+
+
+def _are_flat(values: Collection[Any]) -> bool:
     others = [value for value in values if not isinstance(value, TensorRef)]
-    return len(others) < len(values) and not any(map(_holds_tensors, others))
+    return len(others) < len(values) and not any(map(holds_tensors, others))
 
 
-def _is_tensors_alone(node: Any) -> bool:
-    """Random states are such as well: who asks for a state dict knows that these are none."""
-    if not isinstance(node, dict) or not node:
-        return False
-    return all(
-        isinstance(name, str) and isinstance(value, TensorRef) for name, value in node.items()
-    )
+def _weights_at(root: Any) -> dict[Any, Any]:
+    """Return the tensors directly in the root, if they are named as weights are, or are alone.
 
-
-def _weights_beside_sections(root: Any) -> OrderedMap:
-    """Return the tensors directly in the root, if they are named as weights are, else nothing."""
-    if not isinstance(root, dict):
-        return OrderedMap()
-    tensors = OrderedMap((key, one) for key, one in root.items() if isinstance(one, TensorRef))
-    names = [key for key in root if isinstance(key, str)]
-    dotted = any("." in name and tensors[name].shape for name in names if name in tensors)
-    is_model = dotted and names == list(root) and not is_flat_optimizer(root)
-    return tensors if is_model else OrderedMap()
+    Random states are alone as well: who asks for a state dict knows that these are none.
+    """
+    if not isinstance(root, dict) or not all(isinstance(key, str) for key in root):
+        return {}
+    tensors = named_tensors(root)
+    if len(tensors) == len(root):
+        return root
+    dotted = any("." in name and one.shape for name, one in tensors.items())
+    return OrderedMap(tensors) if dotted and not is_flat_optimizer(root) else {}
 
 
 def _models(root: Any, path: Path = ()) -> list[Section]:
@@ -463,32 +443,23 @@ def _models(root: Any, path: Path = ()) -> list[Section]:
 def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
     if len(found) == 1:
         return found[0]
-    marked = _marked(found)
+    top = min((len(section.path) for section in found), default=0)  # of the file as a whole
+    marked = [one for one in found if len(one.path) == top and is_the_models(one)]
     if len(marked) == 1:
         return marked[0]
     file = checkpoint.path or None
     if found:
+        first, *others = (Remedy((("key", one.name),)) for one in found[:_MOST_TOLD])
         raise AmbiguousName(
             f"{where} holds {len(found)} state dicts: {listed(map(_counted, found))}",
             file=file,
-            hint=_either(section.name for section in found),
+            hint=first._replace(lead="choose one: ", instead=tuple(others)),
         )
     raise NotFound(
         f"{where} holds no state dict of a model; there is {listed(what_there_is(checkpoint))}",
         file=file,
         hint=f"ckptool info {shell(file)}" if file else None,
     )
-
-
-def _either(names: Iterable[str]) -> Remedy:
-    first, *others = (Remedy((("key", name),)) for name in islice(names, _MOST_TOLD))
-    return first._replace(lead="choose one: ", instead=tuple(others))
-
-
-def _marked(found: list[Section]) -> list[Section]:
-    """Return the one that is said to be the model's, where that is said of the file as a whole."""
-    top = min((len(section.path) for section in found), default=0)
-    return [section for section in found if len(section.path) == top and is_the_models(section)]
 
 
 def is_the_models(section: Section) -> bool:

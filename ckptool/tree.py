@@ -319,14 +319,10 @@ def where(path: Path) -> str:
 def _key_text(key: Any) -> str:
     """Return a key in short: objects by their class, for their repr may be as big as the file."""
     match key:
-        case Opaque():
+        case Opaque() | StorageRef():
             return f"<{key.class_name}>"
         case TensorRef():
             return "<torch.Tensor>"
-        case StorageRef():
-            return f"<{key.class_name}>"
-        case DeviceValue():
-            return repr(key)
         case Global():
             return key.qualified
         case tuple():
@@ -527,18 +523,14 @@ def resolve(
 
 def _unresolved(checkpoint: Checkpoint, wanted: str, found: list[Path]) -> NotFound:
     file = checkpoint.path or None
-    names = [name_of(path) for path in found]
-    if len(set(names)) > 1:
-        return AmbiguousName(
-            f"{printable(wanted)!r} could be any of {listed(names)}",
-            file=file,
-            hint="give more of the name",
-        )
+    names = dict.fromkeys(map(name_of, found))
     if found:
+        alike = len(names) == 1
+        which = listed(repr(list(path)) for path in found) if alike else listed(names)
         return AmbiguousName(
-            f"{printable(wanted)!r} could be any of {listed(repr(list(path)) for path in found)}",
+            f"{printable(wanted)!r} could be any of {which}",
             file=file,
-            hint="in Python, give the path as a tuple",
+            hint="in Python, give the path as a tuple" if alike else "give more of the name",
         )
     every = [(len(path), name_of(path)) for path, _ in _named_nodes(checkpoint.root) if path]
     if any(name == wanted for _, name in every):
@@ -574,10 +566,7 @@ def _descend(node: Any, path: Path) -> Any:
     for key in path:
         if isinstance(node, dict):
             node = node.get(key, _MISSING)
-        elif isinstance(node, (list, tuple)):
-            inside = isinstance(key, int) and 0 <= key < len(node)
-            node = node[key] if inside else _MISSING
-        elif isinstance(node, Opaque):
+        elif isinstance(node, _CONTAINERS):
             _, entries, hidden = _contents(node, module_state(node))
             every = chain(entries, hidden or ())
             node = next((value for name, value in every if name == key), _MISSING)
