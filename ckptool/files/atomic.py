@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from io import FileIO
-from typing import Protocol
 
 from ckptool.errors import FileBusy, TargetExists, UsageError, WriteDenied, WriteError, warn
 from ckptool.files.beside import beside, journal_path
@@ -53,7 +52,6 @@ from ckptool.files.system import (
 __all__ = [
     "STEP",
     "FileOutput",
-    "Output",
     "Outputs",
     "Part",
     "Progress",
@@ -61,7 +59,7 @@ __all__ = [
     "atomic_output",
     "atomic_set",
     "begun_set",
-    "filled",
+    "counting_on",
     "parts_of",
     "refuse_target",
 ]
@@ -80,32 +78,8 @@ class Streamed:
     crc32: int
 
 
-class Output(Protocol):
-    """Where the `write` of a planned file puts its bytes."""
-
-    def tell(self) -> int:
-        """Return the bytes written so far."""
-        ...
-
-    def write(self, data: bytes) -> None:
-        """Write `data`."""
-        ...
-
-    def copy(self, data: ByteRange) -> None:
-        """Copy a range, by the kernel where it lies in a file."""
-        ...
-
-    def copy_checked(self, data: ByteRange) -> int:
-        """Copy a range and return its CRC-32."""
-        ...
-
-    def stream(self, blocks: Iterable[bytes | memoryview]) -> int:
-        """Write blocks as they come and return the CRC-32 of all."""
-        ...
-
-
 class FileOutput:
-    """An `Output` over an open descriptor that must end up with exactly `size` bytes, if stated."""
+    """Where a planned file puts its bytes: a descriptor, to get exactly `size` bytes, if stated."""
 
     def __init__(
         self, fd: int, size: int | None, progress: Progress | None = None, name: str = ""
@@ -151,7 +125,7 @@ class FileOutput:
         elif self.is_verified:
             self.copy_checked(data)
         else:
-            for block in filled(data):
+            for block in data.reread():
                 self.write(block)
 
     def copy_checked(self, data: ByteRange) -> int:
@@ -160,7 +134,7 @@ class FileOutput:
         Raises:
             TruncatedFile: the source has become shorter.
         """
-        return self.stream(filled(data))
+        return self.stream(data.reread())
 
     def stream(self, blocks: Iterable[bytes | memoryview]) -> int:
         """Write blocks as they come and return the CRC-32 of all."""
@@ -214,15 +188,6 @@ class FileOutput:
         self._reported = self._flushed
         if self._progress is not None:
             self._progress(self._flushed, self._size or self._flushed)
-
-
-def filled(data: ByteRange) -> Iterator[memoryview]:
-    """Yield the bytes of a range in order, each block in the memory of the one before."""
-    buffer = memoryview(bytearray(min(BLOCK, data.length)))
-    for start in range(0, data.length, BLOCK):
-        part = buffer[: data.length - start]
-        data.read_into(part, start)
-        yield part
 
 
 def _found_beside(target: str, ending: str) -> list[str]:
@@ -317,7 +282,8 @@ def atomic_output(
         old = refuse_target(path, overwrite=overwrite)
         settle(target)
         with undisturbed(target), _folder_of(target) as folder:
-            _remove_debris(target)
+            for debris in _found_beside(target, _TEMPORARY):  # of killed runs
+                remove_unlocked(debris)
             check_space(folder, (size or 0) - (shared.length if shared else 0))
             with _temporary_file(target, mode if old is None else 0o600) as file:
                 _refuse_other_writers(target, file.name)
@@ -355,12 +321,6 @@ def refuse_target(path: str | os.PathLike[str], *, overwrite: bool) -> os.stat_r
             "exists already", file=path, hint="--force replaces it; or choose another name"
         )
     return old
-
-
-def _remove_debris(target: str) -> None:
-    """Remove the temporary files of killed runs that were to become `target`."""
-    for found in _found_beside(target, _TEMPORARY):
-        remove_unlocked(found)
 
 
 def _refuse_other_writers(target: str, own: str) -> None:
@@ -429,13 +389,8 @@ def atomic_set(
 
     Raises:
         UsageError: the files are not in one folder, two are the same, or the index is not the last.
-        TargetExists: a file is there and not to be overwritten, or is a folder.
-        FileBusy: another process is writing this set; the message names that one.
-        NoSpace: the disk cannot hold all files.
-        WriteDenied: the system does not let us write there.
-        WriteError: another refusal of the system, more or fewer bytes than stated, or a file of
-            the set that was not written.
         CorruptFile: an earlier write was cut short, and can be neither finished nor taken back.
+        WriteError: a file of the set was not written; and all errors of `atomic_output`.
     """
     path, target = os.fspath(index), os.path.realpath(index)
     parts = parts_of(target, sizes, mode)
@@ -451,15 +406,31 @@ def atomic_set(
         ) as alone:
             yield lambda _: nullcontext(alone)
         return
-    with begun_set(path, target, parts, overwrite=overwrite), _cleared(target, parts):
-        for part in parts:
-            part.reserve()
-        yield _outputs(parts, progress)
-        for part in parts:
-            part.check_finished(overwrite=overwrite)
-        if check is not None:
-            check()
-        rename_all(target, [part.move() for part in parts])
+    known, total, done = {part.path: part for part in parts}, sum(part.size for part in parts), 0
+
+    @contextmanager
+    def output_of(path: str | os.PathLike[str]) -> Iterator[FileOutput]:
+        nonlocal done
+        part = known[os.fspath(path)]
+        with worded(part.path), part.output(counting_on(progress, done, total)) as output:
+            yield output
+        done += part.size
+
+    with begun_set(path, target, parts, overwrite=overwrite):
+        try:
+            for part in parts:
+                part.reserve()
+            yield output_of
+            for part in parts:
+                part.check_finished(overwrite=overwrite)
+            if check is not None:
+                check()
+            rename_all(target, [part.move() for part in parts])
+        except BaseException:
+            if not os.path.lexists(journal_path(target)):  # else it still needs them
+                for part in parts:
+                    remove(part.temporary)
+            raise
 
 
 @contextmanager
@@ -494,22 +465,9 @@ def begun_set(
         yield
 
 
-def _outputs(parts: Sequence[Part], progress: Progress | None) -> Outputs:
-    known, size, done = {part.path: part for part in parts}, sum(part.size for part in parts), 0
-
-    def report(now: int, _: int) -> None:
-        if progress is not None:
-            progress(done + now, size)
-
-    @contextmanager
-    def output_of(path: str | os.PathLike[str]) -> Iterator[FileOutput]:
-        nonlocal done
-        part = known[os.fspath(path)]
-        with worded(part.path), part.output(report) as output:
-            yield output
-        done += part.size
-
-    return output_of
+def counting_on(progress: Progress | None, done: int, total: int) -> Progress | None:
+    """Return the progress of one of several files, with `done` bytes in those before it."""
+    return progress and (lambda now, _: progress(done + now, total))
 
 
 @dataclass(slots=True)
@@ -537,7 +495,7 @@ class Part:
             reserve(file.fileno(), self.size)
 
     @contextmanager
-    def output(self, progress: Progress) -> Iterator[FileOutput]:
+    def output(self, progress: Progress | None) -> Iterator[FileOutput]:
         """Write it, to the disk when the block ends well."""
         with open(self.temporary, "r+b", buffering=0) as file:
             output = FileOutput(file.fileno(), self.size, progress, self.temporary)
@@ -555,18 +513,6 @@ class Part:
         """Return what is left to do for it."""
         names = os.path.basename(self.temporary), os.path.basename(self.target)
         return Move(*names, self.inode or 0, self.size, state_of(self.old))
-
-
-@contextmanager
-def _cleared(target: str, parts: Sequence[Part]) -> Iterator[None]:
-    """Where the block fails, no temporary file stays, unless a journal still needs it."""
-    try:
-        yield
-    except BaseException:
-        if not os.path.lexists(journal_path(target)):
-            for part in parts:
-                remove(part.temporary)
-        raise
 
 
 def parts_of(target: str, sizes: Mapping[str, int], mode: int | None) -> list[Part]:

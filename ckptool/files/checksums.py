@@ -9,10 +9,10 @@ from itertools import chain
 from threading import Lock
 
 from ckptool.errors import CorruptFile
-from ckptool.files.source import BLOCK, ByteRange, Told
+from ckptool.files.source import ByteRange, Told
 from ckptool.files.threads import in_order
 
-__all__ = ["Checked", "combined", "crc32s"]
+__all__ = ["Checked", "combined", "crc32_of", "crc32s"]
 
 _POLYNOMIAL = 0xEDB88320
 """Of CRC-32, its bits reversed."""
@@ -60,19 +60,21 @@ class Checked:
         with self._lock:
             if self._expected is None:
                 return
-            found = 0
-            buffer = memoryview(bytearray(min(BLOCK, self._data.length)))
-            for start in range(0, self._data.length, BLOCK):
-                part = buffer[: self._data.length - start]
-                self._data.read_into(part, start)
-                found = zlib.crc32(part, found)
-            self._settle(found)
+            self._settle(crc32_of(self._data.reread()))
 
     def _settle(self, found: int) -> None:
         if found != self._expected:
             raise self._refused()
         self._expected = None
         self._parts.clear()
+
+
+def crc32_of(blocks: Iterable[bytes | memoryview]) -> int:
+    """Return the CRC-32 of blocks on end."""
+    crc = 0
+    for block in blocks:
+        crc = zlib.crc32(block, crc)
+    return crc
 
 
 def combined(first: int, second: int, length: int) -> int:
@@ -166,20 +168,13 @@ def _jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:
 
 
 def _summed(runs: Sequence[ByteRange], job: list[_Piece]) -> list[_Found]:
-    block = memoryview(bytearray(min(_BLOCK, max(length for _, _, length in job))))
     return [
-        (index, length, _crc32(runs[index], start, length, block)) for index, start, length in job
+        (index, length, _crc32(runs[index].slice(start, length))) for index, start, length in job
     ]
 
 
-def _crc32(run: ByteRange, start: int, length: int, block: memoryview) -> int | CorruptFile:
-    """Return the CRC-32 of a piece, read into `block` part by part."""
-    crc = 0
+def _crc32(data: ByteRange) -> int | CorruptFile:
     try:
-        for position in range(start, start + length, len(block) or 1):
-            part = block[: start + length - position]
-            run.read_into(part, position)
-            crc = zlib.crc32(part, crc)
+        return crc32_of(data.reread(_BLOCK))
     except CorruptFile as error:
         return error
-    return crc

@@ -222,17 +222,20 @@ class FileSource(Source):
         """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
         self._check(offset, length)
         data = self._system(_pread, length, offset)
-        if len(data) != length:
-            buffer = bytearray(length)
-            buffer[: len(data)] = data
-            self._fill(offset + len(data), memoryview(buffer)[len(data) :])
-            data = bytes(buffer)
-        shown = self._head[offset : offset + length]
-        return shown + data[len(shown) :] if shown else data
+        return data if len(data) == length and not self._head else super().read(offset, length)
 
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`."""
-        self._fill(offset, buffer)
+        done = 0
+        while done < len(buffer):
+            count = self._system(_preadv, buffer[done:], offset + done)
+            if count == 0:
+                raise TruncatedFile(
+                    f"the file ended at {offset + done:,} while it was read; "
+                    f"it had {self.size:,} bytes when it was opened",
+                    file=self.path,
+                )
+            done += count
         shown = self._head[offset : offset + len(buffer)]
         buffer[: len(shown)] = shown
 
@@ -262,18 +265,6 @@ class FileSource(Source):
         except OSError as error:
             reason = error.strerror or str(error)
             raise UnreadableFile(f"cannot be read at {at:,} ({reason})", file=self.path) from error
-
-    def _fill(self, offset: int, buffer: memoryview) -> None:
-        done = 0
-        while done < len(buffer):
-            count = self._system(_preadv, buffer[done:], offset + done)
-            if count == 0:
-                raise TruncatedFile(
-                    f"the file ended at {offset + done:,} while it was read; "
-                    f"it had {self.size:,} bytes when it was opened",
-                    file=self.path,
-                )
-            done += count
 
 
 def _pread(fd: int, length: int, offset: int) -> bytes:
@@ -394,6 +385,14 @@ class ByteRange:
         """Yield the content in order, at most `size` bytes at a time."""
         for start in range(0, self.length, size):
             yield self.source.read(self.offset + start, min(size, self.length - start))
+
+    def reread(self, size: int = BLOCK) -> Iterator[memoryview]:
+        """Yield the content in order, each block in the memory of the one before."""
+        buffer = memoryview(bytearray(min(size, self.length)))
+        for start in range(0, self.length, size):
+            part = buffer[: self.length - start]
+            self.read_into(part, start)
+            yield part
 
 
 def far_bytes(ranges: Iterable[ByteRange]) -> int:

@@ -340,20 +340,15 @@ def copy_bytes(source: Source, offset: int, target: int, position: int, length: 
             write_at(target, data, places[2])
             done += len(data)
             continue
-        moved = _attempt(ways[0], fd, *places, min(MOST, length - done))
+        try:
+            moved = ways[0](fd, *places, min(MOST, length - done))
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            moved = 0
         if moved == 0:
             ways.pop(0)
         done += moved
-
-
-def _attempt(way: _Way, source: int, offset: int, target: int, position: int, length: int) -> int:
-    """Return the bytes moved; 0 if the call is refused."""
-    try:
-        return way(source, offset, target, position, length)
-    except OSError as error:
-        if error.errno not in _REFUSALS:
-            raise
-        return 0
 
 
 def _by_range(source: int, offset: int, target: int, position: int, length: int) -> int:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckptool.errors import CheckpointError, TargetExists, UsageError, WriteDenied, WriteError, warn
-from ckptool.files.atomic import STEP, FileOutput, Outputs, filled
+from ckptool.files.atomic import STEP, FileOutput, Outputs, counting_on
 from ckptool.files.filesystems import system_of
 from ckptool.files.source import ByteRange, Progress
 from ckptool.words import listed
@@ -77,11 +77,7 @@ def uploaded_set(
     def output_of(name: str | os.PathLike[str]) -> Iterator[FileOutput]:
         path = os.fspath(name)
         before, total = sum(sizes[one] for one in done), sum(sizes.values())
-
-        def report(now: int, _: int) -> None:
-            if progress is not None:
-                progress(before + now, total)
-
+        report = counting_on(progress, before, total)
         with _uploaded(path, sizes[path], report) as output:
             yield output
             if check is not None and path == index:
@@ -98,7 +94,7 @@ def uploaded_set(
 
 
 @contextmanager
-def _uploaded(path: str, size: int, progress: Progress) -> Iterator[FileOutput]:
+def _uploaded(path: str, size: int, progress: Progress | None) -> Iterator[FileOutput]:
     """Give an object that appears when the block ends well."""
     system, inner = system_of(path)
     transaction = system.transaction
@@ -128,14 +124,14 @@ def _uploaded(path: str, size: int, progress: Progress) -> Iterator[FileOutput]:
 
 
 class _Upload(FileOutput):
-    """An `Output` that sends what comes."""
+    """An output that sends what comes."""
 
-    def __init__(self, file: Any, path: str, size: int, progress: Progress) -> None:
+    def __init__(self, file: Any, path: str, size: int, progress: Progress | None) -> None:
         super().__init__(-1, size, progress, path)
         self._file = file
 
     def _copy_file(self, data: ByteRange) -> None:
-        for block in filled(data):
+        for block in data.reread():
             self.write(block)
 
     def _put(self, data: bytes | bytearray | memoryview) -> None:

@@ -18,7 +18,7 @@ from ckptool.limits import Limits
 from ckptool.model import find_tensors
 
 if TYPE_CHECKING:
-    from ckptool.files.atomic import Output
+    from ckptool.files.atomic import FileOutput
     from ckptool.files.editing import Patch
     from ckptool.files.source import Shared
     from ckptool.symbolic import Unpickled
@@ -298,7 +298,7 @@ class NewFile(NamedTuple):
     """A file that is not written yet."""
 
     size: int
-    write: Callable[[Output], None]
+    write: Callable[[FileOutput], None]
     """Writes exactly `size` bytes."""
     holds: Checkpoint | None = None
     """The checkpoint to compare it with when it is read back; None for an index."""

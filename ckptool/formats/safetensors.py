@@ -38,7 +38,7 @@ from ckptool.statedict import wrapped_names
 from ckptool.words import counted, listed, printable
 
 if TYPE_CHECKING:
-    from ckptool.files.atomic import Output
+    from ckptool.files.atomic import FileOutput
 
 __all__ = [
     "SAFETENSORS",
@@ -386,7 +386,7 @@ class Safetensors(EditableFormat):
             congruent=shared.run.offset if shared else None,
         )
 
-        def write(output: Output) -> None:
+        def write(output: FileOutput) -> None:
             output.write(head)
             for piece in pieces:
                 if isinstance(piece, ByteRange):

@@ -22,7 +22,7 @@ from ckptool.formats.legacy_stream import (
 from ckptool.tree import name_of
 
 if TYPE_CHECKING:
-    from ckptool.files.atomic import Output
+    from ckptool.files.atomic import FileOutput
 
 __all__ = ["TORCH_LEGACY"]
 
@@ -95,7 +95,7 @@ class TorchLegacy(WritableFormat):
         head = b"".join(encode(piece).data for piece in (MAGIC_NUMBER, VERSION, MACHINE))
         head += encoded.data + encode(keys).data
 
-        def write(output: Output) -> None:
+        def write(output: FileOutput) -> None:
             output.write(head)
             for data, count, swap in payloads:
                 output.write(count)

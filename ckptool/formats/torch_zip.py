@@ -40,7 +40,7 @@ from ckptool.symbolic.rebuild import StoragePid, is_storage_pid, parse_storage_p
 from ckptool.words import are, few
 
 if TYPE_CHECKING:
-    from ckptool.files.atomic import Output
+    from ckptool.files.atomic import FileOutput
 
 __all__ = [
     "PICKLE",
@@ -72,7 +72,7 @@ def _payload(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
     swap = BY_NAME[dtype].swap_size if storage.byteorder == "big" else 1
     is_copied = swap == 1 and storage.crc32 is not None and not storage.compressed
 
-    def write(output: Output) -> int:
+    def write(output: FileOutput) -> int:
         if swap > 1:
             return output.stream(swapped(data.blocks(), swap))
         if is_copied:

@@ -29,7 +29,7 @@ from ckptool.formats.archive import (
 )
 
 if TYPE_CHECKING:
-    from ckptool.files.atomic import Output
+    from ckptool.files.atomic import FileOutput
 
 __all__ = ["NewRecord", "Place", "end_records", "literal", "plan_sharing_zip", "plan_zip"]
 
@@ -46,7 +46,7 @@ class NewRecord:
 
     name: str
     size: int
-    write: Callable[[Output], int]
+    write: Callable[[FileOutput], int]
     """Writes exactly `size` bytes and returns their CRC-32."""
     copied: ByteRange | None = None
     """What is copied as it is; None: it is computed."""
@@ -55,7 +55,7 @@ class NewRecord:
 def literal(name: str, data: bytes) -> NewRecord:
     """Return a record of bytes at hand."""
 
-    def write(output: Output) -> int:
+    def write(output: FileOutput) -> int:
         output.write(data)
         return zlib.crc32(data)
 
@@ -155,7 +155,7 @@ class NewZip:
     shared: Shared | None = None
     """What lies at the same place in a block as in the file that it is copied from."""
 
-    def write(self, output: Output) -> None:
+    def write(self, output: FileOutput) -> None:
         """Write all of it.
 
         Raises:

@@ -12,7 +12,7 @@ from functools import partial
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import FileMissing
 from ckptool.files import ByteRange, FileSource
-from ckptool.files.atomic import Output
+from ckptool.files.atomic import FileOutput
 from ckptool.files.place import place_of
 from ckptool.formats.base import NewFile, Plan
 from ckptool.words import listed
@@ -101,7 +101,7 @@ def _copy(folder: str | os.PathLike[str], name: str, target: str) -> NewFile:
     return NewFile(size, partial(_write, path, size), path=os.path.join(target, name))
 
 
-def _write(path: str, size: int, output: Output) -> None:
+def _write(path: str, size: int, output: FileOutput) -> None:
     with closing(FileSource(path)) as source:
         output.copy(ByteRange(source, 0, size))
 

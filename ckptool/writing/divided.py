@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol, TypeVar
 
 from ckptool.errors import UnreadableFile
-from ckptool.files.atomic import Part, begun_set, parts_of, refuse_target
+from ckptool.files.atomic import Part, begun_set, counting_on, parts_of, refuse_target
 from ckptool.files.beside import beside
 from ckptool.files.journal import read_journal
 from ckptool.files.renames import rename_all, settle_set
@@ -175,11 +175,6 @@ def _write(
 ) -> None:
     """Write the files of this process; after a failure of another one, no further file."""
     total, done = sum(part.size for _, part in own), 0
-
-    def report(now: int, _: int) -> None:
-        if job.progress is not None:
-            job.progress(done + now, total)
-
     roots = [file.holds.root for file, _ in own if file.holds]
     roots += [member.holds.root for file, _ in own for member in file.members]
     held = job.checkpoint.with_root(roots)
@@ -189,7 +184,7 @@ def _write(
                 return
             part.old = refuse_target(part.path, overwrite=job.may_replace)
             part.reserve()
-            with worded(part.path), part.output(report) as output:
+            with worded(part.path), part.output(counting_on(job.progress, done, total)) as output:
                 output.is_verified = job.verify
                 file.write(output)
             if job.verify:
@@ -206,7 +201,7 @@ def _finish(
     """Write the index and give all files their names, as process 0."""
     index = parts[-1]
     index.reserve()
-    with worded(index.path), index.output(lambda now, total: None) as output:
+    with worded(index.path), index.output(None) as output:
         plan.files[-1].write(output)
     for part in parts[:-1]:
         part.temporary = names[part.path]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from threading import Event
@@ -14,7 +13,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, WriteError
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.atomic import FileOutput, Streamed
-from ckptool.files.checksums import crc32s
+from ckptool.files.checksums import crc32_of, crc32s
 from ckptool.files.source import Progress, Stated
 from ckptool.files.strided import swapped
 from ckptool.files.threads import in_order
@@ -235,14 +234,14 @@ def _verdicts(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[tu
             apart.append((run, crc))
         else:
             here.append((run, crc))
-    found = in_order(lambda one: _crc32(one[0].found.blocks(_PART)), apart)
+    found = in_order(lambda one: crc32_of(one[0].found.blocks(_PART)), apart)
     for (run, crc), has in zip(apart, found, strict=True):
         yield run, _has_checksum(run, crc, has)
     for run, wanted in here:
         if wanted is None:
             yield run, _is_equal(run)
         else:
-            yield run, _has_checksum(run, wanted, _crc32(run.found.blocks(_PART)))
+            yield run, _has_checksum(run, wanted, crc32_of(run.found.blocks(_PART)))
 
 
 def _checksum(run: _Run, streamed: Mapping[int, Streamed]) -> int | None:
@@ -282,20 +281,13 @@ def _check_source(run: _Run) -> None:
     Raises:
         CorruptFile: it is the source that is damaged.
     """
-    if _crc32(run.expected()) != run.crc32:
+    if crc32_of(run.expected()) != run.crc32:
         raise CorruptFile(
             f"{printable(run.name)} is damaged: its bytes do not have the CRC-32 that the zip "
             "directory states",
             file=run.source,
             hint="--no-verify copies it anyway",
         )
-
-
-def _crc32(blocks: Iterable[bytes]) -> int:
-    crc = 0
-    for block in blocks:
-        crc = zlib.crc32(block, crc)
-    return crc
 
 
 def _ends_match(run: _Run, sample: Callable[[int, int], bytes]) -> bool:

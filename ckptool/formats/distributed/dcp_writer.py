@@ -25,7 +25,7 @@ from ckptool.tree import everything, name_of
 from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
-    from ckptool.files.atomic import Output
+    from ckptool.files.atomic import FileOutput
 
 __all__ = ["plan_edit", "plan_folder", "refused"]
 
@@ -191,7 +191,7 @@ class _Files:
         return Plan(format.name, tuple(new), tensors=tensors)
 
     def _file(self, number: int, items: list[tuple[NewFile, Member]]) -> NewFile:
-        def write(output: Output) -> None:
+        def write(output: FileOutput) -> None:
             for file, _ in items:
                 file.write(output)
 
