@@ -364,8 +364,7 @@ def metadata_for(state: State, target: Target, plan: Plan) -> OrderedDict[str, A
     if state.metadata is None:
         return None
     own = {**plan.match.renamed, **{old: new for new, old in reversed([*plan.pairs.items()])}}
-    entries = {path: held for path, held in state.metadata.items() if isinstance(held, dict)}
-    followed = moved_metadata(entries, own, lambda path: path)
+    followed = moved_metadata(state.metadata, own, lambda path: path)
     if target.metadata is None:
         return OrderedDict(followed)
     made: OrderedDict[str, Any] = OrderedDict()

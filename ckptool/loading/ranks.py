@@ -106,7 +106,11 @@ class Ranks:
             raise
         undone = undone or self._undone
         for rank, failure in sorted(self._told({}, undone).items()):
-            raise self._elsewhere(rank, failure, undone)
+            told = f"{undone}, as it failed in rank {rank}: {failure}"
+            if isinstance(failure, str):
+                raise self._error(told)
+            failure.message, failure.args = told, (told,)
+            raise failure
 
     def first(self, work: Callable[[], _Result]) -> _Result:
         """Do the work in rank 0 alone, and return its result in all of them.
@@ -166,14 +170,6 @@ class Ranks:
                 text = f"{undone}, as rank {rank} is in {call}, and rank {_rank()} in {self._call}"
                 raise self._error(text, hint=hint)
         return [told for _, told in given]
-
-    def _elsewhere(self, rank: int, failure: CheckpointError | str, undone: str) -> CheckpointError:
-        """Return the error of another process as this one raises it."""
-        told = f"{undone}, as it failed in rank {rank}: {failure}"
-        if isinstance(failure, str):
-            return self._error(told)
-        failure.message, failure.args = told, (told,)
-        return failure
 
 
 def default_group() -> list[Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice, zip_longest
@@ -201,7 +201,6 @@ class _States:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        """Begin without any."""
         self.instead: dict[int, Any] = {}
         """By `id` what stands for an object: its state dict, or the whole of a spread tensor."""
         self.counter: Any = None
@@ -235,12 +234,10 @@ class _States:
             self._take_module(place, model, bare, _counters(model, bare))
             return place
         if isinstance(model, Mapping):
-            names = [
-                name
-                for name, value in model.items()
-                if isinstance(value, torch.Tensor) or is_extra_state(name)
-            ]
-            found = strip_names([name for name in names if isinstance(name, str)])
+            texts = {name: value for name, value in model.items() if isinstance(name, str)}
+            found = strip_names(
+                [n for n, v in texts.items() if isinstance(v, torch.Tensor) or is_extra_state(n)]
+            )
             rename = found.renamed
             return _renamed_state(model, lambda name: rename.get(name, name), found.rename_module)
         raise UsageError(
@@ -543,16 +540,14 @@ def _own_names(groups: list[dict[str, Any]]) -> list[list[str]] | None:
 # FullyShardedDataParallel (the first: the parameters of `fully_shard` are DTensors)
 
 
-@contextmanager
-def _unsharded(model: torch.nn.Module) -> Iterator[None]:
+def _unsharded(model: torch.nn.Module) -> AbstractContextManager[Any]:
     """Have FSDP return whole tensors, on the CPU of the first rank where that is another device.
 
     On the CPU itself torch 2.13 reads freed memory where it is asked to move them there.
     """
     inside = sharded(model)
     if not inside:
-        yield
-        return
+        return nullcontext()
     from torch.distributed.fsdp import (
         FullOptimStateDictConfig,
         FullStateDictConfig,
@@ -561,13 +556,12 @@ def _unsharded(model: torch.nn.Module) -> Iterator[None]:
     )
 
     moves = all(module.compute_device.type != "cpu" for module in inside)
-    with FullyShardedDataParallel.state_dict_type(
+    return FullyShardedDataParallel.state_dict_type(
         model,
         StateDictType.FULL_STATE_DICT,
         FullStateDictConfig(offload_to_cpu=moves, rank0_only=moves),
         FullOptimStateDictConfig(offload_to_cpu=moves, rank0_only=moves),
-    ):
-        yield
+    )
 
 
 def _of_sharded(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:

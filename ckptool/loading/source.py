@@ -89,7 +89,7 @@ class State:
         return self.tree.path
 
     @cached_property
-    def metadata(self) -> Mapping[str, Any] | None:
+    def metadata(self) -> dict[str, Any] | None:
         """Its `_metadata`: module path to version; None where it has none.
 
         Some wrappers keep their component out of the names but not out of this: a module inside
@@ -98,8 +98,11 @@ class State:
         held = self.root.metadata
         if not isinstance(held, Mapping):
             return None
-        given = self._made_metadata(held)
-        made = {path: entry for path, entry in given.items() if isinstance(path, str)}
+        made = {
+            path: {key: self._made_fact(fact) for key, fact in entry.items()}
+            for path, entry in held.items()
+            if isinstance(path, str) and isinstance(entry, Mapping)
+        }
         holders = {name.rpartition(".")[0] for name in self.slots}
         inside = {
             clean: entry
@@ -108,12 +111,9 @@ class State:
         }
         return {**made, **inside}
 
-    def _made_metadata(self, held: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        entries = [entry for entry in held.values() if isinstance(entry, Mapping)]
-        plain = len(entries) == len(held) and all(
-            isinstance(value, int | str | None) for entry in entries for value in entry.values()
-        )  # versions, as torch writes them: nothing has to be made, and torch is not imported
-        return {path: dict(entry) for path, entry in held.items()} if plain else self.made(held)
+    def _made_fact(self, fact: Any) -> Any:
+        """Make what is no version: torch is not imported for these."""
+        return fact if isinstance(fact, int | str | None) else self.made(fact)
 
     def lay_out(self, layouts: Iterable[Layout]) -> None:
         """Put the axes of tensors in another order. Nothing is read or moved."""

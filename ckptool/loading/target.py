@@ -58,12 +58,10 @@ class Target(NamedTuple):
 
     def custom_holder(self, name: str) -> str | None:
         """Return the class of the innermost custom module that a name lies in, if one does."""
-        while self.custom:
+        while name:
             name = name.rpartition(".")[0]
             if name in self.custom:
                 return self.custom[name]
-            if not name:
-                break
         return None
 
 
