@@ -87,14 +87,9 @@ class _Naming:
     """By new name, the names of the model that are one tensor with it and not in the file."""
 
     @property
-    def report(self) -> MatchReport:
-        """What fits."""
-        return self.fit.report
-
-    @property
     def _gone(self) -> frozenset[str]:
         """Names that the model does not take; not plain values that stand beside the tensors."""
-        report, stays = self.report, {*self.fit.undecided.values()}
+        report, stays = self.fit.report, {*self.fit.undecided.values()}
         names = {name for name, _ in report.left_out} | {*report.unexpected_keys}
         names |= {one.own for one in report.mismatched}
         return frozenset((names & self.names.keys()) - stays)
@@ -117,7 +112,7 @@ class _Naming:
             plan.instead[id(part.holder)] = self._completed(
                 plan, holder, frozenset(self.names[name] for name in gone)
             )
-        for one in self.report.layouts:
+        for one in self.fit.report.layouts:
             node = part.node[one.own]
             plan.instead[id(node)] = node.permuted(one.axes)
         plan.changes.extend(self._changes())
@@ -146,7 +141,7 @@ class _Naming:
         return remade(holder, made)
 
     def _changes(self) -> Iterator[Change]:
-        report, inside = self.report, where(self.part.path)
+        report, inside = self.fit.report, where(self.part.path)
         wrong = [one.name for one in report.mismatched]
         for renaming in report.renamed:
             many = len(renaming.names)

@@ -40,6 +40,7 @@ import os
 import re
 import sys
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ class CheckpointError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive a pickle between processes, keyword-only arguments and all."""
-        return (_rebuild, (type(self), self.message, self.file, self.remedy or self.hint))
+        hint = self.remedy or self.hint
+        return partial(type(self), self.message, file=self.file, hint=hint), ()
 
 
 def without_query(file: str) -> str:
@@ -145,12 +147,6 @@ def without_query(file: str) -> str:
 def _names(message: str, file: str) -> bool:
     """Return whether the file is named in the message, not only as a part of a word."""
     return re.search(rf"(?<![\w./-]){re.escape(file)}(?![\w/-])", message) is not None
-
-
-def _rebuild(
-    kind: type[CheckpointError], message: str, file: str | None, hint: str | Remedy | None
-) -> CheckpointError:
-    return kind(message, file=file, hint=hint)
 
 
 class UnreadableFile(CheckpointError):

@@ -411,11 +411,8 @@ class TensorRef(Result):
     @property
     def has_content(self) -> bool:
         """Whether it is a plain array of elements with bytes behind it (`content` works)."""
-        return (
-            self.storage is not None
-            and self.storage.data is not None
-            and (self.kind in STRIDED_KINDS)
-        )
+        stored = self.storage is not None and self.storage.data is not None
+        return stored and self.kind in STRIDED_KINDS
 
     @property
     def class_name(self) -> str:
@@ -476,13 +473,7 @@ class TensorRef(Result):
             return self.data
         from ckptool.files.computed import gathered  # as in `content`
 
-        return gathered(
-            self._stored(),
-            itemsize=self.itemsize,
-            shape=self.sizes,
-            stride=self.stride,
-            offset=self.offset,
-        )
+        return gathered(self._stored(), **self._view)
 
     def content(self) -> Iterator[bytes]:
         """Return the elements in row-major order, little-endian, conjugated and negated, in blocks.
@@ -496,13 +487,7 @@ class TensorRef(Result):
         from ckptool.files.strided import flip_signs, row_major, swap_bytes
 
         dtype = BY_NAME[self.dtype]
-        blocks = row_major(
-            self._stored(),
-            itemsize=dtype.itemsize,
-            shape=self.sizes,
-            stride=self.stride,
-            offset=self.offset,
-        )
+        blocks = row_major(self._stored(), **self._view)
         if self.storage is not None and self.storage.byteorder == "big":
             blocks = (swap_bytes(block, dtype.swap_size) for block in blocks)
         if self.flags:
@@ -552,6 +537,12 @@ class TensorRef(Result):
             raise UsageError(f"a {self.kind} tensor cannot be {verb}")
         if self.dtype in PACKED:
             raise UsageError(f"a {self.dtype} tensor cannot be {verb}: its elements share bytes")
+
+    @property
+    def _view(self) -> dict[str, Any]:
+        """What it is of its storage, as the functions of `files` take it."""
+        place = {"shape": self.sizes, "stride": self.stride, "offset": self.offset}
+        return {"itemsize": self.itemsize, **place}
 
     def _stored(self) -> ByteRange:
         if not self.has_content or self.storage is None or self.storage.data is None:

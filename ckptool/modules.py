@@ -198,15 +198,11 @@ def own_tensors(module: Opaque) -> dict[Any, Any]:
     attributes = module.attributes
     passing = _items_of_set(attributes.get("_non_persistent_buffers_set"))
     buffers = attributes.get("_buffers", {}).items()
-    return {
-        name: value
-        for group in (
-            attributes.get("_parameters", {}),
-            {name: value for name, value in buffers if name not in passing},
-        )
-        for name, value in group.items()
-        if value is not None and isinstance(name, str)
-    }
+    named = (
+        *attributes.get("_parameters", {}).items(),
+        *(pair for pair in buffers if pair[0] not in passing),
+    )
+    return {name: one for name, one in named if one is not None and isinstance(name, str)}
 
 
 def child_modules(module: Opaque) -> dict[Any, Opaque]:
@@ -221,10 +217,8 @@ def _items_of_set(node: Any) -> tuple[Any, ...]:
     """Return the items of a pickled set, whatever protocol spelled it."""
     if not isinstance(node, Opaque):
         return ()
-    items: list[Any] = []
-    if isinstance(node.args, tuple) and node.args and isinstance(node.args[0], (list, tuple)):
-        items.extend(node.args[0])
-    for kind, value in node.steps:
-        if kind in ("add", "append"):
-            items.extend(value)
-    return tuple(items)
+    given = node.args[:1] if isinstance(node.args, tuple) else ()
+    added = (value for kind, value in node.steps if kind in ("add", "append"))
+    return tuple(
+        item for held in (*given, *added) if isinstance(held, (list, tuple)) for item in held
+    )

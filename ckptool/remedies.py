@@ -40,16 +40,17 @@ class Remedy(NamedTuple):
         """`rules=['a=>b'], allow_missing=True`, or of two ways each in backticks of its own."""
         return self.told(lambda name, given: f"{name}={_value(given)}", ", ")
 
-    def told(self, spelled: Callable[[str, Given], str], between: str) -> str:
+    def told(
+        self, spelled: Callable[[str, Given], str], between: str, tick: str | None = None
+    ) -> str:
         """Return the text, its arguments as they are spelled, with something between any two."""
-        return self._told(spelled, between, "`" if self != Remedy(self.arguments) else "")
-
-    def _told(self, spelled: Callable[[str, Given], str], between: str, tick: str) -> str:
+        if tick is None:
+            tick = "`" if self != Remedy(self.arguments) else ""
         given = between.join(spelled(name, value) for name, value in self.arguments)
         tick_here = "" if self.to_fill_in else tick
         fence = 2 * tick_here if "`" in given else tick_here
         own = f"{fence}{given}{fence}{self.note}" if given else self.note
-        others = (other._told(spelled, between, tick) for other in self.instead)
+        others = (other.told(spelled, between, tick) for other in self.instead)
         return self.lead + "; or ".join(filter(None, (own, *others)))
 
     def with_names(self, names: Mapping[str, str]) -> Remedy:
@@ -76,14 +77,10 @@ def together(remedies: Iterable[Remedy]) -> Remedy:
 
 
 def _both(one: Given, other: Given) -> Given:
-    if isinstance(one, (str, tuple)) and isinstance(other, (str, tuple)):
-        every = (value for given in (one, other) for value in _texts(given))
-        return tuple(dict.fromkeys(every))
+    one, other = ((given,) if isinstance(given, str) else given for given in (one, other))
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return tuple(dict.fromkeys((*one, *other)))
     return one if isinstance(one, bool) else other
-
-
-def _texts(given: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else given
 
 
 def _value(given: Given) -> str:

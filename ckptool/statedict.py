@@ -112,7 +112,7 @@ class Section(Result):
         return tuple(self.apart)
 
     def tensors(self) -> list[tuple[Path, TensorRef]]:
-        """Yield the section's tensors with their paths from the root, in the order of the file."""
+        """Return the section's tensors with their paths from the root, in the order of the file."""
         if self.kind == "values":
             leaves = iter(self.node.items())
         else:
@@ -391,7 +391,13 @@ def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
         if not found and (weights := _weights_at(checkpoint.root)):
             return Section((), "state_dict", weights, weights)
         return _only(checkpoint, found, where)
-    path, node = resolve(checkpoint, key, accept=_may_hold_models)
+    path, node = resolve(
+        checkpoint,
+        key,
+        lambda one: (
+            isinstance(one, (list, tuple)) or is_module(one) or _mapping_of(one) is not None
+        ),
+    )
     section = _classified(path, node, {})
     if section is not None and section.kind in MODEL_KINDS:
         return section
@@ -400,10 +406,6 @@ def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
     if not below and mapping is not None and is_flat(mapping):
         return Section(path, "state_dict", mapping, node)
     return _only(checkpoint, below, repr(printable(name_of(path))))
-
-
-def _may_hold_models(node: Any) -> bool:
-    return isinstance(node, (list, tuple)) or (_mapping_of(node) is not None or is_module(node))
 
 
 def is_flat(node: Any) -> bool:

@@ -58,7 +58,7 @@ _HOLDERS = frozenset((dict, OrderedMap, list, tuple, Size, Opaque))
 def everything(root: Any) -> Iterator[Any]:
     """Yield `root` and every node below it once, plain values left out.
 
-    Unlike `paths.walk` it looks into objects, keys, and what tensors are made of (not their
+    Unlike `walk` it looks into objects, keys, and what tensors are made of (not their
     storages).
     """
     seen: set[int] = set()
@@ -290,14 +290,10 @@ def settled(root: Any) -> Any:
     )
 
 
-Leaf = Any
 Entries = Iterator[tuple[Any, Any]]
 
 _CONTAINERS = (dict, list, tuple, Opaque)
-_LEAF_TYPES = frozenset((
-    bool, int, float, complex, str, type(None), bytes, bytearray,
-    TensorRef, StorageRef, Storage, DeviceValue, Global,
-))  # fmt: skip
+_LEAF_TYPES = _PLAIN | {TensorRef, StorageRef, Storage, DeviceValue}
 _MISSING = object()
 
 
@@ -334,7 +330,7 @@ def walk(
     root: Any,
     limits: Limits = DEFAULT_LIMITS,
     enter: Callable[[Path, Any], bool] | None = None,
-) -> Iterator[tuple[Path, Leaf]]:
+) -> Iterator[tuple[Path, Any]]:
     """Yield every listed leaf with its path, in the order of the file.
 
     Leaves are tensors, plain values and objects. A pickled module gives the tensors that its

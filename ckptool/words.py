@@ -19,7 +19,6 @@ __all__ = [
 ]
 
 _LONGEST = 160  # characters of one name in a message
-_NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def clean(text: str) -> str:
@@ -42,14 +41,9 @@ def clean_lines(text: str) -> str:
 
 
 def _visible(character: str) -> str:
-    if character.isprintable():
-        return character
-    code = ord(character)
-    if character in _NAMED:
-        return _NAMED[character]
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return (
+        character if character.isprintable() else str(character.encode("unicode_escape"), "ascii")
+    )
 
 
 def printable(text: str) -> str:
