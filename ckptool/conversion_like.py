@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from ckptool.loading.target import Target
 from ckptool.matching import Allowance, MatchReport
 from ckptool.matching.layouts import Choices
 from ckptool.model import Opaque, remade
-from ckptool.names import Rename, bare_names
+from ckptool.names import bare_names
 from ckptool.remedies import Remedy
 from ckptool.statedict import (
     MODEL_KINDS,
@@ -105,8 +105,7 @@ class _Naming:
                 file=plan.file or None,
                 hint="--model-only makes a state dict of it",
             )
-        told = {name: new for name, new in self.names.items() if name not in gone}
-        plan.rename(part, list(self.names), renamed, _rename_module(told))
+        plan.rename(part, list(self.names), renamed)
         if part.kind != "module" and (gone or self.mates):
             holder = plan.instead.get(id(part.holder), part.holder)
             plan.instead[id(part.holder)] = self._completed(
@@ -220,52 +219,6 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
             refused.advise(Remedy((("key", name),), " takes the state dict alone that fits"))
             break
     raise refused
-
-
-def _rename_module(names: Mapping[str, str]) -> Rename:
-    """Return where modules without names go: with the nearest one above that has some.
-
-    One inside a module that is no more, as a parametrization that becomes a plain weight, is no
-    more either: it goes to what took its place, whose own entry stands there.
-    """
-    moved: dict[str, str] = {}
-    for name, new in names.items():
-        path, target = name.rpartition(".")[0], new.rpartition(".")[0]
-        while len(moved.get(path, f"{target}.")) > len(target):
-            moved[path] = target
-            apart = path.rpartition(".")[2] != target.rpartition(".")[2]
-            if apart or not path or not target:
-                break
-            path, target = path.rpartition(".")[0], target.rpartition(".")[0]
-
-    own: dict[str, str] = {}
-    for path in sorted(moved, key=len):
-        own.setdefault(moved[path], path)
-    before, after = _modules(names), _modules(names.values())
-
-    def rename(path: str) -> str:
-        above, rest = path, ""
-        while above not in moved:
-            if not above:
-                return path
-            above, _, last = above.rpartition(".")
-            rest = f".{last}{rest}"
-        new = f"{moved[above]}{rest}".removeprefix(".")
-        gone = own[moved[above]] != above or (path in before and new not in after)
-        return moved[above] if gone else new
-
-    return rename
-
-
-def _modules(names: Iterable[str]) -> set[str]:
-    """Return the paths of all modules above the names."""
-    seen: set[str] = set()
-    for name in names:
-        path = name.rpartition(".")[0]
-        while path and path not in seen:
-            seen.add(path)
-            path = path.rpartition(".")[0]
-    return seen
 
 
 def _as_bare(own: list[str], namings: Iterable[_Naming]) -> dict[str, str]:

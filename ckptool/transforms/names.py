@@ -67,16 +67,20 @@ _OWN_STAYS, _MOVES, _STAYS, _LOOSE_MOVES, _LOOSE_STAYS = range(5)
 
 
 def moved_metadata(
-    metadata: dict[Any, Any], names: Mapping[str, str], rename_module: Rename
+    metadata: dict[Any, Any], names: Mapping[str, str], rename_module: Rename | None = None
 ) -> dict[Any, Any]:
     """`_metadata` under the new paths.
 
     A module goes where the names below it go, `names` being old to new, those that stay as well;
     its entry is kept for each path where they go apart. One without names goes where
-    `rename_module` says. An entry that moves replaces that of a container it moves to. The root,
-    and any other module that comes to stand inside a new one, gives that an entry of version 1.
+    `rename_module` says; if None, with the nearest one above, and modules that become a part of
+    another one (a parametrization, a plain weight) go. An entry that moves replaces that of a
+    container it moves to. The root, and any other module that comes to stand inside a new one,
+    gives that an entry of version 1.
     """
     found = _followed(metadata, names)
+    if rename_module is None:
+        rename_module, metadata = _with_nearest(found), _without_merged(metadata, names, found)
     targets = {
         path: found[path] if path in found else _loose(path, rename_module) for path in metadata
     }
@@ -108,6 +112,29 @@ def _followed(metadata: Mapping[Any, Any], names: Mapping[str, str]) -> dict[str
                 break
             path, new, own = _parent(path), _parent(new), False
     return found
+
+
+def _with_nearest(found: Mapping[str, Targets]) -> Rename:
+    def rename(path: str) -> str:
+        above = path
+        while above and above not in found:
+            above = _parent(above)
+        ranks, rest = found.get(above, {above: 0}), path[len(above) :].removeprefix(".")
+        return f"{min(ranks, key=ranks.__getitem__)}.{rest}".removeprefix(".")
+
+    return rename
+
+
+def _without_merged(
+    metadata: dict[Any, Any], names: Mapping[str, str], found: Mapping[str, Targets]
+) -> dict[Any, Any]:
+    """Return `_metadata` without the modules whose paths become those of modules above them."""
+    first: dict[Any, str] = {}
+    for path in sorted(found, key=len):
+        for new in found[path]:
+            first.setdefault(new, path)
+    own = set(first.values())
+    return remaining_metadata(metadata, names, (one for one in names if _parent(one) in own))
 
 
 def _loose(path: Any, rename_module: Rename) -> Targets:
@@ -203,12 +230,16 @@ class NamePlan:
         self._namings.append((frozenset(names), renamed))
 
     def rename(
-        self, part: Section, names: list[str], renamed: dict[str, str], rename_module: Rename
+        self,
+        part: Section,
+        names: list[str],
+        renamed: dict[str, str],
+        rename_module: Rename | None = None,
     ) -> None:
         """Plan a state dict under its new names, `_metadata` too.
 
-        `names` are all of the model's own, `renamed` those that change; `rename_module` does the
-        same to the path of a module without names.
+        `names` are all of the model's own, `renamed` those that change; `rename_module` is
+        that of `moved_metadata`.
 
         Raises:
             NameCollision: two entries would get one name.
