@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -223,11 +223,10 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
 
 def _as_bare(own: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
     """Return new names for an optimizer that has a state dict's names only without wrappers."""
-    with suppress(NameCollision):
-        bare = bare_names(own)
-        for naming in namings:
-            theirs = bare_names(naming.names)
-            new = {theirs[name]: new for name, new in naming.names.items()}
-            if not new.keys().isdisjoint(bare.values()):
-                return {n: new[b] for n, b in bare.items() if b in new and new[b] != n}
+    bare = bare_names(own)
+    for naming in namings:
+        theirs = bare_names(naming.names)
+        new = {theirs[name]: new for name, new in naming.names.items()}
+        if not new.keys().isdisjoint(bare.values()):
+            return {n: new[b] for n, b in bare.items() if b in new and new[b] != n}
     return {}

@@ -153,12 +153,12 @@ def strip_names(
 
 
 def bare_names(names: Collection[str]) -> dict[str, str]:
-    """Return each name with the same name without wrapper components.
-
-    Raises:
-        NameCollision: two names would become one.
-    """
-    return {**{name: name for name in names}, **strip_names(names).renamed}
+    """Return each name with the same without wrappers; all keep theirs if two would become one."""
+    try:
+        renamed = strip_names(names).renamed
+    except NameCollision:
+        renamed = {}
+    return {name: renamed.get(name, name) for name in names}
 
 
 def _checked_kinds(only: str | Sequence[str] | None) -> tuple[str, ...]:

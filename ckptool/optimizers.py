@@ -6,14 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ckptool.errors import NameCollision
 from ckptool.model import Shape, TensorRef
-from ckptool.names import strip_names
 from ckptool.statedict import MOMENTS, Section, noted_owners
 
 __all__ = [
     "OPTIONS",
-    "bare_names",
     "groups_of",
     "model_of",
     "names_in",
@@ -57,15 +54,6 @@ def names_in(section: Section) -> list[str]:
     if len(names) != len(keys):
         names = [key for key in keys if isinstance(key, str)]
     return names if len(names) == len(keys) else []
-
-
-def bare_names(names: list[str]) -> list[str]:
-    """Return the names without wrapper prefixes, or as they are if two would become equal."""
-    try:
-        renamed = strip_names(names).renamed
-    except NameCollision:
-        return names
-    return [renamed.get(name, name) for name in names]
 
 
 def _texts(group: dict[Any, Any]) -> list[str]:

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import Like
-from ckptool.errors import NameCollision
 from ckptool.loading.target import Target
 from ckptool.model import TensorRef
-from ckptool.names import families, strip_names
+from ckptool.names import bare_names, families
 from ckptool.statedict import Section, likely_models, model_state_dict, wrapped_names
 from ckptool.symbolic.encoder import blockers
 from ckptool.words import printable
@@ -176,12 +175,7 @@ def unwrapped(section: Section) -> dict[str, str]:
 
     If two names would become equal, all keep their wrappers.
     """
-    names = wrapped_names(section.node)
-    try:
-        renamed = strip_names(names).renamed
-    except NameCollision:
-        renamed = {}
-    return {name: renamed.get(name, name) for name in names}
+    return bare_names(wrapped_names(section.node))
 
 
 def names_of(names: Iterable[str], most: int = _MOST_PLACES) -> tuple[str, ...]:

@@ -29,8 +29,8 @@ from ckptool.matching.align import is_average_counter
 from ckptool.matching.judging import difference
 from ckptool.matching.known_renames import MERGE
 from ckptool.model import Shape
-from ckptool.names import BUFFER_NAMES
-from ckptool.optimizers import bare_names, groups_of, model_of, names_in, shapes_in
+from ckptool.names import BUFFER_NAMES, bare_names
+from ckptool.optimizers import groups_of, model_of, names_in, shapes_in
 from ckptool.statedict import Section
 from ckptool.tree import distinct
 from ckptool.words import are, counted, listed, printable
@@ -323,7 +323,8 @@ def _against_model(section: Section, weights: dict[str, Shape]) -> Iterator[Foun
         text = "of the optimizer have shapes that no parameter of the model has"
         yield _misfit(section, f"{counted(foreign.total(), 'state')} {text}")
     elif len(order) == len(weights) and len(section.node["param_groups"]) == 1:
-        names = bare_names(names_in(section))
+        own = names_in(section)
+        names = list(map(bare_names(own).__getitem__, own))
         if names and set(names) != set(weights):
             return
         shapes = [weights[name] for name in names] if names else list(weights.values())

@@ -11,12 +11,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CorruptFile, LimitExceeded, NameCollision, UsageError
+from ckptool.errors import CorruptFile, LimitExceeded, UsageError
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
 from ckptool.files.source import Told
@@ -25,7 +24,7 @@ from ckptool.formats.safetensors_header import parse_json
 from ckptool.inspection.reading import content_hashes
 from ckptool.inspection.values import documented, json_path, shape_text
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.names import strip_names
+from ckptool.names import bare_names
 from ckptool.tree import name_of
 from ckptool.words import are, counted, listed
 
@@ -228,9 +227,7 @@ def _groups(tensors: Iterable[HashedTensor], taken: Container[_Place]) -> dict[_
     for one in tensors:
         groups.setdefault(one.path[:-1], {})[one.path[-1] if one.path else ""] = one
     for place, group in groups.items():
-        renamed: Mapping[Any, str] = {}
-        with suppress(NameCollision):
-            renamed = strip_names([own for own in group if isinstance(own, str)]).renamed
+        renamed: Mapping[Any, str] = bare_names([own for own in group if isinstance(own, str)])
         groups[place] = {
             renamed.get(own, own): one for own, one in group.items() if one.path not in taken
         }

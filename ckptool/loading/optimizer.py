@@ -28,7 +28,8 @@ from ckptool.matching import Allowance, Cast, OptimizerReport, Slot, matched
 from ckptool.matching.judging import escaped_glob
 from ckptool.matching.slots import holds
 from ckptool.model import TensorRef
-from ckptool.optimizers import OPTIONS, bare_names, groups_of, model_of, names_in, options_of
+from ckptool.names import bare_names
+from ckptool.optimizers import OPTIONS, groups_of, model_of, names_in, options_of
 from ckptool.optimizers import shape_of as shape_kept
 from ckptool.remedies import Remedy
 from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, with_numbers
@@ -502,7 +503,8 @@ class _Maker(NamedTuple):
 
     def _groups(self, optimizer: Any) -> Iterator[dict[str, Any]]:
         """Yield the groups with the options of the file, and options that the file lacks."""
-        names = bare_names(self.wanted.names)
+        bare = bare_names(self.wanted.names)
+        names = [bare[name] for name in self.wanted.names]
         numbers = iter(range(len(names)))
         every: list[Mapping[Any, Any]] = [{}] * len(optimizer.param_groups)
         if self.groups is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
@@ -27,7 +27,7 @@ from ckptool.formats import format_of
 from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded, ungathered
 from ckptool.model import OrderedMap
 from ckptool.names import N_AVERAGED, WRAPPERS, Rename, check_collisions, strip_names
-from ckptool.optimizers import bare_names as without_wrappers
+from ckptool.names import bare_names as without_wrappers
 from ckptool.statedict import OF_THE_MODEL, is_extra_state, model_state_dict
 from ckptool.tensors.live import frozen
 from ckptool.tensors.runtime import require_torch
@@ -533,8 +533,8 @@ def _own_names(groups: list[dict[str, Any]]) -> list[list[str]] | None:
     names: list[list[str]] = [group.get("param_names") or [] for group in groups]
     if any(len(own) != len(group["params"]) for own, group in zip(names, groups, strict=True)):
         return None
-    bare = iter(without_wrappers([name for own in names for name in own]))
-    return [list(islice(bare, len(own))) for own in names]
+    bare = without_wrappers([name for own in names for name in own])
+    return [[bare[name] for name in own] for own in names]
 
 
 # FullyShardedDataParallel (the first: the parameters of `fully_shard` are DTensors)

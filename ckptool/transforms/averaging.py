@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
-from ckptool.errors import AmbiguousName, NameCollision, NotFound, UsageError
+from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.hollow import refuse_hollow
 from ckptool.model import Storage, TensorRef, over_elements, remade, row_major_strides
 from ckptool.names import N_AVERAGED, bare_names
@@ -353,10 +353,7 @@ def _named_as(first: Names, other: Names) -> Names:
     """Give the tensors of another file the names of the first, where wrappers alone differ."""
     if first.keys() == other.keys():
         return other
-    try:
-        mine, others = bare_names(first), bare_names(other)
-    except NameCollision:
-        return other
+    mine, others = bare_names(first), bare_names(other)
     names = {bare: name for name, bare in mine.items()}
     bare = {others[name]: tensor for name, tensor in other.items()}
     fits = names.keys() ^ bare.keys() <= {N_AVERAGED}
