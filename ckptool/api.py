@@ -95,12 +95,14 @@ def report(
         TargetExists, WriteError: nothing was written; the target exists, or is a source.
     """
     from ckptool.comparison import report as reports
-    from ckptool.render.page import check_page_target, write_page  # a list needs no page
+    from ckptool.render.page import write_page  # a list needs no page
+    from ckptool.writing.target import check_target
 
     with ExitStack() as stack:
         sources = [source] if other is None else [source, other]
         files = [stack.enter_context(opened(one)) for one in sources]
-        check_page_target(files, target, overwrite=overwrite)
+        for file in files:  # before anything is read
+            check_target(file, target, overwrite=overwrite, in_place=False)
         found = reports.report(*files, key=key, values=values, progress=progress)
         return write_page(found, target, files, overwrite=overwrite)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import click
 
 from ckptool.cli.options import Decorator, together
 from ckptool.errors import MatchError
-from ckptool.matching import Allowance
 from ckptool.remedies import Remedy
 from ckptool.transforms import regex_rule
 
@@ -37,7 +35,9 @@ class Allowing(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words twice: the first time to count those that are left over."""
-        bare = _bare(args)
+        options = {f"--{name.replace('_', '-')}" for name in _WORDS}
+        end = args.index("--") if "--" in args else len(args)
+        bare = [at for at, word in enumerate(args[:end]) if word in options]
         every = [f"{word}={_EVERY}" if at in bare else word for at, word in enumerate(args)]
         given, left_over, _ = self.make_parser(ctx).parse_args(args=list(every))
         files = given.get("sources")
@@ -45,36 +45,26 @@ class Allowing(click.Command):
             left_over = list(files)[1 if given.get("output") else 2 :]
             bare = [at for at in bare if not os.path.lexists("".join(args[at + 1 : at + 2]))]
         likely = [at for at in bare if args[at + 1 : at + 2] and not args[at + 1].startswith("-")]
-        likely.sort(key=lambda at: _likeness(args[at + 1]))
+        # globs come before names, and names before files
+        likely.sort(
+            key=lambda at: (not set(_GLOB) & set(args[at + 1]), os.path.lexists(args[at + 1]))
+        )
         for at in sorted(likely[: len(left_over)], reverse=True):
             every[at : at + 2] = [f"{args[at]}={args[at + 1]}"]
         return super().parse_args(ctx, every)
 
 
-def _bare(args: list[str]) -> list[int]:
-    """Return the positions of `--allow-` options without `=`."""
-    options = {f"--{name.replace('_', '-')}" for name in _WORDS}
-    end = args.index("--") if "--" in args else len(args)
-    return [at for at, word in enumerate(args[:end]) if word in options]
-
-
-def _likeness(word: str) -> tuple[bool, bool]:
-    """Return a sort key by which globs come before names, and names before files."""
-    return not any(mark in word for mark in _GLOB), os.path.lexists(word)
-
-
-def _repeatable(option: str, metavar: str, help: str) -> Decorator:
-    return click.option(option, multiple=True, metavar=metavar, help=help)
+def _repeatable(option: str, metavar: str, help: str, **more: Any) -> Decorator:
+    return click.option(option, multiple=True, metavar=metavar, help=help, **more)
 
 
 def allowance_options(*, casts: bool = True) -> Decorator:
     """Return the options about what may differ from the model, for a command that is `Allowing`.
 
-    The verb gets `--allow-missing` and so on, with `--min-coverage`, as one `allowance`, next to
-    `transpose` and `no_transpose`. Without `casts` there is no `--allow-lossy-cast`.
+    The verb gets `allow_missing` and so on, each a tuple of globs, True for all names, or False.
+    Without `casts` there is no `--allow-lossy-cast`.
     """
-    words = {name: text for name, text in _WORDS.items() if casts or name != "allow_lossy_cast"}
-    options = together(
+    return together(
         _repeatable(
             "--transpose",
             "GLOB[=AXES]",
@@ -89,8 +79,10 @@ def allowance_options(*, casts: bool = True) -> Decorator:
                 f"--{name.replace('_', '-')}",
                 "[GLOB]",
                 f"{text} Repeatable; all without GLOB.",
+                callback=lambda _, __, globs: True if _EVERY in globs else globs or False,
             )
-            for name, text in words.items()
+            for name, text in _WORDS.items()
+            if casts or name != "allow_lossy_cast"
         ),
         click.option(
             "--min-coverage",
@@ -99,20 +91,6 @@ def allowance_options(*, casts: bool = True) -> Decorator:
             help="The smallest share of the model's parameters that must match: 0.9.",
         ),
     )
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def gathered(**given: Any) -> Any:
-            globs = {name.removeprefix("allow_"): given.pop(name) for name in words}
-            allowed: dict[str, Any] = {
-                name: True if _EVERY in found else found or False for name, found in globs.items()
-            }
-            allowance = Allowance(min_coverage=given.pop("min_coverage"), **allowed)
-            return function(allowance=allowance, **given)
-
-        return options(gathered)
-
-    return decorate
 
 
 @contextmanager

@@ -350,8 +350,8 @@ def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
             cli.main(words, prog_name="ckptool")
         try:
             with cli.make_context("ckptool", list(words)) as context:
-                context.meta[WORDS] = words
-                context.call_on_close(lambda: settled.update(context.meta))
+                settled = context.meta
+                settled[WORDS] = words
                 cli.invoke(context)
         except click.exceptions.Exit as exit_:
             settled[EXIT_CODE] = exit_.exit_code

@@ -33,7 +33,6 @@ from ckptool.cli.options import (
 )
 from ckptool.conversion import Conversion
 from ckptool.errors import UsageError
-from ckptool.matching import Allowance
 from ckptool.writing import in_folder, is_folder, target_format
 
 __all__ = ["command"]
@@ -179,7 +178,6 @@ def command(
     strict: bool,
     like: str | None,
     salvage: bool,
-    allowance: Allowance,
     target: Target,
     **changes: Any,
 ) -> None:
@@ -205,10 +203,6 @@ def command(
         device_map=parsed_rules(device_map),
         keep=tuple(parsed_keep(keep)),
         like=None if like is None else referred(like),
-        allow_missing=allowance.missing,
-        allow_unexpected=allowance.unexpected,
-        allow_mismatched=allowance.mismatched,
-        min_coverage=allowance.min_coverage,
         **changes,
     )
 

@@ -75,9 +75,10 @@ def command(
     prefixes: tuple[str, ...],
     transpose: tuple[str, ...],
     no_transpose: tuple[str, ...],
-    allowance: Allowance,
+    min_coverage: float | None,
     no_fold: bool,
     screen: Screen,
+    **allowed: Any,
 ) -> None:
     """Check whether a checkpoint fits a model, and with which renames.
 
@@ -102,7 +103,8 @@ def command(
         applied = tuple(_applied(regexes, state))
         is_module = state.section.kind == "module"
     report = plan.report
-    judgement = allowance.judged(report)
+    globs = {name.removeprefix("allow_"): given for name, given in allowed.items()}
+    judgement = Allowance(min_coverage=min_coverage, **globs).judged(report)
     settle(0 if judgement.accepted else 1)
     if screen.as_json:
         print_document({**report.to_dict(), **_document(judgement)})
@@ -119,10 +121,8 @@ def command(
         "key": key,
         "like_key": like_key,
         "rename": applied,
-        "allow_missing": allowance.missing,
-        "allow_unexpected": allowance.unexpected,
-        "allow_mismatched": allowance.mismatched,
-        "min_coverage": allowance.min_coverage,
+        **{f"allow_{name}": globs[name] for name in ("missing", "unexpected", "mismatched")},
+        "min_coverage": min_coverage,
         "transpose": transpose,
         "no_transpose": no_transpose,
         "model_only": is_module,

@@ -173,20 +173,35 @@ _SCREEN_OPTIONS = (
 )
 
 
-def screen_options(*, fmt: bool = False) -> Decorator:
-    """Return the options about output, which the verb gets as one `screen`."""
+def gathered(
+    name: str, make: Callable[[dict[str, Any]], Any], *options: Callable[[Any], Any]
+) -> Decorator:
+    """Return a decorator for options that the verb gets as one argument `name`.
+
+    `make` takes them out of all arguments, and returns the value of the one.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def gathered(**given: Any) -> Any:
-            screen = Screen(given.pop("as_json"), given.pop("quiet"), given.pop("fmt", None))
-            if screen.fmt and screen.as_json:
-                raise UsageError("--fmt and --json cannot be combined")
-            return function(screen=screen, **given)
+        def call(**given: Any) -> Any:
+            made = make(given)
+            return function(**{name: made}, **given)
 
-        return together(*([_fmt_option] if fmt else []), *_SCREEN_OPTIONS)(gathered)
+        return together(*options)(call)
 
     return decorate
+
+
+def _screen(given: dict[str, Any]) -> Screen:
+    screen = Screen(given.pop("as_json"), given.pop("quiet"), given.pop("fmt", None))
+    if screen.fmt and screen.as_json:
+        raise UsageError("--fmt and --json cannot be combined")
+    return screen
+
+
+def screen_options(*, fmt: bool = False) -> Decorator:
+    """Return the options about output, which the verb gets as one `screen`."""
+    return gathered("screen", _screen, *([_fmt_option] if fmt else []), *_SCREEN_OPTIONS)
 
 
 def _globs(include: str, exclude: str) -> Decorator:
@@ -294,25 +309,20 @@ def _new_file(destination: str, output: str | None, in_place: bool) -> str:
     return destination
 
 
+def _target(given: dict[str, Any]) -> Target:
+    if (destination := given.pop("destination", None)) is not None:
+        given["output"] = _new_file(destination, given["output"], given["in_place"])
+    names = given.keys() & Target.__dataclass_fields__
+    return Target(**{name: given.pop(name) for name in names})
+
+
 def target_options(*, place: bool = True) -> Decorator:
     """Return the options of a verb that writes, which the verb gets as one `target`.
 
     `place` adds -o, --in-place and a second argument, a file to write that does not exist.
     """
     chosen = (_DESTINATION, *_PLACE_OPTIONS, *_TARGET_OPTIONS) if place else _TARGET_OPTIONS
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def gathered(**given: Any) -> Any:
-            if (destination := given.pop("destination", None)) is not None:
-                given["output"] = _new_file(destination, given["output"], given["in_place"])
-            names = given.keys() & Target.__dataclass_fields__
-            target = Target(**{name: given.pop(name) for name in names})
-            return function(target=target, **given)
-
-        return together(*chosen)(gathered)
-
-    return decorate
+    return gathered("target", _target, *chosen)
 
 
 def parsed_rules(rules: Sequence[str]) -> dict[str, str]:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptool.cli.console import Screen, flush, print_lines
 from ckptool.render.training import (
     end_lines,
     epoch_line,
+    event_line,
     heading,
     progress_text,
-    resumed_line,
-    started_line,
     stopped_line,
     trace_line,
-    trained_line,
     validating_text,
 )
 from ckptool.trainer.config import TrainConfig
@@ -31,12 +29,13 @@ from ckptool.trainer.events import (
     Traced,
     Validating,
 )
-from ckptool.words import clean
 
 if TYPE_CHECKING:
     from ckptool.trainer import TrainResult
 
 __all__ = ["Teller"]
+
+Event = TypeVar("Event")
 
 
 class Teller(Observer):
@@ -46,12 +45,8 @@ class Teller(Observer):
         """Store the options; `rank` is None in a process that no launcher started."""
         self._config, self._screen, self._rank = config, screen, rank
         self._bar = screen.progress()
-        self._started: Started | None = None
-        self._resumed: Resumed | None = None
+        self._events: list[Any] = []
         self._first: tuple[float, int] | None = None
-        self._epochs: list[EpochEnded] = []
-        self._saved: dict[str, Saved] = {}
-        self._notes: list[str] = []
 
     def tell(self, event: Any) -> None:
         """Print an event, or store it for the document."""
@@ -74,27 +69,21 @@ class Teller(Observer):
         left = None
         if event.step > first:
             left = (now - began) / (event.step - first) * (total - event.step)
-        return progress_text(event, total, self._started.epochs if self._started else 0, left)
+        epochs = sum(started.epochs for started in self._all(Started))
+        return progress_text(event, total, epochs, left)
 
     def _take(self, event: Any) -> None:
         """Print an event that comes once an epoch or less often."""
-        if isinstance(event, Started):
-            self._started = event
-            self._screen.say([started_line(event)])
-        elif isinstance(event, Resumed):
-            self._resumed = event
-            self._screen.say([resumed_line(event)])
-        elif isinstance(event, EpochEnded):
+        if isinstance(event, EpochEnded):
             if not self._screen.as_json:
-                first = [] if self._epochs else [heading(self._screen.look)]
-                self._print([*first, epoch_line(event)])
-            self._epochs.append(event)
-        elif isinstance(event, Saved):
-            self._saved.pop(event.path, None)
-            self._saved[event.path] = event
-        elif isinstance(event, Note):
-            self._notes.append(event.text)
-            self._screen.say([f"note: {clean(event.text)}"])
+                is_first = not self._all(EpochEnded)
+                self._print([heading(self._screen.look)] * is_first + [epoch_line(event)])
+        elif isinstance(event, (Started, Resumed, Note)):
+            self._screen.say([event_line(event)])
+        self._events.append(event)
+
+    def _all(self, kind: type[Event]) -> list[Event]:
+        return [event for event in self._events if isinstance(event, kind)]
 
     def _trace(self, traced: Traced) -> None:
         """Print shapes on stdout, as the tutorials do, or on stderr with `--json`."""
@@ -114,15 +103,16 @@ class Teller(Observer):
     @property
     def _total(self) -> int:
         """The number of steps of the run."""
-        if self._started is None:
-            return 0
-        steps = self._started.steps * self._started.epochs
+        steps = sum(started.steps * started.epochs for started in self._all(Started))
         return min(steps, self._config.max_steps or steps)
 
     @property
     def _there(self) -> list[Saved]:
         """The checkpoints that still exist, the last written one at the end."""
-        return [one for one in self._saved.values() if os.path.exists(one.path)]
+        last = {one.path: one for one in self._all(Saved)}
+        return [
+            one for one in self._all(Saved) if one is last[one.path] and os.path.exists(one.path)
+        ]
 
     def end(self, result: TrainResult) -> None:
         """Print how the run ended, and its checkpoints."""
@@ -131,18 +121,16 @@ class Teller(Observer):
             return
         there = self._there
         if result.stopped is not None and there:
-            self._screen.say([stopped_line(there[-1].step, there[-1].path)])
+            self._screen.say([stopped_line(there[-1])])
         elif not self._screen.as_json:
-            print_lines(end_lines(there))
-            print_lines([trained_line(result.step, result.epoch, result.best)])
+            print_lines(end_lines(there, result))
 
     def document(self) -> dict[str, Any]:
         """Return the events as plain data."""
-        started, resumed = self._started, self._resumed
         return {
-            **({} if started is None else started.to_dict()),
-            "resumed": None if resumed is None else resumed.to_dict(),
-            "history": [one.to_dict() for one in self._epochs],
+            **{key: value for one in self._all(Started) for key, value in one.to_dict().items()},
+            "resumed": next((one.to_dict() for one in self._all(Resumed)), None),
+            "history": [one.to_dict() for one in self._all(EpochEnded)],
             "checkpoints": [one.to_dict() for one in self._there],
-            "notes": self._notes,
+            "notes": [note.text for note in self._all(Note)],
         }

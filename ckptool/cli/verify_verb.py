@@ -62,18 +62,20 @@ def command(paths: tuple[str, ...], screen: Screen, **how: Any) -> None:
                     print_lines(verdict_lines(found, look))
                 screen.say(f"note: {clean(found.file)}: {clean(note)}" for note in found.notes)
     outcome = verifier.finish()
-    gone = outcome.problems if outcome is not None else ()
-    settle(code or int(bool(gone)))
+    gone = []  # tensors that only the manifest has
+    if outcome is not None and outcome.problems:
+        gone = [Verdict(outcome.file, problems=outcome.problems)]
+    settle(code or len(gone))
     verdicts = [found for found in results if isinstance(found, Verdict)]
     errors = [found for found in results if isinstance(found, CheckpointError)]
     if screen.as_json:
         document = files_document("ckptool.verify/1", verdicts, errors, ok=not (code or gone))
         print_document({**document, "manifest": outcome and outcome.to_dict()})
     elif screen.fmt:
-        print_lines(verdict_table(results, outcome, look))
+        print_lines(verdict_table([*results, *gone], look))
     else:
-        if outcome is not None and gone:
-            print_lines(verdict_lines(Verdict(outcome.file, problems=gone), look))
+        for one in gone:
+            print_lines(verdict_lines(one, look))
         if len(results) > 1:
             print_lines([summary_line(verdicts, len(errors), look)])
     if outcome is not None:

@@ -13,12 +13,6 @@ from ckptool.words import clean, counted, listed
 __all__ = ["diagnosis_lines"]
 
 _WORDS = {"fails": "error", "misleads": "warning", "note": "note"}
-_NOTHING = (
-    "torch.load and load_state_dict",
-    "safetensors.torch.load_file and load_state_dict",
-)
-_OPENED = "torch.load opens it", "safetensors.torch.load_file opens it"
-"""The words for a torch file, and for a safetensors file, which only new torch.load opens."""
 
 
 def diagnosis_lines(
@@ -27,7 +21,7 @@ def diagnosis_lines(
     """Yield the verdict, the complaints (where and why with `explain`) and what to run."""
     name = clean(diagnosis.file)
     if not diagnosis.complaints:
-        yield f"{look.bold(name)}: no problem found for {_NOTHING[_is_flat(diagnosis)]}"
+        yield f"{look.bold(name)}: no problem found for {_loader(diagnosis)} and load_state_dict"
         if explain and (remark := format_of(diagnosis.format or "").remark):
             yield from _fact("why", remark, look)
         return
@@ -46,11 +40,12 @@ def _summary(diagnosis: Diagnosis) -> str:
     text = ", ".join(counted(counts[kind], word) for kind, word in _WORDS.items() if counts[kind])
     if counts["fails"]:
         return f"does not load here: {text}"
-    return f"{_OPENED[_is_flat(diagnosis)]}; {text}"
+    return f"{_loader(diagnosis)} opens it; {text}"
 
 
-def _is_flat(diagnosis: Diagnosis) -> bool:
-    return format_of(diagnosis.format or "").tensors_only
+def _loader(diagnosis: Diagnosis) -> str:
+    is_flat = format_of(diagnosis.format or "").tensors_only  # only new torch.load opens it
+    return "safetensors.torch.load_file" if is_flat else "torch.load"
 
 
 def _block(number: int, complaint: Complaint, look: Look, explain: bool) -> Iterator[str]:

@@ -22,11 +22,10 @@ from ckptool.words import clean, counted, listed
 
 __all__ = [
     "SECTION_HEADINGS",
-    "checkpoint_line",
     "checkpoint_lines",
     "counts_text",
+    "file_line",
     "format_text",
-    "info_line",
     "info_lines",
     "section_line",
     "section_rows",
@@ -44,18 +43,12 @@ def checkpoint_lines(checkpoint: Checkpoint) -> Iterator[str]:
     return info_lines(info(checkpoint))
 
 
-def checkpoint_line(checkpoint: Checkpoint) -> str:
+def file_line(told: Checkpoint | Info) -> str:
     """Return `model.pth: torch-zip, 27 tensors, 1.4 KiB, module., cuda:3`."""
-    nbytes = sum(tensor.nbytes for _, tensor in checkpoint.tensors())
-    return _line(checkpoint.path, checkpoint, nbytes)
-
-
-def info_line(info: Info) -> str:
-    """Return the line of `checkpoint_line`, made of an `Info`."""
-    return _line(info.file, info, sum(section.nbytes for section in info.sections))
-
-
-def _line(file: str, told: Checkpoint | Info, nbytes: int) -> str:
+    if isinstance(told, Checkpoint):
+        file, nbytes = told.path, sum(tensor.nbytes for _, tensor in told.tensors())
+    else:
+        file, nbytes = told.file, sum(section.nbytes for section in told.sections)
     wrappers = dict.fromkeys(f"{one}." for part in told.sections for one in part.wrappers)
     counts = told.devices
     facts = [told.format, counted(sum(counts.values()), "tensor"), size(nbytes), *wrappers, *counts]

@@ -53,7 +53,7 @@ def match_lines(
     heading = _heading(report, look, judgement or Allowance().judged(report))
     unseen = _unseen(judgement)
     if _is_plain(report) and not unseen:
-        ties = ", ".join(f"{row.key} {row.details}" for row in _tied("TIED", report.tied, True))
+        ties = ", ".join(f"{row.key} {row.details}" for row in _tied(report, fold=True))
         lines = wrapped(f"tied: {ties}", look.width) if ties else ()
         return apart([(*heading, *lines), _optimizer(report, look)])
     rows = _rows(report, fold=fold)
@@ -160,8 +160,9 @@ def _table(rows: Sequence[_Row], look: Look) -> Iterator[str]:
 
 def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:
     """Return what does not fit, what fits after a change, and what is worth knowing."""
-    unclear = {name for ambiguity in report.ambiguous for name in ambiguity.names}
-    unexpected = [name for name in report.unexpected_keys if name not in unclear]
+    unclear = [(one.names, one.candidates, "could be") for one in report.ambiguous]
+    ambiguous = {name for names, _, _ in unclear for name in names}
+    unexpected = [name for name in report.unexpected_keys if name not in ambiguous]
     shapes = (
         (one.name, f"{shape_text(one.shape)} for {shape_text(one.wanted)}")
         for one in report.mismatched
@@ -175,15 +176,15 @@ def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:
         *_named("MISSING", ((name, "") for name in report.missing_keys), fold),
         *_named("UNEXPECTED", ((name, "") for name in unexpected), fold),
         *_named("MISMATCH", shapes, fold),
-        *_ambiguous(report, fold),
+        *_together("AMBIGUOUS", unclear, fold),
         *_named("LAYOUT", ((one.name, one.reason) for one in report.undecided), fold),
         *_alike("PROPOSED", _renames(report.proposed, fold), fold),
-        *_tied("UNTIED", report.untied, fold),
+        *_together("UNTIED", ((one[:1], one[1:], "!=") for one in report.untied), fold),
         *_alike("CAST", casts[True], fold),
         *_alike("RENAMED", _renames(report.renamed, fold), fold),
         *_named("TRANSPOSED", layouts, fold),
         *_alike("CAST", casts[False], fold),
-        *_tied("TIED", report.tied, fold),
+        *_tied(report, fold),
         *_named("KEPT", report.kept, fold),
         *_named("LEFT OUT", report.left_out, fold),
     ]
@@ -231,31 +232,23 @@ def _change(one: Cast) -> str:
     return f"{one.before} -> {one.after}{lossy if one.lossy else ''}"
 
 
-def _ambiguous(report: MatchReport, fold: bool) -> list[_Row]:
-    held = [(one.names, one.candidates) for one in report.ambiguous if one.names]
-    rows = []
-    for members in _groups([(names[0], (*names[1:], *others)) for names, others in held], fold):
-        names = [name for n in members for name in held[n][0]]
-        others = [name for n in members for name in held[n][1]]
-        could = f"could be {_patterns(others, fold)}" if others else ""
-        key = _patterns(names, fold, most=1 if fold else _MOST_NAMED)
-        rows.append(_Row(key, "AMBIGUOUS", could))
-    return rows
+def _tied(report: MatchReport, fold: bool) -> Iterator[_Row]:
+    return _together("TIED", ((one[:1], one[1:], "=") for one in report.tied), fold)
 
 
-def _tied(status: str, groups: Sequence[tuple[str, ...]], fold: bool) -> list[_Row]:
-    rows, mark = [], "!=" if status == "UNTIED" else "="
-    for members in _groups([(group[0], group[1:]) for group in groups], fold):
-        first = _patterns((groups[n][0] for n in members), fold)
-        others = _patterns((name for n in members for name in groups[n][1:]), fold)
-        rows.append(_Row(first, status, f"{mark} {others}"))
-    return rows
-
-
-def _groups(found: Sequence[tuple[str, Sequence[str]]], fold: bool) -> list[tuple[int, ...]]:
-    """Group names with others whose numbers change in step, and return their positions."""
-    names = [(name, _in_step(name, others)) for name, others in found]
-    return [one.numbers for one in folded(names, fold=fold)]
+def _together(
+    status: str, found: Iterable[tuple[Sequence[str], Sequence[str], str]], fold: bool
+) -> Iterator[_Row]:
+    """Yield a row for names and others, behind a word, whose numbers change in step."""
+    held = [one for one in found if one[0]]
+    steps = [(names[0], _in_step(names[0], (*names[1:], *others))) for names, others, _ in held]
+    for family in folded(steps, fold=fold):
+        alike = [held[n] for n in family.numbers]
+        key = _patterns(
+            (name for names, _, _ in alike for name in names), fold, 1 if fold else _MOST_NAMED
+        )
+        others = _patterns((name for _, others, _ in alike for name in others), fold)
+        yield _Row(key, status, f"{alike[0][2]} {others}" if others else "")
 
 
 def _in_step(name: str, others: Sequence[str]) -> Hashable:

@@ -14,10 +14,10 @@ __all__ = ["line", "page"]
 _LONGEST = 200
 """The most characters of a line, because names may be as long as the file."""
 _TEXTS = {
-    "Checkpoint": ("info", "checkpoint_lines", "checkpoint_line"),
+    "Checkpoint": ("info", "checkpoint_lines", "file_line"),
     "Diagnosis": ("doctor", "diagnosis_lines", ""),
     "Diff": ("diff", "diff_lines", "diff_line"),
-    "Info": ("info", "info_lines", "info_line"),
+    "Info": ("info", "info_lines", "file_line"),
     "Listing": ("listing", "listing_lines", "listing_line"),
     "MatchReport": ("match", "match_lines", "match_line"),
     "Opaque": ("listing", "", "object_line"),

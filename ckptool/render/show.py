@@ -29,7 +29,7 @@ def shown_lines(shown: Shown, look: Look) -> Iterator[str]:
     elif isinstance(shown, ShownObject):
         yield from _object(shown, look)
     elif isinstance(shown, ShownContainer):
-        yield _length(shown)
+        yield f"{shown.type} of {counted(len(shown.entries), 'entry')}"
         yield from _entries(shown.entries, look)
 
 
@@ -43,11 +43,6 @@ def _as_table(shown: Shown, look: Look) -> Iterator[str]:
     facts = {key: fact for key, fact in shown.to_dict().items() if key not in skipped}
     rows = [[key, clean(str(fact))] for key, fact in facts.items()]
     return table(["fact", "value"], rows, look)
-
-
-def _length(shown: ShownContainer) -> str:
-    """Return `dict of 3 entries`."""
-    return f"{shown.type} of {counted(len(shown.entries), 'entry')}"
 
 
 def _one_tensor(shown: ShownTensor) -> Iterator[str]:

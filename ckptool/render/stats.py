@@ -24,9 +24,6 @@ _SPARE = (
     *("histogram", "elements", "dtype", "norm", "mean", "zeros", "inf", "nan", "std", "max", "min"),
 )
 """Columns that are left out on a narrow terminal, the first one first."""
-_OPTIONAL = ("nan", "inf", "histogram", "flags")
-"""Columns that are left out if they are empty."""
-_LEFT = ("name", "dtype", "histogram", "flags")
 
 
 def bars(counts: Sequence[int], ramp: str = BLOCKS) -> str:
@@ -65,10 +62,10 @@ def _table(rows: Sequence[TensorStats], look: Look, ramp: str) -> Iterator[str]:
         _COLUMNS,
         [_cells(row, look, ramp) for row in rows],
         look,
-        right=[n for n, name in enumerate(_COLUMNS) if name not in _LEFT],
+        right=range(at("elements"), at("histogram")),
         flexible=(at("name"), at("flags")),
         spare=list(map(at, _SPARE)),
-        optional=list(map(at, _OPTIONAL)),
+        optional=list(map(at, ("nan", "inf", "histogram", "flags"))),
     )
 
 

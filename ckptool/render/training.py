@@ -9,24 +9,32 @@ from typing import TYPE_CHECKING
 
 from ckptool.render.table import table
 from ckptool.render.text import Look, duration, runnable, size
-from ckptool.trainer.events import EpochEnded, Resumed, Saved, Started, Stepped, Traced, Validating
+from ckptool.trainer.events import (
+    EpochEnded,
+    Note,
+    Resumed,
+    Saved,
+    Started,
+    Stepped,
+    Traced,
+    Validating,
+)
 from ckptool.words import clean, counted
 
 if TYPE_CHECKING:
+    from ckptool.trainer import TrainResult
     from ckptool.trainer.devices import Devices
 
 __all__ = [
     "device_lines",
     "end_lines",
     "epoch_line",
+    "event_line",
     "gpus_line",
     "heading",
     "progress_text",
-    "resumed_line",
-    "started_line",
     "stopped_line",
     "trace_line",
-    "trained_line",
     "validating_text",
 ]
 
@@ -70,22 +78,21 @@ def _aligned(cells: Sequence[str]) -> str:
     return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
-def started_line(started: Started) -> str:
-    """Return what is trained on what."""
-    where = ", ".join(dict.fromkeys(started.devices))
-    if started.processes > 1:
-        where = f"{started.processes} processes, {where}"
+def event_line(event: Started | Resumed | Note) -> str:
+    """Return what is trained on what, where a run goes on and what that lacks, or a note."""
+    if isinstance(event, Note):
+        return f"note: {clean(event.text)}"
+    if isinstance(event, Resumed):
+        costs = [f"{name} ({_WITHOUT[name]})" for name in event.without]
+        lacks = f", without {', '.join(costs)}" if costs else ""
+        return f"goes on from {clean(event.path)}, step {event.step:,}{lacks}"
+    where = ", ".join(dict.fromkeys(event.devices))
+    if event.processes > 1:
+        where = f"{event.processes} processes, {where}"
     return (
-        f"{started.strategy} on {where}: {counted(started.parameters, 'parameter')}, "
-        f"{counted(started.samples, 'sample')}, {counted(started.steps, 'step')} an epoch"
+        f"{event.strategy} on {where}: {counted(event.parameters, 'parameter')}, "
+        f"{counted(event.samples, 'sample')}, {counted(event.steps, 'step')} an epoch"
     )
-
-
-def resumed_line(resumed: Resumed) -> str:
-    """Return where the run goes on from, and what that lacks."""
-    costs = [f"{name} ({_WITHOUT[name]})" for name in resumed.without]
-    lacks = f", without {', '.join(costs)}" if costs else ""
-    return f"goes on from {clean(resumed.path)}, step {resumed.step:,}{lacks}"
 
 
 def progress_text(step: Stepped, total: int, epochs: int, left: float | None) -> str:
@@ -115,24 +122,20 @@ def _sizes(shape: Sequence[int]) -> str:
     return f"torch.Size([{', '.join(map(str, shape))}])"
 
 
-def end_lines(saved: Sequence[Saved]) -> Iterator[str]:
-    """Yield the checkpoints that exist, and the command that describes the last one."""
+def end_lines(saved: Sequence[Saved], result: TrainResult) -> Iterator[str]:
+    """Yield the checkpoints that exist, the command that describes the last one, and the end."""
     width = max((len(clean(one.path)) for one in saved), default=0)
     for one in saved:
         yield f"{clean(one.path):<{width}}  step {one.step:,}"
     if saved:
         yield runnable(f"ckptool info {shlex.quote(saved[-1].path)}")
+    best = f" The lowest loss of an epoch is {result.best:.6g}." if isfinite(result.best) else ""
+    yield f"Trained to step {result.step:,}, {counted(result.epoch, 'epoch')}.{best}"
 
 
-def trained_line(step: int, epoch: int, best: float) -> str:
-    """Return how a run ended that came to its end."""
-    reached = f" The lowest loss of an epoch is {best:.6g}." if isfinite(best) else ""
-    return f"Trained to step {step:,}, {counted(epoch, 'epoch')}.{reached}"
-
-
-def stopped_line(step: int, path: str) -> str:
+def stopped_line(saved: Saved) -> str:
     """Return what is left of a run that a signal has ended."""
-    return f"saved at step {step:,} in {clean(path)}: --resume auto goes on"
+    return f"saved at step {saved.step:,} in {clean(saved.path)}: --resume auto goes on"
 
 
 def gpus_line(physical: Mapping[str, str]) -> str:
@@ -155,10 +158,4 @@ def device_lines(devices: Devices, look: Look) -> Iterator[str]:
         for one in devices.devices
     ]
     headers = ["device", "is", "memory", "threads", "GPU", "current"]
-    used = [n for n in range(len(headers)) if any(row[n] for row in rows)]
-    yield from table(
-        [headers[n] for n in used],
-        [[row[n] for n in used] for row in rows],
-        look,
-        flexible=1,
-    )
+    yield from table(headers, rows, look, flexible=1, optional=range(len(headers)))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckptool.errors import CheckpointError
-from ckptool.formats.base import Problem
 from ckptool.inspection.verify import ManifestOutcome, Verdict
 from ckptool.render.table import table
 from ckptool.render.text import PLAIN, Look, files_line, size, wrapped
@@ -84,13 +83,9 @@ def manifest_line(outcome: ManifestOutcome) -> str:
     return f"compared {held} with {name}"
 
 
-def verdict_table(
-    results: Sequence[Verdict | CheckpointError], outcome: ManifestOutcome | None, look: Look
-) -> Iterator[str]:
+def verdict_table(results: Iterable[Verdict | CheckpointError], look: Look) -> Iterator[str]:
     """Return a row for each file without problems, and for each problem."""
     rows = [row for result in results for row in _rows(result)]
-    if outcome is not None:
-        rows += [_row(outcome.file, problem) for problem in outcome.problems]
     return table(["file", "verdict", "place", "what"], rows, look, flexible=3)
 
 
@@ -99,8 +94,7 @@ def _rows(result: Verdict | CheckpointError) -> list[list[str]]:
         return [[clean(result.file or ""), "error", "", clean(result.message)]]
     if result.ok:
         return [[clean(result.file), "fine", "", ", ".join(_facts(result))]]
-    return [_row(result.file, problem) for problem in result.problems]
-
-
-def _row(file: str, problem: Problem) -> list[str]:
-    return [clean(file), problem.kind, clean(problem.place), clean(problem.text)]
+    return [
+        [clean(result.file), problem.kind, clean(problem.place), clean(problem.text)]
+        for problem in result.problems
+    ]

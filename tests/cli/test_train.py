@@ -264,8 +264,8 @@ def test_a_bar_tells_the_time_that_is_left_and_the_validation(monkeypatch):
     texts, clock = [], iter([10.0, 20.0, 20.0 + 3600])
     monkeypatch.setattr("ckptool.cli.training.time.monotonic", lambda: next(clock))
     one = teller()
+    one.tell(Started("ddp", ("cpu",), 2, 10, 100, 4, 2))
     one._bar = lambda done, total, text: texts.append(text)
-    one._started = Started("ddp", ("cpu",), 2, 10, 100, 4, 2)
     for step in (1, 5, 6):
         one.tell(Stepped(1, step, 0.5, 30))
     one.tell(Validating(8, 20))

@@ -18,7 +18,7 @@ from ckptool.writing.target import check_target
 if TYPE_CHECKING:
     from ckptool.comparison.report import Report
 
-__all__ = ["PageReceipt", "check_page_target", "page", "page_line", "page_lines", "write_page"]
+__all__ = ["PageReceipt", "page", "page_line", "page_lines", "write_page"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -60,20 +60,6 @@ class PageReceipt(Result):
         }
 
 
-def check_page_target(
-    checkpoints: Sequence[Checkpoint], path: str | os.PathLike[str], *, overwrite: bool
-) -> None:
-    """Check the target before anything is read.
-
-    Raises:
-        UsageError: the path is not that of a file.
-        TargetExists: the file exists and must not be overwritten, or is one of the checkpoints.
-        WriteDenied: the path is that of a device, a pipe or the like.
-    """
-    for checkpoint in checkpoints:
-        check_target(checkpoint, path, overwrite=overwrite, in_place=False)
-
-
 def write_page(
     report: Report,
     path: str | os.PathLike[str],
@@ -85,9 +71,10 @@ def write_page(
 
     Raises:
         UnreadableFile: a checkpoint has changed.
-        CheckpointError: see `check_page_target` and `atomic_output`.
+        CheckpointError: see `check_target` and `atomic_output`.
     """
-    check_page_target(checkpoints, path, overwrite=overwrite)
+    for checkpoint in checkpoints:
+        check_target(checkpoint, path, overwrite=overwrite, in_place=False)
     content = page(report)
 
     def check() -> None:

@@ -178,8 +178,8 @@ def first_tensors(report: Report) -> str:
         ]
         for one in report.tensors[:FIRST]
     ]
-    drawn = table(["name", "dtype", "shape", "device", "size"], rows, right={4}, class_="first")
-    return drawn + _rest(len(report.tensors))
+    headings = ["name", "dtype", "shape", "device", "size"]
+    return _first(headings, rows, {4}, len(report.tensors))
 
 
 def first_changes(diff: Diff) -> str:
@@ -189,16 +189,14 @@ def first_changes(diff: Diff) -> str:
         [row.status, words(shorten(row.name, _LONGEST)), words(in_words(row))]
         for row in every[:FIRST]
     ]
-    if not rows:
-        return ""
-    drawn = table(["", "name", "what"], rows, right=set(), class_="first")
-    return drawn + _rest(len(every))
+    return _first(["", "name", "what"], rows, set(), len(every)) if rows else ""
 
 
-def _rest(all_of_them: int) -> str:
-    if all_of_them <= FIRST:
-        return ""
-    return element("p", f"The first {FIRST} of {all_of_them:,}; the others need the script.")
+def _first(headers: list[str], rows: list[list[str]], right: set[int], total: int) -> str:
+    drawn = table(headers, rows, right=right, class_="first")
+    if total > FIRST:
+        drawn += element("p", f"The first {FIRST} of {total:,}; the others need the script.")
+    return drawn
 
 
 SCRIPTS = (
