@@ -37,8 +37,8 @@ from ckptool.files.system import (
     close_to_rename,
     copy_bytes,
     hand_over,
-    holder_of,
     lock,
+    private,
     remove_unlocked,
     reserve,
     shares_blocks,
@@ -61,6 +61,7 @@ __all__ = [
     "begun_set",
     "counting_on",
     "parts_of",
+    "refuse_taken",
     "refuse_target",
 ]
 
@@ -217,11 +218,6 @@ def _folder_of(target: str) -> Iterator[str]:
         raise
 
 
-def _private(mode: int | None) -> Callable[[str, int], int]:
-    """Return an opener of a file that is ours alone until its mode is set at the end."""
-    return lambda path, flags: os.open(path, flags, 0o666 if mode is None else 0o600)
-
-
 def _seal(file: FileIO, output: FileOutput, old: os.stat_result | None, mode: int | None) -> None:
     """Put a file on the disk, with owner, group and mode of the one that it will replace.
 
@@ -282,11 +278,10 @@ def atomic_output(
         old = refuse_target(path, overwrite=overwrite)
         settle(target)
         with undisturbed(target), _folder_of(target) as folder:
-            for debris in _found_beside(target, _TEMPORARY):  # of killed runs
-                remove_unlocked(debris)
+            _remove_debris(target)
             check_space(folder, (size or 0) - (shared.length if shared else 0))
             with _temporary_file(target, mode if old is None else 0o600) as file:
-                _refuse_other_writers(target, file.name)
+                _remove_debris(target, file.name)
                 if shared is None or not shares_blocks(shared.run, file.fileno()):
                     check_space(folder, size or 0)
                     reserve(file.fileno(), size or 0)
@@ -312,24 +307,35 @@ def refuse_target(path: str | os.PathLike[str], *, overwrite: bool) -> os.stat_r
         old = os.stat(path)
     except FileNotFoundError:
         return None
-    if stat.S_ISDIR(old.st_mode):
-        raise TargetExists("is a folder", file=path, hint="give the name of a file to write")
-    if not stat.S_ISREG(old.st_mode):
+    is_folder = stat.S_ISDIR(old.st_mode)
+    if not (is_folder or stat.S_ISREG(old.st_mode)):
         raise WriteDenied("is not a regular file", file=path, hint="give the name of a file")
+    refuse_taken(path, is_folder=is_folder, overwrite=overwrite)
+    return old
+
+
+def refuse_taken(path: str | os.PathLike[str], *, is_folder: bool, overwrite: bool) -> None:
+    """Refuse the name of something that is there.
+
+    Raises:
+        TargetExists: it is a folder, or not to be overwritten.
+    """
+    if is_folder:
+        raise TargetExists("is a folder", file=path, hint="give the name of a file to write")
     if not overwrite:
         raise TargetExists(
             "exists already", file=path, hint="--force replaces it; or choose another name"
         )
-    return old
 
 
-def _refuse_other_writers(target: str, own: str) -> None:
-    """Refuse to write what another process is writing, once our own file shows that we do.
+def _remove_debris(target: str, own: str = "") -> None:
+    """Remove what killed runs were to make `target` of, and refuse to write what another writes.
 
-    Of two that begin at the same moment both may be refused, never none.
+    Asked again once our `own` file shows that we write: of two that begin at the same moment both
+    may be refused, never none.
     """
     for found in _found_beside(target, _TEMPORARY):
-        if found != own and (holder := holder_of(found)) is not None:
+        if found != own and (holder := remove_unlocked(found)) is not None:
             raise FileBusy(
                 f"is being written by {who(holder)}",
                 file=target,
@@ -343,7 +349,7 @@ def _temporary_file(target: str, mode: int | None) -> Iterator[FileIO]:
     while True:
         temporary = beside(target, f".ckptool-{secrets.token_hex(6)}.tmp")
         try:
-            with open(temporary, "xb", buffering=0, opener=_private(mode)) as file:
+            with open(temporary, "xb", buffering=0, opener=private(mode)) as file:
                 lock(file.fileno())
                 if not os.path.lexists(temporary):  # taken for debris before it was locked
                     continue
@@ -490,7 +496,7 @@ class Part:
         mode = self.mode if self.old is None else 0o600
         with (
             worded(self.path),
-            open(self.temporary, "xb", buffering=0, opener=_private(mode)) as file,
+            open(self.temporary, "xb", buffering=0, opener=private(mode)) as file,
         ):
             reserve(file.fileno(), self.size)
 

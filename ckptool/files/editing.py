@@ -15,7 +15,14 @@ from enum import Enum
 
 from ckptool.errors import CheckpointError, CorruptFile, WriteDenied, WriteError
 from ckptool.files.beside import journal_path
-from ckptool.files.journal import Journal, exclusive, leads_to, remove_journal, write_journal
+from ckptool.files.journal import (
+    Journal,
+    exclusive,
+    leads_to,
+    remove_journal,
+    unusable,
+    write_journal,
+)
 from ckptool.files.source import Source, read_at
 from ckptool.files.system import boot_id, check_space, worded, write_at
 from ckptool.words import shell
@@ -101,13 +108,10 @@ class Edit:
             old, new = journal.blobs
             tail = str(journal.facts["tail"])
         except (KeyError, TypeError, ValueError) as error:
-            raise _unusable(path) from error
-        if (
-            journal.kind != KIND
-            or offset not in (0, size)
-            or len(old) != min(len(new), size - offset)
-        ):
-            raise _unusable(path)
+            raise unusable(path) from error
+        fits = offset in (0, size) and len(old) == min(len(new), size - offset)
+        if journal.kind != KIND or not fits:
+            raise unusable(path)
         return cls(device, inode, size, tail, offset, old, new, journal.pid, journal.boot)
 
     @property
@@ -268,14 +272,6 @@ def _tail(fd: int, size: int, offset: int, length: int) -> str:
     """Hash of the last bytes before `size` that are not among the `length` ones from `offset`."""
     first = max(size - _TAIL, 0 if offset == size else offset + length)
     return hashlib.sha256(read_at(fd, first, max(size - first, 0))).hexdigest()
-
-
-def _unusable(path: str) -> CorruptFile:
-    return CorruptFile(
-        "the journal beside it was not written by this version of ckptool",
-        file=path,
-        hint=f"ckptool recover --discard {shell(path)}",
-    )
 
 
 def _moved(path: str) -> CorruptFile:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from ckptool.errors import (
     CheckpointError,
@@ -11,12 +12,12 @@ from ckptool.errors import (
     FileMissing,
     UnreadableFile,
     UnsupportedFormat,
+    WriteDenied,
+    WriteError,
 )
-from ckptool.files.http import Part
+from ckptool.files.http import Part, changed
 
-__all__ = ["INSTALL", "Fetch", "by_fsspec", "system_of", "told_by"]
-
-_Told = TypeVar("_Told")
+__all__ = ["INSTALL", "Fetch", "asked", "by_fsspec", "system_of"]
 
 INSTALL = "pip install fsspec huggingface_hub"
 
@@ -27,26 +28,21 @@ Fetch = Callable[[int, int, str], Part]
 def by_fsspec(path: str) -> Fetch:
     """Return what fetches the bytes of a file."""
     system, inner = system_of(path)
-
-    def facts() -> tuple[int, str]:
+    with asked(path):
         system.invalidate_cache()
-        told = told_by(path, lambda: system.info(inner))
+        told = system.info(inner)
         if told["type"] == "directory":
             raise FileMissing("is a folder", file=path)
+        size = int(told["size"])
         tags = (told.get(key) for key in ("ETag", "etag", "LastModified", "mtime"))
-        return int(told["size"]), str(next(filter(None, tags), ""))
-
-    size, known = facts()
+        known = str(next(filter(None, tags), ""))
 
     def ask(start: int, stop: int, tag: str) -> Part:
         stop = max(min(stop, size), start)
-        data = (
-            told_by(path, lambda: system.cat_file(inner, start=start, end=stop))
-            if stop > start
-            else b""
-        )
+        with asked(path):
+            data = system.cat_file(inner, start=start, end=stop) if stop > start else b""
         if len(data) != stop - start:
-            raise UnreadableFile("changed while it was read: it is shorter by now", file=path)
+            raise changed(path)
         return Part(bytes(data), size, known)
 
     return ask
@@ -64,32 +60,34 @@ def system_of(path: str) -> tuple[Any, str]:
         raise UnsupportedFormat(
             "is read by fsspec, which is not installed", file=path, hint=INSTALL
         ) from error
-
-    def find() -> tuple[Any, str]:
+    with asked(path):  # a chain asks for what it leads through
         try:
             found: tuple[Any, str] = url_to_fs(path)
-        except ImportError as error:
-            raise UnsupportedFormat(f"cannot be read: {error}", file=path) from error
-        except ValueError as error:
+        except (ImportError, ValueError) as error:
             raise UnsupportedFormat(
-                f"is not an address that fsspec knows: {error}", file=path
+                f"is not an address that fsspec knows here: {error}", file=path
             ) from error
-        return found
-
-    return told_by(path, find)  # a chain asks for what it leads through
+    return found
 
 
-def told_by(path: str, work: Callable[[], _Told]) -> _Told:
-    """Do the work of a file system, whose errors are of any kind."""
+@contextmanager
+def asked(path: str, *, to_write: bool = False) -> Iterator[None]:
+    """Put into words what a file system raises, which is of any kind.
+
+    Raises:
+        FileMissing, FileDenied, UnreadableFile: it gives nothing; WriteDenied, WriteError if asked
+            `to_write`.
+    """
     try:
-        return work()
-    except CheckpointError:
+        yield
+    except CheckpointError as error:
+        error.file = error.file or path
         raise
-    except FileNotFoundError as error:
-        raise FileMissing("there is no such file", file=path) from error
-    except PermissionError as error:
-        raise FileDenied(f"it is not given to us: {error}", file=path) from error
     except Exception as error:
-        raise UnreadableFile(
-            f"cannot be fetched: {type(error).__name__}, {error}", file=path
+        if isinstance(error, FileNotFoundError) and not to_write:
+            raise FileMissing("there is no such file", file=path) from error
+        denied, failed = (WriteDenied, WriteError) if to_write else (FileDenied, UnreadableFile)
+        raise (denied if isinstance(error, PermissionError) else failed)(
+            f"cannot be {'written' if to_write else 'fetched'}: {type(error).__name__}, {error}",
+            file=path,
         ) from error

@@ -17,7 +17,7 @@ from urllib.parse import quote, urldefrag
 
 from ckptool.errors import CheckpointError, FileDenied, FileMissing, TruncatedFile, UnreadableFile
 
-__all__ = ["Part", "fetch"]
+__all__ = ["Part", "changed", "fetch"]
 
 TIMEOUT = 30.0
 """Seconds that a server may be silent."""
@@ -47,9 +47,10 @@ class Part(NamedTuple):
 class _Retry(Exception):
     """What may go well at another try; its words are those of the last one."""
 
-    def __init__(self, why: str, pause: float | None = None) -> None:
+    def __init__(self, why: str, pause: float | None = None, data: bytes = b"") -> None:
         super().__init__(why)
-        self.pause = pause
+        self.pause, self.data = pause, data
+        """Seconds to wait; what came before the connection broke."""
 
 
 def fetch(
@@ -76,12 +77,10 @@ def fetch(
         try:
             part = _ask(url, start + len(done), stop, tag, headers or {})
             return part._replace(data=done + part.data)
-        except _Cut as cut:  # it goes on where the connection broke
-            done, why, pause = done + cut.data, str(cut), cut.pause
-            if len(cut.data) >= _PROGRESS:
-                attempt = 0
         except _Retry as again:
-            why, pause = str(again), again.pause
+            done, why, pause = done + again.data, str(again), again.pause
+            if len(again.data) >= _PROGRESS:
+                attempt = 0
         except CheckpointError:
             raise
         except (http.client.InvalidURL, ValueError) as error:
@@ -92,14 +91,6 @@ def fetch(
         if attempt < ATTEMPTS:
             time.sleep(min(LONGEST_PAUSE, 0.125 * 2**attempt if pause is None else pause))
     raise UnreadableFile(f"cannot be fetched: {why}", file=url, hint="try again, or " + _DOWNLOAD)
-
-
-class _Cut(_Retry):
-    """An answer that ended before all was there, be it that the server sends no more at a time."""
-
-    def __init__(self, data: bytes, pause: float | None = None) -> None:
-        super().__init__("the connection broke off", pause)
-        self.data = data
 
 
 def _opener() -> urllib.request.OpenerDirector:
@@ -157,28 +148,21 @@ def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> Part:
         raise UnreadableFile("the server sends a web page, not the file", file=url, hint=hint)
     now = told.get("ETag") or told.get("Last-Modified") or ""
     if tag and now and now != tag:
-        raise _changed(url)
+        raise changed(url)
     if status == 206:
         found = _RANGE.fullmatch(told.get("Content-Range", ""))
         if found is None or int(found[1]) != start:
-            text = "the server sends other bytes than those asked for"
-            raise UnreadableFile(text, file=url)
+            raise UnreadableFile("the server sends other bytes than those asked for", file=url)
         size, end = int(found[3]), int(found[2]) + 1
         data = _exactly(answer, min(stop, size, end) - start)
         if data and end < min(stop, size):
-            raise _Cut(data, 0.0)
+            raise _Retry("the server sends no more at a time", 0.0, data)
         return Part(data, size, now)
     length = told.get("Content-Length", "")
-    if not re.fullmatch(r"[0-9]{1,18}", length):
+    if stop > FROM_THE_START or not re.fullmatch(r"[0-9]{1,18}", length):
         raise UnreadableFile(
-            "the server says neither ranges nor the size of the file",
-            file=url,
-            hint=_DOWNLOAD,
-        )
-    if stop > FROM_THE_START:
-        raise UnreadableFile(
-            "the server does not support ranges, and the requested bytes are far from the "
-            "beginning",
+            "the server does not support ranges: only the beginning of a file of known size is "
+            "read without them",
             file=url,
             hint=_DOWNLOAD,
         )
@@ -196,7 +180,7 @@ def _exactly(answer: Any, length: int) -> bytes:
         except (OSError, http.client.HTTPException):
             data = b""
         if not data:
-            raise _Cut(b"".join(parts))
+            raise _Retry("the connection broke off", None, b"".join(parts))
         parts.append(data)
         left -= len(data)
     return b"".join(parts)
@@ -215,7 +199,7 @@ def _refused(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
             hint = "log in: hf auth login, or HF_TOKEN"
         return FileDenied(f"the server does not give it to us ({code} {own})", file=file, hint=hint)
     if code == 412:
-        return _changed(url)
+        return changed(url)
     if code == 416:
         return TruncatedFile(f"the file ends before {start:,}", file=file)
     why = f"the server answers {code} {str(error.reason).splitlines()[0]}"
@@ -225,10 +209,11 @@ def _refused(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
     return UnreadableFile(why, file=file, hint=_DOWNLOAD)
 
 
-def _changed(url: str) -> UnreadableFile:
+def changed(file: str) -> UnreadableFile:
+    """Return the error for a file that is another one by now."""
     return UnreadableFile(
-        "changed while it was read: the server has another version of it",
-        file=url,
+        "changed while it was read: there is another version of it by now",
+        file=file,
         hint="try again: it is read from the beginning then",
     )
 

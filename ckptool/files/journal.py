@@ -20,12 +20,13 @@ from ckptool.errors import (
     WriteError,
 )
 from ckptool.files.beside import UNFINISHED, journal_path
-from ckptool.files.source import BLOCK, FileSource, open_descriptor
+from ckptool.files.source import ByteRange, FileSource, open_descriptor
 from ckptool.files.system import (
     boot_id,
     hand_over,
     is_running,
     lock_holder,
+    private,
     sync_folder,
     try_lock,
     who,
@@ -47,6 +48,7 @@ __all__ = [
     "remove_journal",
     "remove_unfinished",
     "undisturbed",
+    "unusable",
     "write_journal",
 ]
 
@@ -87,7 +89,7 @@ def write_journal(target: str, journal: Journal) -> None:
     content = b"".join((json.dumps(line).encode("ascii"), b"\n", *journal.blobs))
     remove_unfinished(target)
     try:
-        with open(path + UNFINISHED, "xb", buffering=0, opener=_private) as file:
+        with open(path + UNFINISHED, "xb", buffering=0, opener=private(0o600)) as file:
             _share(file.name, target)
             write_at(file.fileno(), content + hashlib.sha256(content).digest(), 0)
             os.fsync(file.fileno())
@@ -111,11 +113,10 @@ def read_journal(target: str) -> Journal | None:
         return None
     source = FileSource(path)
     try:
-        return _parse(source, target)
+        return _parse(source)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, CorruptFile):
-            raise
-        raise _damaged(source, target, "its first line was not written by ckptool") from error
+        text = "the journal of an edit cannot be used: damaged, or of another version of ckptool"
+        raise unusable(target, text, file=path) from error
     finally:
         source.close()
 
@@ -141,41 +142,37 @@ def remove_unfinished(target: str) -> None:
         os.unlink(journal_path(target) + UNFINISHED)
 
 
-def _parse(source: FileSource, target: str) -> Journal:
+def _parse(source: FileSource) -> Journal:
     length = source.size - _DIGEST_BYTES
     if not 0 < length <= _LINE_BYTES + DEFAULT_LIMITS.max_pickle_bytes:
-        raise _damaged(source, target, f"it has {source.size:,} bytes")
+        raise ValueError("a length that no journal has")
     digest = hashlib.sha256()
-    for start in range(0, length, BLOCK):
-        digest.update(source.read(start, min(BLOCK, length - start)))
+    for block in ByteRange(source, 0, length).reread():
+        digest.update(block)
     if digest.digest() != source.read(length, _DIGEST_BYTES):
-        raise _damaged(source, target, "its checksum does not fit")
+        raise ValueError("another checksum")
     head = source.read(0, min(length, _LINE_BYTES)).split(b"\n", 1)[0]
     line = json.loads(head)
-    if line["ckptool-journal"] != VERSION:
-        raise _damaged(source, target, "it is of another version of ckptool")
     position, blobs = len(head) + 1, []
     for size in line["blobs"]:
         blobs.append(source.read(position, size))
         position += size
-    if position != length:
-        raise _damaged(source, target, "its length is not the one that it states")
+    if line["ckptool-journal"] != VERSION or position != length:
+        raise ValueError("another version, or another length than it states")
     return Journal(
         str(line["kind"]), dict(line["facts"]), tuple(blobs), int(line["pid"]), str(line["boot"])
     )
 
 
-def _damaged(source: FileSource, target: str, why: str) -> CorruptFile:
-    return CorruptFile(
-        f"the journal of an edit cannot be used: {why}",
-        file=source.path,
-        hint=f"ckptool recover --discard {target}",
-    )
-
-
-def _private(path: str, flags: int) -> int:
-    """Open a file for us alone until it has the permissions of the target."""
-    return os.open(path, flags, 0o600)
+def unusable(
+    target: str,
+    text: str = "the journal beside it was not written by this version of ckptool",
+    *,
+    file: str | None = None,
+) -> CorruptFile:
+    """Return the error for a journal of `target` that is not followed; `file`: what is at fault."""
+    hint = f"ckptool recover --discard {shell(target)}"
+    return CorruptFile(text, file=file or target, hint=hint)
 
 
 def _share(path: str, target: str) -> None:

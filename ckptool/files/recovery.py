@@ -24,7 +24,6 @@ __all__ = ["Recovery", "open_settled", "recover", "settle"]
 
 _Got = TypeVar("_Got")
 
-_NOTHING = "no edit of it was cut short"
 _PAUSES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.4)
 """Seconds between two attempts to get the lock: an edit takes less than they are together."""
 
@@ -57,7 +56,27 @@ def open_settled(path: str) -> FileSource:
     Raises:
         FileMissing, FileBusy, CorruptFile, UnreadableFile: as `open_source`.
     """
-    return _opened_as_finished(path) if _finish_set(path) else _opened_as_settled(path)
+    if _finish_set(path):
+        warn(f"{path}: {FINISHED}")
+        return FileSource(path)
+    with _held(path) as fd:
+        edit = _leftover(path)
+        if edit is None:
+            return FileSource(path)
+        state = edit.state(fd, path)
+        try:
+            _check_access(path)
+            _set_right(edit, state, fd)
+        except OSError:
+            if state is not State.CUT:
+                return FileSource(path)
+            warn(f"{path}: read as its {_before(edit)} and cannot be undone here")
+            return FileSource(path, size=edit.size, head=edit.old)
+        with suppress(OSError):  # what it tells of is over
+            remove_journal(path)
+        _, text = _outcome(edit, state)
+        warn(f"{path}: {text}")
+        return FileSource(path)
 
 
 def settle(path: str | os.PathLike[str]) -> None:
@@ -104,67 +123,31 @@ def recover(
         WriteDenied, WriteError: the system refuses to write there.
     """
     path = os.fspath(path)
+    nothing = Recovery(path, "nothing", "no edit of it was cut short")
     with worded(path):
         if discard and force:
             raise UsageError("discard and force exclude each other", hint="choose one of them")
-        if discard:
-            return _discarded(path)
-        if _finish_set(path):
+        if not discard and _finish_set(path):
             return Recovery(path, "completed", FINISHED)
-        if not os.path.exists(path):
+        is_there = os.path.exists(path)
+        if not (discard or is_there):
             raise FileMissing("there is no such file", file=path)
-        return _recovered(path, moved=force)
-
-
-def _discarded(path: str) -> Recovery:
-    if not has_journal(path):
-        return Recovery(path, "nothing", _NOTHING)
-    with _held(path) if os.path.exists(path) else nullcontext():
-        remove_unfinished(path)
-        remove_journal(path)
-    return Recovery(path, "discarded", "the journal of an edit is removed, the file left as it is")
-
-
-def _recovered(path: str, *, moved: bool) -> Recovery:
-    if not has_journal(path):
-        return Recovery(path, "nothing", _NOTHING)
-    with _held(path) as fd:
-        edit = _leftover(path)
-        if edit is None:
-            return Recovery(path, "nothing", _NOTHING)
-        state = edit.state(fd, path, moved=moved)
-        _check_access(path)
-        _set_right(edit, state, fd)
-        remove_journal(path)
-    return Recovery(path, *_outcome(edit, state))
-
-
-def _opened_as_finished(path: str) -> FileSource:
-    """Return the index of a set of which the files have just got their names."""
-    warn(f"{path}: {FINISHED}")
-    return FileSource(path)
-
-
-def _opened_as_settled(path: str) -> FileSource:
-    """Return the file beside which a journal lies, set right as far as the system lets us."""
-    with _held(path) as fd:
-        edit = _leftover(path)
-        if edit is None:
-            return FileSource(path)
-        state = edit.state(fd, path)
-        try:
+        if not has_journal(path):
+            return nothing
+        with _held(path) if is_there else nullcontext(-1) as fd:
+            if discard:
+                remove_unfinished(path)
+                remove_journal(path)
+                text = "the journal of an edit is removed, the file left as it is"
+                return Recovery(path, "discarded", text)
+            edit = _leftover(path)
+            if edit is None:
+                return nothing
+            state = edit.state(fd, path, moved=force)
             _check_access(path)
             _set_right(edit, state, fd)
-        except OSError:
-            if state is not State.CUT:
-                return FileSource(path)
-            warn(f"{path}: read as its {_before(edit)} and cannot be undone here")
-            return FileSource(path, size=edit.size, head=edit.old)
-        with suppress(OSError):  # what it tells of is over
             remove_journal(path)
-        _, text = _outcome(edit, state)
-        warn(f"{path}: {text}")
-        return FileSource(path)
+        return Recovery(path, *_outcome(edit, state))
 
 
 def _set_right(edit: Edit, state: State, fd: int) -> None:

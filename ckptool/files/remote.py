@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from ckptool.errors import FileDenied, FileMissing, UnreadableFile, UnsupportedFormat
-from ckptool.files.filesystems import INSTALL, Fetch, by_fsspec, system_of, told_by
-from ckptool.files.http import fetch
+from ckptool.files.filesystems import INSTALL, Fetch, asked, by_fsspec, system_of
+from ckptool.files.http import changed, fetch
 from ckptool.files.local import Place
 from ckptool.files.source import Progress, Shared, Source
+from ckptool.files.threads import in_order
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import Outputs
@@ -93,19 +94,16 @@ class RemotePlace(Place):
 
     def is_folder(self, path: str) -> bool:
         """Return whether a folder is there; a server of plain http has none."""
-        if (found := _in_hub(path)) is not None:
-            repository, inner = found
-            beginning = f"{inner}/" if inner else ""
-            return inner not in repository.sizes and any(
-                name.startswith(beginning) for name in repository.sizes
-            )
+        if _in_hub(path) is not None:
+            return bool(self.names(path))
         if _is_http(path):
             return False
         try:
             system, inner = system_of(path)
         except FileMissing:  # of a chain, what it leads through
             return False
-        return bool(told_by(path, lambda: system.isdir(inner)))
+        with asked(path):
+            return bool(system.isdir(inner))
 
     def is_file(self, path: str) -> bool:
         """Return whether a file is there."""
@@ -132,10 +130,9 @@ class RemotePlace(Place):
         if "::" in folder:
             return frozenset()  # the last part of a chain is no folder of the first
         system, inner = system_of(folder)
-        return frozenset(
-            os.path.basename(one.rstrip("/"))
-            for one in told_by(folder, lambda: system.ls(inner, detail=False))
-        )
+        with asked(folder):
+            there = system.ls(inner, detail=False)
+        return frozenset(os.path.basename(one.rstrip("/")) for one in there)
 
     def size(self, path: str) -> int:
         """Return the bytes of a file.
@@ -168,10 +165,9 @@ class RemotePlace(Place):
         for one in paths:
             self._sources.pop(one, None)
             self._opened.discard(one)
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for first in range(0, len(paths), 4 * _AT_ONCE):  # one that is missing ends it soon
-                if None in pool.map(self._found, paths[first : first + 4 * _AT_ONCE]):
-                    return
+        for found in in_order(self._found, paths, _AT_ONCE):
+            if found is None:  # nothing more is asked for
+                return
 
     def refuse_target(self, path: str, *, overwrite: bool) -> None:
         """Refuse a target that cannot be written, or is not to be replaced; as `refuse_object`."""
@@ -261,11 +257,7 @@ class RemoteSource(Source):
         now = _fetcher(self.name)(0, 1, "")
         TRAFFIC.add(len(now.data))
         if (now.size, now.tag) != (self.size, self._tag):
-            raise UnreadableFile(
-                "changed while it was read: the server has another version of it",
-                file=self.name,
-                hint="try again: it is read from the beginning then",
-            )
+            raise changed(self.name)
 
     def close(self) -> None:
         """Ask for nothing more."""
@@ -285,10 +277,7 @@ class RemoteSource(Source):
         TRAFFIC.add(stop - start)
         part = self._ask(start, stop, self._tag)
         if len(part.data) != stop - start or part.size != self.size:
-            raise UnreadableFile(
-                f"changed while it was read: it had {self.size:,} bytes and has {part.size:,}",
-                file=self.name,
-            )
+            raise changed(self.name)
         return part.data
 
 
@@ -321,12 +310,11 @@ class _Ahead:
 
     def follow(self, start: int, stop: int) -> None:
         """Look ahead where a read begins about where the last one ended; more each time."""
-        is_next = 0 <= start - self._end <= WINDOW
-        self._end = stop
-        if not is_next:
+        if 0 <= start - self._end <= WINDOW:
+            self._ask_for_more(stop)
+        else:
             self.end()
-            return
-        self._ask_for_more(stop)
+        self._end = stop
 
     def _ask_for_more(self, position: int) -> None:
         if self._pool is None:
@@ -415,7 +403,7 @@ def _repository(kind: str, name: str, revision: str) -> _Repository:
     shown = f"hf://{kind}{name}@{revision}"
     try:
         from huggingface_hub import HfApi, get_token
-        from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
+        from huggingface_hub.errors import GatedRepoError
     except ImportError as error:
         raise UnsupportedFormat(
             "is looked up by huggingface_hub, which is not installed", file=shown, hint=INSTALL
@@ -427,14 +415,12 @@ def _repository(kind: str, name: str, revision: str) -> _Repository:
     except GatedRepoError as error:
         hint = "ask for access on its page, then: hf auth login"
         raise FileDenied("the repository is gated", file=shown, hint=hint) from error
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
+    except Exception as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403, 404):
             hint = "look for a misspelling; a private one needs: hf auth login, or HF_TOKEN"
             text = "there is no such repository or revision"
             raise FileMissing(text, file=shown, hint=hint) from error
-        raise UnreadableFile(f"cannot be looked up: {error}", file=shown) from error
-    except Exception as error:
         raise UnreadableFile(
             f"cannot be looked up: {type(error).__name__}, {error}", file=shown
         ) from error

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckptool.errors import CheckpointError, CorruptFile, FileBusy, WriteDenied
+from ckptool.errors import CheckpointError, FileBusy, WriteDenied
 from ckptool.files.beside import beside
 from ckptool.files.journal import (
     LOCK,
@@ -18,6 +18,7 @@ from ckptool.files.journal import (
     read_journal,
     remove_journal,
     undisturbed,
+    unusable,
     write_journal,
 )
 from ckptool.files.system import allow_open_files, sync_folder, who
@@ -129,11 +130,10 @@ def finish_renames(target: str, journal: Journal) -> None:
     folder, moves = os.path.dirname(target), _moves(target, journal)
     for move in moves:
         if not move.is_done(folder) and not move.is_pending(folder):
-            raise CorruptFile(
+            raise unusable(
+                target,
                 f"{move.name} has been changed or removed since the write of this index and its "
                 "files was cut short; no file was touched",
-                file=target,
-                hint=f"ckptool recover --discard {target}",
             )
     _carry_out(target, moves)
     remove_journal(target)
@@ -150,11 +150,7 @@ def _moves(target: str, journal: Journal) -> list[Move]:
             raise ValueError("of another kind")
         return [Move.from_facts(facts, target) for facts in journal.facts["files"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptFile(
-            "the journal beside it was not written by this version of ckptool",
-            file=target,
-            hint=f"ckptool recover --discard {target}",
-        ) from error
+        raise unusable(target) from error
 
 
 def _carry_out(target: str, moves: Sequence[Move]) -> None:

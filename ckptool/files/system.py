@@ -22,10 +22,10 @@ __all__ = [
     "close_to_rename",
     "copy_bytes",
     "hand_over",
-    "holder_of",
     "is_running",
     "lock",
     "lock_holder",
+    "private",
     "remove_unlocked",
     "reserve",
     "shares_blocks",
@@ -200,20 +200,6 @@ def lock_holder(fd: int) -> int | None:
     return None
 
 
-def holder_of(path: str) -> int | None:
-    """Return the process that has a lock on a file; 0: the system does not tell, None: nobody."""
-    if sys.platform == "win32":
-        return None
-    with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if try_lock(fd) is False:
-                return lock_holder(fd) or 0
-        finally:
-            os.close(fd)
-    return None
-
-
 def is_running(pid: int) -> bool:
     """Return whether there is such a process; where that cannot be asked without harm, no."""
     if sys.platform == "win32":
@@ -234,16 +220,28 @@ def boot_id() -> str:
     return ""
 
 
-def remove_unlocked(path: str) -> None:
-    """Remove a file that no process has locked; where that cannot be known, it stays."""
+def remove_unlocked(path: str) -> int | None:
+    """Remove a file that no process has locked; where that cannot be known, it stays.
+
+    Return the process that has a lock on it; 0: the system does not tell which, None: nobody.
+    """
     if sys.platform != "win32":
+        mode = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
         with suppress(OSError):
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = os.open(path, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
+                is_free = try_lock(fd)
+                if is_free:
+                    os.unlink(path)
+                return lock_holder(fd) or 0 if is_free is False else None
             finally:
                 os.close(fd)
+    return None
+
+
+def private(mode: int | None) -> Callable[[str, int], int]:
+    """Return an opener of a file that is ours alone until its `mode` is set (None: never)."""
+    return lambda path, flags: os.open(path, flags, 0o666 if mode is None else 0o600)
 
 
 def hand_over(path: str, old: os.stat_result) -> None:

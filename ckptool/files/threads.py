@@ -15,14 +15,16 @@ THREADS = min(2, os.cpu_count() or 1)
 """Threads of one pass over bytes: a third has to wait for memory."""
 
 
-def in_order(work: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
-    """Yield the result of `work` for each job, in order; `THREADS` threads compute them.
+def in_order(
+    work: Callable[[_Job], _Result], jobs: Iterable[_Job], threads: int = THREADS
+) -> Iterator[_Result]:
+    """Yield the result of `work` for each job, in order; so many threads compute them.
 
     Jobs that no thread has begun are dropped when one raises, or when the caller asks for no more.
     """
     from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         try:
             yield from pool.map(work, jobs)
         finally:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
@@ -27,41 +28,31 @@ def late(name: str, size: int, find: Callable[[], tuple[ByteRange, int | None]])
     Raises:
         CorruptFile: when it is read: the range has another length, or other bytes.
     """
-    return ByteRange(FilledSource(name, size, _Late(name, size, find).fill), 0, size)
+    found: tuple[ByteRange, int | None] | None = None
+    read = crc = 0  # the bytes that were read from the first on, and their CRC-32
 
-
-class _Late:
-    def __init__(
-        self, name: str, size: int, find: Callable[[], tuple[ByteRange, int | None]]
-    ) -> None:
-        self._name, self._size, self._find = name, size, find
-        self._found: tuple[ByteRange, int | None] | None = None
-        self._read, self._crc = 0, 0
-        """The bytes that were read from the first on, and their CRC-32."""
-
-    def fill(self, offset: int, buffer: memoryview) -> None:
-        if self._found is None:
-            self._found = self._find()
-        data, stated = self._found
-        if data.length != self._size:
-            text = f"has {data.length:,} bytes where {self._size:,} belong"
-            raise CorruptFile(text, file=self._name)
+    def fill(offset: int, buffer: memoryview) -> None:
+        nonlocal found, read, crc
+        data, stated = found = found or find()
+        if data.length != size:
+            raise CorruptFile(f"has {data.length:,} bytes where {size:,} belong", file=name)
         data.read_into(buffer, offset)
-        if offset not in (0, self._read):
+        if offset not in (0, read):
             return
-        self._read = offset + len(buffer)
-        if self._read == self._size:
-            self._found = None  # it may hold all of the bytes, inflated
-        if stated is None:
+        crc = crc32(buffer, crc if offset else 0) if stated is not None else 0
+        read = offset + len(buffer)
+        if read < size:
             return
-        self._crc = crc32(buffer, self._crc if offset else 0)
-        if self._read == self._size and self._crc != stated:
+        found = None  # it may hold all of the bytes, inflated
+        if stated is not None and crc != stated:
             raise CorruptFile(
-                f"a chunk is damaged: its bytes have CRC-32 {self._crc:08x}, and the file says "
+                f"a chunk is damaged: its bytes have CRC-32 {crc:08x}, and the file says "
                 f"{stated:08x}",
-                file=self._name,
+                file=name,
                 hint="take another copy of the folder; ckptool verify lists what is damaged",
             )
+
+    return ByteRange(FilledSource(name, size, fill), 0, size)
 
 
 class Tile(NamedTuple):
@@ -131,24 +122,12 @@ class _Runs:
             start += at * step
         return start
 
-    def _after(self, offset: int) -> int:
-        """Return the number of the first run that ends behind `offset`."""
-        low, high = 0, self._count
-        while low < high:
-            middle = (low + high) // 2
-            if self._start(middle) + self._length <= offset:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Put the bytes of the tile that lie in `buffer`, from `offset` of the whole, there."""
         stop = offset + len(buffer)
-        number = self._after(offset)
-        beyond = self._after(stop)
-        if beyond < self._count and self._start(beyond) < stop:
-            beyond += 1
+        count = range(self._count)
+        number = bisect_right(count, offset - self._length, key=self._start)
+        beyond = bisect_left(count, stop, key=self._start)
         if number >= beyond:
             return
         begin = max(offset - self._start(number), 0)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ckptool.errors import CheckpointError, TargetExists, UsageError, WriteDenied, WriteError, warn
-from ckptool.files.atomic import STEP, FileOutput, Outputs, counting_on
-from ckptool.files.filesystems import system_of
+from ckptool.errors import UsageError, WriteError, warn
+from ckptool.files.atomic import STEP, FileOutput, Outputs, counting_on, refuse_taken
+from ckptool.files.filesystems import asked, system_of
 from ckptool.files.source import ByteRange, Progress
 from ckptool.words import listed
 
@@ -39,18 +39,13 @@ def refuse_object(path: str, *, overwrite: bool) -> None:
             hint="write a file here, and upload it" + (": hf upload" if kind == "hf" else ""),
         )
     system, inner = system_of(path)
-    with _worded(path):
+    with asked(path, to_write=True):
         system.invalidate_cache()
         try:
             there = system.info(inner)
         except FileNotFoundError:
             return
-    if there["type"] == "directory":
-        raise TargetExists("is a folder", file=path, hint="give the name of a file to write")
-    if not overwrite:
-        raise TargetExists(
-            "exists already", file=path, hint="--force replaces it; or choose another name"
-        )
+    refuse_taken(path, is_folder=there["type"] == "directory", overwrite=overwrite)
 
 
 @contextmanager
@@ -101,11 +96,11 @@ def _uploaded(path: str, size: int, progress: Progress | None) -> Iterator[FileO
     transaction.start()  # every file system defers what is written in one, `memory` too
     file: Any = None
     try:
-        with _worded(path):
+        with asked(path, to_write=True):
             file = system.open(inner, "wb", block_size=max(_PART, -(-size // _PARTS)))
         output = _Upload(file, path, size, progress)
         yield output
-        with _worded(path):
+        with asked(path, to_write=True):
             output.finish()
             file.close()
     except BaseException:
@@ -114,7 +109,7 @@ def _uploaded(path: str, size: int, progress: Progress | None) -> Iterator[FileO
         with suppress(AttributeError):
             file.closed = True  # else Python closes it in the end, which may make it appear
         raise
-    with _worded(path):
+    with asked(path, to_write=True):
         transaction.complete(commit=True)
         system.invalidate_cache()
         there = int(system.info(inner)["size"])
@@ -135,25 +130,8 @@ class _Upload(FileOutput):
             self.write(block)
 
     def _put(self, data: bytes | bytearray | memoryview) -> None:
-        with _worded(self.name):
+        with asked(self.name, to_write=True):
             self._file.write(data)
         self._flushed += len(data)
         if self._flushed - self._reported >= STEP:
             self._report()
-
-
-@contextmanager
-def _worded(path: str) -> Iterator[None]:
-    """Tell what a file system raises, which is of any kind."""
-    try:
-        yield
-    except CheckpointError as error:
-        if error.file is None:
-            error.file = path
-        raise
-    except PermissionError as error:
-        raise WriteDenied(f"we may not write there: {error}", file=path) from error
-    except Exception as error:
-        raise WriteError(
-            f"cannot be written: {type(error).__name__}, {error}", file=path
-        ) from error

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import FileMissing
@@ -72,7 +71,11 @@ def with_companions(
         FileMissing: there is no such folder, or no such file in it.
     """
     target = os.path.dirname(plan.index or path)
-    names = sorted(_names(folder))
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_file())
+    except OSError as error:
+        raise FileMissing("is not a readable folder", file=folder) from error
     wanted = [name for name in names if any(fnmatchcase(name, one) for one in PATTERNS)]
     if not wanted:
         hint = f"it should have {listed(PATTERNS, 4)}"
@@ -87,23 +90,15 @@ def with_companions(
     )
 
 
-def _names(folder: str | os.PathLike[str]) -> Iterator[str]:
-    try:
-        with os.scandir(folder) as entries:
-            yield from (entry.name for entry in entries if entry.is_file())
-    except OSError as error:
-        raise FileMissing("is not a readable folder", file=folder) from error
-
-
 def _copy(folder: str | os.PathLike[str], name: str, target: str) -> NewFile:
     path = os.path.join(folder, name)
     size = os.path.getsize(path)
-    return NewFile(size, partial(_write, path, size), path=os.path.join(target, name))
 
+    def write(output: FileOutput) -> None:
+        with closing(FileSource(path)) as source:
+            output.copy(ByteRange(source, 0, size))
 
-def _write(path: str, size: int, output: FileOutput) -> None:
-    with closing(FileSource(path)) as source:
-        output.copy(ByteRange(source, 0, size))
+    return NewFile(size, write, path=os.path.join(target, name))
 
 
 def _notes(

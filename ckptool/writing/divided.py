@@ -36,24 +36,19 @@ class Team(Protocol):
     @property
     def own(self) -> int:
         """The number of this process."""
-        ...
 
     @property
     def has_failed(self) -> bool:
         """Whether a process has failed, as far as known here; nothing is waited for."""
-        ...
 
     def reached(self) -> AbstractContextManager[None]:
         """Raise in every process where the block raises in one."""
-        ...
 
     def first(self, work: Callable[[], _Result]) -> _Result:
         """Do the work in process 0 alone, and return its result in all of them."""
-        ...
 
     def all(self, own: _Result) -> list[_Result]:
         """Return what each process gives, in the order of their numbers."""
-        ...
 
 
 def write_divided(plan: Plan, job: Job, team: Team, options: str) -> None:
@@ -76,8 +71,22 @@ def write_divided(plan: Plan, job: Job, team: Team, options: str) -> None:
         part.path: beside(target, f".ckptool-{token}-{number:05}.whole")
         for number, part in enumerate(parts[:-1], 1)
     }
+    kept: set[str] = set()
+
+    def begin() -> list[str]:
+        """Take the set, and return the targets of files that an earlier run has left whole."""
+        whole = [part for part in parts[:-1] if _size(names[part.path]) == part.size]
+        for part in whole:
+            part.temporary = names[part.path]
+            kept.add(part.temporary)
+        held = begun_set(
+            plan.index, target, parts, overwrite=job.may_replace, keeps=kept.__contains__
+        )
+        stack.enter_context(held)
+        return [part.path for part in whole]
+
     with ExitStack() as stack:
-        whole = team.first(lambda: _begin(stack, plan, target, parts, names, job))
+        whole = team.first(begin)
         left = [part for part in parts[:-1] if part.path not in whole]
         shares = _shares(left, len(team.all(0)))
         with team.reached():
@@ -130,25 +139,6 @@ def _token(plan: Plan, job: Job, options: str) -> str:
         for place, tensor in file.holds.tensors() if file.holds else ():
             known.append(f"{name_of(place)} {tensor.dtype} {tensor.shape}")
     return hashlib.sha256("\0".join(known).encode(errors="surrogatepass")).hexdigest()[:12]
-
-
-def _begin(
-    stack: ExitStack,
-    plan: Plan,
-    target: str,
-    parts: Sequence[Part],
-    names: Mapping[str, str],
-    job: Job,
-) -> frozenset[str]:
-    """Take the set, and return the targets of files that an earlier run has left whole."""
-    whole = [part for part in parts[:-1] if _size(names[part.path]) == part.size]
-    for part in whole:
-        part.temporary = names[part.path]
-    kept = {part.temporary for part in whole}
-    stack.enter_context(
-        begun_set(plan.index, target, parts, overwrite=job.may_replace, keeps=kept.__contains__)
-    )
-    return frozenset(part.path for part in whole)
 
 
 def _size(path: str) -> int | None:

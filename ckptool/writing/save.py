@@ -171,16 +171,19 @@ def save(
     is_divided = plan.index and not (dry_run or is_far)
     if team and is_divided and team.first(lambda: finish_divided(plan, job, options)):
         return _receipt(plan, job, team, dry_run=False)
-    _check_files(checkpoint, plan, overwrite=overwrite, in_place=in_place)
+    for file in plan.files if plan.index else ():
+        check_target(checkpoint, file.path, overwrite=overwrite, in_place=in_place)
     refuse_empty(checkpoint, plan)
-    plan = replace(plan, notes=(*plan.notes, *remarks(checkpoint, path, format, name)))
+    notes = [*plan.notes, *remarks(checkpoint, path, format, name)]
     if found := hollow(checkpoint):
-        plan = replace(plan, notes=(*plan.notes, f"{found.text}; {found.remedy}"))
+        notes.append(f"{found.text}; {found.remedy}")
     if all(change.kind != "fit" for change in checkpoint.changes):
-        notes = format_of(checkpoint.format).layout_notes(checkpoint)
-        plan = replace(plan, notes=(*plan.notes, *notes))
+        notes += format_of(checkpoint.format).layout_notes(checkpoint)
     if any(source.is_far for source in checkpoint.sources):
-        plan = replace(plan, notes=(*plan.notes, *_from_afar(checkpoint, dry_run=dry_run)))
+        notes += _from_afar(checkpoint, dry_run=dry_run)
+    if dry_run and (plan.index or os.path.isdir(checkpoint.path)):
+        notes.append(_room(plan, path))
+    plan = replace(plan, notes=tuple(notes))
     _refuse_left_out(checkpoint, plan, strict=strict)
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
         _refuse_loss(checkpoint, plan)
@@ -192,8 +195,6 @@ def save(
         else:
             team.all(0)  # that each has seen what is there before the first writes
             team.first(lambda: carry_out(plan, job))
-    elif plan.index or os.path.isdir(checkpoint.path):
-        plan = replace(plan, notes=(*plan.notes, _room(plan, path)))
     return _receipt(plan, job, team, dry_run=dry_run)
 
 
@@ -247,11 +248,12 @@ def _accompanied(
             hint="name a folder: ckptool convert SOURCE FOLDER/",
         )
     plain = any(change.kind == "dequantize" for change in job.checkpoint.changes)
-    if files_from is not None:
-        return with_companions(plan, job.path, files_from, plain=plain)
-    folder = folder_of_companions(job.checkpoint)
+    found = files_from is None
+    folder = folder_of_companions(job.checkpoint) if files_from is None else files_from
     return (
-        plan if folder is None else with_companions(plan, job.path, folder, found=True, plain=plain)
+        with_companions(plan, job.path, folder, found=found, plain=plain)
+        if folder is not None
+        else plan
     )
 
 
@@ -337,12 +339,6 @@ def _sharded(
     gone = [name for name in shards_named_by(plan.index) if name not in new]
     stays = f"shards that the new index does not name stay: {listed(gone)}"
     return replace(plan, notes=(*plan.notes, stays)) if gone else plan
-
-
-def _check_files(checkpoint: Checkpoint, plan: Plan, *, overwrite: bool, in_place: bool) -> None:
-    """Refuse a set of which a file is in the way; those of the source itself are not in place."""
-    for file in plan.files if plan.index else ():
-        check_target(checkpoint, file.path, overwrite=overwrite, in_place=in_place)
 
 
 def _receipt(plan: Plan, job: Job, team: Team | None, *, dry_run: bool) -> Receipt:

@@ -23,7 +23,7 @@ from ckptool.formats.base import NewFile, Plan
 from ckptool.formats.safetensors_header import FORMAT, metadata_of
 from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
 from ckptool.tree import everything
-from ckptool.writing.target import INDEX
+from ckptool.writing.target import INDEX, split
 
 __all__ = ["DEFAULT_SIZE", "parse_size", "plan_shards"]
 
@@ -111,7 +111,9 @@ def _plan_files(
     plans = [planned(part) for part in _shards(checkpoint, files.values())]
     shards = [plan.files[0]._replace(path=file) for file, plan in zip(files, plans, strict=True)]
     places = {name: os.path.basename(file) for file, run in files.items() for name in run}
-    text = _index(parts, {name: places[name] for name in parts.held})
+    metadata = {**parts.metadata, "total_size": sum(size for size, _ in parts.groups)}
+    index_of = {"metadata": metadata, "weight_map": {name: places[name] for name in parts.held}}
+    text = f"{json.dumps(index_of, indent=2)}\n".encode()
     return Plan(
         format,
         (*shards, NewFile(len(text), lambda output: output.write(text), path=index)),
@@ -146,11 +148,8 @@ class _Names:
         self.path = path
         self.indexed = path.lower().endswith(INDEX)
         whole = path[: -len(INDEX)] if self.indexed else path
-        stem, ending = os.path.splitext(whole)
-        if ending.lower() == ".tar":
-            inner, before = os.path.splitext(stem)
-            stem, ending = (inner, before + ending) if before.lower() in _ENDINGS else (whole, "")
-        elif ending.lower() not in _ENDINGS:
+        stem, ending = split(whole)
+        if ending.lower().removesuffix(".tar") not in _ENDINGS:
             stem, ending = whole, ""
         self._stem, self._ending = stem, ending or format_of(format).shard_ending
 
@@ -176,11 +175,6 @@ class _Parts:
     """What the index says beside the size."""
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-    @property
-    def total_size(self) -> int:
-        """Bytes of all tensors."""
-        return sum(size for size, _ in self.groups)
 
 
 def _safetensors_parts(checkpoint: Checkpoint) -> _Parts:
@@ -295,9 +289,3 @@ def _attributes_for(names: Iterable[str], attributes: Mapping[Any, Any]) -> dict
                 modules[path] = versions[path]
             path = f"{path}.{part}" if path else part
     return {"_metadata": OrderedMap(modules)} if modules else {}
-
-
-def _index(parts: _Parts, weight_map: Mapping[str, str]) -> bytes:
-    metadata = {**parts.metadata, "total_size": parts.total_size}
-    text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
-    return f"{text}\n".encode()

@@ -11,7 +11,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError, WriteError
 from ckptool.files import Source
 from ckptool.files.place import is_address, place_of
-from ckptool.formats import REGISTRY, WRITABLE, Entry, format_of, shard_of
+from ckptool.formats import REGISTRY, WRITABLE, format_of, shard_of
 
 __all__ = [
     "INDEX",
@@ -23,6 +23,7 @@ __all__ = [
     "is_a_source",
     "is_folder",
     "remarks",
+    "split",
     "target_format",
 ]
 
@@ -51,7 +52,7 @@ def default_target(
         source = os.path.basename(urlsplit(source).path.rstrip("/")) or "checkpoint"
     if os.path.basename(source.rstrip(os.sep)) in ("", ".", ".."):
         source = os.path.abspath(source)  # the name of the folder that we are in
-    stem, suffix = _split(source.rstrip(os.sep) or source)
+    stem, suffix = split(source.rstrip(os.sep) or source)
     if os.path.isdir(source):
         stem, suffix = stem + suffix, ".pth"
     if sharded or not all(one.writable for one in REGISTRY if suffix in one.endings):
@@ -61,12 +62,13 @@ def default_target(
     return f"{stem}.{word}{suffix}"
 
 
-def _split(path: str) -> tuple[str, str]:
+def split(path: str) -> tuple[str, str]:
+    """Return a path without its ending, and the ending: `.pth.tar` and that of an index whole."""
     index = INDEX_ENDING.search(path)
     if index:
         return path[: index.start()], index[0]
     stem, suffix = os.path.splitext(path)
-    if suffix == ".tar":
+    if suffix.lower() == ".tar":
         inner, before = os.path.splitext(stem)
         return (inner, before + suffix) if before else (stem, suffix)
     return stem, suffix
@@ -83,7 +85,8 @@ def _written_as(ending: str) -> list[str]:
         UsageError: it is the ending of a format that is not written.
     """
     owners = [one for one in REGISTRY if ending in one.endings]
-    written = [one.name for one in owners or _of_torch() if one.writable]
+    torchs = (one for one in REGISTRY if ".pth" in one.endings)
+    written = [one.name for one in owners or torchs if one.writable]
     if not owners:
         from ckptool.formats.identify import ENDINGS  # the known endings need none of it
 
@@ -96,10 +99,6 @@ def _written_as(ending: str) -> list[str]:
             hint="name a .pth or .safetensors file, or say with --format what is to be written",
         )
     return written
-
-
-def _of_torch() -> list[Entry]:
-    return [one for one in REGISTRY if ".pth" in one.endings]
 
 
 def in_folder(path: str | os.PathLike[str], format: str | None = None) -> str:

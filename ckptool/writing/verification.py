@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from threading import Event
@@ -19,10 +19,10 @@ from ckptool.files.strided import swapped
 from ckptool.files.threads import in_order
 from ckptool.formats import format_of, open_checkpoint
 from ckptool.formats.archive import zip_archive
-from ckptool.formats.base import Member, NewFile
+from ckptool.formats.base import NewFile
 from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
 from ckptool.limits import DEFAULT_LIMITS
-from ckptool.model import Storage, StorageRef, TensorRef
+from ckptool.model import StorageRef, TensorRef
 from ckptool.symbolic.encoder import Encoded, encode
 from ckptool.tree import everything
 from ckptool.words import printable
@@ -137,10 +137,8 @@ class _Run:
     expected: Callable[[], Iterator[bytes]]
     crc32: int | None = None
     """Of what should be there, where a source states it."""
-    source: str = ""
-    """The file that states it."""
-    sample: Callable[[int, int], bytes] | None = None
-    """Some of what should be there, where that is cheaper than all of it."""
+    data: ByteRange | None = None
+    """What should be there, as one range."""
 
 
 def verify(
@@ -176,22 +174,9 @@ def verify_file(file: NewFile, output: FileOutput, progress: Progress | None) ->
     Raises:
         WriteError, CorruptFile: as `verify`.
     """
-    if file.members:
-        _verify_members(file.members, output.name, output.streamed, progress)
-    if file.holds is not None:
-        verify(file.holds, output.name, output.streamed, progress)
-
-
-def _verify_members(
-    members: Sequence[Member],
-    path: str,
-    streamed: Mapping[int, Streamed],
-    progress: Progress | None = None,
-) -> None:
-    """Compare what stands in the file at `path`, files of torch.save's, with what it is to hold."""
-    with closing(FileSource(path)) as source:
+    with closing(FileSource(output.name)) as source:
         runs: list[_Run] = []
-        for one in members:
+        for one in file.members:  # files of torch.save's in this one
             data = ByteRange(source, one.offset, one.length)
             try:
                 contents = read_contents(zip_archive(data, DEFAULT_LIMITS), DEFAULT_LIMITS)
@@ -199,7 +184,9 @@ def _verify_members(
                 raise _wrong(f"it cannot be read back ({error.message})") from error
             found = replace(one.holds, root=contents.unpickled.root, format=TORCH_ZIP.name)
             runs.extend(_storage_runs(one.holds, found))
-        _compare(runs, streamed, progress)
+        _compare(runs, output.streamed, progress)
+    if file.holds is not None:
+        verify(file.holds, output.name, output.streamed, progress)
 
 
 def _wrong(fact: str) -> WriteError:
@@ -251,13 +238,13 @@ def _checksum(run: _Run, streamed: Mapping[int, Streamed]) -> int | None:
     there = streamed.get(run.found.offset)
     if there is None or there.length != run.found.length:
         return None
-    return None if run.sample is None or run.found.length <= _SAMPLE else there.crc32
+    return None if run.data is None or run.found.length <= _SAMPLE else there.crc32
 
 
 def _has_checksum(run: _Run, wanted: int, found: int) -> bool:
     """Return whether the CRC-32 `found` in the new file says that it is right."""
     if run.crc32 is None:
-        return found == wanted and run.sample is not None and _ends_match(run, run.sample)
+        return found == wanted and run.data is not None and _ends_match(run.found, run.data)
     if found != wanted:
         _check_source(run)
     return found == wanted
@@ -265,8 +252,6 @@ def _has_checksum(run: _Run, wanted: int, found: int) -> bool:
 
 def _is_equal(run: _Run) -> bool:
     """Return whether it is right byte by byte."""
-    if run.sample is not None and run.found.length <= _SAMPLE:
-        return run.found.read() == run.sample(0, run.found.length)
     position = 0
     for block in run.expected():
         if run.found.read(position, len(block)) != block:
@@ -285,16 +270,16 @@ def _check_source(run: _Run) -> None:
         raise CorruptFile(
             f"{printable(run.name)} is damaged: its bytes do not have the CRC-32 that the zip "
             "directory states",
-            file=run.source,
+            file=run.data.source.name if run.data else None,
             hint="--no-verify copies it anyway",
         )
 
 
-def _ends_match(run: _Run, sample: Callable[[int, int], bytes]) -> bool:
+def _ends_match(found: ByteRange, wanted: ByteRange) -> bool:
     """Return whether both ends are those of the right tensor, which a checksum cannot tell."""
-    length = min(_SAMPLE, run.found.length)
-    starts = (0, run.found.length - length)
-    return all(run.found.read(start, length) == sample(start, length) for start in starts)
+    length = min(_SAMPLE, found.length)
+    starts = (0, found.length - length)
+    return all(found.read(start, length) == wanted.read(start, length) for start in starts)
 
 
 def _storage_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
@@ -311,20 +296,14 @@ def _storage_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
 def _storage_run(want: Encoded, index: int, found: ByteRange, byteorder: str) -> _Run:
     storage = want.storages[index]
     name = f"storage {storage.key!r}"
-    data = _data(storage, name)
-    if data.length != found.length:
-        raise _wrong(f"{name} has {found.length:,} bytes and should have {data.length:,}")
+    data = storage.data
+    if data is None or data.length != found.length:
+        raise _wrong(f"{name} has {found.length:,} bytes and should have {storage.nbytes:,}")
     if storage.byteorder != byteorder:
         swap = BY_NAME[want.dtypes[index]].swap_size
         return _Run(name, found, lambda: swapped(data.blocks(), swap))
     plain_crc = None if storage.compressed else storage.crc32
-    return _Run(name, found, data.blocks, plain_crc, data.source.name, data.read)
-
-
-def _data(storage: Storage, name: str) -> ByteRange:
-    if storage.data is None:
-        raise _wrong(f"{name} has bytes and should have none")
-    return storage.data
+    return _Run(name, found, data.blocks, plain_crc, data)
 
 
 def _tensor_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
@@ -350,6 +329,4 @@ def _tensor_run(name: str, tensor: TensorRef, found: ByteRange) -> _Run:
     if storage is None or not tensor.is_verbatim:
         return _Run(name, found, tensor.content)
     whole = tensor.nbytes == storage.nbytes and not storage.compressed
-    crc = storage.crc32 if whole else None
-    data = tensor.data
-    return _Run(name, found, tensor.content, crc, data.source.name, data.read)
+    return _Run(name, found, tensor.content, storage.crc32 if whole else None, tensor.data)
