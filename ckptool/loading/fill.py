@@ -84,11 +84,9 @@ def can_fill(tensor: torch.Tensor, source: TensorRef | torch.Tensor | None) -> b
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     import torch
-    from torch.nn.parameter import is_lazy
 
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and not is_lazy(tensor)
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
         and not tensor.is_inference()

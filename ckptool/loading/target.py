@@ -155,8 +155,12 @@ def live_slots(
     import torch
 
     tensors = _tensors(values)
-    places = dict(zip(tensors, map(_place, tensors.values()), strict=True))
-    ties = _ties(tensors, places)
+    # Few tensors begin where another does: only these are compared by all of their elements.
+    places = {name: _place(tensor) for name, tensor in tensors.items()}
+    met = Counter(places.values())
+    near = {name: tensors[name] for name, place in places.items() if met[place] > 1}
+    keys = {name: memory_of(tensor) or id(tensor) for name, tensor in near.items()}
+    several = Counter(keys.values())
     plain, parameter = torch.Tensor, torch.nn.Parameter
     trained: set[Hashable] | None = None
     made: dict[Any, Slot] = {}
@@ -175,7 +179,8 @@ def live_slots(
             trains = bool(trained) and _elements(tensor) in trained
         is_plain = (known is plain or known is parameter) and not tensor.is_nested
         shape = tensor.shape if is_plain else shape_of(tensor)
-        key = shape, tensor.dtype, trains, ties.get(name) if ties else None
+        tie = keys.get(name)
+        key = shape, tensor.dtype, trains, None if tie is None or several[tie] == 1 else tie
         slot = made.get(key)
         if slot is None:
             kind = "parameter" if trains else rest
@@ -209,64 +214,37 @@ def _elements(tensor: torch.Tensor) -> Hashable:
     return memory_of(tensor) or _place(tensor)
 
 
-def _ties(tensors: Mapping[str, torch.Tensor], places: Mapping[str, int]) -> dict[str, Hashable]:
-    """Return the names of tensors that have several, each with what these share."""
-    met = Counter(places.values())
-    if len(met) == len(places):
-        return {}
-    keys: dict[str, Hashable] = {
-        name: memory_of(tensor) or id(tensor)
-        for name, tensor in tensors.items()
-        if met[places[name]] > 1
-    }
-    several = Counter(keys.values())
-    return {name: key for name, key in keys.items() if several[key] > 1}
-
-
-# names, shapes or a state dict in place of a model
+# names or shapes in place of a model
 
 
 def slots_like(like: Any) -> Target | None:
-    """Return what names, a dict of shapes, or a state dict of tensors alone wants.
-
-    None for any other mapping, which may hold a state dict.
+    """Return what names or a dict of shapes want; None for any other mapping.
 
     Raises:
         UsageError: it is none of these.
     """
     import torch
 
-    if isinstance(like, Mapping):
-        shapes = like.values()
-        if _are_shapes(shapes):
-            _check_names(like)
-            made = {
-                name: EXTRA if is_extra_state(name) else Slot(tuple(shape))
-                for name, shape in like.items()
-            }
-            return Target(REFERENCE, made)
-        if all(isinstance(v, torch.Tensor) and isinstance(n, str) for n, v in like.items()):
-            return Target(REFERENCE, live_slots(like), metadata=getattr(like, "_metadata", None))
+    if isinstance(like, Mapping) and not _are_shapes(like.values()):
         return None
-    if isinstance(like, Iterable) and not isinstance(like, (bytes, torch.Tensor)):
-        names = list(like)
-        _check_names(names)
+    if not isinstance(like, Iterable) or isinstance(like, (bytes, torch.Tensor)):
+        raise UsageError(f"names cannot be made to fit a {type(like).__name__}", hint=_HINT)
+    names = list(like)
+    for name in names:
+        if not isinstance(name, str):
+            raise UsageError(f"names are text, and one is a {type(name).__name__}", hint=_HINT)
+    if not isinstance(like, Mapping):
         return Target(REFERENCE, dict.fromkeys(names, Slot()))
-    raise UsageError(f"names cannot be made to fit a {type(like).__name__}", hint=_HINT)
+    slots = {name: EXTRA if is_extra_state(name) else Slot(tuple(like[name])) for name in names}
+    return Target(REFERENCE, slots)
 
 
 def _are_shapes(values: Iterable[Any]) -> bool:
     shapes = list(values)
-    if not all(isinstance(shape, (tuple, list)) and type(shape) is not Slot for shape in shapes):
+    if not all(isinstance(shape, (tuple, list)) for shape in shapes):
         return False
     sizes = list(chain.from_iterable(shapes))
     return {int}.issuperset(map(type, sizes)) and min(sizes, default=0) >= 0
-
-
-def _check_names(names: Iterable[Any]) -> None:
-    for name in names:
-        if not isinstance(name, str):
-            raise UsageError(f"names are text, and one is a {type(name).__name__}", hint=_HINT)
 
 
 # whose code runs when the model is loaded
