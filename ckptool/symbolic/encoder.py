@@ -127,6 +127,7 @@ _MARK, _TUPLE, _REDUCE, _BUILD, _NEW = map(_Raw, (b"(", b"t", b"R", b"b", b"\x81
 _END_OF_STEP = {"append": _Raw(b"e"), "set": _Raw(b"u"), "add": _Raw(b"\x90")}
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
+_UNTYPED = Global("torch.storage", "UntypedStorage")
 _UINT = struct.Struct("<I").pack
 _SHORT_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
@@ -347,8 +348,8 @@ class _Encoder:
             self.order.append((storage, node.dtype, node.untyped))
         self.out += b"("
         self.write_text("storage")
-        owner, _, name = node.class_name.rpartition(".")
-        self.write_global(Global(owner, name))
+        typed = None if node.untyped else BY_NAME[node.dtype].storage
+        self.write_global(Global("torch", typed) if typed else _UNTYPED)
         self.write_text(str(index) if self.key_of is None else self.key_of(storage))
         self.write_text(storage.device)
         size = 1 if node.untyped else BY_NAME[node.dtype].itemsize
