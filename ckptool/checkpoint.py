@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
@@ -142,12 +142,7 @@ class Checkpoint(Result):
         """Return the checkpoint itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the file."""
         self.close()
 
@@ -220,10 +215,7 @@ class Checkpoint(Result):
     @property
     def devices(self) -> dict[str, int]:
         """The number of tensors of each device tag, in order of first use."""
-        counts: dict[str, int] = {}
-        for _, tensor in self.tensors():
-            counts[tensor.device] = counts.get(tensor.device, 0) + 1
-        return counts
+        return dict(Counter(tensor.device for _, tensor in self.tensors()))
 
     def with_root(self, root: Any, *changes: Change) -> Checkpoint:
         """Return a copy with another tree; `changes` say what is different."""

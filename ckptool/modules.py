@@ -117,18 +117,15 @@ def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | Non
     return names
 
 
-def held_apart(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
+def held_apart(node: Opaque) -> dict[str, Any]:
     """Return what modules hold for their class alone to save (`_save_to_state_dict`), by path.
 
     Submodules whose class pickles no dict of parameters; objects of a known quantiser, and
     attributes of a Parameter, with tensors in them.
-
-    Raises:
-        LimitExceeded: modules nested deeper, or shared more often, than `limits` allows.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
-    for prefix, module in modules_below(node, limits):
+    for prefix, module in modules_below(node):
         attributes = module.attributes
         children = attributes.get("_modules", {})
         held = {name: child for name, child in children.items() if isinstance(child, Opaque)}
@@ -159,7 +156,7 @@ def holds_tensors(node: Any) -> bool:
     return next(find_tensors(node), None) is not None
 
 
-def modules_below(node: Opaque, limits: Limits) -> Iterator[tuple[str, Opaque]]:
+def modules_below(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> Iterator[tuple[str, Opaque]]:
     """Yield a module and those in it, each before its children, with the prefix of its names."""
     visits = Visits(limits)
     open_ids = {id(node)}

@@ -99,10 +99,6 @@ class _Level(NamedTuple):
         """Return the name without the component."""
         return self.pattern.sub(r"\1", name, count=1)
 
-    def apply_module(self, path: str) -> str:
-        """Return the module's path without it; that of the wrapped module ends with it."""
-        return self.apply(f"{path}.")[:-1] if path else path
-
 
 def counts(name: Any) -> bool:
     """Return whether a name tells of its wrappers: that of `AveragedModel`'s counter does not."""
@@ -198,7 +194,7 @@ def _below(path: str, before: str, done: list[_Level]) -> str:
         return path
     inner = path[len(before) :]
     for level in done:
-        inner = level.apply_module(inner)
+        inner = level.apply(f"{inner}.")[:-1] if inner else inner  # the wrapped module's ends so
     return before + inner if inner else before[:-1]
 
 

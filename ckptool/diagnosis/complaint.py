@@ -10,7 +10,6 @@ from typing import Any, Literal
 from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import Like
 from ckptool.loading.target import Target
-from ckptool.model import TensorRef
 from ckptool.names import bare_names, families
 from ckptool.statedict import Section, likely_models, model_state_dict, wrapped_names
 from ckptool.symbolic.encoder import blockers
@@ -26,7 +25,6 @@ __all__ = [
     "Severity",
     "names_of",
     "quoted",
-    "tensors_of",
     "unwrapped",
 ]
 
@@ -159,15 +157,6 @@ class Patient:
         """Return True if the reference alone decides which names a state dict should have."""
         model = self.model
         return self.reference is not None and model is not None and section.holder is model.holder
-
-
-def tensors_of(section: Section) -> dict[str, TensorRef]:
-    """Return the tensors of a model's section by their names in the state dict."""
-    return {
-        name: value
-        for name, value in section.node.items()
-        if isinstance(name, str) and isinstance(value, TensorRef)
-    }
 
 
 def unwrapped(section: Section) -> dict[str, str]:

@@ -13,7 +13,6 @@ from ckptool.diagnosis.complaint import (
     Severity,
     names_of,
     quoted,
-    tensors_of,
 )
 from ckptool.files.source import Progress
 from ckptool.formats import format_of
@@ -21,6 +20,7 @@ from ckptool.formats.base import Problem
 from ckptool.formats.safetensors import overlapping_names
 from ckptool.inspection.obstacles import ANYWHERE, restored_devices
 from ckptool.limits import Limits
+from ckptool.statedict import named_tensors
 from ckptool.transforms.compacting import storage_use
 from ckptool.transforms.devices import CARRIED
 from ckptool.tree import name_of, ties
@@ -167,7 +167,7 @@ def _aliases(patient: Patient) -> Iterator[Found]:
     kept = {
         name: str(one.storage.key)
         for section in patient.models
-        for name, one in tensors_of(section).items()
+        for name, one in named_tensors(section.node).items()
         if one.storage is not None and one.storage.key != name
     }
     if kept:
@@ -188,7 +188,7 @@ def _not_for_safetensors(patient: Patient) -> Iterator[Found]:
     model = patient.model
     if model is None:
         return
-    tensors = {name: one for name, one in tensors_of(model).items() if one.has_content}
+    tensors = {name: one for name, one in named_tensors(model.node).items() if one.has_content}
     tied = ties(((name,), one) for name, one in tensors.items())
     keyed = {"key": model.name} if model.path and patient.key is not None else {}
     choices = (Choice({**keyed, **({"ties": "copy"} if tied else {})}),)

@@ -13,7 +13,6 @@ from ckptool.diagnosis.complaint import (
     Severity,
     names_of,
     quoted,
-    tensors_of,
     unwrapped,
 )
 from ckptool.errors import NameCollision
@@ -24,7 +23,7 @@ from ckptool.matching.known_renames import ADAPTER
 from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
 from ckptool.modules import is_module
 from ckptool.names import N_AVERAGED, PEFT, counts, strip_names, wrapped_in_part
-from ckptool.statedict import Section, values_inside, wrapped_names
+from ckptool.statedict import Section, named_tensors, values_inside, wrapped_names
 from ckptool.symbolic.encoder import blocking
 from ckptool.transforms.plain import class_of, refusals
 from ckptool.tree import everything, name_of
@@ -388,7 +387,7 @@ def _lightning(patient: Patient) -> Iterator[Found]:
 def versions(patient: Patient) -> Iterator[Found]:
     """Yield buffers that were cast, and state dicts that lost their `_metadata`."""
     for section in patient.models:
-        tensors = tensors_of(section)
+        tensors = named_tensors(section.node)
         cast = [
             name
             for name, one in tensors.items()

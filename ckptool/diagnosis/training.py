@@ -19,7 +19,6 @@ from ckptool.diagnosis.complaint import (
     Patient,
     names_of,
     quoted,
-    tensors_of,
     unwrapped,
 )
 from ckptool.diagnosis.models import INTEGERS, is_floating
@@ -31,7 +30,7 @@ from ckptool.matching.known_renames import MERGE
 from ckptool.model import Shape
 from ckptool.names import BUFFER_NAMES, bare_names
 from ckptool.optimizers import groups_of, model_of, names_in, shapes_in
-from ckptool.statedict import Section
+from ckptool.statedict import Section, named_tensors
 from ckptool.tree import distinct
 from ckptool.words import are, counted, listed, printable
 
@@ -117,7 +116,7 @@ def _difference(
         return f"in the model that saved it, call {form}, and save it again"
     if form := _reparametrised(missing):
         return f"the file has plain weights: in the new model, call {form}, then load"
-    held = tensors_of(model)
+    held = named_tensors(model.node)
     ours = {name: held[name].shape for name in unexpected if name in held}
     theirs = {name: shape for name in missing if (shape := target.slots[name].shape) is not None}
     for whole, parts, text in (
@@ -298,7 +297,7 @@ def _parameters(model: Section) -> dict[str, Shape]:
     A tensor without fractions is no parameter, nor one with the name of a known buffer.
     """
     names = unwrapped(model)
-    once = distinct(((name,), value) for name, value in tensors_of(model).items())
+    once = distinct(((name,), value) for name, value in named_tensors(model.node).items())
     return {
         names.get(str(path[0]), str(path[0])): tensor.shape
         for path, tensor in once

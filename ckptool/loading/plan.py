@@ -14,7 +14,6 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import NOT_IN_TORCH, PACKED
 from ckptool.errors import MatchError, NotFound, UsageError
 from ckptool.formats import format_of
-from ckptool.limits import DEFAULT_LIMITS
 from ckptool.loading.load import unpickled
 from ckptool.loading.memory import cuts
 from ckptool.loading.ranks import without_hidden
@@ -155,7 +154,7 @@ def _kinds_in(section: Section) -> Kinds:
         return {}
     return kinds_of(
         (prefix[:-1], [module.class_name], module.attributes)
-        for prefix, module in modules_below(section.holder, DEFAULT_LIMITS)
+        for prefix, module in modules_below(section.holder)
     )
 
 

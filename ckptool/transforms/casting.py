@@ -14,7 +14,6 @@ from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import Ahead
 from ckptool.hollow import refuse_hollow
-from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import (
     SPARSE_KINDS,
     Opaque,
@@ -150,7 +149,7 @@ def _unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, TensorRef]]
     """Yield the buffers of pickled modules that no state dict has, which `Module.to` casts too."""
     for part in checkpoint.sections:
         is_module = part.kind == "module"
-        for prefix, module in modules_below(part.holder, DEFAULT_LIMITS) if is_module else ():
+        for prefix, module in modules_below(part.holder) if is_module else ():
             saved = own_tensors(module)
             for name, buffer in module.attributes.get("_buffers", {}).items():
                 if isinstance(buffer, TensorRef) and name not in saved:

@@ -11,7 +11,6 @@ from typing import Any
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import NotRepresentable
 from ckptool.hollow import refuse_hollow
-from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import (
     Global,
     Opaque,
@@ -304,7 +303,7 @@ def _beside_state(module: Opaque) -> tuple[list[str], list[str]]:
     known = {tensor.place or id(tensor) for tensor in in_state}
     lost = [only_its_class(path, one) for path, one in held_apart(module).items()]
     names: dict[str, None] = {}
-    for prefix, part in modules_below(module, DEFAULT_LIMITS):
+    for prefix, part in modules_below(module):
         rest = {name: one for name, one in part.attributes.items() if name not in _HELD}
         for name, value in {**part.attributes.get("_buffers", {}), **rest}.items():
             tensors = list(find_tensors(value))
