@@ -121,7 +121,7 @@ class FileOutput:
         """
         if data.length <= SMALL:
             self.write(data.read())
-        elif data.source.fd() is not None:
+        elif self._fd >= 0 and data.source.fd() is not None:
             self._copy_file(data)
         elif self.is_verified:
             self.copy_checked(data)

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ckptool.errors import CheckpointError, CorruptFile, WriteDenied, WriteError
-from ckptool.files.beside import journal_path
 from ckptool.files.journal import (
     Journal,
     exclusive,
     leads_to,
+    refuse_cut_short,
     remove_journal,
     unusable,
     write_journal,
@@ -256,8 +256,7 @@ def _check_target(source: Source, path: str, fd: int) -> None:
             hint="write the result to another file",
         )
     source.check_unchanged()
-    if os.path.lexists(journal_path(path)):
-        raise WriteError("an edit of it was cut short", hint=f"ckptool recover {shell(path)}")
+    refuse_cut_short(path)
 
 
 def _take_back(edit: Edit, path: str, fd: int) -> None:

@@ -44,6 +44,7 @@ __all__ = [
     "missing_folders",
     "occupied",
     "read_journal",
+    "refuse_cut_short",
     "remove",
     "remove_journal",
     "remove_unfinished",
@@ -121,6 +122,17 @@ def read_journal(target: str) -> Journal | None:
         source.close()
 
 
+def refuse_cut_short(path: str) -> None:
+    """Refuse to change a file while its journal is there: an edit was cut short just now.
+
+    Raises:
+        WriteError: there is a journal.
+    """
+    if os.path.lexists(journal_path(path)):
+        hint = f"ckptool recover {shell(path)}"
+        raise WriteError("an edit of it was cut short", file=path, hint=hint)
+
+
 def remove_journal(target: str) -> None:
     """Remove the journal of `target`, for good; harmless where there is none.
 
@@ -138,8 +150,7 @@ def remove_unfinished(target: str) -> None:
 
     Only for one who holds the lock on `target`: it may be another's who is just writing it.
     """
-    with suppress(OSError):
-        os.unlink(journal_path(target) + UNFINISHED)
+    remove(journal_path(target) + UNFINISHED)
 
 
 def _parse(source: FileSource) -> Journal:
@@ -231,12 +242,7 @@ def undisturbed(path: str) -> Iterator[None]:
         if os.name == "posix":
             with suppress(FileMissing, FileDenied):
                 stack.enter_context(exclusive(path))
-                if os.path.lexists(journal_path(path)):
-                    raise WriteError(
-                        "an edit of it was cut short",
-                        file=path,
-                        hint=f"ckptool recover {shell(path)}",
-                    )
+                refuse_cut_short(path)
         yield
 
 

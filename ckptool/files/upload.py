@@ -15,7 +15,7 @@ from typing import Any
 from ckptool.errors import UsageError, WriteError, warn
 from ckptool.files.atomic import STEP, FileOutput, Outputs, counting_on, refuse_taken
 from ckptool.files.filesystems import asked, system_of
-from ckptool.files.source import ByteRange, Progress
+from ckptool.files.source import Progress
 from ckptool.words import listed
 
 __all__ = ["refuse_object", "uploaded_set"]
@@ -124,10 +124,6 @@ class _Upload(FileOutput):
     def __init__(self, file: Any, path: str, size: int, progress: Progress | None) -> None:
         super().__init__(-1, size, progress, path)
         self._file = file
-
-    def _copy_file(self, data: ByteRange) -> None:
-        for block in data.reread():
-            self.write(block)
 
     def _put(self, data: bytes | bytearray | memoryview) -> None:
         with asked(self.name, to_write=True):
