@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = ["THREADS", "in_order"]
 
@@ -13,6 +17,10 @@ _Result = TypeVar("_Result")
 
 THREADS = min(2, os.cpu_count() or 1)
 """Threads of one pass over bytes: a third has to wait for memory."""
+
+
+_AHEAD = 4
+"""Jobs for each thread that are begun before their results are wanted: a terabyte has millions."""
 
 
 def in_order(
@@ -25,7 +33,13 @@ def in_order(
     from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
 
     with ThreadPoolExecutor(threads) as pool:
+        begun: deque[Future[_Result]] = deque()
         try:
-            yield from pool.map(work, jobs)
+            for job in jobs:
+                begun.append(pool.submit(work, job))
+                if len(begun) > _AHEAD * threads:
+                    yield begun.popleft().result()
+            while begun:
+                yield begun.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)

@@ -308,8 +308,8 @@ def test_every_leaf_of_every_fixture_is_an_entry(fixtures):
         assert not found.only_b, oracle.name
 
 
-def test_a_hundred_thousand_names():
-    own = [f"layers.{index // 10}.block.{index % 10}.weight" for index in range(100_000)]
+def test_tens_of_thousands_of_names():
+    own = [f"layers.{index // 10}.block.{index % 10}.weight" for index in range(30_000)]
     weight = tensor(floats(1.0), [1])
     a = OrderedMap((f"module.{name}", weight) for name in own)
     b = OrderedMap((name, weight) for name in reversed(own))

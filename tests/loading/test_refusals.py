@@ -104,8 +104,15 @@ NOT_FITTING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "of DataParallel"])
-@pytest.mark.parametrize("where", ["in memory", "in a file", "into meta"])
+@pytest.mark.parametrize(
+    ("where", "wrapped"),
+    [
+        ("in memory", False),
+        ("in a file", False),
+        ("in a file", True),
+        ("into meta", True),
+    ],
+)
 @pytest.mark.parametrize("case", NOT_FITTING)
 def test_what_does_not_fit_is_refused_and_nothing_is_touched(tmp_path, case, where, wrapped):
     make, options, said, hint = NOT_FITTING[case]

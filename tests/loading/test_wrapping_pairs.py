@@ -25,8 +25,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
 ]
 
+KINDS = list(WRAPPINGS)
 every_pair = pytest.mark.parametrize(
     ("source", "target"), list(itertools.product(WRAPPINGS, WRAPPINGS))
+)
+# Each with three others, as the names are the same: around it, inside it, and itself.
+some_pairs = pytest.mark.parametrize(
+    ("source", "target"),
+    [(one, KINDS[(at + step) % len(KINDS)]) for at, one in enumerate(KINDS) for step in (0, 1, 4)],
 )
 MORE_PAIRS = [
     *itertools.product(MORE, ["plain", "DDP", "compile inside", "Lightning"]),
@@ -95,7 +101,7 @@ def test_a_file_is_loaded_whole(tmp_path, sources, targets, source, target):
     assert all(now is was for now, was in zip(model.parameters(), parameters, strict=True))
 
 
-@every_pair
+@some_pairs
 def test_a_state_dict_is_loaded_whole(sources, targets, source, target):
     wanted = answer(sources[source])
     model = fresh(targets, target, wanted)
@@ -106,7 +112,7 @@ def test_a_state_dict_is_loaded_whole(sources, targets, source, target):
     assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
 
 
-@every_pair
+@some_pairs
 def test_a_state_dict_is_matched_for_torch_to_load(sources, targets, source, target):
     wanted = answer(sources[source])
     model = fresh(targets, target, wanted)

@@ -4,7 +4,7 @@ import io
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.errors import CheckpointError, LimitExceeded
@@ -131,6 +131,7 @@ junk = st.recursive(
 
 
 @pytest.mark.parametrize("qualified", sorted(calls.RECOGNISED))
+@settings(max_examples=40)
 @given(args=st.lists(junk | st.just(STORAGE) | st.just(tensor(2)), max_size=9))
 def test_wrong_arguments_make_an_error_or_an_object(qualified, args):
     try:

@@ -320,8 +320,8 @@ def test_without_zstandard_the_extra_is_named(fixtures, monkeypatch):
     assert "pip install zstandard" in caught.value.hint
 
 
-def test_a_million_chunks_are_read_in_no_time(tmp_path):
-    count = 100_000
+def test_many_chunks_are_read(tmp_path):
+    count = 30_000
     plan = [ChunkStorageMetadata(torch.Size([at]), torch.Size([1])) for at in range(count)]
     shape = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([count]), plan)
     index = Metadata({"w": shape}, storage_data={})
