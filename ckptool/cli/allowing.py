@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import click
 
-from ckptool.cli.options import Decorator, together
+from ckptool.cli.options import Decorator, repeatable, together
 from ckptool.errors import MatchError
 from ckptool.remedies import Remedy
 from ckptool.transforms import regex_rule
@@ -54,10 +53,6 @@ class Allowing(click.Command):
         return super().parse_args(ctx, every)
 
 
-def _repeatable(option: str, metavar: str, help: str, **more: Any) -> Decorator:
-    return click.option(option, multiple=True, metavar=metavar, help=help, **more)
-
-
 def allowance_options(*, casts: bool = True) -> Decorator:
     """Return the options about what may differ from the model, for a command that is `Allowing`.
 
@@ -65,17 +60,17 @@ def allowance_options(*, casts: bool = True) -> Decorator:
     Without `casts` there is no `--allow-lossy-cast`.
     """
     return together(
-        _repeatable(
+        repeatable(
             "--transpose",
             "GLOB[=AXES]",
             "Transpose these tensors of a TensorFlow, Keras or Flax file, if the type of the "
             "module does not decide it: 'fc.weight', 'depthwise.*=2,3,0,1'; repeatable.",
         ),
-        _repeatable(
+        repeatable(
             "--no-transpose", "GLOB", "Do not transpose these tensors of the model; repeatable."
         ),
         *(
-            _repeatable(
+            repeatable(
                 f"--{name.replace('_', '-')}",
                 "[GLOB]",
                 f"{text} Repeatable; all without GLOB.",

@@ -11,9 +11,11 @@ from ckptool.cli.options import (
     Target,
     completed_by,
     file_argument,
+    flag,
     floating_types,
     master_option,
     quantised_options,
+    repeatable,
     target_options,
     verb,
 )
@@ -38,18 +40,16 @@ __all__ = ["command", "parsed_keep"]
     help="The type to cast to: bfloat16, fp16, float32.",
 )
 @quantised_options
-@click.option(
+@repeatable(
     "--keep",
-    multiple=True,
-    metavar="GLOB[=DTYPE]",
-    help="Cast matching tensors to this type instead, or not at all; repeatable, the first match "
+    "GLOB[=DTYPE]",
+    "Cast matching tensors to this type instead, or not at all; repeatable, the first match "
     "decides.",
 )
-@click.option("--all", "everything", is_flag=True, help="Cast optimizer state, too.")
-@click.option(
+@flag("--all", "Cast optimizer state, too.", "everything")
+@flag(
     "--allow-overflow",
-    is_flag=True,
-    help="Write values that are too large for the type as torch does: inf, NaN or the largest.",
+    "Write values that are too large for the type as torch does: inf, NaN or the largest.",
 )
 @master_option
 @workers_option

@@ -20,12 +20,14 @@ from ckptool.cli.options import (
     Sectioned,
     Target,
     completed_by,
+    flag,
     floating_types,
     glob_options,
     master_option,
     parsed_rules,
     plain_options,
     quantised_options,
+    repeatable,
     shard_option,
     target_options,
     verb,
@@ -64,11 +66,7 @@ class _Convert(Allowing, Sectioned):
     cls=_Convert,
 )
 @click.argument("sources", type=PATH, nargs=-1, required=True, metavar="SOURCE... [DESTINATION]")
-@click.option(
-    "--salvage",
-    is_flag=True,
-    help="Take what is whole of a damaged file; exit code 1 where something is not.",
-)
+@flag("--salvage", "Take what is whole of a damaged file; exit code 1 where something is not.")
 @click.option(
     "--flatten",
     metavar="[SEP]",
@@ -77,11 +75,8 @@ class _Convert(Allowing, Sectioned):
     help="Make nested dicts one flat dict; keys are joined by SEP, a dot by default.",
 )
 @master_option
-@click.option(
-    "--concat",
-    multiple=True,
-    metavar="GLOB=DIM",
-    help="Join the parts of Megatron's ranks along this dimension; repeatable.",
+@repeatable(
+    "--concat", "GLOB=DIM", "Join the parts of Megatron's ranks along this dimension; repeatable."
 )
 @click.option("--key", metavar="NAME", help="The state dict to take, if there are several.")
 @glob_options
@@ -90,33 +85,21 @@ class _Convert(Allowing, Sectioned):
     type=click.Choice(["strip", "keep"]),
     help="Remove or keep prefixes such as module. [default: strip for safetensors, else keep]",
 )
-@click.option(
-    "--rename", multiple=True, metavar="'REGEX=>REPL'", help="Rename tensors; repeatable, in order."
-)
-@click.option(
+@repeatable("--rename", "'REGEX=>REPL'", "Rename tensors; repeatable, in order.")
+@repeatable(
     "--resize",
-    multiple=True,
-    metavar="GLOB=ROWS[:zero]",
-    help="Cut rows off, or add the mean of the others (or zeros); repeatable.",
+    "GLOB=ROWS[:zero]",
+    "Cut rows off, or add the mean of the others (or zeros); repeatable.",
 )
-@click.option(
+@repeatable(
     "--interpolate-pos",
-    multiple=True,
-    metavar="GLOB=HxW",
-    help="Fit position embeddings of a ViT to a grid of HxW patches, as timm does; repeatable.",
+    "GLOB=HxW",
+    "Fit position embeddings of a ViT to a grid of HxW patches, as timm does; repeatable.",
 )
-@click.option(
-    "--split",
-    multiple=True,
-    metavar="'*.A=>*.B,*.C@DIM'",
-    help="Split tensors into equal parts along a dimension; repeatable.",
+@repeatable(
+    "--split", "'*.A=>*.B,*.C@DIM'", "Split tensors into equal parts along a dimension; repeatable."
 )
-@click.option(
-    "--fuse",
-    multiple=True,
-    metavar="'*.B,*.C=>*.A@DIM'",
-    help="Join tensors along a dimension; repeatable.",
-)
+@repeatable("--fuse", "'*.B,*.C=>*.A@DIM'", "Join tensors along a dimension; repeatable.")
 @click.option("--nest", metavar="KEY", help="Put all that is written under KEY, as state_dict.")
 @click.option(
     "--like",
@@ -142,19 +125,14 @@ class _Convert(Allowing, Sectioned):
     shell_complete=completed_by(floating_types),
     help="Cast floating-point tensors to this type: bfloat16, float16.",
 )
-@click.option(
-    "--keep", multiple=True, metavar="GLOB[=DTYPE]", help="Except these from --cast; repeatable."
-)
+@repeatable("--keep", "GLOB[=DTYPE]", "Except these from --cast; repeatable.")
 @quantised_options
-@click.option("--cast-optimizer", is_flag=True, help="Cast optimizer state, too.")
-@click.option("--allow-overflow", is_flag=True, help="Cast values too large for the type, too.")
-@click.option("--compact", is_flag=True, help="Trim storages to the part that tensors use.")
+@flag("--cast-optimizer", "Cast optimizer state, too.")
+@flag("--allow-overflow", "Cast values too large for the type, too.")
+@flag("--compact", "Trim storages to the part that tensors use.")
 @click.option("--to", metavar="DEVICE", help="Move all tensors to it: cpu, cuda:0.")
-@click.option(
-    "--device-map",
-    multiple=True,
-    metavar="A=B",
-    help="Move tensors on device A to device B; cuda:* is any index. Repeatable.",
+@repeatable(
+    "--device-map", "A=B", "Move tensors on device A to device B; cuda:* is any index. Repeatable."
 )
 @visible_option
 @click.option("-o", "--output", type=PATH, help="The same as DESTINATION.")
@@ -166,7 +144,7 @@ class _Convert(Allowing, Sectioned):
     help="Copy configuration, tokenizer and processor files of DIR next to the weights.",
 )
 @workers_option
-@click.option("--strict", is_flag=True, help="Stop with an error if anything is left out.")
+@flag("--strict", "Stop with an error if anything is left out.")
 @target_options(place=False)
 def command(
     sources: tuple[str, ...],

@@ -9,7 +9,7 @@ import click
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.cli.console import Screen, settle
-from ckptool.cli.options import PATH, screen_options, verb
+from ckptool.cli.options import PATH, flag, repeatable, screen_options, verb
 from ckptool.comparison.diff import diff
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
@@ -33,20 +33,17 @@ _NOTHING = ("/dev/null", os.devnull)
 )
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
-@click.option("--strict-names", is_flag=True, help="Compare names with their wrapper prefixes.")
-@click.option(
+@flag("--strict-names", "Compare names with their wrapper prefixes.")
+@repeatable(
     "--map",
+    "REGEX=>REPL",
+    "Rename tensors of A, without wrapper prefixes, to those of B; repeatable.",
     "regexes",
-    multiple=True,
-    metavar="REGEX=>REPL",
-    help="Rename tensors of A, without wrapper prefixes, to those of B; repeatable.",
 )
 @click.option("--key", metavar="NAME", help="Compare only what is below this path.")
-@click.option("--structure", is_flag=True, help="Compare names, types and shapes, but no values.")
-@click.option(
-    "--quick", is_flag=True, help="Compare CRC-32 sums if both files have them; no figures."
-)
-@click.option("--strict", is_flag=True, help="Compare device tags and requires_grad, too.")
+@flag("--structure", "Compare names, types and shapes, but no values.")
+@flag("--quick", "Compare CRC-32 sums if both files have them; no figures.")
+@flag("--strict", "Compare device tags and requires_grad, too.")
 @click.option(
     "--atol",
     type=click.FloatRange(min=0),
@@ -57,23 +54,17 @@ _NOTHING = ("/dev/null", os.devnull)
     type=click.FloatRange(min=0),
     help="Relative tolerance, as in torch.allclose (1e-5 if only --atol is given).",
 )
-@click.option("--equal-nan", is_flag=True, help="Treat NaN as equal to NaN.")
-@click.option(
-    "--ignore-dtype",
-    is_flag=True,
-    help="Compare a wider type rounded to the narrower one: is a half copy exact?",
-)
-@click.option("--stat", is_flag=True, help="Show how much differs in each module.")
-@click.option(
-    "--name-status", is_flag=True, help="Print one line per entry: A, D, M, R or T, and its name."
-)
+@flag("--equal-nan", "Treat NaN as equal to NaN.")
+@flag("--ignore-dtype", "Compare a wider type rounded to the narrower one: is a half copy exact?")
+@flag("--stat", "Show how much differs in each module.")
+@flag("--name-status", "Print one line per entry: A, D, M, R or T, and its name.")
 @click.option(
     "--max-diffs",
     type=click.IntRange(min=0),
     metavar="N",
     help="Show only the N tensors that changed most.",
 )
-@click.option("--no-fold", is_flag=True, help="Show a row for each tensor; do not fold layers.")
+@flag("--no-fold", "Show a row for each tensor; do not fold layers.")
 @screen_options(fmt=True)
 def command(
     a: str,

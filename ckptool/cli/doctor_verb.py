@@ -8,7 +8,7 @@ import click
 
 from ckptool.cli.console import Screen, settle
 from ckptool.cli.factory import referred
-from ckptool.cli.options import PATH, file_argument, screen_options, verb
+from ckptool.cli.options import PATH, file_argument, flag, screen_options, verb
 from ckptool.diagnosis import doctor
 from ckptool.render.doctor import diagnosis_lines
 
@@ -31,13 +31,13 @@ __all__ = ["command"]
     help="Check against the model: another checkpoint of it, or MODULE:FACTORY (ckptool match).",
 )
 @click.option("--key", metavar="NAME", help="The state dict to check, if there are several.")
-@click.option("--quick", is_flag=True, help="Read only the header: no checksums, no NaN.")
+@flag("--quick", "Read only the header: no checksums, no NaN.")
 @click.option(
     "--devices",
     metavar="LIST",
     help="Devices of the machine that will load it: cpu, or cuda:0,cuda:1. Default: this one's.",
 )
-@click.option("--explain", is_flag=True, help="Add where and why, and what else helps.")
+@flag("--explain", "Add where and why, and what else helps.")
 @screen_options()
 def command(file: str, like: str | None, explain: bool, screen: Screen, **how: Any) -> None:
     """Explain why a checkpoint does not load, and how to fix it.

@@ -11,6 +11,7 @@ from ckptool.cli.changing import write_changed
 from ckptool.cli.options import (
     Target,
     file_argument,
+    flag,
     glob_options,
     master_option,
     plain_options,
@@ -35,11 +36,7 @@ __all__ = ["command"]
 @file_argument
 @click.option("--key", metavar="NAME", help="The section, container or tensor at this path.")
 @glob_options
-@click.option(
-    "--ema",
-    is_flag=True,
-    help="The averaged weights, under the names of the model that they are an average of.",
-)
+@flag("--ema", "The averaged weights, under the names of the model that they are an average of.")
 @master_option
 @plain_options
 @target_options()

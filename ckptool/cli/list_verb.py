@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import click
-
 from ckptool.cli.console import Screen, print_document, print_lines
-from ckptool.cli.options import file_argument, filter_options, screen_options, verb
+from ckptool.cli.options import file_argument, filter_options, flag, screen_options, verb
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.folding import tree
@@ -23,8 +21,8 @@ __all__ = ["command"]
     "ckptool list model.pth --fmt markdown",
 )
 @file_argument
-@click.option("--tree", "as_tree", is_flag=True, help="Show modules, repeated layers folded.")
-@click.option("--hash", "hashed", is_flag=True, help="Show the SHA-256 of each tensor's content.")
+@flag("--tree", "Show modules, repeated layers folded.", "as_tree")
+@flag("--hash", "Show the SHA-256 of each tensor's content.", "hashed")
 @filter_options
 @screen_options(fmt=True)
 def command(

@@ -11,7 +11,7 @@ import click
 from ckptool.cli.allowing import Allowing, allowance_options
 from ckptool.cli.console import Screen, print_document, print_lines, settle
 from ckptool.cli.factory import referred
-from ckptool.cli.options import PATH, file_argument, screen_options, verb
+from ckptool.cli.options import PATH, file_argument, flag, repeatable, screen_options, verb
 from ckptool.formats.identify import unused
 from ckptool.loading.plan import planned, target_like
 from ckptool.loading.source import State, stated
@@ -49,22 +49,15 @@ __all__ = ["command"]
 @click.option(
     "--like-key", metavar="NAME", help="The state dict of REFERENCE, if there are several."
 )
-@click.option(
-    "--map",
-    "regexes",
-    multiple=True,
-    metavar="REGEX=>REPL",
-    help="Rename tensors of FILE first; repeatable.",
-)
-@click.option(
+@repeatable("--map", "REGEX=>REPL", "Rename tensors of FILE first; repeatable.", "regexes")
+@repeatable(
     "--prefix",
+    "OLD=NEW",
+    "Replace whole components at the front, after --map; model.= removes. Repeatable.",
     "prefixes",
-    multiple=True,
-    metavar="OLD=NEW",
-    help="Replace whole components at the front, after --map; model.= removes. Repeatable.",
 )
 @allowance_options()
-@click.option("--no-fold", is_flag=True, help="Show a row for each tensor; do not fold layers.")
+@flag("--no-fold", "Show a row for each tensor; do not fold layers.")
 @screen_options(fmt=True)
 def command(
     file: str,

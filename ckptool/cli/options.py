@@ -24,13 +24,16 @@ __all__ = [
     "completed_by",
     "file_argument",
     "filter_options",
+    "flag",
     "floating_types",
+    "gathered",
     "glob_options",
     "master_option",
     "output_option",
     "parsed_rules",
     "plain_options",
     "quantised_options",
+    "repeatable",
     "screen_options",
     "shard_option",
     "target_options",
@@ -75,6 +78,16 @@ class Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
             return tuple(map(self._kind, words))
         except ValueError:
             self.fail(f"{value!r} is not a list such as {self._example}", param, ctx)
+
+
+def flag(option: str, help: str, *names: str) -> Decorator:
+    """Return an option without a value."""
+    return click.option(option, *names, is_flag=True, help=help)
+
+
+def repeatable(option: str, metavar: str, help: str, *names: str, **more: Any) -> Decorator:
+    """Return an option that may be given several times."""
+    return click.option(option, *names, multiple=True, metavar=metavar, help=help, **more)
 
 
 def completed_by(words: Callable[[], Iterable[str]]) -> Any:
@@ -168,8 +181,8 @@ _fmt_option = click.option(
 
 
 _SCREEN_OPTIONS = (
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON document (docs/json.md)."),
-    click.option("-q", "--quiet", is_flag=True, help="No messages and no progress on stderr."),
+    flag("--json", "Print one JSON document (docs/json.md).", "as_json"),
+    flag("-q", "No messages and no progress on stderr.", "--quiet"),
 )
 
 
@@ -206,13 +219,12 @@ def screen_options(*, fmt: bool = False) -> Decorator:
 
 def _globs(include: str, exclude: str) -> Decorator:
     return together(
-        click.option(
+        repeatable(
             "--include",
-            multiple=True,
-            metavar="GLOB",
-            help=f"{include}; a GLOB with a / is compared with the whole path. Repeatable.",
+            "GLOB",
+            f"{include}; a GLOB with a / is compared with the whole path. Repeatable.",
         ),
-        click.option("--exclude", multiple=True, metavar="GLOB", help=f"{exclude} Repeatable."),
+        repeatable("--exclude", "GLOB", f"{exclude} Repeatable."),
     )
 
 
@@ -220,10 +232,9 @@ filter_options = _globs("Show only names that match", "Hide names that match.")
 
 glob_options = together(
     _globs("Take only tensors whose name matches", "Leave out tensors that match."),
-    click.option(
+    flag(
         "--model-only",
-        is_flag=True,
-        help="Take only the state dict of the model; a pickled module becomes a state dict.",
+        "Take only the state dict of the model; a pickled module becomes a state dict.",
     ),
 )
 
@@ -249,32 +260,26 @@ quantised_options = together(
         shell_complete=completed_by(floating_types),
         help="Make plain numbers of type DTYPE of quantised weights.",
     ),
-    click.option("--raw", is_flag=True, help="Cast quantised values without their scales."),
+    flag("--raw", "Cast quantised values without their scales."),
 )
 
-master_option = click.option(
-    "--master", is_flag=True, help="Take the fp32 master weights of DeepSpeed's optimizer."
-)
+master_option = flag("--master", "Take the fp32 master weights of DeepSpeed's optimizer.")
 
 plain_options = together(
-    click.option(
+    flag(
         "--plain",
-        is_flag=True,
-        help="Turn objects into data that weights_only=True loads; where that is not possible, "
+        "Turn objects into data that weights_only=True loads; where that is not possible, "
         "stop with an error.",
     ),
-    click.option(
+    flag(
         "--drop-objects",
-        is_flag=True,
-        help="Drop all objects; with --plain, only those that cannot be turned into data.",
+        "Drop all objects; with --plain, only those that cannot be turned into data.",
     ),
 )
 
 _TARGET_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option(
-        "--force", is_flag=True, help="Overwrite an existing target, or edit through a link."
-    ),
-    click.option("--dry-run", is_flag=True, help="Print what would be written, write nothing."),
+    flag("--force", "Overwrite an existing target, or edit through a link."),
+    flag("--dry-run", "Print what would be written, write nothing."),
     click.option(
         "--format",
         type=click.Choice(WRITABLE),
@@ -289,7 +294,7 @@ _TARGET_OPTIONS: tuple[Callable[[Any], Any], ...] = (
 )
 _PLACE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("-o", "--output", type=PATH, help="File to write (default: beside the source)."),
-    click.option("--in-place", is_flag=True, help="Change FILE itself, under a journal."),
+    flag("--in-place", "Change FILE itself, under a journal."),
 )
 _DESTINATION = click.argument("destination", type=PATH, required=False)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import click
-
 from ckptool.cli.console import Screen
-from ckptool.cli.options import file_argument, screen_options, verb
+from ckptool.cli.options import file_argument, flag, screen_options, verb
 from ckptool.files.recovery import recover
 from ckptool.render.receipt import recovery_lines
 
@@ -18,12 +16,8 @@ __all__ = ["command"]
     "ckptool recover --discard model.pth",
 )
 @file_argument
-@click.option("--discard", is_flag=True, help="Only remove the journal; leave FILE as it is now.")
-@click.option(
-    "--force",
-    is_flag=True,
-    help="Roll back a file that was copied or moved together with its journal.",
-)
+@flag("--discard", "Only remove the journal; leave FILE as it is now.")
+@flag("--force", "Roll back a file that was copied or moved together with its journal.")
 @screen_options()
 def command(file: str, discard: bool, force: bool, screen: Screen) -> None:
     """Roll back an edit in place that was killed.

@@ -10,6 +10,7 @@ from ckptool.cli.options import (
     Target,
     file_argument,
     parsed_rules,
+    repeatable,
     target_options,
     verb,
     visible_option,
@@ -30,12 +31,11 @@ __all__ = ["command"]
 )
 @file_argument
 @click.option("--to", "device", metavar="DEVICE", help="Move all tensors to it: cpu, cuda:0.")
-@click.option(
+@repeatable(
     "--map",
+    "A=B",
+    "Move tensors on device A to device B; cuda:* is any index. Repeatable, all at once.",
     "rules",
-    multiple=True,
-    metavar="A=B",
-    help="Move tensors on device A to device B; cuda:* is any index. Repeatable, all at once.",
 )
 @visible_option
 @target_options()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ckptool.cli.changing import write_changed
-from ckptool.cli.options import PATH, Target, file_argument, target_options, verb
+from ckptool.cli.options import PATH, Target, file_argument, repeatable, target_options, verb
 from ckptool.errors import UsageError
 from ckptool.transforms import prefix_rule, read_map_file, regex_rule, rename, table_rule
 
@@ -33,27 +33,24 @@ class _InOrder(click.Command):
     cls=_InOrder,
 )
 @file_argument
-@click.option(
+@repeatable(
     "--map",
+    "REGEX=>REPL",
+    r"Replace the part of a name that matches; groups are \1 or \g<name>. Repeatable.",
     "regexes",
-    multiple=True,
-    metavar="REGEX=>REPL",
-    help=r"Replace the part of a name that matches; groups are \1 or \g<name>. Repeatable.",
 )
-@click.option(
+@repeatable(
     "--map-file",
+    "FILE",
+    "Read old and new names, whole, from a JSON object or two columns. Repeatable.",
     "files",
-    multiple=True,
-    metavar="FILE",
     type=PATH,
-    help="Read old and new names, whole, from a JSON object or two columns. Repeatable.",
 )
-@click.option(
+@repeatable(
     "--prefix",
+    "OLD=NEW",
+    "Replace whole components at the front; model.= removes, =model. adds. Repeatable.",
     "prefixes",
-    multiple=True,
-    metavar="OLD=NEW",
-    help="Replace whole components at the front; model.= removes, =model. adds. Repeatable.",
 )
 @click.option("--key", metavar="NAME", help="Change only this state dict. Default: all of them.")
 @target_options()

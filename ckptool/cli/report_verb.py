@@ -8,7 +8,7 @@ import click
 
 from ckptool.api import report
 from ckptool.cli.console import Screen
-from ckptool.cli.options import PATH, file_argument, screen_options, verb
+from ckptool.cli.options import PATH, file_argument, flag, screen_options, verb
 from ckptool.render.page import page_lines
 
 __all__ = ["command"]
@@ -24,8 +24,8 @@ __all__ = ["command"]
 @click.argument("other", metavar="[FILE2]", type=PATH, required=False)
 @click.option("-o", "--output", type=PATH, required=True, help="The page to write.")
 @click.option("--key", metavar="NAME", help="Show only the tensors below this path.")
-@click.option("--no-values", is_flag=True, help="Read only the header: no histograms, no figures.")
-@click.option("--force", is_flag=True, help="Overwrite an existing page.")
+@flag("--no-values", "Read only the header: no histograms, no figures.")
+@flag("--force", "Overwrite an existing page.")
 @screen_options()
 def command(
     file: str, output: str, no_values: bool, force: bool, screen: Screen, **what: Any

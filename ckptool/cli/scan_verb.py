@@ -12,7 +12,7 @@ from ckptool.cli.console import (
     print_lines,
     settle,
 )
-from ckptool.cli.options import PATH, screen_options, verb
+from ckptool.cli.options import PATH, flag, screen_options, verb
 from ckptool.errors import CheckpointError
 from ckptool.inspection.deeds import DATA
 from ckptool.inspection.scan import Scan, files_below, scan
@@ -33,7 +33,7 @@ _FEW = 20
     finding="a file runs something, or it cannot be told (--strict: or it needs code)",
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
-@click.option("--strict", is_flag=True, help="Exit with 1 also for a file that needs code.")
+@flag("--strict", "Exit with 1 also for a file that needs code.")
 @screen_options()
 def command(paths: tuple[str, ...], strict: bool, screen: Screen) -> None:
     """Show what loading a file would run, without running it.

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ckptool.cli.console import Screen
-from ckptool.cli.options import file_argument, filter_options, screen_options, verb
+from ckptool.cli.options import file_argument, filter_options, flag, screen_options, verb
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.stats import BINS, SORTABLE, stats
 from ckptool.render.stats import ramp_for, stats_lines
@@ -38,7 +38,7 @@ __all__ = ["command"]
     type=click.Choice(tuple(SORTABLE)),
     help="Sort by this, the largest first, names from A to Z [default: the order of the file].",
 )
-@click.option("--fold", is_flag=True, help="Show repeated layers in one row.")
+@flag("--fold", "Show repeated layers in one row.")
 @screen_options(fmt=True)
 def command(
     file: str,

@@ -6,7 +6,14 @@ import click
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import write_changed
-from ckptool.cli.options import Target, completed_by, file_argument, target_options, verb
+from ckptool.cli.options import (
+    Target,
+    completed_by,
+    file_argument,
+    repeatable,
+    target_options,
+    verb,
+)
 from ckptool.names import WRAPPERS
 from ckptool.transforms import strip_module
 from ckptool.words import listed
@@ -21,12 +28,11 @@ __all__ = ["command"]
     "ckptool strip-module vgg.pth --at features",
 )
 @file_argument
-@click.option(
+@repeatable(
     "--only",
-    multiple=True,
-    metavar="WRAPPER",
+    "WRAPPER",
+    "Remove only this wrapper (module, _orig_mod, ...); repeatable. Default: all.",
     shell_complete=completed_by(lambda: WRAPPERS),
-    help="Remove only this wrapper (module, _orig_mod, ...); repeatable. Default: all.",
 )
 @click.option("--levels", type=click.IntRange(min=1), help="Remove at most this many wrappers.")
 @click.option("--at", metavar="PATH", help="Remove the wrapper of this submodule, as features.")

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from ckptool.cli.console import Screen, print_document, print_lines, settle
-from ckptool.cli.options import screen_options, verb
+from ckptool.cli.options import flag, screen_options, verb
 from ckptool.cli.train_options import ARGUMENTS, TrainCommand, as_option, config_options, rank
 from ckptool.errors import UsageError
 from ckptool.render.training import device_lines, gpus_line
@@ -52,7 +52,7 @@ SCHEMA = "ckptool.train/1"
     "--port", type=click.IntRange(1, 65535), help="Their port [default: one that is free]."
 )
 @click.option("--gpus", metavar="0,2", help="Use only these GPUs; the first becomes cuda:0.")
-@click.option("--list-devices", is_flag=True, help="List the devices that can train, and exit.")
+@flag("--list-devices", "List the devices that can train, and exit.")
 @screen_options()
 def command(
     nproc: int | None,

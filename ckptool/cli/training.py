@@ -46,6 +46,7 @@ class Teller(Observer):
         self._config, self._screen, self._rank = config, screen, rank
         self._bar = screen.progress()
         self._events: list[Any] = []
+        self._started: Started | None = None
         self._first: tuple[float, int] | None = None
 
     def tell(self, event: Any) -> None:
@@ -69,11 +70,12 @@ class Teller(Observer):
         left = None
         if event.step > first:
             left = (now - began) / (event.step - first) * (total - event.step)
-        epochs = sum(started.epochs for started in self._all(Started))
-        return progress_text(event, total, epochs, left)
+        return progress_text(event, total, self._started.epochs if self._started else 0, left)
 
     def _take(self, event: Any) -> None:
         """Print an event that comes once an epoch or less often."""
+        if isinstance(event, Started):
+            self._started = event
         if isinstance(event, EpochEnded):
             if not self._screen.as_json:
                 is_first = not self._all(EpochEnded)
@@ -103,16 +105,15 @@ class Teller(Observer):
     @property
     def _total(self) -> int:
         """The number of steps of the run."""
-        steps = sum(started.steps * started.epochs for started in self._all(Started))
+        steps = self._started.steps * self._started.epochs if self._started else 0
         return min(steps, self._config.max_steps or steps)
 
     @property
     def _there(self) -> list[Saved]:
         """The checkpoints that still exist, the last written one at the end."""
-        last = {one.path: one for one in self._all(Saved)}
-        return [
-            one for one in self._all(Saved) if one is last[one.path] and os.path.exists(one.path)
-        ]
+        saved = self._all(Saved)
+        last = {one.path: one for one in saved}
+        return [one for one in saved if one is last[one.path] and os.path.exists(one.path)]
 
     def end(self, result: TrainResult) -> None:
         """Print how the run ended, and its checkpoints."""
@@ -128,7 +129,7 @@ class Teller(Observer):
     def document(self) -> dict[str, Any]:
         """Return the events as plain data."""
         return {
-            **{key: value for one in self._all(Started) for key, value in one.to_dict().items()},
+            **(self._started.to_dict() if self._started else {}),
             "resumed": next((one.to_dict() for one in self._all(Resumed)), None),
             "history": [one.to_dict() for one in self._all(EpochEnded)],
             "checkpoints": [one.to_dict() for one in self._there],

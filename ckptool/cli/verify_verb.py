@@ -14,7 +14,7 @@ from ckptool.cli.console import (
     print_lines,
     settle,
 )
-from ckptool.cli.options import PATH, screen_options, verb
+from ckptool.cli.options import PATH, flag, screen_options, verb
 from ckptool.errors import CheckpointError
 from ckptool.inspection.verify import Verdict, Verifier
 from ckptool.render.verify import manifest_line, summary_line, verdict_lines, verdict_table
@@ -31,7 +31,7 @@ __all__ = ["command"]
     finding="a problem",
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
-@click.option("--values", is_flag=True, help="Look for NaN and infinite values, too.")
+@flag("--values", "Look for NaN and infinite values, too.")
 @click.option(
     "--manifest",
     metavar="FILE",
