@@ -77,8 +77,8 @@ def write_changed(
     ):
         sharded = bool(shard_of(checkpoint.format))
         if target.in_place:
-            for file in checkpoint.sources:
-                _refuse_link(file.name, force=target.force)
+            for file in () if target.force else checkpoint.sources:
+                _refuse_link(file.name)
             chosen = checkpoint.path  # of a folder of shards, the index in it
         is_found = os.path.isfile(checkpoint.path) or not os.path.exists(source)
         named = checkpoint.path if is_found and not sharded else source
@@ -107,10 +107,8 @@ def write_changed(
     return receipt
 
 
-def _refuse_link(path: str, *, force: bool) -> None:
+def _refuse_link(path: str) -> None:
     """Refuse to edit a file in place that has other links."""
-    if force:
-        return
     if os.path.islink(path):
         raise TargetExists(
             f"is a link to {os.path.realpath(path)}",

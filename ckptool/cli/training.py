@@ -61,7 +61,14 @@ class Teller(Observer):
             self._bar(event.done, event.samples, validating_text(event))
         else:
             self._bar.wipe()
-            self._take(event)
+            if isinstance(event, Started):
+                self._started = event
+            if isinstance(event, EpochEnded) and not self._screen.as_json:
+                is_first = not self._all(EpochEnded)
+                self._print([heading(self._screen.look)] * is_first + [epoch_line(event)])
+            elif isinstance(event, (Started, Resumed, Note)):
+                self._screen.say([event_line(event)])
+            self._events.append(event)
 
     def _text(self, event: Stepped) -> str:
         """Return the text behind the bar, with an estimate of the time left."""
@@ -71,18 +78,6 @@ class Teller(Observer):
         if event.step > first:
             left = (now - began) / (event.step - first) * (total - event.step)
         return progress_text(event, total, self._started.epochs if self._started else 0, left)
-
-    def _take(self, event: Any) -> None:
-        """Print an event that comes once an epoch or less often."""
-        if isinstance(event, Started):
-            self._started = event
-        if isinstance(event, EpochEnded):
-            if not self._screen.as_json:
-                is_first = not self._all(EpochEnded)
-                self._print([heading(self._screen.look)] * is_first + [epoch_line(event)])
-        elif isinstance(event, (Started, Resumed, Note)):
-            self._screen.say([event_line(event)])
-        self._events.append(event)
 
     def _all(self, kind: type[Event]) -> list[Event]:
         return [event for event in self._events if isinstance(event, kind)]
@@ -104,7 +99,6 @@ class Teller(Observer):
 
     @property
     def _total(self) -> int:
-        """The number of steps of the run."""
         steps = self._started.steps * self._started.epochs if self._started else 0
         return min(steps, self._config.max_steps or steps)
 

@@ -120,7 +120,6 @@ def _literal(side: Side, whole: bool) -> str:
 
 
 def _folded(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with repeated layers folded into one row."""
     found = []
     for family in families((row.name, _alike(row, n)) for n, row in enumerate(rows)):
         members = [rows[n] for n in family.numbers]
@@ -222,7 +221,9 @@ def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator
     elif diff.identical:
         yield from chain(*ending)
     else:
-        blocks = (_headlines(diff, look), *_tables(diff, look, fold), _tag_lines(diff, look))
+        ignored = ", ignored without --strict" if diff.tagged else ""
+        tags = (line for tag in _tags(diff) for line in wrapped(f"{tag}{ignored}", look.width))
+        blocks = (_headlines(diff, look), *_tables(diff, look, fold), tags)
         yield from apart([*blocks, *ending])
 
 
@@ -236,7 +237,6 @@ def _headlines(diff: Diff, look: Look) -> Iterator[str]:
 
 
 def _tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
-    """Yield a table for each kind of difference."""
     found = (_changed(diff.changed), _changed(diff.values), _unpaired(diff, whole=False))
     rows = map(list, found)
     tensors, values, others = map(_folded, rows) if fold else rows
@@ -274,13 +274,6 @@ def _table(
             spare=[headings.index(name) for name in spare],
             optional=range(1, len(headings)),
         )
-
-
-def _tag_lines(diff: Diff, look: Look) -> Iterator[str]:
-    """Yield a line for each of device and requires_grad that differs."""
-    ending = ", ignored without --strict" if diff.tagged else ""
-    for text in _tags(diff):
-        yield from wrapped(f"{text}{ending}", look.width)
 
 
 def _tags(diff: Diff) -> Iterator[str]:

@@ -49,7 +49,7 @@ def totals(listing: Listing) -> str:
 
 
 def _tensors(listing: Listing, look: Look) -> Iterator[str]:
-    headers = ["name", "dtype", "shape", "device", "size", "marks"]
+    headers = ["name", "dtype", "shape", "device", "size", "sha256", "marks"]
     rows = [
         [
             label(row.name, row.path),
@@ -57,23 +57,19 @@ def _tensors(listing: Listing, look: Look) -> Iterator[str]:
             shape_text(row.shape),
             clean(row.device),
             size(row.nbytes),
+            (_content(row) or "-") if listing.hashed else "",
             _marks(row),
         ]
         for row in listing.tensors
     ]
-    if listing.hashed:
-        headers.insert(5, "sha256")
-        for cells, row in zip(rows, listing.tensors, strict=True):
-            cells.insert(5, _content(row) or "-")
-    last = len(headers) - 1
     return table(
         headers,
         rows,
         look,
         right={4},
-        flexible=(0, 2, 3, *range(5, len(headers))),
+        flexible=(0, 2, 3, 5, 6),
         spare=(4, 3),
-        optional=() if look.fmt else (last,),
+        optional=(5,) if look.fmt else (5, 6),
     )
 
 

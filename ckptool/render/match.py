@@ -51,14 +51,13 @@ def match_lines(
     if look.fmt:
         return _table(_rows(report, fold=False), look)
     heading = _heading(report, look, judgement or Allowance().judged(report))
-    unseen = _unseen(judgement)
-    if _is_plain(report) and not unseen:
+    if _is_plain(report) and not _unseen(judgement):
         ties = ", ".join(f"{row.key} {row.details}" for row in _tied(report, fold=True))
         lines = wrapped(f"tied: {ties}", look.width) if ties else ()
         return apart([(*heading, *lines), _optimizer(report, look)])
     rows = _rows(report, fold=fold)
     shown = [*_cut(rows)] if fold else rows
-    notes = _notes(rows, report, look, options, unseen)
+    notes = note_lines(report, look, judgement=judgement, options=options, rows=rows)
     if len(shown) < len(rows):
         whole = "--no-fold shows" if options else "the fields of the report have"
         notes = chain(
@@ -70,13 +69,6 @@ def match_lines(
 def match_line(report: MatchReport) -> str:
     """Return the heading."""
     return next(_heading(report, PLAIN, Allowance().judged(report)))
-
-
-def note_lines(
-    report: MatchReport, look: Look, *, judgement: Judgement | None = None, options: bool = False
-) -> Iterator[str]:
-    """Return what each status of the report means, and what helps."""
-    return _notes(_rows(report, fold=True), report, look, options, _unseen(judgement))
 
 
 def advice_lines(judgement: Judgement, look: Look, *, command: str = "") -> Iterator[str]:
@@ -95,9 +87,16 @@ def _unseen(judgement: Judgement | None) -> list[str]:
     return [problem.text for problem in problems if problem.kind == "coverage"]
 
 
-def _notes(
-    rows: Iterable[_Row], report: MatchReport, look: Look, options: bool, unseen: Iterable[str]
+def note_lines(
+    report: MatchReport,
+    look: Look,
+    *,
+    judgement: Judgement | None = None,
+    options: bool = False,
+    rows: Iterable[_Row] | None = None,
 ) -> Iterator[str]:
+    """Yield what each status of the report, or of its `rows`, means, and what helps."""
+    rows = _rows(report, fold=True) if rows is None else rows
     names = ("allow_missing", "allow_unexpected", "allow_mismatched", "allow_lossy_cast")
     spelled = {
         name: f"--{name.replace('_', '-')}" if options else name
@@ -112,7 +111,13 @@ def _notes(
             text = meanings[status].format(rule=rule, **spelled)
             yield from wrapped(f"{status}: {text}", look.width)
     other_forms = (text for text, _ in report.reformed)
-    for note in (*report.moved, *report.respelled, *other_forms, *report.notes, *unseen):
+    for note in (
+        *report.moved,
+        *report.respelled,
+        *other_forms,
+        *report.notes,
+        *_unseen(judgement),
+    ):
         yield from wrapped(f"note: {clean(note)}", look.width)
 
 
@@ -124,7 +129,6 @@ def _deciding(report: MatchReport) -> str:
 
 
 def _is_plain(report: MatchReport) -> bool:
-    """Return whether every tensor fits as it is."""
     changes = (report.renamed, report.layouts, report.cast, report.ambiguous)
     return report.fits and not any((*changes, report.left_out, report.kept, report.notes))
 

@@ -43,14 +43,12 @@ def _told(outcomes: Sequence[Change]) -> Iterator[str]:
 
     Tensors that lose precision are only in the totals.
     """
-    worst = {"overflow": WORST, "underflow": WORST, "precision": 0}
-    seen = Counter(outcome.kind for outcome in outcomes)
+    most = {"overflow": WORST, "underflow": WORST, "precision": 0}
+    seen = Counter[str]()
     for outcome in outcomes:
-        left = worst.get(outcome.kind, 1)
-        if left:
+        seen[outcome.kind] += 1
+        if seen[outcome.kind] <= most.get(outcome.kind, len(outcomes)):
             yield clean(f"warning: {outcome.text}" if outcome.kind == "warning" else outcome.text)
-        if outcome.kind in worst:
-            worst[outcome.kind] = max(left - 1, 0)
     for kind in ("overflow", "underflow"):
         if seen[kind] > WORST:
             yield f"{kind} in {counted(seen[kind] - WORST, 'more tensor')} (--json has them all)"

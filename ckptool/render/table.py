@@ -149,18 +149,6 @@ def _formatted(cells: Sequence[Sequence[str]], fmt: str, right: Collection[int])
 
     escape = _ESCAPES.get(fmt, str)
     headers, *rows = ([escape(cell) for cell in row] for row in cells)
-    _check_padding(headers, rows, fmt)
-    text = tabulate.tabulate(
-        rows,
-        headers=headers,
-        tablefmt=_ESCAPING_TWINS.get(fmt, fmt),
-        disable_numparse=True,
-        colalign=["right" if column in right else "left" for column in range(len(headers))],
-    )
-    return (line.rstrip() for line in str(text).split("\n"))
-
-
-def _check_padding(headers: Sequence[str], rows: Sequence[Sequence[str]], fmt: str) -> None:
     content = sum(len(cell) for row in rows for cell in row)
     widest = sum(max((len(row[n]) for row in rows), default=0) for n in range(len(headers)))
     if widest * len(rows) > _MOST_PADDING + _MOST_PADDING_RATIO * content:
@@ -169,6 +157,14 @@ def _check_padding(headers: Sequence[str], rows: Sequence[Sequence[str]], fmt: s
             f"in the format {fmt}",
             hint="--fmt csv pads nothing, and neither does --json",
         )
+    text = tabulate.tabulate(
+        rows,
+        headers=headers,
+        tablefmt=_ESCAPING_TWINS.get(fmt, fmt),
+        disable_numparse=True,
+        colalign=["right" if column in right else "left" for column in range(len(headers))],
+    )
+    return (line.rstrip() for line in str(text).split("\n"))
 
 
 def _backslashed(characters: str) -> Callable[[str], str]:

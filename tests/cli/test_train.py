@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckptool as library
-from ckptool.cli import train_options
+from ckptool.cli import train_verb
 from ckptool.cli.console import Screen
 from ckptool.cli.training import Teller
 from ckptool.trainer import TrainResult, launching
@@ -57,7 +57,7 @@ def test_every_field_of_the_configuration_is_an_option_of_its_name_with_its_defa
 
 
 def test_the_help_has_each_option_once_under_a_heading(ckptool):
-    assert set(train_options.TrainCommand.begins) <= set(options())
+    assert set(train_verb.command.begins) <= set(options())
     said = ckptool("train", "--help").out
     for option in options().values():
         assert (
