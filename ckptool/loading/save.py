@@ -519,9 +519,7 @@ def _names_in(
 ) -> list[list[str]] | None:
     """Return the model's names of the parameters of each group; None where `groups` differ."""
     bare = bare_names(model)
-    known: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known.setdefault(id(parameter), bare(name))
+    known = {id(parameter): bare(name) for name, parameter in model.named_parameters()}
     live = [group["params"] for group in optimizer.param_groups]
     if list(map(len, live)) != [len(group["params"]) for group in groups]:
         return None

@@ -317,7 +317,7 @@ class _Live(LiveTree):
         if isinstance(node, torch.Tensor):
             return self.standing_for(node, stand_in(node))
         if isinstance(node, Mapping):
-            return self.mapping(node, {} if type(node) is dict else OrderedMap())
+            return self.mapping(node, OrderedMap())
         if isinstance(node, torch.nn.Module):
             return self.node(node.state_dict())
         if isinstance(node, torch.Size):
