@@ -229,9 +229,7 @@ def merge_lora(
 
 
 def _changed(
-    state: Source | Mapping[Any, Any],
-    change: Callable[[Checkpoint], Checkpoint],
-    of_dict: Callable[[Mapping[Any, Any]], dict[Any, Any]] | None = None,
+    state: Source | Mapping[Any, Any], change: Callable[[Checkpoint], Checkpoint]
 ) -> Checkpoint | dict[Any, Any]:
     if isinstance(state, Checkpoint):
         return change(state)
@@ -242,7 +240,7 @@ def _changed(
             f"a path, a state dict or an open checkpoint is wanted, not a {type(state).__name__}",
             hint="a model: model.state_dict()",
         )
-    return of_dict(state) if of_dict else transforms.changed_dict(state, change)
+    return transforms.changed_dict(state, change)
 
 
 @overload
@@ -329,9 +327,9 @@ def remap(
     Raises:
         DeviceError: a word is not a device, or a tensor cannot be moved.
     """
-    return _changed(
-        state, lambda one: one.remap(rules), lambda state: transforms.remap_dict(state, rules)
-    )
+    if isinstance(state, Mapping):
+        return transforms.remap_dict(state, rules)
+    return _changed(state, lambda one: one.remap(rules))
 
 
 @overload

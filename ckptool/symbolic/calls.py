@@ -92,10 +92,8 @@ def _new_object_call(machine: Machine, args: Any) -> Any:
 
 def new_object(machine: Machine, cls: Any, args: Any) -> Any:
     """Return what NEWOBJ leaves: a recognised class made, else an `Opaque`."""
-    if isinstance(cls, Global) and cls.qualified in _NEW:
-        result = _NEW[cls.qualified](machine, args)
-        if result is not NotImplemented:
-            return result
+    if isinstance(cls, Global) and cls.qualified in ("collections.OrderedDict", "torch.Size"):
+        return RECOGNISED[cls.qualified](machine, args)
     return Opaque(cls, args, maker="newobj")
 
 
@@ -111,9 +109,4 @@ RECOGNISED: dict[str, Call] = {
     "torch.storage._load_from_bytes": _load_from_bytes,
     **rebuild.CALLS,
     **arrays.CALLS,
-}
-
-_NEW: dict[str, Call] = {
-    "collections.OrderedDict": _ordered_dict,
-    "torch.Size": _size,
 }

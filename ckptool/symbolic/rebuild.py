@@ -340,23 +340,21 @@ _OWN_TYPES = frozenset(
 def _parameter(machine: Machine, args: Any) -> Any:
     """`_rebuild_parameter(data, requires_grad, hooks)`."""
     data, requires_grad, hooks = args
-    layer = Wrapping("parameter", bool(requires_grad), hooks or None)
-    return _wrapped(data, layer, bool(requires_grad))
+    return _wrapped(data, Wrapping("parameter", bool(requires_grad), hooks or None))
 
 
 def _parameter_with_state(machine: Machine, args: Any) -> Any:
     """`_rebuild_parameter_with_state(data, requires_grad, hooks, state)`."""
     data, requires_grad, hooks, state = args
-    layer = Wrapping("parameter_state", bool(requires_grad), hooks or None, state=state)
-    return _wrapped(data, layer, bool(requires_grad))
+    grad = bool(requires_grad)
+    return _wrapped(data, Wrapping("parameter_state", grad, hooks or None, state=state))
 
 
 def _old_parameter(machine: Machine, args: Any) -> Any:
     """`Parameter(data)` and `Variable(data)` of torch < 0.4; BUILD brings the rest."""
     if not args or not isinstance(args[0], TensorRef):
         return NotImplemented
-    requires_grad = bool(args[1]) if len(args) > 1 else True
-    return _wrapped(args[0], Wrapping("parameter", requires_grad), requires_grad)
+    return _wrapped(args[0], Wrapping("parameter", bool(args[1]) if len(args) > 1 else True))
 
 
 def with_old_state(tensor: TensorRef, state: Any) -> TensorRef:
@@ -364,18 +362,14 @@ def with_old_state(tensor: TensorRef, state: Any) -> TensorRef:
     match state:
         case (bool() | int() as requires_grad, _, hooks) if tensor.wrapping:
             layer = Wrapping("parameter", bool(requires_grad), hooks or None)
-            return replace(
-                tensor,
-                requires_grad=bool(requires_grad),
-                wrapping=(*tensor.wrapping[:-1], layer),
-            )
+            return _wrapped(replace(tensor, wrapping=tensor.wrapping[:-1]), layer)
     raise ValueError("a tensor is given a state of unknown form")
 
 
-def _wrapped(data: Any, layer: Wrapping, requires_grad: bool) -> TensorRef:
+def _wrapped(data: Any, layer: Wrapping) -> TensorRef:
     if not isinstance(data, TensorRef):
         raise TypeError("a parameter is made of something that is not a tensor")
-    return replace(data, requires_grad=requires_grad, wrapping=(*data.wrapping, layer))
+    return replace(data, requires_grad=layer.requires_grad, wrapping=(*data.wrapping, layer))
 
 
 def _from_type(machine: Machine, args: Any) -> Any:
