@@ -94,6 +94,13 @@ def test_old_and_new_spellings_become_each_other(made, slots, tmp_path, wrap):
     new.load_state_dict(found)
 
 
+def test_of_metadata_of_the_root_alone_the_root_follows(made, slots, tmp_path):
+    state = net().state_dict()
+    state._metadata = OrderedDict({"": {"version": 1}})
+    found = saved(fitted(made(state), slots(nn.DataParallel(net()))), tmp_path)
+    assert found._metadata == {"": {"version": 1}, "module": {"version": 1}}
+
+
 def test_what_fits_already_comes_back_itself(made, slots):
     checkpoint = made(net().state_dict())
     assert fitted(checkpoint, slots(net())) is checkpoint

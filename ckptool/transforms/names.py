@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
@@ -80,7 +80,7 @@ def moved_metadata(
     """
     found = _followed(metadata, names)
     if rename_module is None:
-        rename_module, metadata = _with_nearest(found), _without_merged(metadata, names, found)
+        rename_module, metadata = _with_nearest(names), _without_merged(metadata, names, found)
     targets = {
         path: found[path] if path in found else _loose(path, rename_module) for path in metadata
     }
@@ -96,7 +96,7 @@ def moved_metadata(
     return moved
 
 
-def _followed(metadata: Mapping[Any, Any], names: Mapping[str, str]) -> dict[str, Targets]:
+def _followed(metadata: Container[Any], names: Mapping[str, str]) -> dict[str, Targets]:
     """Return where modules go as the names below them do, while only what is above changes."""
     found: dict[str, Targets] = {}
     modules = dict.fromkeys((_parent(name), _parent(new)) for name, new in names.items())
@@ -114,13 +114,21 @@ def _followed(metadata: Mapping[Any, Any], names: Mapping[str, str]) -> dict[str
     return found
 
 
-def _with_nearest(found: Mapping[str, Targets]) -> Rename:
+def _with_nearest(names: Mapping[str, str]) -> Rename:
+    above_names = {""}  # `_metadata` need not have them all
+    for name in names:
+        path = _parent(name)
+        while path not in above_names:
+            above_names.add(path)
+            path = _parent(path)
+    found = _followed(above_names, names)
+
     def rename(path: str) -> str:
         above = path
         while above and above not in found:
             above = _parent(above)
         ranks, rest = found.get(above, {above: 0}), path[len(above) :].removeprefix(".")
-        return f"{min(ranks, key=ranks.__getitem__)}.{rest}".removeprefix(".")
+        return ".".join(filter(None, (min(ranks, key=ranks.__getitem__), rest)))
 
     return rename
 
