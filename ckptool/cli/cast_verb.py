@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import click
-
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import write_changed
 from ckptool.cli.dividing import divided, workers_option
 from ckptool.cli.options import (
     Target,
-    completed_by,
+    dtype_option,
     file_argument,
     flag,
-    floating_types,
     master_option,
     quantised_options,
     repeatable,
@@ -33,12 +30,7 @@ __all__ = ["command", "parsed_keep"]
     "ckptool cast fp8.safetensors --dequantize bfloat16",
 )
 @file_argument
-@click.option(
-    "--dtype",
-    metavar="DTYPE",
-    shell_complete=completed_by(floating_types),
-    help="The type to cast to: bfloat16, fp16, float32.",
-)
+@dtype_option("--dtype", "The type to cast to: bfloat16, fp16, float32.")
 @quantised_options
 @repeatable(
     "--keep",

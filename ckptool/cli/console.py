@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from types import FrameType
@@ -100,7 +100,7 @@ _NARROWEST = 4
 """Characters of a bar; a narrower terminal has the text alone."""
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """A progress bar: a context that is called with the work done and the total."""
 
     def __init__(
@@ -123,10 +123,6 @@ class Progress:
         self._drawn = 0
         self._phases = list(phases)
         self._done = 0
-
-    def __enter__(self) -> Progress:
-        """Return the bar."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Wipe the bar, for the message that follows."""
@@ -371,7 +367,6 @@ def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
 
 
 def _report(error: BaseException) -> None:
-    """Print an error on stderr."""
     if os.environ.get("CKPTOOL_DEBUG"):
         import traceback
 

@@ -19,9 +19,8 @@ from ckptool.cli.options import (
     PATH,
     Sectioned,
     Target,
-    completed_by,
+    dtype_option,
     flag,
-    floating_types,
     glob_options,
     master_option,
     parsed_rules,
@@ -119,12 +118,7 @@ class _Convert(Allowing, Sectioned):
     show_default=True,
     help="Write tied tensors once, or each with its own bytes.",
 )
-@click.option(
-    "--cast",
-    metavar="DTYPE",
-    shell_complete=completed_by(floating_types),
-    help="Cast floating-point tensors to this type: bfloat16, float16.",
-)
+@dtype_option("--cast", "Cast floating-point tensors to this type: bfloat16, float16.")
 @repeatable("--keep", "GLOB[=DTYPE]", "Except these from --cast; repeatable.")
 @quantised_options
 @flag("--cast-optimizer", "Cast optimizer state, too.")

@@ -83,9 +83,8 @@ def command(
     figure; --fmt folds nothing. Figures need torch, the rest does not.
     """
     shown = {"--stat": stat, "--name-status": name_status, "--json": screen.as_json}
+    shown["--fmt"] = name_status and bool(screen.fmt)  # of --stat it is a table
     given = [name for name, wanted in shown.items() if wanted]
-    if name_status and screen.fmt:
-        given.append("--fmt")
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} cannot be combined")
     rules = [regex_rule(text) for text in regexes]

@@ -22,10 +22,10 @@ __all__ = [
     "Sectioned",
     "Target",
     "completed_by",
+    "dtype_option",
     "file_argument",
     "filter_options",
     "flag",
-    "floating_types",
     "gathered",
     "glob_options",
     "master_option",
@@ -43,10 +43,6 @@ __all__ = [
 ]
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-_EXIT_CODES = "Exit codes: 0 fine{finding}, 2 an error or wrong usage, {ended}."
-
-_AS_IT_STANDS = "\b\n"  # click wraps a paragraph that does not begin so
 
 PATH = click.Path(readable=False)
 """The type of a file name; the code that opens the file reports whether it can be read."""
@@ -99,11 +95,16 @@ def completed_by(words: Callable[[], Iterable[str]]) -> Any:
     return complete
 
 
-def floating_types() -> Iterable[str]:
-    """Return the names that `--dtype` and `--cast` take."""
+def _floating_types() -> Iterable[str]:
     from ckptool.transforms.casting import FLOATING
 
     return FLOATING
+
+
+def dtype_option(option: str, help: str) -> Decorator:
+    """Return an option whose value is a floating-point type."""
+    complete = completed_by(_floating_types)
+    return click.option(option, metavar="DTYPE", shell_complete=complete, help=help)
 
 
 def verb(
@@ -117,9 +118,11 @@ def verb(
 
     `finding` is the meaning of exit code 1, `ended` the exit codes after a signal.
     """
-    exit_codes = _EXIT_CODES.format(finding=f", 1 {finding}" if finding else "", ended=ended)
+    title = "Examples" if len(examples) > 1 else "Example"
     shown = "\n".join(f"  {example}" for example in examples)
-    epilog = f"{_AS_IT_STANDS}Example{'s' if len(examples) > 1 else ''}:\n{shown}\n\n{exit_codes}"
+    found = f", 1 {finding}" if finding else ""
+    codes = f"Exit codes: 0 fine{found}, 2 an error or wrong usage, {ended}."
+    epilog = f"\b\n{title}:\n{shown}\n\n{codes}"  # click wraps no paragraph that \b begins
     return click.command(name, cls=cls, epilog=epilog)
 
 
@@ -140,10 +143,6 @@ class Sectioned(click.Command):
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
-
-
-def _known_format(ctx: click.Context, _: click.Parameter, word: str | None) -> str | None:
-    return None if word is None or ctx.resilient_parsing else known_format(word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,9 @@ def together(*options: Callable[[Any], Any]) -> Decorator:
 _fmt_option = click.option(
     "--fmt",
     metavar="FORMAT",
-    callback=_known_format,
+    callback=lambda ctx, _, word: (
+        None if word is None or ctx.resilient_parsing else known_format(word)
+    ),
     shell_complete=completed_by(known_formats),
     help="Print only the tables, unshortened, as markdown, csv, html, latex, rst or another "
     "format of tabulate.",
@@ -254,12 +255,7 @@ visible_option = click.option(
 )
 
 quantised_options = together(
-    click.option(
-        "--dequantize",
-        metavar="DTYPE",
-        shell_complete=completed_by(floating_types),
-        help="Make plain numbers of type DTYPE of quantised weights.",
-    ),
+    dtype_option("--dequantize", "Make plain numbers of type DTYPE of quantised weights."),
     flag("--raw", "Cast quantised values without their scales."),
 )
 

@@ -100,15 +100,12 @@ def _values(listing: Listing, look: Look) -> Iterator[str]:
 
 
 def _objects(listing: Listing, look: Look) -> Iterator[str]:
-    headers = ["name" if look.fmt else "object", "class", "value" if look.fmt else ""]
+    headers = ["name" if look.fmt else "object", "class", "value" if look.fmt else "", "content"]
     rows = [
-        [label(row.name, row.path), clean(row.class_name), clean(row.summary)]
+        [label(row.name, row.path), clean(row.class_name), clean(row.summary), _content(row)]
         for row in listing.objects
     ]
-    if listing.hashed:
-        headers.append("content")
-        rows = [[*cells, _content(row)] for cells, row in zip(rows, listing.objects, strict=True)]
-    return table(headers, rows, look, flexible=tuple(range(len(headers))))
+    return table(headers, rows, look, flexible=range(4), optional=() if listing.hashed else (3,))
 
 
 _WIDEST = 100

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby, islice
+from typing import NamedTuple
 
 from ckptool.inspection.values import shape_text
 from ckptool.matching.judging import Allowance, Judgement
@@ -27,8 +27,7 @@ _MOST_LETTERS = 300
 """The most characters of a cell in a folded table."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     key: str
     status: str
     details: str = ""
@@ -158,8 +157,7 @@ def _heading(report: MatchReport, look: Look, judgement: Judgement) -> Iterator[
 
 
 def _table(rows: Sequence[_Row], look: Look) -> Iterator[str]:
-    cells = [[row.key, row.status, row.details] for row in rows]
-    return table(["Key", "Status", "Details"], cells, look, flexible=(0, 2), ruled=True)
+    return table(["Key", "Status", "Details"], rows, look, flexible=(0, 2), ruled=True)
 
 
 def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:

@@ -110,7 +110,7 @@ _LONGEST = 200
 def facts(infos: Sequence[Info]) -> str:
     """Return a table of the facts about each file."""
     rows = [
-        ("file", [words(one.file) for one in infos]) if len(infos) > 1 else None,
+        ("file", [words(one.file) for one in infos if len(infos) > 1]),
         ("format", [escape(format_text(one)) for one in infos]),
         ("size", [escape(size_text(one)) for one in infos]),
         ("tensors", [f"{sum(one.dtypes.values()):,}" for one in infos]),
@@ -130,7 +130,7 @@ def facts(infos: Sequence[Info]) -> str:
             "tr",
             element("th", name, scope="row") + "".join(element("td", cell) for cell in cells),
         )
-        for name, cells in filter(None, rows)
+        for name, cells in rows
         if any(cells)
     )
     return element("div", element("table", body, class_="facts"), class_="scroll")
@@ -153,9 +153,8 @@ def sections(info: Info, caption: str = "") -> str:
     return table(SECTION_HEADINGS, rows, right={2, 3, 4}, class_="sections", caption=words(caption))
 
 
-def notes(report: Report) -> str:
+def notes(report: Report, infos: Sequence[Info]) -> str:
     """Return the notes of the report, of each file, and of the diff."""
-    infos = [report.info] if report.other is None else [report.info, report.other]
     named = [
         note if note.startswith(one.file) or len(infos) == 1 else f"{one.file}: {note}"
         for one in infos
@@ -221,13 +220,19 @@ def page(report: Report) -> bytes:
 
 def _document(report: Report) -> Iterator[str]:
     style, script = _asset("page.css"), _script()
-    title = _title(report)
+    infos = [report.info] if report.other is None else [report.info, report.other]
+    title = " and ".join(map(_title, infos))
+    part = f"; only {words(shorten(report.key, 120))}" if report.key else ""
+    origin = f"{words(report.info.file)}{part} &middot; ckptool {__version__}"
+    tables = "".join(sections(one, one.file if len(infos) > 1 else "") for one in infos)
+    beside = element("div", tables, class_="sides")
+    summary = facts(infos) + beside + notes(report, infos)
     yield f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{_policy()}\n'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
     yield '<meta name="referrer" content="no-referrer">\n'
     yield f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-    yield element("header", element("h1", title) + element("p", _origin(report), class_="by"))
-    yield f"\n<main>\n{_summary(report)}\n"
+    yield element("header", element("h1", title) + element("p", origin, class_="by"))
+    yield f"\n<main>\n{element('section', summary, id='summary')}\n"
     if report.diff is not None:
         glance = element("p", words(" ".join(summary_lines(report.diff, PLAIN))))
         rows = first_changes(report.diff)
@@ -245,22 +250,8 @@ def _part(name: str, title: str, content: str, *, hidden: bool = False) -> str:
     return f'<section id="{name}"{" hidden" if hidden else ""}>{inner}</section>\n'
 
 
-def _title(report: Report) -> str:
-    names = [report.info.file] if report.other is None else [report.info.file, report.other.file]
-    own = [shorten(os.path.basename(name.rstrip(os.sep)) or name, 120) for name in names]
-    return " and ".join(map(words, own))
-
-
-def _origin(report: Report) -> str:
-    part = f"; only {words(shorten(report.key, 120))}" if report.key else ""
-    return f"{words(report.info.file)}{part} &middot; ckptool {__version__}"
-
-
-def _summary(report: Report) -> str:
-    infos = [report.info] if report.other is None else [report.info, report.other]
-    parts = [sections(one, "" if report.other is None else one.file) for one in infos]
-    beside = element("div", "".join(parts), class_="sides")
-    return element("section", facts(infos) + beside + notes(report), id="summary")
+def _title(info: Info) -> str:
+    return words(shorten(os.path.basename(info.file.rstrip(os.sep)) or info.file, 120))
 
 
 def _policy() -> str:
