@@ -21,6 +21,7 @@ import click
 
 from ckptool.cli.group import cli
 from ckptool.errors import CheckpointError, CheckpointWarning, WorkerFailed
+from ckptool.render.remedies import as_options
 from ckptool.render.text import Look, columns_of, duration, json_lines, look_of, size
 from ckptool.words import clean, clean_lines, listed, shell
 
@@ -385,8 +386,6 @@ def in_words(error: BaseException) -> tuple[str, str | None]:
     if isinstance(error, CheckpointError):
         if error.remedy is None:
             return error.sentence, error.hint
-        from ckptool.render.remedies import as_options
-
         return error.sentence, as_options(error.remedy)
     if isinstance(error, click.ClickException):
         context = error.ctx if isinstance(error, click.UsageError) else None

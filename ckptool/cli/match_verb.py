@@ -103,12 +103,12 @@ def command(
         print_document({**report.to_dict(), **_document(judgement)})
         return
     look = screen.look
+    lines = match_lines(report, look, fold=not no_fold, judgement=judgement, options=True)
     if screen.fmt:  # a program reads stdout
         screen.say(note_lines(report, look, judgement=judgement, options=True))
-    fold = not no_fold
-    print_lines(match_lines(report, look, fold=fold, judgement=judgement, options=True))
-    if screen.fmt:
+        print_lines(lines)
         return
+    print_lines(lines)
     given: dict[str, Any] = {
         "like": like,
         "key": key,

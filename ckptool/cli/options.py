@@ -198,8 +198,7 @@ def gathered(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(**given: Any) -> Any:
-            made = make(given)
-            return function(**{name: made}, **given)
+            return function(**{name: make(given)}, **given)  # the rest, after `make`
 
         return together(*options)(call)
 

@@ -57,9 +57,7 @@ def command(paths: tuple[str, ...], strict: bool, screen: Screen) -> None:
                 complain(error.sentence, error.hint)
                 continue
             results.append(found)
-            if screen.as_json:
-                continue
-            if len(files) <= _FEW or found.verdict != DATA:
+            if not screen.as_json and (len(files) <= _FEW or found.verdict != DATA):
                 progress.wipe()
                 print_lines(result_lines(found, screen.look))
                 screen.say(f"note: {clean(found.file)}: {clean(note)}" for note in found.notes)

@@ -27,8 +27,8 @@ from ckptool.trainer.config import (
     require_shared,
     usual_batch_size,
 )
-from ckptool.trainer.devices import VISIBLE, seen_as, show_only
-from ckptool.trainer.launching import is_again, recorded
+from ckptool.trainer.devices import VISIBLE, devices_here, require_visible, seen_as, show_only
+from ckptool.trainer.launching import is_again, launch, recorded
 from ckptool.words import clean
 
 __all__ = ["command"]
@@ -164,8 +164,10 @@ def command(
         require_torch()
         if gpus is not None:
             _tell_choice(before, screen)
-        if config is None:
-            _list_devices(screen)
+        if config is None and screen.as_json:
+            print_document({"schema": "ckptool.devices/1", **devices_here().to_dict()})
+        elif config is None:
+            print_lines(device_lines(devices_here(), screen.look))
         elif is_launched:
             _train(config, screen)
         else:
@@ -174,8 +176,6 @@ def command(
 
 def _tell_choice(before: str | None, screen: Screen) -> None:
     """Print which of the machine's GPUs are used; `before` is the variable's earlier value."""
-    from ckptool.trainer.devices import require_visible
-
     require_visible()
     now = os.environ[VISIBLE]
     if rank() is not None and (rank() or before == now):
@@ -183,16 +183,6 @@ def _tell_choice(before: str | None, screen: Screen) -> None:
     if before not in (None, now):
         screen.say([f"note: {VISIBLE} was {clean(before or '')}, and is {now} now"])
     screen.say([gpus_line(seen_as())])
-
-
-def _list_devices(screen: Screen) -> None:
-    from ckptool.trainer.devices import devices_here
-
-    devices = devices_here()
-    if screen.as_json:
-        print_document({"schema": "ckptool.devices/1", **devices.to_dict()})
-    else:
-        print_lines(device_lines(devices, screen.look))
 
 
 def _config(given: dict[str, Any]) -> TrainConfig:
@@ -236,7 +226,6 @@ def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
     """Start the processes, after a check that the data can be read and `out` can be written."""
     from ckptool.trainer.checkpoints import one_run_in, require_one_run, require_writable
     from ckptool.trainer.data import data_of
-    from ckptool.trainer.launching import launch
 
     with one_run_in(config.out):  # as it is asked of the processes again
         require_writable(config.out)

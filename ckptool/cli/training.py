@@ -71,7 +71,6 @@ class Teller(Observer):
             self._events.append(event)
 
     def _text(self, event: Stepped) -> str:
-        """Return the text behind the bar, with an estimate of the time left."""
         now, total = time.monotonic(), self._total
         began, first = self._first = self._first or (now, event.step)
         left = None

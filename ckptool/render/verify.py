@@ -36,7 +36,6 @@ def verdict_lines(verdict: Verdict, look: Look = PLAIN) -> Iterator[str]:
 
 
 def _facts(verdict: Verdict) -> Iterator[str]:
-    """Yield what was checked."""
     if verdict.shards:
         yield counted(verdict.shards, "shard")
     if verdict.records:

@@ -17,7 +17,7 @@ import ckptool as library
 from ckptool.cli import train_verb
 from ckptool.cli.console import Screen
 from ckptool.cli.training import Teller
-from ckptool.trainer import TrainResult, launching
+from ckptool.trainer import TrainResult
 from ckptool.trainer.config import TrainConfig, check
 from ckptool.trainer.events import EpochEnded, Note, Saved, Started, Stepped, Traced, Validating
 from ckptool.trainer.launching import handled
@@ -298,7 +298,7 @@ def launched(monkeypatch):
         calls.append((words, nproc, port))
         return 143
 
-    monkeypatch.setattr(launching, "launch", launch)
+    monkeypatch.setattr(train_verb, "launch", launch)
     return calls
 
 
