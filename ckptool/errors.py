@@ -40,7 +40,6 @@ import os
 import re
 import sys
 import warnings
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -130,11 +129,6 @@ class CheckpointError(Exception):
         if _HAS_NOTES or self.hint is None:
             return self.sentence
         return f"{self.sentence}\n{_HINT}{self.hint}"
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Survive a pickle between processes, keyword-only arguments and all."""
-        hint = self.remedy or self.hint
-        return partial(type(self), self.message, file=self.file, hint=hint), ()
 
 
 def without_query(file: str) -> str:
@@ -250,10 +244,6 @@ class MatchError(CheckpointError, RuntimeError):
         """Keep the `matching.MatchReport` as well."""
         super().__init__(message, file=file, hint=hint)
         self.report = report
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """As its root's, with the report."""
-        return (*super().__reduce__(), {"report": self.report})
 
 
 class FileBusy(CheckpointError, BlockingIOError):

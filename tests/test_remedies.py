@@ -66,6 +66,13 @@ def test_several_are_given_at_once():
     assert together([]) == Remedy()
 
 
+def every_class(kind):
+    """An error class, and all below it."""
+    yield kind
+    for below in kind.__subclasses__():
+        yield from every_class(below)
+
+
 @pytest.mark.parametrize("kind", [CheckpointError, AmbiguousName, MatchError])
 def test_an_error_has_them_as_data_and_as_text(kind):
     remedy = Remedy((("key", "a"),), lead="choose one: ")
@@ -76,6 +83,14 @@ def test_an_error_has_them_as_data_and_as_text(kind):
     error = pickle.loads(pickle.dumps(error))
     assert (error.hint, error.remedy) == ("ask", None)
     assert kind("no").hint is None
+
+
+@pytest.mark.parametrize("kind", [*every_class(CheckpointError)])
+def test_every_error_crosses_between_processes_with_all_that_it_knows(kind):
+    error = kind("no", hint="ask")
+    error.file, error.more = "f", ["something"]
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (kind, str(error), vars(error))
 
 
 def test_what_is_to_be_filled_in_stands_in_no_backticks():
