@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from types import SimpleNamespace
@@ -248,10 +248,8 @@ def _contents(kind: str, strategy: Strategy, values: Mapping[str, Any]) -> Any:
     model, optimizer = strategy.wrapped_state()
     if kind == "wrapped":
         return {"epoch": values["epoch"], "state_dict": model, "optim_dict": optimizer}
-    modules = strategy.model.named_modules()
-    inside = next(str(name) for name, one in modules if one is strategy.module)
-    if inside:
-        nn.modules.utils.consume_prefix_in_state_dict_if_present(model, f"{inside}.")
+    if strategy.model is not strategy.module:
+        nn.modules.utils.consume_prefix_in_state_dict_if_present(model, "module.")
     return {"state_dict_model": model}
 
 
@@ -376,17 +374,16 @@ class Checkpoints:
         if self._config.save == "full":
             self._strategy.save(path, values)
         else:
-            self._pickled(path, _contents(self._config.save, self._strategy, values))
+            contents = _contents(self._config.save, self._strategy, values)
+
+            def write() -> None:
+                with atomic_output(path, None, overwrite=True) as output:
+                    _pickle(contents, output.write)
+
+            self._ranks.first(write)
         other = os.path.join(self._config.out, name + ("" if self._suffix else ".pth"))
         self._ranks.first(lambda: remove_checkpoint(other))
         self._observer.tell(Saved(path, progress.epoch, progress.step))
-
-    def _pickled(self, path: str, contents: Any) -> None:
-        def write() -> None:
-            with atomic_output(path, None, overwrite=True) as output:
-                _pickle(contents, output.write)
-
-        self._ranks.first(write)
 
 
 _TELLING = (
@@ -490,11 +487,9 @@ class Resuming:
         try:
             self._strategy.load(path, None)
         except MatchError as error:
-            now, then = self._config.to_dict(), values.get("config", {})
             words = [
-                f"--{name} {shlex.quote(then[name])}"
-                for name in ("model", "data", "dtype")
-                if then.get(name, now[name]) != now[name]
+                f"--{name} {shlex.quote(then)}"
+                for name, then, _ in self._changed(values, ("model", "data", "dtype"))
             ]
             report = error.report
             if report and not (report.missing_keys or report.unexpected_keys or report.mismatched):
@@ -505,6 +500,15 @@ class Resuming:
             error.args = (error.message,)
             raise
         return ["optimizer"]
+
+    def _changed(
+        self, values: Mapping[str, Any], names: Iterable[str]
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the options that the saved run had otherwise, with their values then and now."""
+        then = values.get("config", {})
+        for name, now in ((name, getattr(self._config, name)) for name in names):
+            if then.get(name, now) != now:
+                yield name, then[name], now
 
     def _reseed(self, values: Mapping[str, Any], progress: Progress) -> list[str]:
         """Restore the random state of each process if as many processes saved it.
@@ -523,12 +527,7 @@ class Resuming:
         """Report options that differ from the saved run; restart an epoch of other batches."""
         is_by_length = self._config.schedule in ("linear", "cosine")
         names = (*_TELLING, *(("epochs", "max_steps") if is_by_length else ()))
-        now, then = self._config.to_dict(), values.get("config", {})
-        changes = [
-            f"{name} {then[name]} -> {now[name]}"
-            for name in names
-            if then.get(name, now[name]) != now[name]
-        ]
+        changes = [f"{name} {then} -> {now}" for name, then, now in self._changed(values, names)]
         if changes:
             self._observer.tell(Note(f"options differ from the saved run: {', '.join(changes)}"))
         sampler = values.get("sampler", {})

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from ckptool.errors import CheckpointError, TrainingError, UsageError
 from ckptool.factories import FACTORY, a_class, at_home, named, run
@@ -21,7 +21,7 @@ from ckptool.trainer.tables import Table, read_table
 from ckptool.trainer.tuning import seed_all
 from ckptool.words import counted, listed, printable
 
-__all__ = ["Batches", "Dataset", "Loss", "Rows", "TrainData", "collated", "data_of", "prepared"]
+__all__ = ["Batches", "Dataset", "Loss", "TrainData", "collated", "data_of", "prepared"]
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -31,11 +31,9 @@ def moved(value: Any, device: torch.device) -> Any:
 
 def as_dtype(value: Any, dtype: torch.dtype) -> Any:
     """Return the tree with every floating-point tensor as `dtype`."""
-
-    def cast(one: torch.Tensor) -> torch.Tensor:
-        return one.to(dtype) if one.is_floating_point() else one
-
-    return tree_map_only(torch.Tensor, cast, value)
+    return tree_map_only(
+        torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, value
+    )
 
 
 def emptied(value: Any) -> Any:
@@ -115,26 +113,6 @@ class Dataset(Protocol):
         ...
 
 
-class Rows:
-    """A dataset of two tensors whose first dimension counts the samples."""
-
-    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Store the two tensors, which have the same length."""
-        self.inputs, self.targets = inputs, targets
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of a sample."""
-        return self.inputs[index], self.targets[index]
-
-    def __getitems__(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of several samples, stacked."""
-        return self.inputs[rows], self.targets[rows]
-
-
 @dataclass(frozen=True)
 class TrainData:
     """The data of a run and its loss.
@@ -211,8 +189,8 @@ def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple
     Raises:
         TrainingError: a sample is not a pair, or the samples cannot be stacked.
     """
-    if isinstance(dataset, Rows):
-        return dataset.__getitems__(rows)
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        return cast("tuple[Any, Any]", as_dtype(dataset[rows], dtype))
     samples = [dataset[row] for row in rows]
     pairs = [(one, one) if isinstance(one, Mapping) else one for one in samples]
     for row, pair in zip(rows, pairs, strict=True):
@@ -338,7 +316,8 @@ def friedman(config: TrainConfig) -> TrainData:
     y = 10 * torch.sin(math.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2
     y = (y + 10 * x[:, 3] + 5 * x[:, 4] + noise).unsqueeze(1).to(dtype)
     x = x.to(dtype)
-    return TrainData(Rows(x[:400], y[:400]), Rows(x[400:], y[400:]), "mse_loss", (10,), 1)
+    learned, kept = TensorDataset(x[:400], y[:400]), TensorDataset(x[400:], y[400:])
+    return TrainData(learned, kept, "mse_loss", (10,), 1)
 
 
 def random_features(config: TrainConfig) -> TrainData:
@@ -350,7 +329,7 @@ def random_features(config: TrainConfig) -> TrainData:
     generator = torch.Generator().manual_seed(config.seed)
     x = torch.randn(100, 5, generator=generator, dtype=torch.float64)
     y = x @ torch.randn(5, 2, generator=generator, dtype=torch.float64)
-    return TrainData(Rows(x.to(dtype), y.to(dtype)), None, "mse_loss", (5,), 2)
+    return TrainData(TensorDataset(x.to(dtype), y.to(dtype)), None, "mse_loss", (5,), 2)
 
 
 def digits(config: TrainConfig) -> TrainData:
@@ -370,7 +349,11 @@ def digits(config: TrainConfig) -> TrainData:
     dtype = getattr(torch, config.dtype)
     images = torch.as_tensor(held.images).unsqueeze(1).to(dtype) / 16
     labels = torch.as_tensor(held.target).long()
-    learned, kept = (Rows(images[rows], labels[rows]) for rows in split(len(labels), config.seed))
+    rows, others = split(len(labels), config.seed)
+    learned, kept = (
+        TensorDataset(images[rows], labels[rows]),
+        TensorDataset(images[others], labels[others]),
+    )
     return TrainData(learned, kept, "cross_entropy", (1, 8, 8), 10, {"largest": 16.0})
 
 
@@ -408,9 +391,9 @@ def csv_columns(config: TrainConfig, path: str) -> TrainData:
         )
     features = [number for number in range(len(table.columns)) if number != target]
 
-    def rows(values: torch.Tensor) -> Rows:
+    def rows(values: torch.Tensor) -> TensorDataset:
         scaled = ((values - mean) / std).to(getattr(torch, config.dtype))
-        return Rows(scaled[:, features], scaled[:, [target]])
+        return TensorDataset(scaled[:, features], scaled[:, [target]])
 
     statistics = {
         "columns": [table.columns[number] for number in features],

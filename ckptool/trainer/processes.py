@@ -28,8 +28,8 @@ __all__ = [
     "end_if_connected",
     "launched_as",
     "local_rank",
+    "meeting_point",
     "not_reached",
-    "of_this_attempt",
     "ranks",
     "team",
 ]
@@ -118,8 +118,8 @@ def connected(device: torch.device) -> Iterator[World]:
 
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        store, rank, size = _meeting_point()
-        met = PrefixStore(f"run {next(_RUNS)}", of_this_attempt(store))
+        store, rank, size = meeting_point()
+        met = PrefixStore(f"run {next(_RUNS)}", store)
         dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise not_reached(error) from error
@@ -161,27 +161,23 @@ def team(call: str, *, undone: str) -> Iterator[Ranks]:
     """
     with connected(torch.device("cpu")):
         group = dist.new_group(timeout=_HOURS)
-        store = of_this_attempt(_meeting_point()[0])
+        store, *_ = meeting_point()
         yield Ranks((group,), error=WriteError, undone=undone, call=call, store=store)
 
 
 @cache
-def _meeting_point() -> tuple[Store, int, int]:
-    """Return the store of the launcher, the rank of this process and the number of processes."""
+def meeting_point() -> tuple[Store, int, int]:
+    """Return the launcher's store, the rank of this process and the number of processes.
+
+    Attempts of torchrun share a store, and addresses of processes from earlier attempts are wrong:
+    each attempt has its part of the store.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore  # not in every torch
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
-    return store, rank, size
-
-
-def of_this_attempt(store: Store) -> Store:
-    """Return the part of a store for this attempt of torchrun.
-
-    Attempts share a store, and addresses of processes from earlier attempts are wrong.
-    """
-    from torch.distributed.distributed_c10d import PrefixStore  # not in every torch
-
-    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"attempt {attempt}", store), rank, size
 
 
 def not_reached(error: BaseException) -> TrainingError:

@@ -109,7 +109,7 @@ class Trainer:
                 devices = tuple(map(str, strategy.devices))
                 parameters = sum(one.numel() for one in strategy.module.parameters())
                 sizes = parameters, batches.samples, batches.steps, config.epochs
-                self._observer.tell(Started(strategy.name, devices, strategy.processes, *sizes))
+                self._observer.tell(Started(config.strategy, devices, strategy.processes, *sizes))
                 parts = config, strategy, batches, progress, checkpoints, self._observer, signals
                 signal = Loop(*parts).run()
             reached = progress.epoch, progress.step, progress.skipped, progress.best

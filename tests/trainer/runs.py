@@ -4,10 +4,10 @@ import json
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from ckptool.errors import CheckpointError
 from ckptool.trainer import Observer, TrainConfig, TrainData, Trainer
-from ckptool.trainer.data import Rows
 
 
 class Told(Observer):
@@ -62,8 +62,8 @@ def data(samples=22, *, dtype="float32", validation=6):
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(samples + validation, 3, generator=generator).to(getattr(torch, dtype))
     y = x.sum(1, keepdim=True).sin()
-    held = Rows(x[samples:], y[samples:]) if validation else None
-    return TrainData(Rows(x[:samples], y[:samples]), held, "mse_loss", (3,), 1)
+    held = TensorDataset(x[samples:], y[samples:]) if validation else None
+    return TrainData(TensorDataset(x[:samples], y[:samples]), held, "mse_loss", (3,), 1)
 
 
 def net(*, seed=0, width=8, dropout=0.3):

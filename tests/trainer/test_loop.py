@@ -8,10 +8,11 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from ckptool.errors import CheckpointError, TargetExists, TrainingError, UsageError
 from ckptool.trainer import TrainData
-from ckptool.trainer.data import Batches, Rows
+from ckptool.trainer.data import Batches
 from tests.trainer.runs import Told, data, differences, held, lines, net, run, when
 
 
@@ -24,7 +25,9 @@ def test_the_figures_are_means_over_samples(tmp_path):
     run(tmp_path, told, model=model, given=given, epochs=1, lr=1e-30)
     (line,) = lines(tmp_path)
     for name, rows in (("train_loss", given.train), ("val_loss", given.validation)):
-        wanted = nn.functional.mse_loss(net()[0:2].append(net()[3])(rows.inputs), rows.targets)
+        wanted = nn.functional.mse_loss(
+            net()[0:2].append(net()[3])(rows.tensors[0]), rows.tensors[1]
+        )
         assert line[name] == pytest.approx(wanted.item(), rel=1e-6)
     steps = told.of("Stepped")
     assert [(one.epoch, one.step, one.samples) for one in steps] == [
@@ -159,9 +162,11 @@ def test_a_folder_in_the_place_of_the_figures(tmp_path):
 
 def poisoned(row):
     given = data()
-    inputs = given.train.inputs.clone()
+    inputs = given.train.tensors[0].clone()
     inputs[row] = math.nan
-    return TrainData(Rows(inputs, given.train.targets), given.validation, given.loss, (3,), 1)
+    return TrainData(
+        TensorDataset(inputs, given.train.tensors[1]), given.validation, given.loss, (3,), 1
+    )
 
 
 def test_a_loss_that_is_no_number_stops_before_the_weights_change(tmp_path):
@@ -232,7 +237,7 @@ def test_a_run_whose_steps_were_all_skipped_has_failed(tmp_path):
 
 def test_a_validation_loss_that_is_no_number_is_no_best_one(tmp_path):
     given = data()
-    held_out = Rows(given.validation.inputs * math.nan, given.validation.targets)
+    held_out = TensorDataset(given.validation.tensors[0] * math.nan, given.validation.tensors[1])
     given = TrainData(given.train, held_out, given.loss, (3,), 1)
     told = Told()
     result = run(tmp_path, told, given=given, epochs=9, patience=2)

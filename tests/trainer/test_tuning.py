@@ -94,7 +94,7 @@ def test_a_run_is_what_a_loop_by_hand_gives(tmp_path, options, make):
     for epoch in range(3):
         for batches in Batches(22, 4, 2, 0).of_epoch(epoch):
             rows = [row for batch in batches for row in batch]  # one large batch
-            x, y = given.train.inputs[rows], given.train.targets[rows]
+            x, y = given.train.tensors[0][rows], given.train.tensors[1][rows]
             optimizer.zero_grad()
             nn.functional.mse_loss(reference(x), y).backward()
             nn.utils.clip_grad_norm_(reference.parameters(), 0.3)

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.utils.data import TensorDataset
 
 from ckptool.trainer import TrainData
-from ckptool.trainer.data import Rows
 from tests.trainer.ranks import main
 from tests.trainer.runs import Told, data, net, refusal, run, when
 
@@ -70,7 +70,9 @@ def no_number_in_one(folder):
     given = data()
     if rank() == 1:
         given = TrainData(
-            Rows(given.train.inputs * math.nan, given.train.targets), None, given.loss
+            TensorDataset(given.train.tensors[0] * math.nan, given.train.tensors[1]),
+            None,
+            given.loss,
         )
     else:
         given = TrainData(given.train, None, given.loss)

@@ -12,7 +12,7 @@ from ckptool.trainer.strategies.base import Strategy
 __all__ = ["Strategy", "strategy_of"]
 
 _HOMES = {
-    "single": ("single", "Single"),
+    "single": ("base", "Strategy"),
     "dp": ("dp", "DataParallel"),
     "ddp": ("ddp", "DistributedDataParallel"),
     "model-parallel": ("model_parallel", "ModelParallel"),

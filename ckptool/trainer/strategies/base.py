@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -26,8 +26,9 @@ from ckptool.trainer.data import (
     share,
     sum_of,
 )
+from ckptool.trainer.devices import device_of
 from ckptool.trainer.events import Observer, Traced, Validating
-from ckptool.trainer.processes import World
+from ckptool.trainer.processes import World, local_rank
 
 if TYPE_CHECKING:
     from ckptool.loading.source import Source
@@ -89,13 +90,10 @@ class Strategy:
     `step` and `validated`.
 
     Attributes:
-        name: The word of `--strategy`.
         model: The model in its wrapper, which is called with a batch.
         module: The model without wrapper.
         tuning: The optimizer, and the other objects that change the weights in a step.
     """
-
-    name: ClassVar[str]
 
     model: nn.Module
     module: nn.Module
@@ -121,12 +119,12 @@ class Strategy:
     @property
     def device(self) -> torch.device:
         """The device of the inputs and of the loss."""
-        raise NotImplementedError
+        return self.devices[0]
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All devices that this process computes on."""
-        return (self.device,)
+        """All devices that this process computes on: one GPU for each process on this machine."""
+        return (device_of(self.config.device, local_rank=local_rank()),)
 
     @property
     def takes_steps(self) -> bool:
@@ -261,10 +259,20 @@ class Strategy:
         return loss_sum
 
     def update(self, step: Step, loss_sum: float) -> StepResult:
-        """Apply the gradients, and sum losses and votes over the processes."""
+        """Apply the gradients, and sum losses and votes over the processes.
+
+        Raises:
+            TrainingError: the weights would become infinite or NaN.
+        """
         broken = float(not self.tuning.has_finite_gradients)
         loss_sum, broken, *votes = self.world.sums([loss_sum, broken, *step.votes])
-        self.require_finite(loss_sum, step, broken=bool(broken))
+        is_loss = not math.isfinite(loss_sum)
+        if is_loss or broken:
+            self.tuning.optimizer.zero_grad()
+            fault = (
+                f"the loss is {loss_sum / step.samples}" if is_loss else "a gradient is not finite"
+            )
+            raise TrainingError(f"{fault} at step {step.number}", hint=DIVERGED)
         is_taken = self.tuning.step(self.clip)
         return StepResult(step.number, loss_sum, step.samples, votes, is_skipped=not is_taken)
 
@@ -275,19 +283,6 @@ class Strategy:
     def clip(self, limit: float) -> None:
         """Scale all gradients down to a common norm of `limit`."""
         nn.utils.clip_grad_norm_(self.module.parameters(), limit)
-
-    def require_finite(self, loss_sum: float, step: Step, *, broken: bool = False) -> None:
-        """Check that the loss is finite and the gradients are not `broken`.
-
-        Raises:
-            TrainingError: the weights would become infinite or NaN.
-        """
-        if math.isfinite(loss_sum) and not broken:
-            return
-        self.tuning.optimizer.zero_grad()
-        is_loss = not math.isfinite(loss_sum)
-        what = f"the loss is {loss_sum / step.samples}" if is_loss else "a gradient is not finite"
-        raise TrainingError(f"{what} at step {step.number}", hint=DIVERGED)
 
     # Losses.
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from ckptool.errors import TrainingError
 from ckptool.trainer.data import Dataset, Loss
-from ckptool.trainer.devices import device_of
 from ckptool.trainer.events import Note
-from ckptool.trainer.processes import connected, local_rank
+from ckptool.trainer.processes import connected
 from ckptool.trainer.strategies.base import Strategy
 from ckptool.trainer.tuning import random_state, restore_random_state
 
@@ -33,11 +32,6 @@ class Distributed(Strategy):
             yield
 
     @property
-    def device(self) -> torch.device:
-        """The GPU with the number of this process on the machine, or the CPU."""
-        return device_of(self.config.device, local_rank=local_rank())
-
-    @property
     def gradient_scale(self) -> float:
         """The number of processes, by which the wrapper divides the sum of gradients."""
         return float(self.world.size)
@@ -45,8 +39,6 @@ class Distributed(Strategy):
 
 class DistributedDataParallel(Distributed):
     """Every process has the whole model and a part of each batch; names begin with `module.`."""
-
-    name: ClassVar[str] = "ddp"
 
     def wrap(self, model: nn.Module) -> None:
         """Move the model to the device, with SyncBatchNorm if `sync_batchnorm` is set.

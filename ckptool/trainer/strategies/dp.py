@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import nn
 
@@ -20,13 +18,6 @@ class DataParallel(Strategy):
     The model is on the first GPU; every forward pass copies it to the others and gathers their
     outputs on `output_device`. Without GPUs the wrapper only calls the model.
     """
-
-    name: ClassVar[str] = "dp"
-
-    @property
-    def device(self) -> torch.device:
-        """The device of model and inputs: the first GPU of `device_ids`, or the CPU."""
-        return self.devices[0]
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,6 @@ class FullyShardedDataParallel(Distributed):
     gradients are summed and sharded (reduce-scatter), so that optimizer, clipping and moving
     average work on shards. Every process has whole buffers, with the values of rank 0.
     """
-
-    name: ClassVar[str] = "fsdp"
 
     @contextmanager
     def opened(self) -> Iterator[None]:

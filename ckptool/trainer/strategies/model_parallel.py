@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import accumulate, groupby
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,8 +28,6 @@ class ModelParallel(Strategy):
     fit on one device can be trained, but no run becomes faster. Names stay the model's own.
     """
 
-    name: ClassVar[str] = "model-parallel"
-
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """The devices of `--devices`, or all GPUs."""
@@ -41,11 +39,6 @@ class ModelParallel(Strategy):
                 hint="--devices cuda:0,cuda:1; --devices cpu,cpu works on any machine",
             )
         return devices
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the inputs: the first."""
-        return self.devices[0]
 
     @contextmanager
     def tracing(self) -> Iterator[None]:

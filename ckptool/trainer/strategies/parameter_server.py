@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from queue import Empty, SimpleQueue
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed import rpc
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
@@ -26,8 +26,8 @@ from ckptool.trainer.processes import (
     TIMEOUT,
     launched_as,
     local_rank,
+    meeting_point,
     not_reached,
-    of_this_attempt,
 )
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
 from ckptool.trainer.tuning import seed_all
@@ -145,18 +145,14 @@ def _ask(task: Task) -> Future[Answer]:
     return answer
 
 
-def _end_service(released: _Released) -> None:
-    _post.inbox.put(released)
+def _take(message: Any) -> None:
+    _post.inbox.put(message)
 
 
 @async_execution  # type: ignore[untyped-decorator]
 def _until_over() -> Future[_Released]:
     """Return the end of the run; the call fails if the server is lost."""
     return _post.over
-
-
-def _take_failure(rank: int, why: _Failure) -> None:
-    _post.inbox.put((rank, why))
 
 
 # The beginning and the end of the connection.
@@ -185,15 +181,13 @@ def _connect(rank: int, size: int) -> None:
 
 
 def _meet(_: str, **__: Any) -> Iterator[tuple[Store, int, int]]:
-    """Yield the launcher's store for this attempt, for rpc."""
-    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
-    yield of_this_attempt(store), rank, size
+    yield meeting_point()
 
 
 def _release(size: int, released: _Released) -> None:
     """Tell the workers the end of the run, and leave."""
     told = [
-        rpc.rpc_async(_name(rank), _end_service, args=(released,), timeout=_PATIENCE)
+        rpc.rpc_async(_name(rank), _take, args=(released,), timeout=_PATIENCE)
         for rank in range(1, size)
     ]
     for one in told:
@@ -233,8 +227,6 @@ class ParameterServer(Strategy):
 
     The server validates and updates on the CPU; tensors are sent as CPU tensors.
     """
-
-    name: ClassVar[str] = "parameter-server"
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -286,7 +278,7 @@ class ParameterServer(Strategy):
             if self._end is None:
                 with suppress(RuntimeError):  # the server is gone, or ends
                     failure = self._rank, sendable(error)
-                    rpc.rpc_sync(_SERVER, _take_failure, args=failure, timeout=_PATIENCE)
+                    rpc.rpc_sync(_SERVER, _take, args=(failure,), timeout=_PATIENCE)
             raise
         finally:
             _leave(self._end)
@@ -302,12 +294,12 @@ class ParameterServer(Strategy):
         return self._size
 
     @property
-    def device(self) -> torch.device:
+    def devices(self) -> tuple[torch.device, ...]:
         """The CPU for the server; for a worker the GPU of its number on the machine, or the CPU."""
         if self.takes_steps:
-            return torch.device("cpu")
+            return (torch.device("cpu"),)
         is_beside_server = os.environ.get("GROUP_RANK", "0") == "0"
-        return device_of(self.config.device, local_rank=local_rank() - is_beside_server)
+        return (device_of(self.config.device, local_rank=local_rank() - is_beside_server),)
 
     def share(self, rows: Sequence[int]) -> list[int]:
         """Return all rows, or in a worker the rows of its part."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,8 +36,6 @@ class Xla(Strategy):
     XLA computes when a value is read or `torch_xla.sync` is called, and compiles for every new
     shape, such as the smaller last batch of an epoch.
     """
-
-    name: ClassVar[str] = "xla"
 
     @contextmanager
     def opened(self) -> Iterator[None]:

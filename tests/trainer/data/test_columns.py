@@ -44,8 +44,8 @@ def test_the_last_column_is_predicted_or_the_one_that_is_named(write):
     assert (named.statistics["columns"], named.statistics["target"]) == (["y", "z"], "x")
     assert last.inputs == (2,)
     assert last.outputs == 1
-    assert tuple(last.train.inputs.shape) == (16, 2)
-    assert tuple(last.validation.targets.shape) == (4, 1)
+    assert tuple(last.train.tensors[0].shape) == (16, 2)
+    assert tuple(last.validation.tensors[1].shape) == (4, 1)
     assert last.loss == "mse_loss"
 
 
@@ -59,34 +59,34 @@ def test_every_row_is_in_one_of_the_parts_and_the_seed_says_in_which(write):
         mean, std = (
             torch.tensor(found.statistics[name], dtype=torch.float64) for name in ("mean", "std")
         )
-        parts[seed] = [part.inputs * std + mean for part in (found.train, found.validation)]
+        parts[seed] = [part.tensors[0] * std + mean for part in (found.train, found.validation)]
         rows = torch.tensor(sorted(torch.cat(parts[seed]).tolist()), dtype=torch.float64)
         torch.testing.assert_close(rows, torch.tensor(wanted, dtype=torch.float64))
     assert not torch.allclose(parts[0][1], parts[1][1])
-    assert torch.equal(data(path).train.inputs, data(path, seed=0).train.inputs)
+    assert torch.equal(data(path).train.tensors[0], data(path, seed=0).train.tensors[0])
 
 
 def test_the_part_to_learn_from_is_standardised_with_its_own_statistics(write):
     found = data(write(**columns()))
-    for values in (found.train.inputs, found.train.targets):
+    for values in (found.train.tensors[0], found.train.tensors[1]):
         torch.testing.assert_close(values.mean(0), torch.zeros_like(values[0]))
         torch.testing.assert_close(values.std(0, correction=0), torch.ones_like(values[0]))
-    assert abs(found.validation.inputs.mean().item()) > 1e-6
-    learned = found.train.targets * found.statistics["target_std"]
+    assert abs(found.validation.tensors[0].mean().item()) > 1e-6
+    learned = found.train.tensors[1] * found.statistics["target_std"]
     assert learned.add(found.statistics["target_mean"]).min() > 900
 
 
 def test_a_constant_column_is_zero_and_divides_by_nothing(write):
     found = data(write(c=[0.1] * 20, **columns()))
-    assert found.train.inputs[:, 0].tolist() == [0.0] * 16
-    assert found.validation.inputs[:, 0].tolist() == [0.0] * 4
+    assert found.train.tensors[0][:, 0].tolist() == [0.0] * 16
+    assert found.validation.tensors[0][:, 0].tolist() == [0.0] * 4
     assert found.statistics["std"][0] == 1.0
     assert found.statistics["mean"][0] == 0.1
 
 
 def test_a_constant_target_is_zero_too(write):
     found = data(write(**{**columns(), "z": [7] * 20}))
-    assert found.train.targets.tolist() == [[0.0]] * 16
+    assert found.train.tensors[1].tolist() == [[0.0]] * 16
 
 
 def test_a_column_may_be_named_by_its_number_where_there_are_no_names(tmp_path):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer import TrainConfig, TrainData, Trainer
-from ckptool.trainer.data import Rows, collated, data_of, prepared, split
+from ckptool.trainer.data import collated, data_of, prepared, split
 from tests.trainer.runs import Told, assert_same_run, config, run
 
 Pair = collections.namedtuple("Pair", "inputs targets")
@@ -22,7 +22,7 @@ def batch(samples, rows=(0, 1), dtype=torch.float32):
 
 def test_tensors_are_stacked_in_the_order_of_the_rows():
     x = torch.arange(12.0).view(6, 2)
-    for dataset in (Rows(x, x + 1), TensorDataset(x, x + 1), list(zip(x, x + 1, strict=True))):
+    for dataset in (TensorDataset(x, x + 1), list(zip(x, x + 1, strict=True))):
         inputs, targets = batch(dataset, [4, 0, 5])
         assert torch.equal(inputs, x[[4, 0, 5]])
         assert torch.equal(targets, x[[4, 0, 5]] + 1)
@@ -149,24 +149,24 @@ def test_generated_data_follow_from_the_seed_alone(word):
     first, again, other = (
         data_of(TrainConfig(out="-", data=word, seed=seed, dtype="float64")) for seed in (1, 1, 2)
     )
-    assert torch.equal(first.train.inputs, again.train.inputs)
-    assert not torch.equal(first.train.inputs, other.train.inputs)
+    assert torch.equal(first.train.tensors[0], again.train.tensors[0])
+    assert not torch.equal(first.train.tensors[0], other.train.tensors[0])
     half = data_of(TrainConfig(out="-", data=word, seed=1))
-    assert torch.equal(half.train.inputs, first.train.inputs.float())
+    assert torch.equal(half.train.tensors[0], first.train.tensors[0].float())
     assert isinstance(first, TrainData)
 
 
 def test_random_data_are_those_of_the_tutorial():
     found = data_of(TrainConfig(out="-", data="random"))
-    assert found.train.inputs.shape == (100, 5)
-    assert found.train.targets.shape == (100, 2)
-    assert abs(found.train.inputs.mean().item()) < 0.15
-    assert abs(found.train.inputs.std().item() - 1) < 0.15
+    assert found.train.tensors[0].shape == (100, 5)
+    assert found.train.tensors[1].shape == (100, 2)
+    assert abs(found.train.tensors[0].mean().item()) < 0.15
+    assert abs(found.train.tensors[0].std().item() - 1) < 0.15
 
 
 def test_friedmans_function_is_what_its_paper_says():
     found = data_of(TrainConfig(out="-", dtype="float64"))
-    x, y = found.train.inputs, found.train.targets.squeeze(1)
+    x, y = found.train.tensors[0], found.train.tensors[1].squeeze(1)
     signal = 10 * (torch.pi * x[:, 0] * x[:, 1]).sin() + 20 * (x[:, 2] - 0.5) ** 2
     noise = y - signal - 10 * x[:, 3] - 5 * x[:, 4]
     assert abs(noise.mean().item()) < 0.15
@@ -177,11 +177,11 @@ def test_friedmans_function_is_what_its_paper_says():
 def test_digits_are_images_of_8_x_8():
     pytest.importorskip("sklearn")
     found = data_of(TrainConfig(out="-", data="digits"))
-    assert found.train.inputs.shape == (1437, 1, 8, 8)
-    assert found.train.inputs.dtype == torch.float32
-    assert (found.train.inputs.min().item(), found.train.inputs.max().item()) == (0, 1)
-    assert found.train.targets.dtype == torch.int64
-    assert sorted(set(found.validation.targets.tolist())) == list(range(10))
+    assert found.train.tensors[0].shape == (1437, 1, 8, 8)
+    assert found.train.tensors[0].dtype == torch.float32
+    assert (found.train.tensors[0].min().item(), found.train.tensors[0].max().item()) == (0, 1)
+    assert found.train.tensors[1].dtype == torch.int64
+    assert sorted(set(found.validation.tensors[1].tolist())) == list(range(10))
     assert found.inputs == (1, 8, 8)
     assert found.outputs == 10
 

@@ -6,17 +6,18 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer import TrainConfig, TrainData, Trainer
-from ckptool.trainer.data import Rows, data_of
+from ckptool.trainer.data import data_of
 from ckptool.trainer.models import model_of
 from tests.trainer.runs import config
 
 
 def data(*inputs, outputs=1):
     x = torch.zeros(4, *inputs)
-    return TrainData(Rows(x, torch.zeros(4, outputs)), None, "mse_loss", inputs, outputs)
+    return TrainData(TensorDataset(x, torch.zeros(4, outputs)), None, "mse_loss", inputs, outputs)
 
 
 def model(word, given):
