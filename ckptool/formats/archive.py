@@ -56,7 +56,6 @@ __all__ = [
     "find_end",
     "folder_of",
     "open_archive",
-    "opened_archive",
     "payload_offsets",
     "raw_entries",
     "read_directory",
@@ -80,10 +79,6 @@ LOCAL = struct.Struct("<4s5H3I2H")
 FIELD = struct.Struct("<2H")
 ZIP64 = 1
 """The extra field with sizes and offset as numbers of 64 bits."""
-_ENTRY = struct.Struct("<4s4x2H4x3I4H6xI")
-"""Of a directory entry, what counts: no versions, times and attributes."""
-_LENGTHS = struct.Struct("<28x3H")
-"""Of a directory entry, the lengths of what follows it: name, extra field, comment."""
 _ENTRY_SIGNATURE = b"PK\x01\x02"
 FAR, MANY = 0xFFFFFFFF, 0xFFFF
 """Numbers in fields that are too short, whose true values the zip64 field or record has."""
@@ -91,7 +86,7 @@ FAR, MANY = 0xFFFFFFFF, 0xFFFF
 _ENCRYPTED, DESCRIPTOR, _PATCH, _STRONG, _MASKED = 1 << 0, 1 << 3, 1 << 5, 1 << 6, 1 << 13
 REFUSED = _ENCRYPTED | _PATCH | _STRONG | _MASKED
 """Flags of records that nobody reads without more."""
-_LONGEST_ENTRY = _ENTRY.size + 3 * 0xFFFF
+_LONGEST_ENTRY = CENTRAL.size + 3 * 0xFFFF
 
 
 class End(NamedTuple):
@@ -136,18 +131,17 @@ def find_end(data: ByteRange) -> End | None:
     end = End(entries, offset, length, position)
     wide = _find_end64(data, end)
     if (disk, first_disk) not in ((0, 0), (1, 1)) and wide is None:
-        raise _corrupt(data, "the zip is one of several disks")
+        raise CorruptFile("the zip is one of several disks")
     if on_disk != entries:
-        raise _corrupt(data, f"the zip states {entries:,} records, and {on_disk:,} on its disk")
+        raise CorruptFile(f"the zip states {entries:,} records, and {on_disk:,} on its disk")
     end = wide or end
     shift = end.start - end.offset - end.length
     if shift:
         if shift > 0 and data.read(end.offset + shift, 4) in (_ENTRY_SIGNATURE, b"PK\x05\x06"):
             _refuse_shifted(data, shift)
-        raise _corrupt(
-            data,
+        raise CorruptFile(
             f"the zip directory of {end.length:,} bytes at offset {end.offset:,} should end at "
-            f"its end record, which stands at {end.start:,}",
+            f"its end record, which stands at {end.start:,}"
         )
     return end
 
@@ -160,23 +154,23 @@ def _find_end64(data: ByteRange, end: End) -> End | None:
     if signature != b"PK\x06\x07":
         return None
     if offset + END64.size > position or disks > 1:
-        raise _corrupt(data, f"the zip64 end record cannot lie at offset {offset:,}")
+        raise CorruptFile(f"the zip64 end record cannot lie at offset {offset:,}")
     fields = END64.unpack(data.read(offset, END64.size))
     signature, own_size, _, _, disk, first_disk, on_disk, entries, length, start = fields
     if signature != b"PK\x06\x06" or offset + own_size + 12 != position:
         before = position - END64.size
         if before > offset and data.read(before, 4) == b"PK\x06\x06":
             _refuse_shifted(data, before - offset)
-        raise _corrupt(data, f"there is no zip64 end record at offset {offset:,}")
+        raise CorruptFile(f"there is no zip64 end record at offset {offset:,}")
     if (disk, first_disk) not in ((0, 0), (1, 1)) or on_disk != entries:
-        raise _corrupt(data, "the zip is one of several disks")
+        raise CorruptFile("the zip is one of several disks")
     for short, wide, unknown in (
         (end.entries, entries, MANY),
         (end.length, length, FAR),
         (end.offset, start, FAR),
     ):
         if short not in (wide, unknown):
-            raise _corrupt(data, f"the two end records of the zip differ: {short:,} and {wide:,}")
+            raise CorruptFile(f"the two end records of the zip differ: {short:,} and {wide:,}")
     return End(entries, start, length, offset)
 
 
@@ -192,48 +186,47 @@ def read_directory(data: ByteRange, end: End, limits: Limits) -> list[Entry]:
     """
     if end.entries > limits.max_records:
         raise LimitExceeded(
-            f"the zip states {end.entries:,} records; {limits.max_records:,} are allowed",
-            file=data.source.name,
+            f"the zip states {end.entries:,} records; {limits.max_records:,} are allowed"
         )
-    if not end.entries * _ENTRY.size <= end.length <= end.entries * _LONGEST_ENTRY:
-        raise _corrupt(
-            data, f"a zip directory of {end.entries:,} records cannot take {end.length:,} bytes"
+    if not end.entries * CENTRAL.size <= end.length <= end.entries * _LONGEST_ENTRY:
+        raise CorruptFile(
+            f"a zip directory of {end.entries:,} records cannot take {end.length:,} bytes"
         )
     directory = data.read(end.offset, end.length)
     try:
-        return list(_entries(data, directory, end))
+        return list(_entries(directory, end))
     except struct.error as error:
-        raise _corrupt(data, "the zip directory ends within a record's entry") from error
+        raise CorruptFile("the zip directory ends within a record's entry") from error
 
 
-def _entries(data: ByteRange, directory: bytes, end: End) -> Iterator[Entry]:
+def _entries(directory: bytes, end: End) -> Iterator[Entry]:
     position = 0
-    unpack, width = _ENTRY.unpack_from, _ENTRY.size
+    unpack, width = CENTRAL.unpack_from, CENTRAL.size
     for number in range(end.entries):
         (
-            signature, flags, method, crc, packed, size,
-            name_length, extra_length, comment_length, disk, header,
+            signature, _, _, flags, method, _, _, crc, packed, size,
+            name_length, extra_length, comment_length, disk, _, _, header,
         ) = unpack(directory, position)  # fmt: skip
         if signature != _ENTRY_SIGNATURE:
-            raise _corrupt(data, f"the zip directory is damaged at its entry {number:,}")
+            raise CorruptFile(f"the zip directory is damaged at its entry {number:,}")
         start = position + width
         raw_name = directory[start : start + name_length]
         extra_start = start + name_length
         position = extra_start + extra_length + comment_length
         if position > end.length:
-            raise _corrupt(data, f"the zip directory ends within its entry {number:,}")
+            raise CorruptFile(f"the zip directory ends within its entry {number:,}")
         name = raw_name.decode("utf-8", "backslashreplace")
         if FAR in (packed, size, header):
             extra = directory[extra_start : extra_start + extra_length]
-            size, packed, header = _widen(data, name, extra, size, packed, header)
+            size, packed, header = _widen(name, extra, size, packed, header)
         descriptor = bool(flags & DESCRIPTOR)
         entry = Entry(name, raw_name, method, crc, packed, size, header, descriptor)
         odd_method = method not in (STORED, DEFLATED) or (method == STORED and packed != size)
         if odd_method or flags & REFUSED or disk > 1:
-            _refuse_record(data, entry, flags)
+            _refuse_record(entry, flags)
         yield entry
     if directory[position : position + 4] == _ENTRY_SIGNATURE:
-        raise _corrupt(data, f"the zip directory holds more than the {end.entries:,} it states")
+        raise CorruptFile(f"the zip directory holds more than the {end.entries:,} it states")
 
 
 def raw_entries(data: ByteRange, end: End) -> list[tuple[bytes, bytes]]:
@@ -242,23 +235,21 @@ def raw_entries(data: ByteRange, end: End) -> list[tuple[bytes, bytes]]:
     entries = []
     position = 0
     for _ in range(end.entries):
-        lengths = _LENGTHS.unpack_from(directory, position)
-        start, stop = position + _ENTRY.size, position + _ENTRY.size + sum(lengths)
+        lengths = CENTRAL.unpack_from(directory, position)[10:13]
+        start, stop = position + CENTRAL.size, position + CENTRAL.size + sum(lengths)
         entries.append((directory[start : start + lengths[0]], directory[position:stop]))
         position = stop
     return entries
 
 
-def _widen(
-    data: ByteRange, name: str, extra: bytes, size: int, packed: int, header: int
-) -> tuple[int, int, int]:
+def _widen(name: str, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
     """Size, packed size and header offset, those that are 2**32 - 1 taken from the zip64 field."""
     values = [size, packed, header]
     wide = next((content for kind, content in extra_fields(extra) if kind == ZIP64), None)
     for place, value in enumerate(values):
         if value == FAR and wide is not None:
             if len(wide) < 8:
-                raise _corrupt(data, f"the zip64 field of record {name!r} is too short")
+                raise CorruptFile(f"the zip64 field of record {name!r} is too short")
             values[place], wide = int.from_bytes(wide[:8], "little"), wide[8:]
     return values[0], values[1], values[2]
 
@@ -273,7 +264,7 @@ def extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
         position += length
 
 
-def _refuse_record(data: ByteRange, entry: Entry, flags: int) -> NoReturn:
+def _refuse_record(entry: Entry, flags: int) -> NoReturn:
     method = entry.method
     if flags & (_ENCRYPTED | _STRONG | _MASKED):
         what = "encrypted"
@@ -282,16 +273,14 @@ def _refuse_record(data: ByteRange, entry: Entry, flags: int) -> NoReturn:
     elif method not in (STORED, DEFLATED):
         what = f"compressed by a method that torch cannot read ({_METHODS.get(method, method)})"
     elif entry.packed != entry.size and method == STORED:
-        raise _corrupt(
-            data,
+        raise CorruptFile(
             f"record {entry.name!r} is stored in {entry.packed:,} bytes "
-            f"but should have {entry.size:,}",
+            f"but should have {entry.size:,}"
         )
     else:
-        raise _corrupt(data, f"record {entry.name!r} lies on another disk of the zip")
+        raise CorruptFile(f"record {entry.name!r} lies on another disk of the zip")
     raise UnsupportedFormat(
         f"record {entry.name!r} is {what}",
-        file=data.source.name,
         hint="unzip it with the tool that made it and give the folder",
     )
 
@@ -302,18 +291,11 @@ def _refuse_shifted(data: ByteRange, shift: int) -> NoReturn:
         raise UnsupportedFormat(
             "this is a run of zip archives one behind another, as a shard (`.distcp`) of a "
             "distributed checkpoint is",
-            file=data.source.name,
             hint="give the folder that holds `.metadata`, not one of its shards",
         )
-    raise _corrupt(data, f"{shift:,} foreign bytes stand before the zip")
+    raise CorruptFile(f"{shift:,} foreign bytes stand before the zip")
 
 
-def _corrupt(data: ByteRange, fact: str) -> CorruptFile:
-    return CorruptFile(fact, file=data.source.name)
-
-
-_LOCAL = struct.Struct("<4s22x2H")
-"""Of the local header, what the directory does not tell: lengths of name and extra field."""
 _WINDOW = 64 << 10
 """Bytes read at once where small records lie close together."""
 _CLOSE = 4 << 10
@@ -341,10 +323,7 @@ def payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[di
     for entry, following in zip(ordered, starts[1:], strict=True):
         header = entry.header
         if header < reached:
-            raise CorruptFile(
-                f"records {before!r} and {entry.name!r} overlap at offset {header:,}",
-                file=data.source.name,
-            )
+            raise CorruptFile(f"records {before!r} and {entry.name!r} overlap at offset {header:,}")
         dead += header - reached
         offsets[header] = payload = headers.payload(entry, following)
         reached = payload + entry.packed
@@ -368,18 +347,17 @@ class LocalHeaders:
     def payload(self, entry: Entry, following: int) -> int:
         """Return where the content begins: the local extra field need not be the directory's."""
         header, name = entry.header, entry.raw_name
-        length = _LOCAL.size + len(name)
+        length = LOCAL.size + len(name)
         at = header - self.start
         if at + length > len(self.window):
             self._read(entry, length, following)
             at = 0
-        signature, stated, extra = _LOCAL.unpack_from(self.window, at)
-        found = self.window[at + _LOCAL.size : at + length]
+        signature, *_, stated, extra = LOCAL.unpack_from(self.window, at)
+        found = self.window[at + LOCAL.size : at + length]
         if signature != ZIP_MAGIC or stated != len(name) or found != name:
             raise CorruptFile(
                 f"there is no record {entry.name!r} at offset {header:,}, "
-                "where the zip directory puts it",
-                file=self.data.source.name,
+                "where the zip directory puts it"
             )
         payload = header + length + int(extra)
         if payload + entry.packed > self.end:
@@ -396,8 +374,7 @@ class LocalHeaders:
     def _outside(self, entry: Entry) -> CorruptFile:
         return CorruptFile(
             f"record {entry.name!r} of {entry.packed:,} bytes at offset {entry.header:,} reaches "
-            f"beyond the zip directory at {self.end:,}",
-            file=self.data.source.name,
+            f"beyond the zip directory at {self.end:,}"
         )
 
 
@@ -420,8 +397,7 @@ def record_of(
     if entry.size > entry.packed * limits.max_inflation:
         raise LimitExceeded(
             f"record {entry.name!r} of {entry.packed:,} bytes claims to inflate to "
-            f"{entry.size:,}, more than {limits.max_inflation:,} times as much",
-            file=data.source.name,
+            f"{entry.size:,}, more than {limits.max_inflation:,} times as much"
         )
     inflated = ByteRange(InflatedSource(packed, entry.size), 0, entry.size)
     return Record(name, inflated, crc, entry.header, compressed=True)
@@ -431,7 +407,8 @@ def _behind_header(
     data: ByteRange, entry: Entry, stated: int | None
 ) -> tuple[ByteRange, int | None]:
     """Return what lies behind the local header of an entry, which is read for it, and its CRC."""
-    payload = LocalHeaders(data, data.length).payload(entry, data.length)
+    with naming(data.source.name):
+        payload = LocalHeaders(data, data.length).payload(entry, data.length)
     return data.slice(payload, entry.packed), stated
 
 
@@ -454,7 +431,7 @@ def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
     else:
         fact += f"; it has {data.length:,} bytes"
     hint = "download or copy it again; or ckptool convert --salvage takes what is whole"
-    return TruncatedFile(fact, file=data.source.name, hint=hint)
+    return TruncatedFile(fact, hint=hint)
 
 
 def _least_size(data: ByteRange, limits: Limits) -> int:
@@ -485,8 +462,8 @@ _MARKS = ("data.pkl", "model.json", "archive_format", "serialized_state_dict.pt"
 """Records that only an archive of torch's has at its top."""
 
 
-def open_archive(probe: Probe) -> Archive | None:
-    """Return the zip's records, or those of an unzipped checkpoint; None for anything else.
+def open_archive(probe: Probe) -> Archive:
+    """Return the zip's records, or those of an unzipped checkpoint; anything else has none.
 
     A zip is what begins as one: torch looks at the first four bytes alone.
 
@@ -498,24 +475,12 @@ def open_archive(probe: Probe) -> Archive | None:
     if probe.is_folder:
         return _open_folder(probe)
     if probe.source is None or not probe.head.startswith(ZIP_MAGIC):
-        return None
+        return Archive(probe.path, "", {}, (), 0)
     whole = ByteRange(probe.source, 0, probe.source.size)
     archive = (probe.salvages or zip_archive)(whole, probe.limits, (probe.source,))
     probe.source.stated = [
         (one.name, one.data, one.crc32) for one in archive.records.values() if one.crc32 is not None
     ]
-    return archive
-
-
-def opened_archive(probe: Probe) -> Archive:
-    """Return the records of a file that has been recognised as a zip.
-
-    Raises:
-        CorruptFile: it is none.
-    """
-    archive = probe.ask(open_archive)
-    if archive is None:
-        raise CorruptFile("this is not a zip", file=probe.path)
     return archive
 
 
@@ -536,7 +501,7 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = (
         raise truncated(data, limits)
     entries = read_directory(data, end, limits)
     arrays = all(entry.name.endswith(ARRAY) for entry in entries)
-    check_names(data, entries, exact=arrays)
+    check_names(entries, exact=arrays)
     offsets, dead = payload_offsets(data, entries, end)
     folder = "" if arrays else folder_of(entries)
     cut = len(folder) + 1 if folder else 0
@@ -554,7 +519,7 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = (
     return Archive(data.source.name, folder, records, sources, data.length, dead, notes)
 
 
-def check_names(data: ByteRange, entries: list[Entry], *, exact: bool) -> None:
+def check_names(entries: list[Entry], *, exact: bool) -> None:
     """Refuse two records of one name; torch looks names up without regard to ASCII case."""
     spelled = str if exact else str.lower
     if len({spelled(entry.name) for entry in entries}) == len(entries):
@@ -565,8 +530,7 @@ def check_names(data: ByteRange, entries: list[Entry], *, exact: bool) -> None:
         if other is not entry:
             raise CorruptFile(
                 f"the zip has two records of one name, {other.name!r} at offset "
-                f"{other.header:,} and {entry.name!r} at {entry.header:,}",
-                file=data.source.name,
+                f"{other.header:,} and {entry.name!r} at {entry.header:,}"
             )
 
 
@@ -589,7 +553,7 @@ def _foreign_note(folder: str, foreign: list[str]) -> tuple[str, ...]:
     return (note,) if foreign else ()
 
 
-def _open_folder(probe: Probe) -> Archive | None:
+def _open_folder(probe: Probe) -> Archive:
     """Return the files of an unzipped archive, which may lie in the only folder of a folder."""
     if not probe.entries.isdisjoint(_MARKS):
         return _folder_archive(probe.path, probe.limits)
@@ -597,7 +561,7 @@ def _open_folder(probe: Probe) -> Archive | None:
     folders = [path for name in names if os.path.isdir(path := os.path.join(probe.path, name))]
     if len(folders) == 1 and any(os.path.isfile(os.path.join(folders[0], m)) for m in _MARKS):
         return _folder_archive(folders[0], probe.limits)
-    return None
+    return Archive(probe.path, "", {}, (), 0)
 
 
 def _folder_archive(path: str, limits: Limits) -> Archive:
@@ -638,16 +602,11 @@ def read_text(record: Record, most: int) -> str:
     """
     name, data = record.name, record.data
     if data.length > most:
-        raise LimitExceeded(
-            f"record {name!r} has {data.length:,} bytes; {most:,} are allowed",
-            file=data.source.name,
-        )
+        raise LimitExceeded(f"record {name!r} has {data.length:,} bytes; {most:,} are allowed")
     try:
         return data.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CorruptFile(
-            f"record {name!r} is not text ({error})", file=data.source.name
-        ) from error
+        raise CorruptFile(f"record {name!r} is not text ({error})") from error
 
 
 def counts_of(values: Any, limits: Limits) -> tuple[int, ...]:

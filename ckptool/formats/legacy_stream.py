@@ -110,8 +110,7 @@ class NestedStreams:
         self.bytes_left -= len(data)
         if self.bytes_left < 0 or self.depth >= self.limits.max_nested_pickles:
             raise LimitExceeded(
-                "pickles inside its pickle are nested too deep, or mentioned too often",
-                file=self.file,
+                "pickles inside its pickle are nested too deep, or mentioned too often"
             )
         source = MemorySource(bytes(data), self.file)
         self.depth += 1
@@ -159,13 +158,12 @@ class _Stored:
         self.whole = Storage(pid.key, None, pid.nbytes, pid.device)
         self.views: dict[str, tuple[Storage, int]] = {}
 
-    def meant_by(self, pid: StoragePid, file: str) -> Storage:
+    def meant_by(self, pid: StoragePid) -> Storage:
         """Return the whole, or the part of it that was saved as a view."""
         if pid.nbytes != self.whole.nbytes:
             raise CorruptFile(
                 f"storage {pid.key!r} has {self.whole.nbytes:,} bytes at its first mention "
-                f"and {pid.nbytes:,} at another",
-                file=file,
+                f"and {pid.nbytes:,} at another"
             )
         if pid.view is None:
             return self.whole
@@ -225,15 +223,12 @@ class LegacyStream:
     def _header(self) -> int:
         magic = MAGIC.match(self.data.read(0, min(MAGIC_BYTES, self.data.length)))
         if magic is None:
-            raise CorruptFile(
-                "bytes that should be a legacy torch stream do not begin as one", file=self.file
-            )
+            raise CorruptFile("bytes that should be a legacy torch stream do not begin as one")
         number = unpickle_record(self.data, 0, self.limits)
         version = unpickle_record(self.data, magic.end(), self.limits)
         if version.root != VERSION:
             raise UnsupportedFormat(
-                f"its legacy stream is of version {version.root!r:.20}; only {VERSION} is known",
-                file=self.file,
+                f"its legacy stream is of version {version.root!r:.20}; only {VERSION} is known"
             )
         machine = unpickle_record(self.data, version.end, self.limits)
         self.framed = number.framed and version.framed and machine.framed
@@ -253,40 +248,33 @@ class LegacyStream:
             case ("module", cls, _, text):
                 return self.sources.take(cls, text)
         if not is_storage_pid(pid):
-            raise CorruptFile(
-                "its pickle refers to something that is not a storage", file=self.file
-            )
+            raise CorruptFile("its pickle refers to something that is not a storage")
         if len(pid) != 6:
-            raise CorruptFile(
-                f"a storage's persistent id has {len(pid)} parts, not 6", file=self.file
-            )
+            raise CorruptFile(f"a storage's persistent id has {len(pid)} parts, not 6")
         storage = parse_storage_pid(pid, self.file)
         stored = self.stored.get(storage.key)
         if stored is None:
             stored = self.stored[storage.key] = _Stored(storage)
-        return StorageRef(stored.meant_by(storage, self.file), storage.dtype, storage.untyped)
+        return StorageRef(stored.meant_by(storage), storage.dtype, storage.untyped)
 
     def _keys(self, items: Any) -> list[str]:
         """Return the order of the storages in the file: each that the pickle names, once."""
         if not isinstance(items, list):
-            raise CorruptFile("there is no list of storages behind its pickle", file=self.file)
+            raise CorruptFile("there is no list of storages behind its pickle")
         keys: dict[str, None] = {}
         for item in items:
             key = str(item) if isinstance(item, (str, int)) else f"of type {type(item).__name__}"
             if key in keys:
-                raise CorruptFile(f"storage {key!r:.80} is listed twice", file=self.file)
+                raise CorruptFile(f"storage {key!r:.80} is listed twice")
             if key not in self.stored:
                 raise CorruptFile(
                     f"storage {key!r:.80} is listed, but the pickle does not name it: "
-                    "the size of its elements cannot be told",
-                    file=self.file,
+                    "the size of its elements cannot be told"
                 )
             keys[key] = None
         missing = next((key for key in self.stored if key not in keys), None)
         if missing is not None:
-            raise CorruptFile(
-                f"storage {missing!r:.80} is named in the pickle and not listed", file=self.file
-            )
+            raise CorruptFile(f"storage {missing!r:.80} is named in the pickle and not listed")
         return list(keys)
 
     def _walk(self, keys: list[str], position: int) -> int:
@@ -319,7 +307,6 @@ class LegacyStream:
             raise CorruptFile(
                 f"storage {key!r:.80} should have {numel:,} elements, "
                 f"but the count before its bytes, at offset {position:,}, is {count:,}",
-                file=self.file,
                 hint=_SHARED_PATH,
             )
 
@@ -330,6 +317,5 @@ class LegacyStream:
         return TruncatedFile(
             f"the file ends in storage {keys[index]!r:.80} ({index + 1:,} of {len(keys):,}): "
             f"{missing:,} of {position + wanted:,} bytes are missing",
-            file=self.file,
             hint="download or copy it again; or ckptool convert --salvage takes what is whole",
         )

@@ -73,7 +73,7 @@ def of_model_file(probe: Probe) -> Probe:
 
 def _chosen(probe: Probe) -> _Names | None:
     """Return what is the one model of a folder, then what is not read for that."""
-    if not probe.is_folder or probe.ask(open_archive) is not None:
+    if not probe.is_folder or probe.ask(open_archive).records:
         return None
     found = [
         _Names(model.library, files) for model in _MODELS if (files := _there(probe, model.files))

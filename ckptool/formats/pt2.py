@@ -23,7 +23,6 @@ from ckptool.formats.archive import (
     count_of,
     counts_of,
     open_archive,
-    opened_archive,
     read_json,
     read_text,
     zip_archive,
@@ -70,8 +69,6 @@ class PT2Archive(Format):
     def recognise(self, probe: Probe) -> bool:
         """Return whether `archive_format` says pt2, or a program is stored beside its state."""
         archive = probe.ask(open_archive)
-        if archive is None:
-            return False
         mark = archive.records.get(_FORMAT)
         if mark is not None and mark.data.length == 3 and mark.data.read() == b"pt2":
             return True
@@ -79,7 +76,7 @@ class PT2Archive(Format):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the weights by name; of several models, those of each under its name."""
-        archive = opened_archive(probe)
+        archive = probe.ask(open_archive)
         reader = _Reader(archive, probe.limits)
         flat = _flat_record(archive)
         if flat is not None:
@@ -112,7 +109,7 @@ class _Reader:
         self.storages: dict[str, Storage] = {}
         self.saved: dict[str, TensorRef] = {}
         order = archive.records.get("byteorder")
-        self.byteorder = known_byteorder(read_text(order, 64) if order else "little", archive)
+        self.byteorder = known_byteorder(read_text(order, 64) if order else "little")
 
     def models(self) -> OrderedMap:
         """Return the weights of each model, by the model's name."""
@@ -139,10 +136,10 @@ class _Reader:
     def _config(self, name: str) -> Mapping[str, Any]:
         record = self.archive.records.get(name)
         if record is None:
-            raise CorruptFile(f"record {name!r} is missing", file=self.archive.path)
+            raise CorruptFile(f"record {name!r} is missing")
         config = read_json(record, self.limits).get("config")
         if not isinstance(config, dict):
-            raise CorruptFile(f"record {name!r} describes no tensors", file=self.archive.path)
+            raise CorruptFile(f"record {name!r} describes no tensors")
         return config
 
     def _weight(self, name: str, about: Any) -> TensorRef:

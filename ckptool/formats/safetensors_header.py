@@ -87,15 +87,13 @@ def read_header(source: Source, limits: Limits, *, salvages: bool = False) -> He
     if length > limits.max_header_bytes:
         raise LimitExceeded(
             f"the header says that it takes {length:,} bytes; "
-            f"more than {limits.max_header_bytes:,} are not read",
-            file=source.name,
+            f"more than {limits.max_header_bytes:,} are not read"
         )
     begin = LENGTH.size + length
     if begin > source.size:
         raise TruncatedFile(
             f"the header takes {length:,} bytes, but the file ends "
             f"{begin - source.size:,} bytes before its end",
-            file=source.name,
             hint="fetch the file again: the download or copy was cut short",
         )
     body = ByteRange(source, begin, source.size - begin)

@@ -64,7 +64,7 @@ def whole_records(data: ByteRange, limits: Limits, sources: tuple[Source, ...]) 
     for entry in entries:
         name = entry.name.rpartition("/")[2]
         if name in _NEEDED and name not in records:
-            raise CorruptFile(f"its record {name!r} is damaged", file=data.source.name)
+            raise CorruptFile(f"its record {name!r} is damaged")
     return Archive(data.source.name, folder, records, sources, data.length, is_partial=True)
 
 
@@ -73,7 +73,7 @@ def _entries(data: ByteRange, limits: Limits) -> list[Entry]:
         end = find_end(data)
         if end is not None:
             entries = read_directory(data, end, limits)
-            check_names(data, entries, exact=False)
+            check_names(entries, exact=False)
             return entries
     except (CorruptFile, UnsupportedFormat):  # the directory is damaged
         pass
@@ -81,10 +81,8 @@ def _entries(data: ByteRange, limits: Limits) -> list[Entry]:
     for entry in _from_the_beginning(data):
         entries.append(entry)
         if len(entries) > limits.max_records:
-            raise LimitExceeded(
-                f"the zip has more than {limits.max_records:,} records", file=data.source.name
-            )
-    check_names(data, entries, exact=False)
+            raise LimitExceeded(f"the zip has more than {limits.max_records:,} records")
+    check_names(entries, exact=False)
     return entries
 
 

@@ -104,7 +104,8 @@ def open_index(probe: Probe) -> ShardIndex | None:
         LimitExceeded: it is longer than `limits.max_json_bytes`.
     """
     if probe.source is not None:
-        return _index_of(probe.source, probe.limits)
+        with naming(probe.source.name):
+            return _index_of(probe.source, probe.limits)
     with ExitStack() as opened:
         found = []
         for path in _called_so(probe):
@@ -156,19 +157,16 @@ def _index_of(source: Source, limits: Limits) -> ShardIndex | None:
         if not called_so and _MARK not in head:
             return None
         raise LimitExceeded(
-            f"the index has {source.size:,} bytes; {limits.max_json_bytes:,} are allowed",
-            file=source.name,
+            f"the index has {source.size:,} bytes; {limits.max_json_bytes:,} are allowed"
         )
     raw = source.read(0, source.size)
     if not called_so and _MARK not in raw:
         return None
-    with naming(source.name):
-        index = _parsed(raw, source)
+    index = _parsed(raw, source)
     if source.is_far and index and len(index.shards) > limits.max_far_shards:
         raise LimitExceeded(
             f"the index names {len(index.shards):,} files; of another machine "
-            f"{limits.max_far_shards:,} are asked for",
-            file=source.name,
+            f"{limits.max_far_shards:,} are asked for"
         )
     return index
 
@@ -228,7 +226,6 @@ def _joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
     for name in index.unnamed():
         raise CorruptFile(
             f"the index does not name {name!r}, which lies beside it and is of the same set",
-            file=index.path,
             hint=f"look at it (ckptool list {index.beside(name)}), and move it away if it is not",
         )
     _check_roots(index, {file: shards[file].root for file in index.shards})
@@ -250,7 +247,6 @@ def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
         what = few(_texts(dicts[file])) if file in dicts else f"a {type(roots[file]).__name__}"
         raise CorruptFile(
             f"the shard {file!r} holds none of the tensors that the index places there, but {what}",
-            file=index.path,
             hint=f"a shard is a part of one flat state dict: ckptool info {index.beside(file)}",
         )
 
@@ -268,7 +264,6 @@ def _places(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> dict[Any, st
                 raise CorruptFile(
                     f"tensor '{printable(str(name))}' is in two shards, "
                     f"{places[name]!r} and {file!r}",
-                    file=index.path,
                     hint="the shards are of different checkpoints, or of different saves of one",
                 )
     return places
@@ -302,7 +297,6 @@ def _check_places(
         facts = (f"{text}: {few(_texts(names))}" for text, names in wrong.items())
         raise CorruptFile(
             listed(facts, 1) if len(wrong) > _MOST_NAMED else "; ".join(facts),
-            file=index.path,
             hint="index and shards are of different saves: fetch them again, together",
         )
 
@@ -355,7 +349,8 @@ def checkpoint_of(
         CorruptFile: a name is in two shards; in another than the index says; in none; in a shard,
             and not in the index; or a file that belongs to the set is not in the index.
     """
-    root = _joined(index, shards)
+    with naming(index.path):
+        root = _joined(index, shards)
     every = [shard.details for shard in shards.values()]
     header, differing = _headers(details.header for details in every)
     writers = ", ".join(dict.fromkeys(filter(None, (details.writer for details in every))))
@@ -466,7 +461,7 @@ class Sharded(Format):
         """Return one state dict of what all shards hold, in the order of the index."""
         index = probe.ask(open_index)
         if index is None:
-            raise CorruptFile("this is not an index of shards", file=probe.path)
+            raise CorruptFile("this is not an index of shards")
         allow_open_files(len(index.shards))
         place_of(index.path).expect([index.beside(name) for name in index.shards])
         with ExitStack() as opened:

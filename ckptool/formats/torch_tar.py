@@ -50,7 +50,7 @@ def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
         header = source.read(position, BLOCK)
         if not header.strip(b"\0"):
             return members
-        kind, name, size = _parse(header, position, source.name)
+        kind, name, size = _parse(header, position)
         size = size if extra.size is None else extra.size
         name = extra.name or name
         with naming(source.name, f"tar member {name!r:.80}"):
@@ -59,12 +59,12 @@ def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
             extra = extra.with_record(kind, _small(data))
         elif kind not in (_PAX_GLOBAL, _LONG_LINK):
             if kind in _LINKS and name in _MEMBERS:
-                raise CorruptFile(f"member {name!r:.80} of the tar is a link", file=source.name)
+                raise CorruptFile(f"member {name!r:.80} of the tar is a link")
             if kind not in _NO_FILES:
                 members[name] = data
             extra = _Extra()
         position += BLOCK + -(-size // BLOCK) * BLOCK
-    raise LimitExceeded(f"the tar has more than {limits.max_records:,} members", file=source.name)
+    raise LimitExceeded(f"the tar has more than {limits.max_records:,} members")
 
 
 class _Extra(NamedTuple):
@@ -93,14 +93,14 @@ class _Extra(NamedTuple):
         return _Extra(name, size)
 
 
-def _parse(header: bytes, position: int, file: str) -> tuple[bytes, str, int]:
+def _parse(header: bytes, position: int) -> tuple[bytes, str, int]:
     if not _checksum_fits(header):
-        raise CorruptFile(f"the tar has no member header at offset {position:,}", file=file)
+        raise CorruptFile(f"the tar has no member header at offset {position:,}")
     size = _number(header[124:136])
     if size is None or size < 0:
-        raise CorruptFile(f"the tar member at offset {position:,} has no size", file=file)
+        raise CorruptFile(f"the tar member at offset {position:,} has no size")
     if header[156:157] == b"S":
-        raise CorruptFile(f"the tar member at offset {position:,} is sparse", file=file)
+        raise CorruptFile(f"the tar member at offset {position:,} is sparse")
     name, prefix = _text(header[:100]), _text(header[345:500])
     whole = f"{prefix}/{name}" if prefix and header[257:263] == b"ustar\0" else name
     return header[156:157], whole, size
@@ -108,10 +108,7 @@ def _parse(header: bytes, position: int, file: str) -> tuple[bytes, str, int]:
 
 def _small(data: ByteRange) -> bytes:
     if data.length > _MOST_EXTRA:
-        raise LimitExceeded(
-            f"a tar header takes {data.length:,} bytes, more than {_MOST_EXTRA:,}",
-            file=data.source.name,
-        )
+        raise LimitExceeded(f"a tar header takes {data.length:,} bytes, more than {_MOST_EXTRA:,}")
     return data.read()
 
 
@@ -218,7 +215,7 @@ class _Tar:
                 ):
                     self.storages[key] = _view(self.storages[root_key], key, offset, numel)
                 case _:
-                    raise CorruptFile("a view of a storage is of unknown form", file=self.file)
+                    raise CorruptFile("a view of a storage is of unknown form")
 
     def _read_tensors(self, member: _Member) -> None:
         for _ in range(member.count()):
@@ -250,8 +247,7 @@ class _Tar:
                 if key in self.storages:
                     return self.storages[key]
         raise CorruptFile(
-            f"its pickle refers to {pid!r:.80}, which is neither a tensor nor a storage of the tar",
-            file=self.file,
+            f"its pickle refers to {pid!r:.80}, which is neither a tensor nor a storage of the tar"
         )
 
 
@@ -320,10 +316,7 @@ class _Member:
 
     def corrupt(self, what: str) -> CorruptFile:
         """Return the error for something that cannot be."""
-        return CorruptFile(
-            f"its member {self.name!r} holds {what} before byte {self.position:,}",
-            file=self.data.source.name,
-        )
+        return CorruptFile(f"its member {self.name!r} holds {what} before byte {self.position:,}")
 
 
 TORCH_TAR = TorchTar()

@@ -18,12 +18,20 @@ from ckptool.files.strided import swapped
 from ckptool.formats.archive import (
     find_end,
     open_archive,
-    opened_archive,
     raw_entries,
     read_text,
     zip_archive,
 )
-from ckptool.formats.base import Archive, EditableFormat, NewFile, Plan, Probe, Record, pickled
+from ckptool.formats.base import (
+    Archive,
+    EditableFormat,
+    NewFile,
+    Plan,
+    Probe,
+    Record,
+    naming,
+    pickled,
+)
 from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.formats.zip_writer import (
     NewRecord,
@@ -129,8 +137,7 @@ class Storages:
         parsed = parse_storage_pid(pid, self.archive.path)
         if parsed.view is not None:
             raise CorruptFile(
-                f"storage {parsed.key!r} is said to be seen through a view, which zips do not have",
-                file=self.archive.path,
+                f"storage {parsed.key!r} is said to be seen through a view, which zips do not have"
             )
         storage = self.by_key.get(parsed.key)
         if storage is None:
@@ -138,8 +145,7 @@ class Storages:
         elif storage.nbytes != parsed.nbytes or storage.device != parsed.device:
             raise CorruptFile(
                 f"storage {parsed.key!r} has {storage.nbytes:,} bytes on {storage.device} at its "
-                f"first mention and {parsed.nbytes:,} on {parsed.device} at another",
-                file=self.archive.path,
+                f"first mention and {parsed.nbytes:,} on {parsed.device} at another"
             )
         return StorageRef(storage, parsed.dtype, parsed.untyped)
 
@@ -155,8 +161,7 @@ class Storages:
             return Storage(pid.key, None, pid.nbytes, pid.device)
         raise CorruptFile(
             f"storage {pid.key!r} is missing: the pickle names it and there is no record "
-            f"'{self.folders[0]}{pid.key}'",
-            file=self.archive.path,
+            f"'{self.folders[0]}{pid.key}'"
         )
 
 
@@ -177,10 +182,10 @@ def read_contents(archive: Archive, limits: Limits) -> Contents:
         LimitExceeded: the pickle asks for more than `limits`.
     """
     facts = _facts(archive)
-    storages = Storages(archive, known_byteorder(facts.get("byteorder", "little"), archive))
+    storages = Storages(archive, known_byteorder(facts.get("byteorder", "little")))
     record = archive.find(PICKLE)
     if record is None:
-        raise CorruptFile("the archive has no record 'data.pkl'", file=archive.path)
+        raise CorruptFile("the archive has no record 'data.pkl'")
     unpickled = unpickle_outer(record.data, limits, persistent_load=storages.load)
     return Contents(unpickled, storages, facts)
 
@@ -190,7 +195,7 @@ def _facts(archive: Archive) -> dict[str, str]:
     return {name: read_text(record, SHORT).strip() for name, record in found.items() if record}
 
 
-def known_byteorder(text: str, archive: Archive) -> str:
+def known_byteorder(text: str) -> str:
     """Return the byte order that a record of an archive states.
 
     Raises:
@@ -198,7 +203,7 @@ def known_byteorder(text: str, archive: Archive) -> str:
     """
     if text not in ("little", "big"):
         what = f"its byte order is {text!r}, neither 'little' nor 'big'"
-        raise CorruptFile(what, file=archive.path)
+        raise CorruptFile(what)
     return text
 
 
@@ -210,7 +215,8 @@ def stored_in(path: str, limits: Limits) -> Any:
         CorruptFile: it is damaged.
         LimitExceeded: it asks for more than `limits`.
     """
-    return read_contents(zip_archive(member_of(path), limits), limits).unpickled.root
+    with naming(path):
+        return read_contents(zip_archive(member_of(path), limits), limits).unpickled.root
 
 
 def member_of(path: str) -> ByteRange:
@@ -234,7 +240,7 @@ def contents_of(probe: Probe) -> Contents:
         CorruptFile: the archive or its pickle is damaged, or a storage lies about its length.
         LimitExceeded: it asks for more than `probe.limits`.
     """
-    return read_contents(opened_archive(probe), probe.limits)
+    return read_contents(probe.ask(open_archive), probe.limits)
 
 
 class TorchZip(EditableFormat):
@@ -252,8 +258,6 @@ class TorchZip(EditableFormat):
     def recognise(self, probe: Probe) -> bool:
         """Return whether there is a `data.pkl`, and no `constants.pkl` as TorchScript has."""
         archive = probe.ask(open_archive)
-        if archive is None:
-            return False
         return archive.find(PICKLE) is not None and archive.find("constants.pkl") is None
 
     def read(self, probe: Probe) -> Checkpoint:

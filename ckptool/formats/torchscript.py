@@ -13,7 +13,6 @@ from ckptool.formats.archive import (
     count_of,
     counts_of,
     open_archive,
-    opened_archive,
     read_json,
     read_text,
 )
@@ -116,17 +115,14 @@ class TorchScript(Format):
 
     def recognise(self, probe: Probe) -> bool:
         """Return whether there is `constants.pkl` beside `data.pkl`, or 1.0's `model.json`."""
-        archive = probe.ask(open_archive)
-        if archive is None:
-            return False
-        find = archive.find
+        find = probe.ask(open_archive).find
         if find("constants.pkl") is not None and find("data.pkl") is not None:
             return True
         return find("model.json") is not None and find("version") is not None
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the weights by their full names, over the directory, the pickle and the source."""
-        archive = opened_archive(probe)
+        archive = probe.ask(open_archive)
         if "model.json" in archive.records and "data.pkl" not in archive.records:
             root, writer = _read_model_json(archive, probe.limits)
             details = _details(archive, writer=writer)
@@ -208,7 +204,7 @@ class _Collector:
         `_metadata` says version 1 of each module, which is what torch says of a scripted one.
         """
         if not isinstance(root, Opaque):
-            raise CorruptFile("its pickle holds no TorchScript module", file=self.archive.path)
+            raise CorruptFile("its pickle holds no TorchScript module")
         self.names.attributes["_metadata"] = self.metadata
         self._module(root, "", 0)
         return self.names

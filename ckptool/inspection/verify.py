@@ -341,7 +341,7 @@ def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
         if is_step(probe):
             return is_part
         archive = probe.ask(open_archive)
-        if archive is not None and os.path.realpath(archive.path) == os.path.realpath(folder):
+        if archive.records and os.path.realpath(archive.path) == os.path.realpath(folder):
             is_unzipped = any(known.recognise(probe) for known in candidates(probe))
             return (lambda path: True) if is_unzipped else None
     return None

@@ -32,7 +32,7 @@ def test_records_are_read_without_the_folder(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"P", b"PK\5\6" + bytes(18), b"\x80\x02.", b"text"])
 def test_what_does_not_begin_as_a_zip_is_none(tmp_path, content):
-    assert opened(save(tmp_path, content)) is None
+    assert not opened(save(tmp_path, content)).records
 
 
 def test_every_record_of_a_real_file_reads_as_zipfile_reads_it(fixtures):
@@ -239,7 +239,7 @@ def test_any_other_folder_is_none(tmp_path, names):
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_bytes(b"x")
-    assert opened(tmp_path) is None
+    assert not opened(tmp_path).records
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes on this system")

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+import ckptool
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import (
     CorruptFile,
@@ -245,7 +246,7 @@ def test_a_stream_cut_anywhere_is_an_error_of_ours(saved, file, protocol):
     for length in range(30, len(whole) - 1, 97):
         path = file(whole[:length])
         with pytest.raises(CorruptFile) as error:
-            read(path)
+            ckptool.open(path)
         assert str(path) in str(error.value)
 
 
@@ -343,8 +344,8 @@ def test_a_stream_in_memory():
     assert found.storage.data.source.name == "outer.pkl"
 
 
-def test_bytes_that_are_no_stream_are_damage_of_the_outer_file():
-    with pytest.raises(CorruptFile, match=r"^outer.pkl: "):
+def test_bytes_that_are_no_stream_are_damage():
+    with pytest.raises(CorruptFile, match="do not begin as one"):
         load_from_bytes(b"abc")
 
 

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+import ckptool
 from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.formats.base import Probe
 from ckptool.formats.torch_tar import TORCH_TAR, is_tar, read_members
@@ -176,7 +177,7 @@ MANY = ((20, 10, torch.FloatTensor), (1,) * 65, (1,) * 65, 0)
 def test_a_member_that_breaks_a_rule_is_damage(file, changed, words):
     path = file(tarred(members(**changed)))
     with pytest.raises(CorruptFile, match=words) as error:
-        read(path)
+        ckptool.open(path)
     assert str(path) in str(error.value)
 
 

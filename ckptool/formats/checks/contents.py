@@ -263,7 +263,7 @@ def archive_findings(probe: Probe) -> Findings:
         return Findings(header_problems(whole, refused=True))
     except CheckpointError:
         return Findings()
-    if archive is None:
+    if not archive.sources:
         return Findings()
     stated = [record for record in archive.records.values() if record.crc32 is not None]
     foreign = tuple(Problem("foreign", "", text) for text in archive.notes)

@@ -232,7 +232,8 @@ def _beside(folder: str, probe: Probe) -> Checkpoint | None:
         return None
     inner = Probe(path, probe.limits)
     probe.on_close(inner.close)
-    found = TORCH_ZIP.read(inner) if TORCH_ZIP.recognise(inner) else None
+    with naming(path):
+        found = TORCH_ZIP.read(inner) if TORCH_ZIP.recognise(inner) else None
     if found is None or not isinstance(found.root, dict):
         inner.close()
         return None

@@ -150,10 +150,10 @@ def _whole(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any], li
     stated = [one["rank"] for one in books]
     missing = next((rank for rank in range(world) if rank not in stated), None)
     if missing is not None:
-        raise FileMissing(f"lacks the file of rank {missing} of {world}", file=folder)
+        raise FileMissing(f"lacks the file of rank {missing} of {world}")
     if stated != list(range(world)) or any(one["world_size"] != world for one in books):
         what = f"has the files of ranks {listed(map(str, stated))}, and the world size is {world}"
-        raise CorruptFile(what, file=folder, hint=_HINT)
+        raise CorruptFile(what, hint=_HINT)
     infos = {
         f"{prefix}.{suffix}" if prefix else suffix: (prefix, info)
         for prefix, every in books[0]["shard_info"].items()

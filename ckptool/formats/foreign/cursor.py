@@ -34,10 +34,10 @@ class Cursor:
         self.position += length
         if self.position > self.source.size:
             what = f"the file ends within a value, at {begin:,}"
-            raise CorruptFile(what, file=self.source.name)
+            raise CorruptFile(what)
         if self.position > self._end:
             what = f"the header has more than {self._end:,} bytes"
-            raise LimitExceeded(what, file=self.source.name)
+            raise LimitExceeded(what)
         return begin
 
     def take(self, length: int) -> bytes:
@@ -49,7 +49,7 @@ class Cursor:
         """
         begin = self.skip(length) - self._start
         if length > self.limits.max_header_bytes:
-            raise LimitExceeded(f"a value has {length:,} bytes", file=self.source.name)
+            raise LimitExceeded(f"a value has {length:,} bytes")
         if not 0 <= begin <= begin + length <= len(self._window):
             self._start, begin = begin + self._start, 0
             size = max(length, min(_WINDOW, self.source.size - self._start))

@@ -71,9 +71,9 @@ class Flax(Format):
         tree = reader.value(0)
         if reader.position != source.size:
             rest = source.size - reader.position
-            raise CorruptFile(f"has {rest:,} bytes behind its end", file=source.name)
+            raise CorruptFile(f"has {rest:,} bytes behind its end")
         if not isinstance(tree, dict):
-            raise CorruptFile("holds no dict of arrays", file=source.name)
+            raise CorruptFile("holds no dict of arrays")
         root: dict[Any, Any] = _named(tree, source.name, probe.limits)
         if _TRAINING in tree:
             if _MODEL not in tree:
@@ -129,7 +129,7 @@ class _Reader(Cursor):
         """Return the next value: dicts for maps and lists, a TensorRef for an array."""
         self._left -= 1
         if self._left < 0 or depth > self.limits.max_depth:
-            raise LimitExceeded("has too many values, or nested too deep", file=self.source.name)
+            raise LimitExceeded("has too many values, or nested too deep")
         code = self.take(1)[0]
         if code in _CONSTANTS:
             return _CONSTANTS[code]
@@ -215,11 +215,11 @@ class _Reader(Cursor):
         most = self.limits.max_dimensions
         if len(shape) > most:
             what = f"an array has {len(shape):,} dimensions; {most} are allowed"
-            raise LimitExceeded(what, file=self.source.name)
+            raise LimitExceeded(what)
         return shape
 
     def _damaged(self, what: str) -> CheckpointError:
-        return CorruptFile(f"{what}, at {self.position:,}", file=self.source.name)
+        return CorruptFile(f"{what}, at {self.position:,}")
 
 
 def _tensor(
@@ -227,7 +227,6 @@ def _tensor(
 ) -> TensorRef:
     if prod(shape) * BY_NAME[dtype].itemsize != data.length:
         raise CorruptFile(
-            f"an array of {dtype} and shape {list(shape)} has {data.length:,} bytes, at {place:,}",
-            file=source.name,
+            f"an array of {dtype} and shape {list(shape)} has {data.length:,} bytes, at {place:,}"
         )
     return plain_tensor(str(place), dtype, shape, data)

@@ -97,14 +97,12 @@ class Gguf(Format):
         facts, entries = header.read()
         alignment = facts.get(_ALIGNMENT, 32)
         if type(alignment) is not int or alignment < 1:
-            raise CorruptFile(f"the alignment is {printable(repr(alignment))}", file=source.name)
+            raise CorruptFile(f"the alignment is {printable(repr(alignment))}")
         start = -(-header.position // alignment) * alignment
         root = OrderedMap()
         for one in entries:
             if one.name in root:
-                raise CorruptFile(
-                    f"tensor {printable(one.name)!r} is there twice", file=source.name
-                )
+                raise CorruptFile(f"tensor {printable(one.name)!r} is there twice")
             root[one.name] = _tensor(source, start, one)
         texts = {key: str(one) for key, one in facts.items() if key.startswith("general.")}
         return Checkpoint(
@@ -137,7 +135,7 @@ class _Header(Cursor):
         if version not in _VERSIONS:
             turned = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
             what = "is big-endian" if turned else f"is of version {version}"
-            raise UnsupportedFormat(f"{what}, which is not read", file=self.source.name)
+            raise UnsupportedFormat(f"{what}, which is not read")
         tensors, pairs = self.numbers("<QQ")
         facts = {}
         for _ in range(pairs):
@@ -152,7 +150,7 @@ class _Header(Cursor):
         name = self._text()
         (count,) = self.numbers("<I")
         if count > _MOST_DIMENSIONS:
-            raise CorruptFile(f"{printable(name)!r} has {count} dimensions", file=self.source.name)
+            raise CorruptFile(f"{printable(name)!r} has {count} dimensions")
         sizes = self.numbers(f"<{count}Q")
         return _Entry(name, tuple(reversed(sizes)), *self.numbers("<IQ"))
 
@@ -164,9 +162,7 @@ class _Header(Cursor):
         if type == _STRING:
             return self._text()
         if type != _ARRAY or depth > 1:
-            raise CorruptFile(
-                f"a fact is of type {type}, which is not known", file=self.source.name
-            )
+            raise CorruptFile(f"a fact is of type {type}, which is not known")
         inner, count = self.numbers("<IQ")
         if inner in _SCALARS:
             self.skip(count * struct.calcsize(_SCALARS[inner]))
@@ -178,7 +174,7 @@ class _Header(Cursor):
     def _count(self, number: int) -> None:
         self._left -= number
         if self._left < 0:
-            raise LimitExceeded("has too many tensors or facts", file=self.source.name)
+            raise LimitExceeded("has too many tensors or facts")
 
     def _text(self) -> str:
         (length,) = self.numbers("<Q")
@@ -189,11 +185,11 @@ def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
     elements, plain = prod(one.shape), _PLAIN.get(one.type)
     if plain is None and one.type not in _QUANTISED:
         what = f"tensor {printable(one.name)!r} is of type {one.type}, which is not known"
-        raise UnsupportedFormat(what, file=source.name)
+        raise UnsupportedFormat(what)
     name, block, size = _QUANTISED.get(one.type) or (plain, 1, BY_NAME[str(plain)].itemsize)
     if one.shape[-1:] and one.shape[-1] % block:
         what = f"tensor {printable(one.name)!r} has rows of {one.shape[-1]}, in blocks of {block}"
-        raise CorruptFile(what, file=source.name)
+        raise CorruptFile(what)
     with naming(source.name, f"tensor {printable(one.name)!r}"):
         data = ByteRange(source, start + one.offset, elements // block * size)
     if plain is None:

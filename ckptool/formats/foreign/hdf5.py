@@ -21,7 +21,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
 from ckptool.files.tiled import late
-from ckptool.formats.archive import open_archive, opened_archive
+from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Format, Probe, Refusal, needing
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef, find_tensors, plain_tensor
@@ -68,12 +68,11 @@ class Keras(Hdf5):
 
     def recognise(self, probe: Probe) -> bool:
         """Return whether it is a zip of a model's configuration and its weights."""
-        archive = probe.ask(open_archive)
-        return archive is not None and {_WEIGHTS, _CONFIG} <= archive.records.keys()
+        return {_WEIGHTS, _CONFIG} <= probe.ask(open_archive).records.keys()
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the datasets by their paths, as `Hdf5.read`."""
-        archive = opened_archive(probe)
+        archive = probe.ask(open_archive)
         data = archive.records[_WEIGHTS].data
         return _read(probe, self.name, data, archive.sources, archive.size)
 

@@ -11,7 +11,7 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files import InflatedSource
-from ckptool.formats.archive import ARRAY, open_archive, opened_archive
+from ckptool.formats.archive import ARRAY, open_archive
 from ckptool.formats.base import Archive, Format, Probe, Record, Refusal
 from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.model import OrderedMap, Storage, TensorRef, row_major_strides
@@ -58,23 +58,24 @@ def read_array_header(record: Record) -> ArrayHeader:
     known = _LENGTHS.get(head[6]) if len(head) > 6 and head.startswith(_MAGIC) else None
     start = 8 + known.size if known is not None else 0
     if known is None or len(head) < start:
-        raise _corrupt(record, "does not begin as an array of numpy's")
+        raise CorruptFile(f"array '{printable(record.name)}' does not begin as an array of numpy's")
     (length,) = known.unpack_from(head, 8)
     if length > _LONGEST:
         raise LimitExceeded(
             f"array '{printable(record.name)}' has a header of {length:,} bytes; "
-            f"{_LONGEST:,} are allowed",
-            file=record.data.source.name,
+            f"{_LONGEST:,} are allowed"
         )
     if len(head) < start + length:
         head = _head(record, start + length)
     text = head[start : start + length].decode("utf-8" if head[6] == 3 else "latin-1", "replace")
     if len(head) < start + length:
-        raise _corrupt(record, "ends within its header")
+        raise CorruptFile(f"array '{printable(record.name)}' ends within its header")
     fields = _fields(text)
     shape = fields.get("shape", "")
     if fields.keys() != {"descr", "fortran_order", "shape"} or not _SIZES.fullmatch(shape):
-        raise _corrupt(record, f"has a header that says '{printable(text.strip()[:100])}'")
+        raise CorruptFile(
+            f"array '{printable(record.name)}' has the header '{printable(text.strip()[:100])}'"
+        )
     sizes = tuple(int(size) for size in re.findall(r"\d+", shape))
     return ArrayHeader(fields["descr"], fields["fortran_order"] == "True", sizes, start + length)
 
@@ -102,10 +103,6 @@ def _head(record: Record, length: int) -> bytes:
     return record.data.read(0, length)
 
 
-def _corrupt(record: Record, fact: str) -> CorruptFile:
-    return CorruptFile(f"array '{printable(record.name)}' {fact}", file=record.data.source.name)
-
-
 _CODE = re.compile(r"([<>|=]?)([A-Za-z]\d*)")
 
 
@@ -122,17 +119,12 @@ class NumpyArchive(Format):
 
     def recognise(self, probe: Probe) -> bool:
         """Return whether it is a zip in which every record is called after an array."""
-        archive = probe.ask(open_archive)
-        return (
-            not probe.is_folder
-            and archive is not None
-            and bool(archive.records)
-            and all(name.endswith(ARRAY) for name in archive.records)
-        )
+        names = probe.ask(open_archive).records
+        return not probe.is_folder and bool(names) and all(one.endswith(ARRAY) for one in names)
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the arrays by name, over the directory and the header of each."""
-        archive = opened_archive(probe)
+        archive = probe.ask(open_archive)
         root, pickles, others = OrderedMap(), list[Unpickled](), list[str]()
         for record in archive.records.values():
             name = record.name.removesuffix(ARRAY)
@@ -162,8 +154,7 @@ def _tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
     if nbytes != record.data.length - header.length:
         raise CorruptFile(
             f"array '{printable(record.name)}' of {dtype} and shape {list(shape)} takes {nbytes:,} "
-            f"bytes, but {record.data.length - header.length:,} are there",
-            file=record.data.source.name,
+            f"bytes, but {record.data.length - header.length:,} are there"
         )
     stride = row_major_strides(shape)
     if header.fortran_order:
