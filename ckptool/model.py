@@ -607,8 +607,15 @@ def plain_tensor(
     """Return a tensor whose elements fill `data` in row-major order, over a storage of its own.
 
     `stated` are the byte order and the CRC-32 of the storage, where the file has them.
+
+    Raises:
+        CorruptFile: `data` is longer or shorter than the elements.
     """
-    storage = Storage(key, data, data.length, device, **stated)
+    nbytes = -(-math.prod(shape) * BY_NAME[dtype].itemsize // PACKED.get(dtype, 1))
+    if nbytes != data.length:
+        what = f"takes {nbytes:,} bytes, and {data.length:,} are there"
+        raise CorruptFile(f"tensor {key!r} of {dtype} and shape {list(shape)} {what}")
+    storage = Storage(key, data, nbytes, device, **stated)
     return TensorRef(dtype, shape, row_major_strides(shape), 0, storage, device)
 
 

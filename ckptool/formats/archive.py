@@ -22,7 +22,7 @@ from ckptool.errors import (
 from ckptool.files import ByteRange, FolderFile, InflatedSource, Source
 from ckptool.files.inflated import refuse_bomb
 from ckptool.files.tiled import late
-from ckptool.formats.base import Archive, Probe, Record, naming
+from ckptool.formats.base import Archive, Probe, Record, check_limit, naming
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, StorageRef
@@ -184,10 +184,7 @@ def read_directory(data: ByteRange, end: End, limits: Limits) -> list[Entry]:
             archives one behind another.
         LimitExceeded: more records than `limits` allows.
     """
-    if end.entries > limits.max_records:
-        raise LimitExceeded(
-            f"the zip states {end.entries:,} records; {limits.max_records:,} are allowed"
-        )
+    check_limit("the zip states", end.entries, "records", limits.max_records)
     if not end.entries * CENTRAL.size <= end.length <= end.entries * _LONGEST_ENTRY:
         raise CorruptFile(
             f"a zip directory of {end.entries:,} records cannot take {end.length:,} bytes"
@@ -567,10 +564,7 @@ def _open_folder(probe: Probe) -> Archive:
 def _folder_archive(path: str, limits: Limits) -> Archive:
     records: dict[str, Record] = {}
     for name, entry in _files_below(path, ""):
-        if len(records) >= limits.max_records:
-            raise LimitExceeded(
-                f"the folder holds more than {limits.max_records:,} files", file=path
-            )
+        check_limit("the folder has", len(records) + 1, "files", limits.max_records)
         size = entry.stat().st_size
         records[name] = Record(name, ByteRange(FolderFile(entry.path, size), 0, size))
     total = sum(record.data.length for record in records.values())
@@ -601,8 +595,7 @@ def read_text(record: Record, most: int) -> str:
         CorruptFile: it is not UTF-8.
     """
     name, data = record.name, record.data
-    if data.length > most:
-        raise LimitExceeded(f"record {name!r} has {data.length:,} bytes; {most:,} are allowed")
+    check_limit(f"record {name!r} has", data.length, "bytes", most)
     try:
         return data.read().decode("utf-8")
     except UnicodeDecodeError as error:

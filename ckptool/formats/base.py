@@ -11,7 +11,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptool.checkpoint import MEMORY, Checkpoint, Details
-from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
+from ckptool.errors import (
+    CheckpointError,
+    CorruptFile,
+    FileMissing,
+    LimitExceeded,
+    UnsupportedFormat,
+)
 from ckptool.files import ByteRange, Source
 from ckptool.files.place import place_of
 from ckptool.limits import Limits
@@ -40,6 +46,7 @@ __all__ = [
     "Record",
     "Refusal",
     "WritableFormat",
+    "check_limit",
     "naming",
     "needing",
     "of_files",
@@ -169,6 +176,12 @@ def of_files(files: Sequence[Checkpoint], made: Checkpoint, **told: Any) -> Chec
         details=replace(every[0] if every else Details(), **{**sums, **names, **told}),
         sources=sources,
     )
+
+
+def check_limit(what: str, count: int, unit: str, most: int) -> None:
+    """Raise LimitExceeded if a file asks for more than `most`: "the zip states" 9 "records"."""
+    if count > most:
+        raise LimitExceeded(f"{what} {count:,} {unit}; {most:,} are allowed")
 
 
 @contextmanager
@@ -355,8 +368,6 @@ class Refusal(NamedTuple):
     """What the file is, beginning with "it is"."""
     says: str
     """What torch says, and what opens the file instead."""
-    short: str
-    """What it is and what opens it, in one clause."""
 
 
 class Format:

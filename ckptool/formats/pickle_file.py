@@ -36,7 +36,6 @@ class PickleFile(Format):
         "bare-pickle",
         "it is a bare pickle (pickle.dump, joblib, numpy), not a file of torch.save",
         "torch.load says: Weights only load failed",
-        "it is a bare pickle, which torch.load does not open",
     )
 
     def recognise(self, probe: Probe) -> bool:

@@ -63,7 +63,6 @@ class PT2Archive(Format):
         "it is an exported program (torch.export), with its weights",
         "torch.load says: PytorchStreamReader failed locating file data.pkl: file not found; "
         "torch.export.load gives a program, not a state dict",
-        "it is a torch.export archive, which needs torch.export.load",
     )
 
     def recognise(self, probe: Probe) -> bool:

@@ -13,9 +13,10 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ckptool.dtypes import BY_SAFETENSORS
-from ckptool.errors import CorruptFile, LimitExceeded, NotRepresentable, TruncatedFile
+from ckptool.errors import CorruptFile, NotRepresentable, TruncatedFile
 from ckptool.files import ByteRange, Source
 from ckptool.files.source import SHARED
+from ckptool.formats.base import check_limit
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.words import printable
@@ -84,11 +85,7 @@ def read_header(source: Source, limits: Limits, *, salvages: bool = False) -> He
         CorruptFile: any other rule is broken.
     """
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
-    if length > limits.max_header_bytes:
-        raise LimitExceeded(
-            f"the header says that it takes {length:,} bytes; "
-            f"more than {limits.max_header_bytes:,} are not read"
-        )
+    check_limit("the header takes", length, "bytes", limits.max_header_bytes)
     begin = LENGTH.size + length
     if begin > source.size:
         raise TruncatedFile(
@@ -194,11 +191,8 @@ def _entry(name: str, fields: Any, limits: Limits) -> Entry:
     bits = _BITS.get(code)
     if bits is None:
         raise _wrong(name, f"has the dtype '{printable(code)}', which is unknown")
-    if len(shape) > limits.max_dimensions:
-        raise LimitExceeded(
-            f"tensor '{printable(name)}' has {len(shape)} dimensions; "
-            f"more than {limits.max_dimensions} are not read"
-        )
+    of = f"tensor '{printable(name)}' has"
+    check_limit(of, len(shape), "dimensions", limits.max_dimensions)
     for size in (*shape, start, stop):
         if type(size) is not int or not 0 <= size <= _MAX_SIZE:
             raise _wrong(name, f"has {size!r} where a count is wanted")

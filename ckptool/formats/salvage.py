@@ -22,7 +22,7 @@ from ckptool.formats.archive import (
     read_directory,
     record_of,
 )
-from ckptool.formats.base import Archive, Record
+from ckptool.formats.base import Archive, Record, check_limit
 from ckptool.limits import Limits
 
 __all__ = ["whole_records"]
@@ -80,8 +80,7 @@ def _entries(data: ByteRange, limits: Limits) -> list[Entry]:
     entries = []
     for entry in _from_the_beginning(data):
         entries.append(entry)
-        if len(entries) > limits.max_records:
-            raise LimitExceeded(f"the zip has more than {limits.max_records:,} records")
+        check_limit("the zip has", len(entries), "records", limits.max_records)
     check_names(entries, exact=False)
     return entries
 

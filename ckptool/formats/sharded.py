@@ -17,7 +17,6 @@ from ckptool.errors import (
     CorruptFile,
     FileBusy,
     FileMissing,
-    LimitExceeded,
     UnsupportedFormat,
 )
 from ckptool.files import FileSource, Source
@@ -26,7 +25,7 @@ from ckptool.files.journal import leads_to
 from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
 from ckptool.formats import identify
-from ckptool.formats.base import Format, Probe, Refusal, naming, of_files
+from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, of_files
 from ckptool.formats.identify import Finding
 from ckptool.formats.registry import candidates
 from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored
@@ -153,21 +152,16 @@ def _index_of(source: Source, limits: Limits) -> ShardIndex | None:
     called_so = _NAME.fullmatch(os.path.basename(source.name)) is not None
     if not head.lstrip(b" \t\r\n").startswith(b"{"):
         return None
-    if source.size > limits.max_json_bytes:
-        if not called_so and _MARK not in head:
-            return None
-        raise LimitExceeded(
-            f"the index has {source.size:,} bytes; {limits.max_json_bytes:,} are allowed"
-        )
+    if source.size > limits.max_json_bytes and not called_so and _MARK not in head:
+        return None
+    check_limit("the index has", source.size, "bytes", limits.max_json_bytes)
     raw = source.read(0, source.size)
     if not called_so and _MARK not in raw:
         return None
     index = _parsed(raw, source)
-    if source.is_far and index and len(index.shards) > limits.max_far_shards:
-        raise LimitExceeded(
-            f"the index names {len(index.shards):,} files; of another machine "
-            f"{limits.max_far_shards:,} are asked for"
-        )
+    if source.is_far and index:
+        of_far = "the index of another machine names"
+        check_limit(of_far, len(index.shards), "files", limits.max_far_shards)
     return index
 
 
@@ -431,7 +425,6 @@ class Sharded(Format):
         "it is an index of shards: the tensors are in several files",
         "torch.load opens one file at a time, and of the index torch.load says: Weights only "
         "load failed. ... Unsupported operand 123",
-        "it is in shards, each of which is loaded by itself",
     )
 
     def __init__(self, name: str, members: tuple[str, ...], shard_ending: str) -> None:

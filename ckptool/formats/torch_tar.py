@@ -10,7 +10,7 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files import ByteRange, Source
-from ckptool.formats.base import Format, Probe, Refusal, naming, pickled
+from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, pickled
 from ckptool.formats.legacy_stream import COUNT, SourceTexts, unpickle_outer, unpickle_record
 from ckptool.limits import Limits
 from ckptool.model import Storage, StorageRef, TensorRef
@@ -107,8 +107,7 @@ def _parse(header: bytes, position: int) -> tuple[bytes, str, int]:
 
 
 def _small(data: ByteRange) -> bytes:
-    if data.length > _MOST_EXTRA:
-        raise LimitExceeded(f"a tar header takes {data.length:,} bytes, more than {_MOST_EXTRA:,}")
+    check_limit("a tar header takes", data.length, "bytes", _MOST_EXTRA)
     return data.read()
 
 
@@ -146,7 +145,6 @@ class TorchTar(Format):
         "it is a tar as torch 0.1 wrote them",
         "torch.load says: Cannot use ``weights_only=True`` with files saved in the legacy .tar "
         "format",
-        "the tar format of torch 0.1 is refused",
     )
 
     def recognise(self, probe: Probe) -> bool:

@@ -110,7 +110,6 @@ class TorchScript(Format):
         "it is a TorchScript archive: a program with its weights",
         "torch.load says: Cannot use ``weights_only=True`` with TorchScript archives passed to "
         "``torch.load``; torch.jit.load gives a module, not a state dict",
-        "it is a TorchScript archive, which needs torch.jit.load",
     )
 
     def recognise(self, probe: Probe) -> bool:

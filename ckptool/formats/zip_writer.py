@@ -194,11 +194,6 @@ def end_records(entries: int, offset: int, length: int) -> bytes:
     )  # fmt: skip
 
 
-def plan_zip(folder: str, records: Sequence[NewRecord], alignment: int) -> NewZip:
-    """Lay `records` out in `folder`, in their order, each payload at a multiple of `alignment`."""
-    return _laid_out(folder, records, alignment, None)
-
-
 def plan_sharing_zip(
     folder: str, records: Sequence[NewRecord], first: str, alignment: int
 ) -> NewZip | None:
@@ -213,7 +208,7 @@ def plan_sharing_zip(
     run = next((one.copied for one in records if one.name == first), None)
     if run is None or run.offset % alignment:
         return None
-    new = _laid_out(folder, records, alignment, (first, run.offset))
+    new = plan_zip(folder, records, alignment, (first, run.offset))
     shared = sum(
         record.size
         for record, place in new.records
@@ -223,9 +218,16 @@ def plan_sharing_zip(
     return replace(new, shared=Shared(shared, run)) if is_most else None
 
 
-def _laid_out(
-    folder: str, records: Sequence[NewRecord], alignment: int, fixed: tuple[str, int] | None
+def plan_zip(
+    folder: str,
+    records: Sequence[NewRecord],
+    alignment: int,
+    fixed: tuple[str, int] | None = None,
 ) -> NewZip:
+    """Lay `records` out in `folder`, in their order, each payload at a multiple of `alignment`.
+
+    `fixed` is the name of a record and an offset that its payload is congruent to, modulo `SHARED`.
+    """
     placed = []
     position = directory = 0
     for record in records:

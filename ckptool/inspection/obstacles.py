@@ -229,7 +229,7 @@ def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
         yield "it is a folder, which torch.load does not open"
     known = format_of(checkpoint.format)
     if known.refusal is not None:
-        yield known.refusal.short
+        yield known.refusal.what
     if known.tensors_only and (text := misnamed(checkpoint)):
         yield text
     if known.legacy:

@@ -47,7 +47,7 @@ def test_info_tells_of_the_set(ckptool, hub):
     assert document["writer"] == "safetensors, in 7 shards"
     assert document["size"] == sum(path.stat().st_size for path in HUB.iterdir())
     assert document["weights_only"] is False
-    assert "in shards" in document["weights_only_blockers"][0]
+    assert "index of shards" in document["weights_only_blockers"][0]
     assert (document["storage_bytes"], document["reachable_bytes"]) == (152, 152)
     assert ["embed.weight", "head.weight"] in document["ties"]
     assert [section["tensors"] for section in document["sections"]] == [18]

@@ -251,7 +251,7 @@ def test_pipes_and_linked_folders_of_a_folder_are_not_entered(tmp_path):
 
 
 def test_a_folder_with_more_files_than_allowed_is_refused(unzipped):
-    with pytest.raises(LimitExceeded, match="more than 3 files"):
+    with pytest.raises(LimitExceeded, match="3 are allowed"):
         opened(unzipped, Limits(max_records=3))
 
 

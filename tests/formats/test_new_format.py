@@ -50,7 +50,7 @@ def test_the_format_is_small():
     ("arguments", "code", "text"),
     [
         ("list run", 0, r"module\.conv\.weight +float32"),
-        ("info run", 0, "it is of tiles"),
+        ("info run", 0, "it is a folder of tiles"),
         ("show run module.fc.bias", 0, r"float32 \[7\]"),
         ("stats run", 0, r"module\.conv\.weight"),
         ("diff run same.pth", 0, "identical: 3 entries"),

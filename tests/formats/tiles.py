@@ -22,7 +22,7 @@ INDEX = "tiles.json"
 class Tiles(Format):
     name = "tiles"
     flat = True
-    refusal = Refusal("tiles", "it is a folder of tiles", "torch.load says: no", "it is of tiles")
+    refusal = Refusal("tiles", "it is a folder of tiles", "torch.load says: no")
 
     def recognise(self, probe: Probe) -> bool:
         return INDEX in probe.entries

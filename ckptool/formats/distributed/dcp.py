@@ -38,6 +38,7 @@ from ckptool.formats.base import (
     Problem,
     Record,
     Refusal,
+    check_limit,
     naming,
     needing,
 )
@@ -121,7 +122,6 @@ class Dcp(FolderFormat):
         "distributed",
         "it is a folder of torch.distributed.checkpoint, written by several processes",
         A_FOLDER,
-        "it is a folder of torch.distributed.checkpoint, which dcp.load opens",
     )
 
     def recognise(self, probe: Probe) -> bool:
@@ -370,8 +370,8 @@ def _described(
     if not isinstance(dtype, Global) or dtype.name not in BY_NAME:
         raise UnsupportedFormat(f"{printable(name)!r} is of a type that is not known")
     chunks, itemsize, shape = [], BY_NAME[dtype.name].itemsize, tuple(state["size"])
-    if len(shape) > DEFAULT_LIMITS.max_dimensions:
-        raise LimitExceeded(f"{printable(name)!r} has {len(shape):,} dimensions")
+    of = f"{printable(name)!r} has"
+    check_limit(of, len(shape), "dimensions", DEFAULT_LIMITS.max_dimensions)
     for one in state["chunks"]:
         place = attributes_of(one)
         offsets, sizes = tuple(place["offsets"]), tuple(place["sizes"])

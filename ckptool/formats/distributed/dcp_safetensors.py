@@ -40,7 +40,6 @@ class DcpSafetensors(Format):
         "distributed",
         "it is a folder of safetensors files with parts of tensors (torch.distributed.checkpoint)",
         A_FOLDER,
-        "it is a folder of safetensors files, which dcp.load opens",
     )
 
     def recognise(self, probe: Probe) -> bool:

@@ -29,7 +29,6 @@ class Megatron(Format):
         "distributed",
         "it is a folder of Megatron's ranks: each has a part of every matrix",
         A_FOLDER,
-        "it is a folder of rank files, each of which torch.load opens by itself",
     )
 
     def recognise(self, probe: Probe) -> bool:

@@ -53,7 +53,6 @@ class FsdpRanks(Format):
         "distributed",
         "it is a folder of FSDP's rank files: each has a part of every tensor",
         A_FOLDER,
-        "it is a folder of rank files, each of which torch.load opens by itself",
     )
 
     def recognise(self, probe: Probe) -> bool:

@@ -46,7 +46,6 @@ class XlaXser(Format):
         "its tensors lie in files of their own beside it, as torch_xla saves them",
         f"torch.load says: Weights only load failed. ... Unsupported global: GLOBAL {_REFERENCE} "
         "was not an allowed global by default",
-        "its tensors lie in a folder beside it, which torch_xla.utils.serialization.load reads",
     )
 
     def recognise(self, probe: Probe) -> bool:
@@ -100,7 +99,6 @@ class XlaFsdp(Format):
         "distributed",
         "it is a folder of rank files of torch_xla's FSDP: each has a part of every parameter",
         A_FOLDER,
-        "it is a folder of rank files, each of which torch.load opens by itself",
     )
 
     def recognise(self, probe: Probe) -> bool:

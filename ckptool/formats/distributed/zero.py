@@ -123,7 +123,6 @@ class DeepSpeed(Format):
         "distributed",
         "it is a folder of DeepSpeed's: each rank's file has slices of the parameters",
         A_FOLDER,
-        "it is a folder of DeepSpeed's, each file of which torch.load opens by itself",
     )
 
     def recognise(self, probe: Probe) -> bool:

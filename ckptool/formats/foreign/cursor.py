@@ -5,8 +5,9 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from ckptool.errors import CorruptFile, LimitExceeded
+from ckptool.errors import CorruptFile
 from ckptool.files import Source
+from ckptool.formats.base import check_limit
 from ckptool.limits import Limits
 
 __all__ = ["Cursor"]
@@ -35,9 +36,7 @@ class Cursor:
         if self.position > self.source.size:
             what = f"the file ends within a value, at {begin:,}"
             raise CorruptFile(what)
-        if self.position > self._end:
-            what = f"the header has more than {self._end:,} bytes"
-            raise LimitExceeded(what)
+        check_limit("the header has", self.position, "bytes", self._end)
         return begin
 
     def take(self, length: int) -> bytes:
@@ -48,8 +47,7 @@ class Cursor:
             LimitExceeded: they are too many.
         """
         begin = self.skip(length) - self._start
-        if length > self.limits.max_header_bytes:
-            raise LimitExceeded(f"a value has {length:,} bytes")
+        check_limit("a value has", length, "bytes", self.limits.max_header_bytes)
         if not 0 <= begin <= begin + length <= len(self._window):
             self._start, begin = begin + self._start, 0
             size = max(length, min(_WINDOW, self.source.size - self._start))

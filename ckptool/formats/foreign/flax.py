@@ -8,7 +8,6 @@ and its bytes; one of more than 1 GiB is a dict of its chunks.
 from __future__ import annotations
 
 import re
-from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Details
@@ -16,7 +15,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
 from ckptool.files import ByteRange, Source
 from ckptool.files.computed import joined
-from ckptool.formats.base import Format, Probe, Refusal
+from ckptool.formats.base import Format, Probe, Refusal, check_limit
 from ckptool.formats.foreign.cursor import Cursor
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef, find_tensors, plain_tensor
@@ -57,7 +56,6 @@ class Flax(Format):
         "flax",
         "it is a MessagePack file, as Flax writes (flax_model.msgpack)",
         "torch.load says: Weights only load failed; flax.serialization.msgpack_restore reads it",
-        "it is a MessagePack file of Flax's, which flax.serialization.msgpack_restore reads",
     )
 
     def recognise(self, probe: Probe) -> bool:
@@ -74,12 +72,12 @@ class Flax(Format):
             raise CorruptFile(f"has {rest:,} bytes behind its end")
         if not isinstance(tree, dict):
             raise CorruptFile("holds no dict of arrays")
-        root: dict[Any, Any] = _named(tree, source.name, probe.limits)
+        root: dict[Any, Any] = _named(tree, probe.limits)
         if _TRAINING in tree:
             if _MODEL not in tree:
                 tree[_MODEL] = {key: tree.pop(key) for key in _VARIABLES if key in tree}
             root = {
-                key: _named(one, source.name, probe.limits) if isinstance(one, dict) else one
+                key: _named(one, probe.limits) if isinstance(one, dict) else one
                 for key, one in tree.items()
             }
             if isinstance(root[_MODEL], OrderedMap):
@@ -96,19 +94,19 @@ class Flax(Format):
 FLAX = Flax()
 
 
-def _named(tree: dict[str, Any], file: str, limits: Limits) -> OrderedMap:
+def _named(tree: dict[str, Any], limits: Limits) -> OrderedMap:
     found, left = OrderedMap(), limits.max_header_bytes
 
     def walk(node: Any, name: str) -> None:
         nonlocal left
         left -= len(name)
         if left < 0:
-            raise LimitExceeded("the names of its arrays take too much memory", file=file)
+            raise LimitExceeded("the names of its arrays take too much memory")
         if isinstance(node, dict):
             for key, one in node.items():
                 walk(one, f"{name}.{key}" if name else key)
         elif name in found:
-            raise CorruptFile(f"two arrays are called {printable(name)!r}", file=file)
+            raise CorruptFile(f"two arrays are called {printable(name)!r}")
         else:
             found[name] = node
 
@@ -195,7 +193,7 @@ class _Reader(Cursor):
             text = f"array of shape {list(shape)} and numpy's type {named} is not a tensor"
             self.unknown.append(text)
             return text
-        return _tensor(self.source, dtype, shape, ByteRange(self.source, begin, length), begin)
+        return plain_tensor(str(begin), dtype, shape, ByteRange(self.source, begin, length))
 
     def _whole(self, found: dict[str, Any]) -> TensorRef:
         """Return the array whose chunks are in a dict."""
@@ -206,27 +204,14 @@ class _Reader(Cursor):
         if len({one.dtype for one in parts}) > 1:
             raise self._damaged("a chunked array has chunks of several types")
         data, shape = joined([one.data for one in parts]), self._shape(sizes)
-        return _tensor(self.source, parts[0].dtype, shape, data, self.position)
+        return plain_tensor(str(self.position), parts[0].dtype, shape, data)
 
     def _shape(self, sizes: Any) -> tuple[int, ...]:
         shape = tuple(sizes.values()) if isinstance(sizes, dict) else (-1,)
         if not all(type(one) is int and one >= 0 for one in shape):
             raise self._damaged("an array has no shape")
-        most = self.limits.max_dimensions
-        if len(shape) > most:
-            what = f"an array has {len(shape):,} dimensions; {most} are allowed"
-            raise LimitExceeded(what)
+        check_limit("an array has", len(shape), "dimensions", self.limits.max_dimensions)
         return shape
 
     def _damaged(self, what: str) -> CheckpointError:
         return CorruptFile(f"{what}, at {self.position:,}")
-
-
-def _tensor(
-    source: Source, dtype: str, shape: tuple[int, ...], data: ByteRange, place: int
-) -> TensorRef:
-    if prod(shape) * BY_NAME[dtype].itemsize != data.length:
-        raise CorruptFile(
-            f"an array of {dtype} and shape {list(shape)} has {data.length:,} bytes, at {place:,}"
-        )
-    return plain_tensor(str(place), dtype, shape, data)

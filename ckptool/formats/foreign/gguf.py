@@ -17,7 +17,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.files.computed import ComputedSource
-from ckptool.formats.base import Format, Probe, Refusal, naming, needing
+from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, needing
 from ckptool.formats.foreign.cursor import Cursor
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef, plain_tensor
@@ -28,7 +28,6 @@ __all__ = ["GGUF"]
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
-_MOST_DIMENSIONS = 8
 _WEIGHT = 10
 """What a tensor costs next to a fact."""
 _SCALARS = {
@@ -83,7 +82,6 @@ class Gguf(Format):
         "gguf",
         "it is a GGUF model of llama.cpp's, not a file of torch.save",
         "torch.load says: Weights only load failed; the gguf package reads it, and llama.cpp",
-        "it is a GGUF model, which the gguf package and llama.cpp read",
     )
 
     def recognise(self, probe: Probe) -> bool:
@@ -149,8 +147,7 @@ class _Header(Cursor):
         self._count(_WEIGHT)
         name = self._text()
         (count,) = self.numbers("<I")
-        if count > _MOST_DIMENSIONS:
-            raise CorruptFile(f"{printable(name)!r} has {count} dimensions")
+        check_limit(f"{printable(name)!r} has", count, "dimensions", self.limits.max_dimensions)
         sizes = self.numbers(f"<{count}Q")
         return _Entry(name, tuple(reversed(sizes)), *self.numbers("<IQ"))
 

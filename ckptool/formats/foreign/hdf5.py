@@ -22,7 +22,7 @@ from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, Unsuppor
 from ckptool.files import ByteRange, MemorySource, Source
 from ckptool.files.tiled import late
 from ckptool.formats.archive import open_archive
-from ckptool.formats.base import Format, Probe, Refusal, needing
+from ckptool.formats.base import Format, Probe, Refusal, check_limit, needing
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.statedict import OF_THE_MODEL
@@ -47,7 +47,6 @@ class Hdf5(Format):
         "keras",
         "it is a file of Keras (HDF5), not of torch.save",
         "torch.load says: Weights only load failed; h5py reads the weights, Keras the whole model",
-        "it is a file of Keras, which keras.models.load_model reads",
     )
 
     def recognise(self, probe: Probe) -> bool:
@@ -168,8 +167,7 @@ def _tensors(
                 others.append(f"a link at {printable(path)!r}, which is not followed")
                 continue
             node, count, left = group[name], count + 1, left - len(path)
-            if count > most:
-                raise LimitExceeded(f"has more than {most:,} datasets and groups")
+            check_limit("has", count, "datasets and groups", most)
             if left < 0:
                 raise LimitExceeded("the names of its datasets take too much memory")
             if isinstance(node, h5py.Group):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files import Source
 from ckptool.files.crc32c import crc32c, masked
+from ckptool.formats.base import check_limit
 from ckptool.limits import Limits
 
 __all__ = ["MAGIC", "Message", "read_table", "varint"]
@@ -66,9 +67,8 @@ class Message(dict[int, list[int | bytes]]):
                 raise CorruptFile("a message in the index ends within a field")
             held = self.setdefault(tag >> 3, [])
             held.append(value)
-            if len(self) > _MOST_FIELDS or len(held) > _MOST_FIELDS:
-                what = f"a message in the index has more than {_MOST_FIELDS:,} fields"
-                raise LimitExceeded(what)
+            fields = max(len(self), len(held))
+            check_limit("a message in the index has", fields, "fields", _MOST_FIELDS)
 
     def number(self, field: int, default: int = 0) -> int:
         """Return the last value of a field as a signed number of 64 bits.
@@ -102,8 +102,7 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
         LimitExceeded: its blocks or keys take more memory than `limits` allow.
     """
     most = limits.max_header_bytes // _WEIGHT
-    if source.size > most:
-        raise LimitExceeded(f"the index has {source.size:,} bytes; {most:,} are allowed")
+    check_limit("the index has", source.size, "bytes", most)
     raw = source.read(0, source.size)
     if len(raw) < _FOOTER or not raw.endswith(MAGIC):
         raise CorruptFile("the end of the index is missing")
@@ -162,10 +161,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 def _unsnapped(raw: bytes, most: int) -> bytes:
     """Return what a block compressed with snappy inflates to."""
     size, at = varint(raw, 0)
-    if size > most:
-        raise LimitExceeded(
-            f"a block of the index inflates to {size:,} bytes; {most:,} are allowed"
-        )
+    check_limit("a block of the index inflates to", size, "bytes", most)
     out = bytearray()
     while at < len(raw) and len(out) <= size:
         kind, length = raw[at] & 3, (raw[at] >> 2) + 1

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
 import struct
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Details
-from ckptool.dtypes import BY_NAME
-from ckptool.errors import CorruptFile, LimitExceeded
+from ckptool.errors import CorruptFile
 from ckptool.files import InflatedSource
 from ckptool.formats.archive import ARRAY, open_archive
-from ckptool.formats.base import Archive, Format, Probe, Record, Refusal
+from ckptool.formats.base import Archive, Format, Probe, Record, Refusal, check_limit
 from ckptool.formats.legacy_stream import unpickle_outer
-from ckptool.model import OrderedMap, Storage, TensorRef, row_major_strides
+from ckptool.model import OrderedMap, TensorRef, plain_tensor, row_major_strides
 from ckptool.symbolic import Unpickled
 from ckptool.symbolic.arrays import ELEMENT_TYPES
 from ckptool.words import printable
@@ -60,11 +59,7 @@ def read_array_header(record: Record) -> ArrayHeader:
     if known is None or len(head) < start:
         raise CorruptFile(f"array '{printable(record.name)}' does not begin as an array of numpy's")
     (length,) = known.unpack_from(head, 8)
-    if length > _LONGEST:
-        raise LimitExceeded(
-            f"array '{printable(record.name)}' has a header of {length:,} bytes; "
-            f"{_LONGEST:,} are allowed"
-        )
+    check_limit(f"array '{printable(record.name)}' has a header of", length, "bytes", _LONGEST)
     if len(head) < start + length:
         head = _head(record, start + length)
     text = head[start : start + length].decode("utf-8" if head[6] == 3 else "latin-1", "replace")
@@ -114,7 +109,6 @@ class NumpyArchive(Format):
         "numpy",
         "it is an archive of numpy's (numpy.savez), not a file of torch.save",
         "torch.load refuses archives that it did not write; numpy.load opens this one",
-        "it is an archive of numpy's, which numpy.load opens",
     )
 
     def recognise(self, probe: Probe) -> bool:
@@ -149,20 +143,11 @@ def _tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
     dtype = ELEMENT_TYPES.get(code[2]) if code else None
     if code is None or dtype is None:
         return None
-    shape = header.shape
-    nbytes = math.prod(shape) * BY_NAME[dtype].itemsize
-    if nbytes != record.data.length - header.length:
-        raise CorruptFile(
-            f"array '{printable(record.name)}' of {dtype} and shape {list(shape)} takes {nbytes:,} "
-            f"bytes, but {record.data.length - header.length:,} are there"
-        )
-    stride = row_major_strides(shape)
-    if header.fortran_order:
-        stride = row_major_strides(shape[::-1])[::-1]
-    data = record.data.slice(header.length, nbytes)
+    data = record.data.slice(header.length, record.data.length - header.length)
     order = "big" if code[1] == ">" else "little"
-    storage = Storage(record.name, data, nbytes, byteorder=order)
-    return TensorRef(dtype, shape, stride, 0, storage, "cpu")
+    tensor = plain_tensor(record.name, dtype, header.shape, data, byteorder=order)
+    stride = row_major_strides(header.shape[::-1])[::-1]
+    return replace(tensor, stride=stride) if header.fortran_order else tensor
 
 
 def _told(name: str, header: ArrayHeader) -> str:

@@ -22,7 +22,6 @@ from ckptool.errors import (
     CheckpointError,
     CorruptFile,
     FileMissing,
-    LimitExceeded,
     UnsupportedFormat,
 )
 from ckptool.files import ByteRange, MemorySource, Source
@@ -30,7 +29,16 @@ from ckptool.files.crc32c import crc32c, masked, unmasked
 from ckptool.files.place import Place, place_of
 from ckptool.files.system import allow_open_files
 from ckptool.files.tiled import Tile, tiled
-from ckptool.formats.base import Checksum, Findings, Format, Probe, Problem, Refusal, naming
+from ckptool.formats.base import (
+    Checksum,
+    Findings,
+    Format,
+    Probe,
+    Problem,
+    Refusal,
+    check_limit,
+    naming,
+)
 from ckptool.formats.foreign.leveldb import MAGIC, Message, read_table, varint
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, TensorRef, plain_tensor
@@ -108,7 +116,6 @@ class TensorFlow(Format):
         "tensorflow",
         "it is a checkpoint of TensorFlow, not a file of torch.save",
         "torch.load refuses files that it did not write; ckptool convert makes one of it",
-        "it is a checkpoint of TensorFlow, which tf.train.load_checkpoint opens",
     )
 
     def recognise(self, probe: Probe) -> bool:
@@ -254,9 +261,7 @@ def _index_of(probe: Probe) -> _Index:
 def _entry(key: bytes, raw: bytes, limits: Limits) -> _Entry:
     fields, what = Message(raw), f"variable {_shown(key)}"
     shape = tuple(one.number(1) for shape in fields.parts(2) for one in shape.parts(2))
-    if len(shape) > limits.max_dimensions:
-        most = limits.max_dimensions
-        raise LimitExceeded(f"{what} has {len(shape):,} dimensions; {most} are allowed")
+    check_limit(f"{what} has", len(shape), "dimensions", limits.max_dimensions)
     slices = tuple(
         tuple((axis.number(1), axis.number(2, -1)) for axis in place.parts(1))
         for place in fields.parts(7)
@@ -318,25 +323,18 @@ class _Data:
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             return None
-        data = self._joined(key, entry, dtype) if entry.slices else self._run(key, entry, dtype)
         order = self._index.byteorder
-        return plain_tensor(_name(key), dtype, entry.shape, data, byteorder=order)
+        with naming(self._index.path, hint=_HINT):
+            data = self._joined(key, entry, dtype) if entry.slices else self._run(entry)
+            return plain_tensor(_name(key), dtype, entry.shape, data, byteorder=order)
 
-    def _run(self, key: bytes, entry: _Entry, dtype: str = "") -> ByteRange:
+    def _run(self, entry: _Entry) -> ByteRange:
         """Return the bytes of a variable, or of one part of it."""
-        nbytes = prod(entry.shape) * BY_NAME[dtype].itemsize if dtype else entry.size
-        if nbytes != entry.size:
-            raise CorruptFile(
-                f"variable {_shown(key)} of {dtype} and shape {list(entry.shape)} takes {nbytes:,} "
-                f"bytes, and the index says {entry.size:,}",
-                file=self._index.path,
-                hint=_HINT,
-            )
         return ByteRange(self._files[entry.shard], entry.offset, entry.size)
 
     def _joined(self, key: bytes, entry: _Entry, dtype: str) -> ByteRange:
         tiles = []
-        with naming(self._index.path, f"variable {_shown(key)}", hint=_HINT):
+        with naming(None, f"variable {_shown(key)}"):
             for place in entry.slices:
                 offsets = tuple(first for first, _ in place)
                 axes = zip(place, entry.shape, strict=True)
@@ -345,7 +343,8 @@ class _Data:
                 if part is None or (part.dtype, part.shape) != (entry.dtype, sizes) or part.slices:
                     what = "is missing" if part is None else "is of another shape or type"
                     raise CorruptFile(f"the part at {list(offsets)} of {list(sizes)} {what}")
-                tiles.append(Tile(offsets, sizes, self._run(key, part, dtype)))
+                data = plain_tensor("its part", dtype, sizes, self._run(part)).data
+                tiles.append(Tile(offsets, sizes, data))
             return tiled(self._index.path, entry.shape, BY_NAME[dtype].itemsize, tiles)
 
     def _texts(self, key: bytes, entry: _Entry) -> Any:
@@ -368,7 +367,7 @@ class _Data:
 
         A length is a varint in the file, and a number of four bytes for the CRC-32C.
         """
-        data = self._run(key, entry)
+        data = self._run(entry)
         raw, at, lengths = data.read(), 0, list[int]()
         if prod(entry.shape) <= len(raw):
             for _ in range(prod(entry.shape)):
@@ -386,7 +385,7 @@ class _Data:
             if entry.slices:
                 continue
             try:
-                data = self._run(key, entry)
+                data = self._run(entry)
                 if entry.dtype == _STRING:
                     raw = self._strings(key, entry)[1]
                     data = ByteRange(MemorySource(raw, data.source.name), 0, len(raw))

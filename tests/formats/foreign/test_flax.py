@@ -88,9 +88,9 @@ def nested(depth):
 @pytest.mark.parametrize(
     ("node", "behind", "words"),
     [
-        ({"w": array(shape=(3,))}, b"", r"float32 and shape \[3\] has 8 bytes"),
+        ({"w": array(shape=(3,))}, b"", r"float32 and shape \[3\] takes 12 bytes, and 8"),
         ({"w": array(shape=(-2,))}, b"", "no shape"),
-        ({"w": array(shape=(1 << 40, 1 << 40))}, b"", "has 8 bytes"),
+        ({"w": array(shape=(1 << 40, 1 << 40))}, b"", "and 8 are there"),
         ({"w": b"\xc7\x02\x01\x90\x90"}, b"", "no shape, type and bytes"),
         ({"w": b"\xc7\x02\x02\x90\x90"}, b"", "not of two numbers|not as long"),
         ({"w": b"\xc9\xff\xff\xff\xff\x01"}, b"", "ends within a value"),
