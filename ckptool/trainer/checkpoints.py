@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from ckptool.errors import (
     NotFound,
     TargetExists,
     TrainingError,
-    WriteError,
 )
 from ckptool.files.atomic import atomic_output
 from ckptool.files.folders import remove_folder, settle_folders
@@ -34,7 +33,6 @@ from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data import Batches
 from ckptool.trainer.events import Note, Observer, Resumed, Saved
 from ckptool.trainer.metrics import Metrics
-from ckptool.trainer.processes import ranks
 from ckptool.trainer.strategies.base import DIVERGED, StepResult, Strategy
 from ckptool.trainer.tuning import random_state, restore_random_state, seed_all
 from ckptool.words import listed
@@ -42,7 +40,6 @@ from ckptool.words import listed
 __all__ = [
     "Checkpoints",
     "Progress",
-    "Resuming",
     "one_run_in",
     "require_one_run",
 ]
@@ -104,15 +101,6 @@ class Progress:
         self.position, self.loss_sum, self.samples, self.seconds = 0, 0.0, 0, 0.0
         self.skipped_here = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, held: Mapping[str, Any]) -> Progress:
-        """Build from the result of `to_dict`."""
-        return cls(**{field.name: held[field.name] for field in fields(cls) if field.name in held})
-
 
 def kept(folder: str) -> list[tuple[str, int | None]]:
     """Return the checkpoints of a folder with their steps, newest first.
@@ -123,7 +111,7 @@ def kept(folder: str) -> list[tuple[str, int | None]]:
     found = []
     for entry in os.scandir(folder) if os.path.isdir(folder) else ():
         if name := _NAME.fullmatch(entry.name):
-            step = int(name[2]) if name[2] else _step_in(entry.path)
+            step = int(name[2]) if name[2] else _number_in(entry.path, "step")
             place = ("best", "step", "last").index(entry.name[:4])
             found.append((step, entry.stat().st_mtime_ns, place, entry.path))
     is_by_time = any(step is None for step, *_ in found)
@@ -131,14 +119,15 @@ def kept(folder: str) -> list[tuple[str, int | None]]:
     return [(path, step) for step, *_, path in found]
 
 
-def _step_in(path: str) -> int | None:
+def _number_in(path: str, key: str) -> int | None:
+    """Return a count that a checkpoint has under a key, or None."""
     values = os.path.join(path, sharded.VALUES) if os.path.isdir(path) else path
     try:
         with ckptool.open(values) as held:
-            step = held.root.get("step") if isinstance(held.root, dict) else None
+            number = held.root.get(key) if isinstance(held.root, dict) else None
     except CheckpointError:
         return None
-    return step if isinstance(step, int) else None
+    return number if type(number) is int and number >= 0 else None
 
 
 @contextmanager
@@ -190,13 +179,12 @@ def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bo
     Raises:
         TrainingError: there are other checkpoints, which are named.
     """
-    is_within = origin is not None and os.path.realpath(
-        os.path.dirname(origin) or "."
-    ) == os.path.realpath(folder)
+    origin = origin and os.path.realpath(origin)
+    is_within = origin is not None and os.path.dirname(origin) == os.path.realpath(folder)
     others = [
         path
         for path, reached in kept(folder)
-        if not (origin and os.path.exists(origin) and os.path.samefile(path, origin))
+        if os.path.realpath(path) != origin
         and not (is_within and reached is not None and reached <= step)
     ]
     if overwrite:
@@ -266,8 +254,16 @@ def _pickle(contents: Any, write: Callable[[bytes], object]) -> None:
         ) from error
 
 
+_TELLING = (
+    *("data", "target", "model", "loss", "sync_batchnorm", "dtype", "seed", "batch_size"),
+    *("accumulate", "optimizer", "lr", "momentum", "weight_decay", "schedule", "step_size"),
+    *("gamma", "warmup", "amp", "clip", "ema"),
+)
+"""The options that change the numbers of a run, not where it runs or how long."""
+
+
 class Checkpoints:
-    """Writes `last.pth`, `best.pth` and `step-%08d.pth` in the folder of a run.
+    """Writes `last.pth`, `best.pth` and `step-%08d.pth` in the folder of a run; resumes a run.
 
     All processes make the same calls; an error in rank 0 is raised in all of them.
     """
@@ -283,7 +279,7 @@ class Checkpoints:
         """Store the parts of the run; every `full` checkpoint gets the values in `belongings`."""
         self._config, self._strategy, self._observer = config, strategy, observer
         self._batches, self._belongings = batches, belongings
-        self._ranks = ranks("training cannot go on", WriteError)
+        self._ranks = strategy.world.ranks
         self._saved_at = time.monotonic()
 
     @contextmanager
@@ -312,12 +308,19 @@ class Checkpoints:
         name = f"last{self._suffix or '.trial'}"
         self._ranks.first(lambda: require_writable(self._config.out, name, size))
 
-    def begin(self, progress: Progress, origin: str | None) -> None:
-        """Check that the folder holds no other run, or remove it if `overwrite` is set.
+    def begin(self) -> Progress:
+        """Resume from the checkpoint of `resume`, and return how far the run has come.
+
+        The folder must hold no other run; with `overwrite` it is removed.
 
         Raises:
-            TrainingError: there is another run.
+            TrainingError: there is another run, or all checkpoints of a folder are damaged.
+            FileMissing: there is no such file.
+            UnreadableFile: it is damaged, or not a checkpoint.
+            MatchError: it is of another architecture; model and optimizer are unchanged.
         """
+        origin = self._origin()
+        progress = Progress() if origin is None else self._restored(origin)
         out = self._config.out
         is_auto = self._config.resume == "auto"  # the checkpoints there are of this run
         overwrite = self._config.overwrite and not (is_auto and origin)
@@ -325,6 +328,7 @@ class Checkpoints:
             self._ranks.first(
                 lambda: require_one_run(out, origin=origin, step=progress.step, overwrite=overwrite)
             )
+        return progress
 
     @property
     def is_due(self) -> bool:
@@ -366,13 +370,17 @@ class Checkpoints:
             "epoch": progress.epoch,
             "step": progress.step,
             **self._strategy.tuning.state(),
-            "rng": self._ranks.all(random_state())[: self._strategy.world.size],
+            "rng": self._ranks.all(random_state()),
             "sampler": {**asdict(self._batches), "position": progress.position},
-            "progress": progress.to_dict(),
+            "progress": asdict(progress),
             **self._belongings,
         }
-        if self._config.save == "full":
-            self._strategy.save(path, values)
+        strategy = self._strategy
+        if self._config.sharded:
+            optimizer = strategy.tuning.optimizer
+            sharded.write(path, strategy.module, optimizer, values, self._ranks)
+        elif self._config.save == "full":
+            ckptool.save(path, model=strategy.model, optimizer=strategy.tuning.optimizer, **values)
         else:
             contents = _contents(self._config.save, self._strategy, values)
 
@@ -385,32 +393,8 @@ class Checkpoints:
         self._ranks.first(lambda: remove_checkpoint(other))
         self._observer.tell(Saved(path, progress.epoch, progress.step))
 
-
-_TELLING = (
-    *("data", "target", "model", "loss", "sync_batchnorm", "dtype", "seed", "batch_size"),
-    *("accumulate", "optimizer", "lr", "momentum", "weight_decay", "schedule", "step_size"),
-    *("gamma", "warmup", "amp", "clip", "ema"),
-)
-"""The options that change the numbers of a run, not where it runs or how long."""
-
-
-class Resuming:
-    """Finds the checkpoint to resume from and restores it; all processes make the same calls."""
-
-    def __init__(
-        self, config: TrainConfig, strategy: Strategy, batches: Batches, observer: Observer
-    ) -> None:
-        """Store the parts of the run."""
-        self._config, self._strategy = config, strategy
-        self._batches, self._observer = batches, observer
-        self._ranks = ranks("training does not begin", TrainingError)
-
-    def found(self) -> str | None:
-        """Return the checkpoint to resume from: in a folder the newest undamaged one, or None.
-
-        Raises:
-            TrainingError: all checkpoints of the folder are damaged.
-        """
+    def _origin(self) -> str | None:
+        """Return the checkpoint to resume from: in a folder the newest undamaged one, or None."""
         named = self._config.resume
         if named is None:
             return None
@@ -429,7 +413,7 @@ class Resuming:
     def _newest(self, out: str, there: Sequence[str]) -> tuple[str | None, list[str]]:
         damaged: list[str] = []
         for path in there:
-            damage = _damage(path)
+            damage = sharded.damage(path)
             if damage is None:
                 return path, [f"{text}: passed over" for text in damaged]
             damaged.append(damage)
@@ -440,19 +424,14 @@ class Resuming:
             )
         return None, [f"{out} holds no checkpoint to resume from: training begins anew"]
 
-    def restored(self, path: str) -> Progress:
+    def _restored(self, path: str) -> Progress:
         """Fill the model and the tuning from `path`, and return how far the run has come.
 
         A file that is not a `full` checkpoint gives the weights, and the optimizer's state if it
         fits; training resumes at the start of an epoch.
-
-        Raises:
-            FileMissing: there is no such file.
-            UnreadableFile: it is damaged, or not a checkpoint.
-            MatchError: it is of another architecture; model and optimizer are unchanged.
         """
-        with self._ranks.reached():
-            values = self._strategy.values(path)
+        with self._ranks.reached("training does not begin"):
+            values = self._values(path)
             without = self._fill(path, values)
             progress = self._progress(values, path)
         without += self._strategy.tuning.restore(values, step=progress.step)
@@ -463,20 +442,44 @@ class Resuming:
         self._tell_differences(values, progress)
         return progress
 
+    def _values(self, path: str) -> dict[str, Any]:
+        """Return the values that `write` added to model and optimizer; none of another file."""
+        if sharded.is_sharded(path):
+            average = self._strategy.tuning.average
+            return sharded.load_values(path, {} if average is None else average.state())
+        with ckptool.open(path) as held:
+            if not isinstance(held.root, dict) or "progress" not in held.root:
+                return {}
+            rest = {
+                key: one for key, one in held.root.items() if key not in ("state_dict", "optimizer")
+            }
+            return cast("dict[str, Any]", ckptool.load(held.with_root(rest)))
+
+    def _load(
+        self, path: str, optimizer: torch.optim.Optimizer | None, order: str | None = None
+    ) -> None:
+        """Fill model and optimizer; `order="position"` matches parameters by order, not name."""
+        module = self._strategy.module
+        if not sharded.is_sharded(path):
+            ckptool.load_into(module, path, optimizer=optimizer, optimizer_order=order)
+            return
+        sharded.load_model(path, module)
+        if optimizer is not None:
+            sharded.load_optimizer(path, module, optimizer)
+
     def _progress(self, values: Mapping[str, Any], path: str) -> Progress:
         if "progress" in values:
-            return Progress.of(values["progress"])
-        with ckptool.open(path) as held:
-            epoch = held.root.get("epoch") if isinstance(held.root, dict) else None
-        over = epoch if type(epoch) is int and epoch >= 0 else 0
-        return Progress(epoch=over, step=over * self._batches.steps)
+            known = {field.name for field in fields(Progress)}
+            return Progress(**{key: one for key, one in values["progress"].items() if key in known})
+        epoch = _number_in(path, "epoch") or 0
+        return Progress(epoch=epoch, step=epoch * self._batches.steps)
 
     def _fill(self, path: str, values: Mapping[str, Any]) -> list[str]:
         """Fill model and optimizer; return `["optimizer"]` if the file lacks its state."""
         orders = (None,) if values else (None, "position")
         for order in orders:
             try:
-                self._strategy.load(path, self._strategy.tuning.optimizer, order=order)
+                self._load(path, self._strategy.tuning.optimizer, order)
             except (MatchError, NotFound):  # raised again below if it is the model's
                 continue
             if order is not None:
@@ -485,7 +488,7 @@ class Resuming:
                 )
             return []
         try:
-            self._strategy.load(path, None)
+            self._load(path, None)
         except MatchError as error:
             words = [
                 f"--{name} {shlex.quote(then)}"
@@ -536,14 +539,3 @@ class Resuming:
             self._observer.tell(
                 Note(f"epoch {progress.epoch + 1} begins anew: its batches have changed")
             )
-
-
-def _damage(path: str) -> str | None:
-    """Return what is damaged in a checkpoint, or None."""
-    if os.path.isdir(path):
-        return sharded.damage(path)
-    try:
-        problems = ckptool.verify(path).problems
-    except CheckpointError as error:
-        return str(error)
-    return f"{path}: {problems[0].text}" if problems else None

@@ -12,6 +12,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import TrainingError, UsageError
+from ckptool.words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,7 @@ def device_of(word: str, *, local_rank: int = 0) -> torch.device:
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
         if index >= cuda:
-            raise _refused(f"cuda:{index} is not here: {_count(cuda)}")
+            raise _refused(f"cuda:{index} is not here: torch sees {counted(cuda, 'GPU')}")
         return torch.device("cuda", index)
     try:
         torch.zeros(1, device=device)
@@ -94,12 +95,6 @@ def device_of(word: str, *, local_rank: int = 0) -> torch.device:
 
 def _refused(why: str) -> TrainingError:
     return TrainingError(why, hint="--device cpu works everywhere")
-
-
-def _count(cuda: int) -> str:
-    if not cuda:
-        return "this machine, or this torch, has no GPU"
-    return "there is only cuda:0" if cuda == 1 else f"there are cuda:0 to cuda:{cuda - 1}"
 
 
 def require_visible() -> None:
@@ -115,10 +110,10 @@ def require_visible() -> None:
     named = seen_as()
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if cuda < len(named):
-        missing = list(named.values())[cuda]
+        numbers = list(named.values())
         raise TrainingError(
-            f"GPU {missing} is not here: "
-            + (_count(0) if not cuda else f"of {','.join(named.values())} CUDA takes {cuda}"),
+            f"GPU {numbers[cuda]} is not here: torch sees {counted(cuda, 'GPU')} of "
+            f"{','.join(numbers)}",
             hint="without --gpus and CUDA_VISIBLE_DEVICES, --list-devices shows all",
         )
 

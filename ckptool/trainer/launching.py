@@ -36,6 +36,7 @@ __all__ = [
     "handled",
     "is_again",
     "launch",
+    "not_met",
     "recorded",
 ]
 
@@ -165,14 +166,19 @@ def launch(
         except ChildFailedError as failed:
             return _first_failure(Path(folder), failed.failures)
         except RendezvousError as error:
-            text = str(error.__cause__ or error)
-            is_taken = "EADDRINUSE" in text or "in use" in text
-            reason = "it is taken" if is_taken else text.partition("\n")[0]
-            raise TrainingError(
-                f"processes cannot meet at port {port} of {_HERE}: {reason}",
-                hint="another --port, or none: a free port is taken then",
-            ) from error
+            raise not_met(error.__cause__ or error, port, _HERE) from error
     return 0
+
+
+def not_met(error: BaseException, port: Any, address: str) -> TrainingError:
+    """Return the error for processes that cannot connect."""
+    text = str(error)
+    is_taken = "EADDRINUSE" in text or "in use" in text
+    return TrainingError(
+        f"processes cannot meet at port {port} of {address}: "
+        + ("it is taken" if is_taken else text.partition("\n")[0]),
+        hint="another --port or MASTER_PORT; with --nproc and no --port a free one is taken",
+    )
 
 
 def _config(nproc: int, port: int | None, folder: str) -> LaunchConfig:

@@ -18,7 +18,6 @@ from ckptool.trainer.data import Batches
 from ckptool.trainer.events import EpochEnded, Note, Observer, Stepped
 from ckptool.trainer.launching import Signals
 from ckptool.trainer.metrics import Metrics, Scalars
-from ckptool.trainer.processes import ranks
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
 
 __all__ = ["Loop"]
@@ -46,7 +45,7 @@ class Loop:
         self._progress, self._checkpoints = progress, checkpoints
         self._observer, self._signals = observer, signals
         self._metrics = Metrics(config.out)
-        self._ranks = ranks("training cannot go on", TrainingError)
+        self._ranks = strategy.world.ranks
 
     def run(self) -> int | None:
         """Train until the end, and return the signal that ended the run early, or None.

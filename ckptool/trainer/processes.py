@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError, WriteError
-from ckptool.loading.ranks import Ranks, default_group
+from ckptool.loading.ranks import Ranks
+from ckptool.trainer.launching import not_met
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -29,8 +30,6 @@ __all__ = [
     "launched_as",
     "local_rank",
     "meeting_point",
-    "not_reached",
-    "ranks",
     "team",
 ]
 
@@ -47,7 +46,13 @@ thread of gloo may wait for that lock to free a tensor."""
 
 
 class World:
-    """The processes of the default group, or this one alone; all make the same calls."""
+    """The processes of the default group, or this one alone; all make the same calls.
+
+    Attributes:
+        rank: The number of this process.
+        size: The number of processes.
+        ranks: The processes, which succeed or fail together.
+    """
 
     def __init__(self, device: torch.device | None = None) -> None:
         """Use the default group, with sums on this process's `device`; None: be alone."""
@@ -55,6 +60,12 @@ class World:
         self.rank, self.size = 0, 1
         if device is not None:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.ranks = Ranks(
+            [None] if self.size > 1 else [],
+            error=TrainingError,
+            undone="training cannot go on",
+            call="Trainer.fit",
+        )
 
     @property
     def is_first(self) -> bool:
@@ -68,11 +79,6 @@ class World:
         total = torch.tensor(list(values), dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
         return [float(value) for value in total.tolist()]
-
-
-def ranks(undone: str, error: type[CheckpointError]) -> Ranks:
-    """Return the processes that call `Trainer.fit`, which succeed or fail together."""
-    return Ranks(default_group(), error=error, undone=undone, call="Trainer.fit")
 
 
 def local_rank() -> int:
@@ -122,7 +128,7 @@ def connected(device: torch.device) -> Iterator[World]:
         met = PrefixStore(f"run {next(_RUNS)}", store)
         dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
-        raise not_reached(error) from error
+        raise not_met(error, os.environ["MASTER_PORT"], os.environ["MASTER_ADDR"]) from error
     try:
         yield World(device)
     except (RuntimeError, CheckpointError) as error:
@@ -178,19 +184,6 @@ def meeting_point() -> tuple[Store, int, int]:
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"attempt {attempt}", store), rank, size
-
-
-def not_reached(error: BaseException) -> TrainingError:
-    """Return the error for processes that cannot connect."""
-    address = f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']}"
-    if "EADDRINUSE" in str(error):
-        return TrainingError(
-            f"processes cannot meet at {address}: it is taken",
-            hint="torchrun --master-port, or MASTER_PORT, with another port",
-        )
-    return TrainingError(
-        f"the other processes cannot be reached at {address}: {str(error).splitlines()[0]}"
-    )
 
 
 def _tells_of_loss(error: BaseException | None) -> bool:

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Mapping
 from contextlib import closing
 from importlib import import_module
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,11 +46,10 @@ def _dcp() -> Any:
     return import_module("torch.distributed.checkpoint")
 
 
-def is_sharded(path: Any) -> bool:
+def is_sharded(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a folder of DCP, damaged or not."""
-    if not isinstance(path, (str, os.PathLike)) or not os.path.isdir(path):
-        return False
-    return any(name == ".metadata" or name.endswith(".distcp") for name in os.listdir(path))
+    names = os.listdir(path) if os.path.isdir(path) else ()
+    return any(name == ".metadata" or name.endswith(".distcp") for name in names)
 
 
 _GROUPS = "param_groups"
@@ -70,14 +68,15 @@ _OF_AN_INDEX = {
 
 
 def damage(path: str) -> str | None:
-    """Return what is missing or damaged in a folder, or None."""
+    """Return what is missing or damaged in a folder, or in any other checkpoint, or None."""
     try:
-        _metadata(path)
+        if os.path.isdir(path):
+            _metadata(path)
+            path = os.path.join(path, VALUES)
+        problems = ckptool.verify(path).problems
     except CheckpointError as error:
         return str(error)
-    values = os.path.join(path, VALUES)
-    problems = ckptool.verify(values).problems
-    return f"{values}: {problems[0].text}" if problems else None
+    return f"{path}: {problems[0].text}" if problems else None
 
 
 def write(
@@ -182,25 +181,24 @@ def load_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer
         MatchError: it has other parameters; the optimizer is unchanged.
     """
     names = _names(model)
-    live = [[names[one] for one in group["params"]] for group in optimizer.param_groups]
-    groups = ckptool.load(os.path.join(path, VALUES))[_GROUPS]
-    if [group["params"] for group in groups] != live:
+    (group,) = optimizer.param_groups
+    live = [names[one] for one in group["params"]]
+    (saved,) = ckptool.load(os.path.join(path, VALUES))[_GROUPS]
+    if saved["params"] != live:
         raise MatchError("its optimizer has other parameters", file=path)
     kept: dict[str, dict[str, TensorStorageMetadata]] = {}
     for key, one in _section(_metadata(path), "optimizer").items():
         name, _, word = key.rpartition(".")
         kept.setdefault(name, {})[word] = one
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
     state = {
-        number: {word: _room(one, parameter) for word, one in kept[names[parameter]].items()}
-        for number, parameter in enumerate(parameters)
-        if names[parameter] in kept
+        name: {word: _room(one, parameter) for word, one in kept[name].items()}
+        for name, parameter in zip(live, group["params"], strict=True)
+        if name in kept
     }
-    _read({"optimizer": {names[parameters[at]]: held for at, held in state.items()}}, path)
-    numbers = count()
-    for group in groups:
-        group["params"] = [next(numbers) for _ in group["params"]]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    _read({"optimizer": state}, path)
+    numbered = {number: state[name] for number, name in enumerate(live) if name in state}
+    groups = [{**saved, "params": list(range(len(live)))}]
+    optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 
 def _names(model: nn.Module) -> dict[torch.Tensor, str]:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ckptool.errors import UsageError
 from ckptool.factories import a_class
-from ckptool.trainer.checkpoints import Checkpoints, Progress, Resuming
+from ckptool.trainer.checkpoints import Checkpoints
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data import Batches, Dataset, Loss, TrainData, data_of
 from ckptool.trainer.devices import seen_as
@@ -102,10 +102,7 @@ class Trainer:
             checkpoints = Checkpoints(config, strategy, batches, self._observer, values)
             with checkpoints.alone():
                 checkpoints.require_writable()
-                resuming = Resuming(config, strategy, batches, self._observer)
-                origin = resuming.found()
-                progress = Progress() if origin is None else resuming.restored(origin)
-                checkpoints.begin(progress, origin)
+                progress = checkpoints.begin()
                 devices = tuple(map(str, strategy.devices))
                 parameters = sum(one.numel() for one in strategy.module.parameters())
                 sizes = parameters, batches.samples, batches.steps, config.epochs

@@ -134,10 +134,6 @@ class Tuning:
             config, done, steps=steps, epoch=epoch
         )
         self.schedule = LambdaLR(self.optimizer, self._factor)
-        self._options = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self.optimizer.param_groups
-        ]
         device = next((one.device.type for one in module.parameters()), "cpu")
         self.scaler = _scaler(device, is_enabled=config.amp == "fp16")
         self.average = None if config.ema is None else Average(module, config.ema)
@@ -236,13 +232,11 @@ class Tuning:
 
     def _reschedule(self, done: int) -> None:
         """Set the options of the configuration, and the rates after `done` steps."""
-        for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
-            own = {"params": group["params"], **options}
-            group.clear()  # a file may have options that a new run does not have
-            group.update(own)
-            group["lr"] = group["initial_lr"] * self._factor(done)
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        held = {"last_epoch": done, "_step_count": done + 1, "_last_lr": rates}
+        (group,) = self.optimizer.param_groups
+        own = {"params": group["params"], **self.optimizer.defaults, "initial_lr": self.config.lr}
+        group.clear()  # a file may have options that a new run does not have
+        group.update(own, lr=self.config.lr * self._factor(done))
+        held = {"last_epoch": done, "_step_count": done + 1, "_last_lr": [group["lr"]]}
         self.schedule.load_state_dict({**self.schedule.state_dict(), **held})
 
 

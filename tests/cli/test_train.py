@@ -505,7 +505,7 @@ def test_some_of_the_gpus_are_renumbered(ckptool):
 def test_a_gpu_that_is_not_there_is_named(ckptool, out):
     done = ckptool("train", "--out", out, "--gpus", "0,7")
     assert (done.code, done.out) == (2, "")
-    assert "GPU 7 is not here: of 0,7 CUDA takes 1" in done.err
+    assert "GPU 7 is not here: torch sees 1 GPU of 0,7" in done.err
 
 
 def test_gpus_where_there_are_none(ckptool, out):
@@ -513,7 +513,7 @@ def test_gpus_where_there_are_none(ckptool, out):
         pytest.skip("there are some")
     done = ckptool("train", "--out", out, "--gpus", "0")
     assert done.code == 2
-    assert "GPU 0 is not here: this machine, or this torch, has no GPU" in done.err
+    assert "GPU 0 is not here: torch sees 0 GPUs of 0" in done.err
 
 
 def test_a_checkpoint_says_which_gpu_was_which(ckptool, out, monkeypatch):

@@ -80,4 +80,3 @@ def test_an_index_that_names_anything_else_is_not_run(whole, tmp_path):
 def test_another_folder_is_none(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert not is_sharded(tmp_path)
-    assert not is_sharded({"weight": torch.ones(1)})

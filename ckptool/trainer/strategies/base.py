@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ckptool.errors import TrainingError
 from ckptool.factories import a_class
-from ckptool.trainer import sharded
 from ckptool.trainer.config import TrainConfig, require_shared
 from ckptool.trainer.data import (
     Dataset,
@@ -31,7 +30,6 @@ from ckptool.trainer.events import Observer, Traced, Validating
 from ckptool.trainer.processes import World, local_rank
 
 if TYPE_CHECKING:
-    from ckptool.loading.source import Source
     from ckptool.trainer.tuning import Tuning
 
 __all__ = ["DIVERGED", "Step", "StepResult", "Strategy"]
@@ -67,7 +65,6 @@ class StepResult:
     """A finished step.
 
     Attributes:
-        number: The number of the step.
         loss_sum: The sum of the losses of its samples, over all processes.
         samples: The number of its samples.
         votes: The votes, summed over all processes.
@@ -75,7 +72,6 @@ class StepResult:
         is_skipped: Whether no weight changed, as the gradients overflowed in half precision.
     """
 
-    number: int
     loss_sum: float
     samples: int
     votes: Sequence[float] = ()
@@ -153,59 +149,6 @@ class Strategy:
         self.module = model.to(self.device)
         self.model = self.module
 
-    def load(
-        self,
-        source: Source,
-        optimizer: torch.optim.Optimizer | None,
-        *,
-        order: str | None = None,
-    ) -> None:
-        """Fill the model and the optimizer from a file, a sharded folder or a state dict.
-
-        All processes call it; each reads its parts of a sharded model. `order="position"` matches
-        the optimizer's state with the parameters by their order, None by their names.
-
-        Raises:
-            MatchError: it is of another architecture; the report has the differences.
-        """
-        if sharded.is_sharded(source):
-            sharded.load_model(str(source), self.module)
-            if optimizer is not None:
-                sharded.load_optimizer(str(source), self.module, optimizer)
-            return
-        import ckptool
-
-        ckptool.load_into(self.module, source, optimizer=optimizer, optimizer_order=order)
-
-    def save(self, path: str, values: Mapping[str, Any]) -> None:
-        """Write the model, the optimizer and `values`; all processes call it, rank 0 writes.
-
-        Raises:
-            WriteError: nothing is written, and the old file is unchanged.
-        """
-        import ckptool
-
-        ckptool.save(path, model=self.model, optimizer=self.tuning.optimizer, **values)
-
-    def values(self, path: str) -> dict[str, Any]:
-        """Return the values that were given to `save`, or nothing for any other file.
-
-        Raises:
-            UnreadableFile: it cannot be opened as a checkpoint.
-        """
-        if sharded.is_sharded(path):
-            average = self.tuning.average
-            return sharded.load_values(path, {} if average is None else average.state())
-        import ckptool
-
-        with ckptool.open(path) as held:
-            if not isinstance(held.root, dict) or "progress" not in held.root:
-                return {}
-            rest = {
-                key: one for key, one in held.root.items() if key not in ("state_dict", "optimizer")
-            }
-            return cast("dict[str, Any]", ckptool.load(held.with_root(rest)))
-
     def whole_module(self) -> nn.Module:
         """Return the model in its wrapper, to be pickled; all processes call it.
 
@@ -274,7 +217,7 @@ class Strategy:
             )
             raise TrainingError(f"{fault} at step {step.number}", hint=DIVERGED)
         is_taken = self.tuning.step(self.clip)
-        return StepResult(step.number, loss_sum, step.samples, votes, is_skipped=not is_taken)
+        return StepResult(loss_sum, step.samples, votes, is_skipped=not is_taken)
 
     def settled(self) -> list[StepResult]:
         """Wait for the steps that are handed out, and return them if `step` did not."""

@@ -42,24 +42,21 @@ class DataParallel(Strategy):
         return found
 
     def wrap(self, model: nn.Module) -> None:
-        """Wrap the model."""
+        """Wrap the model.
+
+        Raises:
+            TrainingError: there is no replica on `output_device`.
+        """
         super().wrap(model)
         if self.device.type == "cuda":
-            self.model = nn.DataParallel(
-                self.module, [one.index for one in self.devices], self._output_device
-            )
+            ids, output = [one.index for one in self.devices], self.config.output_device
+            if output not in (None, *ids):
+                raise TrainingError(
+                    f"outputs cannot be gathered on cuda:{output}: it has no replica",
+                    hint="--output-device is one of --device-ids",
+                )
+            self.model = nn.DataParallel(self.module, ids, output)
             return
         # With the module it would take every GPU that torch sees, though the CPU was asked for.
         self.model = wrapper = nn.DataParallel[nn.Module](nn.Identity())
         wrapper.module, wrapper.device_ids = self.module, []
-
-    @property
-    def _output_device(self) -> int | None:
-        """The GPU that gathers the outputs."""
-        chosen = self.config.output_device
-        if chosen is not None and chosen not in [one.index for one in self.devices]:
-            raise TrainingError(
-                f"outputs cannot be gathered on cuda:{chosen}: it has no replica",
-                hint="--output-device is one of --device-ids",
-            )
-        return chosen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ckptool.errors import TrainingError, WriteError
+from ckptool.errors import TrainingError
 from ckptool.loading.ranks import is_spread
-from ckptool.trainer import sharded
-from ckptool.trainer.processes import ranks
 from ckptool.trainer.strategies.blocks import blocks_of, tied
 from ckptool.trainer.strategies.ddp import Distributed
 
@@ -35,7 +33,14 @@ class FullyShardedDataParallel(Distributed):
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Connect the processes, if torch has `fully_shard`."""
-        _require_fully_shard()
+        try:
+            from torch.distributed.fsdp import fully_shard  # noqa: F401
+        except ImportError as error:
+            raise TrainingError(
+                "strategy 'fsdp' needs torch 2.6 or later, for fully_shard; this is "
+                f"{torch.__version__}",
+                hint="a later torch, or --strategy ddp",
+            ) from error
         with super().opened():
             yield
 
@@ -59,14 +64,6 @@ class FullyShardedDataParallel(Distributed):
                 fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
         model.register_forward_pre_hook(_take_buffers)
-
-    def save(self, path: str, values: Mapping[str, Any]) -> None:
-        """Write one file of gathered parameters, or with `sharded` a folder of shards."""
-        if not self.config.sharded:
-            super().save(path, values)
-            return
-        together = ranks("nothing is written", WriteError)
-        sharded.write(path, self.module, self.tuning.optimizer, values, together)
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Let gradients stay in this process until the last batch of a step."""
@@ -102,14 +99,3 @@ def _take_buffers(model: nn.Module, _: Any) -> None:
     """Broadcast the buffers of rank 0 before a forward pass, as DistributedDataParallel does."""
     for buffer in model.buffers():
         dist.broadcast(buffer.detach(), src=0)
-
-
-def _require_fully_shard() -> None:
-    try:
-        from torch.distributed.fsdp import fully_shard  # noqa: F401
-    except ImportError as error:
-        raise TrainingError(
-            f"strategy 'fsdp' needs torch 2.6 or later, for fully_shard; this is "
-            f"{torch.__version__}",
-            hint="a later torch, or --strategy ddp",
-        ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from ckptool.errors import TrainingError
 from ckptool.trainer.data import moved, shape
 from ckptool.trainer.devices import device_of
-from ckptool.trainer.events import Observer, Traced
+from ckptool.trainer.events import Traced
 from ckptool.trainer.strategies.base import Strategy
 from ckptool.trainer.strategies.blocks import blocks_of, tied
 
@@ -43,10 +43,18 @@ class ModelParallel(Strategy):
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Report the inputs and outputs of each stage: the blocks in a row on one device."""
+        given: list[tuple[int, ...]] = []
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given.append(shape((args, kwargs)))
+
+        def after(device: torch.device, _: nn.Module, __: Any, outputs: Any) -> None:
+            self.observer.tell(Traced(False, str(device), given.pop(), shape(outputs)))
+
         with ExitStack() as hooks:
             for device, blocks in self._stages:
-                for hook in _hooks(self.observer, str(device), blocks[0], blocks[-1]):
-                    hooks.enter_context(hook)
+                hooks.enter_context(blocks[0].register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(blocks[-1].register_forward_hook(partial(after, device)))
             yield
 
     def wrap(self, model: nn.Module) -> None:
@@ -133,17 +141,3 @@ class _Moving:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return moved(args, self._device), moved(kwargs, self._device)
-
-
-def _hooks(observer: Observer, device: str, first: nn.Module, last: nn.Module) -> list[Any]:
-    """Return hooks that report the inputs of the first and the outputs of the last block."""
-    given: list[tuple[int, ...]] = []
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given.append(shape((args, kwargs)))
-
-    def after(_: nn.Module, __: Any, outputs: Any) -> None:
-        observer.tell(Traced(False, device, given.pop(), shape(outputs)))
-
-    hook = first.register_forward_pre_hook(before, with_kwargs=True)
-    return [hook, last.register_forward_hook(after)]

@@ -22,12 +22,12 @@ from ckptool.errors import CheckpointError, PeerLost, TrainingError
 from ckptool.loading.ranks import sendable
 from ckptool.trainer.data import share
 from ckptool.trainer.devices import device_of
+from ckptool.trainer.launching import not_met
 from ckptool.trainer.processes import (
     TIMEOUT,
     launched_as,
     local_rank,
     meeting_point,
-    not_reached,
 )
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
 from ckptool.trainer.tuning import seed_all
@@ -119,19 +119,11 @@ class _Released:
     failure: _Failure | None = None
 
 
-class _Post:
-    """The messages to this process, for the functions that other processes call.
-
-    The inbox of the server has `(rank, Answer | _Failure)`, the inbox of a worker
-    `(Task, answer)`, and in the end `_Released`, or a `_Failure` of the connection.
-    """
-
-    def __init__(self) -> None:
-        self.inbox: SimpleQueue[Any] = SimpleQueue()
-        self.over: Future[_Released] = Future()
-
-
-_post = _Post()
+_inbox: SimpleQueue[Any] = SimpleQueue()
+"""The messages to this process. The server gets `(rank, Answer | _Failure)`; a worker gets
+`(Task, answer)`, and in the end `_Released`, or a `_Failure` of the connection."""
+_over: Future[_Released] = Future()
+"""The end of the run, in the server."""
 
 
 # Functions that other processes call.
@@ -141,18 +133,18 @@ _post = _Post()
 def _ask(task: Task) -> Future[Answer]:
     """Pass a task to the main thread of the worker."""
     answer: Future[Answer] = Future()
-    _post.inbox.put((task, answer.set_result))
+    _inbox.put((task, answer.set_result))
     return answer
 
 
 def _take(message: Any) -> None:
-    _post.inbox.put(message)
+    _inbox.put(message)
 
 
 @async_execution  # type: ignore[untyped-decorator]
 def _until_over() -> Future[_Released]:
     """Return the end of the run; the call fails if the server is lost."""
-    return _post.over
+    return _over
 
 
 # The beginning and the end of the connection.
@@ -163,8 +155,8 @@ def _name(rank: int) -> str:
 
 
 def _connect(rank: int, size: int) -> None:
-    global _post
-    _post = _Post()
+    global _inbox, _over
+    _inbox, _over = SimpleQueue(), Future()
     with suppress(RuntimeError):  # it is registered already
         register_rendezvous_handler(_SCHEME, _meet)  # type: ignore[no-untyped-call]
     options = rpc.TensorPipeRpcBackendOptions(
@@ -177,7 +169,7 @@ def _connect(rank: int, size: int) -> None:
                 _name(rank), rank=rank, world_size=size, rpc_backend_options=options
             )
     except (RuntimeError, ValueError) as error:
-        raise not_reached(error) from error
+        raise not_met(error, os.environ["MASTER_PORT"], os.environ["MASTER_ADDR"]) from error
 
 
 def _meet(_: str, **__: Any) -> Iterator[tuple[Store, int, int]]:
@@ -193,7 +185,7 @@ def _release(size: int, released: _Released) -> None:
     for one in told:
         with suppress(RuntimeError):  # this worker is gone
             one.wait()
-    _post.over.set_result(released)
+    _over.set_result(released)
     _leave(released)
 
 
@@ -271,7 +263,7 @@ class ParameterServer(Strategy):
     def _working(self) -> Iterator[None]:
         """Watch the server, and tell it of an error in the block."""
         over: Future[_Released] = rpc.rpc_async(_SERVER, _until_over, timeout=0)
-        over.add_done_callback(lambda call: _post.inbox.put(_outcome(call)))
+        over.add_done_callback(lambda call: _inbox.put(_outcome(call)))
         try:
             yield
         except BaseException as error:
@@ -337,14 +329,14 @@ class ParameterServer(Strategy):
         rank = min(self._free)
         self._free.remove(rank)
         answer: Future[Answer] = rpc.rpc_async(_name(rank), _ask, args=(task,), timeout=0)
-        answer.add_done_callback(lambda call: _post.inbox.put((rank, _outcome(call))))
+        answer.add_done_callback(lambda call: _inbox.put((rank, _outcome(call))))
 
     def _collected(self, is_enough: Callable[[], bool]) -> list[StepResult]:
         """Apply the answers that have arrived, and wait for more until it `is_enough`."""
         results: list[StepResult] = []
         while True:
             try:
-                rank, answer = _post.inbox.get(block=not is_enough())
+                rank, answer = _inbox.get(block=not is_enough())
             except Empty:
                 return results
             if not isinstance(answer, Answer):
@@ -375,7 +367,7 @@ class ParameterServer(Strategy):
             CheckpointError: the server failed with this error.
         """
         self.model.train()
-        while isinstance(message := _post.inbox.get(), tuple):
+        while isinstance(message := _inbox.get(), tuple):
             task, answer = message
             answer(self._computed(task, votes()))
         is_lost = not isinstance(message, _Released)
