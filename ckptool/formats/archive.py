@@ -83,9 +83,8 @@ _ENTRY_SIGNATURE = b"PK\x01\x02"
 FAR, MANY = 0xFFFFFFFF, 0xFFFF
 """Numbers in fields that are too short, whose true values the zip64 field or record has."""
 
-_ENCRYPTED, DESCRIPTOR, _PATCH, _STRONG, _MASKED = 1 << 0, 1 << 3, 1 << 5, 1 << 6, 1 << 13
-REFUSED = _ENCRYPTED | _PATCH | _STRONG | _MASKED
-"""Flags of records that nobody reads without more."""
+DESCRIPTOR, REFUSED = 1 << 3, 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
+"""Flags of a record: a data descriptor follows it; it is encrypted (0, 6, 13) or a patch (5)."""
 _LONGEST_ENTRY = CENTRAL.size + 3 * 0xFFFF
 
 
@@ -263,10 +262,8 @@ def extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _refuse_record(entry: Entry, flags: int) -> NoReturn:
     method = entry.method
-    if flags & (_ENCRYPTED | _STRONG | _MASKED):
-        what = "encrypted"
-    elif flags & _PATCH:
-        what = "a patch"
+    if flags & REFUSED:
+        what = "encrypted, or a patch"
     elif method not in (STORED, DEFLATED):
         what = f"compressed by a method that torch cannot read ({_METHODS.get(method, method)})"
     elif entry.packed != entry.size and method == STORED:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from ckptool.limits import Limits
 from ckptool.model import Storage, StorageRef
 from ckptool.symbolic import Unpickled, unpickle
 from ckptool.symbolic.rebuild import StoragePid, is_storage_pid, parse_storage_pid
-from ckptool.words import listed
+from ckptool.words import few, listed
 
 __all__ = [
     "COUNT",
@@ -259,23 +260,14 @@ class LegacyStream:
 
     def _keys(self, items: Any) -> list[str]:
         """Return the order of the storages in the file: each that the pickle names, once."""
-        if not isinstance(items, list):
-            raise CorruptFile("there is no list of storages behind its pickle")
-        keys: dict[str, None] = {}
-        for item in items:
-            key = str(item) if isinstance(item, (str, int)) else f"of type {type(item).__name__}"
-            if key in keys:
-                raise CorruptFile(f"storage {key!r:.80} is listed twice")
-            if key not in self.stored:
-                raise CorruptFile(
-                    f"storage {key!r:.80} is listed, but the pickle does not name it: "
-                    "the size of its elements cannot be told"
-                )
-            keys[key] = None
-        missing = next((key for key in self.stored if key not in keys), None)
-        if missing is not None:
-            raise CorruptFile(f"storage {missing!r:.80} is named in the pickle and not listed")
-        return list(keys)
+        found = items if isinstance(items, list) else [None]
+        keys = [str(one) if isinstance(one, (str, int)) else "" for one in found]
+        counts = Counter(keys)
+        odd = [key for key in {**self.stored, **counts} if counts[key] != (key in self.stored)]
+        if odd:
+            what = "the list behind its pickle has not each storage that the pickle names, once"
+            raise CorruptFile(f"{what}: {few(odd)}")
+        return keys
 
     def _walk(self, keys: list[str], position: int) -> int:
         """Give each storage its bytes; the position behind the last."""

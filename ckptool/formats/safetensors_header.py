@@ -39,6 +39,7 @@ __all__ = [
     "plain_versions",
     "read_header",
     "restored",
+    "texts_of",
 ]
 
 METADATA = "__metadata__"
@@ -105,7 +106,8 @@ def _parsed(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> H
     document = parse_json(text)
     if not isinstance(document, dict):
         raise CorruptFile("the header is not a JSON object")
-    metadata = _metadata(document.pop(METADATA, None))
+    stated = document.pop(METADATA, None)
+    metadata = {} if stated is None else texts_of(stated, METADATA)
     if "\\u" in text:
         _check_text(document, metadata)
     entries = tuple(_entry(name, fields, limits) for name, fields in document.items())
@@ -168,16 +170,14 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _metadata(fields: Any) -> dict[str, str]:
-    if fields is None:
-        return {}
-    if not isinstance(fields, dict):
-        raise CorruptFile(f"{METADATA} is not an object of strings")
-    for key, value in fields.items():
-        if not isinstance(value, str):
-            raise CorruptFile(
-                f"{METADATA} is not an object of strings: '{printable(key)}' is not a string"
-            )
+def texts_of(fields: Any, what: str) -> dict[str, str]:
+    """Return an object of strings, as JSON has it.
+
+    Raises:
+        CorruptFile: it is none; `what` names it in the message.
+    """
+    if not isinstance(fields, dict) or not all(isinstance(one, str) for one in fields.values()):
+        raise CorruptFile(f"{what} is not an object of strings")
     return fields
 
 
@@ -197,8 +197,6 @@ def _entry(name: str, fields: Any, limits: Limits) -> Entry:
         if type(size) is not int or not 0 <= size <= _MAX_SIZE:
             raise _wrong(name, f"has {size!r} where a count is wanted")
     count = _product(name, shape)
-    if stop < start:
-        raise _wrong(name, f"ends at {stop:,}, before it begins at {start:,}")
     if (count * bits) % 8:
         raise _wrong(
             name, f"has {count:,} elements of {bits} bits, which is not a whole number of bytes"
@@ -234,13 +232,9 @@ def check_tiling(entries: Iterable[Entry], length: int) -> None:
     """
     end, last = 0, None
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
-        if entry.start < end:
-            raise _wrong(entry.name, f"begins at {entry.start:,}, inside {_shown(last)}")
-        if entry.start > end:
+        if entry.start != end:
             raise _wrong(
-                entry.name,
-                f"begins at {entry.start:,}, but {_shown(last)} ends at {end:,}: "
-                f"{entry.start - end:,} bytes belong to nothing",
+                entry.name, f"begins at {entry.start:,}, but {_shown(last)} ends at {end:,}"
             )
         end, last = entry.stop, entry
     if end > length:

@@ -28,7 +28,7 @@ from ckptool.formats import identify
 from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, of_files
 from ckptool.formats.identify import Finding
 from ckptool.formats.registry import candidates
-from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored
+from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored, texts_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import OrderedMap, TensorRef, find_tensors
 from ckptool.words import counted, few, listed, printable, quoted, shell
@@ -172,15 +172,7 @@ def _parsed(raw: bytes, source: Source) -> ShardIndex | None:
         raise CorruptFile(f"the index is not UTF-8 at byte {error.start:,}") from error
     if _WEIGHT_MAP not in document:
         return None
-    weight_map = document[_WEIGHT_MAP]
-    if not isinstance(weight_map, dict):
-        raise CorruptFile(f"the index's {_WEIGHT_MAP} is not an object of strings")
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str):
-            raise CorruptFile(
-                f"the index's {_WEIGHT_MAP} is not an object of strings: it has {name!r} for "
-                f"tensor '{printable(tensor)}'"
-            )
+    weight_map = texts_of(document[_WEIGHT_MAP], f"the index's {_WEIGHT_MAP}")
     for name in dict.fromkeys(weight_map.values()):
         if not _is_plain(name):
             raise CorruptFile(
@@ -205,9 +197,6 @@ def _is_plain(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return not ntpath.splitdrive(name)[0]
-
-
-_MOST_NAMED = 5
 
 
 def _joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
@@ -274,25 +263,17 @@ def _tied_to(shard: Checkpoint, name: Any) -> str | None:
 def _check_places(
     index: ShardIndex, shards: Mapping[str, Checkpoint], places: Mapping[Any, str]
 ) -> None:
-    wrong: dict[str, list[str]] = {}
-    for name, file in index.weight_map.items():
-        there = places.get(name, file)
-        if there != file:
-            text = f"the index places in {file!r} a tensor that is in {there!r}"
-            wrong.setdefault(text, []).append(name)
-        elif name not in shards[file].root:
-            text = f"the index places in {file!r} a tensor that no shard has"
-            wrong.setdefault(text, []).append(name)
-    for name, file in places.items():
-        if name not in index.weight_map and isinstance(shards[file].root[name], TensorRef):
-            text = f"{file!r} has a tensor that the index does not name"
-            wrong.setdefault(text, []).append(name)
-    if wrong:
-        facts = (f"{text}: {few(_texts(names))}" for text, names in wrong.items())
-        raise CorruptFile(
-            listed(facts, 1) if len(wrong) > _MOST_NAMED else "; ".join(facts),
-            hint="index and shards are of different saves: fetch them again, together",
-        )
+    """Refuse a tensor that is in another shard than the index says; tied names are in any."""
+    for name in dict.fromkeys((*index.weight_map, *places)):
+        stated, held = index.weight_map.get(name), places.get(name)
+        is_tied = held is None and stated is not None and name in shards[stated].root
+        is_value = stated is None and not isinstance(shards[held or ""].root[name], TensorRef)
+        if stated != held and not is_tied and not is_value:
+            raise CorruptFile(
+                f"tensor {quoted(str(name))} is in {held or 'no shard'}, and by the index in "
+                f"{stated or 'none'}",
+                hint="index and shards are of different saves: fetch them again, together",
+            )
 
 
 def _told(

@@ -187,7 +187,7 @@ BROKEN = {
     "a name twice": (b'{"a":1,"a":2}', "names 'a' twice"),
     "a field twice": (b'{"a":{"dtype":"F32","dtype":"F32"}}', "names 'dtype' twice"),
     "metadata a list": ({"__metadata__": []}, "not an object of strings"),
-    "metadata of numbers": ({"__metadata__": {"k": 1}}, "'k' is not a string"),
+    "metadata of numbers": ({"__metadata__": {"k": 1}}, "__metadata__ is not an object of strings"),
     "no object": ({"a": 1}, "'a' does not have a dtype, a shape and two data_offsets"),
     "no dtype": ({"a": {"shape": [], "data_offsets": [0, 4]}}, "does not have a dtype"),
     "three offsets": ({"a": entry(offsets=(0, 4, 8))}, "two data_offsets"),
@@ -198,15 +198,18 @@ BROKEN = {
     "size beyond 64 bits": ({"a": entry((1 << 64,))}, "where a count is wanted"),
     "offset a text": ({"a": entry(offsets=("0", 8))}, "where a count is wanted"),
     "overflow": ({"a": entry((1 << 40, 1 << 40, 0), (0, 0))}, "more than 2**64 elements"),
-    "backwards": ({"a": entry(offsets=(8, 0))}, "ends at 0, before it begins at 8"),
+    "backwards": ({"a": entry(offsets=(8, 0))}, "takes 8 bytes, but its data_offsets span -8"),
     "wrong size": ({"a": entry((3,))}, "takes 12 bytes, but its data_offsets span 8"),
     "bits left": ({"a": entry((3,), (0, 1), "F4")}, "which is not a whole number of bytes"),
-    "a gap in front": ({"a": entry(offsets=(4, 12))}, "but the header ends at 0: 4 bytes"),
+    "a gap in front": ({"a": entry(offsets=(4, 12))}, "but the header ends at 0"),
     "a gap": (
         {"a": entry(), "b": entry(offsets=(9, 17))},
-        "'b' begins at 9, but tensor 'a' ends at 8: 1 bytes belong to nothing",
+        "'b' begins at 9, but tensor 'a' ends at 8",
     ),
-    "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, "'b' begins at 4, inside tensor 'a'"),
+    "overlap": (
+        {"a": entry(), "b": entry(offsets=(4, 12))},
+        "'b' begins at 4, but tensor 'a' ends at 8",
+    ),
     "bytes behind": ({"a": entry((1,), (0, 4))}, "4 bytes follow after tensor 'a'"),
 }
 

@@ -318,17 +318,17 @@ def test_two_names_of_one_file(shards):
 
 def test_a_tensor_that_no_shard_has(shards):
     edit(shards, weight_map=lambda names: names.update(d=TWO, e=TWO))
-    refused(shards, CorruptFile, f"places in '{TWO}' a tensor that no shard has: 'd', 'e'")
+    refused(shards, CorruptFile, f"'d' is in no shard, and by the index in {TWO}")
 
 
 def test_a_tensor_in_another_shard_than_the_index_says(shards):
     edit(shards, weight_map=lambda names: names.update(b=TWO))
-    refused(shards, CorruptFile, f"places in '{TWO}' a tensor that is in '{ONE}': 'b'")
+    refused(shards, CorruptFile, f"'b' is in {ONE}, and by the index in {TWO}")
 
 
 def test_a_tensor_that_the_index_does_not_name(shards):
     edit(shards, weight_map=lambda names: names.pop("b"))
-    refused(shards, CorruptFile, f"'{ONE}' has a tensor that the index does not name: 'b'")
+    refused(shards, CorruptFile, f"'b' is in {ONE}, and by the index in none")
 
 
 def test_a_shard_that_the_index_does_not_name(shards):
@@ -347,14 +347,6 @@ def test_a_folder_that_cannot_be_listed(shards, monkeypatch):
     monkeypatch.setattr(os, "listdir", lambda path: os.scandir("/no/such/folder"))
     with open_checkpoint(shards) as checkpoint:
         assert len(checkpoint.root) == 3
-
-
-def test_many_contradictions_are_not_all_told(tmp_path):
-    names = [f"model-{n:05d}-of-00008.safetensors" for n in range(8)]
-    index = write_set(tmp_path, {file: tensors(f"a{file}", f"b{file}") for file in names})
-    wrong = {f"b{file}": names[n - 1] for n, file in enumerate(names)}
-    edit(index, weight_map=lambda known: known.update(wrong))
-    refused(index, CorruptFile, "and 7 more")
 
 
 # What a shard must be
@@ -420,7 +412,7 @@ def test_a_shard_that_is_no_name_of_a_file_beside_the_index(shards, name):
     [
         ('{"weight_map": {', "the index is not JSON"),
         ('{"weight_map": []}', "weight_map is not an object of strings"),
-        ('{"weight_map": {"a": 3}}', "it has 3 for tensor 'a'"),
+        ('{"weight_map": {"a": 3}}', "weight_map is not an object of strings"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "the index names 'a' twice"),
         ('{"weight_map": {"a": "x"}, "weight_map": {}}', "the index names 'weight_map' twice"),
         ('{"weight_map": {}, "metadata": NaN}', "holds NaN"),

@@ -261,14 +261,14 @@ def test_a_count_that_is_not_the_pickles_is_damage(file, count):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["one", "one"], "'one' is listed twice"),
-        (["one"], "'two' is named in the pickle and not listed"),
-        (["one", "two", "three"], "'three' is listed, but the pickle does not name it"),
-        (["one", ["two"]], "does not name it"),
-        (["one", None], "does not name it"),
-        ("one", "no list of storages"),
-        (7, "no list of storages"),
-        ({"one": 1}, "no list of storages"),
+        (["one", "one"], "once: 'one', 'two'"),
+        (["one"], "once: 'two'"),
+        (["one", "two", "three"], "once: 'three'"),
+        (["one", ["two"]], "once: 'two'"),
+        (["one", None], "once: 'two'"),
+        ("one", "once: 'one', 'two'"),
+        (7, "once: 'one', 'two'"),
+        ({"one": 1}, "once: 'one', 'two'"),
     ],
 )
 def test_a_key_list_that_is_not_the_pickles_is_damage(file, keys, words):

@@ -19,12 +19,15 @@ from ckptool.formats.legacy_stream import (
     unpickle_outer,
     unpickle_record,
 )
+from ckptool.formats.registry import folder_formats
 from ckptool.formats.safetensors_header import LENGTH
+from ckptool.formats.sharded import open_index, total_size_notes
 from ckptool.formats.torch_tar import BLOCK, read_members
 from ckptool.formats.torch_zip import (
     PICKLE,
     Contents,
     alignment_of,
+    contents_of,
     misplaced,
     refusals,
 )
@@ -34,16 +37,60 @@ from ckptool.symbolic.calls import RECOGNISED
 from ckptool.tree import everything
 from ckptool.words import are, counted, listed, printable
 
-__all__ = [
-    "archive_findings",
-    "frame_problems",
-    "legacy_findings",
-    "pickle_findings",
-    "pickle_problems",
-    "safetensors_findings",
-    "tar_findings",
-    "torch_zip_findings",
-]
+__all__ = ["content", "structure"]
+
+_BARE_PICKLES = ("torch-legacy", "torch-tar", "pickle")
+"""Formats whose pickles have no checksum."""
+
+
+def structure(probe: Probe) -> Findings:
+    """Return what can be said of a file that may not be readable: zip headers and checksums."""
+    folder = next((known for known in folder_formats(probe) if known.recognise(probe)), None)
+    return _archive_findings(probe) if folder is None else folder.findings(probe)
+
+
+def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
+    """Return what can be said of a file that has been read.
+
+    Raises:
+        CheckpointError: the file is not what it was when it was read.
+    """
+    details, problems, limits = checkpoint.details, list[Problem](), probe.limits
+    if checkpoint.format in _BARE_PICKLES or probe.is_folder:
+        problems += _pickle_problems(checkpoint)
+    if not details.framed:
+        text = (
+            "a frame of its pickle does not end where it says: pickle reads beyond its end, or "
+            "asks for all memory"
+        )
+        problems.append(Problem("pickle", "", text))
+    found = Findings(tuple(problems), details.unreferenced)
+    match checkpoint.format:
+        case "torch-zip":
+            contents = probe.ask(contents_of)
+            found += Findings(notes=details.left_behind)
+            return found + _torch_zip_findings(contents, unzipped=probe.is_folder)
+        case "fsdp-ranks":
+            return found + Findings(notes=details.left_behind)
+        case "safetensors-sharded" | "torch-sharded" if index := probe.ask(open_index):
+            texts = total_size_notes(index, checkpoint.root)
+            return found + Findings(tuple(Problem("total-size", "", text) for text in texts))
+    if probe.source is None:
+        return found
+    data = ByteRange(probe.source, 0, probe.source.size)
+    end = data.length - details.dead_bytes
+    match checkpoint.format:
+        case "torch-legacy":
+            found += Findings(tuple(_machine_faults(data, limits)))
+            return found + _behind(data, end, limits, MAGIC_BYTES)
+        case "pickle":
+            return found + _behind(data, end, limits, 0)
+        case "torch-tar":
+            return found + _tar_findings(checkpoint, probe.source, limits)
+        case "safetensors":
+            return found + _safetensors_findings(probe.source)
+    return found
+
 
 _KNOWN = frozenset(
     {*RECOGNISED, "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"}
@@ -57,7 +104,7 @@ _MODULES = frozenset(
 _ARRAYS = frozenset({"ndarray", "matrix", "memmap", "recarray"})
 
 
-def pickle_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
+def _pickle_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Yield what no pickler can have written, each function once."""
     if not checkpoint.details.tidy:
         text = "its pickle leaves gaps in its memo, or objects on its stack, which no pickler does"
@@ -68,16 +115,6 @@ def pickle_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             if name not in told:
                 told.add(name)
                 yield Problem("pickle", "", f"its pickle calls {printable(name)} {fact}")
-
-
-def frame_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Return whether a frame of a pickle states another length than it has."""
-    if not checkpoint.details.framed:
-        text = (
-            "a frame of its pickle does not end where it says: pickle reads beyond its end, or "
-            "asks for all memory"
-        )
-        yield Problem("pickle", "", text)
 
 
 def _oddities(node: Any) -> Iterator[tuple[str, str]]:
@@ -144,20 +181,6 @@ _MOST_BEHIND = 100
 _PART = 1 << 20
 
 
-def legacy_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findings:
-    """Return what follows the stream, and what its third pickle says of the writer's machine."""
-    data = ByteRange(source, 0, source.size)
-    problems = tuple(_machine_faults(data, limits))
-    end = source.size - checkpoint.details.dead_bytes
-    return Findings(problems) + _behind(data, end, limits, MAGIC_BYTES)
-
-
-def pickle_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findings:
-    """Return what follows the pickle."""
-    data = ByteRange(source, 0, source.size)
-    return _behind(data, source.size - checkpoint.details.dead_bytes, limits, 0)
-
-
 def _machine_faults(data: ByteRange, limits: Limits) -> Iterator[Problem]:
     """Yield what is wrong with the pickle between version and object, which every torch skips."""
     magic = MAGIC.match(data.read(0, min(MAGIC_BYTES, data.length)))
@@ -210,7 +233,7 @@ def _following(data: ByteRange, position: int, limits: Limits, magic: int) -> in
     return position + LegacyStream(rest, limits).end
 
 
-def tar_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findings:
+def _tar_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findings:
     """Return what no member accounts for, and what stands behind the content of members."""
     problems = []
     if checkpoint.details.dead_bytes:
@@ -234,7 +257,7 @@ def tar_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Find
     return Findings(tuple(problems))
 
 
-def safetensors_findings(source: Source) -> Findings:
+def _safetensors_findings(source: Source) -> Findings:
     """Return what the format's README asks of a header, and no reader does."""
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
     text = source.read(LENGTH.size, length)
@@ -249,7 +272,7 @@ def safetensors_findings(source: Source) -> Findings:
     return Findings(tuple(problems), () if length % LENGTH.size == 0 else (note,))
 
 
-def archive_findings(probe: Probe) -> Findings:
+def _archive_findings(probe: Probe) -> Findings:
     """Return what can be said of a zip before it is known what it holds; nothing of a folder.
 
     What the reader refuses is told by opening the file.
@@ -295,7 +318,7 @@ def _notes(archive: Archive, unstated: int) -> Iterator[str]:
         )
 
 
-def torch_zip_findings(contents: Contents, *, unzipped: bool) -> Findings:
+def _torch_zip_findings(contents: Contents, *, unzipped: bool) -> Findings:
     """Return what torch refuses, or reads otherwise, of a zip that reads well."""
     archive = contents.storages.archive
     problems = [*_behind_pickle(archive, contents)]

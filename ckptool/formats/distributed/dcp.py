@@ -20,7 +20,6 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import (
     CheckpointError,
     CorruptFile,
-    FileMissing,
     LimitExceeded,
     UnsupportedFormat,
 )
@@ -42,7 +41,7 @@ from ckptool.formats.base import (
     naming,
     needing,
 )
-from ckptool.formats.distributed.placements import attributes_of, row_major_data
+from ckptool.formats.distributed.placements import attributes_of, check_ranks, row_major_data
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.torch_zip import TORCH_ZIP, member_of, read_contents
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -266,11 +265,7 @@ def index_of(probe: Probe) -> Index:
     """
     paths = _indexes(probe)
     numbers = [int(found[1]) for one in paths if (found := _RANKS.fullmatch(os.path.basename(one)))]
-    if numbers and numbers != list(range(len(numbers))):
-        missing = next(n for n in range(max(numbers) + 1) if n not in numbers)
-        raise FileMissing(
-            f"the index of rank {missing}, __{missing}.metadata, is missing", file=probe.path
-        )
+    check_ranks(numbers, max(numbers, default=-1) + 1, "__{rank}.metadata", probe.path, _HINT)
     sources: list[Source] = []
     for path in paths:
         sources.append(probe.place.open(path))

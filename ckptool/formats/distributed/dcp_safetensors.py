@@ -16,7 +16,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
-from ckptool.formats.distributed.placements import sizes_of
+from ckptool.formats.distributed.placements import ONE_SAVE, sizes_of
 from ckptool.formats.opening import opened_together
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.model import OrderedMap, TensorRef, plain_tensor
@@ -26,7 +26,6 @@ __all__ = ["DCP_SAFETENSORS", "SHARDING_INFO", "is_part_file", "part_files"]
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _NAMES = re.compile(r"shard-\d{5,}-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
-_HINT = "the files are of different saves, or one is missing: copy all files of one save"
 _UNSEEN = "no file tells how many ranks saved it: that the last rank's are missing is not noticed"
 
 
@@ -83,7 +82,7 @@ def part_files(probe: Probe) -> tuple[str, ...]:
         missing = set(range(1, int(total) + 1)) - {int(one) for one, _ in numbers}
         if missing:
             what = f"lacks the files shard-*-model-{min(missing):05d}-of-{total}.safetensors"
-            raise FileMissing(what, file=probe.path, hint=_HINT)
+            raise FileMissing(what, file=probe.path, hint=ONE_SAVE)
     return tuple(os.path.join(probe.path, name) for name in names)
 
 
@@ -99,7 +98,7 @@ def _offsets(places: Any, name: str, tensor: TensorRef) -> tuple[int, ...]:
     offsets = sizes_of(found.get("saved_offsets") if isinstance(found, dict) else None)
     if len(offsets) != len(tensor.shape):
         what = f"the header does not say where its part of {printable(name)!r} begins"
-        raise CorruptFile(f"{what} ({SHARDING_INFO}: {printable(repr(found))})", hint=_HINT)
+        raise CorruptFile(f"{what} ({SHARDING_INFO}: {printable(repr(found))})", hint=ONE_SAVE)
     return offsets
 
 
@@ -107,7 +106,7 @@ def _whole(
     name: str, parts: Sequence[tuple[Tile, TensorRef]], files: Sequence[Checkpoint]
 ) -> TensorRef:
     (_, first), folder = parts[0], os.path.dirname(files[0].path)
-    with naming(folder, f"tensor {printable(name)!r}", hint=_HINT):
+    with naming(folder, f"tensor {printable(name)!r}", hint=ONE_SAVE):
         if {(one.dtype, len(one.shape)) for _, one in parts} != {(first.dtype, len(first.shape))}:
             raise CorruptFile("the files differ in its dtype or dimensions")
         ends = [[at + n for at, n in zip(*tile[:2], strict=True)] for tile, _ in parts]

@@ -9,8 +9,8 @@ import os
 import re
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import FileMissing
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, of_files
+from ckptool.formats.distributed.placements import check_ranks
 from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.model import Opaque
 from ckptool.words import counted
@@ -41,10 +41,9 @@ class Megatron(Format):
         with opened_together(files, probe.limits, TORCH_FILES) as ranks:
             roots = {os.path.basename(os.path.dirname(one.path)): one.root for one in ranks}
             made = Checkpoint(roots, self.name, probe.path)
-            for name in map("mp_rank_{:02d}".format, range(max(_world(ranks[0]), len(files)))):
-                if name not in roots:
-                    what = f"lacks the folder of a rank, {name}"
-                    raise FileMissing(what, file=probe.path, hint="copy it too")
+            held = [int(name.removeprefix("mp_rank_")) for name in roots]
+            world = max(_world(ranks[0]), len(files))
+            check_ranks(held, world, "mp_rank_{rank:02d}", probe.path, "copy it too")
             what = f"{counted(len(files), 'rank')} of Megatron's"
             return of_files(ranks, made, notes=(what, *ranks[0].details.notes))
 

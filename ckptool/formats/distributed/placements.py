@@ -6,19 +6,30 @@ torch/distributed/_shard/sharded_tensor/api.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptool.errors import CorruptFile, UnsupportedFormat
+from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.tiled import Tile
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import Opaque, TensorRef
 from ckptool.words import printable
 
-__all__ = ["Part", "attributes_of", "owned_rows", "parts_of", "row_major_data", "sizes_of"]
+__all__ = [
+    "ONE_SAVE",
+    "Part",
+    "attributes_of",
+    "check_ranks",
+    "owned_rows",
+    "parts_of",
+    "row_major_data",
+    "sizes_of",
+]
+
+ONE_SAVE = "the files are of different saves, or damaged: copy all files of one save"
 
 _MOST_RUNS = 4096
 """Runs of rows that one rank holds of a tensor; FSDP with tensor parallelism has a few."""
@@ -27,6 +38,22 @@ Run = tuple[int, int]
 """Rows of one axis: the first, and the one after the last."""
 Rows = tuple[tuple[Run, ...], ...]
 """By axis, the rows of the whole tensor that a part has, in its order."""
+
+
+def check_ranks(held: Collection[int], world: int, called: str, folder: str, hint: str) -> None:
+    """Refuse a folder that has not the files of `world` ranks, the file of each called `called`.
+
+    Raises:
+        FileMissing: a rank has no file; `hint` says what helps.
+        CorruptFile: there are files of more ranks.
+    """
+    missing = next((rank for rank in range(world) if rank not in held), None)
+    if missing is not None:
+        what = f"lacks the file of rank {missing} of {world}: {called.format(rank=missing)}"
+        raise FileMissing(what, file=folder, hint=hint)
+    if len(held) > world:
+        what = f"has the files of {len(held)} ranks, and {world} wrote them"
+        raise CorruptFile(what, file=folder, hint=ONE_SAVE)
 
 
 class Part(NamedTuple):

@@ -9,14 +9,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
+from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, of_files
-from ckptool.formats.distributed.placements import Part, parts_of
+from ckptool.formats.distributed.placements import ONE_SAVE, Part, check_ranks, parts_of
 from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.model import Storage, TensorRef, remade, row_major_strides
 from ckptool.tree import name_of, rebuild, walk
@@ -41,7 +40,6 @@ _NAMES = re.compile(
 _OTHERS = re.compile(r"(optim|extra_state)\w+_rank_?\d+\.(pt|bin)", re.ASCII)
 FLAT = re.compile(r"(^|\.)_?flat_param(_\d+)?$")
 _VALUES = (bool, int, float, complex, str, type(None))
-_HINT = "the files are of different saves, or damaged: copy all rank files of one save"
 _FULL = "save it again with StateDictType.FULL_STATE_DICT, or with torch.distributed.checkpoint"
 
 
@@ -116,16 +114,8 @@ def rank_files(probe: Probe) -> tuple[str, ...]:
     ((called, files),) = sets.items()
     stated = re.search(r"world_size_(\d+)", called)
     world = int(stated[1]) if stated else max(files) + 1
-    missing = next(rank for rank in count() if rank not in files)
-    if missing < world:
-        raise FileMissing(
-            f"lacks the file of rank {missing} of {world}, {called.format(rank=missing)}",
-            file=probe.path,
-            hint="copy it too; a rank's file opens by itself: ckptool list FILE",
-        )
-    if len(files) > world:
-        what = f"has the file of rank {max(files)}, and the world size is {world}"
-        raise CorruptFile(what, file=probe.path, hint=_HINT)
+    hint = "copy it too; a rank's file opens by itself: ckptool list FILE"
+    check_ranks(files, world, called, probe.path, hint)
     return tuple(files[rank] for rank in range(world))
 
 
@@ -159,7 +149,7 @@ def _joined(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str]]:
         except CheckpointError as error:
             error.message = f"{printable(name_of(path))!r}: {error.message}"
             error.file = error.file or folder
-            error.advise(error.hint or (_HINT if isinstance(error, CorruptFile) else _FULL))
+            error.advise(error.hint or (ONE_SAVE if isinstance(error, CorruptFile) else _FULL))
             raise
     if not whole and len(ranks) > 1:
         what = "has rank files that do not say which part of a tensor is in which (DTensor)"

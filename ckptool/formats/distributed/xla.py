@@ -15,10 +15,10 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CheckpointError, CorruptFile, FileMissing
+from ckptool.errors import CheckpointError, CorruptFile
 from ckptool.files.computed import joined
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
-from ckptool.formats.distributed.placements import row_major_data, sizes_of
+from ckptool.formats.distributed.placements import ONE_SAVE, check_ranks, row_major_data, sizes_of
 from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.formats.torch_zip import TORCH_ZIP, stored_in
 from ckptool.limits import Limits
@@ -34,7 +34,6 @@ _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_fpw_module\.")
 _PART = "_fsdp_shard"
 """How a part of the name of a parameter's shard begins."""
 _KEYS = {"model", "shard_metadata"}
-_HINT = "the files are of different saves, or damaged: copy all rank files of one save"
 
 
 class XlaXser(Format):
@@ -116,7 +115,7 @@ class XlaFsdp(Format):
     def read(self, probe: Probe) -> Checkpoint:
         """Return the tree of rank 0 with whole parameters under the names of the bare model."""
         paths = rank_files(probe)
-        rules = naming(probe.path, hint=_HINT, rules_of="torch_xla's")
+        rules = naming(probe.path, hint=ONE_SAVE, rules_of="torch_xla's")
         with opened_together(paths, probe.limits, TORCH_FILES) as ranks, rules:
             root, notes = _whole(ranks, probe.path)
         what = f"{counted(len(ranks), 'rank file')} of torch_xla's FSDP, joined"
@@ -146,12 +145,11 @@ def _whole(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any], li
     books = [one.root["shard_metadata"] for one in ranks]
     world = books[0]["world_size"]
     stated = [one["rank"] for one in books]
-    missing = next((rank for rank in range(world) if rank not in stated), None)
-    if missing is not None:
-        raise FileMissing(f"lacks the file of rank {missing} of {world}")
+    called = f"rank-{{rank}}-of-{world}"
+    check_ranks(stated, world, called, folder, "copy it too")
     if stated != list(range(world)) or any(one["world_size"] != world for one in books):
         what = f"has the files of ranks {listed(map(str, stated))}, and the world size is {world}"
-        raise CorruptFile(what, hint=_HINT)
+        raise CorruptFile(what, hint=ONE_SAVE)
     infos = {
         f"{prefix}.{suffix}" if prefix else suffix: (prefix, info)
         for prefix, every in books[0]["shard_info"].items()
@@ -196,7 +194,7 @@ def _parameters(
             raise CorruptFile(f"{printable(name)!r} is not of the type in rank 0", file=path)
         if len(part.shape) > 1 and part.shape[1:] != shape[1:]:
             what = f"{printable(name)!r} has parts of shape {list(part.shape)}, of {list(shape)}"
-            raise CorruptFile(what, file=path, hint=_HINT)
+            raise CorruptFile(what, file=path, hint=ONE_SAVE)
     whole = joined([row_major_data(part, printable(name), path) for part, path in parts])
     below = name.rpartition(".")[0]
     named = [(name, shape)]
@@ -206,7 +204,7 @@ def _parameters(
     held, start = whole.length // first.itemsize, 0
     if prod(shape) != sum(prod(one) for _, one in named) or prod(shape) > held:
         what = f"{printable(name)!r} of shape {list(shape)} has {held:,} elements in all ranks"
-        raise CorruptFile(what, file=parts[0][1], hint=_HINT)
+        raise CorruptFile(what, file=parts[0][1], hint=ONE_SAVE)
     for key, size in named:
         data = whole.slice(start, prod(size) * first.itemsize)
         start += data.length

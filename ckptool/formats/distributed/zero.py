@@ -26,7 +26,13 @@ from ckptool.files.computed import joined
 from ckptool.files.place import place_of
 from ckptool.files.tiled import late
 from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
-from ckptool.formats.distributed.placements import attributes_of, row_major_data, sizes_of
+from ckptool.formats.distributed.placements import (
+    ONE_SAVE,
+    attributes_of,
+    check_ranks,
+    row_major_data,
+    sizes_of,
+)
 from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.formats.torch_zip import stored_in
 from ckptool.limits import Limits
@@ -63,7 +69,6 @@ SLICED = 3
 """The stage that has weights in slices, as masters alone."""
 _LONGEST_TAG = 256
 _SCRIPT = "DeepSpeed's own zero_to_fp32.py, of the version that wrote it, may read it"
-_HINT = "the files are of different saves, or damaged: copy all files of one step"
 
 
 class _Step(NamedTuple):
@@ -138,7 +143,7 @@ class DeepSpeed(Format):
             rest = step.models[1:] if frozen else ()  # which have nothing else
             with opened_together(rest, probe.limits, TORCH_FILES) as others:
                 models, files = [first, *others], [first, *others, *optims]
-                with naming(step.folder, hint=_HINT, rules_of="DeepSpeed's"):
+                with naming(step.folder, hint=ONE_SAVE, rules_of="DeepSpeed's"):
                     made = _joined(step, models, optims, probe.limits)
         return of_files(
             files,
@@ -230,19 +235,12 @@ def _step(probe: Probe) -> _Step:
 
 
 def _check_ranks(step: _Step, files: Mapping[int, str], world: int) -> None:
-    """Raise FileMissing for the first of `world` ranks that has no file."""
-    missing = next((rank for rank in range(world) if rank not in files), None)
-    if missing is None:
-        return
-    what = f"rank {missing}"
-    if files:
-        known, name = next(iter(files.items()))
-        what = f"{what}, {name.replace(f'zero_pp_rank_{known}_', f'zero_pp_rank_{missing}_')}"
-    hint = _HINT
+    name = next(iter(files.values()), "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    called, hint = re.sub(r"(?<=zero_pp_rank_)\d+", "{rank}", name), ONE_SAVE
     if not step.has_slices:
         alone = shell(os.path.join(step.folder, "mp_rank_00_model_states.pt"))
         hint = f"copy it too; the weights alone: ckptool convert {alone} OUT --model-only"
-    raise FileMissing(f"lacks the file of {what}", file=step.folder, hint=hint)
+    check_ranks(files, world, called, step.folder, hint)
 
 
 def _joined(
@@ -304,16 +302,13 @@ def _check_alike(step: _Step, own: Sequence[Mapping[Any, Any]], files: Sequence[
     """Raise an error unless the files are those of all ranks, of one save."""
     stated = own[0].get("partition_count")
     world = max(stated, default=None) if isinstance(stated, list) else stated
-    if type(world) is int and world > len(files):
+    if type(world) is int:
         names = {rank: os.path.basename(file) for rank, file in enumerate(files)}
-        _check_ranks(step, names, min(world, len(files) + 1))
-    if type(world) is int and world < len(files):
-        what = f"has {len(files)} files of the optimizer, which {world} ranks wrote"
-        raise CorruptFile(what, file=step.folder, hint=_HINT)
+        _check_ranks(step, names, world)
     for one, file in zip(own, files, strict=True):
         if _marks(one) != _marks(own[0]):
             what = f"differs from {os.path.basename(files[0])} in the options of its optimizer"
-            raise CorruptFile(what, file=file, hint=_HINT)
+            raise CorruptFile(what, file=file, hint=ONE_SAVE)
 
 
 def _marks(own: Mapping[Any, Any]) -> list[bytes]:
@@ -374,7 +369,7 @@ def _check_numbers(every: Sequence[Mapping[Any, Any]], files: Sequence[str]) -> 
         for key, stated in first.items():
             if stated is not None and _stated(one.get(key)) not in (None, stated):
                 what = f"{printable(str(key))!r} of the optimizer is not that of"
-                raise CorruptFile(f"{what} {os.path.basename(files[0])}", file=file, hint=_HINT)
+                raise CorruptFile(f"{what} {os.path.basename(files[0])}", file=file, hint=ONE_SAVE)
 
 
 def _stated(node: Any) -> Any:
@@ -468,7 +463,7 @@ def _in_a_row(group: _Group, paddings: Any) -> dict[str, Find]:
     align = 2 * len(vectors)
     if -(-start // align) != -(-ends[-1] // align):
         what = f"its parameters need {start:,} elements, and the ranks have {ends[-1]:,}"
-        raise CorruptFile(what, file=vectors[0].file, hint=_HINT)
+        raise CorruptFile(what, file=vectors[0].file, hint=ONE_SAVE)
     return pieces
 
 
@@ -479,14 +474,14 @@ def _tensor(name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find:
         one = vectors[rank]
         if one.dtype != first.dtype:
             what = f"{printable(name)!r} is {first.dtype}, and {one.dtype} in this file"
-            raise CorruptFile(what, file=one.file, hint=_HINT)
+            raise CorruptFile(what, file=one.file, hint=ONE_SAVE)
         if start + count > one.numel:
             what = f"{printable(name)!r} needs elements {start:,} to {start + count:,} of a vector"
-            raise CorruptFile(f"{what} that has {one.numel:,}", file=one.file, hint=_HINT)
+            raise CorruptFile(f"{what} that has {one.numel:,}", file=one.file, hint=ONE_SAVE)
     held = sum(count for _, _, count in pieces)
     if held != prod(shape):
         what = f"{printable(name)!r} of shape {list(shape)} has {held:,} elements in all ranks"
-        raise CorruptFile(what, file=first.file, hint=_HINT)
+        raise CorruptFile(what, file=first.file, hint=ONE_SAVE)
     if len(pieces) > 1:  # found when they are read: of thousands of ranks there are millions
         size = prod(shape) * BY_NAME[first.dtype].itemsize
         data = late(first.file, size, partial(_together, vectors, find))
@@ -561,7 +556,7 @@ def _weights(
     for name, one in module.items():
         if isinstance(one, TensorRef) and one.shape == (0,) and name not in kept:
             what = f"the weight {printable(str(name))!r} is in no file"
-            raise CorruptFile(what, file=models[0].path, hint=_HINT)
+            raise CorruptFile(what, file=models[0].path, hint=ONE_SAVE)
     return remade(module, {**module, **found})
 
 

@@ -40,7 +40,7 @@ def test_a_damaged_rank_is_named(folder):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_missing_is_named(folder, rank):
     shutil.rmtree(folder / f"mp_rank_{rank:02d}")
-    with pytest.raises(FileMissing, match=f"lacks the folder of a rank, mp_rank_{rank:02d}"):
+    with pytest.raises(FileMissing, match=f"lacks the file of rank . of 2: mp_rank_{rank:02d}"):
         ckptool.open(folder)
 
 

@@ -113,13 +113,13 @@ def test_bytes_that_are_not_those_that_were_written_are_found(folder):
 
 def test_a_rank_that_is_missing_is_named(folder):
     file(folder, 0).unlink()
-    with pytest.raises(FileMissing, match=r"rank 0 of 2, model_world_size_2_rank_0\.pt"):
+    with pytest.raises(FileMissing, match=r"rank 0 of 2: model_world_size_2_rank_0\.pt"):
         ckptool.open(folder)
 
 
 def test_a_rank_too_many_is_named(folder):
     shutil.copy(file(folder, 0), file(folder, 2))
-    with pytest.raises(CorruptFile, match="file of rank 2, and the world size is 2"):
+    with pytest.raises(CorruptFile, match="files of 3 ranks, and 2 wrote them"):
         ckptool.open(folder)
 
 
