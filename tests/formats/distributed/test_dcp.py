@@ -277,7 +277,7 @@ def test_ranks_without_a_common_index_are_all_wanted(fixtures, tmp_path):
     folder = Path(shutil.copytree(fixtures / "dcp" / "alone-2.13.0", tmp_path / "alone"))
     assert ckptool.load(folder)["both"].tolist() == torch.arange(35.0).view(7, 5).tolist()
     (folder / "__2.metadata").unlink()
-    with pytest.raises(FileMissing, match="file of rank 2 of 4: __2.metadata"):
+    with pytest.raises(FileMissing, match="file of rank 2 of 4: __2"):
         ckptool.load(folder)
 
 
