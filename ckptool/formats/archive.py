@@ -56,7 +56,6 @@ __all__ = [
     "find_end",
     "folder_of",
     "open_archive",
-    "payload_offsets",
     "raw_entries",
     "read_directory",
     "read_json",
@@ -297,7 +296,7 @@ _CLOSE = 4 << 10
 _DESCRIPTOR_BYTES, _DESCRIPTOR64 = 16, 24
 
 
-def payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[dict[int, int], int]:
+def _payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[dict[int, int], int]:
     """Payload offset by header offset, and the bytes that no record accounts for.
 
     Each local header is read: its name must be the directory's, and its record must end before
@@ -496,7 +495,7 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = (
     entries = read_directory(data, end, limits)
     arrays = all(entry.name.endswith(ARRAY) for entry in entries)
     check_names(entries, exact=arrays)
-    offsets, dead = payload_offsets(data, entries, end)
+    offsets, dead = _payload_offsets(data, entries, end)
     folder = "" if arrays else folder_of(entries)
     cut = len(folder) + 1 if folder else 0
     prefix = f"{folder}/" if folder else ""
@@ -509,7 +508,9 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = (
         elif not name.endswith("/"):
             name = name[cut:]
             records[name] = record_of(data, entry, offsets.get(entry.header), name, limits)
-    notes = _foreign_note(folder, foreign)
+    verb = "stand" if len(foreign) > 1 else "stands"
+    note = f"{TORCH_REFUSES} {few(foreign, 3)} {verb} outside the folder {folder!r}"
+    notes = (note,) if foreign else ()
     return Archive(data.source.name, folder, records, sources, data.length, dead, notes)
 
 
@@ -539,12 +540,6 @@ def folder_of(entries: list[Entry]) -> str:
         return holders.pop()
     first = entries[0].name if entries else ""
     return first.split("/", 1)[0] if "/" in first else ""
-
-
-def _foreign_note(folder: str, foreign: list[str]) -> tuple[str, ...]:
-    verb = "stand" if len(foreign) > 1 else "stands"
-    note = f"{TORCH_REFUSES} {few(foreign, 3)} {verb} outside the folder {folder!r}"
-    return (note,) if foreign else ()
 
 
 def _open_folder(probe: Probe) -> Archive:

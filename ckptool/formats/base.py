@@ -50,6 +50,7 @@ __all__ = [
     "naming",
     "needing",
     "of_files",
+    "of_many_files",
     "pickled",
 ]
 
@@ -368,6 +369,11 @@ class Refusal(NamedTuple):
     """What the file is, beginning with "it is"."""
     says: str
     """What torch says, and what opens the file instead."""
+
+
+def of_many_files(what: str) -> Refusal:
+    """Return the refusal of a folder that several processes wrote."""
+    return Refusal("distributed", what, A_FOLDER)
 
 
 class Format:

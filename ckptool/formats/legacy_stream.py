@@ -248,10 +248,8 @@ class LegacyStream:
         match pid:
             case ("module", cls, _, text):
                 return self.sources.take(cls, text)
-        if not is_storage_pid(pid):
+        if not is_storage_pid(pid) or len(pid) != 6:
             raise CorruptFile("its pickle refers to something that is not a storage")
-        if len(pid) != 6:
-            raise CorruptFile(f"a storage's persistent id has {len(pid)} parts, not 6")
         storage = parse_storage_pid(pid, self.file)
         stored = self.stored.get(storage.key)
         if stored is None:

@@ -107,7 +107,9 @@ def open_index(probe: Probe) -> ShardIndex | None:
             return _index_of(probe.source, probe.limits)
     with ExitStack() as opened:
         found = []
-        for path in _called_so(probe):
+        names = {journalled(name) or name for name in probe.entries}  # a write may be unfinished
+        paths = (os.path.join(probe.path, name) for name in sorted(filter(_NAME.fullmatch, names)))
+        for path in (one for one in paths if probe.place.is_file(one) or has_journal(one)):
             inner = Probe(path, probe.limits)
             opened.callback(inner.close)
             found.append(inner.ask(open_index))
@@ -124,15 +126,6 @@ def shards_named_by(path: str) -> tuple[str, ...]:
         index = _index_of(source, DEFAULT_LIMITS)
         return index.shards if index else ()
     return ()
-
-
-def _called_so(probe: Probe) -> Iterator[str]:
-    """Return the files named like an index, or that would be if a write had not been killed."""
-    names = {journalled(name) or name for name in probe.entries}
-    for name in sorted(filter(_NAME.fullmatch, names)):
-        path = os.path.join(probe.path, name)
-        if probe.place.is_file(path) or has_journal(path):
-            yield path
 
 
 def _refuse_several(probe: Probe, indexes: list[ShardIndex]) -> None:
@@ -227,15 +220,13 @@ def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
     dicts = {file: root for file, root in roots.items() if isinstance(root, dict)}
     held = {file for name, file in index.weight_map.items() if name in dicts.get(file, ())}
     for file in (file for file in roots if file not in held):
-        what = few(_texts(dicts[file])) if file in dicts else f"a {type(roots[file]).__name__}"
+        what = (
+            few(list(map(str, dicts[file]))) if file in dicts else f"a {type(roots[file]).__name__}"
+        )
         raise CorruptFile(
             f"the shard {file!r} holds none of the tensors that the index places there, but {what}",
             hint=f"a shard is a part of one flat state dict: ckptool info {index.beside(file)}",
         )
-
-
-def _texts(names: Iterable[Any]) -> list[str]:
-    return [str(name) for name in names]
 
 
 def _places(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> dict[Any, str]:

@@ -341,6 +341,8 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
     payloads = [record for name, record in archive.records.items() if name.startswith(_PAYLOADS)]
     unused = [record for record in payloads if record.name not in used]
     unused_bytes = sum(record.data.length for record in unused)
+    names = archive.records
+    extra = [n for n in names if n.lower() not in _OURS and not n.startswith(_PAYLOADS)]
     return Details(
         size=archive.size,
         writer=_writer(archive, contents),
@@ -350,7 +352,7 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
         storage_bytes=sum(record.data.length for record in payloads),
         dead_bytes=archive.dead_bytes + unused_bytes,
         notes=(*archive.notes, *_notes(archive, contents, is_zip=is_zip)),
-        left_behind=tuple(_left_behind(archive)),
+        left_behind=(f"{records_are(extra)} not part of a checkpoint",) if extra else (),
         unreferenced=(f"{records_are([one.name for one in unused])} not referred to by the pickle",)
         if unused
         else (),
@@ -380,13 +382,6 @@ def _notes(archive: Archive, contents: Contents, *, is_zip: bool) -> Iterator[st
             f"{records_are(compressed)} compressed, which torch.load(mmap=True) reads as garbage; "
             "a rewrite stores them plainly"
         )
-
-
-def _left_behind(archive: Archive) -> Iterator[str]:
-    names = archive.records
-    extra = [n for n in names if n.lower() not in _OURS and not n.startswith(_PAYLOADS)]
-    if extra:
-        yield f"{records_are(extra)} not part of a checkpoint"
 
 
 def _is_known_version(text: str) -> bool:

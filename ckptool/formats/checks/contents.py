@@ -320,8 +320,11 @@ def _notes(archive: Archive, unstated: int) -> Iterator[str]:
 
 def _torch_zip_findings(contents: Contents, *, unzipped: bool) -> Findings:
     """Return what torch refuses, or reads otherwise, of a zip that reads well."""
-    archive = contents.storages.archive
-    problems = [*_behind_pickle(archive, contents)]
+    archive, problems = contents.storages.archive, list[Problem]()
+    record = archive.find(PICKLE)
+    if record is not None and (rest := record.data.length - contents.unpickled.end):
+        text = f"{counted(rest, 'byte')} behind the end of its pickle are not read"
+        problems.append(Problem("trailing", _place(archive, record.name), text))
     if not unzipped:
         problems += [
             Problem(kind, record and _place(archive, record), f"{text}: torch refuses it")
@@ -330,15 +333,6 @@ def _torch_zip_findings(contents: Contents, *, unzipped: bool) -> Findings:
         problems += _compressed(contents)
         problems += _misplaced(archive, contents)
     return Findings(tuple(problems))
-
-
-def _behind_pickle(archive: Archive, contents: Contents) -> Iterator[Problem]:
-    """Return the bytes of the pickle's record that are behind its STOP."""
-    record = archive.find(PICKLE)
-    rest = 0 if record is None else record.data.length - contents.unpickled.end
-    if record is not None and rest:
-        text = f"{counted(rest, 'byte')} behind the end of its pickle are not read"
-        yield Problem("trailing", _place(archive, record.name), text)
 
 
 def _compressed(contents: Contents) -> Iterator[Problem]:

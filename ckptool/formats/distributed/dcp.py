@@ -27,7 +27,6 @@ from ckptool.files import ByteRange, MemorySource, Source
 from ckptool.files.tiled import Tile, late, tiled
 from ckptool.formats.archive import zip_archive
 from ckptool.formats.base import (
-    A_FOLDER,
     Archive,
     Checksum,
     Findings,
@@ -36,10 +35,10 @@ from ckptool.formats.base import (
     Probe,
     Problem,
     Record,
-    Refusal,
     check_limit,
     naming,
     needing,
+    of_many_files,
 )
 from ckptool.formats.distributed.placements import attributes_of, check_ranks, row_major_data
 from ckptool.formats.registry import ZIP_MAGIC
@@ -117,10 +116,8 @@ class Dcp(FolderFormat):
 
     name = "dcp"
     index_name = _METADATA
-    refusal = Refusal(
-        "distributed",
-        "it is a folder of torch.distributed.checkpoint, written by several processes",
-        A_FOLDER,
+    refusal = of_many_files(
+        "it is a folder of torch.distributed.checkpoint, written by several processes"
     )
 
     def recognise(self, probe: Probe) -> bool:

@@ -15,7 +15,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing
 from ckptool.files.tiled import Tile, tiled
-from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
+from ckptool.formats.base import Format, Probe, naming, of_files, of_many_files
 from ckptool.formats.distributed.placements import ONE_SAVE, sizes_of
 from ckptool.formats.opening import opened_together
 from ckptool.formats.safetensors_header import parse_json
@@ -35,10 +35,8 @@ class DcpSafetensors(Format):
     name = "dcp-safetensors"
     flat = True
     tensors_only = True
-    refusal = Refusal(
-        "distributed",
-        "it is a folder of safetensors files with parts of tensors (torch.distributed.checkpoint)",
-        A_FOLDER,
+    refusal = of_many_files(
+        "it is a folder of safetensors files with parts of tensors (torch.distributed.checkpoint)"
     )
 
     def recognise(self, probe: Probe) -> bool:

@@ -9,7 +9,7 @@ import os
 import re
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, of_files
+from ckptool.formats.base import Format, Probe, of_files, of_many_files
 from ckptool.formats.distributed.placements import check_ranks
 from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.model import Opaque
@@ -25,11 +25,7 @@ class Megatron(Format):
     """The format `megatron`."""
 
     name = "megatron"
-    refusal = Refusal(
-        "distributed",
-        "it is a folder of Megatron's ranks: each has a part of every matrix",
-        A_FOLDER,
-    )
+    refusal = of_many_files("it is a folder of Megatron's ranks: each has a part of every matrix")
 
     def recognise(self, probe: Probe) -> bool:
         """Return whether it has a file in the folder of each rank, and no ranks of a pipeline."""

@@ -14,7 +14,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files.tiled import Tile, tiled
-from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, of_files
+from ckptool.formats.base import Format, Probe, of_files, of_many_files
 from ckptool.formats.distributed.placements import ONE_SAVE, Part, check_ranks, parts_of
 from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.model import Storage, TensorRef, remade, row_major_strides
@@ -47,11 +47,7 @@ class FsdpRanks(Format):
     """The format `fsdp-ranks`."""
 
     name = "fsdp-ranks"
-    refusal = Refusal(
-        "distributed",
-        "it is a folder of FSDP's rank files: each has a part of every tensor",
-        A_FOLDER,
-    )
+    refusal = of_many_files("it is a folder of FSDP's rank files: each has a part of every tensor")
 
     def recognise(self, probe: Probe) -> bool:
         """Return whether it is a folder with rank files of a model or an optimizer."""

@@ -17,7 +17,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, CorruptFile
 from ckptool.files.computed import joined
-from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
+from ckptool.formats.base import Format, Probe, Refusal, naming, of_files, of_many_files
 from ckptool.formats.distributed.placements import ONE_SAVE, check_ranks, row_major_data, sizes_of
 from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.formats.torch_zip import TORCH_ZIP, stored_in
@@ -94,10 +94,8 @@ class XlaFsdp(Format):
     """The format `xla-fsdp`: a folder of rank files, each with `model` and `shard_metadata`."""
 
     name = "xla-fsdp"
-    refusal = Refusal(
-        "distributed",
-        "it is a folder of rank files of torch_xla's FSDP: each has a part of every parameter",
-        A_FOLDER,
+    refusal = of_many_files(
+        "it is a folder of rank files of torch_xla's FSDP: each has a part of every parameter"
     )
 
     def recognise(self, probe: Probe) -> bool:

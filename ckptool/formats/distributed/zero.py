@@ -25,7 +25,7 @@ from ckptool.files import ByteRange
 from ckptool.files.computed import joined
 from ckptool.files.place import place_of
 from ckptool.files.tiled import late
-from ckptool.formats.base import A_FOLDER, Format, Probe, Refusal, naming, of_files
+from ckptool.formats.base import Format, Probe, naming, of_files, of_many_files
 from ckptool.formats.distributed.placements import (
     ONE_SAVE,
     attributes_of,
@@ -124,10 +124,8 @@ class DeepSpeed(Format):
     """The format `deepspeed`."""
 
     name = "deepspeed"
-    refusal = Refusal(
-        "distributed",
-        "it is a folder of DeepSpeed's: each rank's file has slices of the parameters",
-        A_FOLDER,
+    refusal = of_many_files(
+        "it is a folder of DeepSpeed's: each rank's file has slices of the parameters"
     )
 
     def recognise(self, probe: Probe) -> bool:
@@ -307,15 +305,19 @@ def _check_alike(step: _Step, own: Sequence[Mapping[Any, Any]], files: Sequence[
         _check_ranks(step, names, world)
     for one, file in zip(own, files, strict=True):
         if _marks(one) != _marks(own[0]):
-            what = f"differs from {os.path.basename(files[0])} in the options of its optimizer"
+            what = f"differs from {os.path.basename(files[0])} in its optimizer's options or step"
             raise CorruptFile(what, file=file, hint=ONE_SAVE)
 
 
 def _marks(own: Mapping[Any, Any]) -> list[bytes]:
-    """Return what every rank's file of one save states alike."""
-    groups = _base(own)[1]
-    plain = [[(k, v) for k, v in one.items() if not isinstance(v, TensorRef)] for one in groups]
+    """Return what every rank's file of one save states alike, of tensors by their checksums."""
+    states, groups = _base(own)
+    steps = [{k: v for k, v in (one or {}).items() if not _is_long(v)} for one in states.values()]
     parts = (_number(own.get("zero_stage")), own.get("partition_count"), own.get("ds_version"))
+    plain = [
+        [(k, v.storage and v.storage.crc32 if isinstance(v, TensorRef) else v) for k, v in items]
+        for items in (one.items() for one in (*groups, *steps))
+    ]
     return [encode(one).data for one in (*parts, *plain)]
 
 
@@ -343,7 +345,6 @@ def _groups(
     groups = []
     for number, of_group in enumerate(shapes):
         every = [one.get(number) or {} for one in states]
-        _check_numbers(every, files)
         keys = [key for key, one in every[0].items() if _is_long(one)] if vectors else []
         if any(every[0][key].dtype == "uint8" for key in keys):
             keys = []  # 8-bit states lie in blocks, with scales beside them
@@ -360,23 +361,6 @@ def _groups(
 
 def _is_long(node: Any) -> bool:
     return isinstance(node, TensorRef) and bool(node.shape)
-
-
-def _check_numbers(every: Sequence[Mapping[Any, Any]], files: Sequence[str]) -> None:
-    """Refuse ranks whose steps differ; of tensors by the checksums that the files state."""
-    first = {key: _stated(one) for key, one in every[0].items() if not _is_long(one)}
-    for one, file in zip(every, files, strict=True):
-        for key, stated in first.items():
-            if stated is not None and _stated(one.get(key)) not in (None, stated):
-                what = f"{printable(str(key))!r} of the optimizer is not that of"
-                raise CorruptFile(f"{what} {os.path.basename(files[0])}", file=file, hint=ONE_SAVE)
-
-
-def _stated(node: Any) -> Any:
-    """Return what tells a number from others; None if that takes more than the header."""
-    if not isinstance(node, TensorRef):
-        return encode(node).data
-    return node.storage and node.storage.crc32
 
 
 def _flat(own: Mapping[Any, Any], file: str) -> list[Any]:

@@ -189,8 +189,7 @@ class _Reader(Cursor):
         (length,) = self.numbers(layout)
         begin = self.skip(length)
         if dtype not in BY_NAME:
-            named = printable(str(dtype))
-            text = f"array of shape {list(shape)} and numpy's type {named} is not a tensor"
+            text = f"array of type {printable(str(dtype))} is not a tensor"
             self.unknown.append(text)
             return text
         return plain_tensor(str(begin), dtype, shape, ByteRange(self.source, begin, length))

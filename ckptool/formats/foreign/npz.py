@@ -129,7 +129,8 @@ class NumpyArchive(Format):
             elif (tensor := _tensor(record, header)) is not None:
                 root[name] = tensor
             else:
-                others.append(_told(name, header))
+                kind = printable(header.descr[:100])
+                others.append(f"{printable(name)!r} of type {kind} is not a tensor")
         details = _details(archive, root, pickles, others)
         return Checkpoint(root, self.name, probe.path, details, sources=archive.sources)
 
@@ -148,13 +149,6 @@ def _tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
     tensor = plain_tensor(record.name, dtype, header.shape, data, byteorder=order)
     stride = row_major_strides(header.shape[::-1])[::-1]
     return replace(tensor, stride=stride) if header.fortran_order else tensor
-
-
-def _told(name: str, header: ArrayHeader) -> str:
-    return (
-        f"array '{printable(name)}' of shape {list(header.shape)} and numpy's type "
-        f"{printable(header.descr[:100])} is not a tensor: torch has no such type"
-    )
 
 
 def _details(

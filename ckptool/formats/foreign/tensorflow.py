@@ -41,7 +41,7 @@ from ckptool.formats.base import (
 )
 from ckptool.formats.foreign.leveldb import MAGIC, Message, read_table, varint
 from ckptool.limits import Limits
-from ckptool.model import Global, Opaque, OrderedMap, TensorRef, plain_tensor
+from ckptool.model import Global, Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.statedict import OF_THE_MODEL
 from ckptool.words import listed, printable, shell
 
@@ -134,10 +134,8 @@ class TensorFlow(Format):
                 continue
             leaf = data.leaf(key, entry)
             if leaf is None:
-                others.append(
-                    f"variable {printable(name)!r} of shape {list(entry.shape)} and TensorFlow's "
-                    f"type {entry.dtype} is not a tensor: torch has no such type"
-                )
+                kind = f"TensorFlow's type {entry.dtype}"
+                others.append(f"{printable(name)!r} of {kind} is not a tensor")
                 continue
             section = optimizer if _is_slot(name, names) else model
             clean = _cleaned(name)
@@ -152,11 +150,7 @@ class TensorFlow(Format):
                 size=index.source.size + sum(one.size for one in data.sources),
                 writer="TensorFlow",
                 byteorder=index.byteorder,
-                storage_bytes=sum(
-                    one.nbytes
-                    for one in (*model.values(), *optimizer.values())
-                    if isinstance(one, TensorRef)
-                ),
+                storage_bytes=sum(one.nbytes for one in find_tensors([model, optimizer])),
                 notes=tuple(_notes(names)),
                 left_behind=tuple(others),
                 late=any(isinstance(leaf, Opaque) for leaf in model.values()),

@@ -330,8 +330,8 @@ def set_step(own):
 
 
 FAULTS = {
-    "another step": (set_step, "'step' of the optimizer is not that of .*rank_0"),
-    "other options": (set_option, "differs from .*rank_0.*in the options of its optimizer"),
+    "another step": (set_step, "differs from .*rank_0.*in its optimizer"),
+    "other options": (set_option, "differs from .*rank_0.*in its optimizer"),
     "a short vector": (cut_vector, "'(up|norm).weight' needs elements"),
     "no moment": (
         lambda own: (
