@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from types import SimpleNamespace
@@ -17,13 +17,7 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.errors import (
-    CheckpointError,
-    MatchError,
-    NotFound,
-    TargetExists,
-    TrainingError,
-)
+from ckptool.errors import CheckpointError, MatchError, NotFound, TargetExists, TrainingError
 from ckptool.files.atomic import atomic_output
 from ckptool.files.folders import remove_folder, settle_folders
 from ckptool.files.journal import occupied
@@ -37,12 +31,7 @@ from ckptool.trainer.strategies.base import DIVERGED, StepResult, Strategy
 from ckptool.trainer.tuning import random_state, restore_random_state, seed_all
 from ckptool.words import listed
 
-__all__ = [
-    "Checkpoints",
-    "Progress",
-    "one_run_in",
-    "require_one_run",
-]
+__all__ = ["Checkpoints", "Progress", "one_run_in", "require_one_run"]
 
 _NAME = re.compile(r"(last|best|step-(\d{8,}))(\.pth)?")
 
@@ -121,9 +110,9 @@ def kept(folder: str) -> list[tuple[str, int | None]]:
 
 def _number_in(path: str, key: str) -> int | None:
     """Return a count that a checkpoint has under a key, or None."""
-    values = os.path.join(path, sharded.VALUES) if os.path.isdir(path) else path
+    values = os.path.join(path, sharded.VALUES)
     try:
-        with ckptool.open(values) as held:
+        with ckptool.open(values if os.path.exists(values) else path) as held:
             number = held.root.get(key) if isinstance(held.root, dict) else None
     except CheckpointError:
         return None
@@ -152,15 +141,15 @@ class _Rehearsed(Exception):
     pass
 
 
-def require_writable(folder: str, name: str = "last.pth", size: int = 1) -> None:
+def require_writable(folder: str, size: int = 1) -> None:
     """Write a file of `size` bytes in the folder and remove it before it gets its name.
 
     Raises:
         WriteError: it cannot be written.
         FileBusy: another process is changing the file.
     """
-    target = os.path.join(folder, name)
-    with suppress(_Rehearsed), atomic_output(target, max(size, 1), overwrite=True):
+    target = os.path.join(folder, "last.pth")
+    with suppress(_Rehearsed), atomic_output(target, size, overwrite=True):
         raise _Rehearsed
 
 
@@ -192,7 +181,7 @@ def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bo
             remove_checkpoint(path)
         return
     names = list(map(os.path.basename, others))
-    if not names and not is_within and Metrics(folder).has_lines:
+    if not names and not is_within and any(Metrics(folder).lines()):
         names = ["metrics.jsonl"]
     if names:
         what = f"checkpoints of later steps than {step}" if is_within else "an earlier run"
@@ -283,42 +272,35 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Make the folder of the run and lock out other runs; rank 0 holds the lock.
+    def begun(self) -> Iterator[Progress]:
+        """Make the folder of the run and lock out other runs; resume the run of `resume`.
+
+        The folder must hold no other run; with `overwrite` it is removed. A file of the size of a
+        checkpoint is written and removed.
 
         Raises:
             FileBusy: another run uses the folder.
-            WriteError: the folder cannot be made, or is a file.
-        """
-        with ExitStack() as held:
-            self._ranks.first(lambda: held.enter_context(one_run_in(self._config.out)))
-            yield
-
-    def require_writable(self) -> None:
-        """Write a file of the size of a checkpoint, and remove it.
-
-        Raises:
-            WriteError: it cannot be written.
-            TrainingError: the module cannot be pickled, as `save="module"` needs.
-        """
-        if self._config.save == "module":
-            module = self._strategy.whole_module()
-            self._ranks.first(lambda: _pickle(module, len))
-        size = expected_size(self._strategy)
-        name = f"last{self._suffix or '.trial'}"
-        self._ranks.first(lambda: require_writable(self._config.out, name, size))
-
-    def begin(self) -> Progress:
-        """Resume from the checkpoint of `resume`, and return how far the run has come.
-
-        The folder must hold no other run; with `overwrite` it is removed.
-
-        Raises:
-            TrainingError: there is another run, or all checkpoints of a folder are damaged.
+            WriteError: the folder cannot be made or written, or is a file.
+            TrainingError: there is another run, all checkpoints of a folder are damaged, or
+                `save="module"` cannot pickle the module.
             FileMissing: there is no such file.
             UnreadableFile: it is damaged, or not a checkpoint.
             MatchError: it is of another architecture; model and optimizer are unchanged.
         """
+        with ExitStack() as held:
+            self._ranks.first(lambda: held.enter_context(one_run_in(self._config.out)))
+            self._require_writable()
+            yield self._begin()
+
+    def _require_writable(self) -> None:
+        if self._config.save == "module":
+            module = self._strategy.whole_module()
+            self._ranks.first(lambda: _pickle(module, len))
+        size = expected_size(self._strategy)
+        self._ranks.first(lambda: require_writable(self._config.out, size))
+
+    def _begin(self) -> Progress:
+        """Resume from the checkpoint of `resume`, and return how far the run has come."""
         origin = self._origin()
         progress = Progress() if origin is None else self._restored(origin)
         out = self._config.out
@@ -336,11 +318,6 @@ class Checkpoints:
         seconds = self._config.save_seconds
         return seconds is not None and time.monotonic() - self._saved_at >= seconds
 
-    @property
-    def has_best(self) -> bool:
-        """Whether the folder has `best.pth`."""
-        return os.path.lexists(self._path("best"))
-
     def numbered(self, progress: Progress) -> None:
         """Write the checkpoint of this step, and remove the oldest ones beyond `keep`."""
         self.write(f"step-{progress.step:08d}", progress)
@@ -351,7 +328,8 @@ class Checkpoints:
     def _suffix(self) -> str:
         return "" if self._config.sharded else ".pth"
 
-    def _path(self, name: str) -> str:
+    def path(self, name: str) -> str:
+        """Return the path of `last`, `best` or a numbered checkpoint."""
         return os.path.join(self._config.out, name + self._suffix)
 
     def write(self, name: str, progress: Progress) -> None:
@@ -360,7 +338,7 @@ class Checkpoints:
         Raises:
             TrainingError: a weight is infinite or NaN.
         """
-        path = self._path(name)
+        path = self.path(name)
         if not all(self._ranks.all(self._strategy.tuning.has_finite_weights)):
             raise TrainingError(
                 f"a weight is not finite after step {progress.step}: {name} is not written",
@@ -398,26 +376,23 @@ class Checkpoints:
         named = self._config.resume
         if named is None:
             return None
-        is_auto = named == "auto"
-        out = self._config.out if is_auto else named
-
-        def found() -> tuple[str | None, list[str]]:
-            there = [path for path, _ in kept(out)]
-            return self._newest(out, there) if there or is_auto else (named, [])
-
-        path, notes = self._ranks.first(found)
+        path, notes = self._ranks.first(lambda: self._newest(named))
         for note in notes:
             self._observer.tell(Note(note))
         return path
 
-    def _newest(self, out: str, there: Sequence[str]) -> tuple[str | None, list[str]]:
+    def _newest(self, named: str) -> tuple[str | None, list[str]]:
+        is_auto = named == "auto"
+        out = self._config.out if is_auto else named
         damaged: list[str] = []
-        for path in there:
+        for path, _ in kept(out):
             damage = sharded.damage(path)
             if damage is None:
                 return path, [f"{text}: passed over" for text in damaged]
             damaged.append(damage)
-        if damaged and not (self._config.overwrite and self._config.resume == "auto"):
+        if not (damaged or is_auto):
+            return named, []
+        if damaged and not (self._config.overwrite and is_auto):
             raise TrainingError(
                 f"no checkpoint in {out} can be read: {damaged[0]}",
                 hint="ckptool recover saves what can be read; --overwrite begins anew",

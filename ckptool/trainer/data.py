@@ -36,11 +36,6 @@ def as_dtype(value: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def emptied(value: Any) -> Any:
-    """Return the tree with no sample in any tensor."""
-    return tree_map_only(torch.Tensor, lambda one: one[:0], value)
-
-
 def sum_of(value: Any) -> torch.Tensor:
     """Return the sum of all outputs, through which gradients reach the parameters."""
     return sum(

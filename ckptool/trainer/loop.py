@@ -7,6 +7,7 @@ backward pass and the step of the optimizer.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -79,7 +80,7 @@ class Loop:
 
     def _begin(self) -> None:
         """Prepare the files of the figures, and report a run that is finished already."""
-        progress, is_first = self._progress, self._strategy.world.is_first
+        progress, is_first = self._progress, self._strategy.world.rank == 0
         self._ranks.first(lambda: self._metrics.cut(progress.epoch))
         self._scalars = Scalars(self._config, step=progress.step, is_wanted=is_first)
         if self._end is not None:
@@ -115,7 +116,7 @@ class Loop:
     @property
     def _votes(self) -> list[float]:
         """The signals that this process got, and in rank 0 whether it is time to save."""
-        is_due = self._strategy.world.is_first and self._checkpoints.is_due
+        is_due = self._strategy.world.rank == 0 and self._checkpoints.is_due
         return [*self._signals.votes, float(is_due)]
 
     def _asked(self, step: Step, results: list[StepResult]) -> tuple[int | None, bool]:
@@ -186,7 +187,7 @@ class Loop:
                 f"all {progress.step} steps were skipped: their gradients overflowed in fp16",
                 hint="--amp bf16, a lower --lr, or standardised data",
             )
-        if math.isfinite(progress.best) and not self._checkpoints.has_best:
+        if math.isfinite(progress.best) and not os.path.lexists(self._checkpoints.path("best")):
             self._note(
                 f"no epoch has a lower loss than {progress.best:g}: best.pth is in the folder that "
                 "the run was resumed from"

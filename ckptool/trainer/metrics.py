@@ -24,22 +24,17 @@ class Metrics:
         """Store the path; nothing is written."""
         self._path = Path(folder) / "metrics.jsonl"
 
-    @property
-    def has_lines(self) -> bool:
-        """Whether the file has the figures of an epoch."""
-        return any(True for _ in self._lines())
-
     def cut(self, epochs: int) -> None:
         """Remove the lines after the first `epochs`, which a resumed run writes again.
 
         Raises:
             WriteError: the file cannot be written.
         """
-        kept = "".join(line for line, epoch in self._lines() if epoch <= epochs).encode()
+        kept = "".join(line for line, epoch in self.lines() if epoch <= epochs).encode()
         with atomic_output(self._path, len(kept), overwrite=True) as output:
             output.write(kept)
 
-    def _lines(self) -> Iterator[tuple[str, int]]:
+    def lines(self) -> Iterator[tuple[str, int]]:
         """Yield the complete lines with their epochs: a kill may leave half a line."""
         if not self._path.is_file():
             return

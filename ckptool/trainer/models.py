@@ -13,7 +13,7 @@ from ckptool.factories import FACTORY, HINT, a_class, at_home, named, run
 from ckptool.trainer.config import TrainConfig, hidden_widths
 from ckptool.trainer.data import TrainData, collated, moved, shape
 
-__all__ = ["model_of", "own_model"]
+__all__ = ["model_of"]
 
 
 def model_of(config: TrainConfig, data: TrainData) -> nn.Module:
@@ -21,7 +21,7 @@ def model_of(config: TrainConfig, data: TrainData) -> nn.Module:
 
     Raises:
         UsageError: the model does not fit the data, or the user's code raised an error.
-        TrainingError: the user's model does not accept a sample.
+        TrainingError: the user's model does not accept a sample, or returns another shape.
     """
     if not data.inputs and not FACTORY.fullmatch(config.model):
         raise UsageError(
@@ -33,7 +33,7 @@ def model_of(config: TrainConfig, data: TrainData) -> nn.Module:
     if config.model == "cnn":
         return _cnn(data)
     widths = [] if config.model == "linear" else hidden_widths(config.model)
-    return own_model(config, data) if widths is None else _mlp(data, widths)
+    return _own_model(config, data) if widths is None else _mlp(data, widths)
 
 
 def _mlp(data: TrainData, widths: list[int]) -> nn.Sequential:
@@ -68,23 +68,15 @@ def _cnn(data: TrainData) -> nn.Sequential:
     )
 
 
-def own_model(config: TrainConfig, data: TrainData) -> nn.Module:
-    """Return the model that `module:factory` names or returns, after a try with one sample.
-
-    Raises:
-        UsageError: the code raised an error, or there is no model.
-        TrainingError: the model does not accept a sample, or its output has the wrong shape.
-    """
+def _own_model(config: TrainConfig, data: TrainData) -> nn.Module:
+    """Return the model that `module:factory` names or returns, after a try with one sample."""
     text = config.model
     with at_home():
-        node = named(text)
-        made: nn.Module = node
-        if not isinstance(node, nn.Module):
-            if not callable(node):
-                raise UsageError(f"{text} is {a_class(node)}, not a model or function", hint=HINT)
-            made = run(node, f"{text} raised", HINT)
-            if not isinstance(made, nn.Module):
-                raise UsageError(f"{text} returned {a_class(made)}, not a model", hint=HINT)
+        made = named(text)
+        if callable(made) and not isinstance(made, nn.Module):
+            made = run(made, f"{text} raised", HINT)
+        if not isinstance(made, nn.Module):
+            raise UsageError(f"{text} gives {a_class(made)}, not a model", hint=HINT)
         _require_fit(made, config, data)
     return made
 

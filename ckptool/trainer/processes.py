@@ -49,7 +49,7 @@ class World:
     """The processes of the default group, or this one alone; all make the same calls.
 
     Attributes:
-        rank: The number of this process.
+        rank: The number of this process; 0 writes the files.
         size: The number of processes.
         ranks: The processes, which succeed or fail together.
     """
@@ -66,11 +66,6 @@ class World:
             undone="training cannot go on",
             call="Trainer.fit",
         )
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which writes the files."""
-        return self.rank == 0
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each value over the processes, as float64."""

@@ -100,9 +100,7 @@ class Trainer:
             seed_all(config.seed + strategy.world.rank)  # dropout differs from process to process
             values = {"config": config.to_dict(), "data": dict(data.statistics), "gpus": seen_as()}
             checkpoints = Checkpoints(config, strategy, batches, self._observer, values)
-            with checkpoints.alone():
-                checkpoints.require_writable()
-                progress = checkpoints.begin()
+            with checkpoints.begun() as progress:
                 devices = tuple(map(str, strategy.devices))
                 parameters = sum(one.numel() for one in strategy.module.parameters())
                 sizes = parameters, batches.samples, batches.steps, config.epochs
@@ -115,15 +113,12 @@ class Trainer:
         return result
 
     def _data_given(self) -> TrainData:
-        if self._data is None:
-            data = data_of(self._config)
-        elif isinstance(self._data, TrainData):
-            data = self._data
-        elif (self._loss or self._config.loss) is None:
-            raise UsageError("no loss for the data", hint="loss=torch.nn.functional.mse_loss")
-        else:
-            data = TrainData(self._data, None, self._loss or self._config.loss or "")
         loss = self._loss or self._config.loss
+        data = data_of(self._config) if self._data is None else self._data
+        if not isinstance(data, TrainData):
+            if loss is None:
+                raise UsageError("no loss for the data", hint="loss=torch.nn.functional.mse_loss")
+            return TrainData(data, None, loss)
         return data if loss is None else replace(data, loss=loss)
 
     def _attend(self, strategy: Strategy, data: TrainData, batches: Batches) -> None:

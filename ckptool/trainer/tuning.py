@@ -162,8 +162,8 @@ class Tuning:
     def _trained(self) -> Iterator[torch.Tensor]:
         return (one for group in self.optimizer.param_groups for one in group["params"])
 
-    def step(self, clip: Callable[[float], None]) -> bool:
-        """Apply the gradients and clear them.
+    def step(self) -> bool:
+        """Clip the gradients to a common norm, apply them and clear them.
 
         Return False if the scaler found an infinite gradient and skipped the step.
 
@@ -174,7 +174,7 @@ class Tuning:
         try:
             if self.config.clip is not None:
                 self.scaler.unscale_(self.optimizer)
-                clip(self.config.clip)
+                nn.utils.clip_grad_norm_(list(self._trained), self.config.clip)
             self.scaler.step(self.optimizer)
         except RuntimeError as error:
             if not any(one.grad is not None and one.grad.is_sparse for one in self._trained):

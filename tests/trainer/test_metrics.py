@@ -26,12 +26,12 @@ def ended(epoch, **values):
 
 def test_a_line_an_epoch(tmp_path):
     metrics = Metrics(tmp_path)
-    assert not metrics.has_lines
+    assert not list(metrics.lines())
     for epoch in (1, 2):
         metrics.add(ended(epoch))
     told = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert told == [ended(1).to_dict(), ended(2).to_dict()]
-    assert metrics.has_lines
+    assert list(metrics.lines())
 
 
 def test_a_number_that_is_none_is_null(tmp_path):

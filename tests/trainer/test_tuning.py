@@ -113,13 +113,13 @@ def test_an_infinite_gradient_is_skipped_by_the_scaler():
     tuning.scaler.scale(torch.zeros(()))  # the scale is made with the first loss
     assert tuning.has_finite_gradients  # nothing that ends the run
     scale = tuning.scaler.get_scale()
-    tuning.step(lambda limit: nn.utils.clip_grad_norm_(module.parameters(), limit))
+    tuning.step()
     assert all(map(torch.equal, before, module.parameters()))
     assert (tuning.rate, tuning.scaler.get_scale()) == (rate, scale / 2)
     assert tuning.schedule.last_epoch == 0
     for one in module.parameters():
         one.grad = torch.ones_like(one)
-    tuning.step(lambda limit: None)
+    tuning.step()
     assert not any(map(torch.equal, before, module.parameters()))
     assert tuning.schedule.last_epoch == 1
 
@@ -157,14 +157,14 @@ def test_options_are_the_configuration_s_whatever_the_file_had():
     before = tuned(one, lr=0.1, weight_decay=0.5, schedule="linear")
     for parameter in one.parameters():
         parameter.grad = torch.ones_like(parameter)
-    before.step(lambda limit: None)
+    before.step()
     after = tuned(other, lr=0.3, schedule="linear")
     after.optimizer.load_state_dict(before.optimizer.state_dict())
     assert after.restore(before.state(), step=1) == []
     group = after.optimizer.param_groups[0]
     assert (group["lr"], group["initial_lr"]) == (pytest.approx(0.3 * 23 / 24), 0.3)
     assert group["weight_decay"] == 0.0
-    after.step(lambda limit: None)
+    after.step()
     assert after.rate == pytest.approx(0.3 * 22 / 24)
 
 

@@ -10,21 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ckptool.errors import TrainingError
 from ckptool.factories import a_class
 from ckptool.trainer.config import TrainConfig, require_shared
-from ckptool.trainer.data import (
-    Dataset,
-    Loss,
-    device_in,
-    emptied,
-    moved,
-    prepared,
-    shape,
-    share,
-    sum_of,
-)
+from ckptool.trainer.data import Dataset, Loss, device_in, moved, prepared, shape, share, sum_of
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.events import Observer, Traced, Validating
 from ckptool.trainer.processes import World, local_rank
@@ -89,6 +80,8 @@ class Strategy:
         model: The model in its wrapper, which is called with a batch.
         module: The model without wrapper.
         tuning: The optimizer, and the other objects that change the weights in a step.
+        processes: The number of processes in the run.
+        takes_steps: Whether this process runs the loop; False: it serves another process that does.
     """
 
     model: nn.Module
@@ -99,6 +92,7 @@ class Strategy:
         """Store the configuration and the observer."""
         self.config, self.observer = config, observer
         self.world = World()
+        self.processes, self.takes_steps = 1, True
         self._feed: Iterator[tuple[Any, Any]] | None = None
 
     # The processes and devices.
@@ -122,11 +116,6 @@ class Strategy:
         """All devices that this process computes on: one GPU for each process on this machine."""
         return (device_of(self.config.device, local_rank=local_rank()),)
 
-    @property
-    def takes_steps(self) -> bool:
-        """Whether this process runs the loop; False: it serves another process that does."""
-        return True
-
     def serve(self, votes: Callable[[], Sequence[float]]) -> Any:
         """Work for the process that runs the loop, and return what that process gives to `end`.
 
@@ -136,11 +125,6 @@ class Strategy:
 
     def end(self, outcome: Any) -> None:
         """Give `outcome` to the processes that `serve` this one, after the last step."""
-
-    @property
-    def processes(self) -> int:
-        """The number of processes in the run."""
-        return self.world.size
 
     # The model.
 
@@ -170,11 +154,6 @@ class Strategy:
         """Return the rows of a batch that this process computes."""
         return share(rows, self.world.rank, self.world.size)
 
-    @property
-    def gradient_scale(self) -> float:
-        """The factor of the loss that makes up for a wrapper that averages gradients."""
-        return 1.0
-
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Return the context of one batch: only the last batch of a step exchanges gradients."""
         return nullcontext()
@@ -196,7 +175,8 @@ class Strategy:
             mine = self.share(rows)
             with self.accumulating(is_last=position == len(step.batches) - 1):
                 loss = self.loss(mine)
-                weight = len(mine) / step.samples * self.gradient_scale
+                # The wrapper of several processes divides the sum of gradients by their number.
+                weight = len(mine) / step.samples * self.world.size
                 self.tuning.scaler.scale(loss * weight).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.item() * len(mine)
         return loss_sum
@@ -216,16 +196,12 @@ class Strategy:
                 f"the loss is {loss_sum / step.samples}" if is_loss else "a gradient is not finite"
             )
             raise TrainingError(f"{fault} at step {step.number}", hint=DIVERGED)
-        is_taken = self.tuning.step(self.clip)
+        is_taken = self.tuning.step()
         return StepResult(loss_sum, step.samples, votes, is_skipped=not is_taken)
 
     def settled(self) -> list[StepResult]:
         """Wait for the steps that are handed out, and return them if `step` did not."""
         return []
-
-    def clip(self, limit: float) -> None:
-        """Scale all gradients down to a common norm of `limit`."""
-        nn.utils.clip_grad_norm_(self.module.parameters(), limit)
 
     # Losses.
 
@@ -294,7 +270,7 @@ class Strategy:
     ) -> torch.Tensor:
         inputs, targets = self.placed(batch)
         if not rows:  # an empty batch of the right types: the other processes wait for this one
-            inputs, targets = emptied(inputs), emptied(targets)
+            inputs, targets = tree_map_only(torch.Tensor, lambda one: one[:0], (inputs, targets))
         with self.tuning.autocast(self.device.type):
             with self.tracing() if trace else nullcontext():
                 outputs = self.model(inputs)

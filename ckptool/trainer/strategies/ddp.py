@@ -29,12 +29,8 @@ class Distributed(Strategy):
     def opened(self) -> Iterator[None]:
         """Connect the processes that the launcher started."""
         with connected(self.device) as self.world:
+            self.processes = self.world.size
             yield
-
-    @property
-    def gradient_scale(self) -> float:
-        """The number of processes, by which the wrapper divides the sum of gradients."""
-        return float(self.world.size)
 
 
 class DistributedDataParallel(Distributed):

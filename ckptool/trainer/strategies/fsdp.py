@@ -86,13 +86,15 @@ class FullyShardedDataParallel(Distributed):
 
 def whole(tree: Any) -> Any:
     """Return the tree with every sharded tensor gathered; all processes call it."""
-    return tree_map(lambda one: _gathered(one) if is_spread(one) else one, tree)
 
+    def gathered(part: Any) -> Any:
+        if not is_spread(part):
+            return part
+        full = part.full_tensor()
+        has_padding = full.untyped_storage().nbytes() > full.nbytes
+        return full.clone() if has_padding else full
 
-def _gathered(part: Any) -> torch.Tensor:
-    """Return the whole tensor, without the padding of the shards."""
-    full: torch.Tensor = part.full_tensor()
-    return full.clone() if full.untyped_storage().nbytes() > full.nbytes else full
+    return tree_map(gathered, tree)
 
 
 def _take_buffers(model: nn.Module, _: Any) -> None:

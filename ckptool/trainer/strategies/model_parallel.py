@@ -112,23 +112,18 @@ def stages(sizes: Sequence[int], count: int) -> list[int]:
     Every stage has a block with parameters; a block without parameters follows the one before.
     """
     heavy = [at for at, size in enumerate(sizes) if size]
-    weights = [sizes[at] for at in heavy]
-    firsts = {heavy[cut] for cut in _cuts(weights, count)}
-    return list(accumulate(int(at in firsts) for at in range(len(sizes))))
-
-
-def _cuts(weights: Sequence[int], count: int) -> list[int]:
-    """Return the first items of the second and later parts, for the lightest heaviest part."""
-    sums = [0, *accumulate(weights)]
+    sums = [0, *accumulate(sizes[at] for at in heavy)]
 
     @cache
     def best(parts: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """Return the largest of the parts before `end`, and where the later parts begin."""
         if parts == 1:
             return sums[end], ()
         before = ((cut, *best(parts - 1, cut)) for cut in range(parts - 1, end))
         return min((max(size, sums[end] - sums[cut]), (*cuts, cut)) for cut, size, cuts in before)
 
-    return list(best(count, len(weights))[1])
+    firsts = {heavy[cut] for cut in best(count, len(heavy))[1]}
+    return list(accumulate(int(at in firsts) for at in range(len(sizes))))
 
 
 class _Moving:

@@ -23,12 +23,7 @@ from ckptool.loading.ranks import sendable
 from ckptool.trainer.data import share
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.launching import not_met
-from ckptool.trainer.processes import (
-    TIMEOUT,
-    launched_as,
-    local_rank,
-    meeting_point,
-)
+from ckptool.trainer.processes import TIMEOUT, launched_as, local_rank, meeting_point
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
 from ckptool.trainer.tuning import seed_all
 
@@ -227,8 +222,9 @@ class ParameterServer(Strategy):
         Raises:
             TrainingError: there is only one process, or torch has no rpc.
         """
-        self._rank, self._size = launched_as()
-        if self._size < 2:
+        self._rank, self.processes = launched_as()
+        self.takes_steps = self._rank == 0  # the server
+        if self.processes < 2:
             raise TrainingError(
                 "a parameter server needs 2 processes or more, not 1",
                 hint="--nproc 3 starts a server and two workers",
@@ -237,7 +233,7 @@ class ParameterServer(Strategy):
             raise TrainingError("this torch has no torch.distributed.rpc", hint="--strategy ddp")
         self._part = 0, 1
         self._end: _Released | None = None
-        _connect(self._rank, self._size)
+        _connect(self._rank, self.processes)
         with self._serving() if self.takes_steps else self._working():
             yield
 
@@ -245,10 +241,10 @@ class ParameterServer(Strategy):
     def _serving(self) -> Iterator[None]:
         """Lead the workers, which end with the block."""
         is_split = self.config.updates == "synchronous"
-        self._parts = self._size - 1 if is_split else 1
+        self._parts = self.processes - 1 if is_split else 1
         self._in_flight = InFlight(0 if is_split else self.config.staleness)
         self._handed_out: dict[int, tuple[Step, float, dict[int, Answer]]] = {}
-        self._free = set(range(1, self._size))
+        self._free = set(range(1, self.processes))
         self._result: Any = None
         failure = None
         try:
@@ -257,7 +253,7 @@ class ParameterServer(Strategy):
             failure = sendable(error)
             raise
         finally:
-            _release(self._size, _Released(self._result, failure))
+            _release(self.processes, _Released(self._result, failure))
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -274,16 +270,6 @@ class ParameterServer(Strategy):
             raise
         finally:
             _leave(self._end)
-
-    @property
-    def takes_steps(self) -> bool:
-        """Whether this process is the server, rank 0."""
-        return self._rank == 0
-
-    @property
-    def processes(self) -> int:
-        """The server and its workers."""
-        return self._size
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

@@ -21,10 +21,6 @@ from ckptool.trainer.strategies.base import Step, StepResult, Strategy
 __all__ = ["Xla"]
 
 _CPU = torch.device("cpu")
-_INSTALL = (
-    "on a TPU: pip install 'torch_xla[tpu]==2.9.0' torch==2.9.1; each release needs one minor "
-    "version of torch"
-)
 
 
 class Xla(Strategy):
@@ -51,7 +47,8 @@ class Xla(Strategy):
         except ImportError as error:
             raise TrainingError(
                 f"strategy 'xla' needs torch_xla, which cannot be imported: {error}",
-                hint=_INSTALL,
+                hint="on a TPU: pip install 'torch_xla[tpu]==2.9.0' torch==2.9.1; each release "
+                "needs one minor version of torch",
             ) from error
         if self.config.amp == "fp16":
             raise TrainingError(

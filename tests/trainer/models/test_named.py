@@ -167,10 +167,10 @@ def test_trying_it_uses_up_nothing_that_is_random(own):
 
 WRONG = {
     "Gone": (UsageError, "has no attribute 'Gone'"),
-    "number": (UsageError, "own_net:number is an int, not a model or function"),
+    "number": (UsageError, "own_net:number gives an int, not a model"),
     "needy": (UsageError, "own_net:needy raised TypeError: needy() missing 1 required"),
-    "nothing": (UsageError, "own_net:nothing returned None, not a model"),
-    "weights": (UsageError, "own_net:weights returned an OrderedDict, not a model"),
+    "nothing": (UsageError, "own_net:nothing gives None, not a model"),
+    "weights": (UsageError, "own_net:weights gives an OrderedDict, not a model"),
     "Moody": (TrainingError, "does not accept a batch of (1, 10): ValueError: not today"),
     "wide": (TrainingError, "returns (1, 3) for a batch of (1, 10); --data friedman needs (1, 1)"),
     "Two": (TrainingError, "returns a tuple for a batch of (1, 10)"),
