@@ -71,7 +71,8 @@ class VerbGroup(click.Group):
         name = ALIASES.get(cmd_name, cmd_name)
         if name not in self.list_commands(ctx):
             return None
-        command = import_module(f"ckptool.cli.{name.replace('-', '_')}_verb").command
+        verb = name.replace("-", "_")
+        command = import_module(f"ckptool.cli.{verb}_verb").command
         return command if isinstance(command, click.Command) else None
 
     def resolve_command(
