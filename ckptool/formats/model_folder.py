@@ -75,9 +75,12 @@ def _chosen(probe: Probe) -> _Names | None:
     """Return what is the one model of a folder, then what is not read for that."""
     if not probe.is_folder or probe.ask(open_archive).records:
         return None
-    found = [
-        _Names(model.library, files) for model in _MODELS if (files := _there(probe, model.files))
-    ]
+    # A link that leads nowhere is a file that is meant.
+    is_folder = probe.place.is_folder
+    names = probe.entries.intersection(name for one in _MODELS for name in one.files)
+    there = {name for name in names if not is_folder(os.path.join(probe.path, name))}
+    every = (_Names(one.library, tuple(filter(there.__contains__, one.files))) for one in _MODELS)
+    found = [one for one in every if one.files]
     if len(found) != 1 or any(map(_NEXT_MODEL.fullmatch, probe.entries)):
         return None
     ((library, files),) = found
@@ -88,12 +91,3 @@ def _chosen(probe: Probe) -> _Names | None:
     if index.endswith(_PICKLED) and files[0].endswith(_SAFE):
         return _Names(library, (*files, index))
     return _Names(library, (index, *files)) if index == _SHARDS_OF[library] else None
-
-
-def _there(probe: Probe, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names that the folder has; a link that leads nowhere is one that is meant."""
-    return tuple(
-        name
-        for name in names
-        if name in probe.entries and not probe.place.is_folder(os.path.join(probe.path, name))
-    )

@@ -129,17 +129,10 @@ class _Reader:
         saved = self.archive.records.get(f"{_WEIGHTS}{model}.pt")
         if saved is not None:
             return _nested(saved, self.limits)
-        config = self._config(f"{_WEIGHTS}{model}_weights_config.json")
-        return OrderedMap((name, self._weight(name, about)) for name, about in config.items())
-
-    def _config(self, name: str) -> Mapping[str, Any]:
-        record = self.archive.records.get(name)
-        if record is None:
-            raise CorruptFile(f"record {name!r} is missing")
-        config = read_json(record, self.limits).get("config")
-        if not isinstance(config, dict):
-            raise CorruptFile(f"record {name!r} describes no tensors")
-        return config
+        with naming(None, rules_of="PT2"):
+            record = self.archive.records[f"{_WEIGHTS}{model}_weights_config.json"]
+            config = read_json(record, self.limits)["config"].items()
+        return OrderedMap((name, self._weight(name, about)) for name, about in config)
 
     def _weight(self, name: str, about: Any) -> TensorRef:
         with naming(self.archive.path, f"weight {name!r}", rules_of="PT2"):

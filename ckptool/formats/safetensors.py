@@ -324,12 +324,6 @@ def _shared(
     return None
 
 
-def _body(source: Source) -> ByteRange:
-    (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
-    begin = LENGTH.size + length
-    return ByteRange(source, begin, source.size - begin)
-
-
 _LIKELY_HEADER = 1 << 40
 """A header's length below it; eight letters of a text make a number far above."""
 
@@ -417,20 +411,19 @@ class Safetensors(EditableFormat):
         if content.left_out:
             return None
         source = checkpoint.sources[0]
-        body = _body(source)
+        (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
+        begin = LENGTH.size + length
         written = content.written
         if not all(one.is_verbatim and one.data.source is source for one in written.values()):
             return None
         entries = [
-            _entry(name, tensor, tensor.data.offset - body.offset)
-            for name, tensor in written.items()
+            _entry(name, tensor, tensor.data.offset - begin) for name, tensor in written.items()
         ]
         try:
-            check_tiling(entries, body.length)
+            check_tiling(entries, source.size - begin)
         except CorruptFile:
             return None
         text = header_text(entries, content.metadata)
-        length = body.offset - LENGTH.size
         if len(text) > length:
             return None
         return Plan(

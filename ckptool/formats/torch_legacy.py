@@ -27,16 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["TORCH_LEGACY"]
 
 
-def _untyped(checkpoint: Checkpoint) -> NotRepresentable:
-    """Return the error for a dtype over an untyped storage, a stream that torch cannot load."""
-    what = "an untyped storage"
-    for path, ref in checkpoint.tensors():
-        if ref.storage is not None and BY_NAME[ref.dtype].storage is None:
-            what = f"{name_of(path)!r} (of type {ref.dtype})"
-            break
-    return _unloadable(checkpoint, what)
-
-
 def _unloadable(checkpoint: Checkpoint, what: str) -> NotRepresentable:
     return NotRepresentable(
         f"no torch can load {what} from a legacy stream",
@@ -79,7 +69,12 @@ class TorchLegacy(WritableFormat):
 
         encoded = encode(checkpoint.root, legacy=True)
         if any(name.endswith("UntypedStorage") for name in encoded.globals):
-            raise _untyped(checkpoint)
+            untyped = (
+                f"{name_of(path)!r} (of type {ref.dtype})"
+                for path, ref in checkpoint.tensors()
+                if ref.storage is not None and BY_NAME[ref.dtype].storage is None
+            )
+            raise _unloadable(checkpoint, next(untyped, "an untyped storage"))
         if "torch._utils._rebuild_nested_tensor" in encoded.globals:
             raise _unloadable(checkpoint, "a nested tensor (its sizes would come after it)")
         payloads: list[tuple[ByteRange, bytes, int]] = []

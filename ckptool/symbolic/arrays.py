@@ -7,13 +7,11 @@ made it, so that it is written back as it came. Forms after numpy/core/src/multi
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile
 from ckptool.files import ByteRange, MemorySource
 from ckptool.model import Global, Opaque, plain_tensor, row_major_strides
@@ -80,13 +78,6 @@ def _array(
     name, order = known
     if any(type(size) is not int or size < 0 for size in shape):
         raise CorruptFile("a numpy array has a shape that is not all sizes", file=file)
-    expected = math.prod(shape) * BY_NAME[name].itemsize
-    if expected != len(raw):
-        raise CorruptFile(
-            f"a numpy array of shape {list(shape)} takes {expected:,} bytes, "
-            f"but {len(raw):,} are there",
-            file=file,
-        )
     tensor = plain_tensor(
         "numpy", name, shape, ByteRange(MemorySource(raw, file), 0, len(raw)), byteorder=order
     )
