@@ -27,7 +27,7 @@ from ckptool.formats.archive import (
     raw_entries,
 )
 from ckptool.formats.base import Problem
-from ckptool.words import counted, listed
+from ckptool.words import counted
 
 __all__ = ["header_problems"]
 
@@ -162,8 +162,6 @@ _PADDING = int.from_bytes(b"FB", "little")
 """The extra field that torch pads with, to align what follows."""
 _TORCHS_END = 0x031E
 """The version that torch's writer states in the 64-bit end record."""
-_SHARED = ("version needed", "flags", "method", "time", "date")
-_SUMS = ("CRC-32", "packed size", "size")
 
 
 def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Problem, ...]:
@@ -223,53 +221,39 @@ def _entry_faults(
         yield "the extra field of its directory entry is damaged"
     if local is None or local.name != entry.name:
         return  # told by the reader
-    different = [
-        f"{name} {ours:,} and {theirs:,}"
-        for name, ours, theirs in zip(_SHARED, local.shared, entry.shared, strict=True)
-        if ours != theirs and not (name == _SHARED[0] and {ours, theirs} < _VERSIONS)
-    ]
-    if different:
-        yield f"its own header and the directory contradict each other: {listed(different)}"
-    yield from _size_faults(entry, local)
-    yield from _extra_faults(local)
+    (needed, *stated), (known, *true) = local.shared, entry.shared
+    is_known = needed == known or {needed, known} < _VERSIONS
+    if not is_known or stated != true or not _is_sized(entry, local):
+        yield "its own header and the directory contradict each other"
+    if local.fields is None:
+        yield "the extra field of its own header is damaged"
+    # Torch pads with Z, other tools with zeros.
+    elif any(
+        number == _PADDING and content.strip(b"Z") and content.strip(b"\0")
+        for number, content in local.fields
+    ):
+        yield "the padding before its bytes is damaged"
     if local.shared.flags & DESCRIPTOR and not _is_described(data, entry, local):
         yield "the data descriptor behind its bytes is missing, or contradicts the directory"
     if by_torch and (entry.made_by == 0 or _is_padded(local)):
         yield from _torchs_faults(entry, local)
 
 
-def _size_faults(entry: _Central, local: _Local) -> Iterator[str]:
-    """Checksum and sizes in the local header; all are 0 where a data descriptor has them."""
+def _is_sized(entry: _Central, local: _Local) -> bool:
+    """Return whether the local header has the checksum and sizes of the directory.
+
+    All are 0 where a data descriptor has them.
+    """
     wide = _wide_values(local.fields)
     described = bool(local.shared.flags & DESCRIPTOR)
-    put_off = {0, FAR} if wide else {0}
-    stated = (local.crc32, local.packed, local.size)
-    if not described or local.crc32 or not put_off.issuperset(stated[1:]):
-        true = (entry.crc32, entry.packed, entry.size)
-        different = [
-            f"{name} {ours:,} and {theirs:,}"
-            for name, ours, theirs in zip(_SUMS, stated, true, strict=True)
-            if ours != theirs and not (wide and ours == FAR) and (ours or not described)
-        ]
-        if different:
-            yield f"its own header and the directory contradict each other: {listed(different)}"
-        elif described and stated != true and not wide:
-            yield "its own header states a part of checksum and sizes, and puts off the rest"
-    known = {entry.packed, entry.size, entry.header}
-    if not set(wide) <= (known | {0} if described else known):
-        yield "the 64-bit sizes in its own header contradict the directory"
-
-
-def _extra_faults(local: _Local) -> Iterator[str]:
-    if local.fields is None:
-        yield "the extra field of its own header is damaged"
-    elif any(number == _PADDING and _is_damaged(content) for number, content in local.fields):
-        yield "the padding before its bytes is damaged"
-
-
-def _is_damaged(padding: bytes) -> bool:
-    """Return whether it is neither torch's padding nor zeros, which others put there."""
-    return bool(padding.strip(b"Z") and padding.strip(b"\0"))
+    known = {entry.packed, entry.size, entry.header, *([0] if described else [])}
+    if described and local.crc32 == 0 and {local.packed, local.size} <= ({0, FAR} if wide else {0}):
+        return known.issuperset(wide)
+    sums = ((local.crc32, entry.crc32), (local.packed, entry.packed), (local.size, entry.size))
+    return known.issuperset(wide) and all(
+        ours == theirs or (wide and (ours == FAR or (described and not ours)))
+        for ours, theirs in sums
+    )
 
 
 def _is_described(data: ByteRange, entry: _Central, local: _Local) -> bool:
@@ -290,18 +274,10 @@ def _is_described(data: ByteRange, entry: _Central, local: _Local) -> bool:
 
 def _torchs_faults(entry: _Central, local: _Local) -> Iterator[str]:
     """Return where a record is not as torch's writer leaves every one (formats of miniz 3.0.2)."""
-    wanted = {STORED: 0, DEFLATED: 20}.get(entry.shared.method)
-    stated = {
-        "version made by": entry.made_by,
-        "internal attributes": entry.internal,
-        "external attributes": entry.external & ~_FOLDER,
-        "length of the comment": len(entry.comment),
-    }
-    odd = [f"{name} {value:,}" for name, value in stated.items() if value]
-    if entry.shared.needed != wanted and entry.shared.needed == local.shared.needed:
-        odd.append(f"version needed {entry.shared.needed:,}")
-    if odd:
-        yield f"its directory entry has {listed(odd)}, where torch's writer puts nothing"
+    needed = {STORED: 0, DEFLATED: 20}.get(entry.shared.method)
+    odd = entry.made_by, entry.internal, entry.external & ~_FOLDER, len(entry.comment)
+    if any(odd) or needed != entry.shared.needed == local.shared.needed:
+        yield "its directory entry has numbers that torch's writer does not put there"
     for fields, known in ((entry.fields, (ZIP64,)), (local.fields, (ZIP64, _PADDING))):
         if any(number not in known for number, _ in fields or ()):
             yield "it has an extra field that torch's writer does not make"
