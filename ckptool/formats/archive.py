@@ -544,19 +544,16 @@ def folder_of(entries: list[Entry]) -> str:
 
 def _open_folder(probe: Probe) -> Archive:
     """Return the files of an unzipped archive, which may lie in the only folder of a folder."""
-    if not probe.entries.isdisjoint(_MARKS):
-        return _folder_archive(probe.path, probe.limits)
-    names = [name for name in probe.entries if not name.startswith((".", "__"))]
-    folders = [path for name in names if os.path.isdir(path := os.path.join(probe.path, name))]
-    if len(folders) == 1 and any(os.path.isfile(os.path.join(folders[0], m)) for m in _MARKS):
-        return _folder_archive(folders[0], probe.limits)
-    return Archive(probe.path, "", {}, (), 0)
-
-
-def _folder_archive(path: str, limits: Limits) -> Archive:
+    path = probe.path
+    if probe.entries.isdisjoint(_MARKS):
+        names = [name for name in probe.entries if not name.startswith((".", "__"))]
+        folders = [one for name in names if os.path.isdir(one := os.path.join(path, name))]
+        if len(folders) != 1 or not any(os.path.isfile(os.path.join(*folders, m)) for m in _MARKS):
+            return Archive(path, "", {}, (), 0)
+        path = folders[0]
     records: dict[str, Record] = {}
     for name, entry in _files_below(path, ""):
-        check_limit("the folder has", len(records) + 1, "files", limits.max_records)
+        check_limit("the folder has", len(records) + 1, "files", probe.limits.max_records)
         size = entry.stat().st_size
         records[name] = Record(name, ByteRange(FolderFile(entry.path, size), 0, size))
     total = sum(record.data.length for record in records.values())

@@ -162,7 +162,12 @@ def _true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[s
 def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
     """Yield what the file will not have, a sentence each."""
     tensors = [value for value in root.values() if isinstance(value, TensorRef)]
-    yield from _others(root)
+    rest = {key: value for key, value in root.items() if not isinstance(value, TensorRef)}
+    if rest:
+        yield "values: " + listed(
+            f"{key} ({value.class_name})" if isinstance(value, Opaque) else str(key)
+            for key, value in rest.items()
+        )
     classed = [
         any(layer.state is not None or layer.kind == "type" for layer in tensor.wrapping)
         for tensor in tensors
@@ -180,24 +185,6 @@ def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
     ):
         if count:
             yield f"{what}, of {counted(count, 'tensor')}"
-
-
-def _others(root: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield the entries of a state dict that are no tensors."""
-    groups: dict[str, list[str]] = {"values": [], "objects": [], "containers": []}
-    for key, value in root.items():
-        if isinstance(value, TensorRef):
-            continue
-        name = printable(str(key))
-        if isinstance(value, Opaque):
-            groups["objects"].append(f"{name} ({value.class_name})")
-        elif isinstance(value, (dict, list, tuple)):
-            groups["containers"].append(f"{name} (0 tensors inside)")
-        else:
-            groups["values"].append(name)
-    for group, names in groups.items():
-        if names:
-            yield f"{group}: {listed(names)}"
 
 
 def remarks(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterator[str]:

@@ -192,9 +192,14 @@ class _Tar:
 
     def _read_storages(self, member: _Member) -> None:
         for _ in range(member.count()):
-            key, location, storage_class = _storage_record(member.record())
-            if type(key) is not int or not isinstance(location, str) or key in self.storages:
-                raise member.corrupt("a storage without a key or a device, or a second of one key")
+            match member.record():
+                case (int() as key, str() as location, storage_class) if key not in self.storages:
+                    pass
+                case (int() as key, storage_class) if key not in self.storages:
+                    location = "cpu"  # as the first version of the tar had it
+                case _:
+                    what = "a storage without a key or a device, or a second of one key"
+                    raise member.corrupt(what)
             dtype, untyped = storage_type(storage_class, self.file)
             (numel,) = member.integers(1)
             nbytes = numel * BY_NAME[dtype].itemsize
@@ -247,16 +252,6 @@ class _Tar:
         raise CorruptFile(
             f"its pickle refers to {pid!r:.80}, which is neither a tensor nor a storage of the tar"
         )
-
-
-def _storage_record(record: Any) -> tuple[Any, Any, Any]:
-    """(key, location, class) of a storage; the first version of the tar had no location."""
-    match record:
-        case (key, location, storage_class):
-            return key, location, storage_class
-        case (key, storage_class):
-            return key, "cpu", storage_class
-    return None, None, None
 
 
 def _view(root: StorageRef, key: int, offset: int, numel: int) -> StorageRef:
