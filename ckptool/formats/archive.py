@@ -411,18 +411,15 @@ def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
     torch writes the pickle first, and the pickle names every storage with its length: where it
     is still whole, it tells the least that the file must have had.
     """
-    fact = "the file is cut short: the zip directory, which stands at its end, is missing"
+    missing = "the file is cut short: the zip directory, which stands at its end, is missing"
+    fact = f"{missing}; it has {data.length:,} bytes"
     try:
         wanted = _least_size(data, limits)
     except (CheckpointError, struct.error):
         wanted = 0
     if wanted > data.length:
-        fact += (
-            f"; it has {data.length:,} bytes, and its tensors alone need {wanted:,}, "
-            f"so at least {wanted - data.length:,} are missing"
-        )
-    else:
-        fact += f"; it has {data.length:,} bytes"
+        lost = wanted - data.length
+        fact += f", and its tensors alone need {wanted:,}, so at least {lost:,} are missing"
     hint = "download or copy it again; or ckptool convert --salvage takes what is whole"
     return TruncatedFile(fact, hint=hint)
 
