@@ -100,8 +100,8 @@ class _Naming:
         renamed = {name: new for name, new in self.names.items() if new != name}
         if part.kind == "module" and (renamed or self.mates):
             raise NotRepresentable(
-                f"the pickled module {where(part.path)} cannot have other names: its class names "
-                "its parts",
+                f"the pickled module at {where(part.path)} cannot have other names: "
+                "its class names its parts",
                 file=plan.file or None,
                 hint="--model-only makes a state dict of it",
             )

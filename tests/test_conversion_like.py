@@ -183,7 +183,7 @@ def test_a_file_without_a_state_dict_is_an_error(made, slots):
 
 def test_a_pickled_module_is_told_how_it_goes(made, slots, tmp_path):
     module = nn.DataParallel(net())
-    with pytest.raises(NotRepresentable) as caught:
+    with pytest.raises(NotRepresentable, match="module at net cannot") as caught:
         fitted(made({"net": module}), slots(net()))
     assert caught.value.hint.startswith("--model-only")
     checkpoint = made({"net": net()}, "plain.pth")

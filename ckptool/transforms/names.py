@@ -379,7 +379,7 @@ def changed(names: Iterable[str], rename: Rename) -> dict[str, str]:
 
 def stays(part: Section) -> Change:
     """Return the warning that the names of a pickled module cannot change."""
-    text = f"the pickled module {where(part.path)} stays as it is: its class names its parts"
+    text = f"the pickled module at {where(part.path)} stays as it is: its class names its parts"
     return Change("warning", text, len(part.node))
 
 
@@ -573,7 +573,7 @@ def strip_module(
             if found.instead and found.wanted is not None:
                 plan.changes.append(_stripped(part, found.wanted, found.renamed))
             if found.keeps:
-                text = f"the pickled module {where(part.path)} keeps names that look wrapped"
+                text = f"the pickled module at {where(part.path)} keeps names that look wrapped"
                 plan.changes.append(Change("warning", f"{text}: its class has them", len(names)))
     plan.follow(checkpoint.root, parts, lambda own: strip_names(own, **options).renamed)
     return plan.applied(checkpoint)

@@ -187,7 +187,7 @@ def test_a_pickled_module_stays_with_a_warning():
     assert [change.kind for change in made.changes] == ["rename", "warning"]
     alone = renamed(net, "w=>v")
     assert texts(alone) == [
-        ("warning", "the pickled module the root stays as it is: its class names its parts")
+        ("warning", "the pickled module at the root stays as it is: its class names its parts")
     ]
 
 
