@@ -497,12 +497,9 @@ def _check_still_there(index: ShardIndex) -> None:
 def _missing(index: ShardIndex) -> FileMissing:
     place = place_of(index.path)
     gone = [name for name in index.shards if not place.is_file(index.beside(name))]
-    which = "a shard is" if len(gone) == 1 else f"{len(gone)} of {len(index.shards)} shards are"
-    lost = set(gone)
-    count = sum(1 for name in index.weight_map.values() if name in lost)
     return FileMissing(
-        f"{which} missing: there is no {listed(map(repr, gone))} beside the index, which places "
-        f"{count:,} of its {len(index.weight_map):,} tensors there",
+        f"{len(gone)} of {counted(len(index.shards), 'shard')} missing: there is no "
+        f"{listed(map(repr, gone))} beside the index",
         file=index.path,
         hint="fetch what is missing; a shard that is there opens by itself: ckptool list SHARD",
     )
