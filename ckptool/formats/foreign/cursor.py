@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from ckptool.errors import CorruptFile
+from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files import Source
 from ckptool.formats.base import check_limit
 from ckptool.limits import Limits
@@ -21,8 +21,19 @@ class Cursor:
     def __init__(self, source: Source, limits: Limits, *, is_header: bool) -> None:
         """Begin at the first byte; a header is no longer than `limits` allow, nor is one value."""
         self.source, self.limits, self.position = source, limits, 0
+        self._left = limits.max_records
         self._end = limits.max_header_bytes if is_header else source.size
         self._window, self._start = b"", 0
+
+    def count(self, cost: int) -> None:
+        """Count a value, which costs so much next to an entry of a zip directory.
+
+        Raises:
+            LimitExceeded: there are too many values.
+        """
+        self._left -= cost
+        if self._left < 0:
+            raise LimitExceeded("has too many values")
 
     def skip(self, length: int) -> int:
         """Pass over bytes, and return where they begin.

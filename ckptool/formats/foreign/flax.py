@@ -119,15 +119,13 @@ class _Reader(Cursor):
 
     def __init__(self, source: Source, limits: Limits) -> None:
         super().__init__(source, limits, is_header=False)
-        self._left = limits.max_records // _WEIGHT
         self.unknown: list[str] = []
         """Sentences on arrays that torch has no type for."""
 
     def value(self, depth: int) -> Any:
         """Return the next value: dicts for maps and lists, a TensorRef for an array."""
-        self._left -= 1
-        if self._left < 0 or depth > self.limits.max_depth:
-            raise LimitExceeded("has too many values, or nested too deep")
+        self.count(_WEIGHT)
+        check_limit("values are nested", depth, "deep", self.limits.max_depth)
         code = self.take(1)[0]
         if code in _CONSTANTS:
             return _CONSTANTS[code]

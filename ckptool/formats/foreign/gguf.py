@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import CorruptFile, LimitExceeded, UnsupportedFormat
+from ckptool.errors import CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.files.computed import ComputedSource
 from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, needing
 from ckptool.formats.foreign.cursor import Cursor
-from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.words import counted, listed, printable
 
@@ -91,7 +90,7 @@ class Gguf(Format):
     def read(self, probe: Probe) -> Checkpoint:
         """Return the tensors by name, over the header alone; their shapes as torch counts them."""
         source = probe.opened()
-        header = _Header(source, probe.limits)
+        header = _Header(source, probe.limits, is_header=True)
         facts, entries = header.read()
         alignment = facts.get(_ALIGNMENT, 32)
         if type(alignment) is not int or alignment < 1:
@@ -123,10 +122,6 @@ GGUF = Gguf()
 class _Header(Cursor):
     """The header, read from front to back."""
 
-    def __init__(self, source: Source, limits: Limits) -> None:
-        super().__init__(source, limits, is_header=True)
-        self._left = limits.max_records
-
     def read(self) -> tuple[dict[str, Any], list[_Entry]]:
         """Return the facts that are no lists, by key, and the tensors."""
         version = self.numbers("<4sI")[1]
@@ -144,7 +139,7 @@ class _Header(Cursor):
         return facts, [self._entry() for _ in range(tensors)]
 
     def _entry(self) -> _Entry:
-        self._count(_WEIGHT)
+        self.count(_WEIGHT)
         name = self._text()
         (count,) = self.numbers("<I")
         check_limit(f"{printable(name)!r} has", count, "dimensions", self.limits.max_dimensions)
@@ -153,7 +148,7 @@ class _Header(Cursor):
 
     def _value(self, type: int, depth: int = 0) -> Any:
         """Return a value; None for a list, which is passed over."""
-        self._count(1)
+        self.count(1)
         if type in _SCALARS:
             return self.numbers(_SCALARS[type])[0]
         if type == _STRING:
@@ -167,11 +162,6 @@ class _Header(Cursor):
             for _ in range(count):
                 self._value(inner, depth + 1)
         return None
-
-    def _count(self, number: int) -> None:
-        self._left -= number
-        if self._left < 0:
-            raise LimitExceeded("has too many tensors or facts")
 
     def _text(self) -> str:
         (length,) = self.numbers("<Q")
