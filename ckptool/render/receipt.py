@@ -25,7 +25,8 @@ def receipt_lines(receipt: Receipt) -> Iterator[str]:
     for kind, alike in groupby(receipt.changes, key=lambda change: change.kind):
         mark = "warning: " if kind == "warning" else ""
         yield from first_lines((clean(mark + one.text) for one in alike), SCREEN)
-    if not receipt.left_out and {one.kind for one in receipt.changes} <= {"warning", "format"}:
+    kinds = {one.kind for one in receipt.changes}
+    if receipt.source and not receipt.left_out and kinds <= {"warning", "format"}:
         yield f"names, values and devices stay as they are in {clean(receipt.source)}"
     yield from _told(receipt.outcomes)
     yield from first_lines((f"left out: {clean(text)}" for text in receipt.left_out), SCREEN)

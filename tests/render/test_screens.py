@@ -265,6 +265,7 @@ def test_nothing_changed_is_said():
     assert lines != list(receipt_lines(receipt(dry_run=True, left_out=("epoch",))))
     assert lines[0] == "names, values and devices stay as they are in in.pth"
     assert lines[-1].startswith("would write out.pth")
+    assert len(list(receipt_lines(receipt(source="")))) == 1  # of `save`, which has no source
 
 
 def test_a_receipt_as_a_document():
