@@ -221,8 +221,8 @@ class _Kernel:
         self._made = bytearray(CHUNK * BY_NAME[target].itemsize)
         self._target = torch.frombuffer(self._made, dtype=torch_dtype(target))
         self._widest = not {"float64", "complex128"}.isdisjoint(sources)
-        self._sum = torch.empty(CHUNK, dtype=wide)
-        self._next = torch.empty(CHUNK, dtype=wide)
+        self._sum = torch.empty(CHUNK, dtype=wide, device="cpu")
+        self._next = torch.empty(CHUNK, dtype=wide, device="cpu")
 
     def cosine(self, runs: Sequence[Elements]) -> float:
         """Return the cosine of the angle between two runs."""

@@ -323,7 +323,9 @@ class Kernel:
         double = source == "float64"
         self._wide = torch.float64 if double else torch.float32
         self._bits = torch.int64 if double else torch.int32
-        self._size, self._back = (torch.empty(CHUNK, dtype=self._wide) for _ in range(2))
+        self._size, self._back = (
+            torch.empty(CHUNK, dtype=self._wide, device="cpu") for _ in range(2)
+        )
         self._raw = bytearray(CHUNK * self._itemsize)
         self._made = bytearray(CHUNK * BY_NAME[target].itemsize)
         self._source = torch.frombuffer(self._raw, dtype=torch_dtype(source))

@@ -244,7 +244,9 @@ class _Kernel:
         self._least = 1e-300 if wide else 1e-33
         """Sums of squares up to this may have lost some of them."""
         self._buffers = ElementBuffer(a, CHUNK), ElementBuffer(b, CHUNK)
-        self._a, self._b, self._gap = (torch.empty(CHUNK, dtype=lane) for _ in range(3))
+        self._a, self._b, self._gap = (
+            torch.empty(CHUNK, dtype=lane, device="cpu") for _ in range(3)
+        )
         self._tolerance = tolerance
         self.ratio = 0.0
         """The largest of the tensor so far: smaller ones need not be calculated."""

@@ -134,7 +134,7 @@ def _four_bit(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef |
         first, last = start // block, -(-stop // block)
         scales = tables[1][first:last]
         if outer is not None:
-            own = torch.index_select(tables[2], 0, torch.arange(first, last) // size)
+            own = torch.index_select(tables[2], 0, torch.arange(first, last, device="cpu") // size)
             scales = torch.index_select(tables[3], 0, scales.int()) * own + offset
         numbers = torch.index_select(tables[0], 0, both.int())
         return numbers * scales.repeat_interleave(block)[: stop - start]
@@ -187,7 +187,9 @@ def _affine(tensor: Any) -> TensorRef | None:
 
         elements = _elements(codes, start, stop)
         if isinstance(scale, float):
-            return torch.mul(elements.int() - zero, torch.tensor(scale, dtype=torch.float32))
+            return torch.mul(
+                elements.int() - zero, torch.tensor(scale, dtype=torch.float32, device="cpu")
+            )
         factors, *less = (_spread(one, shape, block, start, stop) for one in found[: len(tables)])
         wide = torch.float64 if scale.dtype == "float64" else torch.float32
         return (elements.float() - (less[0].float() if less else 0)) * factors.to(wide)
@@ -246,7 +248,8 @@ def _spread(
     """
     import torch
 
-    left = torch.arange(start, stop, dtype=torch.int32 if prod(shape) < 1 << 31 else torch.int64)
+    dtype = torch.int32 if prod(shape) < 1 << 31 else torch.int64
+    left = torch.arange(start, stop, dtype=dtype, device="cpu")
     at = torch.zeros_like(left)
     for size, own, step in zip(shape, block, row_major_strides(tuple(shape)), strict=True):
         index = left // step

@@ -273,9 +273,9 @@ class _Kernel:
         seen_as, prepare = _preparations().get(dtype, (None, None))
         self._prepare = prepare
         self._buffer = ElementBuffer(dtype, CHUNK, seen_as=seen_as)
-        self._wide = torch.empty(CHUNK, dtype=torch.float64)
-        self._places = torch.empty(CHUNK, dtype=torch.float64)
-        self._bins = torch.empty(CHUNK, dtype=torch.int32)
+        self._wide = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
+        self._places = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
+        self._bins = torch.empty(CHUNK, dtype=torch.int32, device="cpu")
         self._last: tuple[Elements, int, torch.Tensor] | None = None
 
     def extent(self, run: Elements, start: int, stop: int) -> _Extent:

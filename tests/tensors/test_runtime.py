@@ -3,7 +3,9 @@
 from collections import OrderedDict
 
 import pytest
+import torch
 
+import ckptool
 from ckptool.errors import CheckpointWarning
 from ckptool.tensors import require_torch, set_attributes
 from ckptool.tensors.runtime import called
@@ -32,3 +34,23 @@ def test_how_a_tensor_is_called(name, shown):
 
 def test_a_name_cannot_reach_the_terminal():
     assert "\x1b" not in called("a\x1b[2Jb")
+
+
+def test_the_default_device_of_the_user_changes_no_figures(tmp_path):
+    a, b = {"w": torch.rand(30, 20)}, {"w": torch.rand(30, 20)}
+    torch.save(a, tmp_path / "a.pth")
+    torch.save(b, tmp_path / "b.pth")
+    small, scale = a["w"].to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
+    torch.save({"l.weight": small, "l.weight_scale_inv": scale}, tmp_path / "q.pth")
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            (row,) = ckptool.stats(tmp_path / "a.pth").tensors
+            (value,) = ckptool.diff(tmp_path / "a.pth", tmp_path / "b.pth").changed
+            ckptool.convert(tmp_path / "a.pth", tmp_path / f"cast-{device}.pth", cast="bfloat16")
+            ckptool.convert(tmp_path / "q.pth", tmp_path / f"q-{device}.pth", dequantize="float32")
+            ckptool.average([tmp_path / "a.pth", tmp_path / "b.pth"], tmp_path / f"{device}.pth")
+        assert row.measures.maximum == a["w"].max()
+        assert value.difference.max_abs == pytest.approx((a["w"] - b["w"]).abs().max().item())
+        assert torch.equal(torch.load(tmp_path / f"{device}.pth")["w"], (a["w"] + b["w"]) / 2)
+        assert torch.equal(torch.load(tmp_path / f"cast-{device}.pth")["w"], a["w"].bfloat16())
+        assert torch.equal(torch.load(tmp_path / f"q-{device}.pth")["l.weight"], small.float() / 2)
