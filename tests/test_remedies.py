@@ -85,7 +85,9 @@ def test_an_error_has_them_as_data_and_as_text(kind):
     assert kind("no").hint is None
 
 
-@pytest.mark.parametrize("kind", [*every_class(CheckpointError)])
+@pytest.mark.parametrize(
+    "kind", [one for one in every_class(CheckpointError) if one.__module__ == "ckptool.errors"]
+)
 def test_every_error_crosses_between_processes_with_all_that_it_knows(kind):
     error = kind("no", hint="ask")
     error.file, error.more = "f", ["something"]
