@@ -199,8 +199,9 @@ def fill(fills: Iterable[Fill]) -> None:
             single.append(partial(_copy, one.tensor, ref))
     if size >= _SHARED:
         deque(in_order(lambda job: job(), shared), 0)
-        shared.clear()
-    for job in (*shared, *single):
+    else:
+        single = shared + single
+    for job in single:
         job()
 
 

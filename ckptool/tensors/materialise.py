@@ -76,7 +76,9 @@ class Placement:
         where = self._where
         if isinstance(where, Mapping):
             return str(where.get(tag, tag))
-        return tag if where is None else where if isinstance(where, str) else None
+        if where is None:
+            return tag
+        return where if isinstance(where, str) else None
 
     def check(self, tag: str, *, name: str, file: str | None) -> None:
         """Refuse a device that is not here, before anything is read for it.

@@ -37,7 +37,10 @@ def same_content(a: TensorRef, b: TensorRef, told: Told | None = None) -> bool:
 
 
 def same_elements(a: TensorRef, b: TensorRef) -> bool:
-    """Return whether two tensors of one type and shape have the same bytes; False without any."""
+    """Return whether two tensors of one type and shape have the same bytes.
+
+    It is False if either has no plain bytes (`has_content`), unless checksums tell.
+    """
     same = same_by_checksum(a, b)
     return (a.has_content and b.has_content and same_content(a, b)) if same is None else same
 
