@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import LimitExceeded
+from ckptool.errors import LimitExceeded, NameCollision
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque
 from ckptool.modules import child_modules, is_module, module_state, own_tensors
@@ -29,6 +29,14 @@ class Net(torch.nn.Module):
         self.norm = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.ReLU())
         self.again = self.first
         self.instance = torch.nn.InstanceNorm1d(3)
+
+
+def test_a_wrapper_that_is_shared_at_two_depths_gives_no_name_twice():
+    inner = module(parameters={"w": tensor(), "x.w": tensor()})
+    wrapper = module(children={"_orig_mod": inner})
+    root = module(children={"a.x": wrapper, "a": module(children={"_orig_mod": wrapper})})
+    with pytest.raises(NameCollision, match="two names"):
+        strip_module(checkpoint(root), levels=1)
 
 
 @pytest.mark.parametrize("protocol", [1, 2, 4])

@@ -64,7 +64,7 @@ class Teller(Observer):
             if isinstance(event, Started):
                 self._started = event
             if isinstance(event, EpochEnded) and not self._screen.as_json:
-                is_first = not self._all(EpochEnded)
+                is_first = not any(isinstance(one, EpochEnded) for one in self._events)
                 self._print([heading(self._screen.look)] * is_first + [epoch_line(event)])
             elif isinstance(event, (Started, Resumed, Note)):
                 self._screen.say([event_line(event)])

@@ -107,7 +107,7 @@ class Edit:
             device, inode, size, offset = numbers
             old, new = journal.blobs
             tail = str(journal.facts["tail"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise unusable(path) from error
         fits = offset in (0, size) and len(old) == min(len(new), size - offset)
         if journal.kind != KIND or not fits:

@@ -50,7 +50,7 @@ class _Retry(Exception):
     def __init__(self, why: str, pause: float | None = None, data: bytes = b"") -> None:
         super().__init__(why)
         self.pause, self.data = pause, data
-        """Seconds to wait; what came before the connection broke."""
+        """Seconds to wait; what came before the answer ended."""
 
 
 def fetch(
@@ -156,7 +156,7 @@ def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> Part:
         size, end = int(found[3]), int(found[2]) + 1
         data = _exactly(answer, min(stop, size, end) - start)
         if data and end < min(stop, size):
-            raise _Retry("the server sends no more at a time", 0.0, data)
+            raise _Retry("the server sends fewer bytes at a time than asked for", 0.0, data)
         return Part(data, size, now)
     length = told.get("Content-Length", "")
     if stop > FROM_THE_START or not re.fullmatch(r"[0-9]{1,18}", length):

@@ -115,7 +115,7 @@ def read_journal(target: str) -> Journal | None:
     source = FileSource(path)
     try:
         return _parse(source)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         text = "the journal of an edit cannot be used: damaged, or of another version of ckptool"
         raise unusable(target, text, file=path) from error
     finally:

@@ -60,7 +60,11 @@ class Move:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any], target: str) -> Move:
-        """Return what a journal says of one file; ValueError, KeyError, TypeError if it is none."""
+        """Return what a journal says of one file.
+
+        Raises:
+            ValueError, KeyError, TypeError, OverflowError: it says nothing of that kind.
+        """
         temporary, name, old = str(facts["temporary"]), str(facts["name"]), facts["replaces"]
         beginning = os.path.basename(beside(target, ""))
         if not re.fullmatch(re.escape(beginning) + PART, temporary):
@@ -149,7 +153,7 @@ def _moves(target: str, journal: Journal) -> list[Move]:
         if journal.kind != KIND:
             raise ValueError("of another kind")
         return [Move.from_facts(facts, target) for facts in journal.facts["files"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise unusable(target) from error
 
 

@@ -240,7 +240,7 @@ def remove_unlocked(path: str) -> int | None:
 
 
 def private(mode: int | None) -> Callable[[str, int], int]:
-    """Return an opener of a file that is ours alone until its `mode` is set (None: never)."""
+    """Return an opener of a file that is ours alone until it gets `mode` (None: by the umask)."""
     return lambda path, flags: os.open(path, flags, 0o666 if mode is None else 0o600)
 
 

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["THREADS", "in_order"]
+__all__ = ["in_order"]
 
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 
 THREADS = min(2, os.cpu_count() or 1)
 """Threads of one pass over bytes: a third has to wait for memory."""
-
-
 _AHEAD = 4
 """Jobs for each thread that are begun before their results are wanted: a terabyte has millions."""
 

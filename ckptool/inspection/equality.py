@@ -254,7 +254,7 @@ def _in_order(a: Iterable[Part], b: Iterable[Part]) -> list[Step]:
 
 
 def _made_of(node: Any, held: bool = True) -> tuple[tuple[Any, ...], list[Part]]:
-    """Return what equal nodes have alike, and the parts to compare.
+    """Return what equal nodes have alike, their kind first, and the parts to compare.
 
     `held`: also what an object itself holds as a list or dict. Parts of a dict and of a tensor
     have their keys in any order.
@@ -267,14 +267,14 @@ def _made_of(node: Any, held: bool = True) -> tuple[tuple[Any, ...], list[Part]]
     if isinstance(node, TensorRef):
         return ("tensor", node.kind, node.dtype, node.shape), _parts(node)
     if isinstance(node, StorageRef):
-        return (node.class_name, node.storage.nbytes), []
+        return ("storage", node.class_name, node.storage.nbytes), []
     if isinstance(node, DeviceValue):
         return ("device", node.tag), []
     if isinstance(node, Global):
         return ("global", node.qualified), []
     if isinstance(node, Opaque):
         return _object(node, held)
-    return (type_name(node), _value(node)), []
+    return ("value", type_name(node), _value(node)), []
 
 
 def _value(value: Any) -> Any:
@@ -319,13 +319,15 @@ def _tells(layer: Wrapping) -> bool:
 
 def _object(node: Opaque, held: bool) -> tuple[tuple[Any, ...], list[Part]]:
     if node.plain is not None:
-        return (node.plain[0], _value(node.plain[1])), []
+        return ("value", node.plain[0], _value(node.plain[1])), []
     if is_set(node):
         items = list(set_items(node))
         if all(map(_is_member, items)):
-            return (node.class_name, *sorted(repr(comparable((item,))) for item in items)), []
-        return (node.class_name, len(items)), [("items", item) for item in items]
-    head, parts = [node.class_name, isinstance(node.func, Global)], list[Part]()
+            members = sorted(repr(comparable((item,))) for item in items)
+            return ("members", node.class_name, *members), []
+        return ("set", node.class_name, len(items)), [("items", item) for item in items]
+    parts: list[Part] = []
+    head: list[Any] = ["object", node.class_name, isinstance(node.func, Global)]
     if not isinstance(node.func, Global):
         parts.append(("function", node.func))
     if held or node.class_name != "collections.Counter":

@@ -14,7 +14,7 @@ from ckptool.model import Storage, TensorRef, over_elements, remade, row_major_s
 from ckptool.names import N_AVERAGED, bare_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.tensors.averaging import Averager, Elements, elements_of
-from ckptool.tensors.sameness import same_elements
+from ckptool.tensors.sameness import same_content
 from ckptool.transforms.casting import FLOATING, Originals, refuse_apart
 from ckptool.transforms.extraction import single_state_dict
 from ckptool.transforms.names import distinct
@@ -337,12 +337,14 @@ class _Plan:
         hint = "--ints first takes those of the first file" if is_equal else None
         if tensor.shape != first.shape:
             fact, hint = f"has the shape {list(tensor.shape)} here and {list(first.shape)}", None
-        elif _class(tensor) != kind or (is_equal and tensor.dtype != first.dtype):
+        elif _class(tensor) != kind:
+            fact, hint = f"is {tensor.dtype} here and {first.dtype}", None
+        elif is_equal and tensor.dtype != first.dtype:
             fact = f"is {tensor.dtype} here and {first.dtype}"
         elif not tensor.has_content and (is_equal or kind != "integer"):
             text = f"{printable(name)!r} is a {tensor.kind} tensor, which has no plain elements"
             raise UsageError(text, file=file)
-        elif is_equal and tensor is not first and not same_elements(first, tensor):
+        elif is_equal and tensor is not first and not same_content(first, tensor):
             fact = f"({first.dtype}) has other integers here than"
         else:
             return

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
-from ckptool.errors import NotFound, UsageError
+from ckptool.errors import NameCollision, NotFound, UsageError
 from ckptool.model import Opaque, OrderedMap, remade
 from ckptool.modules import child_modules, module_state, own_tensors
 from ckptool.names import (
@@ -427,6 +427,9 @@ def unwrapped_modules(
 
     A wrapper has one child, named as wrappers name it, and no tensors of its own; where the name
     is `module` it must be outermost as well, and of a class that is a kind of `DataParallel`.
+
+    Raises:
+        NameCollision: two names would become one.
     """
     names = wrapped_names(module_state(root) or OrderedMap())
     wanted = strip_names(names, only=only, levels=levels, at=at)
@@ -456,6 +459,8 @@ def unwrapped_modules(
             if id(child) not in inside
         )
     after = wrapped_names(module_state(_with_instead(root, instead)) or OrderedMap())
+    if len(after) != len(names):  # modules that the file has under several names
+        raise NameCollision("two names of a module would become one", hint=COLLISION_HINT)
     renamed = {name: new for name, new in zip(names, after, strict=True) if new != name}
     return Unwrapped(instead, renamed, wanted)
 

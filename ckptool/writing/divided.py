@@ -73,7 +73,7 @@ def write_divided(plan: Plan, job: Job, team: Team, options: str) -> None:
     }
     kept: set[str] = set()
 
-    def begin() -> list[str]:
+    def begin() -> frozenset[str]:
         """Take the set, and return the targets of files that an earlier run has left whole."""
         whole = [part for part in parts[:-1] if _size(names[part.path]) == part.size]
         for part in whole:
@@ -83,7 +83,7 @@ def write_divided(plan: Plan, job: Job, team: Team, options: str) -> None:
             plan.index, target, parts, overwrite=job.may_replace, keeps=kept.__contains__
         )
         stack.enter_context(held)
-        return [part.path for part in whole]
+        return frozenset(part.path for part in whole)
 
     with ExitStack() as stack:
         whole = team.first(begin)

@@ -174,17 +174,18 @@ def verify_file(file: NewFile, output: FileOutput, progress: Progress | None) ->
     Raises:
         WriteError, CorruptFile: as `verify`.
     """
-    with closing(FileSource(output.name)) as source:
-        runs: list[_Run] = []
-        for one in file.members:  # files of torch.save's in this one
-            data = ByteRange(source, one.offset, one.length)
-            try:
-                contents = read_contents(zip_archive(data, DEFAULT_LIMITS), DEFAULT_LIMITS)
-            except CheckpointError as error:
-                raise _wrong(f"it cannot be read back ({error.message})") from error
-            found = replace(one.holds, root=contents.unpickled.root, format=TORCH_ZIP.name)
-            runs.extend(_storage_runs(one.holds, found))
-        _compare(runs, output.streamed, progress)
+    if file.members:  # files of torch.save's in this one
+        with closing(FileSource(output.name)) as source:
+            runs: list[_Run] = []
+            for one in file.members:
+                data = ByteRange(source, one.offset, one.length)
+                try:
+                    contents = read_contents(zip_archive(data, DEFAULT_LIMITS), DEFAULT_LIMITS)
+                except CheckpointError as error:
+                    raise _wrong(f"it cannot be read back ({error.message})") from error
+                found = replace(one.holds, root=contents.unpickled.root, format=TORCH_ZIP.name)
+                runs.extend(_storage_runs(one.holds, found))
+            _compare(runs, output.streamed, progress)
     if file.holds is not None:
         verify(file.holds, output.name, output.streamed, progress)
 
@@ -221,8 +222,12 @@ def _verdicts(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[tu
             apart.append((run, crc))
         else:
             here.append((run, crc))
-    found = in_order(lambda one: crc32_of(one[0].found.blocks(_PART)), apart)
-    for (run, crc), has in zip(apart, found, strict=True):
+
+    def summed(one: tuple[_Run, int]) -> int:
+        return crc32_of(one[0].found.blocks(_PART))
+
+    # The results have no name: the traceback of an error would keep their threads.
+    for (run, crc), has in zip(apart, in_order(summed, apart), strict=True):
         yield run, _has_checksum(run, crc, has)
     for run, wanted in here:
         if wanted is None:
@@ -298,7 +303,8 @@ def _storage_run(want: Encoded, index: int, found: ByteRange, byteorder: str) ->
     name = f"storage {storage.key!r}"
     data = storage.data
     if data is None or data.length != found.length:
-        raise _wrong(f"{name} has {found.length:,} bytes and should have {storage.nbytes:,}")
+        wanted = 0 if data is None else data.length
+        raise _wrong(f"{name} has {found.length:,} bytes and should have {wanted:,}")
     if storage.byteorder != byteorder:
         swap = BY_NAME[want.dtypes[index]].swap_size
         return _Run(name, found, lambda: swapped(data.blocks(), swap))

@@ -433,6 +433,15 @@ def test_open_checkpoints_stay_open(tmp_path):
         assert opened["a.w"].read()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_storage_is_not_the_call_of_its_class(tmp_path):
+    torch.save({"x": torch.ByteStorage(1)}, tmp_path / "a.pth")
+    called = b"\x80\x02}X\x01\x00\x00\x00xctorch\nByteStorage\n)Rs."
+    (tmp_path / "b.pth").write_bytes(called)
+    for pair in (("a.pth", "b.pth"), ("b.pth", "a.pth")):
+        assert not ckptool.diff(*(tmp_path / one for one in pair)).identical
+
+
 def test_errors_name_the_file(tmp_path):
     torch.save({"net._orig_mod.w": torch.ones(1), "net.w": torch.ones(1)}, tmp_path / "a.pth")
     with pytest.raises(NameCollision, match=r"a\.pth"):

@@ -168,6 +168,13 @@ def test_integers_must_agree_unless_the_firsts_are_wanted(tmp_path):
     assert caught.value.file.endswith("2.pth")
     assert "0.pth" in caught.value.message
     assert "--ints first" in caught.value.hint
+    other = {"w": torch.ones(2), "n": torch.ones(1)}
+    with (
+        opened(tmp_path, roots[0], other) as found,
+        pytest.raises(UsageError, match="float32") as c,
+    ):
+        average(found)
+    assert c.value.hint is None
     loaded, made, _ = mean_of(tmp_path, *roots, ints="first")
     assert loaded["n"].tolist() == [1]
     assert texts(made, "keep")[0].startswith("1 integer tensor: those of ")

@@ -76,6 +76,7 @@ def test_a_source_that_was_damaged_before_is_told_from_a_copy_that_failed(tmp_pa
         with pytest.raises(CorruptFile, match=r"is damaged") as caught:
             verify(damaged, str(tmp_path / "out"), streamed)
     assert caught.value.file == str(source)
+    assert not [one.name for one in threading.enumerate() if "ThreadPool" in one.name]
 
 
 def swapped(state):
