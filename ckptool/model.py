@@ -19,6 +19,7 @@ from ckptool._lazy import Result
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import CorruptFile, UsageError
 from ckptool.files import ByteRange, InflatedSource
+from ckptool.words import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -614,7 +615,7 @@ def plain_tensor(
     nbytes = -(-math.prod(shape) * BY_NAME[dtype].itemsize // PACKED.get(dtype, 1))
     if nbytes != data.length:
         what = f"takes {nbytes:,} bytes, and {data.length:,} are there"
-        raise CorruptFile(f"tensor {key!r} of {dtype} and shape {list(shape)} {what}")
+        raise CorruptFile(f"storage {quoted(key)}: {dtype} and shape {list(shape)} {what}")
     storage = Storage(key, data, nbytes, device, **stated)
     return TensorRef(dtype, shape, row_major_strides(shape), 0, storage, device)
 

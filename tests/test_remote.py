@@ -274,7 +274,7 @@ def test_an_index_of_more_files_than_anyone_has_is_refused(served):
     index = {"weight_map": {f"l.{i}": f"m-{i}.safetensors" for i in range(5000)}}
     with open(os.path.join(served.folder, "m.safetensors.index.json"), "w") as file:
         json.dump(index, file)
-    with pytest.raises(LimitExceeded, match="the index of another machine names 5,000 files"):
+    with pytest.raises(LimitExceeded, match="names 5,000 files"):
         ckptool.list_tensors(f"{served.url}/m.safetensors.index.json")
     assert len(served.asked) <= 3
 

@@ -63,6 +63,8 @@ _BYTES: tuple[tuple[str, Severity, frozenset[str], str, str], ...] = (
 _MASK = re.compile(r"mask[^./]*$", re.IGNORECASE)
 """A name whose last part says so; a mask of -inf is one that is added to attention scores."""
 _NEVER_INFINITE = frozenset({"weight", "bias", "running_mean", "running_var"})
+_OBSERVED = frozenset({"min_val", "max_val"})
+"""What an observer of torch's quantisation has seen: of no data yet, infinity."""
 _LEAST_UNSEEN = 1 << 10
 _LEAST_DEAD = 1 << 16
 """Less than this many bytes is no waste: every edit in place leaves a header behind."""
@@ -112,8 +114,12 @@ def _meant(infinite: Collection[str], patient: Patient) -> set[str]:
         for part in (patient.models if infinite else ())
         for path, tensor in part.tensors()
         if (name := name_of(path)) in infinite
-        and str(path[-1]).rpartition(".")[2] not in _NEVER_INFINITE
-        and (_MASK.search(name) or is_infinity_or_zero(tensor))
+        and (last := str(path[-1]).rpartition(".")[2]) not in _NEVER_INFINITE
+        # A single infinity is right in an observer; a parameter of one element has diverged.
+        and (
+            _MASK.search(name)
+            or ((tensor.numel > 1 or last in _OBSERVED) and is_infinity_or_zero(tensor))
+        )
     }
 
 

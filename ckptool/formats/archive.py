@@ -262,7 +262,7 @@ def extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
 def _refuse_record(entry: Entry, flags: int) -> NoReturn:
     method = entry.method
     if flags & REFUSED:
-        what = "encrypted, or a patch"
+        what = "a patch" if flags & REFUSED == 1 << 5 else "encrypted"
     elif method not in (STORED, DEFLATED):
         what = f"compressed by a method that torch cannot read ({_METHODS.get(method, method)})"
     elif entry.packed != entry.size and method == STORED:

@@ -248,8 +248,10 @@ class LegacyStream:
         match pid:
             case ("module", cls, _, text):
                 return self.sources.take(cls, text)
-        if not is_storage_pid(pid) or len(pid) != 6:
+        if not is_storage_pid(pid):
             raise CorruptFile("its pickle refers to something that is not a storage")
+        if len(pid) != 6:
+            raise CorruptFile(f"a storage's persistent id has {len(pid)} parts, not 6")
         storage = parse_storage_pid(pid, self.file)
         stored = self.stored.get(storage.key)
         if stored is None:
@@ -258,12 +260,13 @@ class LegacyStream:
 
     def _keys(self, items: Any) -> list[str]:
         """Return the order of the storages in the file: each that the pickle names, once."""
-        found = items if isinstance(items, list) else [None]
-        keys = [str(one) if isinstance(one, (str, int)) else "" for one in found]
+        if not isinstance(items, list) or not all(isinstance(one, (str, int)) for one in items):
+            raise CorruptFile("there is no list of storages behind its pickle")
+        keys = list(map(str, items))
         counts = Counter(keys)
         odd = [key for key in {**self.stored, **counts} if counts[key] != (key in self.stored)]
         if odd:
-            what = "the list behind its pickle has not each storage that the pickle names, once"
+            what = "the list behind its pickle must have each storage of the pickle once"
             raise CorruptFile(f"{what}: {few(odd)}")
         return keys
 

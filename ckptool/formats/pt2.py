@@ -129,10 +129,12 @@ class _Reader:
         saved = self.archive.records.get(f"{_WEIGHTS}{model}.pt")
         if saved is not None:
             return _nested(saved, self.limits)
-        with naming(None, rules_of="PT2"):
-            record = self.archive.records[f"{_WEIGHTS}{model}_weights_config.json"]
-            config = read_json(record, self.limits)["config"].items()
-        return OrderedMap((name, self._weight(name, about)) for name, about in config)
+        name = f"{_WEIGHTS}{model}_weights_config.json"
+        record = self.archive.records.get(name)
+        config = read_json(record, self.limits).get("config") if record else None
+        if not isinstance(config, dict):
+            raise CorruptFile(f"record {name!r} is missing, or describes no tensors")
+        return OrderedMap((key, self._weight(key, about)) for key, about in config.items())
 
     def _weight(self, name: str, about: Any) -> TensorRef:
         with naming(self.archive.path, f"weight {name!r}", rules_of="PT2"):

@@ -31,7 +31,7 @@ from ckptool.formats.registry import candidates
 from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored, texts_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import OrderedMap, TensorRef, find_tensors
-from ckptool.words import counted, few, listed, printable, quoted, shell
+from ckptool.words import are, counted, few, listed, printable, quoted, shell
 
 __all__ = [
     "NUMBERED",
@@ -153,7 +153,7 @@ def _index_of(source: Source, limits: Limits) -> ShardIndex | None:
         return None
     index = _parsed(raw, source)
     if source.is_far and index:
-        of_far = "the index of another machine names"
+        of_far = "the index is on another machine and names"
         check_limit(of_far, len(index.shards), "files", limits.max_far_shards)
     return index
 
@@ -205,7 +205,7 @@ def _joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
             hint=f"look at it (ckptool list {index.beside(name)}), and move it away if it is not",
         )
     _check_roots(index, {file: shards[file].root for file in index.shards})
-    places = _places(index, shards)
+    places = _places(shards)
     _check_places(index, shards, places)
     entries = {name: shards[file].root[name] for name, file in index.weight_map.items()}
     for name, file in places.items():  # values that an index does not name
@@ -229,7 +229,7 @@ def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
         )
 
 
-def _places(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> dict[Any, str]:
+def _places(shards: Mapping[str, Checkpoint]) -> dict[Any, str]:
     """Map each name to the shard that holds it; a tied name in a header is not held."""
     places: dict[Any, str] = {}
     for file, shard in shards.items():
@@ -497,9 +497,9 @@ def _check_still_there(index: ShardIndex) -> None:
 def _missing(index: ShardIndex) -> FileMissing:
     place = place_of(index.path)
     gone = [name for name in index.shards if not place.is_file(index.beside(name))]
+    lack = f"{len(gone)} of {counted(len(index.shards), 'shard')} {are(len(gone))} missing"
     return FileMissing(
-        f"{len(gone)} of {counted(len(index.shards), 'shard')} missing: there is no "
-        f"{listed(map(repr, gone))} beside the index",
+        f"{lack}: there is no {listed(map(repr, gone))} beside the index",
         file=index.path,
         hint="fetch what is missing; a shard that is there opens by itself: ckptool list SHARD",
     )

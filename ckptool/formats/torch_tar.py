@@ -193,9 +193,9 @@ class _Tar:
     def _read_storages(self, member: _Member) -> None:
         for _ in range(member.count()):
             match member.record():
-                case (int() as key, str() as location, storage_class) if key not in self.storages:
+                case (int() as key, str() as location, storage_class) if self._is_free(key):
                     pass
-                case (int() as key, storage_class) if key not in self.storages:
+                case (int() as key, storage_class) if self._is_free(key):
                     location = "cpu"  # as the first version of the tar had it
                 case _:
                     what = "a storage without a key or a device, or a second of one key"
@@ -205,6 +205,9 @@ class _Tar:
             nbytes = numel * BY_NAME[dtype].itemsize
             storage = Storage(str(key), member.take(nbytes), nbytes, location)
             self.storages[key] = StorageRef(storage, dtype, untyped)
+
+    def _is_free(self, key: int) -> bool:
+        return type(key) is int and key not in self.storages  # True is an int, too
 
     def _read_views(self, member: _Member) -> None:
         """Make a storage of each view: a part of the storage that it looks at."""

@@ -98,11 +98,15 @@ class State:
         held = self.root.metadata
         if not isinstance(held, Mapping):
             return None
-        made = {
-            path: {key: self._made_fact(fact) for key, fact in entry.items()}
+        entries = {
+            path: dict(entry)
             for path, entry in held.items()
             if isinstance(path, str) and isinstance(entry, Mapping)
         }
+        facts = (fact for entry in entries.values() for fact in entry.values())
+        # Torch is not imported for versions. What else is there is made together: it may be shared.
+        are_versions = all(isinstance(fact, int | str | None) for fact in facts)
+        made: dict[str, Any] = entries if are_versions else self.made(entries)
         holders = {name.rpartition(".")[0] for name in self.slots}
         inside = {
             clean: entry
@@ -110,10 +114,6 @@ class State:
             if path not in holders and (clean := without_hidden(path)) in holders and clean != path
         }
         return {**made, **inside}
-
-    def _made_fact(self, fact: Any) -> Any:
-        """Make what is no version: torch is not imported for these."""
-        return fact if isinstance(fact, int | str | None) else self.made(fact)
 
     def lay_out(self, layouts: Iterable[Layout]) -> None:
         """Put the axes of tensors in another order. Nothing is read or moved."""

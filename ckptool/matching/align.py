@@ -29,7 +29,6 @@ __all__ = [
     "Step",
     "align",
     "common_module",
-    "ends",
     "escaped",
     "is_average_counter",
     "literal",

@@ -168,8 +168,9 @@ def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bo
     Raises:
         TrainingError: there are other checkpoints, which are named.
     """
+    home = origin and os.path.realpath(os.path.dirname(os.path.abspath(origin)))
+    is_within = origin is not None and home == os.path.realpath(folder)
     origin = origin and os.path.realpath(origin)
-    is_within = origin is not None and os.path.dirname(origin) == os.path.realpath(folder)
     others = [
         path
         for path, reached in kept(folder)
@@ -348,7 +349,7 @@ class Checkpoints:
             "epoch": progress.epoch,
             "step": progress.step,
             **self._strategy.tuning.state(),
-            "rng": self._ranks.all(random_state()),
+            "rng": self._ranks.all(random_state())[: self._strategy.world.size],
             "sampler": {**asdict(self._batches), "position": progress.position},
             "progress": asdict(progress),
             **self._belongings,

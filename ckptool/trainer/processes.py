@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ckptool.errors import CheckpointError, PeerLost, TrainingError, WriteError
-from ckptool.loading.ranks import Ranks
+from ckptool.loading.ranks import Ranks, default_group
 from ckptool.trainer.launching import not_met
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class World:
         if device is not None:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ranks = Ranks(
-            [None] if self.size > 1 else [],
+            default_group(),
             error=TrainingError,
             undone="training cannot go on",
             call="Trainer.fit",

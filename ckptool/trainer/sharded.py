@@ -183,8 +183,8 @@ def load_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer
     names = _names(model)
     (group,) = optimizer.param_groups
     live = [names[one] for one in group["params"]]
-    (saved,) = ckptool.load(os.path.join(path, VALUES))[_GROUPS]
-    if saved["params"] != live:
+    saved = ckptool.load(os.path.join(path, VALUES))[_GROUPS]
+    if [one["params"] for one in saved] != [live]:
         raise MatchError("its optimizer has other parameters", file=path)
     kept: dict[str, dict[str, TensorStorageMetadata]] = {}
     for key, one in _section(_metadata(path), "optimizer").items():
@@ -197,7 +197,7 @@ def load_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer
     }
     _read({"optimizer": state}, path)
     numbered = {number: state[name] for number, name in enumerate(live) if name in state}
-    groups = [{**saved, "params": list(range(len(live)))}]
+    groups = [{**saved[0], "params": list(range(len(live)))}]
     optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 

@@ -127,7 +127,7 @@ def test_a_contradiction_is_an_error_with_a_hint(ckptool, tmp_path):
     done = ckptool("list", folder)
     assert done.code == 2
     assert "there is no 'model-00003-of-00007.safetensors' beside the index" in done.err
-    assert "1 of 7 shards missing" in done.err
+    assert "1 of 7 shards is missing" in done.err
     assert "hint: fetch what is missing" in done.err
 
 

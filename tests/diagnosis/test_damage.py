@@ -84,6 +84,7 @@ def test_a_fresh_observer_and_masks_by_any_name_are_nothing_wrong(complaint):
         ("n.running_var", [float("inf")]),
         ("l.causal", [float("inf"), 0.0, 1e-30]),
         ("mask_conv.weight", [float("inf"), 1.0]),
+        ("logit_scale", float("inf")),
     ],
 )
 def test_infinities_that_nobody_means_mislead(complaint, name, value):

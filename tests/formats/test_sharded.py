@@ -292,10 +292,10 @@ def test_every_file_is_closed_again(shards, break_it):
 
 def test_a_missing_shard(shards):
     (shards.parent / TWO).unlink()
-    error = refused(shards, FileMissing, str(shards), "1 of 2 shards missing", TWO)
+    error = refused(shards, FileMissing, str(shards), "1 of 2 shards is missing", TWO)
     assert isinstance(error, FileNotFoundError)
     (shards.parent / ONE).unlink()
-    refused(shards.parent, FileMissing, "2 of 2 shards missing", ONE, TWO)
+    refused(shards.parent, FileMissing, "2 of 2 shards are missing", ONE, TWO)
 
 
 def test_a_shard_that_leads_nowhere(shards):

@@ -264,16 +264,23 @@ def test_a_count_that_is_not_the_pickles_is_damage(file, count):
         (["one", "one"], "once: 'one', 'two'"),
         (["one"], "once: 'two'"),
         (["one", "two", "three"], "once: 'three'"),
-        (["one", ["two"]], "once: 'two'"),
-        (["one", None], "once: 'two'"),
-        ("one", "once: 'one', 'two'"),
-        (7, "once: 'one', 'two'"),
-        ({"one": 1}, "once: 'one', 'two'"),
+        (["one", ["two"]], "no list of storages"),
+        (["one", None], "no list of storages"),
+        ("one", "no list of storages"),
+        (7, "no list of storages"),
+        ({"one": 1}, "no list of storages"),
     ],
 )
 def test_a_key_list_that_is_not_the_pickles_is_damage(file, keys, words):
     with pytest.raises(CorruptFile, match=words):
         read(file(stream(PAIR, keys, [FOUR, LONGS])))
+
+
+@pytest.mark.parametrize("keys", [None, {}, [None]])
+def test_a_storage_without_a_name_needs_a_list_as_well(file, keys):
+    unnamed = Pid("storage", torch.FloatStorage, "", "cpu", 4, None)
+    with pytest.raises(CorruptFile, match="no list of storages"):
+        read(file(stream({"w": tensor(unnamed, (4,))}, keys, [FOUR])))
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_an_end_record_that_lies_is_refused(end, said):
     ("entry", "error", "said"),
     [
         (Entry("a/b", b"abc", size=4), CorruptFile, "stored in 3 bytes but should have 4"),
-        (Entry("a/b", b"abc", flags=1), UnsupportedFormat, "'a/b' is encrypted, or a patch"),
+        (Entry("a/b", b"abc", flags=1), UnsupportedFormat, "'a/b' is encrypted"),
         (Entry("a/b", b"abc", flags=1 << 13), UnsupportedFormat, "encrypted"),
         (Entry("a/b", b"abc", flags=1 << 5), UnsupportedFormat, "a patch"),
         (Entry("a/b", b"abc", method=14), UnsupportedFormat, r"cannot read \(LZMA\)"),

@@ -26,6 +26,15 @@ def net():
 TIED = ("0.weight", "2.weight")
 
 
+def test_what_facts_of_modules_share_is_made_once(tmp_path):
+    state = OrderedDict(a=torch.ones(1))
+    fact = [1.0]
+    state._metadata = {"": {"version": fact}, "a": {"version": fact}}
+    with stated(saved(tmp_path / "f.pt", {"model": state})) as file:
+        assert file.metadata["a"] == {"version": [1.0]}
+        assert file.metadata["a"]["version"] is file.metadata[""]["version"]
+
+
 def test_memory_and_file_say_the_same(tmp_path):
     whole = {"model": net().state_dict(), "epoch": 3}
     with stated(whole) as memory, stated(saved(tmp_path / "f.pt", whole)) as file:

@@ -91,6 +91,18 @@ def test_an_earlier_run_is_overwritten_where_that_is_asked_for(tmp_path):
     assert [line["epoch"] for line in lines(tmp_path)] == [1]
 
 
+def test_a_link_to_another_disk_is_a_checkpoint_of_the_folder(tmp_path):
+    out = tmp_path / "out"
+    run(out, save_every=1, keep=9, epochs=2)
+    (out / "last.pth").rename(tmp_path / "elsewhere.pth")
+    (out / "last.pth").symlink_to(tmp_path / "elsewhere.pth")
+    before = names(out)
+    steps = held(out / "last.pth")["step"]
+    folder.require_one_run(str(out), origin=str(out / "last.pth"), step=steps)
+    folder.require_one_run(str(out), origin=str(out / "last.pth"), step=steps, overwrite=True)
+    assert names(out) == before
+
+
 def test_an_earlier_step_is_gone_on_from_where_nothing_of_later_ones_is_there(tmp_path):
     run(tmp_path, save_every=1, keep=9, epochs=2)
     origin = str(tmp_path / "step-00000002.pth")

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptool
+from ckptool.errors import MatchError
 from ckptool.trainer import sharded
 from ckptool.trainer.checkpoints import one_run_in
 from ckptool.trainer.sharded import is_sharded
@@ -75,6 +76,14 @@ def test_an_index_that_names_anything_else_is_not_run(whole, tmp_path):
     (whole / ".metadata").write_bytes(pickle.dumps(Stranger(tmp_path / "made")))
     assert f"it names {os.mkdir.__module__}.mkdir" in sharded.damage(str(whole))
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("groups", [[], [{"params": []}, {"params": []}]])
+def test_an_optimizer_of_other_groups_is_refused(whole, groups):
+    ckptool.save(whole / "run.pth", step=3, param_groups=groups, overwrite=True)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(MatchError, match="other parameters"):
+        sharded.load_optimizer(str(whole), model, torch.optim.SGD(model.parameters()))
 
 
 def test_another_folder_is_none(tmp_path):

@@ -47,6 +47,11 @@ def test_every_kind_is_written_by_the_first_alone(told, folder):
     assert len(held(folder / "full" / "last.pth")["rng"]) == 2
 
 
+def test_processes_that_train_the_same_in_one_folder_write_it_once(told, folder):
+    assert sorted(os.listdir(folder / "whole")) == ["best.pth", "last.pth", "metrics.jsonl"]
+    assert len(held(folder / "whole" / "last.pth")["rng"]) == 1
+
+
 def test_a_run_goes_on_in_one_process_and_in_two_again(told, folder):
     assert both(told, "there_and_back") == (["rng"], ["rng"])
     run(folder / "single", model=net(dropout=0.0))

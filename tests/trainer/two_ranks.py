@@ -121,6 +121,11 @@ def batch_norm(folder):
     return [*told.notes, refused(folder / "synced", model=model, sync_batchnorm=True)]
 
 
+def each_the_whole_model(folder):
+    """A script that has connected its processes for something else."""
+    run(folder / "whole", epochs=1)
+
+
 if __name__ == "__main__":
     main(
         [
@@ -136,5 +141,6 @@ if __name__ == "__main__":
             dropout,
             by_the_clock_of_the_first,
             batch_norm,
+            each_the_whole_model,
         ]
     )

@@ -44,7 +44,7 @@ from ckptool.formats.distributed.placements import attributes_of, check_ranks, r
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.torch_zip import TORCH_ZIP, member_of, read_contents
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Global, Opaque, TensorRef, plain_tensor
+from ckptool.model import MAX_ELEMENTS, Global, Opaque, TensorRef, plain_tensor
 from ckptool.symbolic import unpickle
 from ckptool.words import counted, listed, printable
 
@@ -374,7 +374,7 @@ def _described(
         item = items[name, offsets]._replace(elements=prod(sizes) * itemsize)
         chunks.append(_Chunk(offsets, sizes, item))
     sizes_of = (shape, *(one.offsets for one in chunks), *(one.sizes for one in chunks))
-    if not all(type(size) is int and size >= 0 for one in sizes_of for size in one):
+    if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for one in sizes_of for n in one):
         raise CorruptFile(f"{printable(name)!r} has a size or an offset that is not a number")
     return _Tensor(dtype.name, shape, tuple(chunks))
 

@@ -47,7 +47,8 @@ def check_ranks(held: Collection[int], world: int, called: str, folder: str, hin
         FileMissing: a rank has no file; `hint` says what helps.
         CorruptFile: there are files of more ranks.
     """
-    missing = next((rank for rank in range(world) if rank not in held), None)
+    known = frozenset(held)  # `held` may be a list, and name a rank twice
+    missing = next((rank for rank in range(world) if rank not in known), None)
     if missing is not None:
         what = f"lacks the file of rank {missing} of {world}: {called.format(rank=missing)}"
         raise FileMissing(what, file=folder, hint=hint)

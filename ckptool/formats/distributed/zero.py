@@ -303,22 +303,30 @@ def _check_alike(step: _Step, own: Sequence[Mapping[Any, Any]], files: Sequence[
     if type(world) is int:
         names = {rank: os.path.basename(file) for rank, file in enumerate(files)}
         _check_ranks(step, names, world)
-    for one, file in zip(own, files, strict=True):
-        if _marks(one) != _marks(own[0]):
+    first = _marks(own[0])
+    for one, file in zip(own[1:], files[1:], strict=True):
+        marks = _marks(one)
+        pairs = zip(first, marks, strict=False)
+        if len(marks) != len(first) or any(None not in pair and len({*pair}) > 1 for pair in pairs):
             what = f"differs from {os.path.basename(files[0])} in its optimizer's options or step"
             raise CorruptFile(what, file=file, hint=ONE_SAVE)
 
 
-def _marks(own: Mapping[Any, Any]) -> list[bytes]:
-    """Return what every rank's file of one save states alike, of tensors by their checksums."""
+def _marks(own: Mapping[Any, Any]) -> list[bytes | int | None]:
+    """Return what every rank's file of one save states alike, without vectors.
+
+    Of a tensor it is the checksum; None if the file does not state it.
+    """
     states, groups = _base(own)
-    steps = [{k: v for k, v in (one or {}).items() if not _is_long(v)} for one in states.values()]
     parts = (_number(own.get("zero_stage")), own.get("partition_count"), own.get("ds_version"))
-    plain = [
-        [(k, v.storage and v.storage.crc32 if isinstance(v, TensorRef) else v) for k, v in items]
-        for items in (one.items() for one in (*groups, *steps))
-    ]
-    return [encode(one).data for one in (*parts, *plain)]
+    marks: list[bytes | int | None] = [encode(one).data for one in parts]
+    for held in (*groups, *states.values()):
+        for key, value in (held or {}).items():
+            if not isinstance(value, TensorRef):
+                marks.append(encode((key, value)).data)
+            elif not _is_long(value):
+                marks.append(value.storage.crc32 if value.storage else None)
+    return marks
 
 
 def _base(own: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], list[dict[Any, Any]]]:

@@ -13,6 +13,7 @@ from ckptool.files import InflatedSource
 from ckptool.formats.archive import ARRAY, open_archive
 from ckptool.formats.base import Archive, Format, Probe, Record, Refusal, check_limit
 from ckptool.formats.legacy_stream import unpickle_outer
+from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import OrderedMap, TensorRef, plain_tensor, row_major_strides
 from ckptool.symbolic import Unpickled
 from ckptool.symbolic.arrays import ELEMENT_TYPES
@@ -72,6 +73,8 @@ def read_array_header(record: Record) -> ArrayHeader:
             f"array '{printable(record.name)}' has the header '{printable(text.strip()[:100])}'"
         )
     sizes = tuple(int(size) for size in re.findall(r"\d+", shape))
+    of = f"array '{printable(record.name)}' has"
+    check_limit(of, len(sizes), "dimensions", DEFAULT_LIMITS.max_dimensions)
     return ArrayHeader(fields["descr"], fields["fortran_order"] == "True", sizes, start + length)
 
 

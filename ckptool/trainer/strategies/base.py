@@ -18,7 +18,7 @@ from ckptool.trainer.config import TrainConfig, require_shared
 from ckptool.trainer.data import Dataset, Loss, device_in, moved, prepared, shape, share, sum_of
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.events import Observer, Traced, Validating
-from ckptool.trainer.processes import World, local_rank
+from ckptool.trainer.processes import World
 
 if TYPE_CHECKING:
     from ckptool.trainer.tuning import Tuning
@@ -113,8 +113,8 @@ class Strategy:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All devices that this process computes on: one GPU for each process on this machine."""
-        return (device_of(self.config.device, local_rank=local_rank()),)
+        """All devices that this process computes on."""
+        return (device_of(self.config.device),)
 
     def serve(self, votes: Callable[[], Sequence[float]]) -> Any:
         """Work for the process that runs the loop, and return what that process gives to `end`.

@@ -11,8 +11,9 @@ from torch import nn
 
 from ckptool.errors import TrainingError
 from ckptool.trainer.data import Dataset, Loss
+from ckptool.trainer.devices import device_of
 from ckptool.trainer.events import Note
-from ckptool.trainer.processes import connected
+from ckptool.trainer.processes import connected, local_rank
 from ckptool.trainer.strategies.base import Strategy
 from ckptool.trainer.tuning import random_state, restore_random_state
 
@@ -24,6 +25,11 @@ _TRIAL = 2
 
 class Distributed(Strategy):
     """One process for each device, with a part of each batch; a wrapper averages gradients."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The GPU with the number of this process on the machine, or the CPU."""
+        return (device_of(self.config.device, local_rank=local_rank()),)
 
     @contextmanager
     def opened(self) -> Iterator[None]:

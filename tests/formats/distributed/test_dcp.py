@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import ckptool
 from ckptool.errors import (
+    CheckpointError,
     CorruptFile,
     FileMissing,
     LimitExceeded,
@@ -332,6 +333,19 @@ def test_many_chunks_are_read(tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint["w"].shape == (count,)
+
+
+class Endless:
+    def __reduce__(self):
+        return torch.Size, ((10**4200, 10**4200),)
+
+
+def test_sizes_that_no_tensor_has_are_refused(tmp_path):
+    chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([0, 0]))
+    shape = TensorStorageMetadata(TensorProperties(torch.float32), Endless(), [chunk])
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"w": shape}, storage_data={})))
+    with pytest.raises(CheckpointError):
+        open_checkpoint(tmp_path)
 
 
 def test_a_folder_is_written_as_from_pretrained_reads_it(fixtures, tmp_path):

@@ -358,6 +358,14 @@ def test_a_file_that_does_not_fit_is_named_with_the_tensor(run, name, fault):
     assert not ckptool.verify(folder).ok
 
 
+def test_a_file_that_states_no_checksums_is_as_good(run):
+    folder = run("z2-fp32")
+    path = file(folder, "rank_1_mp_rank_00_optim_states.pt")
+    saved = torch.load(path, weights_only=False)
+    torch.save(saved, path, _use_new_zipfile_serialization=False)
+    ckptool.open(folder).close()
+
+
 def test_a_part_that_no_rank_has_is_told(run):
     folder = run("z2-fp32")
     end = "rank_1_mp_rank_00_optim_states.pt"
