@@ -81,11 +81,15 @@ def main():
         wait_for_the_other()
     if HOW == "waits":
         wait_for_ever()
-    from tests.trainer.runs import Told, net, run  # torch, for which the others need not wait
+    # torch, for which the others need not wait
+    from ckptool.trainer.processes import end_if_connected
+    from tests.trainer.runs import Told, net, run
 
     epochs = 1_000_000 if HOW == "forever" else 3
     result = run(OUT, Told(under_way), strategy="ddp", model=net(), epochs=epochs)
-    return 0 if result.stopped is None else 128 + result.stopped
+    code = 0 if result.stopped is None else 128 + result.stopped
+    end_if_connected(code)  # as the command line
+    return code
 
 
 signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as the command line
