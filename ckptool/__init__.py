@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     from ckptool.inspection.scan import scan
     from ckptool.inspection.stats import stats
     from ckptool.inspection.verify import verify
-    from ckptool.loading.load import load
+    from ckptool.loading.load import load, load_state_dict
     from ckptool.loading.load_into import load_into
     from ckptool.loading.plan import match
     from ckptool.loading.save import save
-    from ckptool.loading.state_dict import load_state_dict
     from ckptool.results import *  # noqa: F403
 
 _HOMES = {
@@ -65,11 +64,10 @@ _HOMES = {
     "comparison.diff": ("diff",),
     "inspection.scan": ("scan",),
     "inspection.stats": ("stats",),
-    "loading.load": ("load",),
+    "loading.load": ("load", "load_state_dict"),
     "loading.load_into": ("load_into",),
     "loading.plan": ("match",),
     "loading.save": ("save",),
-    "loading.state_dict": ("load_state_dict",),
     "results": ("results",),
 }
 

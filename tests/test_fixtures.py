@@ -64,13 +64,11 @@ def test_there_is_something_to_hold_against():
     assert not [name for name in ORACLES if "error" in oracle_of(name)]
 
 
-@every_fixture
-def test_the_names_are_torchs_in_torchs_order(name):
+def names_are_torchs_in_torchs_order(name):
     assert list(listed(name)) == [tuple(row["path"]) for row in oracle_of(name)["tensors"]]
 
 
-@every_fixture
-def test_every_tensor_is_what_torch_reads(name):
+def every_tensor_is_what_torch_reads(name):
     rows = listed(name)
     for want in oracle_of(name)["tensors"]:
         got = rows[tuple(want["path"])]
@@ -88,16 +86,14 @@ def as_json(value):
     return list(value) if isinstance(value, tuple) else value
 
 
-@every_fixture
-def test_tensors_share_a_storage_where_torch_says_so(name):
+def tensors_share_a_storage_where_torch_says_so(name):
     rows, wanted = listed(name), oracle_of(name)["tensors"]
     numbered = [row for row in wanted if row.get("storage") is not None]
     pairs = {(row["storage"], rows[tuple(row["path"])]["storage"]) for row in numbered}
     assert len({ours for _, ours in pairs}) == len(pairs) == len({theirs for theirs, _ in pairs})
 
 
-@every_fixture
-def test_every_value_is_listed_in_order(name):
+def every_value_is_listed_in_order(name):
     oracle = oracle_of(name)
     wanted = [(tuple(path), kind, value) for path, kind, value in oracle["values"]]
     known = {path for path, _, _ in wanted}
@@ -107,8 +103,7 @@ def test_every_value_is_listed_in_order(name):
     assert [row for row in rows if row[0] in known or not below(row[0], tops)] == wanted
 
 
-@every_fixture
-def test_every_object_is_listed_in_order(name):
+def every_object_is_listed_in_order(name):
     document, oracle = listing_of(name), oracle_of(name)
     wanted = [(tuple(path), kind) for path, kind in oracle["objects"]]
     arrays = [tuple(row["path"]) for row in document["tensors"] if row["kind"] == "numpy"]
@@ -119,8 +114,7 @@ def test_every_object_is_listed_in_order(name):
     assert all(kind == "numpy.ndarray" for path, kind in wanted if path in arrays)
 
 
-@every_fixture
-def test_pickled_modules_are_told_from_dicts(name):
+def pickled_modules_are_told_from_dicts(name):
     modules = [tuple(path) for path in oracle_of(name)["modules"]]
     with open_checkpoint(FIXTURES / name) as checkpoint:
         sections = [section for section in checkpoint.sections if section.kind == "module"]
@@ -137,9 +131,7 @@ def judge():
     return module
 
 
-@every_fixture
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantised and sparse tensors
-def test_every_tensor_can_be_made(name):
+def every_tensor_can_be_made(name):
     wanted = {tuple(row["path"]): row for row in oracle_of(name)["tensors"]}
     with open_checkpoint(FIXTURES / name) as checkpoint:
         refs = [ref for _, ref in checkpoint.tensors()]
@@ -158,6 +150,18 @@ def test_every_tensor_can_be_made(name):
                 tensor = ref.torch()
                 assert list(tensor.shape) == want["shape"]
                 assert judge().sha256(tensor) == want["sha256"]
+
+
+@every_fixture
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantised and sparse tensors
+def test_it_reads_as_torch_reads_it(name):
+    names_are_torchs_in_torchs_order(name)
+    every_tensor_is_what_torch_reads(name)
+    tensors_share_a_storage_where_torch_says_so(name)
+    every_value_is_listed_in_order(name)
+    every_object_is_listed_in_order(name)
+    pickled_modules_are_told_from_dicts(name)
+    every_tensor_can_be_made(name)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,6 @@ INSIDE = {
         "ranks",
         "snapshot",
         "load",
-        "state_dict",
         "fill",
         "target",
         "source",
@@ -76,25 +75,31 @@ ABOVE_TORCH = {"trainer"}
 
 
 def files_of(*exempt):
-    return [pytest.param(file, id=file) for file in trees() if room(file) not in exempt]
+    return [file for file in trees() if room(file) not in exempt]
 
 
 def is_type_hint_or_method(found, file):
     return found.typing_only or (file in UPWARD and found.scope)
 
 
-@pytest.mark.parametrize("file", files_of(*DOORS))
-def test_a_room_imports_only_from_rooms_above_it(file):
-    here = room(file)
-    assert here in ROOMS, f"{here} has no place in the order of the rooms"
+def rooms_imported(file):
     for found in imports(file, trees()[file]):
-        if not found.module.startswith("ckptool") or is_type_hint_or_method(found, file):
-            continue
-        for name in [found.module] if found.module != "ckptool" else found.names:
-            there = room(name.removeprefix("ckptool."))
-            assert ROOMS.index(there) <= ROOMS.index(here), (
-                f"{file}:{found.line} imports {there}, which lies below {here}"
-            )
+        if found.module.startswith("ckptool") and not is_type_hint_or_method(found, file):
+            names = [found.module] if found.module != "ckptool" else found.names
+            yield from ((found.line, room(name.removeprefix("ckptool."))) for name in names)
+
+
+def test_every_room_has_its_place_in_the_order():
+    assert {room(file) for file in files_of(*DOORS)} == set(ROOMS)
+
+
+def test_a_room_imports_only_from_rooms_above_it():
+    assert not [
+        f"{file}:{line} imports {there}, which lies below {room(file)}"
+        for file in files_of(*DOORS)
+        for line, there in rooms_imported(file)
+        if ROOMS.index(there) > ROOMS.index(room(file))
+    ]
 
 
 def part(file):
@@ -110,15 +115,17 @@ def parts_imported(file):
             yield from ((found, name) for name in path[2:3] or found.names)
 
 
-@pytest.mark.parametrize("file", [file for file in trees() if room(file) in INSIDE])
-def test_a_room_inside_imports_only_from_those_above_it(file):
-    order = INSIDE[room(file)]
-    here = part(file)
-    assert here in [*order, "__init__"], f"{here} has no place in the order of {room(file)}"
-    for found, there in parts_imported(file):
-        assert order.index(there) <= order.index(here), (
-            f"{file}:{found.line} imports {there}, which lies below {here}"
-        )
+@pytest.mark.parametrize("outside", INSIDE)
+def test_a_room_inside_imports_only_from_those_above_it(outside):
+    order = [*INSIDE[outside], "__init__"]
+    files = [file for file in trees() if room(file) == outside]
+    assert {part(file) for file in files} == set(order)
+    assert not [
+        f"{file}:{found.line} imports {there}, which lies below {part(file)}"
+        for file in files
+        for found, there in parts_imported(file)
+        if order.index(there) > order.index(part(file))
+    ]
 
 
 @pytest.mark.parametrize("inside", ROOMS_INSIDE)
@@ -137,38 +144,45 @@ def test_what_a_room_inside_imports_does_not_import_it_again(inside):
             todo.extend(around.get(one, ()))
 
 
-@pytest.mark.parametrize("file", files_of())
-def test_torch_is_imported_only_inside_functions_of_the_rooms_that_make_tensors(file):
-    for found in imports(file, trees()[file]):
-        if room(found.module) == "torch" and not found.typing_only:
-            assert room(file) in WITH_TORCH, f"{file}:{found.line} imports torch"
-            assert found.scope or room(file) in ABOVE_TORCH, (
-                f"{file}:{found.line} imports torch outside a function"
-            )
+def imported(package, *, unless=()):
+    """The imports of a package, with their files."""
+    for file in trees():
+        for found in imports(file, trees()[file]) if file not in unless else ():
+            if room(found.module) == package:
+                yield file, found
+
+
+def test_torch_is_imported_only_inside_functions_of_the_rooms_that_make_tensors():
+    real = [(file, found) for file, found in imported("torch") if not found.typing_only]
+    assert {room(file) for file, _ in real} == WITH_TORCH
+    at_the_top = {room(file) for file, found in real if not found.scope}
+    assert at_the_top == ABOVE_TORCH
 
 
 WITH_ARRAYS = {"formats/foreign/gguf.py"}
 """Files that hand arrays to another library, by imports inside a function."""
 
 
-@pytest.mark.parametrize("file", [file for file in trees() if file not in WITH_ARRAYS])
-def test_numpy_is_no_dependency(file):
-    assert not [found for found in imports(file, trees()[file]) if room(found.module) == "numpy"]
+def test_numpy_is_no_dependency():
+    assert not list(imported("numpy", unless=WITH_ARRAYS))
 
 
-@pytest.mark.parametrize("file", files_of("cli", "render"))
-def test_the_library_never_prints(file):
+def test_the_library_never_prints():
     assert not [
         f"{file}:{line} calls {name}"
+        for file in files_of("cli", "render")
         for name, line in calls(trees()[file])
         if name == "print" or name.startswith(("sys.stdout", "sys.stderr", "click."))
     ]
 
 
-@pytest.mark.parametrize("file", files_of())
-def test_no_assert_stands_for_a_check(file):
-    tree = trees()[file]
-    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+def test_no_assert_stands_for_a_check():
+    assert not [
+        f"{file}:{node.lineno}"
+        for file, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+    ]
 
 
 def test_the_tests_own_eyes_see_nested_and_relative_imports():
@@ -238,12 +252,17 @@ def compared(node):
         yield from (node.func.value, *node.args)
 
 
-@pytest.mark.parametrize("file", files_of("formats"))
-def test_a_format_is_asked_what_it_is_and_not_known_by_its_name(file):
-    for node in ast.walk(trees()[file]):
-        operands = list(compared(node))
-        of_format = any(isinstance(one, ast.Attribute) and one.attr == "format" for one in operands)
-        texts = [one.value for one in operands if isinstance(one, ast.Constant)]
-        assert not (of_format and any(isinstance(text, str) for text in texts)), (
-            f"{file}:{node.lineno} compares the name of a format: give formats an attribute"
-        )
+def knows_a_format_by_name(node):
+    operands = list(compared(node))
+    of_format = any(isinstance(one, ast.Attribute) and one.attr == "format" for one in operands)
+    texts = [one.value for one in operands if isinstance(one, ast.Constant)]
+    return of_format and any(isinstance(text, str) for text in texts)
+
+
+def test_a_format_is_asked_what_it_is_and_not_known_by_its_name():
+    assert not [
+        f"{file}:{node.lineno} compares the name of a format: give formats an attribute"
+        for file in files_of("formats")
+        for node in ast.walk(trees()[file])
+        if knows_a_format_by_name(node)
+    ]

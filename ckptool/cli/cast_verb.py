@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ckptool.checkpoint import Change, Checkpoint
-from ckptool.cli.changing import write_changed
-from ckptool.cli.dividing import divided, workers_option
+from ckptool.cli.changing import divided, workers_option, write_changed
 from ckptool.cli.options import (
     Target,
     dtype_option,

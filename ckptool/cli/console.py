@@ -21,8 +21,7 @@ import click
 
 from ckptool.cli.group import cli
 from ckptool.errors import CheckpointError, CheckpointWarning, WorkerFailed
-from ckptool.render.remedies import as_options
-from ckptool.render.text import Look, columns_of, duration, json_lines, look_of, size
+from ckptool.render.text import Look, as_options, columns_of, duration, json_lines, look_of, size
 from ckptool.words import clean, clean_lines, listed, shell
 
 __all__ = [

@@ -9,12 +9,10 @@ from typing import Any
 import click
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.cli.allowing import Allowing, allowance_options, in_options
 from ckptool.cli.cast_verb import parsed_keep
-from ckptool.cli.changing import write_changed
+from ckptool.cli.changing import divided, workers_option, write_changed
 from ckptool.cli.console import settle
-from ckptool.cli.dividing import divided, workers_option
-from ckptool.cli.factory import referred
+from ckptool.cli.like import Allowing, allowance_options, in_options, referred
 from ckptool.cli.options import (
     PATH,
     Sectioned,

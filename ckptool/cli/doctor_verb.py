@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ckptool.cli.console import Screen, settle
-from ckptool.cli.factory import referred
+from ckptool.cli.like import referred
 from ckptool.cli.options import PATH, file_argument, flag, screen_options, verb
 from ckptool.diagnosis import doctor
 from ckptool.render.doctor import diagnosis_lines

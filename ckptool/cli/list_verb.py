@@ -6,8 +6,7 @@ from ckptool.cli.console import Screen, print_document, print_lines
 from ckptool.cli.options import file_argument, filter_options, flag, screen_options, verb
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.folding import tree
-from ckptool.inspection.listing import list_tensors
+from ckptool.inspection.listing import list_tensors, tree
 from ckptool.render.listing import listing_lines, tree_lines
 
 __all__ = ["command"]

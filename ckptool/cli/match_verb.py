@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from ckptool.cli.allowing import Allowing, allowance_options
 from ckptool.cli.console import Screen, print_document, print_lines, settle
-from ckptool.cli.factory import referred
+from ckptool.cli.like import Allowing, allowance_options, referred
 from ckptool.cli.options import PATH, file_argument, flag, repeatable, screen_options, verb
 from ckptool.formats.identify import unused
 from ckptool.loading.plan import planned, target_like
@@ -20,7 +19,7 @@ from ckptool.matching.align import is_average_counter
 from ckptool.matching.layouts import Choices
 from ckptool.remedies import Remedy
 from ckptool.render.match import advice_lines, match_lines, note_lines
-from ckptool.render.remedies import as_options, option_words
+from ckptool.render.text import as_options, option_words
 from ckptool.transforms import regex_rule
 from ckptool.words import as_argument
 from ckptool.writing.target import default_target

@@ -7,13 +7,46 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from ckptool.files.opening import open_source
-from ckptool.files.source import FolderFile, Progress, Shared, Source
+from ckptool.errors import FileMissing
+from ckptool.files.beside import has_journal
+from ckptool.files.source import FileSource, FolderFile, Progress, Shared, Source
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import Outputs
 
-__all__ = ["Place"]
+__all__ = ["Place", "open_source"]
+
+
+def open_source(path: str | os.PathLike[str]) -> FileSource:
+    """Open a file for reading, after what a killed edit left of it has been set right.
+
+    Where the system does not let us set it right, the file reads as it was before the edit. What
+    was done is said in a `CheckpointWarning`.
+
+    Raises:
+        FileMissing: there is no such file.
+        FileBusy: another process is editing it; the message names that one.
+        CorruptFile: a journal lies beside it that is damaged, or about other content; nothing was
+            touched.
+        UnreadableFile: any other refusal.
+    """
+    path = os.fspath(path)
+    try:
+        source = FileSource(path)
+    except FileMissing:
+        if not has_journal(path):
+            raise
+    else:
+        edited = has_journal(path)
+        if not edited and source.changed() is None:
+            return source  # of one state: no edit had begun when it was opened
+        source.close()
+        if not edited:
+            return open_source(path)
+    # Imported here: next to every file is as its last writer left it, and opens at once.
+    from ckptool.files.recovery import open_settled
+
+    return open_settled(path)
 
 
 class Place:
@@ -59,7 +92,7 @@ class Place:
         """Open a file for reading, after what a killed edit left of it has been set right.
 
         Raises:
-            UnreadableFile: as `files.opening.open_source`.
+            UnreadableFile: as `open_source`.
         """
         return open_source(path)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptool.inspection.folding import TreeNode
-from ckptool.inspection.listing import Listing, ObjectRow, TensorRow
+from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, TreeNode
 from ckptool.inspection.values import shape_text, summarise
 from ckptool.model import Opaque, Storage, TensorRef
 from ckptool.render.table import apart, table

@@ -12,9 +12,8 @@ from ckptool.matching.report import Cast, MatchReport, Renaming
 from ckptool.names import numbered
 from ckptool.remedies import Remedy
 from ckptool.render.diff import folded
-from ckptool.render.remedies import as_options
 from ckptool.render.table import apart, table
-from ckptool.render.text import PLAIN, Look, share, shorten, titled_commands, wrapped
+from ckptool.render.text import PLAIN, Look, as_options, share, shorten, titled_commands, wrapped
 from ckptool.words import clean, counted
 
 __all__ = ["advice_lines", "match_line", "match_lines", "note_lines"]

@@ -1,4 +1,4 @@
-"""Words and numbers as text for a terminal."""
+"""Words, numbers and options as text for a terminal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from ckptool.remedies import Given, Remedy
 from ckptool.words import clean, counted
 
 __all__ = [
     "PLAIN",
     "RESUME",
     "Look",
+    "as_options",
     "columns_of",
     "command_lines",
     "duration",
@@ -23,6 +25,7 @@ __all__ = [
     "json_lines",
     "label",
     "look_of",
+    "option_words",
     "quoted",
     "runnable",
     "share",
@@ -245,3 +248,38 @@ def columns_of(stream: TextIO) -> int | None:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):
         return None
+
+
+_WITH_EQUALS = ("--allow-", "--min-")
+"""Options written with `=`, because the word behind `--allow-missing` may be the file."""
+
+
+def option_words(remedy: Remedy) -> list[str]:
+    """Return the words of a command line for the arguments, without quotes."""
+    return [word for argument in remedy.arguments for word in _words(*argument)]
+
+
+def as_options(remedy: Remedy) -> str:
+    """Return the text of a remedy, its arguments as options that can be copied to a shell."""
+    return remedy.told(lambda name, given: " ".join(map(_quoted, _words(name, given))), " ")
+
+
+def _words(name: str, given: Given) -> Iterator[str]:
+    option = "--map" if name == "rules" else f"--{name.replace('_', '-')}"
+    if isinstance(given, bool):
+        yield from [option] * given
+        return
+    for one in given if isinstance(given, tuple) else (given,):
+        text = one if isinstance(one, str) else f"{one:g}"
+        if option.startswith(_WITH_EQUALS) or text.startswith("-"):
+            yield f"{option}={text}"
+        else:
+            yield from (option, text)
+
+
+def _quoted(word: str) -> str:
+    """Return a word, or the value of `--option=value`, in quotes if a shell needs them."""
+    option, equals, text = word.partition("=")
+    if word.startswith("--") and equals:
+        return f"{option}={runnable(shlex.quote(text))}"
+    return runnable(shlex.quote(word))

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from ckptool.cli.factory import built, referred
+from ckptool.cli.like import built, referred
 from ckptool.errors import FileMissing, UsageError
 from ckptool.factories import HINT
 from ckptool.loading.plan import target_like

@@ -22,7 +22,7 @@ from ckptool.files import FileSource, editing
 from ckptool.files.beside import journal_path
 from ckptool.files.editing import Patch, apply_patch
 from ckptool.files.journal import Journal, exclusive, write_journal
-from ckptool.files.opening import open_source
+from ckptool.files.local import open_source
 from tests.files.faults import KILL, POWER, crashes, needs_fork, raising
 
 OLD = bytes(range(1, 251)) * 20

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from ckptool.errors import CheckpointWarning, FileBusy, WriteDenied, WriteError
-from ckptool.files import journal, opening, recovery, renames, system
+from ckptool.files import journal, local, recovery, renames, system
 from ckptool.files.atomic import atomic_set
 from ckptool.files.beside import has_journal, journal_path
 from ckptool.files.editing import Edit, Patch
@@ -322,7 +322,7 @@ def test_a_lock_that_is_removed_before_it_is_taken(old, monkeypatch, taken):
 def test_a_reader_leaves_the_journal_that_is_being_written(old, monkeypatch):
     """Half written, it looks like what a kill leaves; the lock on the index tells."""
     monkeypatch.setattr(recovery, "_PAUSES", ())
-    replace, readers = os.replace, [opening.open_source]
+    replace, readers = os.replace, [local.open_source]
 
     def read_meanwhile(source, target):
         if target == journal_path(str(old / INDEX)):

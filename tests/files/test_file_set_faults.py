@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from ckptool.errors import FileMissing
-from ckptool.files.opening import open_source
+from ckptool.files.local import open_source
 from tests.files.faults import KILL, POWER, crashes, needs_fork, raising
 from tests.files.sets import INDEX, content, lay, write
 

@@ -22,12 +22,12 @@ from ckptool.errors import (
     WriteDenied,
     WriteError,
 )
-from ckptool.files import FileSource, opening, recovery
+from ckptool.files import FileSource, local, recovery
 from ckptool.files.atomic import atomic_output
 from ckptool.files.beside import journal_path
 from ckptool.files.editing import Edit, Patch, apply_patch
 from ckptool.files.journal import Journal, exclusive, write_journal
-from ckptool.files.opening import open_source
+from ckptool.files.local import open_source
 from ckptool.files.recovery import Recovery, recover, settle
 from ckptool.files.system import copy_bytes
 from tests.files.faults import KILL, POWER, Loss, crash_at, crashes, needs_fork, torn
@@ -566,7 +566,7 @@ def test_a_file_that_changes_while_it_is_opened_is_opened_again(path, monkeypatc
             edits.pop()()
         return False
 
-    monkeypatch.setattr(opening, "has_journal", races)
+    monkeypatch.setattr(local, "has_journal", races)
     source = open_source(path)
     assert source.read(0, source.size) == OLD + b"more"
     source.check_unchanged()

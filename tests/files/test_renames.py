@@ -7,7 +7,7 @@ import pytest
 
 from ckptool.errors import CheckpointWarning, CorruptFile, TargetExists, WriteDenied
 from ckptool.files.journal import Journal, write_journal
-from ckptool.files.opening import open_source
+from ckptool.files.local import open_source
 from ckptool.files.recovery import recover
 from ckptool.files.renames import settle_set
 from tests.files.sets import FEWER, INDEX, NEW, OLD, content, killed, needs_posix, write

@@ -1,7 +1,6 @@
 """A listing as a tree: levels, totals, folded layers."""
 
-from ckptool.inspection.folding import tree
-from ckptool.inspection.listing import list_tensors
+from ckptool.inspection.listing import list_tensors, tree
 from tests.inspection.handmade import checkpoint, floats, tensor
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.errors import MatchError
 from ckptool.matching import Allowance, Slot, matched
-from ckptool.render.remedies import as_options, option_words
+from ckptool.render.text import as_options, option_words
 from ckptool.transforms import regex_rule
 from tests.loading.test_temptations import WRONG, built, layers, state_of
 from tests.matching.test_renamed_trees import cases

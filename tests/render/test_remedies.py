@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from ckptool.remedies import Remedy
-from ckptool.render.remedies import as_options, option_words
+from ckptool.render.text import as_options, option_words
 from tests.test_remedies import ODD
 
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from ckptool.checkpoint import Change
-from ckptool.inspection.folding import tree
 from ckptool.inspection.info import info
-from ckptool.inspection.listing import list_tensors
+from ckptool.inspection.listing import list_tensors, tree
 from ckptool.inspection.show import show
 from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.render.info import info_lines

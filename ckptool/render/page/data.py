@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptool.inspection.folding import MAX_PARTS
+from ckptool.inspection.listing import MAX_PARTS
 from ckptool.inspection.values import shape_text
 from ckptool.render.diff import Row, diff_rows
 from ckptool.render.stats import bars

@@ -13,7 +13,7 @@ __all__ = ["Strategy", "strategy_of"]
 
 _HOMES = {
     "single": ("base", "Strategy"),
-    "dp": ("dp", "DataParallel"),
+    "dp": ("ddp", "DataParallel"),
     "ddp": ("ddp", "DistributedDataParallel"),
     "model-parallel": ("model_parallel", "ModelParallel"),
     "fsdp": ("fsdp", "FullyShardedDataParallel"),

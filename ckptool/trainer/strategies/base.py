@@ -1,8 +1,9 @@
-"""The base class of the strategies: what differs between ways of using devices."""
+"""The base class of the strategies, and the parts of a model that some of them divide."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +24,14 @@ from ckptool.trainer.processes import World
 if TYPE_CHECKING:
     from ckptool.trainer.tuning import Tuning
 
-__all__ = ["DIVERGED", "Step", "StepResult", "Strategy"]
+__all__ = [
+    "DIVERGED",
+    "Step",
+    "StepResult",
+    "Strategy",
+    "blocks_of",
+    "tied",
+]
 
 DIVERGED = (
     "a lower --lr, --clip 1, or standardised data; the checkpoints of earlier steps are unchanged"
@@ -305,3 +313,32 @@ def _scalar(loss: Any) -> torch.Tensor:
         f"the loss gave {fault}",
         hint="it returns the mean over samples, computed by torch from the model's outputs",
     )
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the parts of a model that are called one after the other, each once, in order.
+
+    These are the children of the model, and the layers of a child that is a list of layers. A model
+    with only one child has the blocks of this child; a model without children is one block.
+    """
+    children = list(_children(model))
+    while len(children) == 1 and any(True for _ in children[0].children()):
+        children = list(_children(children[0]))
+    return children or [model]
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            yield from _children(child)
+        else:
+            yield child
+
+
+def tied(blocks: list[nn.Module]) -> set[int]:
+    """Return the `id` of every parameter that two blocks or more share, as embedding and head."""
+    uses = Counter(number for block in blocks for number in {id(one) for one in block.parameters()})
+    return {number for number, times in uses.items() if times > 1}

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 
 from ckptool.errors import TrainingError
 from ckptool.loading.ranks import is_spread
-from ckptool.trainer.strategies.blocks import blocks_of, tied
-from ckptool.trainer.strategies.ddp import Distributed
+from ckptool.trainer.strategies.base import blocks_of, tied
+from ckptool.trainer.strategies.data_parallel import Distributed
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

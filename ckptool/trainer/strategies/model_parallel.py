@@ -15,8 +15,7 @@ from ckptool.errors import TrainingError
 from ckptool.trainer.data import moved, shape
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.events import Traced
-from ckptool.trainer.strategies.base import Strategy
-from ckptool.trainer.strategies.blocks import blocks_of, tied
+from ckptool.trainer.strategies.base import Strategy, blocks_of, tied
 
 __all__ = ["ModelParallel", "stages"]
 

@@ -7,7 +7,7 @@ from torch import nn
 from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.events import Observer
-from ckptool.trainer.strategies.dp import DataParallel
+from ckptool.trainer.strategies.data_parallel import DataParallel
 from tests.trainer.runs import Told, held, run
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

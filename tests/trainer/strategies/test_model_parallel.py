@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ckptool.errors import TrainingError
-from ckptool.trainer.strategies.blocks import blocks_of
+from ckptool.trainer.strategies.base import blocks_of
 from ckptool.trainer.strategies.model_parallel import stages
 from tests.trainer.runs import Crash, Told, crash_at, differences, held, losses_of, net, run
 from tests.trainer.strategies.fsdp_scenes import AGREEING, tied
