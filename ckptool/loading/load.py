@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ckptool._lazy import uncollected
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import LimitExceeded, UsageError, warn
 from ckptool.formats import opened
@@ -54,6 +55,7 @@ _FACTORIES: dict[str, type[Any]] = {
 }
 
 
+@uncollected()
 def load(
     path: str | os.PathLike[str] | Checkpoint,
     map_location: MapLocation = "cpu",
@@ -337,6 +339,7 @@ def _is_hashable(key: Any) -> bool:
     return True
 
 
+@uncollected()
 def load_state_dict(
     path: str | os.PathLike[str] | Checkpoint,
     map_location: MapLocation = "cpu",

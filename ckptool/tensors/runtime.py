@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from ckptool._lazy import uncollected
 from ckptool.errors import TorchMissing, UnsupportedFormat, UsageError, warn
 from ckptool.words import listed, printable
 
@@ -30,7 +31,8 @@ def require_torch() -> None:
         TorchMissing: it is not installed, or cannot be imported.
     """
     try:
-        import torch  # noqa: F401
+        with uncollected():
+            import torch  # noqa: F401
     except ImportError as error:
         raise TorchMissing(
             f"tensors cannot be made without torch: {error}", hint="pip install torch"

@@ -47,20 +47,19 @@ def telling(dtype):
 
 
 @pytest.mark.parametrize("narrow", REAL)
-@pytest.mark.parametrize("wide", REAL)
-def test_a_type_holds_another_where_torch_gives_every_number_back(wide, narrow):
+def test_a_type_holds_another_where_torch_gives_every_number_back(narrow):
     numbers = telling(narrow)
-    there = numbers.to(getattr(torch, wide))
-    same = (numbers.double() == there.double()) | (
-        numbers.double().isnan() & there.double().isnan()
-    )
-    back = there.tolist() == numbers.tolist() or numbers.is_floating_point()
-    assert holds(wide, narrow) == (back and bool(same.all()))
+    for wide in REAL:
+        there = numbers.to(getattr(torch, wide))
+        same = (numbers.double() == there.double()) | (
+            numbers.double().isnan() & there.double().isnan()
+        )
+        back = there.tolist() == numbers.tolist() or numbers.is_floating_point()
+        assert holds(wide, narrow) == (back and bool(same.all())), wide
 
 
-@pytest.mark.parametrize("dtype", KNOWN)
-def test_every_type_holds_itself(dtype):
-    assert holds(dtype, dtype)
+def test_every_type_holds_itself():
+    assert [dtype for dtype in KNOWN if not holds(dtype, dtype)] == []
 
 
 @pytest.mark.parametrize(

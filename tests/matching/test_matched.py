@@ -76,33 +76,28 @@ def inner(names):
     return [name for name in names if not name.endswith("n_averaged")]
 
 
-@pytest.mark.parametrize("theirs", WRAPPINGS)
 @pytest.mark.parametrize("mine", WRAPPINGS)
-def test_every_wrapping_goes_into_every_other(mine, theirs):
-    have, want = WRAPPINGS[mine](NET), WRAPPINGS[theirs](NET)
-    match = matched(slots(have), slots(want))
-    expected = dict(zip(inner(want), inner(have), strict=True))
-    if "n_averaged" in have and "n_averaged" in want:
-        expected["n_averaged"] = "n_averaged"
-    assert match.pairs == expected
-    assert match.report.fits
-    assert match.report.coverage == 1.0
-
-
-@pytest.mark.parametrize("theirs", WRAPPINGS)
-@pytest.mark.parametrize("mine", WRAPPINGS)
-def test_the_rules_of_a_report_one_after_the_other_rename_the_file(mine, theirs):
-    have, want = WRAPPINGS[mine](NET), WRAPPINGS[theirs](NET)
-    match = matched(slots(have), slots(want))
-    rules = [regex_rule(one.rule) for one in match.report.renamed if one.rule]
-    if len(rules) < len(match.report.renamed):
-        pytest.skip("several places have no single rule")
-    for wanted, own in match.pairs.items():
-        name = own
-        for rule in rules:
-            name = rule.apply(name) or name
-        if "n_averaged" not in name:
-            assert name == wanted
+def test_every_wrapping_goes_into_every_other_by_the_rules_that_the_report_gives(mine):
+    have, by_rules = WRAPPINGS[mine](NET), 0
+    for theirs, wrapping in WRAPPINGS.items():
+        want = wrapping(NET)
+        match = matched(slots(have), slots(want))
+        expected = dict(zip(inner(want), inner(have), strict=True))
+        if "n_averaged" in have and "n_averaged" in want:
+            expected["n_averaged"] = "n_averaged"
+        assert match.pairs == expected, theirs
+        assert match.report.fits, theirs
+        assert match.report.coverage == 1.0, theirs
+        rules = [regex_rule(one.rule) for one in match.report.renamed if one.rule]
+        if len(rules) < len(match.report.renamed):
+            continue  # several places have no single rule
+        by_rules += 1
+        for wanted, own in match.pairs.items():
+            name = own
+            for rule in rules:
+                name = rule.apply(name) or name
+            assert name == wanted or "n_averaged" in name, theirs
+    assert by_rules > 3
 
 
 def test_equal_names_need_no_rule():
@@ -446,17 +441,18 @@ def test_an_ambiguity_is_decided_by_the_rule_that_it_tells():
     assert not decided.report.ambiguous
 
 
-@pytest.mark.parametrize("model", WRAPPINGS)
 @pytest.mark.parametrize("file", WRAPPINGS)
-def test_so_it_is_with_wrappers_around_and_inside(file, model):
+def test_so_it_is_with_wrappers_around_and_inside(file):
     parts = [before(f"{part}.", WRAPPINGS[file](NET)) for part in ("raw", "ema")]
-    have, want = slots({**parts[0], **parts[1]}), slots(WRAPPINGS[model](NET))
-    report = matched(have, want).report
-    assert report.coverage == 0
-    for rule in {rule for one in report.ambiguous for rule in one.rules}:
-        decided = matched(have, want, rules=[regex_rule(rule)])
-        assert decided.report.coverage == 1
-        assert len({own.partition(".")[0] for own in decided.pairs.values()}) == 1
+    have = slots({**parts[0], **parts[1]})
+    for model, wrapping in WRAPPINGS.items():
+        want = slots(wrapping(NET))
+        report = matched(have, want).report
+        assert report.coverage == 0, model
+        for rule in {rule for one in report.ambiguous for rule in one.rules}:
+            decided = matched(have, want, rules=[regex_rule(rule)])
+            assert decided.report.coverage == 1, model
+            assert len({own.partition(".")[0] for own in decided.pairs.values()}) == 1, model
 
 
 def test_nothing_at_all():

@@ -20,15 +20,16 @@ def lines(rows, fmt, headers=HEADERS, **options):
 
 
 @pytest.mark.parametrize("fmt", [*tabulate.tabulate_formats, "csv", "markdown"])
-@pytest.mark.parametrize("count", [0, 1, 2001])
-def test_every_format_holds_every_cell_whole(fmt, count):
-    rows = [[f"layers.{n}.{'deep.' * 40}weight", "001"] for n in range(count)]
-    found = "\n".join(lines(rows, fmt, right={1}))
-    assert "name" in found
-    assert "size" in found
-    assert re.findall(r"layers\.[0-9]+\.(?:deep\.){40}weight", found) == [name for name, _ in rows]
-    assert found.count(" 001") + found.count(",001") + found.count("\t001") == count
-    assert "\x1b" not in found
+def test_every_format_holds_every_cell_whole(fmt):
+    for count in (0, 1, 2001):
+        rows = [[f"layers.{n}.{'deep.' * 40}weight", "001"] for n in range(count)]
+        found = "\n".join(lines(rows, fmt, right={1}))
+        assert "name" in found
+        assert "size" in found
+        names = re.findall(r"layers\.[0-9]+\.(?:deep\.){40}weight", found)
+        assert names == [name for name, _ in rows]
+        assert found.count(" 001") + found.count(",001") + found.count("\t001") == count
+        assert "\x1b" not in found
 
 
 def test_a_cell_is_never_taken_for_a_number():

@@ -505,25 +505,24 @@ SCALES = [
 
 @pytest.mark.parametrize(("shape", "scales"), SCALES)
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("target", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("name", ["out.pth", "out.safetensors"])
-def test_weights_times_their_scales_as_their_makers_have_them(
-    tmp_path, shape, scales, kind, target, name
-):
+def test_weights_times_their_scales_as_their_makers_have_them(tmp_path, shape, scales, kind):
     weight, scale = torch.randn(shape).to(kind), torch.rand(scales) + 0.5
     if scales == (2, 1):
         scale = scale.bfloat16()
     state = {"a.weight": weight, "a.weight_scale_inv": scale, "n.weight": torch.ones(3).half()}
-    with saved(tmp_path / "m.pth", state) as checkpoint:
-        made = cast(checkpoint, dequantize=target)
-        save(made, tmp_path / name)
-    found = torch.load(tmp_path / name) if name == "out.pth" else load_file(tmp_path / name)
-    assert set(found) == {"a.weight", "n.weight"}
     if scales == (2, 1):  # two blocks in one column
         scale = scale.repeat_interleave(128, 0)[: shape[0]]
-    assert found["a.weight"].dtype == target
-    assert torch.equal(found["a.weight"], scaled(weight, scale).to(target))
-    assert found["n.weight"].dtype == torch.float16
+    for target in (torch.bfloat16, torch.float32, torch.float16):
+        out, flat = (tmp_path / f"{target}.{ending}" for ending in ("pth", "safetensors"))
+        with saved(tmp_path / "m.pth", state) as checkpoint:
+            made = cast(checkpoint, dequantize=target)
+            save(made, out)
+            save(made, flat)
+        for found in (torch.load(out), load_file(flat)):
+            assert set(found) == {"a.weight", "n.weight"}
+            assert found["a.weight"].dtype == target
+            assert torch.equal(found["a.weight"], scaled(weight, scale).to(target))
+            assert found["n.weight"].dtype == torch.float16
 
 
 def test_threads_may_read_one_dequantised_weight(tmp_path):
