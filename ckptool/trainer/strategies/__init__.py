@@ -13,8 +13,8 @@ __all__ = ["Strategy", "strategy_of"]
 
 _HOMES = {
     "single": ("base", "Strategy"),
-    "dp": ("ddp", "DataParallel"),
-    "ddp": ("ddp", "DistributedDataParallel"),
+    "dp": ("data_parallel", "DataParallel"),
+    "ddp": ("data_parallel", "DistributedDataParallel"),
     "model-parallel": ("model_parallel", "ModelParallel"),
     "fsdp": ("fsdp", "FullyShardedDataParallel"),
     "parameter-server": ("parameter_server", "ParameterServer"),
