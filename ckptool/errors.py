@@ -283,8 +283,8 @@ def warn(message: str) -> None:
 
     `warnings.warn` can do so by itself from Python 3.12 on (`skip_file_prefixes`).
     """
-    package = __name__.partition(".")[0]
+    inside = (__name__.partition(".")[0], "contextlib")  # which stands between functions of ours
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in inside:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, CheckpointWarning, stacklevel=level)
