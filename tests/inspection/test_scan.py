@@ -102,15 +102,15 @@ HONEST = [
 ]
 
 
-@pytest.mark.parametrize("value", HONEST, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("protocol", range(6))
-def test_what_python_pickles_runs_nothing(value, protocol, tmp_path):
+def test_what_python_pickles_runs_nothing(protocol, tmp_path):
     path = tmp_path / "a.pkl"
-    if isinstance(value, io.IOBase) and protocol < 2:
-        pytest.skip("pickle refuses it")
-    path.write_bytes(pickle.dumps({"a": [value, value]}, protocol))
-    found = scan(path)
-    assert found.ok(), found
+    for value in HONEST:
+        if isinstance(value, io.IOBase) and protocol < 2:
+            continue  # pickle refuses it
+        path.write_bytes(pickle.dumps({"a": [value, value]}, protocol))
+        found = scan(path)
+        assert found.ok(), (value, found)
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -155,13 +155,11 @@ def test_joblibs_arrays_are_passed_over(tmp_path):
         assert found.verdict == "needs code", found
 
 
-@pytest.mark.parametrize(
-    "text", ["", "hello\n", "comment\nfoo\n", "import os\n", "{}", "[1]", "N.", "(a)"]
-)
-def test_texts_are_no_pickles(text, tmp_path):
+def test_texts_are_no_pickles(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text(text)
-    assert scan(path).verdict == "data"
+    for text in ("", "hello\n", "comment\nfoo\n", "import os\n", "{}", "[1]", "N.", "(a)"):
+        path.write_text(text)
+        assert scan(path).verdict == "data", text
 
 
 def test_a_file_that_is_missing(tmp_path):
