@@ -8,7 +8,7 @@ from torch import nn
 
 import ckptool
 from ckptool.errors import AmbiguousName, CheckpointError, MatchError, NameCollision, NotFound
-from tests.loading.bits import Untouched, raising, untouched_by
+from tests.loading.bits import raising, saved, untouched_by
 from tests.loading.wrappings import TOKENS, Net, copied, trained
 
 
@@ -104,38 +104,28 @@ NOT_FITTING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("where", "wrapped"),
-    [
-        ("in memory", False),
-        ("in a file", False),
-        ("in a file", True),
-        ("into meta", True),
-    ],
-)
 @pytest.mark.parametrize("case", NOT_FITTING)
-def test_what_does_not_fit_is_refused_and_nothing_is_touched(tmp_path, case, where, wrapped):
+def test_what_does_not_fit_is_refused_and_nothing_is_touched(tmp_path, case):
     make, options, said, hint = NOT_FITTING[case]
-    given = make()
-    if wrapped:
-        given = OrderedDict((f"module.{name}", value) for name, value in given.items())
-    if where != "in memory":
-        torch.save({"epoch": 3, "state_dict": given}, tmp_path / "f.pth")
-        given = tmp_path / "f.pth"
-    net = model("meta" if where == "into meta" else "cpu")
-    untouched = Untouched(net)
-    if case == "an empty file" and where != "in memory":
-        with pytest.raises(CheckpointError):
-            ckptool.load_into(net, given, **options)
-    else:
-        with pytest.raises(MatchError, match=said) as caught:
+    state = make()
+    wrapped = OrderedDict((f"module.{name}", value) for name, value in state.items())
+    plain, file = (
+        saved(tmp_path / f"{n}.pth", {"epoch": 3, "state_dict": content})
+        for n, content in enumerate((state, wrapped))
+    )
+    for given, device in ((state, "cpu"), (plain, "cpu"), (file, "cpu"), (file, "meta")):
+        net = model(device)
+        if case == "an empty file" and given is not state:
+            with untouched_by(CheckpointError, net):
+                ckptool.load_into(net, given, **options)
+            continue
+        with untouched_by(MatchError, net, match=said) as caught:
             ckptool.load_into(net, given, **options)
         assert len(str(caught.value).splitlines()) <= 3
         assert hint in (caught.value.hint or "")
         assert caught.value.report.model == "Net"
         assert not caught.value.report.fits
         assert isinstance(caught.value, RuntimeError)  # what code around load_state_dict catches
-    untouched.check()
 
 
 NOT_FOUND = {
@@ -151,19 +141,15 @@ NOT_FOUND = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("in_file", [False, True], ids=["in memory", "in a file"])
 @pytest.mark.parametrize("case", NOT_FOUND)
-def test_what_cannot_be_found_touches_nothing(tmp_path, case, in_file):
+def test_what_cannot_be_found_touches_nothing(tmp_path, case):
     make, options, error = NOT_FOUND[case]
-    given = make()
-    if in_file:
-        torch.save(given, tmp_path / "f.pth")
-        given = tmp_path / "f.pth"
     net = model()
     optimizer = optimizer_of(net)
     options = {**options, "optimizer": optimizer} if "optimizer" in options else options
-    with untouched_by(error, net, optimizer):
-        ckptool.load_into(net, given, **options)
+    for given in (make(), saved(tmp_path / "f.pth", make())):
+        with untouched_by(error, net, optimizer):
+            ckptool.load_into(net, given, **options)
 
 
 def flipped(path):
@@ -183,16 +169,14 @@ def pointer(path):
 
 
 @pytest.mark.parametrize("damage", [flipped, cut, pointer, lambda path: path.unlink()])
-@pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
-def test_a_damaged_file_touches_nothing(tmp_path, damage, meta):
-    if meta and damage is flipped:
-        pytest.skip("a mapped file is not read before it is used")
-    path = tmp_path / "f.pth"
-    torch.save(stated(), path)
+def test_a_damaged_file_touches_nothing(tmp_path, damage):
+    path = saved(tmp_path / "f.pth", stated())
     damage(path)
-    net = model("meta" if meta else "cpu")
-    with untouched_by(CheckpointError, net, match=r"f\.pth"):
-        ckptool.load_into(net, path)
+    for device in ("cpu", "meta"):
+        if device == "cpu" or damage is not flipped:  # a mapped file is read when it is used
+            net = model(device)
+            with untouched_by(CheckpointError, net, match=r"f\.pth"):
+                ckptool.load_into(net, path)
 
 
 PARTS = [
@@ -296,35 +280,30 @@ def state_for_hooked():
     return net.state_dict()
 
 
+ERRORS = [Oops("no"), KeyboardInterrupt(), MemoryError()]
 FAILURES = ["before", "after", "after it all", "a message", "extra state", "own", "whole"]
 
 
-@pytest.mark.parametrize("assign", [None, False, True])
-@pytest.mark.parametrize("in_file", [False, True], ids=["in memory", "in a file"])
-@pytest.mark.parametrize("error", [Oops("no"), KeyboardInterrupt(), MemoryError()], ids=repr)
 @pytest.mark.parametrize("failing", FAILURES)
-def test_a_module_that_raises_leaves_the_model_as_it_was(tmp_path, failing, error, in_file, assign):
-    given = state_for_hooked()
-    if in_file:
-        torch.save(given, tmp_path / "f.pth")
-        given = tmp_path / "f.pth"
-    net = hooked(failing, error)
-    with untouched_by(RuntimeError if failing == "a message" else type(error), net):
-        ckptool.load_into(net, given, assign=assign)
+def test_a_module_that_raises_leaves_the_model_as_it_was(tmp_path, failing):
+    state = state_for_hooked()
+    file = saved(tmp_path / "f.pth", state)
+    for given, errors in ((state, ERRORS), (file, [*ERRORS[1:], ERRORS[0]])):
+        for assign, error in zip((None, False, True), errors, strict=True):
+            net = hooked(failing, error)
+            with untouched_by(RuntimeError if failing == "a message" else type(error), net):
+                ckptool.load_into(net, given, assign=assign)
 
 
-@pytest.mark.parametrize("in_file", [False, True], ids=["in memory", "in a file"])
-def test_the_same_model_is_loaded_whole_where_nothing_raises(tmp_path, in_file):
-    wanted = given = state_for_hooked()
-    if in_file:
-        torch.save(given, tmp_path / "f.pth")
-        given = tmp_path / "f.pth"
-    net = hooked(None, None)
-    assert ckptool.load_into(net, given).coverage == 1.0
-    assert net[2].steps == 9
-    state = net.state_dict()
-    assert all(
-        torch.equal(state[name], value)
-        for name, value in wanted.items()
-        if isinstance(value, torch.Tensor)
-    )
+def test_the_same_model_is_loaded_whole_where_nothing_raises(tmp_path):
+    wanted = state_for_hooked()
+    for given in (wanted, saved(tmp_path / "f.pth", wanted)):
+        net = hooked(None, None)
+        assert ckptool.load_into(net, given).coverage == 1.0
+        assert net[2].steps == 9
+        state = net.state_dict()
+        assert all(
+            torch.equal(state[name], value)
+            for name, value in wanted.items()
+            if isinstance(value, torch.Tensor)
+        )
