@@ -30,15 +30,15 @@ def test_help_names_every_verb_with_the_first_line_of_its_own(ckptool, flag):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_summary_is_the_first_line_of_the_help(name):
+def test_every_help_has_a_summary_options_examples_that_parse_and_exit_codes(ckptool, name):
     command = command_of(name)
     summary = next(verbs[name] for verbs in VERBS.values() if name in verbs)
     assert command.name == name
     assert command.get_short_help_str(200).rstrip(".") == summary.rstrip(".")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_help_has_examples_that_parse_and_exit_codes(ckptool, name):
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.opts
+    assert {"--json", "-q", "--quiet"} <= options_of(command)
     for flag in ("-h", "--help"):
         done = ckptool(name, flag)
         assert (done.code, done.err) == (0, "")
@@ -49,37 +49,28 @@ def test_every_help_has_examples_that_parse_and_exit_codes(ckptool, name):
     for example in examples:
         _, verb, *arguments = shlex.split(example)
         assert verb == name
-        command_of(name).make_context(name, arguments)
+        command.make_context(name, arguments)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_option_has_a_help(name):
-    for parameter in command_of(name).params:
-        if isinstance(parameter, click.Option):
-            assert parameter.help, parameter.opts
+def test_each_section_of_the_help_begins_with_an_option():
+    for name in ("convert", "train"):
+        command = command_of(name)
+        options = [one.name for one in command.params if isinstance(one, click.Option)]
+        assert options[0] in command.begins
+        assert set(command.begins) <= set(options)
 
 
-@pytest.mark.parametrize("name", ["convert", "train"])
-def test_each_section_of_the_help_begins_with_an_option(name):
-    command = command_of(name)
-    options = [one.name for one in command.params if isinstance(one, click.Option)]
-    assert options[0] in command.begins
-    assert set(command.begins) <= set(options)
+def options_of(command):
+    return {word for parameter in command.params for word in parameter.opts}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_json_and_quiet_are_everywhere(name):
-    options = {word for parameter in command_of(name).params for word in parameter.opts}
-    assert {"--json", "-q", "--quiet"} <= options
-
-
-@pytest.mark.parametrize("name", [name for name in VERBS["change"] if name != "recover"])
-def test_verbs_that_write_share_their_options(name):
-    options = {word for parameter in command_of(name).params for word in parameter.opts}
-    assert {"--force", "--dry-run", "--format"} <= options
-    assert ({"-o", "--output", "--in-place"} <= options) is (
-        name not in ("convert", "average", "merge-lora")
-    )
+def test_verbs_that_write_share_their_options():
+    for name in VERBS["change"].keys() - {"recover"}:
+        options = options_of(command_of(name))
+        assert {"--force", "--dry-run", "--format"} <= options, name
+        assert ({"-o", "--output", "--in-place"} <= options) is (
+            name not in ("convert", "average", "merge-lora")
+        )
 
 
 def test_an_alias_is_the_verb_itself(ckptool, model):

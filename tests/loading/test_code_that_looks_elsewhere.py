@@ -137,25 +137,26 @@ def file_of(seed, path):
         for part in source.parts:
             part.weight.add_(3), part.bias.add_(5), part.scale.add_(7)
     state = source.model.state_dict()
-    if path is not None:
-        torch.save(state, path)
+    torch.save(state, path)
     return state
 
 
-@pytest.mark.parametrize("kept", [0, 1 << 20])
-@pytest.mark.parametrize("is_file", [False, True])
 @pytest.mark.parametrize("first", range(0, 160, 40))
-def test_it_sees_and_leaves_what_it_would_with_torch(first, is_file, kept, tmp_path, monkeypatch):
-    monkeypatch.setattr(installing, "_COPIED", kept)
+def test_it_sees_and_leaves_what_it_would_with_torch(first, tmp_path, monkeypatch):
+    path = tmp_path / "f.pth"
     for seed in range(first, first + 40):
-        path = tmp_path / "f.pth" if is_file else None
         state = file_of(seed, path)
-        mine, other = Tree(seed, seed % 4 == 0), Tree(seed, seed % 4 == 0)
-        untouched = Untouched(mine.model)
-        wanted = outcome(lambda model, given=state: model.load_state_dict(given), other)
-        assert outcome(lambda model, given=path or state: load_into(model, given), mine) == wanted
-        assert mine.log == other.log
-        if wanted:
-            untouched.check()
-        else:
-            assert mine.found() == other.found()
+        torchs = Tree(seed, seed % 4 == 0)
+        wanted = outcome(lambda model, given=state: model.load_state_dict(given), torchs)
+        found = None if wanted else torchs.found()
+        kept = [0, 1 << 20] if seed & 4 else [1 << 20, 0]
+        for given, copied in zip((state, path), kept, strict=True):
+            monkeypatch.setattr(installing, "_COPIED", copied)
+            mine = Tree(seed, seed % 4 == 0)
+            untouched = Untouched(mine.model)
+            assert outcome(lambda model, given=given: load_into(model, given), mine) == wanted
+            assert mine.log == torchs.log, (seed, given)
+            if wanted:
+                untouched.check()
+            else:
+                assert mine.found() == found, (seed, given)
