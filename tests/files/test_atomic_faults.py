@@ -20,11 +20,11 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(memory_path, monkeypatch):
     """Where what is lost is played, too, so that no disk need be waited for."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    (tmp_path / "source").write_bytes(NEW)
-    return tmp_path / "target"
+    (memory_path / "source").write_bytes(NEW)
+    return memory_path / "target"
 
 
 def write(path, content=NEW, **options):

@@ -23,10 +23,10 @@ LAST = {"model-1.bin": b"the next write", INDEX: b"at last"}
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(memory_path, monkeypatch):
     """Where what is lost is played, too, so that no disk need be waited for."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    return tmp_path / "set"
+    return memory_path / "set"
 
 
 def opened(folder):

@@ -5,7 +5,9 @@ Torch is imported where it judges: the tests beside these fork a process that mu
 
 from __future__ import annotations
 
+import re
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +39,11 @@ def found(itemsize: int, shape: Any, stride: Any, offset: int, block: int) -> by
     )
     assert all(0 < len(part) <= max(block, 16) for part in blocks)
     return b"".join(blocks)
+
+
+def test_torch_is_imported_where_it_judges() -> None:
+    for module in Path(__file__).parent.glob("*.py"):
+        assert not re.search("^(import|from) torch", module.read_text(), re.MULTILINE), module
 
 
 @st.composite

@@ -1,9 +1,12 @@
-"""Tiles of one tensor in many ranges, read as the whole."""
+"""Tiles of one tensor in many ranges, read as the whole.
 
+Torch is imported where it makes them: the tests beside these fork a process that must be small.
+"""
+
+from math import prod
 from zlib import crc32
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +16,8 @@ from ckptool.files.tiled import Tile, late, tiled
 
 
 def held(tensor):
+    import torch
+
     raw = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
     return ByteRange(MemorySource(raw, "part"), 0, len(raw))
 
@@ -34,8 +39,10 @@ def cuts(draw):
     return shape, draw(st.permutations(boxes))
 
 
-def made(shape, boxes, dtype=torch.int16):
-    whole = torch.arange(torch.Size(shape).numel(), dtype=dtype).view(shape)
+def made(shape, boxes):
+    import torch
+
+    whole = torch.arange(prod(shape), dtype=torch.int16).view(shape)
     tiles = [
         Tile(
             tuple(low for low, _ in box),
