@@ -7,6 +7,7 @@ import pathlib
 import pickle
 import warnings
 from collections import OrderedDict
+from itertools import product
 
 import pytest
 import torch
@@ -60,9 +61,8 @@ def test_plain_data_is_equal_to_a_copy(value):
     assert difference(value, pickle.loads(pickle.dumps(value))) is None
 
 
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
+def test_types_tell_apart():
+    for a, b in [
         (1, 1.0),
         (1, True),
         (0.0, False),
@@ -71,16 +71,14 @@ def test_plain_data_is_equal_to_a_copy(value):
         (None, False),
         ({}, []),
         (1, "1"),
-    ],
-)
-def test_types_tell_apart(a, b):
-    assert difference({"x": a}, {"x": b}) == "x"
-    assert difference(a, b) == "."
+    ]:
+        assert difference({"x": a}, {"x": b}) == "x", a
+        assert difference(a, b) == ".", a
 
 
-@pytest.mark.parametrize("value", [math.nan, complex(math.nan, 1.0), [math.nan]])
-def test_nan_is_equal_to_itself(value):
-    assert difference(value, pickle.loads(pickle.dumps(value))) is None
+def test_nan_is_equal_to_itself():
+    for value in [math.nan, complex(math.nan, 1.0), [math.nan]]:
+        assert difference(value, pickle.loads(pickle.dumps(value))) is None, value
 
 
 def test_the_order_of_a_dict_is_no_matter_nor_its_kind():
@@ -147,27 +145,26 @@ def opened(tmp_path, name, value, protocol=2):
         return checkpoint.root["it"]
 
 
-@pytest.mark.parametrize("protocol", [0, 1, 2, 4, 5])
-@pytest.mark.parametrize(
-    ("value", "other"),
-    [
-        (argparse.Namespace(lr=0.1, arch="r18"), argparse.Namespace(lr=0.2, arch="r18")),
-        (pathlib.PurePosixPath("/a/b"), pathlib.PurePosixPath("/a/c")),
-        (collections.Counter("aab"), collections.Counter("abb")),
-        (collections.defaultdict(list, a=[1]), collections.defaultdict(list, a=[2])),
-        (collections.deque([1, 2], 5), collections.deque([1, 3], 5)),
-        ({"a", "b", "c"}, {"a", "b", "d"}),
-        (frozenset({1, 2}), frozenset({1, 3})),
-        (range(3), range(4)),
-        (Kept(a=1, inner=Kept(b=2)), Kept(a=1, inner=Kept(b=3))),
-    ],
-)
-def test_objects_are_equal_whatever_protocol_wrote_them(tmp_path, protocol, value, other):
-    one = opened(tmp_path, "a", value)
-    again = opened(tmp_path, "b", value, protocol)
-    changed = opened(tmp_path, "c", other, protocol)
-    assert difference(one, again) is None
-    assert difference(one, changed) is not None
+def test_objects_are_equal_whatever_protocol_wrote_them(tmp_path):
+    for protocol, (value, other) in product(
+        [0, 1, 2, 4, 5],
+        [
+            (argparse.Namespace(lr=0.1, arch="r18"), argparse.Namespace(lr=0.2, arch="r18")),
+            (pathlib.PurePosixPath("/a/b"), pathlib.PurePosixPath("/a/c")),
+            (collections.Counter("aab"), collections.Counter("abb")),
+            (collections.defaultdict(list, a=[1]), collections.defaultdict(list, a=[2])),
+            (collections.deque([1, 2], 5), collections.deque([1, 3], 5)),
+            ({"a", "b", "c"}, {"a", "b", "d"}),
+            (frozenset({1, 2}), frozenset({1, 3})),
+            (range(3), range(4)),
+            (Kept(a=1, inner=Kept(b=2)), Kept(a=1, inner=Kept(b=3))),
+        ],
+    ):
+        one = opened(tmp_path, "a", value)
+        again = opened(tmp_path, "b", value, protocol)
+        changed = opened(tmp_path, "c", other, protocol)
+        assert difference(one, again) is None, (protocol, value)
+        assert difference(one, changed) is not None, (protocol, value)
 
 
 def test_a_set_has_no_order():
@@ -241,9 +238,8 @@ def test_quantised_elements_are_their_integers(tmp_path):
         assert (found.dtype, found.read()) == ("int8", weight.int_repr().numpy().tobytes())
 
 
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [
+def test_types_have_the_names_that_list_gives_them(tmp_path):
+    for value, name in [
         (1, "int"),
         (None, "NoneType"),
         (OrderedDict(a=1), "OrderedDict"),
@@ -254,10 +250,8 @@ def test_quantised_elements_are_their_integers(tmp_path):
         (torch.ones(1).untyped_storage(), "torch.storage.UntypedStorage"),
         (argparse.Namespace(), "argparse.Namespace"),
         ((1, 2), "tuple"),
-    ],
-)
-def test_types_have_the_names_that_list_gives_them(tmp_path, value, name):
-    assert type_name(opened(tmp_path, "t", value)) == name
+    ]:
+        assert type_name(opened(tmp_path, "t", value)) == name, value
 
 
 pytestmark = [
@@ -304,9 +298,8 @@ def test_the_order_of_mappings_and_sets_does_not_count(entries):
     assert of(list(entries)) != of(list(turned))
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_what_differs_has_another():
+    for one, other in [
         (1, 1.0), (1, True), (0.0, -0.0), ("a", b"a"), ([1, 2], [2, 1]), ([1], (1,)),
         ({1: 2}, {2: 1}),
         ({"a": [1]}, {"a": [2]}), ([[1], 2], [1, [2]]), (["ab"], ["a", "b"]), (None, []),
@@ -319,11 +312,9 @@ def test_the_order_of_mappings_and_sets_does_not_count(entries):
          Opaque(Global("n", "A"), steps=[("build", {"a": 2})])),
         (Opaque(Global("n", "A"), steps=[("append", [1, 2])]),
          Opaque(Global("n", "A"), steps=[("append", [1])])),
-    ],
-)  # fmt: skip
-def test_what_differs_has_another(one, other):
-    assert of(one) != of(other)
-    assert of({"x": [one]}) != of({"x": [other]})
+    ]:  # fmt: skip
+        assert of(one) != of(other), one
+        assert of({"x": [one]}) != of({"x": [other]}), one
 
 
 def test_how_items_were_added_in_portions_does_not_count():
@@ -371,9 +362,8 @@ def test_every_sample_has_one_digest_in_every_format_and_protocol(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_another_value_deep_inside_is_another_digest(tmp_path):
+    for make in [
         lambda x: torch.tensor([0.0, x]).to_sparse(),
         lambda x: torch.tensor([[0.0, x]]).to_sparse_csr(),
         lambda x: torch.quantize_per_tensor(torch.tensor([1.0, x]), 0.5, 0, torch.qint8),
@@ -382,13 +372,11 @@ def test_every_sample_has_one_digest_in_every_format_and_protocol(tmp_path):
         lambda x: {"is", x},
         lambda x: argparse.Namespace(lr=x),
         lambda x: b"x" * 1000 + str(x).encode(),
-    ],
-)  # fmt: skip
-def test_another_value_deep_inside_is_another_digest(tmp_path, make):
-    one, same, other = (digests(tmp_path, {"it": make(x)})["it"] for x in (1.0, 1.0, 2.0))
-    assert one == same
-    assert one is not None
-    assert one != other
+    ]:  # fmt: skip
+        one, same, other = (digests(tmp_path, {"it": make(x)})["it"] for x in (1.0, 1.0, 2.0))
+        assert one == same, make
+        assert one is not None, make
+        assert one != other, make
 
 
 def test_plain_tensors_have_none_and_those_inside_objects_count_by_their_own_hash(tmp_path):

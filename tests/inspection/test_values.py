@@ -2,28 +2,22 @@
 
 import math
 
-import pytest
-
 from ckptool.inspection.values import class_of, json_value, shape_text, summarise
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from tests.inspection.handmade import floats, tensor
 
 
-@pytest.mark.parametrize(
-    ("value", "wanted"),
-    [
+def test_a_value_as_json_holds_it():
+    for value, wanted in [
         (1, 1), (True, True), (None, None), ("x", "x"), (1.5, 1.5), (math.nan, "nan"),
         (math.inf, "inf"), (1j, "1j"), (b"x", "b'x'"),
-    ],
-)  # fmt: skip
-def test_a_value_as_json_holds_it(value, wanted):
-    assert json_value(value) == wanted
-    assert type(json_value(value)) is type(wanted)
+    ]:  # fmt: skip
+        assert json_value(value) == wanted, value
+        assert type(json_value(value)) is type(wanted), value
 
 
-@pytest.mark.parametrize(
-    ("node", "words"),
-    [
+def test_a_node_in_a_few_words():
+    for node, words in [
         (tensor(floats(1.0, device="cuda:1"), [1]), "tensor float32 [1] on cuda:1"),
         (Opaque(Global("net", "Net")), "net.Net object"),
         (Opaque(Global("np", "scalar"), plain=("float64", 0.5)), "0.5"),
@@ -43,10 +37,8 @@ def test_a_value_as_json_holds_it(value, wanted):
         (Opaque(Global("builtins", "set"), args=([(1, 2)],)), "set of 1"),
         (Opaque(Global("builtins", "set"), args=([],)), "set of 0"),
         ("text", "'text'"),
-    ],
-)  # fmt: skip
-def test_a_node_in_a_few_words(node, words):
-    assert summarise(node) == words
+    ]:  # fmt: skip
+        assert summarise(node) == words, node
 
 
 def test_words_are_few_however_long_the_value():

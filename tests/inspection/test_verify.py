@@ -129,9 +129,8 @@ def repacked(path, target, **changes):
     return target
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "word"),
-    [
+def test_what_a_repacked_zip_may_be_wrong_in(model, tmp_path):
+    for changes, kind, word in [
         ({}, "offsets", "2 of 2 storages begin elsewhere"),
         ({".format_version": b"0"}, None, ""),
         ({".storage_alignment": b"none"}, "offsets", "an alignment as a number"),
@@ -142,14 +141,12 @@ def repacked(path, target, **changes):
         ({".format_version": None, "byteorder": b"middle"}, "corrupt", "byte order"),
         ({".format_version": None, "data/0": b"1234"}, "corrupt", "should take 24 bytes"),
         ({".format_version": None, "data/0": None}, "corrupt", "storage '0' is missing"),
-    ],
-)
-def test_what_a_repacked_zip_may_be_wrong_in(model, tmp_path, changes, kind, word):
-    if changes == {}:  # the first is looked up, the second added up
-        word = "1 of 2 storages begin elsewhere"
-    found = verify(repacked(model, tmp_path / "repacked.pth", **changes)).problems
-    assert [problem.kind for problem in found] == ([kind] if kind else [])
-    assert all(word in problem.text for problem in found)
+    ]:
+        if changes == {}:  # the first is looked up, the second added up
+            word = "1 of 2 storages begin elsewhere"
+        found = verify(repacked(model, tmp_path / "repacked.pth", **changes)).problems
+        assert [problem.kind for problem in found] == ([kind] if kind else []), changes
+        assert all(word in problem.text for problem in found), changes
 
 
 def test_computed_offsets_are_those_that_torch_computes(model, tmp_path):
@@ -222,22 +219,19 @@ def pid(numel=2):
     return Pid("storage", torch.FloatStorage, "0", "cpu", numel, None)
 
 
-@pytest.mark.parametrize(
-    ("root", "word"),
-    [
+def test_a_pickle_without_a_checksum_must_be_one_that_torch_writes(tmp_path):
+    for root, word in [
         ({"w": tensor(pid(), (2,))}, None),
         ({"w": tensor(pid(), (2,)), "x": Called(os.path.join, "a")}, None),
         ([tensor(pid(), (2,)), Called(torch._utils._rebuild_tensor_v2, pid())], "corrupt"),
         ([tensor(pid(), (2,)), Called(torch._utils.ExceptionWrapper, "x")], "no such function"),
         ([tensor(pid(), (2,)), Called(os.path.join, pid())], "on a storage"),
-    ],
-)
-def test_a_pickle_without_a_checksum_must_be_one_that_torch_writes(tmp_path, root, word):
-    (tmp_path / "made.pth").write_bytes(stream(root, ["0"], [floats(1.0, 2.0)]))
-    found = verify(tmp_path / "made.pth").problems
-    assert [word in (problem.text, problem.kind) or word in problem.text for problem in found] == (
-        [True] * (word is not None)
-    )
+    ]:
+        (tmp_path / "made.pth").write_bytes(stream(root, ["0"], [floats(1.0, 2.0)]))
+        found = verify(tmp_path / "made.pth").problems
+        assert [
+            word in (problem.text, problem.kind) or word in problem.text for problem in found
+        ] == ([True] * (word is not None)), root
 
 
 def test_a_record_beside_those_of_a_checkpoint_is_a_note(model):

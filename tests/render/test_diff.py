@@ -2,8 +2,6 @@
 
 import csv
 
-import pytest
-
 from ckptool.comparison.result import Changed, Diff, Renamed, Side
 from ckptool.render.diff import diff_lines, stat_lines, status_lines
 from ckptool.render.text import PLAIN, Look, share
@@ -122,25 +120,25 @@ def test_the_screen_has_everything_with_the_largest_change_first_and_layers_fold
     )
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
-def test_nothing_is_wider_than_the_terminal(width):
-    long = "deep." * 60
-    found = made(
-        changes=[
-            changed(long, difference=figures(-0.123456e-12, nan_a=10**6, inf_b=10**9)),
-            changed(long, ("dtype", "value"), b={"dtype": "bfloat16"}, difference=figures()),
-            changed(f"{long}w", ("shape",), {"shape": (1,) * 30}, {"shape": (2,) * 30}),
-            changed("t", ("device",), {"device": "cuda:0"}, {"device": "x" * 99}, counts=False),
-        ],
-        values=[Changed(long, ("value",), value(long, "a" * 99), value(long, "b" * 99))],
-        only_a=[tensor(long)],
-        only_b=[value(long, "c" * 99)],
-        renamed=[Renamed(tensor(long), tensor(f"{long}b"))],
-        a=long,
-        notes=("word " * 60,),
-    )
-    for lines in (diff_lines(found, Look(width)), stat_lines(found, Look(width))):
-        assert max(map(len, lines)) <= width
+def test_nothing_is_wider_than_the_terminal():
+    for width in [60, 80, 100, 200]:
+        long = "deep." * 60
+        found = made(
+            changes=[
+                changed(long, difference=figures(-0.123456e-12, nan_a=10**6, inf_b=10**9)),
+                changed(long, ("dtype", "value"), b={"dtype": "bfloat16"}, difference=figures()),
+                changed(f"{long}w", ("shape",), {"shape": (1,) * 30}, {"shape": (2,) * 30}),
+                changed("t", ("device",), {"device": "cuda:0"}, {"device": "x" * 99}, counts=False),
+            ],
+            values=[Changed(long, ("value",), value(long, "a" * 99), value(long, "b" * 99))],
+            only_a=[tensor(long)],
+            only_b=[value(long, "c" * 99)],
+            renamed=[Renamed(tensor(long), tensor(f"{long}b"))],
+            a=long,
+            notes=("word " * 60,),
+        )
+        for lines in (diff_lines(found, Look(width)), stat_lines(found, Look(width))):
+            assert max(map(len, lines)) <= width, width
 
 
 def test_a_narrow_terminal_is_told_what_a_wide_one_shows():
@@ -226,18 +224,15 @@ def test_many_devices_are_cut():
     assert "cuda:4 -> cpu (1), and 4 more" in text(made(rows))
 
 
-@pytest.mark.parametrize(
-    ("more", "line"),
-    [
+def test_identical_is_one_line_that_says_what_that_rests_on():
+    for more, line in [
         ({}, "identical: 10 entries"),
         ({"common": 1}, "identical: 1 entry"),
         ({"by_checksum": 7}, "identical: 10 entries (7 tensors compared by CRC-32 alone)"),
         ({"close": 2}, "equal: 10 entries (2 within the tolerance)"),
         ({"structure": True}, "the same structure: 10 entries (values not compared)"),
-    ],
-)
-def test_identical_is_one_line_that_says_what_that_rests_on(more, line):
-    assert text(made(**more)) == line
+    ]:
+        assert text(made(**more)) == line, more
 
 
 def test_identical_but_for_devices_says_so_in_its_line():
@@ -371,16 +366,13 @@ def test_a_bar_keeps_its_length_and_hides_nothing():
     assert line.split() == ["m", "1,001", "~" * 32 + "-"]
 
 
-@pytest.mark.parametrize(
-    ("part", "whole", "said"),
-    [
+def test_a_share_is_neither_all_nor_nothing_where_it_is_not():
+    for part, whole, said in [
         (0, 0, "0%"),
         (0, 5, "0%"),
         (5, 5, "100%"),
         (1, 8, "12.5%"),
         (1, 10**6, "<0.1%"),
         (10**6 - 1, 10**6, ">99.9%"),
-    ],
-)
-def test_a_share_is_neither_all_nor_nothing_where_it_is_not(part, whole, said):
-    assert share(part, whole) == said
+    ]:
+        assert share(part, whole) == said, part

@@ -4,8 +4,6 @@ import csv
 import itertools
 from dataclasses import replace
 
-import pytest
-
 from ckptool.matching import (
     Allowance,
     Ambiguity,
@@ -170,19 +168,16 @@ def test_what_is_allowed_is_said_to_fit_with_it():
     )
 
 
-@pytest.mark.parametrize(
-    ("loaded", "parameters", "said"),
-    [
+def test_a_coverage_is_never_rounded_to_all_or_nothing():
+    for loaded, parameters, said in [
         (0, 1000, "0%"),
         (999_999, 1_000_000, ">99.9%"),
         (1, 1_000_000, "<0.1%"),
         (0, 0, "100%"),
         (2, 2, "100%"),
-    ],
-)
-def test_a_coverage_is_never_rounded_to_all_or_nothing(loaded, parameters, said):
-    found = report(loaded=loaded, parameters=parameters, missing_keys=["a"])
-    assert lines(found)[0].endswith(f" ({said} of the parameters)")
+    ]:
+        found = report(loaded=loaded, parameters=parameters, missing_keys=["a"])
+        assert lines(found)[0].endswith(f" ({said} of the parameters)"), loaded
 
 
 def test_what_is_untied_kept_and_left_out_says_why():
@@ -236,15 +231,15 @@ def test_nothing_of_a_file_reaches_the_terminal_raw():
     assert all(line.isprintable() for line in lines(found, fold=False))
 
 
-@pytest.mark.parametrize("width", [72, 80, 120])
-def test_it_fits_a_terminal(width):
-    found = report(
-        parameters=1000,
-        missing_keys=["deep." * 40 + f"{n}" for n in range(3)],
-        renamed=(Renaming("rule", "x" * 200, (("a" * 200, "b"),)),),
-        notes=("word " * 100,),
-    )
-    assert max(map(len, lines(found, Look(width=width)))) <= width
+def test_it_fits_a_terminal():
+    for width in [72, 80, 120]:
+        found = report(
+            parameters=1000,
+            missing_keys=["deep." * 40 + f"{n}" for n in range(3)],
+            renamed=(Renaming("rule", "x" * 200, (("a" * 200, "b"),)),),
+            notes=("word " * 100,),
+        )
+        assert max(map(len, lines(found, Look(width=width)))) <= width, width
 
 
 def test_a_hundred_thousand_names_are_a_few_rows():

@@ -276,13 +276,13 @@ def test_a_receipt_as_a_document():
     assert document["files"] == [{"file": "a", "size": 1}, {"file": "b", "size": 2}]
 
 
-@pytest.mark.parametrize("width", [72, 80, 120])
-def test_nothing_of_a_list_is_wider_than_the_terminal(width):
-    root = {
-        "n" * 100: "text " * 50,
-        "o" * 100: Opaque(Global("some.long.package.name", "C" * 60)),
-        "t" * 100: tensor(floats(*range(6), key="k" * 50, device="cuda:3"), [1] * 30 + [2, 3]),
-        "tied" * 30: 1,
-    }
-    found = list(listing_lines(listing(root, hash=True), Look(width=width)))
-    assert max(map(len, found)) <= width
+def test_nothing_of_a_list_is_wider_than_the_terminal():
+    for width in [72, 80, 120]:
+        root = {
+            "n" * 100: "text " * 50,
+            "o" * 100: Opaque(Global("some.long.package.name", "C" * 60)),
+            "t" * 100: tensor(floats(*range(6), key="k" * 50, device="cuda:3"), [1] * 30 + [2, 3]),
+            "tied" * 30: 1,
+        }
+        found = list(listing_lines(listing(root, hash=True), Look(width=width)))
+        assert max(map(len, found)) <= width, width

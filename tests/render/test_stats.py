@@ -1,6 +1,7 @@
 """`ckptool stats` as text."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -105,30 +106,29 @@ def test_folded_layers_are_one_row(drawn):
     assert lines[1].split()[:5] == ["layers.{0..2}.w", "float32", "12", "0", "5"]
 
 
-@pytest.mark.parametrize("width", range(40, 200, 8))
-def test_rows_fit_the_terminal_and_the_histogram_goes_first(drawn, width):
-    tree = {f"encoder.layers.{at}.attention.weight": torch.randn(9) / 1000 for at in range(3)}
-    lines = drawn(tree, Look(width=width))
-    assert max(map(len, lines)) <= width
-    shown = lines[0].split()
-    assert shown[0] == "name"
-    assert width < 70 or {"min", "max", "std"} <= set(shown)
-    if "histogram" in shown:
-        assert {"elements", "dtype", "norm"} <= set(shown)
+def test_rows_fit_the_terminal_and_the_histogram_goes_first(drawn):
+    for width in range(40, 200, 8):
+        tree = {f"encoder.layers.{at}.attention.weight": torch.randn(9) / 1000 for at in range(3)}
+        lines = drawn(tree, Look(width=width))
+        assert max(map(len, lines)) <= width, width
+        shown = lines[0].split()
+        assert shown[0] == "name", width
+        assert width < 70 or {"min", "max", "std"} <= set(shown), width
+        if "histogram" in shown:
+            assert {"elements", "dtype", "norm"} <= set(shown), width
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100])
-@pytest.mark.parametrize("fold", [False, True])
-def test_flags_and_remarks_fit_the_terminal(drawn, width, fold):
-    tree = {f"model.layers.{at}.mlp.up_proj.weight": torch.randn(9) for at in range(12)}
-    tree["model.layers.4.mlp.up_proj.weight"] *= 1000
-    tree["model.layers.7.mlp.up_proj.weight"] = torch.randn(9).half()
-    lines = drawn(tree, Look(width=width), fold=fold)
-    assert max(map(len, lines)) <= width
-    text = "\n".join(lines)
-    assert "norm!" in text
-    assert "(a wider terminal shows " in text
-    assert "model.layers.4.mlp.up_proj.weight: norm" in text
+def test_flags_and_remarks_fit_the_terminal(drawn):
+    for width, fold in product([40, 60, 80, 100], [False, True]):
+        tree = {f"model.layers.{at}.mlp.up_proj.weight": torch.randn(9) for at in range(12)}
+        tree["model.layers.4.mlp.up_proj.weight"] *= 1000
+        tree["model.layers.7.mlp.up_proj.weight"] = torch.randn(9).half()
+        lines = drawn(tree, Look(width=width), fold=fold)
+        assert max(map(len, lines)) <= width, (width, fold)
+        text = "\n".join(lines)
+        assert "norm!" in text, (width, fold)
+        assert "(a wider terminal shows " in text, (width, fold)
+        assert "model.layers.4.mlp.up_proj.weight: norm" in text, (width, fold)
 
 
 def test_flags_of_some_of_the_folded_say_of_how_many(drawn):

@@ -20,9 +20,9 @@ def test_columns_are_aligned():
     ]
 
 
-@pytest.mark.parametrize("text", ["001", "1e5", "nan", "1_000", "0x10"])
-def test_what_looks_like_a_number_stays_text(text):
-    assert lines([[text, "x"]])[1].startswith(text)
+def test_what_looks_like_a_number_stays_text():
+    for text in ["001", "1e5", "nan", "1_000", "0x10"]:
+        assert lines([[text, "x"]])[1].startswith(text), text
 
 
 def test_no_rows_leave_the_header():

@@ -39,31 +39,28 @@ trees = st.recursive(
 )
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@given(tree=trees)
-def test_plain_data_is_what_python_reads(protocol, tree):
-    assert plain(read(pickle.dumps(tree, protocol)).root) == tree
+@given(trees)
+def test_plain_data_is_what_python_reads(tree):
+    for protocol in PROTOCOLS:
+        data = pickle.dumps(tree, protocol)
+        assert plain(read(data).root) == tree, protocol
+        few_memo_entries = pickletools.optimize(data)
+        assert plain(read(few_memo_entries).root) == tree, protocol
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@given(tree=trees)
-def test_an_optimised_pickle_without_most_memo_entries_reads_the_same(protocol, tree):
-    assert plain(read(pickletools.optimize(pickle.dumps(tree, protocol))).root) == tree
+def test_what_is_shared_is_one_object():
+    for protocol in PROTOCOLS:
+        shared = [1]
+        root = read(pickle.dumps({"a": shared, "b": shared}, protocol)).root
+        assert root["a"] is root["b"], protocol
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_what_is_shared_is_one_object(protocol):
-    shared = [1]
-    root = read(pickle.dumps({"a": shared, "b": shared}, protocol)).root
-    assert root["a"] is root["b"]
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_list_that_holds_itself(protocol):
-    loop: list = []
-    loop.append(loop)
-    root = read(pickle.dumps(loop, protocol)).root
-    assert root[0] is root
+def test_a_list_that_holds_itself():
+    for protocol in PROTOCOLS:
+        loop: list = []
+        loop.append(loop)
+        root = read(pickle.dumps(loop, protocol)).root
+        assert root[0] is root, protocol
 
 
 def test_the_end_is_behind_the_first_stop_and_the_protocol_is_told():

@@ -1,6 +1,5 @@
 """Every pair of floating types beside torch's own cast, and what is counted beside exact rules."""
 
-import itertools
 import math
 import zlib
 from dataclasses import replace
@@ -29,14 +28,13 @@ TOO_LARGE = {
 }
 """From where on a finite number rounds to none: half a step beyond the largest, ties to even."""
 HAVE_INF = {"float64", "float32", "float16", "bfloat16", "float8_e5m2"}
-PAIRS = list(itertools.permutations(FLOATS, 2))
 
 
 def storage_of(tensor, byteorder="little"):
-    raw = bytes(tensor.flatten().view(torch.uint8).tolist())
+    raw = tensor.flatten().view(torch.uint8)
     if byteorder == "big":
-        size = tensor.element_size()
-        raw = b"".join(raw[at : at + size][::-1] for at in range(0, len(raw), size))
+        raw = raw.view(-1, tensor.element_size()).flip(1)
+    raw = raw.numpy().tobytes()
     return Storage(
         "0", ByteRange(MemorySource(raw, "m.pth"), 0, len(raw)), len(raw), "cpu", byteorder
     )
@@ -98,20 +96,17 @@ def expected_losses(source, target):
     return Losses(old.numel(), int(over.sum()), int(gone.sum()), int(changed.sum()), largest)
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_the_bits_are_torchs_and_the_counts_are_exact(source, target):
+@pytest.mark.parametrize("source", FLOATS)
+def test_the_bits_are_torchs_and_the_counts_are_exact(source):
     values = patterns(source)
-    caster, made = cast(values, target)
-    wanted = values.to(getattr(torch, target))
-    assert made.data.read() == bytes(wanted.view(torch.uint8).tolist())
-    assert caster.losses["w"] == expected_losses(values, wanted)
-
-
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_a_pair_is_exact_where_no_value_is_changed(source, target):
-    values = patterns(source)
-    found = expected_losses(values, values.to(getattr(torch, target)))
-    assert is_exact(source, target) == (found.overflow == found.underflow == found.precision == 0)
+    for target in FLOATS.keys() - {source}:
+        caster, made = cast(values, target)
+        wanted = values.to(getattr(torch, target))
+        assert made.data.read() == wanted.view(torch.uint8).numpy().tobytes(), target
+        losses = expected_losses(values, wanted)
+        assert caster.losses["w"] == losses, target
+        changed = losses.overflow + losses.underflow + losses.precision
+        assert is_exact(source, target) == (changed == 0), target
 
 
 @pytest.mark.parametrize("source", FLOATS)
@@ -119,15 +114,14 @@ def test_big_endian_elements_are_turned_first(source):
     values = patterns(source)[:999]
     _, made = cast(values, "float32", byteorder="big")
     wanted = values.to(torch.float32).view(torch.uint8)
-    assert made.data.read() == bytes(wanted.tolist())
+    assert made.data.read() == wanted.numpy().tobytes()
 
 
 def test_any_offset_and_length_is_right(monkeypatch):
-    for module in (casting, casting):
-        monkeypatch.setattr(module, "CHUNK", 7)
+    monkeypatch.setattr(casting, "CHUNK", 7)
     values = torch.randn(40, dtype=torch.float64)
     _, made = cast(values, "float32")
-    whole = bytes(values.float().view(torch.uint8).tolist())
+    whole = values.float().view(torch.uint8).numpy().tobytes()
     for start in range(0, 160, 3):
         for stop in range(start, 161, 13):
             assert made.data.read(start, stop - start) == whole[start:stop]
@@ -149,13 +143,12 @@ def test_elements_before_and_behind_all_tensors_are_cast_and_not_counted():
         ("both", TensorRef("float32", (2,), (2,), 2, over, "cpu")),
     ]
     made = caster.cast(over, views)
-    assert made.data.read() == bytes(values.half().view(torch.uint8).tolist())
+    assert made.data.read() == values.half().view(torch.uint8).numpy().tobytes()
     assert caster.losses == {"first": Losses(4, 0, 1, 2)}
 
 
 def test_an_overflow_is_an_error_that_counts_the_whole_tensor(monkeypatch):
-    for module in (casting, casting):
-        monkeypatch.setattr(module, "CHUNK", 4)
+    monkeypatch.setattr(casting, "CHUNK", 4)
     values = torch.ones(100)
     values[[2, 50, 99]] = torch.tensor([7e4, -INF, -1e7])
     _, made = cast(values, "float16", allow_overflow=False)

@@ -46,15 +46,15 @@ def test_any_bits_are_counted_as_torch_counts_them(dtype, data):
     size = getattr(torch, dtype).itemsize
     special = [b"\x80\x7f", b"\xff\xff", b"\x00\x7c", b"\xf0\x7f", b"\x00\x00"]
     word = st.one_of(st.binary(min_size=2, max_size=2), st.sampled_from(special))
-    words = data.draw(st.lists(word, min_size=size // 2, max_size=10 * size))
+    words = data.draw(st.lists(word, min_size=size // 2, max_size=3 * size))
     raw = b"".join(words)[: len(words) * 2 // size * size]
     assert nonfinite(ref_of(dtype, raw)) == judged(from_bytes(dtype, raw))
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-def test_every_code_of_a_type_of_one_byte(dtype):
-    raw = bytes(range(256)) * 3
-    assert nonfinite(ref_of(dtype, raw)) == judged(from_bytes(dtype, raw))
+def test_every_code_of_a_type_of_one_byte():
+    for dtype in NARROW:
+        raw = bytes(range(256)) * 3
+        assert nonfinite(ref_of(dtype, raw)) == judged(from_bytes(dtype, raw)), dtype
 
 
 def test_every_pattern_of_16_bits():
@@ -65,7 +65,8 @@ def test_every_pattern_of_16_bits():
 
 @pytest.mark.parametrize("dtype", [name for name in WIDE if name != "complex32"])
 def test_pieces_and_blocks_of_a_large_view(dtype, tmp_path):
-    tensor = torch.zeros(1500, 1000, dtype=getattr(torch, dtype))
+    rows, columns = (1500, 1000) if dtype == "float32" else (300, 250)  # blocks; pieces
+    tensor = torch.zeros(rows, columns, dtype=getattr(torch, dtype))
     tensor[::7, ::3] = math.nan
     tensor[1::7, 5::11] = -math.inf
     torch.save([tensor, tensor.t(), tensor[::2, 1::3]], tmp_path / "views.pth")
@@ -104,7 +105,7 @@ def test_numbers_that_cannot_be_nan_are_not_read():
 )
 def test_infinities_and_zeros_alone_are_known(name, values):
     tensor = torch.tensor(values, dtype=getattr(torch, name))
-    raw = bytes(tensor.view(torch.uint8).tolist())
+    raw = tensor.view(torch.uint8).numpy().tobytes()
     alone = bool((tensor.isinf() | (tensor == 0)).all())
     assert is_infinity_or_zero(ref_of(name, raw)) == alone
 

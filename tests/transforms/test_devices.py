@@ -38,9 +38,8 @@ def test_rules_apply_at_once_so_that_swaps_work():
     assert [ref.device for ref in made] == ["cuda:1", "cuda:0"]
 
 
-@pytest.mark.parametrize(
-    ("rules", "tag", "expected"),
-    [
+def test_an_exact_tag_beats_a_kind_beats_everything():
+    for rules, tag, expected in [
         ({"*": "cpu"}, "cuda:1", "cpu"),
         ({"*": "cpu"}, "mps", "cpu"),
         ({"*": "cuda:0"}, "cpu", "cuda:0"),
@@ -56,10 +55,8 @@ def test_rules_apply_at_once_so_that_swaps_work():
         ({"CPU": "cpu"}, "CPU", "cpu"),
         ({"npu:0": "privateuseone:1"}, "npu:0", "privateuseone:1"),
         ({"cuda:0": "hpu"}, "cuda:0", "hpu"),
-    ],
-)
-def test_an_exact_tag_beats_a_kind_beats_everything(rules, tag, expected):
-    assert Rules(rules)(tag) == expected
+    ]:
+        assert Rules(rules)(tag) == expected, rules
 
 
 @pytest.mark.parametrize(
@@ -218,7 +215,7 @@ def test_a_list_of_devices_that_makes_no_sense(numbers):
         visible_devices(checkpoint([tensor()]), numbers)
 
 
-@pytest.mark.parametrize("file", ["dp_cuda3.pth", "dp_full_cuda0.pth", "odd.pth", "misc.pth"])
-def test_real_files_end_up_on_the_cpu(fixtures, file):
-    with opened(fixtures / "torch-2.13.0" / file) as read:
-        assert set(device_tags(remap(read, {"*": "cpu"}).root)) == {"cpu"}
+def test_real_files_end_up_on_the_cpu(fixtures):
+    for file in ["dp_cuda3.pth", "dp_full_cuda0.pth", "odd.pth", "misc.pth"]:
+        with opened(fixtures / "torch-2.13.0" / file) as read:
+            assert set(device_tags(remap(read, {"*": "cpu"}).root)) == {"cpu"}, file

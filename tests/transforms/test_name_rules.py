@@ -11,9 +11,8 @@ from ckptool.transforms import prefix_rule, read_map_file, regex_rule, table_rul
 from ckptool.transforms.name_rules import prefix_regex, rules_of
 
 
-@pytest.mark.parametrize(
-    ("rule", "name", "new"),
-    [
+def test_a_regular_expression():
+    for rule, name, new in [
         (r"^backbone\.=>encoder.", "backbone.0.w", "encoder.0.w"),
         (r"^backbone\.=>encoder.", "my.backbone.w", None),
         (r"gamma=>weight", "a.gamma.gamma", "a.weight.weight"),
@@ -25,15 +24,12 @@ from ckptool.transforms.name_rules import prefix_regex, rules_of
         (r"w=>w", "w", "w"),
         (r"(?=\.)=>_", "a.w", "a_.w"),
         (r" =>=>", "a b", "a=>b"),
-    ],
-)
-def test_a_regular_expression(rule, name, new):
-    assert regex_rule(rule).apply(name) == new
+    ]:
+        assert regex_rule(rule).apply(name) == new, rule
 
 
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
+def test_what_is_no_regular_expression_is_shown():
+    for rule, message in [
         ("a.b", "'a.b' is not a rule REGEX=>REPL"),
         ("=>b", "is not a rule"),
         ("", "is not a rule"),
@@ -42,17 +38,14 @@ def test_a_regular_expression(rule, name, new):
         (r"(a)=>\g<name>", "unknown group name"),
         (r"(a)=>\q", r"bad escape"),
         ("a{99999999999}=>b", "is not a regular expression"),
-    ],
-)
-def test_what_is_no_regular_expression_is_shown(rule, message):
-    with pytest.raises(UsageError, match=message) as caught:
-        regex_rule(rule)
-    assert caught.value.hint
+    ]:
+        with pytest.raises(UsageError, match=message) as caught:
+            regex_rule(rule)
+        assert caught.value.hint, rule
 
 
-@pytest.mark.parametrize(
-    ("rule", "name", "new"),
-    [
+def test_a_prefix():
+    for rule, name, new in [
         ("backbone=encoder", "backbone.0.w", "encoder.0.w"),
         ("backbone.=encoder.", "backbone.0.w", "encoder.0.w"),
         ("backbone=encoder", "backbone2.w", None),
@@ -68,10 +61,8 @@ def test_what_is_no_regular_expression_is_shown(rule, message):
         ("a=b=c", "a.w", "b=c.w"),
         (" a = b ", "a.w", "b.w"),
         ("(x)=y", "(x).w", "y.w"),
-    ],
-)
-def test_a_prefix(rule, name, new):
-    assert prefix_rule(rule).apply(name) == new
+    ]:
+        assert prefix_rule(rule).apply(name) == new, rule
 
 
 @pytest.mark.parametrize("rule", ["backbone", "", "=", ".=."])
@@ -91,9 +82,8 @@ def written(tmp_path, text):
     return path
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_table_in_a_file(tmp_path):
+    for text in [
         '{"a.w": "b.w", "c": "d"}',
         '\n {\n"a.w": "b.w",\n"c":"d", "c": "d"}',
         "a.w b.w\nc d\n",
@@ -101,12 +91,10 @@ def written(tmp_path, text):
         "a.w,b.w\nc , d",
         "# old new\n\n  a.w   b.w  # a comment\n#c e\nc d\nc d",
         b"\xef\xbb\xbfa.w b.w\nc d",
-    ],
-)
-def test_a_table_in_a_file(tmp_path, text):
-    path = written(tmp_path, text)
-    assert list(read_map_file(path).items()) == [("a.w", "b.w"), ("c", "d")]
-    assert read_map_file(str(path)) == read_map_file(path)
+    ]:
+        path = written(tmp_path, text)
+        assert list(read_map_file(path).items()) == [("a.w", "b.w"), ("c", "d")], text
+        assert read_map_file(str(path)) == read_map_file(path), text
 
 
 def test_names_with_blanks_are_parted_by_a_tab_or_a_comma(tmp_path):
@@ -125,9 +113,8 @@ def test_an_empty_table_is_one(tmp_path):
     assert read_map_file(written(tmp_path, "{}")) == {}
 
 
-@pytest.mark.parametrize(
-    ("text", "fact"),
-    [
+def test_a_table_with_a_mistake_names_the_file_and_what_is_wrong(tmp_path):
+    for text, fact in [
         ("a b\n\nc\n", "line 3: 'c' is not two names"),
         ("a b c", "line 1: 'a b c' is not two names"),
         ("a b\na,", "line 2: 'a,' is not two names"),
@@ -138,14 +125,12 @@ def test_an_empty_table_is_one(tmp_path):
         ('{"a": "b",\n\n "a": "c"}', "'a' has another name already"),
         ('["a", "b"]', "a JSON object is wanted"),
         ("[" * 100_000, "the JSON is broken: "),
-    ],
-)
-def test_a_table_with_a_mistake_names_the_file_and_what_is_wrong(tmp_path, text, fact):
-    path = written(tmp_path, text)
-    with pytest.raises(UsageError) as caught:
-        read_map_file(path)
-    assert str(caught.value).startswith(f"{path}: {fact}")
-    assert caught.value.hint
+    ]:
+        path = written(tmp_path, text)
+        with pytest.raises(UsageError) as caught:
+            read_map_file(path)
+        assert str(caught.value).startswith(f"{path}: {fact}"), text
+        assert caught.value.hint, text
 
 
 def test_a_table_that_cannot_be_read(tmp_path):
@@ -167,8 +152,8 @@ def test_one_rule_is_no_list_of_them(given):
         rules_of(given)
 
 
-@pytest.mark.parametrize("text", ["a=b", "a.=", "=m.", "a.b=c", "a=b.c", "(=[", r"a=\1"])
-def test_a_prefix_as_a_regex_does_the_same(text):
-    prefix, regex = prefix_rule(text), regex_rule(prefix_regex(text))
-    for name in ("a.w", "a.a.w", "a.b.w", "ab.w", "x.a.w", "(.w", "w"):
-        assert regex.apply(name) == prefix.apply(name)
+def test_a_prefix_as_a_regex_does_the_same():
+    for text in ["a=b", "a.=", "=m.", "a.b=c", "a=b.c", "(=[", r"a=\1"]:
+        prefix, regex = prefix_rule(text), regex_rule(prefix_regex(text))
+        for name in ("a.w", "a.a.w", "a.b.w", "ab.w", "x.a.w", "(.w", "w"):
+            assert regex.apply(name) == prefix.apply(name), text
