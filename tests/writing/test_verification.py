@@ -71,12 +71,13 @@ def test_a_source_that_was_damaged_before_is_told_from_a_copy_that_failed(tmp_pa
         place = before["w"].storage.data.offset
     content = source.read_bytes()
     source.write_bytes(content[:place] + b"!" + content[place + 1 :])
+    threads = set(threading.enumerate())
     with open_checkpoint(source) as damaged:
         streamed = written(damaged, format, tmp_path / "out")
         with pytest.raises(CorruptFile, match=r"is damaged") as caught:
             verify(damaged, str(tmp_path / "out"), streamed)
     assert caught.value.file == str(source)
-    assert not [one.name for one in threading.enumerate() if "ThreadPool" in one.name]
+    assert not set(threading.enumerate()) - threads
 
 
 def swapped(state):
