@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptool.cli import main
 from tests.pages.cli_page import COMPLETION
 
 STARTED = {
@@ -80,24 +81,22 @@ def terminal(request, tmp_path):
         opened.close()
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
+def test_values_are_completed(monkeypatch, capsys):
+    monkeypatch.setenv("_CKPTOOL_COMPLETE", "bash_complete")
+    for words, shown in (
         ("cast model.pth --dtype bf", "bfloat16"),
         ("convert a b --cast float8_e5m2f", "float8_e5m2fnuz"),
         ("list model.pth --fmt markd", "markdown"),
         ("strip-module model.pth --only _orig", "_orig_mod"),
         ("convert a b --like epoch", "file,"),  # the shell knows its files
         ("average a b --ints fi", "first"),
-    ],
-)
-def test_values_are_completed(process, words, shown):
-    *before, begun = ["ckptool", *words.split()]
-    done = process(
-        **{"_CKPTOOL_COMPLETE": "bash_complete", "COMP_WORDS": " ".join([*before, begun])},
-        COMP_CWORD=str(len(before)),
-    )
-    assert shown in done.out
+    ):
+        monkeypatch.setenv("COMP_WORDS", f"ckptool {words}")
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+        with pytest.raises(SystemExit) as ended:
+            main([])
+        assert ended.value.code == 0
+        assert shown in capsys.readouterr().out, words
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.cli import main
 from tests.forks import ended, finished, start
 from tests.sources import PROJECT
 
@@ -170,8 +171,10 @@ def test_an_old_set_keeps_its_names_until_the_new_one_is_whole(model, program, t
     assert files_in(tmp_path / "out") == before  # what was left is gone
 
 
-def test_a_verb_that_is_not_divided_says_so(model, program, tmp_path):
-    told, ended_well = torchrun(["strip-module", model, "-o", tmp_path / "s.pth"], program)
-    assert not ended_well
-    assert "strip-module runs in one process" in told
+def test_a_verb_that_is_not_divided_says_so(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["__main__.py"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    assert main(["strip-module", str(model), "-o", str(tmp_path / "s.pth")]) == 2
+    assert "strip-module runs in one process, and torchrun has started 2" in capsys.readouterr().err
     assert not (tmp_path / "s.pth").exists()

@@ -6,15 +6,9 @@ import pytest
 import torch
 
 from ckptool.cli.group import VERBS
-from tests.cli.test_group import command_of
 
 TABLES = ("list", "info", "show", "stats", "diff", "verify", "match")
 WITH_TABLES = [name for name in VERBS["read"] if name in TABLES]
-
-
-@pytest.mark.parametrize("name", WITH_TABLES)
-def test_verbs_that_draw_tables_have_it(name):
-    assert "--fmt" in {word for parameter in command_of(name).params for word in parameter.opts}
 
 
 def test_a_list_as_csv_is_its_tables_and_nothing_else(ckptool, model):
@@ -66,17 +60,6 @@ def test_what_is_no_table_takes_no_format(ckptool, model, other):
     done = ckptool("list", model, "--fmt", "csv", other)
     assert (done.code, done.out) == (2, "")
     assert other in done.err
-
-
-def test_help_needs_no_tabulate(process):
-    code = (
-        "import sys\n"
-        "from ckptool.cli import main\n"
-        "main(['list', '--help'])\n"
-        "assert 'tabulate' not in sys.modules\n"
-    )
-    done = process(code=("-c", code))
-    assert done.code == 0, done.err
 
 
 @pytest.mark.parametrize("name", WITH_TABLES)

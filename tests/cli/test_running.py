@@ -1,5 +1,6 @@
 """What goes wrong becomes one sentence, a hint and an exit code; what goes right is quiet."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -169,7 +170,7 @@ def test_a_reader_that_is_gone_is_no_error(process, model):
 
 
 @pytest.mark.parametrize("verb", ["diff", "verify", "doctor"])
-def test_what_was_found_is_the_exit_code_though_nobody_reads(process, model, verb):
+def test_what_was_found_is_the_exit_code_though_nobody_reads(process, ckptool, model, verb):
     broken = model.with_name("broken.pth")
     content = bytearray(model.read_bytes())
     content[content.index(b"storages" if b"storages" in content else b"conv1")] ^= 1
@@ -183,7 +184,7 @@ def test_what_was_found_is_the_exit_code_though_nobody_reads(process, model, ver
         done = process(verb, *files, stdout=writing)
     finally:
         os.close(writing)
-    assert done.code == process(verb, *files).code != 0
+    assert done.code == ckptool(verb, *files).code != 0
 
 
 INTERRUPTED = "ckptool: interrupted; nothing is left half written\n"
@@ -287,12 +288,13 @@ def test_a_signal_that_is_ignored_stays_ignored(process, model):
     assert (done.code, done.err) == (0, "")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
-def test_the_handlers_are_as_they_were(ckptool, model, name):
-    number = getattr(signal, name, signal.SIGTERM)
-    before = signal.getsignal(number)
+def test_the_handlers_and_the_garbage_collector_are_as_they_were(ckptool, model):
+    assert gc.isenabled()
+    numbers = [getattr(signal, name, signal.SIGTERM) for name in ("SIGTERM", "SIGHUP", "SIGINT")]
+    before = [signal.getsignal(number) for number in numbers]
     ckptool("list", model)
-    assert signal.getsignal(number) == before
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert gc.isenabled()
 
 
 def test_a_thread_that_is_not_the_main_one_can_run_it(model, capsys):
@@ -311,14 +313,6 @@ def test_names_that_the_terminal_cannot_encode_are_escaped(process, tmp_path):
     done = process("list", "m.pth", PYTHONIOENCODING="ascii")
     assert done.code == 0
     assert "\\u5c42" in done.out
-
-
-def test_the_garbage_collector_is_as_it_was(ckptool, model):
-    import gc
-
-    assert gc.isenabled()
-    ckptool("list", model)
-    assert gc.isenabled()
 
 
 def test_main_takes_the_words_of_the_process_when_given_none(monkeypatch, capsys):

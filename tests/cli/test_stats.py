@@ -1,11 +1,13 @@
 """`ckptool stats` on the command line."""
 
+import io
 import json
 import math
 
 import pytest
 import torch
 
+from ckptool.cli import main
 from tests.tensors.samples import sparse
 
 
@@ -111,8 +113,10 @@ def test_nothing_to_measure_needs_no_torch(process, tmp_path):
 
 
 @pytest.mark.parametrize(("encoding", "mark"), [("utf-8", "█"), ("ascii", "@")])
-def test_histograms_in_what_the_encoding_has(process, odd, encoding, mark):
-    done = process("stats", odd, PYTHONIOENCODING=encoding, PYTHONUTF8="0")
-    assert done.code == 0, done.err
-    assert mark in done.out
-    assert "\\u" not in done.out
+def test_histograms_in_what_the_encoding_has(odd, monkeypatch, encoding, mark):
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding=encoding))
+    assert main(["stats", str(odd)]) == 0
+    text = shown.getvalue().decode(encoding)
+    assert mark in text
+    assert "\\u" not in text

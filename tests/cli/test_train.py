@@ -175,14 +175,10 @@ def test_as_json_it_is_one_document(ckptool, out):
     assert "nothing is left to train" in again["notes"][0]
 
 
-def test_quiet_leaves_the_epochs_alone(ckptool, out):
+def test_quiet_leaves_the_epochs_alone_and_a_second_run_is_refused(ckptool, out):
     done = ckptool("train", "--out", out, "--epochs", 1, "-q")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("epoch ")
-
-
-def test_a_second_run_in_the_same_folder_is_refused_with_what_helps(ckptool, out):
-    assert ckptool("train", "--out", out, "--epochs", 1).code == 0
     done = ckptool("train", "--out", out, "--epochs", 1)
     assert done.code == 2
     assert "hint: --resume auto" in done.err
@@ -330,7 +326,7 @@ def test_workers_leave_what_is_wrong_to_their_launcher(ckptool, out, tmp_path, m
         assert said in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
 
 
-def test_two_processes_train_as_one_and_one_of_them_tells(out):
+def test_two_processes_train_as_one_and_the_older_launcher_of_torch_goes_on(out):
     words = ["train", "--out", "run", "--strategy", "ddp", "--device", "cpu", "--batch-size", 200]
     more = ("--epochs", 1, "--nproc", 2, "--trace-batches")
     done = finished("ckptool", *words, *more, cwd=out.parent)
@@ -341,13 +337,14 @@ def test_two_processes_train_as_one_and_one_of_them_tells(out):
         seen = "In Model: input size torch.Size([100, 10]) output size torch.Size([100, 1])"
         assert lines.count(f"[rank {rank}] \t{seen} device cpu") == 2
     assert sum(line.startswith("epoch") for line in lines) == 1
-    torchrun = ("torch.distributed.run", "--nproc-per-node", 2, "-m", "ckptool")
-    more = finished(*torchrun, *words, "--epochs", 2, "--resume", "auto", cwd=out.parent)
+    older = ("torch.distributed.launch", "--nproc_per_node", 2, "-m", "ckptool")
+    more = finished(*older, *words, "--epochs", 2, "--resume", "auto", cwd=out.parent)
     assert more.returncode == 0, more.stderr
     assert [line.split()[:2] for line in more.stdout.splitlines()[:2]][1] == ["2", "4"]
     assert len(more.stdout.splitlines()) == 6
     assert more.stdout.splitlines()[-1].startswith("Trained to step 4, 2 epochs. The lowest loss")
     assert more.stderr.count("goes on from run/last.pth, step 2\n") == 1
+    assert "ddp on 2 processes" in more.stderr
 
 
 DYING = """
@@ -382,23 +379,15 @@ def test_torchrun_starts_again_what_has_lost_a_rank(tmp_path, strategy):
     assert done.stdout.splitlines()[-1].startswith("Trained to step 39, 3 epochs.")
 
 
-def test_torchrun_does_not_go_on_from_a_run_that_was_refused(tmp_path):
-    words = ("-m", "ckptool", "train", "--out", "run", "--device", "cpu", "--epochs")
-    assert finished(*words[1:], 1, cwd=tmp_path).returncode == 0
-    before = (tmp_path / "run" / "last.pth").read_bytes()
-    torchrun = ("torch.distributed.run", "--standalone", "--max-restarts", 2, "--nproc-per-node", 1)
-    done = finished(*torchrun, *words, 2, cwd=tmp_path)
+def test_torchrun_does_not_go_on_from_a_run_that_was_refused(ckptool, out):
+    words = ("train", "--device", "cpu", "--epochs")
+    assert ckptool(*words, 1, "--out", out).code == 0
+    before = (out / "last.pth").read_bytes()
+    torchrun = ("torch.distributed.run", "--standalone", "--max-restarts", 1, "--nproc-per-node", 1)
+    done = finished(*torchrun, "-m", "ckptool", *words, 2, "--out", "run", cwd=out.parent)
     assert done.returncode == 1
     assert "run holds an earlier run: " in done.stderr
-    assert (tmp_path / "run" / "last.pth").read_bytes() == before
-
-
-def test_the_older_launcher_of_torch(tmp_path):
-    launcher = ("torch.distributed.launch", "--nproc_per_node", 2, "-m", "ckptool")
-    words = ("train", "--out", "run", "--strategy", "ddp", "--device", "cpu", "--epochs", 1)
-    done = finished(*launcher, *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "ddp on 2 processes" in done.stderr
+    assert (out / "last.pth").read_bytes() == before
 
 
 AT_PYTHONS_END = """

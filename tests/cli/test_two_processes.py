@@ -143,48 +143,48 @@ def names(path):
     return list(torch.load(path, weights_only=True)["state_dict"])
 
 
-def test_the_second_edit_says_who_edits(model, process):
+def test_the_second_edit_says_who_edits(model, ckptool):
     with stopped("fsync", 2, "strip-module", "--in-place", model) as first:
-        second = process("add-module", "--in-place", model)
-        listed = process("list", model)
+        second = ckptool("add-module", "--in-place", model)
+        listed = ckptool("list", model)
     said = f"ckptool: {model}: is being edited by process {first.pid}\nhint: try again "
     for done in (second, listed):
         assert (done.code, done.out) == (2, "")
         assert done.err.startswith(said)
         assert done.err.count("\n") == 2
-    assert process("list", model).code == 0
+    assert ckptool("list", model).code == 0
     assert names(model)[0] == "conv1.weight"
     assert os.listdir(model.parent) == [model.name]
 
 
-def test_an_edit_beside_a_file_that_is_written_anew(model, process):
+def test_an_edit_beside_a_file_that_is_written_anew(model, ckptool):
     with stopped("replace", 1, "compact", "--in-place", model) as first:
-        second = process("strip-module", "--in-place", model)
+        second = ckptool("strip-module", "--in-place", model)
     assert second.code == 2
     assert f"{model}: is being edited by process {first.pid}\n" in second.err
     assert names(model)[0] == "module.conv1.weight"
-    assert process("strip-module", "--in-place", model).code == 0
+    assert ckptool("strip-module", "--in-place", model).code == 0
     assert names(model)[0] == "conv1.weight"
 
 
-def test_two_that_write_one_new_file(model, process):
+def test_two_that_write_one_new_file(model, ckptool):
     target = model.with_name("out.pth")
     with stopped("replace", 1, "strip-module", model, "-o", target) as first:
-        second = process("add-module", model, "-o", target)
+        second = ckptool("add-module", model, "-o", target)
     assert second.code == 2
     assert f"{target}: is being written by process {first.pid}\n" in second.err
     assert names(target)[0] == "conv1.weight"
     assert sorted(os.listdir(model.parent)) == [model.name, target.name]
 
 
-def test_two_that_write_one_set_of_shards(model, process):
+def test_two_that_write_one_set_of_shards(model, ckptool):
     index = model.with_name("out.safetensors.index.json")
     command = ("convert", model, index, "--max-shard-size", "1KB", "-q")
     with stopped("replace", 3, *command) as first:
-        second = process(*command, "--force")
-        listed = process("list", index)
+        second = ckptool(*command, "--force")
+        listed = ckptool("list", index)
     assert (second.code, listed.code) == (2, 2)
     assert f"{index}: is being written, with its files, by process {first.pid}\n" in second.err
     assert f"by process {first.pid}\n" in listed.err
-    assert process("list", index).code == 0
+    assert ckptool("list", index).code == 0
     assert not [name for name in os.listdir(model.parent) if name.startswith(".")]

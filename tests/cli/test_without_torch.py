@@ -1,75 +1,87 @@
 """Nothing on the command line needs torch, nor imports it where it is there."""
 
-import sys
+import json
 
 import pytest
 import torch
 
-REFUSING = 'raise ImportError("torch must not be imported here")\n'
+from tests.cli.conftest import Done
+from tests.files.faults import needs_fork
+
+pytestmark = needs_fork
+
+EACH_IN_A_FORK = """
+import json, os, sys
+
+sys.path.insert(0, os.path.abspath("shadow"))
+try:
+    import torch
+except ImportError as error:
+    assert "must not be imported" in str(error)
+from ckptool.cli import main
+
+codes = []
+for at, words in enumerate(json.loads(sys.argv[1])):
+    if not os.fork():
+        for number, name in enumerate(("out", "err"), start=1):
+            os.dup2(os.open(f"{at}.{name}", os.O_CREAT | os.O_WRONLY), number)
+        code = main(words)
+        assert not {"torch", "numpy", "safetensors"} & set(sys.modules)
+        sys.exit(code)
+    codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
+print(json.dumps(codes))
+"""
 
 
 @pytest.fixture
 def torchless(process, tmp_path):
-    """Run `ckptool` where importing torch, numpy or safetensors is an error."""
-    shadow = tmp_path / "shadow"
+    """Run commands of `ckptool`, each where importing torch, numpy or safetensors is an error."""
     for name in ("torch", "numpy", "safetensors"):
-        (shadow / name).mkdir(parents=True)
-        (shadow / name / "__init__.py").write_text(REFUSING)
+        (tmp_path / "shadow" / name).mkdir(parents=True)
+        raising = 'raise ImportError("torch must not be imported here")\n'
+        (tmp_path / "shadow" / name / "__init__.py").write_text(raising)
 
-    def run(*arguments):
-        code = (
-            "import sys\n"
-            f"sys.path.insert(0, {str(shadow)!r})\n"
-            "from ckptool.cli import main\n"
-            "code = main()\n"
-            "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)\n"
-            "sys.exit(code)\n"
-        )
-        return process(*arguments, code=("-c", code))
+    def run(*commands):
+        done = process(json.dumps(commands), code=("-c", EACH_IN_A_FORK))
+        assert done.code == 0, done.err
+        said = [
+            [(tmp_path / f"{at}.{name}").read_text() for name in ("out", "err")]
+            for at in range(len(commands))
+        ]
+        return [Done(code, *both) for code, both in zip(done.document, said, strict=True)]
 
     return run
 
 
-def test_the_shadow_works(process, tmp_path, torchless):
-    done = process(
-        code=("-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'shadow')!r}); import torch")
-    )
-    assert "must not be imported" in done.err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_commands_run_without_torch(torchless, model):
+    commands = (
         ["--help"],
         ["list", "--help"],
-        ["list", "MODEL"],
-        ["list", "--json", "--hash", "MODEL"],
-        ["list", "--tree", "MODEL"],
-        ["info", "MODEL"],
-        ["show", "MODEL", "module.fc.weight"],
-        ["verify", "MODEL"],
-        ["verify", "--values", "--manifest", "sums.json", "MODEL", "MODEL"],
-        ["diff", "MODEL", "MODEL", "--structure"],
-        ["diff", "MODEL", "MODEL", "--quick"],
-        ["diff", "MODEL", "MODEL"],
-        ["match", "MODEL", "--like", "MODEL"],
-        ["report", "--no-values", "-o", "out.html", "MODEL"],
-        ["report", "--no-values", "-o", "out.html", "MODEL", "MODEL"],
-        ["strip-module", "MODEL"],
-        ["add-module", "MODEL"],
-        ["remap", "--to", "cpu", "MODEL"],
-        ["rename", "--prefix", "module=net", "MODEL"],
-        ["extract", "--model-only", "MODEL"],
-        ["convert", "MODEL", "out.safetensors"],
-        ["convert", "MODEL", "out.pth", "--model-only", "--to", "cuda:0"],
-        ["convert", "MODEL", "out.pth", "--like", "MODEL"],
+        ["list", "model.pth"],
+        ["list", "--json", "--hash", "model.pth"],
+        ["list", "--tree", "model.pth"],
+        ["info", "model.pth"],
+        ["show", "model.pth", "module.fc.weight"],
+        ["verify", "model.pth"],
+        ["verify", "--values", "--manifest", "sums.json", "model.pth", "model.pth"],
+        ["diff", "model.pth", "model.pth", "--structure"],
+        ["diff", "model.pth", "model.pth", "--quick"],
+        ["diff", "model.pth", "model.pth"],
+        ["match", "model.pth", "--like", "model.pth"],
+        ["report", "--no-values", "-o", "one.html", "model.pth"],
+        ["report", "--no-values", "-o", "two.html", "model.pth", "model.pth"],
+        ["strip-module", "model.pth"],
+        ["add-module", "model.pth"],
+        ["remap", "--to", "cpu", "model.pth"],
+        ["rename", "--prefix", "module=net", "model.pth"],
+        ["extract", "--model-only", "model.pth"],
+        ["convert", "model.pth", "out.safetensors"],
+        ["convert", "model.pth", "weights.pth", "--model-only", "--to", "cuda:0"],
+        ["convert", "model.pth", "out.pth", "--like", "model.pth"],
         ["train", "--help"],
-    ],
-    ids=" ".join,
-)
-def test_a_command_runs_without_torch(torchless, model, arguments):
-    done = torchless(*(model if word == "MODEL" else word for word in arguments))
-    assert done.code == 0, done.err
+    )
+    for words, done in zip(commands, torchless(*commands), strict=True):
+        assert done.code == 0, (words, done.err)
 
 
 def test_ties_and_extra_states_are_told_by_the_files_alone(torchless, tmp_path):
@@ -78,39 +90,43 @@ def test_ties_and_extra_states_are_told_by_the_files_alone(torchless, tmp_path):
     state = {"a": torch.ones(3), "b": torch.zeros(3), "m._extra_state": slice(3), "m.w": tied}
     torch.save(reference, tmp_path / "r.pth")
     torch.save({f"net.{name}": value for name, value in state.items()}, tmp_path / "f.pth")
-    done = torchless("match", "f.pth", "--like", "r.pth")
+    done, refused = torchless(
+        ["match", "f.pth", "--like", "r.pth"], ["convert", "f.pth", "o.pth", "--like", "r.pth"]
+    )
+    assert refused.code == 2
     assert (done.code, done.err) == (1, "")
     assert "| UNTIED" in done.out
     assert "holds an object of" in done.out
-    assert torchless("convert", "f.pth", "o.pth", "--like", "r.pth").code == 2
 
 
-@pytest.mark.parametrize("more", [[], ["--quick"], ["--like", "MODEL"]], ids=" ".join)
-def test_a_diagnosis_is_made_without_torch(torchless, model, more):
-    done = torchless("doctor", model, *(model if word == "MODEL" else word for word in more))
-    fits = more[:1] == ["--like"]  # its wrappers are the reference's own
-    assert (done.code, done.err) == (0 if fits else 1, "")
-    assert ("1. note: " if fits else "1. error: ") in done.out
+def test_a_diagnosis_is_made_without_torch(torchless, model):
+    doctor = ["doctor", "model.pth"]
+    *alone, beside = torchless(doctor, [*doctor, "--quick"], [*doctor, "--like", "model.pth"])
+    for done in alone:
+        assert (done.code, done.err) == (1, "")
+        assert "1. error: " in done.out
+    assert (beside.code, beside.err) == (0, "")
+    assert "1. note: " in beside.out  # its wrappers are the reference's own
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--out", "run", "--batch-size", "0"], "--batch-size 0 must be at least 1"),
-        (["--out", "run", "--batch-size", "many"], "'--batch-size': 'many' is not a valid integer"),
-        (["--out", "run", "--nproc", "2"], "--nproc 2 needs --strategy ddp"),
-        (["--out", "run", "--gpus", "one"], "'one' is not the number of a GPU"),
-        (["--epochs", "2"], "Missing option '--out'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_usage_of_train_is_told_without_torch(torchless, arguments, said):
-    done = torchless("train", *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert said in done.err
+def test_wrong_usage_of_train_is_told_without_torch(torchless):
+    usage = {
+        ("--out", "run", "--batch-size", "0"): "--batch-size 0 must be at least 1",
+        ("--out", "run", "--batch-size", "many"): "'--batch-size': 'many' is not a valid integer",
+        ("--out", "run", "--nproc", "2"): "--nproc 2 needs --strategy ddp",
+        ("--out", "run", "--gpus", "one"): "'one' is not the number of a GPU",
+        ("--epochs", "2"): "Missing option '--out'",
+        ("--out", "run"): "torch",  # what is right, but what it needs is not there
+    }
+    for said, done in zip(
+        usage.values(), torchless(*(["train", *words] for words in usage)), strict=True
+    ):
+        assert (done.code, done.out) == (2, "")
+        assert said in done.err
+        assert "a bug in ckptool" not in done.err
 
 
-def test_help_imports_no_verb(process):
+def test_help_imports_no_verb_and_a_header_question_imports_little(process, model):
     code = (
         "import sys\n"
         "from ckptool.cli import main\n"
@@ -118,33 +134,11 @@ def test_help_imports_no_verb(process):
         "verbs = [name for name in sys.modules if name.endswith('_verb')]\n"
         "heavy = {'tabulate', 'zipfile', 'pathlib', 'ckptool.formats'} & set(sys.modules)\n"
         "assert not verbs and not heavy, (verbs, heavy)\n"
+        "main(['list', '--help'])\n"
+        "heavy = {'tabulate', 'zipfile', 'tarfile', 'subprocess', 'asyncio', 'logging'}\n"
+        "for verb in ('list', 'info', 'strip-module'):\n"
+        "    assert main([verb, '--json', 'model.pth']) == 0\n"
+        "    assert not heavy & set(sys.modules), (verb, heavy & set(sys.modules))\n"
     )
     done = process(code=("-c", code))
     assert done.code == 0, done.err
-
-
-@pytest.mark.parametrize("verb", ["list", "info", "strip-module"])
-def test_a_header_question_imports_little(process, model, verb):
-    code = (
-        "import sys\n"
-        "from ckptool.cli import main\n"
-        f"main([{verb!r}, '--json', sys.argv[1]])\n"
-        "heavy = {'tabulate', 'zipfile', 'tarfile', 'subprocess', 'asyncio', 'logging'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-    )
-    done = process(model, code=("-c", code))
-    assert done.code == 0, done.err
-
-
-def test_python_dash_m(process):
-    done = process("--version")
-    assert done.code == 0
-    assert done.out.startswith("ckptool ")
-    assert sys.version_info >= (3, 10)
-
-
-def test_training_says_what_it_needs(torchless, tmp_path):
-    done = torchless("train", "--out", tmp_path / "run")
-    assert (done.code, done.out) == (2, "")
-    assert "torch" in done.err
-    assert "a bug in ckptool" not in done.err
