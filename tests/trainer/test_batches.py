@@ -1,6 +1,5 @@
 """Which samples make which batch, and whose share they are."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,9 +57,8 @@ def test_shares_make_the_batch_and_are_those_of_torch(length, processes):
     assert shares == sorted(shares, key=lambda part: not part)  # those without any are the last
 
 
-@pytest.mark.parametrize(
-    ("samples", "processes", "wanted"),
-    [
+def test_the_shares_of_the_tutorial():
+    for samples, processes, wanted in [
         (30, 1, [30]),
         (30, 2, [15, 15]),
         (30, 3, [10, 10, 10]),
@@ -68,8 +66,6 @@ def test_shares_make_the_batch_and_are_those_of_torch(length, processes):
         (30, 8, [4, 4, 4, 4, 4, 4, 4, 2]),
         (10, 8, [2, 2, 2, 2, 2, 0, 0, 0]),
         (2, 3, [1, 1, 0]),
-    ],
-)
-def test_the_shares_of_the_tutorial(samples, processes, wanted):
-    batch = list(range(samples))
-    assert [len(share(batch, rank, processes)) for rank in range(processes)] == wanted
+    ]:
+        batch = list(range(samples))
+        assert [len(share(batch, rank, processes)) for rank in range(processes)] == wanted, samples

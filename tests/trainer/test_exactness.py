@@ -22,10 +22,10 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_crashes_at_every_step_in_turn(tmp_path, kind):
+def test_a_run_that_crashes_at_one_step_after_the_other(tmp_path, kind):
     options = KINDS[kind]
     run(tmp_path / "whole", **options)
-    for step in range(2, 10):
+    for step in range(2, 10) if kind == "all" else (3, 4, 8):  # the end of an epoch, the next
         with pytest.raises(Crash):
             run(tmp_path / "cut", crash_at(step), resume="auto", **options)
     run(tmp_path / "cut", resume="auto", **options)

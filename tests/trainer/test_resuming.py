@@ -1,6 +1,7 @@
 """Going on from a checkpoint: which one, and what of it."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -93,24 +94,31 @@ def test_the_folder_of_a_run_is_its_newest_checkpoint(tmp_path):
     assert told.of("Resumed")[0].path == str(tmp_path / "b" / "last.pth")
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "text"])
-def test_auto_passes_over_what_is_damaged(tmp_path, damage):
-    run(tmp_path / "whole", save_every=1, keep=9)
-    cut_off(tmp_path / "cut")
-    path = tmp_path / "cut" / "step-00000005.pth"
-    content = bytearray(path.read_bytes())
-    at = content.index(held(path)["state_dict"]["0.weight"].numpy().tobytes())
-    content[at] ^= 1
-    path.write_bytes(
-        {"cut": content[:-40], "empty": b"", "flipped": content, "text": b"not a file"}[damage]
-    )
-    told = Told()
-    run(tmp_path / "cut", told, resume="auto", save_every=1, keep=9)
-    (note,) = told.notes
-    assert note.startswith(f"{path}: ")
-    assert note.endswith(": passed over")
-    assert told.of("Resumed")[0].step == 4
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing has cut off."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder, save_every=1, keep=9)
+    return folder
+
+
+def test_auto_passes_over_what_is_damaged(tmp_path, whole):
+    cut_off(tmp_path / "begun")
+    path = tmp_path / "begun" / "step-00000005.pth"
+    content, weight = bytearray(path.read_bytes()), held(path)["state_dict"]["0.weight"]
+    content[content.index(weight.numpy().tobytes())] ^= 1
+    damaged = {"cut": content[:-40], "empty": b"", "flipped": content, "text": b"not a file"}
+    for damage, left in damaged.items():
+        out = shutil.copytree(tmp_path / "begun", tmp_path / damage)
+        path = out / "step-00000005.pth"
+        path.write_bytes(left)
+        told = Told()
+        run(out, told, resume="auto", save_every=1, keep=9)
+        (note,) = told.notes
+        assert note.startswith(f"{path}: "), damage
+        assert note.endswith(": passed over"), damage
+        assert told.of("Resumed")[0].step == 4, damage
+        assert_same_run(whole, out)
 
 
 def test_auto_says_where_all_are_damaged(tmp_path):
@@ -297,24 +305,21 @@ def test_a_run_that_is_done_says_so(tmp_path, options):
     ) == before
 
 
-def test_figures_of_epochs_that_come_again_go(tmp_path):
-    run(tmp_path / "whole", save_every=1, keep=9)
+def test_figures_of_epochs_that_come_again_go(tmp_path, whole):
     cut_off(tmp_path / "cut", step=5)
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"epoch": 2, "step": 6}) + '\n[1]\nnull\n{"epoch": 3, "st')
     run(tmp_path / "cut", resume="auto", save_every=1, keep=9)
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert_same_run(whole, tmp_path / "cut")
 
 
-@pytest.mark.parametrize("there", ["single", "dp"])
-@pytest.mark.parametrize("back", ["single", "dp"])
-def test_strategies_go_on_from_each_other(tmp_path, there, back):
-    run(tmp_path / "whole", save_every=1, keep=9)
+@pytest.mark.parametrize(("there", "back"), [("single", "dp"), ("dp", "single"), ("dp", "dp")])
+def test_strategies_go_on_from_each_other(tmp_path, whole, there, back):
     cut_off(tmp_path / "cut", strategy=there)
     told = Told()
     run(tmp_path / "cut", told, resume="auto", strategy=back, save_every=1, keep=9)
     assert without(told) == ()
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert_same_run(whole, tmp_path / "cut")
 
 
 def test_a_run_that_goes_on_elsewhere_says_where_the_best_epoch_is(tmp_path):

@@ -44,9 +44,8 @@ def warmed(optimizer, then, steps):
     return torch_schedules.SequentialLR(optimizer, [up, then], [steps])
 
 
-@pytest.mark.parametrize(
-    ("options", "make"),
-    [
+def test_a_schedule_is_that_of_torch():
+    for options, make in [
         ({}, lambda one: torch_schedules.ConstantLR(one, 1.0)),
         ({"schedule": "cosine"}, lambda one: torch_schedules.CosineAnnealingLR(one, STEPS)),
         ({"schedule": "linear"}, lambda one: torch_schedules.LinearLR(one, 1.0, 0.0, STEPS)),
@@ -63,12 +62,10 @@ def warmed(optimizer, then, steps):
             lambda one: warmed(one, torch_schedules.LinearLR(one, 1.0, 0.0, STEPS - 3), 3),
         ),
         ({"warmup": 7}, lambda one: torch_schedules.LinearLR(one, 1 / 8, 1.0, 7)),
-    ],
-)
-def test_a_schedule_is_that_of_torch(options, make):
-    made = config(lr=0.01, **options)
-    ours = [0.01 * rate_factor(made, done, steps=STEPS, epoch=EPOCH) for done in range(STEPS)]
-    assert ours == pytest.approx(rates(make), rel=1e-9, abs=1e-15)
+    ]:
+        made = config(lr=0.01, **options)
+        ours = [0.01 * rate_factor(made, done, steps=STEPS, epoch=EPOCH) for done in range(STEPS)]
+        assert ours == pytest.approx(rates(make), rel=1e-9, abs=1e-15), options
 
 
 def test_a_schedule_whose_warmup_is_all_there_is_ends_at_its_rate():
@@ -124,16 +121,16 @@ def test_an_infinite_gradient_is_skipped_by_the_scaler():
     assert tuning.schedule.last_epoch == 1
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_gradient_that_is_no_number_is_seen(value):
-    module = net()
-    tuning = tuned(module)
-    assert tuning.has_finite_gradients  # there are none
-    for one in module.parameters():
-        one.grad = torch.ones_like(one)
-    assert tuning.has_finite_gradients
-    module[3].weight.grad[0, 2] = value
-    assert not tuning.has_finite_gradients
+def test_a_gradient_that_is_no_number_is_seen():
+    for value in [math.inf, -math.inf, math.nan]:
+        module = net()
+        tuning = tuned(module)
+        assert tuning.has_finite_gradients, value  # there are none
+        for one in module.parameters():
+            one.grad = torch.ones_like(one)
+        assert tuning.has_finite_gradients, value
+        module[3].weight.grad[0, 2] = value
+        assert not tuning.has_finite_gradients, value
 
 
 def test_gradients_that_are_sparse_or_of_no_element_are_looked_at():

@@ -9,11 +9,9 @@ from ckptool.errors import UsageError
 from ckptool.trainer.config import TrainConfig, csv_path, hidden_widths
 
 
-@pytest.mark.parametrize(
-    "word", ["random", "friedman", "digits", "csv:a.csv", "csv:C:\\a.csv", "net:data"]
-)
-def test_data_that_there_are(word):
-    assert TrainConfig(out="-", data=word).data == word
+def test_data_that_there_are():
+    for word in ["random", "friedman", "digits", "csv:a.csv", "csv:C:\\a.csv", "net:data"]:
+        assert TrainConfig(out="-", data=word).data == word, word
 
 
 @pytest.mark.parametrize("word", ["", "csv", "csv:", "Digits", "random:", "a.csv"])
@@ -50,15 +48,15 @@ def test_a_path_may_have_colons():
 WIDTHS = {"mlp": [16, 32], "mlp:7": [7], "mlp:16,32,8": [16, 32, 8]}
 
 
-@pytest.mark.parametrize("word", WIDTHS)
-def test_widths_are_read(word):
-    assert hidden_widths(word) == WIDTHS[word]
+def test_widths_are_read():
+    for word in WIDTHS:
+        assert hidden_widths(word) == WIDTHS[word], word
 
 
-@pytest.mark.parametrize("word", ["linear", "cnn", "net:Net", "a.b:C.d", "mlp:Net", "linear:f"])
-def test_other_models(word):
-    assert TrainConfig(out="-", model=word).model == word
-    assert hidden_widths(word) is None
+def test_other_models():
+    for word in ["linear", "cnn", "net:Net", "a.b:C.d", "mlp:Net", "linear:f"]:
+        assert TrainConfig(out="-", model=word).model == word, word
+        assert hidden_widths(word) is None, word
 
 
 NO_WIDTHS = ["mlp:", "mlp:0", "mlp:-1", "mlp:1,,2", "mlp:1,", "mlp:1.5", "mlp:\u0663"]

@@ -1,4 +1,4 @@
-"""Two and three processes of DistributedDataParallel."""
+"""Three processes of DistributedDataParallel."""
 
 import pytest
 import torch
@@ -16,26 +16,22 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ddp")
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def size(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def told(folder, size):
-    return by_ranks(SCENES, folder / str(size), size)
+def told(folder):
+    """Of three processes; `test_two_ranks.py` and `test_exactness.py` have two."""
+    return by_ranks(SCENES, folder, 3)
 
 
 @pytest.mark.usefixtures("told")
 @pytest.mark.parametrize("model", MODELS)
-def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(folder, size, model):
-    assert_same_run(folder / str(size) / model, folder / str(size) / f"{model}_cut")
+def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(folder, model):
+    assert_same_run(folder / model, folder / f"{model}_cut")
 
 
 @pytest.mark.usefixtures("told")
-def test_parameters_that_no_gradient_comes_to_stay_as_they_are(folder, tmp_path, size):
+def test_parameters_that_no_gradient_comes_to_stay_as_they_are(folder, tmp_path):
     run(tmp_path, model=Partial(), **{**OPTIONS, "strategy": "single"})
-    one, other = (held(out / "last.pth") for out in (tmp_path, folder / str(size) / "partial"))
+    one, other = (held(out / "last.pth") for out in (tmp_path, folder / "partial"))
     before = Partial().state_dict()
     for name, value in one["state_dict"].items():
         if name != "mean":  # of rank 0's samples alone, as torch has it
@@ -44,9 +40,9 @@ def test_parameters_that_no_gradient_comes_to_stay_as_they_are(folder, tmp_path,
             assert torch.equal(other["state_dict"][name], before[name])
 
 
-def test_what_cannot_be_trained_is_refused_in_all_processes(told, size):
+def test_what_cannot_be_trained_is_refused_in_all_processes(told):
     for rank in told:
         assert rank["refused"] == [
-            ["TrainingError", f"a batch of 1 sample cannot be shared by {size} processes", 0],
+            ["TrainingError", "a batch of 1 sample cannot be shared by 3 processes", 0],
             ["TrainingError", "the model has no parameter to train", 0],
         ]
