@@ -86,8 +86,6 @@ LAYOUTS = [
     "values/arrays.pth",
     "values/shared.pth",
 ]  # fmt: skip
-MOVES = CHANGES["to cpu"], CHANGES["to cuda:0"]
-every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
 @cache
@@ -120,50 +118,62 @@ def comparable(found, renamed, tags):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@every_change
-def test_torch_reads_the_edited_file_by_every_way(file, name, change):
+def test_torch_reads_the_edited_file_by_every_way(file, name):
     original, safe = wanted(name)
-    path = file(name)
-    with open_checkpoint(path) as checkpoint:
-        changed = change(checkpoint)
-        refs = [ref for _, ref in changed.tensors()]
-        tags = {tuple(path): ref.device for path, ref in zip(paths(changed), refs, strict=True)}
-        turned = change is CHANGES["turned round"]
-        renamed = {} if turned else dict(zip(paths(checkpoint), paths(changed), strict=True))
-    assert edit(path, change) is not None
-    for way, found in every_way(path, safe=safe):
-        assert comparable(found, {}, {}) == comparable(original, renamed, tags), way
-    told = None if name.endswith("big_endian.pth") else meta_offsets(path)  # torch dies of it
-    if told is not None:
-        real = real_offsets(path)
-        found = {path: offset for path, offset in told.items() if path in real}
-        assert found == {path: real[path] for path in found}
-
-
-@pytest.mark.parametrize("name", ZIPS)
-def test_every_file_reads_as_what_was_to_be_written(file, name):
-    path = file(name)
-    before = path.read_bytes()
-    for change in CHANGES.values():
-        path.write_bytes(before)
+    for what, change in CHANGES.items():
+        path = file(name)
         with open_checkpoint(path) as checkpoint:
-            try:
-                changed = change(checkpoint)
-            except DeviceError:
-                continue  # tied to the devices of other processes
-            told, plan = listing(changed), TORCH_ZIP.plan_edit(changed)
-        from_pickle = name.startswith("foreign/xla_1") and change in MOVES
-        assert (plan is None) == (name in NEW_FILE or from_pickle)
-        if plan is not None:
-            apply(path, plan.patch)
-            after = path.read_bytes()
-            assert after[: len(before)] == before
-            assert len(after) == plan.size
-            with open_checkpoint(path) as again:
-                assert listing(again) == told
-                assert plan.tensors == sum(1 for _ in again.tensors())
-            with zipfile.ZipFile(path) as judge:
-                assert judge.read(pickle_of(judge)).endswith(b".")
+            changed = change(checkpoint)
+            refs = [ref for _, ref in changed.tensors()]
+            tags = {tuple(path): ref.device for path, ref in zip(paths(changed), refs, strict=True)}
+            new = (
+                {}
+                if what == "turned round"
+                else zip(paths(checkpoint), paths(changed), strict=True)
+            )
+            renamed = dict(new)
+        assert edit(path, change) is not None, what
+        for way, found in every_way(path, safe=safe):
+            assert comparable(found, {}, {}) == comparable(original, renamed, tags), (what, way)
+        told = None if name.endswith("big_endian.pth") else meta_offsets(path)  # torch dies of it
+        if told is not None:
+            real = real_offsets(path)
+            found = {path: offset for path, offset in told.items() if path in real}
+            assert found == {path: real[path] for path in found}, what
+
+
+FOLDERS = sorted({name.partition("/")[0] for name in ZIPS})
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_file_reads_as_what_was_to_be_written(file, folder):
+    """By the changes that differ in what they write; every layout above has them all."""
+    changes = [CHANGES[what] for what in ("strip", "add", "to cuda:0", "turned round")]
+    for name in ZIPS:
+        if not name.startswith(f"{folder}/"):
+            continue
+        path = file(name)
+        before = path.read_bytes()
+        for change in changes:
+            path.write_bytes(before)
+            with open_checkpoint(path) as checkpoint:
+                try:
+                    changed = change(checkpoint)
+                except DeviceError:
+                    continue  # tied to the devices of other processes
+                told, plan = listing(changed), TORCH_ZIP.plan_edit(changed)
+            from_pickle = name.startswith("foreign/xla_1") and change is CHANGES["to cuda:0"]
+            assert (plan is None) == (name in NEW_FILE or from_pickle), name
+            if plan is not None:
+                apply(path, plan.patch)
+                after = path.read_bytes()
+                assert after[: len(before)] == before, name
+                assert len(after) == plan.size, name
+                with open_checkpoint(path) as again:
+                    assert listing(again) == told, name
+                    assert plan.tensors == sum(1 for _ in again.tensors()), name
+                with zipfile.ZipFile(path) as judge:
+                    assert judge.read(pickle_of(judge)).endswith(b"."), name
 
 
 def test_one_edit_after_another(file):
