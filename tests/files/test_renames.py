@@ -10,43 +10,40 @@ from ckptool.files.journal import Journal, write_journal
 from ckptool.files.local import open_source
 from ckptool.files.recovery import recover
 from ckptool.files.renames import settle_set
-from tests.files.sets import FEWER, INDEX, NEW, OLD, content, killed, needs_posix, write
+from tests.files.sets import FEWER, INDEX, NEW, OLD, content, killed, lay, needs_posix, write
+
+
+@pytest.fixture
+def scenes(tmp_path):
+    """A folder for each number of renames before the kill, empty or with the old set in it."""
+
+    def made(before):
+        for number in range(len(NEW)):
+            folder = tmp_path / f"{len(os.listdir(tmp_path))}"
+            folder.mkdir()
+            yield number, lay(folder, before)
+
+    return made
 
 
 @needs_posix
-@pytest.mark.parametrize("renamed", range(len(NEW)))
-def test_a_killed_write_is_finished(old, renamed):
-    journal = killed(old, NEW, renamed, overwrite=True)
-    settle_set(old / INDEX, journal)
-    assert content(old) == OLD | NEW
+def test_whoever_opens_the_index_finishes_a_killed_write(scenes):
+    for renamed, folder in scenes({}):
+        killed(folder, NEW, renamed)
+        with pytest.warns(CheckpointWarning, match=f"{INDEX}: .* had been cut short"):
+            source = open_source(folder / INDEX)
+        assert source.read(0, source.size) == NEW[INDEX]
+        source.close()
+        assert content(folder) == NEW, renamed
 
 
 @needs_posix
-@pytest.mark.parametrize("renamed", range(len(NEW)))
-def test_a_killed_first_write_is_finished(tmp_path, renamed):
-    journal = killed(tmp_path, NEW, renamed)
-    settle_set(str(tmp_path / INDEX), journal)
-    assert content(tmp_path) == NEW
-
-
-@needs_posix
-@pytest.mark.parametrize("renamed", range(len(NEW)))
-def test_whoever_opens_the_index_finishes_a_killed_write(tmp_path, renamed):
-    killed(tmp_path, NEW, renamed)
-    with pytest.warns(CheckpointWarning, match=f"{INDEX}: .* had been cut short"):
-        source = open_source(tmp_path / INDEX)
-    assert source.read(0, source.size) == NEW[INDEX]
-    source.close()
-    assert content(tmp_path) == NEW
-
-
-@needs_posix
-@pytest.mark.parametrize("renamed", range(len(NEW)))
-def test_recover_finishes_a_killed_write(old, renamed):
-    killed(old, NEW, renamed, overwrite=True)
-    assert recover(old / INDEX).action == "completed"
-    assert content(old) == OLD | NEW
-    assert recover(old / INDEX).action == "nothing"
+def test_recover_finishes_a_killed_write(scenes):
+    for renamed, folder in scenes(OLD):
+        killed(folder, NEW, renamed, overwrite=True)
+        assert recover(folder / INDEX).action == "completed", renamed
+        assert content(folder) == OLD | NEW, renamed
+        assert recover(folder / INDEX).action == "nothing", renamed
 
 
 @needs_posix
@@ -66,17 +63,17 @@ def test_a_journal_can_be_discarded(old):
 
 
 @needs_posix
-@pytest.mark.parametrize("renamed", range(len(NEW)))
-def test_the_next_write_finishes_a_killed_one_first(tmp_path, renamed):
-    killed(tmp_path, NEW, renamed)
-    with (
-        pytest.warns(CheckpointWarning, match=f"{INDEX}: .* had been cut short"),
-        pytest.raises(TargetExists),
-    ):
-        write(tmp_path, FEWER)
-    assert content(tmp_path) == NEW
-    write(tmp_path, FEWER, overwrite=True)
-    assert content(tmp_path) == NEW | FEWER
+def test_the_next_write_finishes_a_killed_one_first(scenes):
+    for renamed, folder in scenes({}):
+        killed(folder, NEW, renamed)
+        with (
+            pytest.warns(CheckpointWarning, match=f"{INDEX}: .* had been cut short"),
+            pytest.raises(TargetExists),
+        ):
+            write(folder, FEWER)
+        assert content(folder) == NEW, renamed
+        write(folder, FEWER, overwrite=True)
+        assert content(folder) == NEW | FEWER, renamed
 
 
 @needs_posix
@@ -113,28 +110,28 @@ def remove(path):
 
 @needs_posix
 @pytest.mark.parametrize("change", [rewrite, replace_by_another])
-@pytest.mark.parametrize("name", [*NEW])
-@pytest.mark.parametrize("renamed", range(len(NEW)))
-def test_a_file_of_somebody_else_is_never_touched(old, change, name, renamed):
-    journal = killed(old, NEW, renamed, overwrite=True)
-    change(old / name)
-    before = content(old)
-    with pytest.raises(CorruptFile, match=f"{name} has been changed") as caught:
-        settle_set(old / INDEX, journal)
-    assert caught.value.file == str(old / INDEX)
-    assert caught.value.hint == f"ckptool recover --discard {old / INDEX}"
-    assert content(old) == before
+def test_a_file_of_somebody_else_is_never_touched(scenes, change):
+    for name in NEW:
+        for renamed, folder in scenes(OLD):
+            journal = killed(folder, NEW, renamed, overwrite=True)
+            change(folder / name)
+            before = content(folder)
+            with pytest.raises(CorruptFile, match=f"{name} has been changed") as caught:
+                settle_set(folder / INDEX, journal)
+            assert caught.value.file == str(folder / INDEX)
+            assert caught.value.hint == f"ckptool recover --discard {folder / INDEX}"
+            assert content(folder) == before, (name, renamed)
 
 
 @needs_posix
-@pytest.mark.parametrize("number", range(len(NEW)))
-def test_a_finished_file_that_is_gone(old, number):
-    journal = killed(old, NEW, 0, overwrite=True)
-    (temporary,) = [name for name in os.listdir(old) if name.endswith(f"-{number + 1:05}.part")]
-    (old / temporary).unlink()
-    with pytest.raises(CorruptFile, match=f"{list(NEW)[number]} has been changed or removed"):
-        settle_set(old / INDEX, journal)
-    assert {name: (old / name).read_bytes() for name in OLD} == OLD
+def test_a_finished_file_that_is_gone(scenes):
+    for number, folder in scenes(OLD):
+        journal = killed(folder, NEW, 0, overwrite=True)
+        (temporary,) = folder.glob(f".*-{number + 1:05}.part")
+        temporary.unlink()
+        with pytest.raises(CorruptFile, match=f"{list(NEW)[number]} has been changed or removed"):
+            settle_set(folder / INDEX, journal)
+        assert {name: (folder / name).read_bytes() for name in OLD} == OLD, number
 
 
 @needs_posix
@@ -151,9 +148,8 @@ def facts(**changes):
     return {"temporary": name, "name": "a", "inode": 1, "size": 1, "replaces": None} | changes
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
+def test_a_journal_of_nobody_we_know(old):
+    for kind, said in [
         ("edit", {"files": []}),
         ("set", {}),
         ("set", {"files": 3}),
@@ -162,25 +158,22 @@ def facts(**changes):
         ("set", {"files": [facts(inode="x")]}),
         ("set", {"files": [facts(size=None)]}),
         ("set", {"files": [facts(replaces=3)]}),
-        ("set", {"files": [facts(name="../a")]}),
-        ("set", {"files": [facts(name="/etc/passwd")]}),
-        ("set", {"files": [facts(name="..")]}),
-        ("set", {"files": [facts(name="")]}),
-        ("set", {"files": [facts(name="a\0")]}),
+        *(
+            ("set", {"files": [facts(name=name)]})
+            for name in ("../a", "/etc/passwd", "..", "", "a\0")
+        ),
         ("set", {"files": [facts(temporary="model-1.bin")]}),
         ("set", {"files": [facts(temporary=f"../{facts()['temporary']}")]}),
-    ],
-)
-def test_a_journal_of_nobody_we_know(old, kind, said):
-    journal = Journal(kind, said)
-    write_journal(str(old / INDEX), journal)
-    before = content(old)
-    with pytest.raises(CorruptFile, match="not written by this version") as caught:
-        settle_set(old / INDEX, journal)
-    assert caught.value.hint == f"ckptool recover --discard {old / INDEX}"
-    with pytest.raises(CorruptFile):
-        write(old, NEW, overwrite=True)
-    assert content(old) == before
+    ]:
+        journal = Journal(kind, said)
+        write_journal(str(old / INDEX), journal)
+        before = content(old)
+        with pytest.raises(CorruptFile, match="not written by this version") as caught:
+            settle_set(old / INDEX, journal)
+        assert caught.value.hint == f"ckptool recover --discard {old / INDEX}"
+        with pytest.raises(CorruptFile):
+            write(old, NEW, overwrite=True)
+        assert content(old) == before, said
 
 
 @needs_posix
