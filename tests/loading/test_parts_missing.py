@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from ckptool.matching import Slot, matched
 
 BLOCKS = {
@@ -40,10 +38,9 @@ def slots(shapes, front):
     return {front + name: Slot(shape, "float32") for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_part_that_is_missing_is_not_filled_with_another(seed):
-    chance = random.Random(seed)
-    for _ in range(40):
+def test_a_part_that_is_missing_is_not_filled_with_another():
+    chance = random.Random(0)
+    for _ in range(800):
         whole = tree(chance)
         have, want = some_of(chance, whole), some_of(chance, whole)
         if have.keys().isdisjoint(want):

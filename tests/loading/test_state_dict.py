@@ -26,27 +26,26 @@ def net():
     )
 
 
-def wrapped_by(name, model):
-    if name == "plain":
-        return model
-    if name == "parallel":
-        return torch.nn.DataParallel(model)
-    if name == "compiled":
-        return torch.compile(model)
-    return torch.compile(torch.nn.DataParallel(model))
+WRAPPERS = {
+    "plain": lambda model: model,
+    "parallel": torch.nn.DataParallel,
+    "compiled": torch.compile,
+    "both": lambda model: torch.compile(torch.nn.DataParallel(model)),
+}
 
 
-@pytest.mark.parametrize("mmap", [False, True])
-@pytest.mark.parametrize("wrapper", ["plain", "parallel", "compiled", "both"])
-def test_a_wrapped_model_goes_into_a_bare_one(tmp_path, wrapper, mmap):
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_model_goes_into_a_bare_one(tmp_path, wrapper):
     model = net()
-    state = wrapped_by(wrapper, model).state_dict()
+    state = WRAPPERS[wrapper](model).state_dict()
     file = saved(tmp_path / "f.pt", {"epoch": 1, "state_dict": state})
-    loaded = ckptool.load_state_dict(file, mmap=mmap)
-    assert_same(loaded, torch.load(saved(tmp_path / "bare.pt", model.state_dict())))
-    fresh = net()
-    assert fresh.load_state_dict(loaded).missing_keys == []
-    assert torch.equal(fresh[3].weight, model[3].weight)
+    wanted = torch.load(saved(tmp_path / "bare.pt", model.state_dict()))
+    for mmap in (False, True):
+        loaded = ckptool.load_state_dict(file, mmap=mmap)
+        assert_same(loaded, wanted)
+        fresh = net()
+        assert fresh.load_state_dict(loaded).missing_keys == []
+        assert torch.equal(fresh[3].weight, model[3].weight)
 
 
 FILES = [
@@ -55,20 +54,20 @@ FILES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_files_of_real_wrappers(fixtures, name):
+def test_files_of_real_wrappers(fixtures):
     single = ckptool.load_state_dict(fixtures / "torch-2.13.0" / "single.pth")
-    loaded = ckptool.load_state_dict(fixtures / name)
-    assert list(loaded) == list(single)
-    assert [t.shape for t in loaded.values()] == [t.shape for t in single.values()]
-    assert list(loaded._metadata) == list(single._metadata)
+    for name in FILES:
+        loaded = ckptool.load_state_dict(fixtures / name)
+        assert list(loaded) == list(single), name
+        assert [t.shape for t in loaded.values()] == [t.shape for t in single.values()], name
+        assert list(loaded._metadata) == list(single._metadata), name
 
 
 @pytest.mark.parametrize("folder", ["torch-1.4.0", "torch-1.6.0", "torch-1.13.1", "torch-2.13.0"])
-@pytest.mark.parametrize("name", ["whole_single.pth", "whole_dp.pth", "scripted.pt"])
-def test_modules_and_torchscript_give_their_state_dict(fixtures, folder, name):
+def test_modules_and_torchscript_give_their_state_dict(fixtures, folder):
     plain = ckptool.load_state_dict(fixtures / folder / "single.pth")
-    assert set(ckptool.load_state_dict(fixtures / folder / name)) == set(plain)
+    for name in ("whole_single.pth", "whole_dp.pth", "scripted.pt"):
+        assert set(ckptool.load_state_dict(fixtures / folder / name)) == set(plain), name
 
 
 def test_names_can_be_kept(tmp_path):
@@ -170,17 +169,15 @@ def averaged(model):
         lambda model: averaged(torch.compile(model)),
     ],
 )
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_counter_of_an_averaged_model_is_left_out_with_its_wrapper(tmp_path, wrap, whole):
-    model = net()
-    wrapped = wrap(model)
-    tree = {"swa": wrapped if whole else wrapped.state_dict()}
-    file = saved(tmp_path / "f.pt", tree)
-    with pytest.warns(CheckpointWarning, match="'n_averaged'"):
-        loaded = ckptool.load_state_dict(file)
-    net().load_state_dict(loaded)
-    kept = ckptool.load_state_dict(file, wrappers="keep")
-    wrap(net()).load_state_dict(kept)
+def test_the_counter_of_an_averaged_model_is_left_out_with_its_wrapper(tmp_path, wrap):
+    wrapped = wrap(net())
+    for content in (wrapped, wrapped.state_dict()):
+        file = saved(tmp_path / "f.pt", {"swa": content})
+        with pytest.warns(CheckpointWarning, match="'n_averaged'"):
+            loaded = ckptool.load_state_dict(file)
+        net().load_state_dict(loaded)
+        kept = ckptool.load_state_dict(file, wrappers="keep")
+        wrap(net()).load_state_dict(kept)
 
 
 def test_a_buffer_of_that_name_is_the_models_own(tmp_path):
