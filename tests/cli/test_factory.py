@@ -120,9 +120,8 @@ def test_the_path_is_as_it_was(home):
     assert sys.path == before
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
+def test_what_goes_wrong_in_it_is_one_sentence(home):
+    for name, said in (
         ("broken", "raised ValueError: no data here"),
         ("leaving", "raised SystemExit: 2"),
         ("Needy", "raised TypeError: .*width"),
@@ -132,13 +131,11 @@ def test_the_path_is_as_it_was(home):
         ("nothing", "returned None, and no model"),
         ("number", "is an int, and neither a model"),
         ("Gone", "has no attribute 'Gone'"),
-    ],
-)
-def test_what_goes_wrong_in_it_is_one_sentence(home, name, said):
-    with pytest.raises(UsageError, match=said) as caught:
-        built(f"{home}:{name}")
-    assert "\n" not in str(caught.value)
-    assert caught.value.hint
+    ):
+        with pytest.raises(UsageError, match=said) as caught:
+            built(f"{home}:{name}")
+        assert "\n" not in str(caught.value)
+        assert caught.value.hint
 
 
 def test_where_it_went_wrong_is_told(home):
@@ -172,13 +169,11 @@ def test_a_file_of_that_name_wins(home, tmp_path):
     assert list(target_like("net:Net").slots) == ["w.x"]
 
 
-@pytest.mark.parametrize(
-    "word", ["model.pth", "a:b/c", "./net:Net", "net:", ":Net", "a b:c", "C:\\x"]
-)
-def test_other_words_are_files_and_where_there_is_none_both_forms_are_told(word):
-    with pytest.raises(FileMissing) as caught:
-        referred(word)
-    assert "module:factory" in caught.value.hint
+def test_other_words_are_files_and_where_there_is_none_both_forms_are_told():
+    for word in ("model.pth", "a:b/c", "./net:Net", "net:", ":Net", "a b:c", "C:\\x"):
+        with pytest.raises(FileMissing) as caught:
+            referred(word)
+        assert "module:factory" in caught.value.hint
 
 
 def test_the_library_takes_no_such_word(home):

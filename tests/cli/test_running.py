@@ -42,23 +42,20 @@ def test_a_truncated_file_is_no_interruption(failing):
     assert done.err == "ckptool: ends too early\nhint: save, copy or download it again\n"
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
+def test_any_error_is_a_sentence_and_no_traceback(failing):
+    for error, words in (
         (MemoryError(), "not enough memory"),
         (RecursionError(), "nests deeper"),
         (OSError(28, "No space left on device", "out.pth"), "out.pth: No space left on device"),
         (OSError("odd"), "odd"),
         (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero"),
         (CheckpointError("name \x1b[31m\ud800"), "name \\x1b[31m\\ud800"),
-    ],
-)
-def test_any_error_is_a_sentence_and_no_traceback(failing, error, words):
-    done = failing(error)
-    assert (done.code, done.out) == (2, "")
-    assert words in done.err
-    assert "Traceback" not in done.err
-    assert all(line.isprintable() for line in done.err.splitlines())
+    ):
+        done = failing(error)
+        assert (done.code, done.out) == (2, "")
+        assert words in done.err
+        assert "Traceback" not in done.err
+        assert all(line.isprintable() for line in done.err.splitlines())
 
 
 def test_a_fault_of_ours_says_so(failing):
@@ -100,9 +97,8 @@ def test_an_interruption_is_130(failing, error):
     assert failing(error).code == 130
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_wrong_usage_is_2_with_a_way_on(ckptool):
+    for arguments, words in (
         (["lst", "x"], "Did you mean 'list'?"),
         (["strip"], "Did you mean 'strip-module'?"),
         (["inspect"], "Did you mean 'info'?"),
@@ -119,14 +115,12 @@ def test_an_interruption_is_130(failing, error):
         (["strip-module", "a", "-o", "b", "--in-place"], "cannot be combined"),
         (["strip-module", "a", "--levels", "0"], "0 is not in the range"),
         (["--frob"], "--frob"),
-    ],
-)
-def test_wrong_usage_is_2_with_a_way_on(ckptool, arguments, words):
-    done = ckptool(*arguments)
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("ckptool: ")
-    assert words in done.err
-    assert "hint: " in done.err
+    ):
+        done = ckptool(*arguments)
+        assert (done.code, done.out) == (2, ""), arguments
+        assert done.err.startswith("ckptool: ")
+        assert words in done.err
+        assert "hint: " in done.err
 
 
 def test_no_command_prints_the_help(ckptool):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from ckptool.matching import Allowance, Slot, matched
@@ -79,9 +81,8 @@ def test_a_module_that_was_trained_with_an_adapter_is_the_model_s():
     }
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
+def test_what_may_be_another_adapters_is_no_spelling():
+    for names in (
         ["head.modules_to_save.style.weight", "head.original_module.weight"],
         ["head.modules_to_save.default.weight", "head.weight"],
         ["q.lora_A.default.weight", "q.lora_A.style.weight"],
@@ -90,10 +91,8 @@ def test_a_module_that_was_trained_with_an_adapter_is_the_model_s():
         ["q.base_layer.weight", "q.weight"],
         ["base_layer.weight", "base_layer.0.weight", "a.base_layer.0.weight"],
         ["a.default.weight", "a.lora_A.defaults.weight"],
-    ],
-)
-def test_what_may_be_another_adapters_is_no_spelling(names):
-    assert respellings(names) == {}
+    ):
+        assert respellings(names) == {}, names
 
 
 def adapted(*ends, layers=2):
@@ -102,18 +101,16 @@ def adapted(*ends, layers=2):
             for n in range(layers) for end in ends}  # fmt: skip
 
 
-@pytest.mark.parametrize("have", [0, 1])
-@pytest.mark.parametrize("want", [0, 1])
-def test_an_adapter_fits_under_each_of_its_names(have, want):
+def test_an_adapter_fits_under_each_of_its_names():
     files = (("A.weight", "B.weight"), ("A.default.weight", "B.default.weight"))
-    own = adapted(*files[have])
-    found = matched(own, adapted(*files[want]))
-    assert found.report.fits
-    rules = [regex_rule(one.rule) for one in found.report.renamed]
-    for wanted, name in found.pairs.items():
-        for rule in rules:
-            name = rule.apply(name) or name
-        assert name == wanted
+    for have, want in itertools.product(files, files):
+        found = matched(adapted(*have), adapted(*want))
+        assert found.report.fits, (have, want)
+        rules = [regex_rule(one.rule) for one in found.report.renamed]
+        for wanted, name in found.pairs.items():
+            for rule in rules:
+                name = rule.apply(name) or name
+            assert name == wanted
 
 
 def test_a_layer_with_an_adapter_fits_a_model_without_and_the_reverse():
