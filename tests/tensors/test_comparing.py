@@ -131,15 +131,16 @@ def test_all_types_that_are_numbers_are_compared():
     assert {*SINGLE, *DOUBLE, *EIGHT, *WHOLE} == COMPARED
 
 
-@pytest.mark.parametrize("dtype", [*SINGLE, "float64", "complex64", "complex128"])
-@pytest.mark.parametrize("scale", [1e-30, 1e-19, 1.0, 1e19, 1e30])
-def test_huge_and_tiny_numbers(dtype, scale):
-    if dtype == "float16":
-        scale = {1e-30: 2.0**-24, 1e-19: 2.0**-14, 1.0: 1.0}.get(scale, 100.0)
-    x, y = numbers(dtype, 1) * scale, numbers(dtype, 2) * scale
-    assert_same(compare(x, y), expected(x, y), precision_of(dtype))
-    near = x + y / 1000
-    assert_same(compare(near, x), expected(near, x), precision_of(dtype))
+def test_huge_and_tiny_numbers():
+    for dtype, scale in product(
+        [*SINGLE, "float64", "complex64", "complex128"], [1e-30, 1e-19, 1.0, 1e19, 1e30]
+    ):
+        if dtype == "float16":
+            scale = {1e-30: 2.0**-24, 1e-19: 2.0**-14, 1.0: 1.0}.get(scale, 100.0)
+        x, y = numbers(dtype, 1) * scale, numbers(dtype, 2) * scale
+        assert_same(compare(x, y), expected(x, y), precision_of(dtype))
+        near = x + y / 1000
+        assert_same(compare(near, x), expected(near, x), precision_of(dtype))
 
 
 def test_differences_beyond_their_type():
@@ -153,10 +154,10 @@ def test_differences_beyond_their_type():
     assert (found.max_abs, found.rmse, found.cosine) == (INF, INF, None)
 
 
-@pytest.mark.parametrize("value", [0.1, 0.7, 1 / 3, 1e-3])
-def test_rounding_does_not_add_up_where_all_elements_are_alike(value):
-    x, y = torch.full((100_000,), 1 + value), torch.full((100_000,), value)
-    assert_same(compare(x, y), expected(x, y), 1e-6)
+def test_rounding_does_not_add_up_where_all_elements_are_alike():
+    for value in [0.1, 0.7, 1 / 3, 1e-3]:
+        x, y = torch.full((100_000,), 1 + value), torch.full((100_000,), value)
+        assert_same(compare(x, y), expected(x, y), 1e-6)
 
 
 def test_a_ratio_of_the_smallest_numbers_is_not_overlooked_for_a_lesser_one_before_it():
@@ -167,35 +168,33 @@ def test_a_ratio_of_the_smallest_numbers_is_not_overlooked_for_a_lesser_one_befo
     assert_same(compare(x, y), expected(x, y), 1e-6)
 
 
-@pytest.mark.parametrize("factor", [1e-6, 0.1, 3.0, 1e6])
-def test_lengths_that_are_far_apart(factor):
-    x = numbers("float32", 1)
-    y = (x + numbers("float32", 2)) * factor
-    assert_same(compare(x, y), expected(x, y), 1e-6)
+def test_lengths_that_are_far_apart():
+    for factor in [1e-6, 0.1, 3.0, 1e6]:
+        x = numbers("float32", 1)
+        y = (x + numbers("float32", 2)) * factor
+        assert_same(compare(x, y), expected(x, y), 1e-6)
 
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1.5, 65504.0, INF, -INF, NAN]
 
 
-@pytest.mark.parametrize("equal_nan", [False, True])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_what_is_not_finite(dtype, equal_nan):
-    pairs = torch.tensor(list(product(SPECIAL, repeat=2)), dtype=getattr(torch, dtype))
-    a, b = pairs[:, 0].clone(), pairs[:, 1].clone()
-    found = compare(a, b, equal_nan=equal_nan, atol=0.25)
-    close = torch.allclose(a, b, rtol=0, atol=0.25, equal_nan=equal_nan)
-    assert_same(found, expected(a, b, close, equal_nan), precision_of(dtype))
+def test_what_is_not_finite():
+    for equal_nan, dtype in product([False, True], ["float16", "bfloat16", "float32", "float64"]):
+        pairs = torch.tensor(list(product(SPECIAL, repeat=2)), dtype=getattr(torch, dtype))
+        a, b = pairs[:, 0].clone(), pairs[:, 1].clone()
+        found = compare(a, b, equal_nan=equal_nan, atol=0.25)
+        close = torch.allclose(a, b, rtol=0, atol=0.25, equal_nan=equal_nan)
+        assert_same(found, expected(a, b, close, equal_nan), precision_of(dtype))
 
 
-@pytest.mark.parametrize("equal_nan", [False, True])
-@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-def test_complex_numbers_that_are_not_finite(dtype, equal_nan):
-    parts = torch.tensor(list(product([0.0, 1.5, -INF, NAN], repeat=4)), dtype=torch.float64)
-    every = torch.view_as_complex(parts.view(-1, 2, 2)).to(getattr(torch, dtype))
-    a, b = every[:, 0].clone(), every[:, 1].clone()
-    found = compare(a, b, equal_nan=equal_nan, atol=0.25)
-    close = torch.allclose(a, b, rtol=0, atol=0.25, equal_nan=equal_nan)
-    assert_same(found, expected(a, b, close, equal_nan), precision_of(dtype))
+def test_complex_numbers_that_are_not_finite():
+    for equal_nan, dtype in product([False, True], ["complex64", "complex128"]):
+        parts = torch.tensor(list(product([0.0, 1.5, -INF, NAN], repeat=4)), dtype=torch.float64)
+        every = torch.view_as_complex(parts.view(-1, 2, 2)).to(getattr(torch, dtype))
+        a, b = every[:, 0].clone(), every[:, 1].clone()
+        found = compare(a, b, equal_nan=equal_nan, atol=0.25)
+        close = torch.allclose(a, b, rtol=0, atol=0.25, equal_nan=equal_nan)
+        assert_same(found, expected(a, b, close, equal_nan), precision_of(dtype))
 
 
 def test_nothing_finite_has_no_figures():
@@ -240,16 +239,15 @@ VIEWS = [
 ]
 
 
-@pytest.mark.parametrize("make", VIEWS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
-def test_views(make, dtype):
-    x, y = (numbers(dtype, seed, 2400).view(40, 30, 2) for seed in (1, 2))
-    if make is torch._neg_view and dtype == "int64":
-        return
-    a, b = make(x), make(y)
-    wanted = expected(a, b)
-    for one, other in ((view(a), view(b)), (view(a), ref(b)), (ref(a), view(b))):
-        assert_same(Comparer().compare(one, other), wanted, precision_of(dtype))
+def test_views():
+    for make, dtype in product(VIEWS, ["float32", "bfloat16", "int64"]):
+        x, y = (numbers(dtype, seed, 2400).view(40, 30, 2) for seed in (1, 2))
+        if make is torch._neg_view and dtype == "int64":
+            continue
+        a, b = make(x), make(y)
+        wanted = expected(a, b)
+        for one, other in ((view(a), view(b)), (view(a), ref(b)), (ref(a), view(b))):
+            assert_same(Comparer().compare(one, other), wanted, precision_of(dtype))
 
 
 def test_views_of_one_shape_in_another_order():
@@ -264,12 +262,12 @@ def test_conjugated_numbers():
         assert_same(Comparer().compare(view(a), view(b)), expected(a, b), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64", "int64", "bool"])
-def test_big_endian_files(dtype):
-    x, y = numbers(dtype, 1), numbers(dtype, 2)
-    for one, other in product(("little", "big"), repeat=2):
-        found = Comparer().compare(ref(x, one), ref(y, other))
-        assert_same(found, expected(x, y), precision_of(dtype))
+def test_big_endian_files():
+    for dtype in ["float16", "float32", "complex64", "int64", "bool"]:
+        x, y = numbers(dtype, 1), numbers(dtype, 2)
+        for one, other in product(("little", "big"), repeat=2):
+            found = Comparer().compare(ref(x, one), ref(y, other))
+            assert_same(found, expected(x, y), precision_of(dtype))
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0, 2)])
@@ -353,11 +351,13 @@ def test_close_integers(values, atol, rtol, dtype):
     assert found == torch.allclose(a, b, rtol, atol)
 
 
-@pytest.mark.parametrize("dtypes", [("float16", "float32"), ("bfloat16", "float16")])
-def test_types_that_differ_are_close_in_the_wider(dtypes):
-    x, y = (torch.tensor([1.0, 0.1]).to(getattr(torch, dtype)) for dtype in dtypes)
-    for atol in (0.0, 1e-6, 1e-4, 1e-2):
-        assert compare(x, y, atol=atol).close == torch.allclose(x.float(), y.float(), 0, atol)
+def test_types_that_differ_are_close_in_the_wider():
+    for dtypes in [("float16", "float32"), ("bfloat16", "float16")]:
+        x, y = (torch.tensor([1.0, 0.1]).to(getattr(torch, dtype)) for dtype in dtypes)
+        for atol in (0.0, 1e-6, 1e-4, 1e-2):
+            assert compare(x, y, atol=atol).close == torch.allclose(
+                x.float(), y.float(), 0, atol
+            ), dtypes
 
 
 @pytest.mark.parametrize("bad", [{"atol": -1.0}, {"rtol": NAN}])
