@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import functools
 import shlex
 import zipfile
 from collections import OrderedDict
@@ -60,14 +61,19 @@ class Fault:
         return self.name or self.kind
 
 
-def trained():
-    """A model and its optimizer after a step."""
+@functools.cache
+def _trained():
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.randn(6, 3)).sum().backward()
     optimizer.step()
     return net, optimizer
+
+
+def trained():
+    """A model and its optimizer after a step."""
+    return copy.deepcopy(_trained())
 
 
 def saved(root, **options):
