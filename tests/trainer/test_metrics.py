@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: whole lines, whatever a kill has left."""
+"""`metrics.jsonl`: whole lines, whatever a kill has left; TensorBoard's, where it is installed."""
 
 import json
 import math
@@ -6,8 +6,10 @@ import math
 import pytest
 
 from ckptool.errors import WriteError
+from ckptool.trainer import TrainConfig
 from ckptool.trainer.events import EpochEnded
-from ckptool.trainer.metrics import Metrics
+from ckptool.trainer.metrics import Metrics, Scalars
+from tests.trainer.runs import lines, run
 
 
 def ended(epoch, **values):
@@ -69,3 +71,70 @@ def test_a_file_that_cannot_be_written(tmp_path):
     for act in (lambda: Metrics(tmp_path).add(ended(1)), lambda: Metrics(tmp_path).cut(0)):
         with pytest.raises(WriteError, match=r"metrics\.jsonl"):
             act()
+
+
+FIGURES = {"loss/train": 0.5, "loss/validation": 0.25, "lr": 0.125, "samples_per_s": 64.0}
+
+
+def to_tensorboard(out, epochs, *, step=0, val_loss=0.25):
+    config = TrainConfig(out=str(out), strategy="dp")
+    scalars = Scalars(config, step=step, is_wanted=True)
+    for epoch in epochs:
+        scalars.add(EpochEnded(epoch, 3 * epoch, 0.5, val_loss, 0.125, 64.0))
+    scalars.close()
+
+
+def shown(out):
+    """Steps and values by tag, as TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(out / "tensorboard" / "dp"))
+    events.Reload()
+    return {
+        tag: [(one.step, one.value) for one in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def test_each_epoch_is_shown_by_its_last_step(tmp_path):
+    pytest.importorskip("tensorboard")
+    to_tensorboard(tmp_path, (1, 2))
+    assert shown(tmp_path) == {tag: [(3, value), (6, value)] for tag, value in FIGURES.items()}
+
+
+def test_an_epoch_that_comes_again_is_shown_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    to_tensorboard(tmp_path, (1, 2, 3))
+    to_tensorboard(tmp_path, (2, 3), step=3)
+    assert [step for step, _ in shown(tmp_path)["lr"]] == [3, 6, 9]
+
+
+def test_without_validation_there_is_no_such_curve(tmp_path):
+    pytest.importorskip("tensorboard")
+    to_tensorboard(tmp_path, (1,), val_loss=None)
+    assert "loss/validation" not in shown(tmp_path)
+
+
+def test_it_is_not_asked_for_where_it_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptool.trainer.metrics.find_spec", lambda name: None)
+    to_tensorboard(tmp_path, (1,))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [{"tensorboard": False}, {"is_wanted": False}])
+def test_where_it_is_not_wanted_nothing_is_written(tmp_path, options):
+    wanted = options.pop("is_wanted", True)
+    scalars = Scalars(TrainConfig(out=str(tmp_path), **options), step=0, is_wanted=wanted)
+    scalars.add(EpochEnded(1, 3, 0.5, None, 0.125, 64.0))
+    scalars.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_shows_its_figures(tmp_path):
+    pytest.importorskip("tensorboard")
+    run(tmp_path, strategy="dp", tensorboard=True)
+    figures = lines(tmp_path)
+    told = shown(tmp_path)
+    for tag, name in (("loss/train", "train_loss"), ("loss/validation", "val_loss"), ("lr", "lr")):
+        wanted = [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in figures]
+        assert told[tag] == wanted

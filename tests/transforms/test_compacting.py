@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.model import StorageRef
-from ckptool.transforms import compact
+from ckptool.transforms import compact, untie
 from tests.trees import checkpoint, storage, tensor
 
 BIG = 1000 * 1000
@@ -318,3 +318,27 @@ def test_any_views_have_the_same_values_and_share_what_they_shared(groups):
         assert shares(*pair) == shares(*found)
         if all(one.untyped_storage().nbytes() for one in found):  # else torch makes several
             assert one_storage(*pair) == one_storage(*found)
+
+
+@pytest.mark.parametrize("format", ["torch-zip", "torch-legacy"])
+def test_tied_names_get_bytes_of_their_own(tmp_path, format):
+    weight = torch.arange(6.0).reshape(2, 3)
+    torch.save({"a": weight, "b": weight, "c": weight[:], "view": weight[0]}, tmp_path / "in.pth")
+    receipt = ckptool.convert(tmp_path / "in.pth", tmp_path / "out.pth", ties="copy", format=format)
+    found = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert receipt.tensors == 4
+    assert len({found[name].data_ptr() for name in "abc"}) == 3
+    assert all(torch.equal(found[name], weight) for name in "abc")
+    assert found["view"].data_ptr() == found["a"].data_ptr()
+
+
+def test_without_ties_nothing_changes(tmp_path):
+    torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "in.pth")
+    with ckptool.open(tmp_path / "in.pth") as checkpoint:
+        assert untie(checkpoint) is checkpoint
+
+
+def test_another_word_is_refused(tmp_path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "in.pth")
+    with pytest.raises(ckptool.UsageError, match="'keep' or 'copy'"):
+        ckptool.convert(tmp_path / "in.pth", tmp_path / "out.pth", ties="no")

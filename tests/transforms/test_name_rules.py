@@ -8,7 +8,7 @@ import pytest
 
 from ckptool.errors import FileDenied, FileMissing, UsageError
 from ckptool.transforms import prefix_rule, read_map_file, regex_rule, table_rule
-from ckptool.transforms.name_rules import prefix_regex, rules_of
+from ckptool.transforms.name_rules import prefix_regex, rules_of, similar
 
 
 def test_a_regular_expression():
@@ -157,3 +157,29 @@ def test_a_prefix_as_a_regex_does_the_same():
         prefix, regex = prefix_rule(text), regex_rule(prefix_regex(text))
         for name in ("a.w", "a.a.w", "a.b.w", "ab.w", "x.a.w", "(.w", "w"):
             assert regex.apply(name) == prefix.apply(name), text
+
+
+NEARBY = ["encoder.layers.0.weight", "encoder.layers.0.bias", "decoder.norm.weight", "head/fc.bias"]
+
+
+def test_the_closest_name_comes_first():
+    assert similar("encoder.layer.0.weigth", NEARBY)[0] == "encoder.layers.0.weight"
+    assert similar("decoder.norms.weight", NEARBY, most=1) == ["decoder.norm.weight"]
+
+
+def test_a_word_finds_the_names_that_have_a_component_like_it():
+    assert similar("decodr.*", NEARBY)[0] == "decoder.norm.weight"
+    assert similar("encodr", NEARBY) == NEARBY[:3]
+    assert similar("heads", NEARBY) == ["head/fc.bias"]
+
+
+def test_numbers_and_single_letters_are_like_nothing():
+    assert similar("0.x", NEARBY) == []
+    assert similar("", NEARBY) == []
+    assert similar("something", []) == []
+
+
+def test_names_that_take_long_to_compare_are_few():
+    many = [f"{'ab.' * 38}{at}" for at in range(5000)]
+    assert len(similar("ba." * 39, many)) <= 3
+    assert similar("x" * 10**6, ["x" * 10**6]) == []
