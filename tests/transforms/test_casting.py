@@ -348,6 +348,20 @@ def test_an_exact_cast_says_so(tmp_path):
     ]
 
 
+def test_a_share_is_neither_all_nor_nothing_where_it_is_not(tmp_path):
+    for rounded, said in (
+        (1, "1 element lose precision"),
+        (150, "50% lose precision"),
+        (299, "more than 99% lose precision"),
+        (300, "100% lose precision"),
+    ):
+        values = torch.ones(300)
+        values[:rounded] = 0.1
+        with saved(tmp_path / "m.pth", {"w": values}) as checkpoint:
+            _, receipt = written(cast(checkpoint, "float16"), tmp_path / "o.pth")
+        assert receipt.outcomes[0].text == f"1 tensor float32 -> float16: {said}"
+
+
 @pytest.mark.parametrize("format", ["torch-zip", "torch-legacy", "safetensors"])
 def test_overflow_writes_nothing(tmp_path, format):
     root = {"fine": torch.ones(3), "a.b": torch.full((5, 5), 1e6).t(), "after": torch.ones(3)}
