@@ -1,7 +1,5 @@
 """Which entry of one checkpoint stands for which of the other."""
 
-import re
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +9,7 @@ from safetensors.torch import save_file
 import ckptool
 from ckptool.comparison.aligning import align
 from ckptool.errors import AmbiguousName, NameCollision, NotFound
-from ckptool.model import Global, Opaque, OrderedMap, TensorRef
+from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.names import WRAPPERS
 from ckptool.transforms.name_rules import regex_rule
 from tests.inspection.handmade import checkpoint, floats, tensor
@@ -294,22 +292,8 @@ class TestKey:
             aligned(a, {"lr": 1}, key="lr")
 
 
-def test_every_leaf_of_every_fixture_is_an_entry(fixtures):
-    """Nothing is passed over, whatever the file holds."""
-    from ckptool.tree import walk
-
-    for oracle in sorted(fixtures.rglob("*.oracle.json")):
-        with ckptool.open(re.sub(r"\.oracle\.json$", "", str(oracle))) as it:
-            found = align(it, it)
-            tensors = [leaf for _, leaf in walk(it.root) if isinstance(leaf, TensorRef)]
-        held = {id(pair.a.leaf) for pair in found.pairs}
-        assert {id(leaf) for leaf in tensors} <= held, oracle.name
-        assert not found.only_a, oracle.name
-        assert not found.only_b, oracle.name
-
-
-def test_tens_of_thousands_of_names():
-    own = [f"layers.{index // 10}.block.{index % 10}.weight" for index in range(30_000)]
+def test_ten_thousand_names():
+    own = [f"layers.{index // 10}.block.{index % 10}.weight" for index in range(10_000)]
     weight = tensor(floats(1.0), [1])
     a = OrderedMap((f"module.{name}", weight) for name in own)
     b = OrderedMap((name, weight) for name in reversed(own))

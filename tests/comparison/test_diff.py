@@ -14,9 +14,12 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.comparison import contents
+from ckptool.comparison.aligning import align
 from ckptool.errors import NameCollision, NotFound, TorchMissing, UsageError
+from ckptool.model import TensorRef
 from ckptool.statedict import model_state_dict
 from ckptool.tensors.comparing import Comparer
+from ckptool.tree import walk
 from tests.comparison.comparisons import whats
 from tests.inspection.handmade import checkpoint, floats, tensor
 from tests.sources import PROJECT
@@ -81,7 +84,7 @@ def every_fixture(fixtures):
         yield re.sub(r"\.oracle\.json$", "", str(oracle))
 
 
-def test_every_fixture_is_itself(fixtures):
+def test_every_fixture_is_itself_and_nothing_in_it_is_passed_over(fixtures):
     for name in every_fixture(fixtures):
         with ckptool.open(name) as one, ckptool.open(name) as other:
             for options in ({"strict": True}, {"quick": True}, {"structure": True}):
@@ -89,6 +92,8 @@ def test_every_fixture_is_itself(fixtures):
                 assert found.identical, (name, whats(found))
                 assert found.common == found.equal
                 assert (found.changed, found.values, found.notes) == ((), (), ()), name
+            tensors = {id(leaf) for _, leaf in walk(one.root) if isinstance(leaf, TensorRef)}
+            assert tensors <= {id(pair.a.leaf) for pair in align(one, one).pairs}, name
 
 
 def test_every_fixture_has_the_weights_of_what_it_is_converted_to(fixtures, memory_path):

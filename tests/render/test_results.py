@@ -117,20 +117,20 @@ def test_the_line_of_what_cannot_be_walked_says_why():
     assert re.fullmatch("<Checkpoint .*nest.*>", repr(checkpoint(deep)))
 
 
-@pytest.mark.parametrize("make", [
-    lambda: checkpoint({"a": tensor(floats(1.0, device=EVIL), [1])}),
-    lambda: checkpoint({EVIL: tensor(floats(1.0), [1])}).sections[0],
-    lambda: tensor(floats(1.0, device=EVIL, key=EVIL), [1]),
-    lambda: tensor(floats(1.0, device=EVIL, key=EVIL), [1]).storage,
-    lambda: Opaque(Global(EVIL, EVIL), (EVIL,)),
-    lambda: ckptool.Recovery(EVIL, "nothing", EVIL),
-    lambda: ckptool.Receipt(EVIL, EVIL, 3, 1),
-    lambda: ckptool.MatchReport(file=EVIL, model=EVIL),
-])  # fmt: skip
-def test_a_line_is_short_and_safe_whatever_the_file_says(make):
-    found = repr(make())
-    assert found.isprintable()
-    assert len(found) < 1000
+def test_a_line_is_short_and_safe_whatever_the_file_says():
+    for make in [
+        lambda: checkpoint({"a": tensor(floats(1.0, device=EVIL), [1])}),
+        lambda: checkpoint({EVIL: tensor(floats(1.0), [1])}).sections[0],
+        lambda: tensor(floats(1.0, device=EVIL, key=EVIL), [1]),
+        lambda: tensor(floats(1.0, device=EVIL, key=EVIL), [1]).storage,
+        lambda: Opaque(Global(EVIL, EVIL), (EVIL,)),
+        lambda: ckptool.Recovery(EVIL, "nothing", EVIL),
+        lambda: ckptool.Receipt(EVIL, EVIL, 3, 1),
+        lambda: ckptool.MatchReport(file=EVIL, model=EVIL),
+    ]:  # fmt: skip
+        found = repr(make())
+        assert found.isprintable(), make
+        assert len(found) < 1000, make
 
 
 def test_every_class_has_a_line_and_its_functions_exist():

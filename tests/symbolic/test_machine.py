@@ -135,9 +135,8 @@ def test_protocol_0_persistent_ids_are_the_repr_of_a_tuple():
     assert seen == [("storage", Global("torch", "FloatStorage"), "948", "cpu", 2, None), "94"]
 
 
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
+def test_damage_is_told_with_its_place():
+    for data, said in [
         (b"", "ends in the middle"),
         (b"\x80\x02", "ends in the middle"),
         (b"\x80\x02]", "ends in the middle"),
@@ -158,14 +157,12 @@ def test_protocol_0_persistent_ids_are_the_repr_of_a_tuple():
         (b"\x80\x02K\x01K\x02\x93...", "named by something"),
         (b"I1x\n....", "cannot be carried out"),
         (b"S'abc\n....", "no quotes"),
-    ],
-)
-def test_damage_is_told_with_its_place(data, said):
-    with pytest.raises(CorruptFile, match=said) as caught:
-        read(data)
-    assert caught.value.file == "test.pkl"
-    is_cut = isinstance(caught.value, TruncatedFile)
-    assert caught.value.hint == ("save, copy or download it again" if is_cut else None)
+    ]:
+        with pytest.raises(CorruptFile, match=said) as caught:
+            read(data)
+        assert caught.value.file == "test.pkl", data
+        is_cut = isinstance(caught.value, TruncatedFile)
+        assert caught.value.hint == ("save, copy or download it again" if is_cut else None), data
 
 
 @pytest.mark.parametrize(

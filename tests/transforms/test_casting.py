@@ -58,11 +58,11 @@ def test_words_for_types():
         assert floating_type(word) == name, word
 
 
-@pytest.mark.parametrize("word", ["int8", "float7", "", "complex64", "float4_e2m1fn_x2", "fp"])
-def test_other_words_are_refused_with_a_list(word):
-    with pytest.raises(UsageError) as caught:
-        floating_type(word)
-    assert all(name in caught.value.hint for name in FLOATING)
+def test_other_words_are_refused_with_a_list():
+    for word in ["int8", "float7", "", "complex64", "float4_e2m1fn_x2", "fp"]:
+        with pytest.raises(UsageError) as caught:
+            floating_type(word)
+        assert all(name in caught.value.hint for name in FLOATING), word
 
 
 def test_the_types_are_those_of_the_kernel():
