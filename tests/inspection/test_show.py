@@ -218,8 +218,8 @@ def test_plain_numbers_are_torchs():
 
 
 def test_all_256_patterns_of_a_small_float_are_torchs():
+    patterns = torch.arange(256, dtype=torch.uint8)
     for dtype in FLOAT8:
-        patterns = torch.arange(256, dtype=torch.uint8)
         theirs = patterns.view(dtype).float().tolist()
         ours = decode(name(dtype), raw(patterns))
         assert all(map(same, ours, theirs)), dtype

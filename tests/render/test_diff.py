@@ -121,22 +121,22 @@ def test_the_screen_has_everything_with_the_largest_change_first_and_layers_fold
 
 
 def test_nothing_is_wider_than_the_terminal():
+    long = "deep." * 60
+    found = made(
+        changes=[
+            changed(long, difference=figures(-0.123456e-12, nan_a=10**6, inf_b=10**9)),
+            changed(long, ("dtype", "value"), b={"dtype": "bfloat16"}, difference=figures()),
+            changed(f"{long}w", ("shape",), {"shape": (1,) * 30}, {"shape": (2,) * 30}),
+            changed("t", ("device",), {"device": "cuda:0"}, {"device": "x" * 99}, counts=False),
+        ],
+        values=[Changed(long, ("value",), value(long, "a" * 99), value(long, "b" * 99))],
+        only_a=[tensor(long)],
+        only_b=[value(long, "c" * 99)],
+        renamed=[Renamed(tensor(long), tensor(f"{long}b"))],
+        a=long,
+        notes=("word " * 60,),
+    )
     for width in [60, 80, 100, 200]:
-        long = "deep." * 60
-        found = made(
-            changes=[
-                changed(long, difference=figures(-0.123456e-12, nan_a=10**6, inf_b=10**9)),
-                changed(long, ("dtype", "value"), b={"dtype": "bfloat16"}, difference=figures()),
-                changed(f"{long}w", ("shape",), {"shape": (1,) * 30}, {"shape": (2,) * 30}),
-                changed("t", ("device",), {"device": "cuda:0"}, {"device": "x" * 99}, counts=False),
-            ],
-            values=[Changed(long, ("value",), value(long, "a" * 99), value(long, "b" * 99))],
-            only_a=[tensor(long)],
-            only_b=[value(long, "c" * 99)],
-            renamed=[Renamed(tensor(long), tensor(f"{long}b"))],
-            a=long,
-            notes=("word " * 60,),
-        )
         for lines in (diff_lines(found, Look(width)), stat_lines(found, Look(width))):
             assert max(map(len, lines)) <= width, width
 

@@ -232,13 +232,13 @@ def test_nothing_of_a_file_reaches_the_terminal_raw():
 
 
 def test_it_fits_a_terminal():
+    found = report(
+        parameters=1000,
+        missing_keys=["deep." * 40 + f"{n}" for n in range(3)],
+        renamed=(Renaming("rule", "x" * 200, (("a" * 200, "b"),)),),
+        notes=("word " * 100,),
+    )
     for width in [72, 80, 120]:
-        found = report(
-            parameters=1000,
-            missing_keys=["deep." * 40 + f"{n}" for n in range(3)],
-            renamed=(Renaming("rule", "x" * 200, (("a" * 200, "b"),)),),
-            notes=("word " * 100,),
-        )
         assert max(map(len, lines(found, Look(width=width)))) <= width, width
 
 

@@ -277,12 +277,12 @@ def test_a_receipt_as_a_document():
 
 
 def test_nothing_of_a_list_is_wider_than_the_terminal():
+    root = {
+        "n" * 100: "text " * 50,
+        "o" * 100: Opaque(Global("some.long.package.name", "C" * 60)),
+        "t" * 100: tensor(floats(*range(6), key="k" * 50, device="cuda:3"), [1] * 30 + [2, 3]),
+        "tied" * 30: 1,
+    }
     for width in [72, 80, 120]:
-        root = {
-            "n" * 100: "text " * 50,
-            "o" * 100: Opaque(Global("some.long.package.name", "C" * 60)),
-            "t" * 100: tensor(floats(*range(6), key="k" * 50, device="cuda:3"), [1] * 30 + [2, 3]),
-            "tied" * 30: 1,
-        }
         found = list(listing_lines(listing(root, hash=True), Look(width=width)))
         assert max(map(len, found)) <= width, width

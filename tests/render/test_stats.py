@@ -104,8 +104,8 @@ def test_folded_layers_are_one_row(drawn):
 
 
 def test_rows_fit_the_terminal_and_the_histogram_goes_first(drawn):
+    tree = {f"encoder.layers.{at}.attention.weight": torch.randn(9) / 1000 for at in range(3)}
     for width in range(40, 200, 8):
-        tree = {f"encoder.layers.{at}.attention.weight": torch.randn(9) / 1000 for at in range(3)}
         lines = drawn(tree, Look(width=width))
         assert max(map(len, lines)) <= width, width
         shown = lines[0].split()

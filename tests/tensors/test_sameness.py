@@ -24,8 +24,9 @@ def bits(raw, dtype, shape, stride=None, **more):
 
 
 def both_ways(a, b):
-    assert same_content(a, b) == same_content(b, a)
-    return same_content(a, b)
+    found = same_content(a, b)
+    assert found == same_content(b, a)
+    return found
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_elements_are_compared_wherever_they_lie():
         assert both_ways(a, bits(RAW, dtype, shape, stride, offset=2)), (shape, dtype)
         for at in range(0, len(whole), 5):
             assert not both_ways(a, bits(changed(whole, at), dtype, shape)), (shape, dtype)
-        for at in range(len(raw)):
+        for at in range(0, len(raw), 1 if dtype == "int16" else 5):
             other = bits(changed(RAW, at), dtype, shape, stride, offset=2)
             assert both_ways(a, other) == (other.read() == whole), (shape, dtype)
 
