@@ -11,18 +11,19 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from io import BytesIO
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from ckptool import transforms
 from ckptool.errors import CheckpointWarning, FileMissing
 from ckptool.files import recovery
-from ckptool.formats import open_checkpoint
+from ckptool.files.editing import Edit
+from ckptool.files.journal import write_journal
+from ckptool.formats import format_of, open_checkpoint
 from ckptool.writing import save
-from tests.files.faults import Crash, crash_at, crashes
+from tests.files.faults import Crash, crashes
 
 SHARDED = "model.safetensors.index.json"
 BIN = "model.bin.index.json"
@@ -60,7 +61,7 @@ def materials():
         "safetensors": safetensors_bytes(dict(tensors()), {"format": "pt"}),
         "flat": torch_bytes(tensors()),
         "other": torch_bytes(tensors(1)),
-        "old": torch_bytes({"w": torch.arange(30_000.0)}),
+        "old": torch_bytes({"w": torch.arange(300.0)}),
     }
 
 
@@ -202,7 +203,7 @@ class Kind:
         kept = folder.parent / "kept" / "model.pth"
         if not kept.exists():
             kept.parent.mkdir()
-            kept.write_bytes(MATERIALS["other"])
+            kept.write_bytes(MATERIALS["old"])
         write(kept, self.target, *changes, overwrite=True, **sized)(folder)
 
 
@@ -230,23 +231,14 @@ def debris(folder):
     return sorted(path.name for path in folder.rglob("*") if ".ckptool-" in path.name)
 
 
-def cut_short(kind):
-    """The files as a kill in the middle of the write into the file itself leaves them."""
-
-    def first(folder):
-        run = partial(KINDS[kind].run, folder)
-        assert crash_at(run, lambda: None, last_write(kind), half=True).call == "write"
-
-    return first
-
-
-@cache
-def last_write(kind):
-    """The number of the last write: that of the journal comes before."""
-    with TemporaryDirectory() as above:
-        folder = Path(above) / "files"
-        run, lay = partial(KINDS[kind].run, folder), partial(KINDS[kind].lay, folder)
-        return max(crash.number for crash in crashes(run, lay) if crash.call == "write")
+def cut_short(folder):
+    """Leave the file as a kill in the middle of stripping it in place does."""
+    path = os.path.join(folder, "model.pth")
+    with open_checkpoint(path) as checkpoint:
+        patch = format_of(checkpoint.format).plan_edit(strip(checkpoint)).patch
+    with open(path, "r+b") as file:
+        write_journal(path, Edit.of(file.fileno(), patch).to_journal())
+        os.pwrite(file.fileno(), patch.data[: len(patch.data) // 2], patch.offset)
 
 
 def shards(size, source="model.pth", target=SHARDED, *changes, **options):
@@ -299,7 +291,7 @@ KINDS = {
         (write("other.pth", "model.pth", strip, overwrite=True),),
         before=(*MODEL, ("other.pth", "flat")),
         target="model.pth",
-        first=cut_short("edit-strip"),
+        first=cut_short,
     ),
     # the file itself, where it lies
     "edit-strip": Kind((write("model.pth", "model.pth", strip, in_place=True),), **EDITED),
@@ -344,7 +336,7 @@ KINDS = {
         edits=True,
         **HEADER,
     ),
-    "recover": Kind((recovered,), names=same, **EDITED | {"first": cut_short("edit-strip")}),
+    "recover": Kind((recovered,), names=same, **EDITED | {"first": cut_short}),
     # the file itself, written anew
     "rewrite-compact": Kind(
         (write("model.pth", "model.pth", transforms.compact, in_place=True, rewrite=True),),
