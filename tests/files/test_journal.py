@@ -81,9 +81,8 @@ def test_every_damage_is_noticed(target):
             assert caught.value.hint == f"ckptool recover --discard {target}"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_a_journal_of_nobody_we_know(target):
+    for line in [
         b"",
         b"[]",
         b"null",
@@ -96,15 +95,13 @@ def test_every_damage_is_noticed(target):
         b'{"ckptool-journal": 1, "kind": "edit", "facts": {}, "blobs": [1e999], "pid": 1}',
         b'{"ckptool-journal": 1, "kind": "edit", "facts": {}, "blobs": [], "pid": 1}\nmore',
         b'{"ckptool-journal": ' + b"[" * 100_000,
-    ],
-)
-def test_a_journal_of_nobody_we_know(target, line):
-    line = line.replace(b'"pid": 1}', b'"pid": 1, "boot": ""}')
-    content = line + b"\n" if b"\n" not in line else line
-    with open(journal_path(target), "wb") as file:
-        file.write(content + journals.hashlib.sha256(content).digest())
-    with pytest.raises(CorruptFile):
-        read_journal(target)
+    ]:
+        line = line.replace(b'"pid": 1}', b'"pid": 1, "boot": ""}')
+        content = line + b"\n" if b"\n" not in line else line
+        with open(journal_path(target), "wb") as file:
+            file.write(content + journals.hashlib.sha256(content).digest())
+        with pytest.raises(CorruptFile):
+            read_journal(target)
 
 
 def test_a_journal_that_cannot_be_read(target, monkeypatch):

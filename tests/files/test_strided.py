@@ -89,21 +89,18 @@ def test_rows_that_lie_far_apart(block: int) -> None:
         assert found(*view, block) == expected(*view)
 
 
-@pytest.mark.parametrize("stride", [(-1, 7), (7, -1), (-7, -1), (-7, 0), (-2000, 3), (3, -2000)])
 @pytest.mark.parametrize("block", [8, 1 << 20])
-def test_negative_strides(stride: tuple[int, int], block: int) -> None:
+def test_negative_strides(block: int) -> None:
     """Torch has none, numpy has."""
-    import torch
-
-    whole = torch.frombuffer(bytearray(STORAGE), dtype=torch.int32).tolist()
+    whole = [STORAGE[at : at + 4] for at in range(0, len(STORAGE), 4)]
     shape, offset = (5, 6), 12_000
-    elements = [
-        whole[offset + i * stride[0] + j * stride[1]]
-        for i in range(shape[0])
-        for j in range(shape[1])
-    ]
-    answer = b"".join(n.to_bytes(4, "little", signed=True) for n in elements)
-    assert found(4, shape, stride, offset, block) == answer
+    for stride in ((-1, 7), (7, -1), (-7, -1), (-7, 0), (-2000, 3), (3, -2000)):
+        answer = b"".join(
+            whole[offset + i * stride[0] + j * stride[1]]
+            for i in range(shape[0])
+            for j in range(shape[1])
+        )
+        assert found(4, shape, stride, offset, block) == answer, stride
 
 
 def test_scalar_and_empty() -> None:
@@ -121,17 +118,17 @@ def test_outside_the_data() -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("conj",)])
-@pytest.mark.parametrize("stride", [(1, 2048), (2048, 1), (0, 1), (1, 0)])
+@pytest.mark.parametrize("stride", [(1, 1024), (1024, 1), (0, 1), (1, 0)])
 def test_memory_stays_bounded(stride: tuple[int, int], flags: tuple[str, ...]) -> None:
     """A few blocks, whatever the matrix weighs and whatever is made of its elements."""
-    block = 1 << 18
-    data = ByteRange(MemorySource(bytes(2048 * 2048 * 4), "memory"), 0, 2048 * 2048 * 4)
+    block = 1 << 16
+    data = ByteRange(MemorySource(bytes(1024 * 1024 * 4), "memory"), 0, 1024 * 1024 * 4)
     tracemalloc.start()
     try:
         total = sum(
             len(flip_signs(part, 2, is_complex=True, flags=flags))
             for part in row_major(
-                data, itemsize=4, shape=(2048, 2048), stride=stride, offset=0, block=block
+                data, itemsize=4, shape=(1024, 1024), stride=stride, offset=0, block=block
             )
         )
         peak = tracemalloc.get_traced_memory()[1]
@@ -219,9 +216,9 @@ def test_narrow_takes_a_bare_index() -> None:
     assert narrow((4, 3), (3, 1), 5, ...) == ((4, 3), (3, 1), 5)
 
 
-@pytest.mark.parametrize(
-    ("index", "text"),
-    [
+def test_narrow_refuses() -> None:
+    """What is no basic index says so."""
+    refused: list[tuple[Any, str]] = [
         (4, "out of range for dimension 0 of size 4"),
         (-5, "out of range"),
         ((0, 0, 0), "3 indices for 2 dimensions"),
@@ -233,9 +230,7 @@ def test_narrow_takes_a_bare_index() -> None:
         (1.0, "float"),
         ((..., ...), "single ellipsis"),
         ([0, 1], "list"),
-    ],
-)
-def test_narrow_refuses(index: Any, text: str) -> None:
-    """What is no basic index says so."""
-    with pytest.raises(UsageError, match=text):
-        narrow((4, 3), (3, 1), 0, index)
+    ]
+    for index, text in refused:
+        with pytest.raises(UsageError, match=text):
+            narrow((4, 3), (3, 1), 0, index)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from multiprocessing import get_context
-from pathlib import Path
 
 from ckptool import transforms
 from ckptool.errors import CheckpointWarning, FileMissing
@@ -295,15 +294,6 @@ KINDS = {
     ),
     # the file itself, where it lies
     "edit-strip": Kind((write("model.pth", "model.pth", strip, in_place=True),), **EDITED),
-    "edit-add": Kind(
-        (write("model.pth", "model.pth", add, in_place=True),), names=doubled, **EDITED
-    ),
-    "edit-rename": Kind(
-        (write("model.pth", "model.pth", rename, in_place=True),), names=renamed, **EDITED
-    ),
-    "edit-remap": Kind(
-        (write("model.pth", "model.pth", remap, in_place=True),), names=same, **EDITED
-    ),
     "edit-verified": Kind(
         (write("model.pth", "model.pth", strip, in_place=True, verify=True),), **EDITED
     ),

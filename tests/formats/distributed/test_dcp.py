@@ -322,7 +322,7 @@ def test_without_zstandard_the_extra_is_named(fixtures, monkeypatch):
 
 
 def test_many_chunks_are_read(tmp_path):
-    count = 30_000
+    count = 10_000
     plan = [ChunkStorageMetadata(torch.Size([at]), torch.Size([1])) for at in range(count)]
     shape = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([count]), plan)
     index = Metadata({"w": shape}, storage_data={})
