@@ -1,7 +1,9 @@
 """`match`: a state dict under the names of a model, and the report of it."""
 
+import random
 from collections import OrderedDict
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import ckptool
 from ckptool.errors import AmbiguousName, NameCollision, NotFound, UnsupportedFormat, UsageError
+from ckptool.loading.plan import target_like
 from tests.loading.bits import saved
 
 
@@ -338,3 +341,99 @@ def test_extra_state_goes_as_it_is():
     assert state_dict["_extra_state"] is source["module._extra_state"]
     model.load_state_dict(state_dict)
     assert (model.note, report.fits) == ({"note": [1]}, True)
+
+
+def test_several_state_dicts_of_a_reference_are_not_guessed_between(tmp_path):
+    state = torch.nn.Linear(2, 2).state_dict()
+    torch.save({"model": state, "ema": torch.nn.Linear(2, 3).state_dict()}, tmp_path / "ref.pth")
+    with pytest.raises(AmbiguousName, match=r"the reference: .*2 state dicts") as caught:
+        target_like(tmp_path / "ref.pth")
+    assert caught.value.hint == "choose one: `like_key='model'`; or `like_key='ema'`"
+    assert target_like(tmp_path / "ref.pth", key="ema").slots["bias"].shape == (3,)
+    with pytest.raises(NotFound):
+        target_like(tmp_path / "ref.pth", key="gone")
+
+
+def test_what_is_open_or_in_memory_is_a_reference_too(tmp_path):
+    net = torch.nn.Linear(2, 2)
+    torch.save(net.state_dict(), tmp_path / "ref.pth")
+    with ckptool.open(tmp_path / "ref.pth") as checkpoint:
+        assert target_like(checkpoint).label == str(tmp_path / "ref.pth")
+    assert list(target_like(net).slots) == list(target_like(net.state_dict()).slots)
+    with pytest.raises(UsageError, match="fit a int"):
+        target_like(3)
+
+
+@pytest.mark.parametrize("sizes", [None, 3, (2.0,), (-1,), (2, "x")])
+def test_of_what_is_no_shape_it_is_said_what_one_is(sizes):
+    with pytest.raises(NotFound, match="neither a state dict nor a dict of shapes") as caught:
+        target_like({"weight": sizes})
+    assert caught.value.hint.endswith("{'weight': (4, 3)}")
+
+
+class Copied:
+    """An attribute that counts how often it is copied."""
+
+    made = 0
+
+    def __deepcopy__(self, memo):
+        Copied.made += 1
+        return Copied()
+
+
+class Odd(nn.Linear):
+    """With an extra state that is hard to compare, and a loading that throws dice."""
+
+    state = None
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.held, self.told = Copied(), []
+
+    def get_extra_state(self):
+        return self.state() if callable(self.state) else self.state
+
+    def set_extra_state(self, state):
+        self.told.append(state)
+
+    def _load_from_state_dict(self, *args):
+        random.random()
+        numpy.random.rand()
+        torch.rand(1)
+        super()._load_from_state_dict(*args)
+
+
+def no_order():
+    return {"array": numpy.arange(3), "object": object()}
+
+
+@pytest.mark.parametrize("state", [numpy.arange(3), object, no_order, float("nan")])
+def test_an_extra_state_is_not_set_on_the_model(state):
+    model = Odd()
+    model.state = state
+    _, report = ckptool.match({"weight": torch.ones(2, 2)}, model)
+    assert [name for name, _ in report.kept] == ["bias", "_extra_state"]
+    assert model.told == []
+
+
+def test_random_numbers_come_as_they_would_have():
+    def dice():
+        return random.random(), numpy.random.rand(), torch.rand(1).item()
+
+    model = Odd()
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    wanted = dice()
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    ckptool.match({"weight": torch.ones(2, 2)}, model)
+    assert dice() == wanted
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3)])
+def test_the_model_is_neither_copied_nor_loaded(shape):
+    model, tensor = Odd(), torch.ones(shape)
+    before, weight = Copied.made, model.weight.detach().clone()
+    ckptool.match({"weight": tensor}, model)
+    assert Copied.made == before
+    assert torch.equal(model.weight, weight)

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 from ckptool.loading.load_into import load_into
-from ckptool.loading.target import target_of
+from ckptool.loading.target import on_meta, target_of
 from ckptool.matching import Slot
 
 
@@ -182,3 +182,22 @@ def test_a_module_that_hides_nothing_may_be_called_as_those_that_do(name):
     model.add_module(name, torch.nn.Linear(2, 2))
     assert [*target_of(model).slots] == [f"{name}.weight", f"{name}.bias"]
     assert load_into(model, model.state_dict()).fits
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+
+
+def test_nothing_is_allocated():
+    assert {value.is_meta for value in on_meta(Tied).state_dict().values()} == {True}
+
+
+def test_what_wants_numbers_is_not_built():
+    assert on_meta(lambda: nn.Linear(torch.ones(1).int().item(), 1)) is None
+
+
+def test_a_state_dict_is_as_it_is_made():
+    assert list(on_meta(lambda: {"a": torch.ones(2)})) == ["a"]
