@@ -56,10 +56,10 @@ def test_reads_anywhere_and_backwards(opened):
         assert buffer == CONTENT[offset : offset + length]
 
 
-@pytest.mark.parametrize(("offset", "length"), [(99_999, 2), (100_001, 0), (-1, 1), (0, 100_001)])
-def test_reads_outside_are_refused(opened, offset, length):
-    with pytest.raises(TruncatedFile):
-        opened.read(offset, length)
+def test_reads_outside_are_refused(opened):
+    for offset, length in [(99_999, 2), (100_001, 0), (-1, 1), (0, 100_001)]:
+        with pytest.raises(TruncatedFile):
+            opened.read(offset, length)
 
 
 def test_ranges_of_ranges(opened):

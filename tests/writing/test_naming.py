@@ -6,9 +6,8 @@ from ckptool.errors import UsageError
 from ckptool.writing.target import default_target
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
+def test_the_word_goes_before_the_ending():
+    for source, target in [
         ("model.pth", "model.stripped.pth"),
         ("a.b/model", "a.b/model.stripped"),
         ("/x/model.pth.tar", "/x/model.stripped.pth.tar"),
@@ -18,36 +17,28 @@ from ckptool.writing.target import default_target
         (".hidden", ".hidden.stripped"),
         ("program.pt2", "program.stripped.pth"),
         ("data.pkl", "data.stripped.pth"),
-    ],
-)
-def test_the_word_goes_before_the_ending(source, target):
-    assert default_target(source, "stripped") == target
+    ]:
+        assert default_target(source, "stripped") == target
 
 
-@pytest.mark.parametrize(
-    ("source", "format", "target"),
-    [
+def test_a_chosen_format_has_its_ending():
+    for source, format, target in [
         ("model.pth", "safetensors", "model.cpu.safetensors"),
         ("model.safetensors", "torch-zip", "model.cpu.pth"),
         ("model.bin", "torch-legacy", "model.cpu.bin"),
         ("model.safetensors", "safetensors", "model.cpu.safetensors"),
-    ],
-)
-def test_a_chosen_format_has_its_ending(source, format, target):
-    assert default_target(source, "cpu", format) == target
+    ]:
+        assert default_target(source, "cpu", format) == target
 
 
-@pytest.mark.parametrize(
-    ("source", "format", "target"),
-    [
+def test_shards_become_one_file_where_the_format_is_of_one():
+    for source, format, target in [
         ("m.safetensors.index.json", "safetensors", "m.cpu.safetensors"),
         ("m.safetensors.index.fp16.json", "torch-zip", "m.cpu.pth"),
         ("a.b/pytorch_model.bin.index.json", "torch-legacy", "a.b/pytorch_model.cpu.pth"),
         ("folder/", "safetensors", "folder.cpu.safetensors"),
-    ],
-)
-def test_shards_become_one_file_where_the_format_is_of_one(source, format, target):
-    assert default_target(source, "cpu", format, sharded=True) == target
+    ]:
+        assert default_target(source, "cpu", format, sharded=True) == target
 
 
 @pytest.mark.parametrize("format", [None, "safetensors-sharded", "torch-sharded"])
