@@ -14,18 +14,7 @@ from torch import nn
 from ckptool.errors import CheckpointError, MatchError
 from ckptool.loading.load_into import load_into
 from tests.loading.test_own_loading import KINDS, Owner, nested, nested_state
-
-
-class Stateful(nn.Module):
-    def __init__(self, state=None):
-        super().__init__()
-        self.inner, self.state = nn.Linear(2, 3), state
-
-    def get_extra_state(self):
-        return self.state
-
-    def set_extra_state(self, state):
-        self.state = state
+from tests.loading.test_unmade import Stateful
 
 
 class Tied(nn.Module):

@@ -31,7 +31,7 @@ from tests.loading.optimizing import (
     stepped,
     three,
 )
-from tests.loading.wrappings import Lightning
+from tests.loading.wrappings import WRAPPINGS
 
 KINDS = {
     "Adadelta": {}, "Adagrad": {}, "Adam": {}, "Adam amsgrad": {"amsgrad": True}, "AdamW": {},
@@ -111,24 +111,18 @@ def test_something_else_than_an_optimizer_is_wrong_usage():
         report_of(model, model.a, given_by(model))
 
 
-WRAPPERS = {
-    "plain": lambda model: model,
-    "parallel": torch.nn.DataParallel,
-    "compiled": torch.compile,
-    "both": lambda model: torch.compile(torch.nn.DataParallel(model)),
-    "lightning": Lightning,
-}
+WRAPPERS = ["plain", "DP", "compile", "compile of DP", "Lightning"]
 
 
 @pytest.mark.parametrize("source", WRAPPERS)
 def test_wrappers_come_and_go_on_either_side(source):
     bare = three()
-    old = WRAPPERS[source](bare)
+    old = WRAPPINGS[source](bare)
     for named in (bare, old):  # the names that the optimizer has
         used = stepped(bare, parameters=list(named.named_parameters()))
-        for wrap in WRAPPERS.values():
+        for target in WRAPPERS:
             fresh = three(("b", "c", "a"))
-            new = wrap(fresh)
+            new = WRAPPINGS[target](fresh)
             optimizer = adam(new)
             loaded(new, optimizer, content(old, used))
             for name, state in by_name(fresh, optimizer).items():

@@ -9,6 +9,7 @@ from torch import nn
 import ckptool
 from ckptool.errors import AmbiguousName, CheckpointError, MatchError, NameCollision, NotFound
 from tests.loading.bits import raising, saved, untouched_by
+from tests.loading.optimizing import model_of
 from tests.loading.wrappings import TOKENS, Net, copied, trained
 
 
@@ -190,16 +191,8 @@ def test_parts_of_tensors_are_refused_with_a_sentence(fixtures, name):
     file = fixtures / "distributed" / name
     with ckptool.open(file) as checkpoint:
         (section, *_) = [one for one in checkpoint.sections if one.kind == "state_dict"]
-        shapes = {str(key): ref.shape for key, ref in section.node.items() if hasattr(ref, "shape")}
-    net = nn.Module()
-    for key, shape in shapes.items():
-        *path, leaf = key.split(".")
-        module = net
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module._modules[part]
-        module.register_parameter(leaf, nn.Parameter(torch.randn(*shape)))
+        refs = {str(key): ref for key, ref in section.node.items() if hasattr(ref, "shape")}
+    net = model_of({key: torch.ones(ref.shape) for key, ref in refs.items()})
     with untouched_by(CheckpointError, net):
         ckptool.load_into(net, file)
 

@@ -17,6 +17,7 @@ from ckptool.errors import (
 from ckptool.formats import open_checkpoint
 from ckptool.model import TensorRef
 from tests.loading.bits import saved
+from tests.loading.wrappings import WRAPPINGS
 from tests.tensors.judge import assert_same
 
 
@@ -26,18 +27,10 @@ def net():
     )
 
 
-WRAPPERS = {
-    "plain": lambda model: model,
-    "parallel": torch.nn.DataParallel,
-    "compiled": torch.compile,
-    "both": lambda model: torch.compile(torch.nn.DataParallel(model)),
-}
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", ["plain", "DP", "compile", "compile of DP"])
 def test_a_wrapped_model_goes_into_a_bare_one(tmp_path, wrapper):
     model = net()
-    state = WRAPPERS[wrapper](model).state_dict()
+    state = WRAPPINGS[wrapper](model).state_dict()
     file = saved(tmp_path / "f.pt", {"epoch": 1, "state_dict": state})
     wanted = torch.load(saved(tmp_path / "bare.pt", model.state_dict()))
     for mmap in (False, True):
