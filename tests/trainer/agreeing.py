@@ -9,14 +9,11 @@ KINDS = {
     "all": {"batch_size": 4, "accumulate": 2, "clip": 0.1, "schedule": "cosine", "warmup": 3},
 }
 """Batches that fewer processes share evenly than do not; 2 samples for 3 processes at the end."""
-HERE = ("dp", "model-parallel")  # fsdp: strategies/test_fsdp.py
 
 
 def losses(out, kind, strategy, **options):
     """The losses of a run of one of `KINDS`."""
     options = {"dtype": "float64", "epochs": 10, "max_steps": 20, **KINDS[kind], **options}
-    if strategy == "model-parallel":
-        options["devices"] = ("cpu", "cpu")
     folder = out / f"{strategy}_{kind}"
     return losses_of(folder, model=net(dropout=0.0), strategy=strategy, **options)
 

@@ -5,14 +5,12 @@ import json
 import pytest
 
 from tests.forks import ended, start
-from tests.trainer.agreeing import HERE, KINDS, losses
+from tests.trainer.agreeing import KINDS, losses
 from tests.trainer.ranks import by_ranks, free_port, needs_gloo
 
 pytestmark = needs_gloo
-TABLE = [
-    *((strategy, None) for strategy in HERE),
-    *(("ddp", one) for one in ("two", "three", "nodes")),
-]
+TABLE = [("dp", None), *(("ddp", one) for one in ("two", "three", "nodes"))]
+"""Others are held against one process in `strategies/`."""
 
 
 @pytest.fixture(scope="module")

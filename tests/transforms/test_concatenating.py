@@ -19,8 +19,9 @@ from tests.formats.distributed.megatron_files import (
 NET = "torch-2.13.0/dp_full_cuda3.pth"
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("target", ["model.safetensors", "model.pth"])
+@pytest.mark.parametrize(
+    ("world", "target"), [(1, "model.pth"), (2, "model.safetensors"), (4, "model.pth")]
+)
 def test_the_model_is_whole(tmp_path, world, target):
     model = whole()
     folder = write_ranks(tmp_path / "iter_0000100", model, world)

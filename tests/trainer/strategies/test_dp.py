@@ -1,4 +1,7 @@
-"""DataParallel; what replicas do is shown where there are GPUs."""
+"""DataParallel; what replicas do is shown where there are GPUs.
+
+What is saved, and goes on elsewhere: `test_saving.py`, `test_resuming.py`.
+"""
 
 import pytest
 import torch
@@ -8,33 +11,13 @@ from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.events import Observer
 from ckptool.trainer.strategies.data_parallel import DataParallel
-from tests.trainer.runs import Told, held, run
+from tests.trainer.runs import Told, run
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def dp(**options):
     return DataParallel(TrainConfig(out="out", strategy="dp", **options), Observer())
-
-
-def test_without_gpus_the_wrapper_passes_through_and_names_say_so(tmp_path):
-    run(tmp_path / "dp", strategy="dp", save="wrapped")
-    run(tmp_path / "single", save="wrapped")
-    wrapped, plain = (torch.load(tmp_path / name / "last.pth") for name in ("dp", "single"))
-    assert list(wrapped["state_dict"]) == [f"module.{name}" for name in plain["state_dict"]]
-    for name, value in plain["state_dict"].items():
-        assert torch.equal(wrapped["state_dict"][f"module.{name}"], value)
-
-
-def test_what_dp_saved_goes_on_in_single_and_back(tmp_path):
-    run(tmp_path / "whole")
-    for step, strategy in enumerate(("dp", "single", "dp"), 1):
-        run(tmp_path / "parts", strategy=strategy, resume="auto", epochs=step)
-    one, other = (held(tmp_path / name / "last.pth") for name in ("whole", "parts"))
-    assert all(
-        torch.equal(one["state_dict"][name], other["state_dict"][name])
-        for name in one["state_dict"]
-    )
 
 
 def test_each_batch_is_told_from_inside_and_outside_and_the_model_keeps_no_hook(tmp_path):
