@@ -194,9 +194,8 @@ def test_big_endian_weights_are_swapped(tmp_path, exported):
         assert ref.read() == (5).to_bytes(8, "little")
 
 
-@pytest.mark.parametrize(
-    ("edit", "said"),
-    [
+def test_a_description_that_breaks_the_form_is_refused(tmp_path, exported):
+    for edit, said in [
         (with_config(lambda c: {"config": []}), "describes no tensors"),
         (with_config(lambda c: c.update({"bn.bias": 3})), "weight 'bn.bias' breaks a rule of PT2"),
         (
@@ -227,12 +226,10 @@ def test_big_endian_weights_are_swapped(tmp_path, exported):
         (lambda records: records.update({CONFIG: b"{"}), "not JSON"),
         (lambda records: records.pop(CONFIG) and None, "weights_config.json. is missing"),
         (lambda records: records.update(byteorder=b"?"), "byte order"),
-    ],
-)
-def test_a_description_that_breaks_the_form_is_refused(tmp_path, exported, edit, said):
-    path = changed(exported, edit, tmp_path)
-    with pytest.raises(CorruptFile, match=said):
-        read(PT2, path)
+    ]:
+        path = changed(exported, edit, tmp_path)
+        with pytest.raises(CorruptFile, match=said):
+            read(PT2, path)
 
 
 def test_other_zips_are_not_taken_for_pt2(fixtures, tmp_path):

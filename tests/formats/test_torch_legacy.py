@@ -258,9 +258,8 @@ def test_a_count_that_is_not_the_pickles_is_damage(file, count):
     assert "several processes" in error.value.hint
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
+def test_a_key_list_that_is_not_the_pickles_is_damage(file):
+    for keys, words in [
         (["one", "one"], "once: 'one', 'two'"),
         (["one"], "once: 'two'"),
         (["one", "two", "three"], "once: 'three'"),
@@ -269,11 +268,9 @@ def test_a_count_that_is_not_the_pickles_is_damage(file, count):
         ("one", "no list of storages"),
         (7, "no list of storages"),
         ({"one": 1}, "no list of storages"),
-    ],
-)
-def test_a_key_list_that_is_not_the_pickles_is_damage(file, keys, words):
-    with pytest.raises(CorruptFile, match=words):
-        read(file(stream(PAIR, keys, [FOUR, LONGS])))
+    ]:
+        with pytest.raises(CorruptFile, match=words):
+            read(file(stream(PAIR, keys, [FOUR, LONGS])))
 
 
 @pytest.mark.parametrize("keys", [None, {}, [None]])
@@ -283,9 +280,8 @@ def test_a_storage_without_a_name_needs_a_list_as_well(file, keys):
         read(file(stream({"w": tensor(unnamed, (4,))}, keys, [FOUR])))
 
 
-@pytest.mark.parametrize(
-    "pid",
-    [
+def test_a_persistent_id_that_cannot_be_is_damage(file):
+    for pid in [
         ("storage", torch.FloatStorage, "one", "cpu", -1, None),
         ("storage", torch.FloatStorage, "one", "cpu", 1 << 70, None),
         ("storage", torch.FloatStorage, "one", "cpu", "4", None),
@@ -299,13 +295,11 @@ def test_a_storage_without_a_name_needs_a_list_as_well(file, keys):
         ("elsewhere", 2),
         (),
         7,
-    ],
-)
-def test_a_persistent_id_that_cannot_be_is_damage(file, pid):
-    odd = Pid()
-    odd.pid = pid
-    with pytest.raises(CorruptFile):
-        read(file(stream([tensor(odd, (1,))], ["one"], [FOUR])))
+    ]:
+        odd = Pid()
+        odd.pid = pid
+        with pytest.raises(CorruptFile):
+            read(file(stream([tensor(odd, (1,))], ["one"], [FOUR])))
 
 
 def test_two_sizes_of_one_storage_are_damage(file):

@@ -250,9 +250,8 @@ def test_the_same_storage_mentioned_twice_must_be_the_same(tmp_path):
             read(TORCH_ZIP, pid_file(tmp_path, first, other, **storage))
 
 
-@pytest.mark.parametrize(
-    ("pid", "said"),
-    [
+def test_a_persistent_id_that_breaks_a_rule_is_refused(tmp_path):
+    for pid, said in [
         (("storage", FLOATS, "0", "cpu"), "4 parts"),
         (("storage", FLOATS, "0", "cpu", 2, None, None), "7 parts"),
         (("storage", dict, "0", "cpu", 2), "builtins.dict, which is not a storage class"),
@@ -267,11 +266,9 @@ def test_the_same_storage_mentioned_twice_must_be_the_same(tmp_path):
         (("storage", FLOATS, "0", "cpu", True), "not a count"),
         (("storage", FLOATS, "0", "cpu", 2, ("1", 1, 2)), "does not lie inside"),
         (("storage", FLOATS, "0", "cpu", 2, ("1", 1, 1)), "through a view"),
-    ],
-)
-def test_a_persistent_id_that_breaks_a_rule_is_refused(tmp_path, pid, said):
-    with pytest.raises(CorruptFile, match=said):
-        read(TORCH_ZIP, pid_file(tmp_path, pid, **{"data/0": bytes(8)}))
+    ]:
+        with pytest.raises(CorruptFile, match=said):
+            read(TORCH_ZIP, pid_file(tmp_path, pid, **{"data/0": bytes(8)}))
 
 
 def test_untyped_storages_count_bytes_and_sub_byte_types_count_bytes(tmp_path):

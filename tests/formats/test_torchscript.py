@@ -253,9 +253,8 @@ def set_tensor(**fields):
     return edit
 
 
-@pytest.mark.parametrize(
-    ("edit", "said"),
-    [
+def test_model_json_that_breaks_the_form_is_refused(fixtures, tmp_path):
+    for edit, said in [
         (lambda document: document.update(mainModule=None), "breaks a rule of TorchScript"),
         (lambda document: document.update(tensors={}), "breaks a rule of TorchScript: IndexError"),
         (lambda document: document.update(tensors=[]), "breaks a rule of TorchScript: IndexError"),
@@ -271,11 +270,9 @@ def set_tensor(**fields):
         (set_tensor(offset=1.5), "breaks a rule of TorchScript: TypeError"),
         (set_tensor(device=3), "a device is not text"),
         (set_tensor(dims=["1000000"], strides=["1"]), "outside its storage"),
-    ],
-)
-def test_model_json_that_breaks_the_form_is_refused(fixtures, tmp_path, edit, said):
-    with pytest.raises(CorruptFile, match=said):
-        read(TORCHSCRIPT, model_json(fixtures, tmp_path, edit))
+    ]:
+        with pytest.raises(CorruptFile, match=said):
+            read(TORCHSCRIPT, model_json(fixtures, tmp_path, edit))
 
 
 @pytest.mark.parametrize(

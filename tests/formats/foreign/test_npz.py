@@ -146,10 +146,10 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize("case", HEADERS)
-def test_a_header_says_type_order_and_shape_and_nothing_else(archive, case):
-    with pytest.raises(CorruptFile, match="has the header"):
-        ckptool.open(archive({"w.npy": npy(HEADERS[case])}))
+def test_a_header_says_type_order_and_shape_and_nothing_else(archive):
+    for case in HEADERS:
+        with pytest.raises(CorruptFile, match="has the header"):
+            ckptool.open(archive({"w.npy": npy(HEADERS[case])}))
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])

@@ -303,11 +303,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
-def test_an_entry_that_lies(written, words):
-    with pytest.raises(CorruptFile, match=words) as info:
-        open_checkpoint(written({b"a": WRONG[words]}))
-    assert info.value.file
+def test_an_entry_that_lies(written):
+    for words in WRONG:
+        with pytest.raises(CorruptFile, match=words) as info:
+            open_checkpoint(written({b"a": WRONG[words]}))
+        assert info.value.file
 
 
 def test_more_fields_than_an_index_needs(written):
