@@ -73,11 +73,11 @@ def test_pieces_in_order(ranges, target, block, todo):
 
 
 @pytest.mark.parametrize("kind", ["write", "copy", "copy_checked", "stream"])
-@pytest.mark.parametrize("length", [101, 70_000])
-def test_more_than_planned_is_refused(ranges, target, kind, length):
-    out = FileOutput(target.fileno(), 100)
-    with pytest.raises(WriteError, match="more bytes came than the 100 planned"):
-        put(out, ranges[0], kind, 0, length)
+def test_more_than_planned_is_refused(ranges, target, kind):
+    for length in (101, 70_000):
+        out = FileOutput(target.fileno(), 100)
+        with pytest.raises(WriteError, match="more bytes came than the 100 planned"):
+            put(out, ranges[0], kind, 0, length)
 
 
 def test_less_than_planned_is_refused(target):

@@ -222,29 +222,23 @@ HEADS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("patch", "change"),
-    [
-        pytest.param(patch, change, id=f"{kind}-{change.__name__}")
-        for kind, patch, changes in (("append", APPEND, OTHERS), ("head", HEAD, HEADS))
-        for change in changes
-    ],
-)
-def test_a_file_of_other_content_is_never_touched(path, patch, change):
-    begun(path, patch)
-    change(path)
-    found, status, journal = content(path), os.stat(path), content(journal_path(path))
-    for attempt in (open_source, recover, settle):
-        with pytest.raises(CorruptFile, match="is for other content") as caught:
-            attempt(path)
-        assert caught.value.file == path
-        assert "nothing was changed" in caught.value.message
-        assert caught.value.hint.endswith(f"ckptool recover --discard {path}")
-    assert (content(path), content(journal_path(path))) == (found, journal)
-    assert os.stat(path).st_mtime_ns == status.st_mtime_ns
-    assert recover(path, discard=True).action == "discarded"
-    assert (content(path), beside(path)) == (found, [])
-    assert os.stat(path).st_mtime_ns == status.st_mtime_ns
+@pytest.mark.parametrize(("patch", "changes"), [(APPEND, OTHERS), (HEAD, HEADS)])
+def test_a_file_of_other_content_is_never_touched(path, patch, changes):
+    for change in changes:
+        begun(path, patch)
+        change(path)
+        found, status, journal = content(path), os.stat(path), content(journal_path(path))
+        for attempt in (open_source, recover, settle):
+            with pytest.raises(CorruptFile, match="is for other content") as caught:
+                attempt(path)
+            assert caught.value.file == path
+            assert "nothing was changed" in caught.value.message
+            assert caught.value.hint.endswith(f"ckptool recover --discard {path}")
+        assert (content(path), content(journal_path(path))) == (found, journal)
+        assert os.stat(path).st_mtime_ns == status.st_mtime_ns
+        assert recover(path, discard=True).action == "discarded"
+        assert (content(path), beside(path)) == (found, [])
+        assert os.stat(path).st_mtime_ns == status.st_mtime_ns
 
 
 @same_file

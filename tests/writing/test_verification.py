@@ -97,11 +97,11 @@ def shorter(state):
 
 
 @pytest.mark.parametrize("format", ONE_FILE)
-@pytest.mark.parametrize("change", [swapped, renamed, reordered, shorter])
-def test_another_tree_is_noticed(source, tmp_path, format, change):
-    streamed = written(source.with_root(change(source.root)), format, tmp_path / "out")
-    with pytest.raises(WriteError, match="verification failed"):
-        verify(source, str(tmp_path / "out"), streamed)
+def test_another_tree_is_noticed(source, tmp_path, format):
+    for change in (swapped, renamed, reordered, shorter):
+        streamed = written(source.with_root(change(source.root)), format, tmp_path / "out")
+        with pytest.raises(WriteError, match="verification failed"):
+            verify(source, str(tmp_path / "out"), streamed)
 
 
 def test_a_file_that_cannot_be_read_back_is_noticed(source, tmp_path):
