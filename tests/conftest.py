@@ -15,6 +15,9 @@ import tests.sources  # noqa: F401 - its PATH
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
+# Every core has tests of its own: two threads of torch would wait for each other, by spinning.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # No deadline: a loaded machine is not a bug, and torch's first call is slow anywhere.
 _USUAL = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("ckptool", _USUAL, derandomize=True, max_examples=100)

@@ -34,15 +34,6 @@ class Net(torch.nn.Module):
         self.fc = torch.nn.Linear(8, 10)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """One thread for torch: what is small waits for others, and every core has its own tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def net():
     return Net()

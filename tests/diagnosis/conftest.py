@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ckptool.diagnosis import doctor
-from tests.cli.conftest import one_thread  # noqa: F401
 
 
 @pytest.fixture
