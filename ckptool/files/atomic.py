@@ -48,6 +48,7 @@ from ckptool.files.system import (
     worded,
     write_at,
 )
+from ckptool.remedies import Remedy
 
 __all__ = [
     "STEP",
@@ -323,9 +324,8 @@ def refuse_taken(path: str | os.PathLike[str], *, is_folder: bool, overwrite: bo
     if is_folder:
         raise TargetExists("is a folder", file=path, hint="give the name of a file to write")
     if not overwrite:
-        raise TargetExists(
-            "exists already", file=path, hint="--force replaces it; or choose another name"
-        )
+        hint = Remedy((("overwrite", True),), " replaces it; or choose another name")
+        raise TargetExists("exists already", file=path, hint=hint)
 
 
 def _remove_debris(target: str, own: str = "") -> None:

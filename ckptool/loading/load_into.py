@@ -19,6 +19,7 @@ from ckptool.errors import (
     UsageError,
     warn,
 )
+from ckptool.factories import a_class
 from ckptool.hollow import hollow
 from ckptool.loading.fill import (
     Assigned,
@@ -135,7 +136,7 @@ def load_into(
 
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
-            f"a model to load into is wanted, not a {type(model).__name__}",
+            f"a model to load into is wanted, not {a_class(model)}",
             hint="load_into(model, path)",
         )
     together = ranks_of(model)

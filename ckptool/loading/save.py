@@ -16,12 +16,10 @@ from ckptool.errors import (
     AmbiguousName,
     NotFound,
     NotRepresentable,
-    TargetExists,
     UsageError,
     WriteError,
     warn,
 )
-from ckptool.files.place import place_of
 from ckptool.files.system import worded
 from ckptool.formats import format_of
 from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded, ungathered
@@ -163,9 +161,6 @@ def _write(
     try:
         with worded(path):
             receipt = written(checkpoint, path, overwrite=overwrite, strict=is_flat, verify=False)
-    except TargetExists as error:
-        hint = "overwrite=True replaces it" if place_of(path).is_file(path) else error.hint
-        raise TargetExists(error.message, file=path, hint=hint) from error
     except NotRepresentable as error:
         hint = "save the model alone, or a .pth file" if is_flat else error.hint
         raise NotRepresentable(error.message, file=path, hint=hint) from error

@@ -252,6 +252,8 @@ def columns_of(stream: TextIO) -> int | None:
 
 _WITH_EQUALS = ("--allow-", "--min-")
 """Options written with `=`, because the word behind `--allow-missing` may be the file."""
+_OPTIONS = {"rules": "--map", "overwrite": "--force"}
+"""Options that are not called as the argument of the library is."""
 
 
 def option_words(remedy: Remedy) -> list[str]:
@@ -265,7 +267,7 @@ def as_options(remedy: Remedy) -> str:
 
 
 def _words(name: str, given: Given) -> Iterator[str]:
-    option = "--map" if name == "rules" else f"--{name.replace('_', '-')}"
+    option = _OPTIONS.get(name) or f"--{name.replace('_', '-')}"
     if isinstance(given, bool):
         yield from [option] * given
         return

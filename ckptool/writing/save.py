@@ -24,6 +24,7 @@ from ckptool.files.source import Progress, far_bytes
 from ckptool.formats import format_of, shard_of, writer
 from ckptool.formats.base import EditableFormat, FolderFormat, Plan
 from ckptool.hollow import hollow, refuse_hollow
+from ckptool.remedies import Remedy
 from ckptool.statedict import what_there_is
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
@@ -440,7 +441,7 @@ def _refuse_loss(checkpoint: Checkpoint, plan: Plan) -> None:
         raise NotRepresentable(
             f"the {checkpoint.format} file would lose something in place: {lost}",
             file=checkpoint.path,
-            hint="write another file; or --force does it anyway",
+            hint=Remedy((("overwrite", True),), " does it anyway", "write another file; or "),
         )
 
 

@@ -128,7 +128,7 @@ def test_in_place_needs_force_because_the_rest_is_lost(ckptool, model):
     done = ckptool("extract", model, "--model-only", "--in-place")
     assert done.code == 2
     assert "would lose something in place: the optimizer optim_dict" in done.err
-    assert "--force does it anyway" in done.err
+    assert "`--force` does it anyway" in done.err
     assert model.read_bytes() == before
     assert ckptool("extract", model, "--model-only", "--in-place", "--force").code == 0
     same(torch.load(model), wanted)

@@ -130,7 +130,7 @@ def test_nobody_else_can_read_it_before_it_is_finished(tmp_path):
 def test_an_existing_target_is_refused(old):
     with pytest.raises(TargetExists, match=r"model\.pth: exists already") as caught:
         write(old)
-    assert "--force" in caught.value.hint
+    assert "overwrite=True" in caught.value.hint
     assert untouched(old)
 
 

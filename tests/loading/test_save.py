@@ -228,7 +228,7 @@ def test_a_file_that_is_there_can_be_kept(tmp_path):
     save(tmp_path / "f.pth", epoch=1)
     with pytest.raises(TargetExists, match="exists already") as caught:
         save(tmp_path / "f.pth", epoch=2, overwrite=False)
-    assert caught.value.hint == "overwrite=True replaces it"
+    assert caught.value.hint == "`overwrite=True` replaces it; or choose another name"
     with pytest.raises(TargetExists, match="is a folder"):
         save(tmp_path, epoch=2)
     assert loaded(tmp_path / "f.pth") == {"epoch": 1}

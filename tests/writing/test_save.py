@@ -153,7 +153,7 @@ def test_an_existing_target_is_refused(checkpoint, tmp_path, dry_run):
     (tmp_path / "out.pth").write_bytes(OLD)
     with pytest.raises(TargetExists, match="exists already") as caught:
         save(checkpoint, tmp_path / "out.pth", dry_run=dry_run)
-    assert "--force" in caught.value.hint
+    assert "overwrite=True" in caught.value.hint
     assert (tmp_path / "out.pth").read_bytes() == OLD
     save(checkpoint, tmp_path / "out.pth", overwrite=True)
     assert loads(tmp_path / "out.pth")
