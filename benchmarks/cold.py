@@ -68,7 +68,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(dir=".") as folder:
         source = Path(folder, "large.pth")
-        made = "-m", "benchmarks.inputs", "large", str(source), str(size)
+        made = "-m", "benchmarks.inputs", "single", str(source), str(size)
         subprocess.run([sys.executable, *made], check=True)
         measured = measure(commands(source, Path(folder)), 3, forget)
     floor = measured[1]

@@ -50,9 +50,9 @@ those of the source: `python -m benchmarks.sharing` makes an XFS in a file and m
 1.0 MB; `cp --reflink` 0.002 s.
 
 Files that are not in the page cache: `python -m benchmarks.cold` drops the cache before each run.
-2026-11-27, 2 cores, 2 GB: `load_state_dict` 1.12 s, torch.load 2.07 s; `verify` 0.84 s; `convert`
-1.85 s, `cp && sync` 2.38 s; `stats`, which computes, 11.5 s. One `dd` reads the file in 0.70 s,
-four at once in 0.54 s.
+2026-11-27, 2 cores, 2 GB: `load_state_dict` 0.98 s, torch.load 1.93 s; `verify` 0.85 s; `convert`
+1.87 s, `cp && sync` 2.29 s; `stats` 2.62 s, of which the import of torch, cold as well, is 1.5 s.
+One `dd` reads the file in 0.85 s, four at once in 0.54 s.
 
 To repeat: `make bench`; `make bench ARGS=--quick` takes a tenth of the size, one run of each and
 two minutes. The programs run beside ckptool are in `benchmarks/idioms.py`.
