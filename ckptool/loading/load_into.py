@@ -19,7 +19,6 @@ from ckptool.errors import (
     UsageError,
     warn,
 )
-from ckptool.factories import a_class
 from ckptool.hollow import hollow
 from ckptool.loading.fill import (
     Assigned,
@@ -136,7 +135,7 @@ def load_into(
 
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
-            f"a model to load into is wanted, not {a_class(model)}",
+            f"a model to load into is wanted, not a {type(model).__name__}",
             hint="load_into(model, path)",
         )
     together = ranks_of(model)
