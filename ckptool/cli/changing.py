@@ -1,4 +1,7 @@
-"""What every verb that writes does: open, change, save, print the receipt."""
+"""What every verb that writes does: open, change, save, print the receipt.
+
+`convert` and `cast` do it in several processes too, started by torchrun or `--workers`.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,8 @@ def write_changed(
     """Open `source`, change it, write it to the target, and print the receipt.
 
     `beside` are further files, each with a part of the state dict; `others` are checkpoints that
-    `change` takes as well. If the user names no target,
-    its name is made with `word`: `model.stripped.pth`.
+    `change` takes as well. If the user names no target, its name is made with `word`:
+    `model.stripped.pth`.
 
     Raises:
         UsageError: both `--output` and `--in-place`; or neither, and the source is in shards.

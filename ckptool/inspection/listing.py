@@ -1,4 +1,4 @@
-"""What a checkpoint holds, name by name: the rows of `ckptool list`."""
+"""What a checkpoint holds, name by name: the rows of `ckptool list`, and their tree."""
 
 from __future__ import annotations
 

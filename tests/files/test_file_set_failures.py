@@ -20,7 +20,7 @@ from tests.files.sets import FEWER, INDEX, NEW, OLD, content, lay, needs_posix, 
 # Errors and interruptions: no debris, old files as they were.
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, OSError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError, OSError])
 def test_an_error_leaves_the_old_set(old, error):
     def stop(*_):
         raise error("stop")

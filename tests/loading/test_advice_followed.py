@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
@@ -209,6 +209,7 @@ def test_of_a_model_with_adapters_the_merged_one_is_asked_for(tuned):
     assert "ckptool merge-lora BASE" in caught.value.hint
 
 
+@settings(max_examples=300)
 @given(cases(), st.integers(0, 50))
 def test_of_random_models_what_is_advised_loads_all_that_the_file_has(case, resized):
     have, want, truth = case

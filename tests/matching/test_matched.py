@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptool.errors import NameCollision, UsageError
@@ -468,6 +468,7 @@ FRONTS = st.lists(
 ).map("".join)  # fmt: skip
 
 
+@settings(max_examples=300)
 @given(TREES, FRONTS, FRONTS)
 def test_a_model_wrapped_anyhow_gets_its_own_tensors(names, mine, theirs):
     names = sorted(names)
@@ -481,6 +482,7 @@ def test_a_model_wrapped_anyhow_gets_its_own_tensors(names, mine, theirs):
 WRAPPED = st.lists(st.sampled_from(["a", "0", *WRAPPERS]), min_size=1, max_size=4)
 
 
+@settings(max_examples=300)
 @given(st.sets(WRAPPED.map(".".join), min_size=1, max_size=6))
 def test_wrappers_come_off_as_strip_names_takes_them(names):
     have = {name: (number + 2,) for number, name in enumerate(sorted(names))}
@@ -493,6 +495,7 @@ def test_wrappers_come_off_as_strip_names_takes_them(names):
     assert match.pairs == pairs
 
 
+@settings(max_examples=300)
 @given(TREES, TREES)
 @example({"a", "a.a.module.a", "a.a.module.module"}, {"module"})
 def test_every_name_is_accounted_for_once(mine, theirs):

@@ -1,7 +1,7 @@
 """Names of random models, changed at random: what is concluded is never another tensor."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
@@ -122,6 +122,7 @@ def cases(draw, leaf=None):
     return have, want, {theirs: mine for mine, theirs, _ in rows}
 
 
+@settings(max_examples=300)
 @given(cases())
 def test_what_is_concluded_is_true(case):
     have, want, truth = case

@@ -535,7 +535,7 @@ def test_threads_may_read_one_dequantised_weight(tmp_path):
 
 @settings(max_examples=40)
 @given(
-    rows=st.integers(0, 140), columns=st.integers(0, 140), start=st.integers(0, 2),
+    rows=st.integers(0, 300), columns=st.integers(0, 300), start=st.integers(0, 2),
     kind=st.sampled_from(["blocks", "rows", "one"]),
 )  # fmt: skip
 def test_any_part_of_dequantised_weights_is_that_part_of_all(rows, columns, start, kind):

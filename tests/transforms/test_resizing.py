@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -72,7 +72,6 @@ def test_parts_are_those_of_torch(tmp_path, dim):
     assert texts[-1] == f"l.0.q.w, l.0.k.w, l.0.v.w -> l.0.qkv.w, along dimension {dim}"
 
 
-@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(2, 4), st.data(),
     st.sampled_from(DTYPES),
