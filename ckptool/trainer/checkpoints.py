@@ -290,15 +290,12 @@ class Checkpoints:
         """
         with ExitStack() as held:
             self._ranks.first(lambda: held.enter_context(one_run_in(self._config.out)))
-            self._require_writable()
+            if self._config.save == "module":
+                module = self._strategy.whole_module()
+                self._ranks.first(lambda: _pickle(module, len))
+            size = expected_size(self._strategy)
+            self._ranks.first(lambda: require_writable(self._config.out, size))
             yield self._begin()
-
-    def _require_writable(self) -> None:
-        if self._config.save == "module":
-            module = self._strategy.whole_module()
-            self._ranks.first(lambda: _pickle(module, len))
-        size = expected_size(self._strategy)
-        self._ranks.first(lambda: require_writable(self._config.out, size))
 
     def _begin(self) -> Progress:
         """Resume from the checkpoint of `resume`, and return how far the run has come."""
@@ -325,13 +322,9 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         self._ranks.first(lambda: remove_numbered(self._config.out, self._config.keep))
 
-    @property
-    def _suffix(self) -> str:
-        return "" if self._config.sharded else ".pth"
-
     def path(self, name: str) -> str:
         """Return the path of `last`, `best` or a numbered checkpoint."""
-        return os.path.join(self._config.out, name + self._suffix)
+        return os.path.join(self._config.out, name if self._config.sharded else f"{name}.pth")
 
     def write(self, name: str, progress: Progress) -> None:
         """Write `last`, `best` or a numbered checkpoint; a file replaces a folder of that name.
@@ -361,14 +354,14 @@ class Checkpoints:
         elif self._config.save == "full":
             ckptool.save(path, model=strategy.model, optimizer=strategy.tuning.optimizer, **values)
         else:
-            contents = _contents(self._config.save, self._strategy, values)
+            contents = _contents(self._config.save, strategy, values)
 
             def write() -> None:
                 with atomic_output(path, None, overwrite=True) as output:
                     _pickle(contents, output.write)
 
             self._ranks.first(write)
-        other = os.path.join(self._config.out, name + ("" if self._suffix else ".pth"))
+        other = path.removesuffix(".pth") if path.endswith(".pth") else f"{path}.pth"
         self._ranks.first(lambda: remove_checkpoint(other))
         self._observer.tell(Saved(path, progress.epoch, progress.step))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import math
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,14 +17,22 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from ckptool.errors import CheckpointError, TrainingError, UsageError
+from ckptool.errors import CheckpointError, FileDenied, FileMissing, TrainingError, UsageError
 from ckptool.factories import FACTORY, a_class, at_home, named, run
 from ckptool.trainer.config import TrainConfig, csv_path
-from ckptool.trainer.tables import Table, read_table
 from ckptool.trainer.tuning import seed_all
 from ckptool.words import counted, listed, printable
 
-__all__ = ["Batches", "Dataset", "Loss", "TrainData", "collated", "data_of", "prepared"]
+__all__ = [
+    "Batches",
+    "Dataset",
+    "Loss",
+    "TrainData",
+    "collated",
+    "data_of",
+    "prepared",
+    "read_table",
+]
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -364,45 +375,44 @@ def csv_columns(config: TrainConfig, path: str) -> TrainData:
         FileMissing, FileDenied: the file cannot be read.
         TrainingError: it is not a table of numbers, or has too few rows or columns.
     """
-    table = read_table(path)
-    target = _target(table, config.target, path)
-    samples = len(table.values)
+    columns, values = read_table(path)
+    target = _target(columns, config.target, path)
+    samples = len(values)
     if samples < 5:
         raise TrainingError(
             f"has {counted(samples, 'row')} of numbers; training and validation need 5 or more",
             file=path,
         )
-    learned, held = (table.values[rows] for rows in split(samples, config.seed))
+    learned, held = (values[rows] for rows in split(samples, config.seed))
     std, mean = torch.std_mean(learned, dim=0, correction=0)
     same = (learned == learned[0]).all(0)
     mean, std = torch.where(same, learned[0], mean), torch.where(same, 1.0, std)
     bad = ~(mean.isfinite() & std.isfinite() & (std > 0))
     if bad.any():
-        name = table.columns[int(bad.nonzero()[0])]
+        name = columns[int(bad.nonzero()[0])]
         raise TrainingError(
             f"the numbers in column {printable(name)!r} are too large or too close to each other "
             "to be standardised",
             file=path,
         )
-    features = [number for number in range(len(table.columns)) if number != target]
+    features = [number for number in range(len(columns)) if number != target]
 
     def rows(values: torch.Tensor) -> TensorDataset:
         scaled = ((values - mean) / std).to(getattr(torch, config.dtype))
         return TensorDataset(scaled[:, features], scaled[:, [target]])
 
     statistics = {
-        "columns": [table.columns[number] for number in features],
+        "columns": [columns[number] for number in features],
         "mean": mean[features].tolist(),
         "std": std[features].tolist(),
-        "target": table.columns[target],
+        "target": columns[target],
         "target_mean": mean[target].item(),
         "target_std": std[target].item(),
     }
     return TrainData(rows(learned), rows(held), "mse_loss", (len(features),), 1, statistics)
 
 
-def _target(table: Table, name: str | None, path: str) -> int:
-    columns = table.columns
+def _target(columns: Sequence[str], name: str | None, path: str) -> int:
     if len(columns) == 1:
         raise TrainingError(
             f"has only one column, {printable(columns[0])!r}: nothing to predict it from",
@@ -419,3 +429,91 @@ def _target(table: Table, name: str | None, path: str) -> int:
         file=path,
         hint=f"--target {printable(alike[0])}",
     )
+
+
+_DELIMITERS = "\t;,"
+"""Candidates for the delimiter; the comma last, as numbers and names may contain it."""
+
+
+class _Fault(Exception):
+    pass
+
+
+def read_table(path: str) -> tuple[tuple[str, ...], torch.Tensor]:
+    """Read columns of numbers, separated by commas, semicolons or tabs.
+
+    Return the names of the columns, all different, and the numbers: rows x columns, float64.
+
+    The first row is a header if some of its cells are not numbers, and its numbers are whole, such
+    as 2019. A column without a name is called by its number, from 1. Blank lines are skipped.
+
+    Raises:
+        FileMissing, FileDenied: the file cannot be read.
+        TrainingError: a cell is not a finite number, or rows differ in length; the message names
+            line and column.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            head = list(islice(file, 10))
+            rows = csv.reader(
+                chain(head, file), delimiter=_delimiter(head), strict=True, skipinitialspace=True
+            )
+            try:
+                return _table(row for row in rows if len(row) > 1 or "".join(row).strip())
+            except (csv.Error, _Fault) as error:
+                text = f"line {rows.line_num}: {error}"
+                hint = "numbers such as 1.5 in every cell, names only in the first line"
+                raise TrainingError(text, file=path, hint=hint) from error
+    except UnicodeDecodeError as error:
+        raise TrainingError("is not UTF-8", file=path, hint="save it as UTF-8") from error
+    except FileNotFoundError as error:
+        raise FileMissing("there is no such file", file=path) from error
+    except OSError as error:
+        raise FileDenied(f"cannot be read: {error.strerror or error}", file=path) from error
+
+
+def _delimiter(head: Sequence[str]) -> str:
+    """Return the first delimiter that the first two lines have, or else the most frequent one."""
+    lines = [line for line in head if line.strip()][:2]
+    counts = {one: [line.count(one) for line in lines] for one in _DELIMITERS}
+    in_both = (one for one in _DELIMITERS if all(counts[one]))
+    return next(in_both, max(reversed(_DELIMITERS), key=lambda one: sum(counts[one])))
+
+
+def _table(rows: Iterator[list[str]]) -> tuple[tuple[str, ...], torch.Tensor]:
+    first = next(rows, None)
+    if first is None:
+        raise _Fault("there is no row")
+    columns = tuple(map(str, range(1, len(first) + 1)))
+    if _is_header(first):
+        columns = tuple(cell.strip() or own for cell, own in zip(first, columns, strict=True))
+        if len(set(columns)) < len(columns):
+            raise _Fault(f"two columns are named {printable(max(columns, key=columns.count))!r}")
+    else:
+        rows = chain([first], rows)
+    values = array("d")
+    for row in rows:
+        if len(row) != len(columns):
+            raise _Fault(f"{counted(len(row), 'cell')}, but {len(columns)} in the lines before")
+        for column, cell in zip(columns, row, strict=True):
+            number = _number(cell)
+            if number is None or not math.isfinite(number):
+                shown = printable(cell if len(cell) <= 40 else f"{cell[:40]}...")
+                raise _Fault(f"{shown!r} in column {printable(column)!r} is not a finite number")
+            values.append(number)
+    if not values:
+        raise _Fault("there is no row below the names of the columns")
+    numbers = torch.frombuffer(values, dtype=torch.float64)
+    return columns, numbers.view(-1, len(columns))
+
+
+def _is_header(first: Sequence[str]) -> bool:
+    words = [cell for cell in map(str.strip, first) if cell and not cell.isdecimal()]
+    return bool(words) and all(_number(word) is None for word in words)
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return None if "_" in cell else float(cell)
+    except ValueError:
+        return None

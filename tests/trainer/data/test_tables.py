@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.errors import FileDenied, FileMissing, TrainingError
-from ckptool.trainer.tables import read_table
+from ckptool.trainer.data import read_table
 
 
 @pytest.fixture
@@ -53,14 +53,14 @@ READ = {
 
 def test_what_people_write_is_read(table):
     for what, (content, columns) in READ.items():
-        found = table(content)
-        assert found.columns == columns, what
-        assert found.values.dtype == torch.float64, what
-        assert found.values.tolist() == NUMBERS, what
+        names, values = table(content)
+        assert names == columns, what
+        assert values.dtype == torch.float64, what
+        assert values.tolist() == NUMBERS, what
 
 
 def test_of_one_line_the_delimiter_is_seen_too(table):
-    assert table("1;2;3\n").values.tolist() == [[1, 2, 3]]
+    assert table("1;2;3\n")[1].tolist() == [[1, 2, 3]]
 
 
 REFUSED = {
@@ -129,9 +129,9 @@ def test_whatever_is_in_a_file_it_is_a_table_or_told(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("table") / "rows.csv"
     path.write_bytes(content)
     with suppress(TrainingError):
-        found = read_table(str(path))
-        assert found.values.isfinite().all()
-        assert len(set(found.columns)) == found.values.shape[1]
+        names, values = read_table(str(path))
+        assert values.isfinite().all()
+        assert len(set(names)) == values.shape[1]
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -148,6 +148,6 @@ def test_what_csv_writes_is_read(tmp_path_factory, data, delimiter, has_names, e
     writer.writerows([names, *rows] if has_names else rows)
     path = tmp_path_factory.mktemp("table") / "rows.csv"
     path.write_bytes(text.getvalue().encode())
-    found = read_table(str(path))
-    assert found.values.tolist() == rows
-    assert not has_names or found.columns == tuple(names)
+    columns, values = read_table(str(path))
+    assert values.tolist() == rows
+    assert not has_names or columns == tuple(names)
