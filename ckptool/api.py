@@ -13,6 +13,7 @@ from ckptool.errors import UsageError
 from ckptool.formats import Source, open_checkpoint, opened
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.transforms import Rule
+from ckptool.words import a_class
 from ckptool.writing import Receipt, save
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ def _changed(
         return _opened(state, change)
     if not isinstance(state, Mapping):
         raise UsageError(
-            f"a path, a state dict or an open checkpoint is wanted, not a {type(state).__name__}",
+            f"a path, a state dict or an open checkpoint is wanted, not {a_class(state)}",
             hint="a model: model.state_dict()",
         )
     return transforms.changed_dict(state, change)

@@ -18,7 +18,7 @@ from typing import Any
 from ckptool.errors import CheckpointError, TorchMissing, UsageError
 from ckptool.words import listed, printable
 
-__all__ = ["FACTORY", "HINT", "a_class", "at_home", "is_model", "named", "run"]
+__all__ = ["FACTORY", "HINT", "at_home", "is_model", "named", "run"]
 
 FACTORY = re.compile(r"([^\W\d]\w*(?:\.\w+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 """What `module:factory` looks like."""
@@ -121,9 +121,3 @@ def is_model(node: Any) -> bool:
     """Return whether an object is a state dict or an `nn.Module`, without importing torch."""
     torch = sys.modules.get("torch")
     return isinstance(node, Mapping) or (torch is not None and isinstance(node, torch.nn.Module))
-
-
-def a_class(node: Any) -> str:
-    """Return `an int`, `a Net`, `None`."""
-    name = type(node).__name__
-    return "None" if node is None else f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"

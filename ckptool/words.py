@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 __all__ = [
+    "a_class",
     "are",
     "as_argument",
     "clean",
@@ -71,6 +73,12 @@ def counted(count: int, noun: str) -> str:
 def are(count: int) -> str:
     """Return `is` or `are`, as `count` of something asks for."""
     return "is" if count == 1 else "are"
+
+
+def a_class(node: Any) -> str:
+    """Return `an int`, `a Net`, `None`."""
+    name = type(node).__name__
+    return "None" if node is None else f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def quoted(name: str, most: int = 80) -> str:

@@ -14,11 +14,11 @@ import click
 
 from ckptool.cli.options import Decorator, repeatable, together
 from ckptool.errors import FileMissing, MatchError, UsageError
-from ckptool.factories import FACTORY, HINT, a_class, at_home, is_model, named, run
+from ckptool.factories import FACTORY, HINT, at_home, is_model, named, run
 from ckptool.loading.target import on_meta
 from ckptool.remedies import Remedy
 from ckptool.transforms import regex_rule
-from ckptool.words import printable
+from ckptool.words import a_class, printable
 
 __all__ = [
     "Allowing",

@@ -16,7 +16,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import Conversion
 from ckptool.diagnosis.complaint import Choice, Found, Options, Patient, Reference
 from ckptool.errors import CheckpointError, NotRepresentable
-from ckptool.formats import format_of, writer
+from ckptool.formats import format_of, shard_of, writer
 from ckptool.formats.identify import unused
 from ckptool.hollow import refuse_hollow
 from ckptool.inspection.info import convert_command, weights
@@ -140,7 +140,7 @@ class Planner:
         """Return the command of a conversion, and its target, which is no other command's."""
         checkpoint, format = self._patient.checkpoint, self._format(options)
         target = default_target(checkpoint.path, word or MENDED, format, sharded=True)
-        if not word:
+        if not (word or shard_of(checkpoint.format)):  # beside an index it would be a second one
             target = f"{target.removesuffix(f'.{MENDED}.safetensors')}.safetensors"
         target = unused(target, self._taken)
         self._taken.add(target)

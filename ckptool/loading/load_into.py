@@ -49,7 +49,7 @@ from ckptool.matching.report import counted
 from ckptool.tensors import require_torch
 from ckptool.tensors.materialise import MapLocation, Placement
 from ckptool.transforms.name_rules import Rule
-from ckptool.words import listed, printable
+from ckptool.words import a_class, listed, printable
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +135,7 @@ def load_into(
 
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
-            f"a model to load into is wanted, not a {type(model).__name__}",
+            f"a model to load into is wanted, not {a_class(model)}",
             hint="load_into(model, path)",
         )
     together = ranks_of(model)

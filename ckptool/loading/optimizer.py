@@ -36,7 +36,7 @@ from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, with_numbers
 from ckptool.tensors import is_one_part
 from ckptool.tensors.live import dtype_name, shape_of
 from ckptool.tree import name_of, resolve, walk
-from ckptool.words import counted, listed, printable
+from ckptool.words import a_class, counted, listed, printable
 
 if TYPE_CHECKING:
     import torch
@@ -152,7 +152,7 @@ def planned_optimizer(
         NotFound, AmbiguousName: nothing, or several things, answer to `key`.
     """
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):
-        raise UsageError(f"optimizer= takes an optimizer, not a {type(optimizer).__name__}")
+        raise UsageError(f"optimizer= takes an optimizer, not {a_class(optimizer)}")
     wanted = _Wanted(optimizer, model, target)
     report = OptimizerReport("names", 0, len(wanted.parameters))
     try:

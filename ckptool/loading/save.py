@@ -30,6 +30,7 @@ from ckptool.statedict import OF_THE_MODEL, is_extra_state, model_state_dict
 from ckptool.tensors.live import frozen
 from ckptool.tensors.runtime import require_torch
 from ckptool.transforms.names import moved_metadata
+from ckptool.words import a_class
 from ckptool.writing import Receipt, target_format
 from ckptool.writing import save as written
 
@@ -115,7 +116,7 @@ def _taken(states: _States, model: Any, optimizer: Any, values: dict[str, Any]) 
         tree["state_dict"] = states.of_model(model)
     if optimizer is not None:
         if not _is_optimizer(optimizer):
-            raise UsageError(f"optimizer= takes an optimizer, not a {type(optimizer).__name__}")
+            raise UsageError(f"optimizer= takes an optimizer, not {a_class(optimizer)}")
         tree["optimizer"] = optimizer
     tree.update(values)
     if not tree:
@@ -125,7 +126,7 @@ def _taken(states: _States, model: Any, optimizer: Any, values: dict[str, Any]) 
 
 def _named(path: Any) -> str:
     if not isinstance(path, (str, os.PathLike)):
-        raise UsageError(f"a path is wanted, not a {type(path).__name__}")
+        raise UsageError(f"a path is wanted, not {a_class(path)}")
     name = os.fsdecode(path)
     if "\0" in name:
         raise UsageError(f"{name!r} is not a path: it has a null byte")
@@ -236,7 +237,7 @@ class _States:
             rename = found.renamed
             return _renamed_state(model, lambda name: rename.get(name, name), found.rename_module)
         raise UsageError(
-            f"model= takes a module or its state dict, not a {type(model).__name__}",
+            f"model= takes a module or its state dict, not {a_class(model)}",
             hint="several models: save(path, model=one, other=another)",
         )
 

@@ -40,7 +40,7 @@ from ckptool.tensors import is_one_part, only_a_part, require_torch
 from ckptool.tensors.live import Held, LiveTree, is_array, stand_in
 from ckptool.tensors.materialise import MapLocation
 from ckptool.transforms.extraction import plain_state_dict
-from ckptool.words import listed, printable
+from ckptool.words import a_class, listed, printable
 
 if TYPE_CHECKING:
     import torch
@@ -233,7 +233,7 @@ def stated(
         source = source.state_dict()
     if not isinstance(source, Mapping):
         raise UsageError(
-            f"a file, an open checkpoint or a state dict is wanted, not a {type(source).__name__}"
+            f"a file, an open checkpoint or a state dict is wanted, not {a_class(source)}"
         )
     live = _Live()
     tree = Checkpoint(live.mapping(source, OrderedMap()), MEMORY, "")

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from ckptool.errors import CheckpointError, FileDenied, FileMissing, TrainingError, UsageError
-from ckptool.factories import FACTORY, a_class, at_home, named, run
+from ckptool.factories import FACTORY, at_home, named, run
 from ckptool.trainer.config import TrainConfig, csv_path
 from ckptool.trainer.tuning import seed_all
-from ckptool.words import counted, listed, printable
+from ckptool.words import a_class, counted, listed, printable
 
 __all__ = [
     "Batches",

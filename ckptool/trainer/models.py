@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from ckptool.errors import CheckpointError, TrainingError, UsageError
-from ckptool.factories import FACTORY, HINT, a_class, at_home, named, run
+from ckptool.factories import FACTORY, HINT, at_home, named, run
 from ckptool.trainer.config import TrainConfig, hidden_widths
 from ckptool.trainer.data import TrainData, collated, moved, shape
+from ckptool.words import a_class
 
 __all__ = ["model_of"]
 

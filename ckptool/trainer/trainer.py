@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ckptool.errors import UsageError
-from ckptool.factories import a_class
 from ckptool.trainer.checkpoints import Checkpoints
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data import Batches, Dataset, Loss, TrainData, data_of
@@ -21,6 +20,7 @@ from ckptool.trainer.loop import Loop
 from ckptool.trainer.models import model_of
 from ckptool.trainer.strategies import Strategy, strategy_of
 from ckptool.trainer.tuning import Tuning, seed_all
+from ckptool.words import a_class
 
 __all__ = ["TrainResult", "Trainer"]
 

@@ -57,7 +57,11 @@ class _Mixing:
             raise UsageError(
                 "a mean takes two checkpoints or more and one weight for each, of a sum that is "
                 "not 0; slerp takes two checkpoints, task three, and both one number t; all finite",
-                hint="ckptool average A B C --mode task --t 1 -o OUT",
+                hint={
+                    MEAN: "ckptool average A B --weights 0.7,0.3 -o OUT",
+                    SLERP: "ckptool average A B --mode slerp --t 0.5 -o OUT",
+                    TASK: "ckptool average A B C --mode task --t 1 -o OUT",
+                }[mode],
             )
         default = {SLERP: 0.5}.get(mode, 1.0)
         return cls(mode, count, numbers, default if t is None else float(t))

@@ -325,7 +325,8 @@ class NamePlan:
             ]
             self.instead[id(group)] = remade(group, items)
         verb = "follows" if len(renamed) == 1 else "follow"
-        text = f"{counted(len(renamed), 'name')} in the optimizer {where(part.path)} {verb}"
+        which = f"the optimizer {where(part.path)}" if part.path else "the optimizer"
+        text = f"{counted(len(renamed), 'name')} in {which} {verb}"
         self.changes.append(Change("follow", text, len(renamed)))
 
     def _check(self, part: Section, names: Iterable[Any], renamed: dict[str, str]) -> None:

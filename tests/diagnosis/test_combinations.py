@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptool
 from ckptool.diagnosis import doctor
 from tests.diagnosis.faults import Net, run, trained
 
@@ -63,3 +64,15 @@ def test_any_faults_together_are_mended(fault):
         assert all(torch.equal(state[name], value) for name, value in wanted.items())
         Net().load_state_dict(state, strict=True)
         assert doctor(made, devices=["cpu"]).ok
+
+
+def test_no_way_out_leaves_a_second_checkpoint_of_one_name_in_a_folder_of_shards(tmp_path):
+    weight, alone = torch.ones(2), tmp_path / "model.pth"
+    torch.save({"a.weight": weight, "b.weight": weight}, alone)
+    index = tmp_path / "parts" / "pytorch_model.bin.index.json"
+    index.parent.mkdir()
+    ckptool.open(alone).save(index, max_shard_size=100)
+    for path, target in ((index, "model.mended.safetensors"), (alone, "model.safetensors")):
+        (tied,) = (one for one in doctor(path).complaints if "tie" in one.kind)
+        (choice,) = tied.alternatives
+        assert choice.endswith(f"{target} --ties copy")

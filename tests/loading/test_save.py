@@ -271,9 +271,9 @@ def test_calls_that_make_no_sense_are_refused(tmp_path):
         save(file, model=model, state_dict={})
     with pytest.raises(UsageError, match="model= takes a module or its state dict, not a list"):
         save(file, model=[model])
-    with pytest.raises(UsageError, match="optimizer= takes an optimizer, not a int"):
+    with pytest.raises(UsageError, match="optimizer= takes an optimizer, not an int"):
         save(file, optimizer=1)
-    with pytest.raises(UsageError, match="a path is wanted, not a int"):
+    with pytest.raises(UsageError, match="a path is wanted, not an int"):
         save(3, model=model)
     with pytest.raises(UsageError, match="overwrite='no' is not True or False"):
         save(file, model=model, overwrite="no")

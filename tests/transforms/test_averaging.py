@@ -406,5 +406,12 @@ def test_a_sum_beyond_the_type_is_refused(tmp_path):
     ],
 )  # fmt: skip
 def test_modes_say_what_they_take(tmp_path, count, options):
-    with opened(tmp_path, *[{"w": torch.ones(2)}] * count) as found, pytest.raises(UsageError):
+    with (
+        opened(tmp_path, *[{"w": torch.ones(2)}] * count) as found,
+        pytest.raises(UsageError) as told,
+    ):
         average(found, **options)
+    if options.get("mode") != "ties":
+        mode = options.get("mode", "mean")
+        assert ("--mode" in told.value.hint) == (mode != "mean")
+        assert mode == "mean" or f"--mode {mode} " in told.value.hint

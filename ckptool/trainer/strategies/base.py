@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ckptool.errors import TrainingError
-from ckptool.factories import a_class
 from ckptool.trainer.config import TrainConfig, require_shared
 from ckptool.trainer.data import Dataset, Loss, device_in, moved, prepared, shape, share, sum_of
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.events import Observer, Traced, Validating
 from ckptool.trainer.processes import World
+from ckptool.words import a_class
 
 if TYPE_CHECKING:
     from ckptool.trainer.tuning import Tuning
