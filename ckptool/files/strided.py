@@ -7,7 +7,6 @@ step, which Python executes in C.
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -299,13 +298,13 @@ def narrow(
     steps: list[int] = []
     items = _completed(index, len(shape))
     for axis, (item, size, step) in enumerate(zip(items, shape, stride, strict=True)):
-        if isinstance(item, slice):
-            first, stop, by = _bounds(item, size)
-            offset += first * step
-            sizes.append(max(0, -(-(stop - first) // by)))
-            steps.append(step * by)
+        chosen = _chosen(item, size, axis)
+        if isinstance(chosen, range):
+            offset += chosen.start * step
+            sizes.append(len(chosen))
+            steps.append(step * chosen.step)
         else:
-            offset += _position(item, size, axis) * step
+            offset += chosen * step
     return tuple(sizes), tuple(steps), offset
 
 
@@ -322,25 +321,18 @@ def _completed(index: Any, dimensions: int) -> list[Any]:
     return [*items[:at], *[slice(None)] * missing, *items[at + 1 :]]
 
 
-def _bounds(item: slice, size: int) -> tuple[int, int, int]:
+def _chosen(item: Any, size: int, axis: int) -> int | range:
     try:
-        first, stop, step = item.indices(size)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"cannot slice by {item}: {error}") from error
-    if step < 1:
-        raise UsageError(f"cannot slice by {item}: the step must be positive")
-    return first, stop, step
-
-
-def _position(item: Any, size: int, axis: int) -> int:
-    if isinstance(item, bool):
-        raise UsageError("cannot index with a bool; only integers, slices and '...' are taken")
-    try:
-        position = operator.index(item)
-    except TypeError as error:
-        raise UsageError(
-            f"cannot index with {type(item).__name__}; only integers, slices and '...' are taken"
+        if isinstance(item, bool):
+            raise TypeError("only integers, slices and '...' are taken")
+        chosen: int | range = range(size)[item]
+    except IndexError as error:
+        raise OutOfRange(
+            f"index {item} is out of range for dimension {axis} of size {size}"
         ) from error
-    if not -size <= position < size:
-        raise OutOfRange(f"index {position} is out of range for dimension {axis} of size {size}")
-    return position % size
+    except (TypeError, ValueError) as error:
+        kind = type(item).__name__
+        raise UsageError(f"cannot slice or index by a {kind}: {error}") from error
+    if isinstance(chosen, range) and chosen.step < 1:
+        raise UsageError(f"cannot slice by {item}: the step must be positive")
+    return chosen
