@@ -63,7 +63,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """The interpreter of an environment with the wheel, click and tabulate."""
+    """The interpreter of an environment with the wheel and what `--no-deps` wants beside it."""
     above = tmp_path_factory.mktemp("installed")
     assert run(sys.executable, "-m", "venv", "--without-pip", above, cwd=above)[0] == 0
     python = above / "bin" / "python"
@@ -75,7 +75,7 @@ def installed(built, tmp_path_factory):
     )
     assert code == 0, said
     (site,) = above.glob("lib/python*/site-packages")
-    for name in ("click", "tabulate"):
+    for name in ("click", "google_crc32c", "tabulate"):
         origin = Path(importlib.util.find_spec(name).origin)
         origin = origin.parent if origin.name == "__init__.py" else origin
         (site / origin.name).symlink_to(origin)

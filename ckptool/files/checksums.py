@@ -1,4 +1,4 @@
-"""CRC-32: of a run that is read in parts, and of many runs by several threads."""
+"""CRC-32: of a run that is read in parts, and of many runs by several threads; CRC-32C."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptool.errors import CorruptFile
 from ckptool.files.source import ByteRange, Told
 from ckptool.files.threads import in_order
 
-__all__ = ["Checked", "combined", "crc32_of", "crc32s"]
+__all__ = ["Checked", "combined", "crc32_of", "crc32c", "crc32cs", "crc32s"]
 
 _POLYNOMIAL = 0xEDB88320
 """Of CRC-32, its bits reversed."""
@@ -75,6 +75,23 @@ def crc32_of(blocks: Iterable[bytes | memoryview]) -> int:
     for block in blocks:
         crc = zlib.crc32(block, crc)
     return crc
+
+
+def crc32c(data: bytes, crc: int = 0) -> int:
+    """Return the CRC-32C of `data`, which follows bytes of the CRC-32C `crc`."""
+    import google_crc32c  # here: only TensorFlow's files have such sums
+
+    return int(google_crc32c.extend(crc, data))
+
+
+def crc32cs(runs: Sequence[ByteRange], told: Told) -> Iterator[int]:
+    """Yield the CRC-32C of each run; `told` is called with bytes done, now and then."""
+    for run in runs:
+        crc = 0
+        for block in run.blocks(_BLOCK):
+            crc = crc32c(block, crc)
+            told(len(block))
+        yield crc
 
 
 def combined(first: int, second: int, length: int) -> int:

@@ -25,8 +25,7 @@ from ckptool.errors import (
     without_query,
 )
 from ckptool.files import ByteRange, InflatedSource, Source
-from ckptool.files.checksums import crc32s
-from ckptool.files.crc32c import crc32cs
+from ckptool.files.checksums import crc32cs, crc32s
 from ckptool.files.source import BLOCK, Progress
 from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Checksum, Findings, Probe, Problem

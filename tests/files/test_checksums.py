@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.files import ByteRange, MemorySource
-from ckptool.files.checksums import Checked, combined
+from ckptool.files.checksums import Checked, combined, crc32c, crc32cs
 
 CONTENT = bytes(range(256)) * 5
 CRC = zlib.crc32(CONTENT)
@@ -68,3 +68,13 @@ def test_where_no_checksum_is_known_nothing_is_wrong():
     assert unknown.is_settled
     unknown.met(0, len(CONTENT), 1)
     unknown.check()
+
+
+def test_sums_of_castagnoli_by_the_examples_of_rfc_3720():
+    known = {b"123456789": 0xE3069283, bytes(32): 0x8A9136AA, b"\xff" * 32: 0x62A8AB43, b"": 0}
+    assert {data: crc32c(data) for data in known} == known
+    assert crc32c(b"456789", crc32c(b"123")) == known[b"123456789"]
+    told = []
+    runs = [ByteRange(MemorySource(data, "a"), 0, len(data)) for data in known]
+    assert list(crc32cs(runs, told.append)) == list(known.values())
+    assert sum(told) == sum(map(len, known))

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files import Source
-from ckptool.files.crc32c import crc32c, masked
+from ckptool.files.checksums import crc32c
 from ckptool.formats.base import check_limit
 from ckptool.limits import Limits
 
-__all__ = ["MAGIC", "Message", "read_table", "varint"]
+__all__ = ["MAGIC", "Message", "masked", "read_table", "unmasked", "varint"]
 
 MAGIC = bytes.fromhex("57fb808b247547db")
 """The end of a table."""
@@ -23,6 +23,17 @@ _WEIGHT, _ROW = 4, 16
 _MOST_FIELDS = 1 << 16
 _WIDTHS = {1: 8, 5: 4}
 """Bytes of a number of fixed size, by its wire type."""
+
+
+def masked(crc: int) -> int:
+    """Return a CRC-32C as LevelDB stores it: turned, and with a constant added."""
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def unmasked(stored: int) -> int:
+    """Return the CRC-32C that is stored as `stored`."""
+    turned = (stored - 0xA282EAD8) & 0xFFFFFFFF
+    return (turned >> 17 | turned << 15) & 0xFFFFFFFF
 
 
 def varint(raw: bytes, at: int) -> tuple[int, int]:

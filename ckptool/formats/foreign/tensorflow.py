@@ -25,7 +25,7 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.files import ByteRange, MemorySource, Source
-from ckptool.files.crc32c import crc32c, masked, unmasked
+from ckptool.files.checksums import crc32c
 from ckptool.files.place import Place, place_of
 from ckptool.files.system import allow_open_files
 from ckptool.files.tiled import Tile, tiled
@@ -38,8 +38,16 @@ from ckptool.formats.base import (
     Refusal,
     check_limit,
     naming,
+    needing,
 )
-from ckptool.formats.foreign.leveldb import MAGIC, Message, read_table, varint
+from ckptool.formats.foreign.leveldb import (
+    MAGIC,
+    Message,
+    masked,
+    read_table,
+    unmasked,
+    varint,
+)
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.statedict import OF_THE_MODEL
@@ -244,7 +252,10 @@ def _index_of(probe: Probe) -> _Index:
     if source is None:
         source = probe.place.open(paths[0])
         probe.on_close(source.close)
-    with naming(source.name, hint=_HINT):
+    with (
+        needing("google-crc32c", "is an index of TensorFlow's with checksums", source.name),
+        naming(source.name, hint=_HINT),
+    ):
         table = read_table(source, probe.limits)
         header = Message(table.pop(b"", b""))
         entries = {key: _entry(key, raw, probe.limits) for key, raw in table.items()}

@@ -1,6 +1,7 @@
 """Checkpoints of TensorFlow: an index and data files. Oracles say what TensorFlow read."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,10 @@ from ckptool.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
-from ckptool.files.crc32c import crc32c, masked
+from ckptool.files.checksums import crc32c
 from ckptool.formats import open_checkpoint
 from ckptool.formats.foreign import leveldb
-from ckptool.formats.foreign.leveldb import MAGIC, _unsnapped
+from ckptool.formats.foreign.leveldb import MAGIC, _unsnapped, masked, unmasked
 from ckptool.formats.foreign.tensorflow import _ordered
 from ckptool.limits import Limits
 
@@ -422,3 +423,15 @@ def test_a_bomb(written):
         "a block .* inflates to 2,147,483,648 bytes",
         LimitExceeded,
     )
+
+
+def test_masks():
+    assert masked(crc32c(b"foo")) != crc32c(b"foo")
+    assert all(unmasked(masked(crc)) == crc for crc in (0, 1, 0xE3069283, 0xFFFFFFFF))
+
+
+def test_the_package_that_checksums_need_is_named(tensorflow, monkeypatch):
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    with pytest.raises(UnsupportedFormat, match="google-crc32c is not installed") as caught:
+        open_checkpoint(tensorflow / "run")
+    assert caught.value.hint == "pip install google-crc32c"
