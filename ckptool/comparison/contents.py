@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool.comparison.regions import Entry
+from ckptool.comparison.aligning import Entry
 from ckptool.errors import TorchMissing, UnsupportedFormat
 from ckptool.inspection.reading import Meter, RepeatedBytes
 from ckptool.limits import Limits

@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from ckptool.transforms.compacting import compact, untie, without_unseen
     from ckptool.transforms.concatenating import concatenated
     from ckptool.transforms.devices import remap, visible_devices
-    from ckptool.transforms.ema import with_averages
-    from ckptool.transforms.extraction import extract, single_state_dict
+    from ckptool.transforms.ema import with_averages, with_masters
+    from ckptool.transforms.extraction import extract, salvaged, single_state_dict
     from ckptool.transforms.lora import merge_lora
-    from ckptool.transforms.masters import with_masters
     from ckptool.transforms.memory import changed_dict, remap_dict
     from ckptool.transforms.name_rules import (
         Rule,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from ckptool.transforms.nesting import flattened, nested
     from ckptool.transforms.plain import drop_objects, to_plain
     from ckptool.transforms.resizing import resized
-    from ckptool.transforms.salvage import salvaged
 
 __all__ = [
     "Rule",
@@ -73,17 +71,15 @@ _HOMES = {
     "compacting": ("compact", "untie", "without_unseen"),
     "concatenating": ("concatenated",),
     "devices": ("remap", "visible_devices"),
-    "ema": ("with_averages",),
-    "extraction": ("extract", "single_state_dict"),
+    "ema": ("with_averages", "with_masters"),
+    "extraction": ("extract", "salvaged", "single_state_dict"),
     "lora": ("merge_lora",),
-    "masters": ("with_masters",),
     "memory": ("changed_dict", "remap_dict"),
     "name_rules": ("Rule", "prefix_rule", "read_map_file", "regex_rule", "table_rule"),
     "names": ("add_module", "rename", "strip_module"),
     "nesting": ("flattened", "nested"),
     "plain": ("drop_objects", "to_plain"),
     "resizing": ("resized",),
-    "salvage": ("salvaged",),
 }
 
 __getattr__ = importer(__name__, globals(), _HOMES)

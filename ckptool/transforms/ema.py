@@ -1,4 +1,4 @@
-"""Averaged weights under the names of the model whose average they are."""
+"""Weights that a checkpoint keeps beside its model: averages, and the fp32 masters of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NotFound
+from ckptool.formats.distributed.zero import MASTER, SLICED
 from ckptool.model import OrderedMap, Path, TensorRef, remade
 from ckptool.names import BUFFER_NAMES, N_AVERAGED, bare_names
 from ckptool.statedict import MODEL_KINDS, Section, named_tensors
@@ -19,7 +20,7 @@ from ckptool.transforms.names import distinct
 from ckptool.tree import name_of
 from ckptool.words import counted, listed, printable, shell
 
-__all__ = ["with_averages"]
+__all__ = ["with_averages", "with_masters"]
 
 _EMA = re.compile(r"(?<![A-Z])EMA|(?<![A-Za-z])[Ee]ma(?![a-z])")
 """A part of a path that says so: `model_ema`, `state_dict_ema`, `ema`, a callback `EMACallback`."""
@@ -224,3 +225,56 @@ def _without(node: Any, path: Path) -> Any:
     if below:
         rest[key] = _without(node[key], tuple(below))
     return remade(node, rest)
+
+
+def with_masters(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint of DeepSpeed with its fp32 masters in the place of the weights.
+
+    Frozen parameters and buffers, which have no masters, stay as they are, and so do weights of
+    stage 3 that are masters already. What the reader cast is not cast.
+
+    Raises:
+        NotFound: the checkpoint has no masters, or one of a weight that the model does not have.
+    """
+    root = _mapping(checkpoint.root)
+    module, optimizer = _mapping(root.get("module")), _mapping(root.get("optimizer"))
+    states = _mapping(optimizer.get("state"))
+    masters = {
+        name: state[MASTER]
+        for name, state in states.items()
+        if isinstance(state, dict) and isinstance(state.get(MASTER), TensorRef)
+    }
+    if states and not masters and optimizer.get("zero_stage") == SLICED:
+        return checkpoint
+    if not masters or not masters.keys() <= module.keys():
+        raise NotFound(
+            "holds no fp32 masters of the weights, as the optimizer of DeepSpeed keeps them",
+            file=checkpoint.path or None,
+            hint="without --master (master=True) the weights are those of the model",
+        )
+    by_place = {_place(module[name]): master for name, master in masters.items()}
+    weights = [(name, by_place.get(_place(one), one)) for name, one in module.items()]
+    count = sum(one is not module[name] for name, one in weights)
+    text = f"{counted(count, 'weight')} became the fp32 masters of the optimizer"
+    if count < len(weights):
+        text += f"; {counted(len(weights) - count, 'tensor')} without one stay as they are"
+    kept = {
+        name: remade(state, ((k, v) for k, v in state.items() if k != MASTER))
+        for name, state in states.items()
+    }
+    changes = {
+        "module": remade(module, weights),
+        "optimizer": remade(optimizer, {**optimizer, "state": kept}),
+    }
+    made = checkpoint.with_root(remade(root, {**root, **changes}), Change("master", text, count))
+    told = tuple(change for change in made.changes if change.kind != "cast")
+    return replace(made, changes=told, reports=())
+
+
+def _mapping(node: Any) -> dict[Any, Any]:
+    return node if isinstance(node, dict) else {}
+
+
+def _place(node: Any) -> Any:
+    """Return where a weight lies, which tied names share."""
+    return node.place if isinstance(node, TensorRef) else id(node)

@@ -1,4 +1,4 @@
-"""A part of a checkpoint: a section, some tensors, the weights alone."""
+"""A part of a checkpoint: a section, some tensors, the weights alone, what is whole."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError
+from ckptool.files.source import MemorySource
 from ckptool.formats import format_of
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
 from ckptool.modules import holds_tensors, is_module
@@ -26,7 +27,7 @@ from ckptool.statedict import (
 from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.name_rules import similar
 from ckptool.transforms.names import remaining_metadata
-from ckptool.tree import is_within, name_of, rebuild, resolve, selected, walk, where
+from ckptool.tree import everything, is_within, name_of, rebuild, resolve, selected, walk, where
 from ckptool.words import counted, listed, printable, shell
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "extract",
     "left_out",
     "plain_state_dict",
+    "salvaged",
     "single_state_dict",
     "thinned",
     "without",
@@ -491,3 +493,38 @@ def _totals(before: Checkpoint, after: Checkpoint) -> Iterator[Change]:
 
 def _bytes(tensors: Iterable[TensorRef]) -> int:
     return sum({tensor.place or id(tensor): tensor.nbytes for tensor in tensors}.values())
+
+
+def salvaged(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint, opened to be salvaged, without the tensors whose bytes are not there.
+
+    An optimizer goes whole, as its state is of no use without a part of it.
+
+    Raises:
+        NotFound: no tensor is whole.
+        UsageError: a list or an object would lose some of its tensors.
+    """
+    every = list(checkpoint.tensors())
+    lost = [path for path, tensor in every if any(map(_is_lost, everything(tensor)))]
+    parts = (part for _, tensor in every for part in everything(tensor))
+    storages = (part.storage for part in parts if isinstance(part, TensorRef))
+    unsummed = (one.data.source for one in storages
+                if one and one.data and one.nbytes and one.crc32 is None)  # fmt: skip
+    is_unsummed = not all(isinstance(source, MemorySource) for source in unsummed)
+    how = "; the file has no checksums, so only lengths were checked" if is_unsummed else ""
+    if not lost:
+        text = f"{counted(len(every), 'tensor')}, each of them whole{how}"
+        return checkpoint.with_root(checkpoint.root, Change("salvage", text))
+    gone = {path[:length] for path in lost for length in range(1, len(path) + 1)}
+    root, changes = without(checkpoint, lambda path: path not in gone)
+    if root is None:
+        raise NotFound("no tensor of it is whole", file=checkpoint.path)
+    left = checkpoint.with_root(root, *changes)
+    count = sum(1 for _ in left.tensors())
+    text = f"{count:,} of {counted(len(every), 'tensor')} salvaged, {len(lost):,} damaged{how}"
+    return left.with_root(root, Change("salvage", text, len(lost)))
+
+
+def _is_lost(tensor: object) -> bool:
+    storage = getattr(tensor, "storage", None)
+    return storage is not None and storage.data is None and storage.device != "meta"
