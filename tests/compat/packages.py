@@ -24,7 +24,7 @@ from tabulate import tabulate
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIXTURE = ROOT / "fixtures" / "torch-2.13.0" / "dp_full_cuda3.pth"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-LIGHT = ("click>=8.1", "tabulate>=0.9")
+LIGHT = ("click>=8.1", "google-crc32c>=1.5", "tabulate>=0.9")
 LOADS = """
 import sys, torch, ckptool
 state = ckptool.load_state_dict(sys.argv[1])
