@@ -29,16 +29,23 @@ def sha256(tensor):
     return hashlib.sha256(ctypes.string_at(tensor.data_ptr(), size) if size else b"").hexdigest()
 
 
+def size_of(tensor, axis):
+    """Its size along an axis, None where that is ragged."""
+    try:
+        size = tensor.size(axis)
+    except RuntimeError:  # a nested tensor of the strided layout
+        return None
+    return size if type(size) is int else None
+
+
 def row(tensor, path):
     """One tensor."""
     plain = tensor.layout == torch.strided and not tensor.is_quantized
     plain = plain and tensor.device.type != "meta"
     dtype = str(tensor.dtype).replace("torch.", "")
-    shape, device = (
-        [size if type(size) is int else None for size in tensor.shape],
-        str(tensor.device),
-    )
-    return [path, dtype, shape, device, sha256(tensor) if plain else None]
+    plain = plain and not getattr(tensor, "is_nested", False)
+    shape = [size_of(tensor, axis) for axis in range(tensor.dim())]
+    return [path, dtype, shape, str(tensor.device), sha256(tensor) if plain else None]
 
 
 def array_row(array, path):

@@ -113,8 +113,8 @@ def edit(source: Path, target: Path) -> None:
     Raises:
         CheckpointError: that takes a new file, or is no change that can be made.
     """
-    if source.is_dir():
-        raise ckptool.NotRepresentable("a folder is no file to edit")
+    if source.is_dir() or Path(f"{source}.tensors").is_dir():
+        raise ckptool.NotRepresentable("several files are no file to edit")
     shutil.copyfile(source, target)
     with ckptool.open(target) as checkpoint:
         changed = checkpoint.strip_module().remap({"*": "cpu"})
