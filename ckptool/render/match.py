@@ -108,21 +108,13 @@ def note_lines(
         if status in meanings:
             text = meanings[status].format(rule=rule, **spelled)
             yield from wrapped(f"{status}: {text}", look.width)
-    other_forms = (text for text, _ in report.reformed)
-    for note in (
-        *report.moved,
-        *report.respelled,
-        *other_forms,
-        *report.notes,
-        *_unseen(judgement),
-    ):
+    for note in (*report.notes, *_unseen(judgement)):
         yield from wrapped(f"note: {clean(note)}", look.width)
 
 
 def _deciding(report: MatchReport) -> str:
     """Return the rule that decides an ambiguity, unless it is for one layer of several."""
-    is_more = report.moved or report.respelled or report.reformed
-    rules = [] if is_more else [rule for one in report.ambiguous for rule in one.rules]
+    rules = [rule for one in report.ambiguous for rule in one.rules]
     return f"`{clean(str(Remedy((('rules', tuple(rules[:1])),))))}`" if rules else "a rule of yours"
 
 

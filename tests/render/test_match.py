@@ -141,8 +141,8 @@ def test_what_is_ambiguous_is_folded_in_step_and_its_rule_is_told():
     assert "UNEXPECTED" not in text
     assert r"`rules=[r'\.q$=>.a']` decides" in text
     assert "a rule of yours decides" in "\n".join(lines(found, options=True))  # the hint has it
-    moved = replace(found, moved=("l.{1..4} may be l.{0..3}",))
-    assert "a rule of yours decides\nnote: l.{1..4} may be l.{0..3}" in str(moved)
+    noted = replace(found, notes=("l.{1..4} may be l.{0..3}",))
+    assert "decides\nnote: l.{1..4} may be l.{0..3}" in str(noted)
 
 
 def test_ambiguities_that_do_not_change_in_step_stay_apart():
