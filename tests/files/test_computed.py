@@ -1,4 +1,4 @@
-"""Bytes that are computed when they are read."""
+"""Bytes that are computed when they are read: by code, from parts, from a view."""
 
 import os
 import threading
@@ -6,11 +6,14 @@ import zlib
 from contextlib import closing
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptool.errors import TruncatedFile
 from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
-from ckptool.files.computed import WORTH, Ahead, ComputedSource
+from ckptool.files.computed import WORTH, Ahead, ComputedSource, gathered, joined
 from ckptool.files.source import BLOCK
+from ckptool.files.strided import row_major
 
 
 def counting(size):
@@ -137,3 +140,57 @@ def test_sources_that_are_read_in_another_order_are_right_and_looked_at_alone():
     for source in reversed(sources):
         assert source.read(0, WORTH) == wanted
     assert len(calls) < 50
+
+
+CONTENT = bytes(range(256)) * 16
+SOURCE = MemorySource(CONTENT, "model.pth")
+
+
+@st.composite
+def views(draw):
+    itemsize = draw(st.sampled_from([1, 2, 4, 16]))
+    shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
+    stride = tuple(draw(st.integers(0, 20)) for _ in shape)
+    offset = draw(st.integers(0, 9))
+    return {"itemsize": itemsize, "shape": shape, "stride": stride, "offset": offset}
+
+
+@given(views(), st.lists(st.tuples(st.integers(0, 1024), st.integers(0, 1024))))
+def test_any_run_of_a_view_is_that_of_its_elements_in_order(view, reads):
+    data = ByteRange(SOURCE, 0, len(CONTENT))
+    whole = b"".join(row_major(data, **view))
+    found = gathered(data, **view)
+    assert found.length == len(whole)
+    for start, length in reads:
+        start = min(start, len(whole))
+        length = min(length, len(whole) - start)
+        assert found.read(start, length) == whole[start : start + length]
+    assert b"".join(found.blocks(3)) == whole
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 150), st.integers(0, 50)), min_size=1),
+    st.integers(0, 500),
+    st.integers(0, 500),
+)
+def test_any_run_of_what_is_joined_is_that_of_the_parts_put_together(parts, start, length):
+    whole = b"".join(CONTENT[offset : offset + size] for offset, size in parts)
+    data = joined([ByteRange(SOURCE, *part) for part in parts])
+    start = min(start, len(whole))
+    length = min(length, len(whole) - start)
+    assert data.length == len(whole)
+    assert data.read(start, length) == whole[start : start + length]
+    assert b"".join(data.blocks(7)) == whole
+
+
+def test_parts_that_follow_each_other_are_one_run_of_their_source():
+    data = joined([ByteRange(SOURCE, 10, 5), ByteRange(SOURCE, 15, 20), ByteRange(SOURCE, 35, 1)])
+    assert data == ByteRange(SOURCE, 10, 26)
+
+
+def test_reading_outside_of_what_is_joined_is_an_error_and_its_name_is_that_of_the_file():
+    data = joined([ByteRange(SOURCE, 0, 4), ByteRange(SOURCE, 100, 6)])
+    assert data.source.name == "model.pth"
+    for offset, length in ((-1, 2), (0, -1), (9, 2)):
+        with pytest.raises(TruncatedFile, match=r"of 10\b"):
+            data.source.read(offset, length)

@@ -1,14 +1,18 @@
-"""Bytes of a file straight into tensors: which can be, in what blocks, and checked before."""
+"""Bytes of a file in tensors: which can be read into, in what blocks; and new tensors for old."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from ckptool.errors import CorruptFile
 from ckptool.files import FileSource
 from ckptool.formats import open_checkpoint
 from ckptool.loading import fill as reading
-from ckptool.loading.fill import Fill, alone, can_fill, check_bytes, fill, stored_bytes
+from ckptool.loading.fill import Assigned, Fill, alone, can_fill, check_bytes, fill, stored_bytes
+from ckptool.loading.load_into import load_into
+from ckptool.loading.memory import cuts, extent, memory_of, repeats
 
 
 @pytest.fixture
@@ -120,3 +124,113 @@ def test_parts_of_a_tensor_are_checked_and_a_storage_only_once(stored):
     refs = stored({"a": whole[:2], "b": whole[3:], "s": torch.eye(3).to_sparse()})
     sparse = sum(tensor.nbytes for tensor in refs["s"].tensors_inside())
     assert stored_bytes(refs.items()) == 24 + sparse
+
+
+@given(st.lists(st.integers(0, 6), max_size=4), st.integers(1, 40), st.randoms())
+def test_cuts_take_every_element_once_and_in_order(shape, most, random):
+    axes = list(range(len(shape)))
+    random.shuffle(axes)
+    whole = torch.arange(torch.Size(shape).numel()).view(shape).permute(axes)
+    blocks = [whole[at].reshape(-1) for at in cuts(whole.shape, most)]
+    assert all(0 < len(block) <= most for block in blocks)
+    assert [number for block in blocks for number in block.tolist()] == whole.reshape(-1).tolist()
+
+
+BASE = torch.zeros(6, 8)
+VIEWS = {
+    "all": (BASE, (0, 192)),
+    "a row": (BASE[2], (64, 96)),
+    "a column": (BASE[:, 1], (4, 168)),
+    "a part, turned": (BASE[1:3, 4:6].t(), (48, 88)),
+    "a number": (BASE[1, 1], (36, 40)),
+    "nothing": (BASE[3, 2:2], (104, 104)),
+    "one of them, repeated": (BASE[1, 1].expand(5), (36, 40)),
+    "of another type": (BASE.view(torch.int16)[1], (32, 64)),
+}
+
+
+@pytest.mark.parametrize("what", VIEWS)
+def test_the_span_of_a_view_is_what_it_looks_at(what):
+    view, span = VIEWS[what]
+    assert memory_of(view).span == span
+
+
+def test_an_expanded_tensor_has_a_smaller_extent_than_elements_and_repeats_them():
+    row = torch.zeros(3)
+    for view, elements in ((row.expand(4, 3), 3), (row[:1].expand(5), 1), (row[:, None], 3)):
+        assert extent(view.shape, view.stride()) == elements
+        assert repeats(view.shape, view.stride()) == (view.numel() > elements)
+
+
+def parameter(*shape, **options):
+    return nn.Parameter(torch.empty(shape, device="meta", **options))
+
+
+def test_a_tie_is_one_object_and_another_tensor_another():
+    made = Assigned(cast=True)
+    value = torch.ones(2)
+    one = made.made(parameter(2), "tie", value)
+    assert made.made(parameter(2), "tie", torch.zeros(2)) is one
+    other = made.made(parameter(2), None, value)
+    assert one.data_ptr() == value.data_ptr() != other.data_ptr()
+    assert other.tolist() == [1, 1]
+
+
+def test_memory_is_given_away_once():
+    made = Assigned(cast=True)
+    memory = torch.arange(10.0)
+    cuts = [memory[2:5], memory[5:], memory[:2], memory[4:6], memory[0:1], torch.ones(1).expand(3)]
+    wanted = [parameter(*cut.shape) for cut in cuts]
+    got = [made.made(one, None, cut) for one, cut in zip(wanted, cuts, strict=True)]
+    assert [one.data_ptr() == cut.data_ptr() for one, cut in zip(got, cuts, strict=True)] == [
+        True, True, True, False, False, False
+    ]  # fmt: skip
+    assert all(torch.equal(one, cut) for one, cut in zip(got, cuts, strict=True))
+
+
+def test_types_are_the_models_unless_they_are_to_be_the_files():
+    wide = parameter(2, dtype=torch.float64)
+    assert Assigned(cast=True).made(wide, None, torch.ones(2)).dtype == torch.float64
+    assert Assigned(cast=False).made(wide, None, torch.ones(2)).dtype == torch.float32
+
+
+def test_parameters_and_buffers_stay_what_they_are():
+    frozen = parameter(1)
+    frozen.requires_grad_(False)
+    made = Assigned(cast=True).made(frozen, None, torch.ones(1))
+    assert (type(made), made.requires_grad) == (nn.Parameter, False)
+    buffer = torch.empty(1, device="meta")
+    made = Assigned(cast=True).made(buffer, None, nn.Parameter(torch.ones(1)))
+    assert (type(made), made.requires_grad) == (torch.Tensor, False)
+    held = nn.Parameter(torch.ones(1))
+    assert Assigned(cast=True).made(parameter(1), None, held) is held
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_is_trained_is_the_models_choice_as_in_torch(tmp_path, trained):
+    state = {"weight": nn.Parameter(torch.ones(2, 2), requires_grad=not trained)}
+    torch.save(state, tmp_path / "f.pth")
+    for source in (state, tmp_path / "f.pth"):
+        by_torch, own = (nn.Linear(2, 2, bias=False).requires_grad_(trained) for _ in range(2))
+        load_into(own, source, assign=True)
+        assert state["weight"].requires_grad != trained
+        by_torch.load_state_dict(torch.load(tmp_path / "f.pth"), assign=True)
+        assert own.weight.requires_grad == by_torch.weight.requires_grad == trained
+        assert torch.equal(own.weight, by_torch.weight)
+
+
+def test_a_scalar_that_was_a_list_of_one():
+    assert Assigned(cast=True).made(parameter(), None, torch.ones(1)).shape == ()
+
+
+def test_what_is_assigned_in_inference_mode_can_be_trained(tmp_path):
+    source = nn.Linear(2, 2)
+    torch.save(source.state_dict(), tmp_path / "f.pth")
+    for held in (tmp_path / "f.pth", source.state_dict()):
+        with torch.device("meta"):
+            model = nn.Linear(2, 2)
+        with torch.inference_mode():
+            load_into(model, held)
+        assert not model.weight.is_inference()
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad is not None

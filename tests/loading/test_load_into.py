@@ -8,9 +8,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ckptool
-from ckptool.errors import CheckpointWarning, CorruptFile, MatchError, UsageError
+from ckptool.errors import CheckpointWarning, CorruptFile, DeviceError, MatchError, UsageError
 from ckptool.loading.load_into import load_into
-from tests.loading.bits import Untouched, saved
+from ckptool.loading.plan import match
+from tests.loading.bits import Untouched, saved, untouched_by
 
 
 class Net(nn.Module):
@@ -523,3 +524,97 @@ def test_a_pickle_that_is_not_what_was_written_is_refused(tmp_path):
             load_into(model, file, verify=verify)
     assert all((one == 7).all() for one in model.parameters())
     assert load_into(model, file, verify=False).fits
+
+
+SLIPS = (None, "a=>b", b"a=>b", "", 5, {"a": "b"}, [None], [5], [b"a=>b"], nn.Linear)
+"""Given where a list of rules is wanted."""
+VALUES = {
+    "min_coverage": (float("nan"), -1, 2, "1", True), "allow_missing": (5,),
+    "allow_unexpected": ([1],), "strict": ("no", None), "assign": ("x",), "verify": ("q", 1),
+    "rules": SLIPS, "prefixes": SLIPS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_slip_is_refused_with_the_name_of_the_argument_by_match_too(name):
+    state = nn.Linear(1, 1).state_dict()
+    for value in VALUES[name]:
+        model = nn.Linear(1, 1)
+        with untouched_by(UsageError, model) as caught:
+            load_into(model, state, **{name: value})
+        assert any(word in str(caught.value) for word in (name.rstrip("s"), "OLD=NEW")), value
+        if VALUES[name] is SLIPS:
+            with pytest.raises(UsageError) as again:
+                match(state, model, **{name: value})
+            told = (caught.value.message, caught.value.hint)
+            assert (again.value.message, again.value.hint) == told, value
+
+
+def test_a_text_in_the_place_of_a_list_is_shown_as_one():
+    with pytest.raises(UsageError, match="rules='a=>b' is not a list") as caught:
+        match({}, nn.Linear(1, 1), rules="a=>b")
+    assert caught.value.hint == "rules=['a=>b']"
+
+
+def test_a_place_that_is_none_is_noticed_where_it_is_of_no_use():
+    for value in ("nope", 5):
+        with pytest.raises(DeviceError, match="map_location"):
+            load_into(nn.Linear(1, 1), nn.Linear(1, 1).state_dict(), map_location=value)
+
+
+def test_what_can_be_meant_is_taken():
+    options = {
+        "min_coverage": 1, "allow_missing": ("a*",), "allow_unexpected": {"b"}, "assign": False,
+        "verify": True, "map_location": torch.device("cpu"), "rules": iter(["^x=>y"]),
+    }  # fmt: skip
+    load_into(nn.Linear(1, 1), nn.Linear(1, 1).state_dict(), **options)
+
+
+def test_statistics_alone_are_nothing_of_the_model():
+    model = nn.BatchNorm1d(2)
+    state = {"running_mean": torch.ones(2), "running_var": torch.ones(2)}
+    with untouched_by(MatchError, model):
+        load_into(model, state, strict=False)
+    load_into(model, state, strict=False, min_coverage=0)
+    assert model.running_mean.tolist() == [1, 1]
+
+
+class Viewing(nn.Module):
+    def __init__(self, view):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4))
+        self.register_buffer("v", view(self.w.data))
+
+
+@pytest.mark.parametrize("view", [lambda w: w.view(2, 2), lambda w: w[1:3], lambda w: w[::2]])
+def test_views_load_as_torch_loads_them_whether_the_file_has_one_content_or_two(view, tmp_path):
+    numbers, path = torch.tensor([1.0, 2, 3, 4]), tmp_path / "a.pth"
+    for seen in (view(torch.full((4,), 9.0)), view(numbers)):
+        model, judge, state = Viewing(view), Viewing(view), {"w": numbers, "v": seen}
+        torch.save(state, path)
+        judge.load_state_dict(state)
+        for source in (state, path):
+            report = load_into(model, source)
+            assert (report.fits, report.overlapping) == (True, ())
+            assert torch.equal(model.w, judge.w)
+            assert torch.equal(model.v, judge.v)
+    assert model.w.tolist() == [1, 2, 3, 4]
+    assert torch.equal(model.v, view(numbers))
+
+
+def test_neighbours_do_not_overlap():
+    flat = torch.zeros(8)
+    model = nn.ParameterList([nn.Parameter(flat[:4]), nn.Parameter(flat[4:])])
+    assert load_into(model, {"0": torch.ones(4), "1": torch.zeros(4)}).fits
+    assert flat.tolist() == [1] * 4 + [0] * 4
+
+
+def test_what_torch_copies_nothing_into_is_its_refusal_as_an_error_of_ours(tmp_path):
+    model = Viewing(lambda w: w[:1].expand(3))
+    state = {"w": torch.ones(4), "v": torch.ones(3)}
+    torch.save(state, tmp_path / "a.pth")
+    before = Untouched(model)
+    for source in (state, tmp_path / "a.pth"):
+        with pytest.raises(MatchError, match="more than one element of the written-to tensor"):
+            load_into(model, source)
+        before.check()
