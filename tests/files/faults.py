@@ -55,13 +55,9 @@ class Loss:
 KILL = None
 """The process ends, and the system goes on."""
 POWER = (
-    Loss(data=True),
-    Loss(names=True),
-    Loss(names=True, data=True),
-    Loss(torn=1),
-    Loss(torn=2),
+    Loss(data=True), Loss(names=True), Loss(names=True, data=True), Loss(torn=1), Loss(torn=2),
     Loss(names=True, torn=3),
-)
+)  # fmt: skip
 """The system ends."""
 
 

@@ -108,23 +108,10 @@ def test_what_follows_the_pickle_is_a_note(read):
 
 def test_other_content_is_not_taken(recognised):
     for data in [
-        b"",
-        b"(c) 2020 The authors. All rights reserved.\n",
-        b"(see README)\n.",
-        b"[]",
-        b"[section]\nkey = value\n",
-        b"{}",
-        b"I1\n.",
-        b"N.",
-        b"cos\nsystem\n.",
-        b"cat\nfood\n",
-        b"}{",
-        b"((((((((((((((((",
-        b"\x80\x01}.",
-        b"\x80\x06}.",
-        b"PK\x03\x04",
-        b"text",
-    ]:
+        b"", b"(c) 2020 The authors. All rights reserved.\n", b"(see README)\n.", b"[]",
+        b"[section]\nkey = value\n", b"{}", b"I1\n.", b"N.", b"cos\nsystem\n.", b"cat\nfood\n",
+        b"}{", b"((((((((((((((((", b"\x80\x01}.", b"\x80\x06}.", b"PK\x03\x04", b"text",
+    ]:  # fmt: skip
         assert not recognised(data), data
 
 

@@ -272,17 +272,12 @@ class _Head:
 @pytest.mark.parametrize(
     ("head", "answer"),
     [
-        (b"", False),
-        (struct.pack("<Q", 2), False),
-        (struct.pack("<Q", 2) + b"{}", True),
-        (struct.pack("<Q", 9) + b' {\n "a"', True),
-        (struct.pack("<Q", 9) + b"{{", False),
-        (struct.pack("<Q", 2) + b"{a", False),
-        (b"Contents{", False),
-        (b'{"metadata": {"total', False),
-        (b"PK\x03\x04", False),
+        (b"", False), (struct.pack("<Q", 2), False), (struct.pack("<Q", 2) + b"{}", True),
+        (struct.pack("<Q", 9) + b' {\n "a"', True), (struct.pack("<Q", 9) + b"{{", False),
+        (struct.pack("<Q", 2) + b"{a", False), (b"Contents{", False),
+        (b'{"metadata": {"total', False), (b"PK\x03\x04", False),
     ],
-)
+)  # fmt: skip
 def test_recognised_by_content(head, answer):
     assert SAFETENSORS.recognise(_Head(head)) is answer
 

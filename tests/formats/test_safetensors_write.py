@@ -99,14 +99,10 @@ def test_views_are_made_contiguous(tmp_path):
     base = torch.arange(240, dtype=torch.float32)
     conv = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     tensors = {
-        "transposed": base.view(12, 20).t(),
-        "step": base[::7],
-        "expanded": base[:3].expand(4, 3),
-        "scalar": base[5],
-        "conv": conv,
-        "conj": torch.rand(3, dtype=torch.complex64).conj(),
+        "transposed": base.view(12, 20).t(), "step": base[::7], "expanded": base[:3].expand(4, 3),
+        "scalar": base[5], "conv": conv, "conj": torch.rand(3, dtype=torch.complex64).conj(),
         "neg": torch.rand(3, dtype=torch.complex64).conj().imag,
-    }
+    }  # fmt: skip
     path, receipt = written(tmp_path, tensors)
     found = load_file(path)
     for name, tensor in tensors.items():

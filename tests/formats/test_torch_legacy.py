@@ -45,13 +45,9 @@ def saved(tmp_path):
 
 
 LEGACY = [
-    "torch-1.4.0/dp.pth",
-    "torch-1.4.0/dp_full_cuda3.pth",
-    "torch-1.4.0/odd.pth",
-    "torch-1.4.0/whole_dp.pth",
-    "torch-1.13.1/dp_legacy.pth",
-    "torch-2.13.0/dp_legacy.pth",
-]
+    "torch-1.4.0/dp.pth", "torch-1.4.0/dp_full_cuda3.pth", "torch-1.4.0/odd.pth",
+    "torch-1.4.0/whole_dp.pth", "torch-1.13.1/dp_legacy.pth", "torch-2.13.0/dp_legacy.pth",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LEGACY)
@@ -260,15 +256,11 @@ def test_a_count_that_is_not_the_pickles_is_damage(file, count):
 
 def test_a_key_list_that_is_not_the_pickles_is_damage(file):
     for keys, words in [
-        (["one", "one"], "once: 'one', 'two'"),
-        (["one"], "once: 'two'"),
-        (["one", "two", "three"], "once: 'three'"),
-        (["one", ["two"]], "no list of storages"),
-        (["one", None], "no list of storages"),
-        ("one", "no list of storages"),
-        (7, "no list of storages"),
-        ({"one": 1}, "no list of storages"),
-    ]:
+        (["one", "one"], "once: 'one', 'two'"), (["one"], "once: 'two'"),
+        (["one", "two", "three"], "once: 'three'"), (["one", ["two"]], "no list of storages"),
+        (["one", None], "no list of storages"), ("one", "no list of storages"),
+        (7, "no list of storages"), ({"one": 1}, "no list of storages"),
+    ]:  # fmt: skip
         with pytest.raises(CorruptFile, match=words):
             read(file(stream(PAIR, keys, [FOUR, LONGS])))
 
@@ -288,14 +280,9 @@ def test_a_persistent_id_that_cannot_be_is_damage(file):
         ("storage", torch.FloatStorage, "one", "cpu", 4, ("v", 3, 2)),
         ("storage", torch.FloatStorage, "one", "cpu", 4, ("v", -1, 2)),
         ("storage", torch.FloatStorage, "one", "cpu", 4, 5),
-        ("storage", torch.nn.Linear, "one", "cpu", 4, None),
-        ("storage", torch.FloatStorage, "one"),
-        ("storage",),
-        ("module", 1),
-        ("elsewhere", 2),
-        (),
-        7,
-    ]:
+        ("storage", torch.nn.Linear, "one", "cpu", 4, None), ("storage", torch.FloatStorage, "one"),
+        ("storage",), ("module", 1), ("elsewhere", 2), (), 7,
+    ]:  # fmt: skip
         odd = Pid()
         odd.pid = pid
         with pytest.raises(CorruptFile):

@@ -39,25 +39,13 @@ from tests.formats.zips import (
 )
 
 FILES = [
-    "torch-1.4.0/zip_odd.pth",
-    "torch-1.4.0/zip_dp_full_cuda1.pth",
-    "torch-1.5.0/zip_odd.pth",
-    "torch-1.6.0/odd.pth",
-    "torch-1.6.0/dp_full_cuda3.pth",
-    "torch-1.8.1/odd.pth",
-    "torch-1.10.2/odd.pth",
-    "torch-1.12.1/odd.pth",
-    "torch-1.13.1/odd.pth",
-    "torch-1.13.1/whole_dp.pth",
-    "torch-2.0.1/odd.pth",
-    "torch-2.2.2/odd.pth",
-    "torch-2.6.0/odd.pth",
-    "torch-2.13.0/odd.pth",
-    "torch-2.13.0/misc.pth",
-    "torch-2.13.0/whole_single.pth",
-    "ecosystem/newdtypes.pth",
-    "ecosystem/lightning.ckpt",
-]
+    "torch-1.4.0/zip_odd.pth", "torch-1.4.0/zip_dp_full_cuda1.pth", "torch-1.5.0/zip_odd.pth",
+    "torch-1.6.0/odd.pth", "torch-1.6.0/dp_full_cuda3.pth", "torch-1.8.1/odd.pth",
+    "torch-1.10.2/odd.pth", "torch-1.12.1/odd.pth", "torch-1.13.1/odd.pth",
+    "torch-1.13.1/whole_dp.pth", "torch-2.0.1/odd.pth", "torch-2.2.2/odd.pth",
+    "torch-2.6.0/odd.pth", "torch-2.13.0/odd.pth", "torch-2.13.0/misc.pth",
+    "torch-2.13.0/whole_single.pth", "ecosystem/newdtypes.pth", "ecosystem/lightning.ckpt",
+]  # fmt: skip
 
 
 def repacked(records, folder="archive", **changes):
@@ -86,16 +74,12 @@ def test_files_of_every_torch_read_as_torch_reads_them(fixtures, name):
 @pytest.mark.parametrize(
     ("name", "writer"),
     [
-        ("torch-1.4.0/zip_odd.pth", "torch 1.4"),
-        ("torch-1.5.0/zip_odd.pth", "torch 1.5"),
-        ("torch-1.6.0/odd.pth", "torch 1.6 to 1.8"),
-        ("torch-1.8.1/odd.pth", "torch 1.6 to 1.8"),
-        ("torch-1.10.2/odd.pth", "torch 1.9 to 2.0"),
-        ("torch-1.13.1/odd.pth", "torch 1.13 or 2.0"),
-        ("torch-2.2.2/odd.pth", "torch 2.1 to 2.6"),
-        ("torch-2.13.0/odd.pth", "torch 2.7 or newer"),
+        ("torch-1.4.0/zip_odd.pth", "torch 1.4"), ("torch-1.5.0/zip_odd.pth", "torch 1.5"),
+        ("torch-1.6.0/odd.pth", "torch 1.6 to 1.8"), ("torch-1.8.1/odd.pth", "torch 1.6 to 1.8"),
+        ("torch-1.10.2/odd.pth", "torch 1.9 to 2.0"), ("torch-1.13.1/odd.pth", "torch 1.13 or 2.0"),
+        ("torch-2.2.2/odd.pth", "torch 2.1 to 2.6"), ("torch-2.13.0/odd.pth", "torch 2.7 or newer"),
     ],
-)
+)  # fmt: skip
 def test_the_writer_is_told_from_the_layout(fixtures, name, writer):
     with read(TORCH_ZIP, fixtures / name) as checkpoint:
         assert checkpoint.details.writer == writer
@@ -356,14 +340,10 @@ def test_any_damaged_byte_gives_a_checkpoint_or_an_error_of_ours(tmp_path, ones)
 def state():
     tied = torch.arange(12.0).reshape(3, 4)
     entries = {
-        "a.weight": torch.nn.Parameter(torch.randn(7, 5)),
-        "tied": tied,
-        "tied.t": tied.t(),
-        "empty": torch.empty(0, 3),
-        "half": torch.ones(3, dtype=torch.bfloat16),
-        "byte": torch.tensor([True]),
-        "last": torch.randn(1000),
-    }
+        "a.weight": torch.nn.Parameter(torch.randn(7, 5)), "tied": tied, "tied.t": tied.t(),
+        "empty": torch.empty(0, 3), "half": torch.ones(3, dtype=torch.bfloat16),
+        "byte": torch.tensor([True]), "last": torch.randn(1000),
+    }  # fmt: skip
     return OrderedDict(entries)
 
 

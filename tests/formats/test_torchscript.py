@@ -14,15 +14,10 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from tests.formats.zips import assert_as_told, build, changed, read, records_of, save, written
 
 FILES = [
-    "torch-1.0.1/traced.pt",
-    "torch-1.2.0/traced.pt",
-    "torch-1.6.0/scripted.pt",
-    "torch-1.8.1/scripted.pt",
-    "torch-1.12.1/scripted.pt",
-    "torch-2.0.1/scripted.pt",
-    "torch-2.6.0/scripted.pt",
-    "torch-2.13.0/scripted.pt",
-]
+    "torch-1.0.1/traced.pt", "torch-1.2.0/traced.pt", "torch-1.6.0/scripted.pt",
+    "torch-1.8.1/scripted.pt", "torch-1.12.1/scripted.pt", "torch-2.0.1/scripted.pt",
+    "torch-2.6.0/scripted.pt", "torch-2.13.0/scripted.pt",
+]  # fmt: skip
 
 
 def scripted(tmp_path, module, **options):

@@ -27,14 +27,10 @@ def again(data, alignment=64):
 @pytest.mark.parametrize(
     "name",
     [
-        "torch-1.6.0/dp_full.pth",
-        "torch-1.13.1/odd.pth",
-        "torch-2.2.2/odd.pth",
-        "torch-2.13.0/misc.pth",
-        "torch-2.13.0/odd.pth",
-        "ddp/ddp_full.pth",
+        "torch-1.6.0/dp_full.pth", "torch-1.13.1/odd.pth", "torch-2.2.2/odd.pth",
+        "torch-2.13.0/misc.pth", "torch-2.13.0/odd.pth", "ddp/ddp_full.pth",
     ],
-)
+)  # fmt: skip
 def test_the_layout_is_that_of_torch_byte_for_byte(fixtures, name):
     data = (fixtures / name).read_bytes()
     assert again(data) == data

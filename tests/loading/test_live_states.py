@@ -10,19 +10,11 @@ from tests.loading.test_save import loaded, loaded_again, net, trained
 from tests.tensors.judge import assert_same
 
 OPTIMIZERS = {
-    "SGD": {"lr": 0.1, "momentum": 0.9},
-    "Adam": {"amsgrad": True},
-    "AdamW": {"capturable": False, "lr": torch.tensor(0.01)},
-    "Adamax": {},
-    "NAdam": {},
-    "RAdam": {},
-    "ASGD": {},
-    "Adadelta": {},
-    "Adagrad": {},
-    "RMSprop": {"momentum": 0.9, "centered": True},
-    "Rprop": {},
-    "Adafactor": {},
-}
+    "SGD": {"lr": 0.1, "momentum": 0.9}, "Adam": {"amsgrad": True},
+    "AdamW": {"capturable": False, "lr": torch.tensor(0.01)}, "Adamax": {}, "NAdam": {},
+    "RAdam": {}, "ASGD": {}, "Adadelta": {}, "Adagrad": {},
+    "RMSprop": {"momentum": 0.9, "centered": True}, "Rprop": {}, "Adafactor": {},
+}  # fmt: skip
 
 
 def test_every_optimizer_of_torch_takes_its_state_back(tmp_path):
@@ -56,20 +48,14 @@ def test_an_optimizer_with_one_flat_state_too(tmp_path):
 
 
 SCHEDULERS = {
-    "StepLR": {"step_size": 1},
-    "MultiStepLR": {"milestones": [1, 1, 3]},
-    "ConstantLR": {},
-    "LinearLR": {},
-    "ExponentialLR": {"gamma": 0.9},
-    "CosineAnnealingLR": {"T_max": 3},
-    "CosineAnnealingWarmRestarts": {"T_0": 3},
-    "PolynomialLR": {},
+    "StepLR": {"step_size": 1}, "MultiStepLR": {"milestones": [1, 1, 3]}, "ConstantLR": {},
+    "LinearLR": {}, "ExponentialLR": {"gamma": 0.9}, "CosineAnnealingLR": {"T_max": 3},
+    "CosineAnnealingWarmRestarts": {"T_0": 3}, "PolynomialLR": {},
     "LambdaLR": {"lr_lambda": lambda epoch: 0.5**epoch},
     "MultiplicativeLR": {"lr_lambda": lambda epoch: 0.5},
-    "OneCycleLR": {"max_lr": 0.1, "total_steps": 9},
-    "CyclicLR": {"base_lr": 0.1, "max_lr": 0.2},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 9}, "CyclicLR": {"base_lr": 0.1, "max_lr": 0.2},
     "ReduceLROnPlateau": {},
-}
+}  # fmt: skip
 
 
 def test_every_scheduler_of_torch_is_plain_data(tmp_path):

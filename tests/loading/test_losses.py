@@ -52,20 +52,14 @@ def test_an_infinity_is_no_integer_whatever_is_made_of_it_on_the_way_back():
 
 
 KEPT = [
-    ([1.0, NAN, -INF, 0.0, -0.0], "float32", "bfloat16"),
-    ([1.0, 2.0, -3.0], "float32", "int64"),
-    ([1, 5], "uint64", "int32"),
-    ([0.5, 1.0], "float32", "complex64"),
-    ([3, 4], "int8", "complex64"),
-    ([3 + 0j], "complex64", "float16"),
-    ([True, False], "bool", "float32"),
-    ([-(2**31), 2**30], "int32", "float32"),
-    ([-(2**63), 2**62], "int64", "bfloat16"),
-    ([-128, 64], "int8", "float8_e4m3fn"),
-    ([], "float32", "float16"),
-    ([1, 2, 16, -8], "int32", "float8_e4m3fn"),
+    ([1.0, NAN, -INF, 0.0, -0.0], "float32", "bfloat16"), ([1.0, 2.0, -3.0], "float32", "int64"),
+    ([1, 5], "uint64", "int32"), ([0.5, 1.0], "float32", "complex64"),
+    ([3, 4], "int8", "complex64"), ([3 + 0j], "complex64", "float16"),
+    ([True, False], "bool", "float32"), ([-(2**31), 2**30], "int32", "float32"),
+    ([-(2**63), 2**62], "int64", "bfloat16"), ([-128, 64], "int8", "float8_e4m3fn"),
+    ([], "float32", "float16"), ([1, 2, 16, -8], "int32", "float8_e4m3fn"),
     ([1, 100], "int8", "uint16"),
-]
+]  # fmt: skip
 
 
 def test_what_is_not_lost_is_not_told():

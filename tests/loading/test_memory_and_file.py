@@ -58,20 +58,14 @@ RENAMES = ({}, {"encoder.": "backbone."}, {"encoder.0.": "encoder.4."}, {"own.we
 READONLY = np.arange(3.0)
 READONLY.flags.writeable = False
 ODD = {
-    "halved": torch.full((2, 2), 1e-9, dtype=torch.float64),
-    "another shape": torch.ones(5, 5),
-    "a scalar": torch.tensor(3),
-    "sparse": torch.eye(2).to_sparse(),
-    "an array": np.ones((2, 2), dtype="float32"),
-    "turned round": np.arange(4.0)[::-1],
+    "halved": torch.full((2, 2), 1e-9, dtype=torch.float64), "another shape": torch.ones(5, 5),
+    "a scalar": torch.tensor(3), "sparse": torch.eye(2).to_sparse(),
+    "an array": np.ones((2, 2), dtype="float32"), "turned round": np.arange(4.0)[::-1],
     "of the other order": np.arange(4, dtype=">f4").reshape(2, 2),
-    "wider than any": np.longdouble([1, 2]),
-    "of times": np.zeros(2, dtype="M8[s]"),
-    "not to be written to": READONLY,
-    "plain": {"a": [1, "b"]},
-    "nothing": None,
+    "wider than any": np.longdouble([1, 2]), "of times": np.zeros(2, dtype="M8[s]"),
+    "not to be written to": READONLY, "plain": {"a": [1, "b"]}, "nothing": None,
     "an object": io.StringIO,
-}
+}  # fmt: skip
 OBJECTS = {name for name, value in ODD.items() if isinstance(value, (np.ndarray, type))}
 """As extra states they are the caller's own in memory, and not made from a file."""
 

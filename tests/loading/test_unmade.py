@@ -182,21 +182,10 @@ def test_loading_code_is_not_given_what_only_its_class_makes():
 
 
 MADE = [
-    None,
-    1.5,
-    {"a": [1, (2, "b")]},
-    OrderedDict(a=1),
-    {1, frozenset({2, frozenset({3})})},
-    Counter("aab"),
-    defaultdict(list, a=[1]),
-    bytearray(b"ab"),
-    torch.float16,
-    torch.sparse_coo,
-    torch.device("cpu"),
-    torch.Size([1, 2]),
-    torch.ones(2),
-    np.float64(2.5),
-]
+    None, 1.5, {"a": [1, (2, "b")]}, OrderedDict(a=1), {1, frozenset({2, frozenset({3})})},
+    Counter("aab"), defaultdict(list, a=[1]), bytearray(b"ab"), torch.float16, torch.sparse_coo,
+    torch.device("cpu"), torch.Size([1, 2]), torch.ones(2), np.float64(2.5),
+]  # fmt: skip
 NOT_MADE = [
     (argparse.Namespace(a=1), "an object of argparse.Namespace"),
     ([{"a": (io.BytesIO(b"1"),)}], "an object of _io.BytesIO"),

@@ -266,16 +266,11 @@ def test_what_is_whole_is_verified(name):
 @pytest.mark.parametrize(
     ("name", "rank", "kind"),
     [
-        ("z1-bf16", 0, "optim"),
-        ("z1-bf16", 1, "optim"),
-        ("z1-bf16", 2, "optim"),
-        ("z3-bf16", 1, "optim"),
-        ("z3-bf16", 2, "optim"),
-        ("z3-bf16", 0, "model"),
-        ("z3-bf16", 2, "model"),
-        ("universal-z3-fp32", 0, "model"),
+        ("z1-bf16", 0, "optim"), ("z1-bf16", 1, "optim"), ("z1-bf16", 2, "optim"),
+        ("z3-bf16", 1, "optim"), ("z3-bf16", 2, "optim"), ("z3-bf16", 0, "model"),
+        ("z3-bf16", 2, "model"), ("universal-z3-fp32", 0, "model"),
     ],
-)
+)  # fmt: skip
 def test_a_rank_that_is_missing_is_named(run, name, rank, kind):
     folder = run(name)
     path = file(folder, f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
