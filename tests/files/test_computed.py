@@ -1,5 +1,6 @@
-"""Bytes that are computed when they are read: by code, from parts, from a view."""
+"""Bytes computed when they are read, by code, from parts, from a view; and jobs of threads."""
 
+import itertools
 import os
 import threading
 import zlib
@@ -14,6 +15,7 @@ from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
 from ckptool.files.computed import WORTH, Ahead, ComputedSource, gathered, joined
 from ckptool.files.source import BLOCK
 from ckptool.files.strided import row_major
+from ckptool.files.threads import in_order
 
 
 def counting(size):
@@ -194,3 +196,33 @@ def test_reading_outside_of_what_is_joined_is_an_error_and_its_name_is_that_of_t
     for offset, length in ((-1, 2), (0, -1), (9, 2)):
         with pytest.raises(TruncatedFile, match=r"of 10\b"):
             data.source.read(offset, length)
+
+
+def test_results_come_in_the_order_of_the_jobs():
+    assert list(in_order(lambda number: number * number, range(100))) == [n * n for n in range(100)]
+    assert list(in_order(str, [])) == []
+
+
+def test_jobs_without_end_are_begun_as_their_results_are_wanted():
+    begun = []
+    results = in_order(begun.append, itertools.count())
+    for _ in range(50):
+        next(results)
+    results.close()
+    assert 50 <= len(begun) < 100
+
+
+def test_an_error_ends_it_and_what_has_not_begun_is_dropped():
+    begun = []
+
+    def work(number):
+        begun.append(number)
+        if number == 20:
+            raise ZeroDivisionError
+        return number
+
+    results = in_order(work, range(10_000))
+    assert list(itertools.islice(results, 20)) == list(range(20))
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+    assert len(begun) < 100

@@ -114,11 +114,6 @@ def real_offsets(path):
         }
 
 
-def pickle_of(zipped):
-    """The name of the record that holds the pickle."""
-    return next(name for name in zipped.namelist() if name.endswith("/data.pkl"))
-
-
 def names(path):
     """The records in the order of the directory, without the folder."""
     with zipfile.ZipFile(path) as zipped:
