@@ -59,6 +59,11 @@ def with_config(edit):
     return change
 
 
+def with_bias(**changes):
+    """Return a change of what the configuration says of `bn.bias`."""
+    return with_config(lambda config: config["bn.bias"]["tensor_meta"].update(changes))
+
+
 def raw(tensor):
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
@@ -202,27 +207,12 @@ def test_a_description_that_breaks_the_form_is_refused(tmp_path, exported):
             with_config(lambda c: c["bn.bias"].update(path_name="gone")),
             "weight 'bn.bias' .*KeyError.*gone",
         ),
-        (
-            with_config(lambda c: c["bn.bias"]["tensor_meta"].update(dtype=99)),
-            "weight 'bn.bias' .*KeyError, 99",
-        ),
-        (
-            with_config(lambda c: c["bn.bias"]["tensor_meta"].update(dtype="7")),
-            "weight 'bn.bias' .*KeyError, '7'",
-        ),
-        (
-            with_config(lambda c: c["bn.bias"]["tensor_meta"].update(sizes=[{}])),
-            "weight 'bn.bias' .*TypeError",
-        ),
-        (with_config(lambda c: c["bn.bias"]["tensor_meta"].update(sizes=None)), "no sizes"),
-        (
-            with_config(lambda c: c["bn.bias"]["tensor_meta"].update(device="cpu")),
-            "weight 'bn.bias' .*TypeError",
-        ),
-        (
-            with_config(lambda c: c["bn.bias"]["tensor_meta"].update(sizes=[{"as_int": 99}])),
-            "outside its storage",
-        ),
+        (with_bias(dtype=99), "weight 'bn.bias' .*KeyError, 99"),
+        (with_bias(dtype="7"), "weight 'bn.bias' .*KeyError, '7'"),
+        (with_bias(sizes=[{}]), "weight 'bn.bias' .*TypeError"),
+        (with_bias(sizes=None), "no sizes"),
+        (with_bias(device="cpu"), "weight 'bn.bias' .*TypeError"),
+        (with_bias(sizes=[{"as_int": 99}]), "outside its storage"),
         (lambda records: records.update({CONFIG: b"{"}), "not JSON"),
         (lambda records: records.pop(CONFIG) and None, "weights_config.json. is missing"),
         (lambda records: records.update(byteorder=b"?"), "byte order"),

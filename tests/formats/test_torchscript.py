@@ -270,29 +270,19 @@ def test_model_json_that_breaks_the_form_is_refused(fixtures, tmp_path):
             read(TORCHSCRIPT, model_json(fixtures, tmp_path, edit))
 
 
-@pytest.mark.parametrize(
-    ("edit", "said"),
-    [
-        (
-            lambda attributes: attributes[0].update(id="7"),
-            "breaks a rule of TorchScript: IndexError",
-        ),
-        (
-            lambda attributes: attributes[0].update(name=None),
-            "breaks a rule of TorchScript: TypeError",
-        ),
-        (lambda attributes: attributes.append(3), "breaks a rule of TorchScript: AttributeError"),
-    ],
-)
-def test_attributes_of_model_json_that_break_the_form_are_refused(fixtures, tmp_path, edit, said):
-    path = fixtures / "torch-1.2.0" / "traced.pt"
-    records = records_of(path.read_bytes())
-    document = json.loads(records["model.json"])
-    edit(document["mainModule"]["submodules"][1]["attributes"])
-    records["model.json"] = json.dumps(document).encode()
-    path = save(tmp_path, build([(f"a/{name}", data) for name, data in records.items()]))
-    with pytest.raises(CorruptFile, match=said):
-        read(TORCHSCRIPT, path)
+def test_attributes_of_model_json_that_break_the_form_are_refused(fixtures, tmp_path):
+    records = records_of((fixtures / "torch-1.2.0" / "traced.pt").read_bytes())
+    for edit, error in [
+        (lambda attributes: attributes[0].update(id="7"), "IndexError"),
+        (lambda attributes: attributes[0].update(name=None), "TypeError"),
+        (lambda attributes: attributes.append(3), "AttributeError"),
+    ]:
+        document = json.loads(records["model.json"])
+        edit(document["mainModule"]["submodules"][1]["attributes"])
+        broken = {**records, "model.json": json.dumps(document).encode()}
+        path = save(tmp_path, build([(f"a/{name}", data) for name, data in broken.items()]))
+        with pytest.raises(CorruptFile, match=f"breaks a rule of TorchScript: {error}"):
+            read(TORCHSCRIPT, path)
 
 
 def test_model_json_deeper_than_allowed_is_refused(fixtures, tmp_path):

@@ -145,19 +145,30 @@ def place_of(index, name):
     return {"relative_path": info.relative_path, "offset": info.offset, "length": info.length}
 
 
+def entry_of_both(**changes):
+    """Return a fault: the index says something else of the first chunk of `both`."""
+    return lambda index: moved(index, "both", (0, 0), **changes)
+
+
+def size_of_both(*sizes):
+    """Return a fault: the index states another shape of `both`."""
+    return lambda index: setattr(index.state_dict_metadata["both"], "size", torch.Size(sizes))
+
+
+def path_of_number(*path):
+    """Return a fault: the index puts `number` at another path."""
+    return lambda index: index.planner_data.update(number=path)
+
+
 FAULTS = {
-    "a file that is gone": lambda index: moved(index, "both", (0, 0), relative_path="__9_0.distcp"),
-    "a file outside": lambda index: moved(index, "both", (0, 0), relative_path="../x"),
-    "an absolute path": lambda index: moved(index, "both", (0, 0), relative_path="/etc/passwd"),
-    "a path of no text": lambda index: moved(index, "both", (0, 0), relative_path="\ud800"),
-    "descriptors of no text": lambda index: moved(
-        index, "both", (0, 0), transform_descriptors=[[1]]
-    ),
-    "a negative offset": lambda index: moved(index, "both", (0, 0), offset=-1),
-    "beyond the end": lambda index: moved(index, "both", (0, 0), offset=1 << 40),
-    "another chunk's bytes": lambda index: moved(
-        index, "both", (0, 0), **place_of(index, "number")
-    ),
+    "a file that is gone": entry_of_both(relative_path="__9_0.distcp"),
+    "a file outside": entry_of_both(relative_path="../x"),
+    "an absolute path": entry_of_both(relative_path="/etc/passwd"),
+    "a path of no text": entry_of_both(relative_path="\ud800"),
+    "descriptors of no text": entry_of_both(transform_descriptors=[[1]]),
+    "a negative offset": entry_of_both(offset=-1),
+    "beyond the end": entry_of_both(offset=1 << 40),
+    "another chunk's bytes": lambda index: entry_of_both(**place_of(index, "number"))(index),
     "no item": lambda index: index.storage_data.pop(
         next(key for key in index.storage_data if key.fqn == "both")
     ),
@@ -166,17 +177,13 @@ FAULTS = {
         setattr(one, "offsets", torch.Size([0, 0]))
         for one in index.state_dict_metadata["both"].chunks[1:2]
     ],
-    "a larger shape": lambda index: setattr(
-        index.state_dict_metadata["both"], "size", torch.Size([8, 5])
-    ),
-    "a shape of two sizes for one axis": lambda index: setattr(
-        index.state_dict_metadata["both"], "size", torch.Size([7])
-    ),
-    "no number": lambda index: moved(index, "both", (0, 0), length="9"),
-    "a path through a tensor": lambda index: index.planner_data.update(number=("both", "x")),
-    "a list without end": lambda index: index.planner_data.update(number=("l", 1 << 40)),
-    "two things at one path": lambda index: index.planner_data.update(number=("both",)),
-    "a path of objects": lambda index: index.planner_data.update(number=(1.5,)),
+    "a larger shape": size_of_both(8, 5),
+    "a shape of two sizes for one axis": size_of_both(7),
+    "no number": entry_of_both(length="9"),
+    "a path through a tensor": path_of_number("both", "x"),
+    "a list without end": path_of_number("l", 1 << 40),
+    "two things at one path": path_of_number("both"),
+    "a path of objects": path_of_number(1.5),
     "no index": lambda index: setattr(index, "storage_data", None),
 }
 

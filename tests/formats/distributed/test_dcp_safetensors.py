@@ -79,51 +79,40 @@ def test_the_files_are_looked_at_as_one_checkpoint(folder):
     assert ckptool.verify(folder).shards == 8
 
 
+def placed(value):
+    """Return a fault: the header says this of the place of `both`."""
+    return lambda _, places: places.update(both=value)
+
+
+def with_part(change, *offsets):
+    """Return a fault: another part of `both`, and perhaps another place."""
+
+    def fault(tensors, places):
+        tensors.update(both=change(tensors["both"]))
+        if offsets:
+            places.update(both={"saved_offsets": [*offsets]})
+
+    return fault
+
+
+BEGINS, DIFFER = "where its part of 'both' begins", "differ in its dtype or dimensions"
 FAULTS = {
-    "parts that overlap": (
-        "chunks at .* overlap",
-        lambda _, places: places.update(both={"saved_offsets": [3, 3]}),
-    ),
+    "parts that overlap": ("chunks at .* overlap", placed({"saved_offsets": [3, 3]})),
     "a part that is missing": (
-        r"2 of the 35 elements are in no chunk",
-        lambda tensors, places: [
-            tensors.update(both=tensors["both"][1:].clone()),
-            places.update(both={"saved_offsets": [5, 3]}),
-        ][0],
+        r"2 of the 35 elements are in no chunk", with_part(lambda both: both[1:].clone(), 5, 3)
     ),
-    "other dimensions": (
-        "differ in its dtype or dimensions",
-        lambda tensors, places: [
-            tensors.update(both=torch.ones(6)),
-            places.update(both={"saved_offsets": [0]}),
-        ][0],
-    ),
-    "another type": (
-        "differ in its dtype or dimensions",
-        lambda tensors, _: tensors.update(both=tensors["both"].double()),
-    ),
-    "a negative offset": (
-        r"\[-1, 3\]",
-        lambda _, places: places.update(both={"saved_offsets": [-1, 3]}),
-    ),
-    "an offset that is true": (
-        r"\[True, 3\]",
-        lambda _, places: places.update(both={"saved_offsets": [True, 3]}),
-    ),
-    "offsets of another tensor": (
-        "where its part of 'both' begins",
-        lambda _, places: places.update(both={"saved_offsets": [4]}),
-    ),
-    "no offsets": ("where its part of 'both' begins", lambda _, places: places.pop("both") and ""),
-    "a text in the place of offsets": (
-        "where its part of 'both' begins",
-        lambda _, places: places.update(both="4, 3"),
-    ),
+    "other dimensions": (DIFFER, with_part(lambda _: torch.ones(6), 0)),
+    "another type": (DIFFER, with_part(lambda both: both.double())),
+    "a negative offset": (r"\[-1, 3\]", placed({"saved_offsets": [-1, 3]})),
+    "an offset that is true": (r"\[True, 3\]", placed({"saved_offsets": [True, 3]})),
+    "offsets of another tensor": (BEGINS, placed({"saved_offsets": [4]})),
+    "no offsets": (BEGINS, lambda _, places: places.pop("both") and ""),
+    "a text in the place of offsets": (BEGINS, placed("4, 3")),
     "a list in the place of all": ("where its part of", lambda _, __: "[1]"),
     "no JSON": ("DCP_SHARDING_INFO is not JSON", lambda _, __: "{both"),
     "JSON without end": ("nested too deeply", lambda _, __: "[" * 100_000),
     "a name twice": ("names 'both' twice", lambda _, __: '{"both": 1, "both": 2}'),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
