@@ -372,16 +372,13 @@ def test_what_is_written_loads_in_torch_and_equals_the_source(saved):
     weight = torch.arange(6.0).reshape(2, 3)
     source = {
         "state_dict": {
-            "w": weight.t(),
-            "tied": weight,
-            "half": weight.half(),
-            "n": torch.tensor(7),
+            "w": weight.t(), "tied": weight, "half": weight.half(), "n": torch.tensor(7),
         },
         "mask": torch.tensor([True, False]),
         "empty": torch.zeros(0, 2),
         "p": torch.nn.Parameter(torch.ones(2)),
         "lr": 0.5,
-    }
+    }  # fmt: skip
     with read(saved(source)) as checkpoint:
         data = rewritten(checkpoint)
     found = torch.load(io.BytesIO(data), weights_only=True)

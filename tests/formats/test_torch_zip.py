@@ -263,11 +263,8 @@ def test_untyped_storages_count_bytes_and_sub_byte_types_count_bytes(tmp_path):
     records = {"data/0": bytes(8), "data/1": bytes(3)}
     one, two = read(TORCH_ZIP, pid_file(tmp_path, *pids, **records)).root
     assert (one.untyped, one.storage.nbytes, two.dtype, two.storage.nbytes) == (
-        True,
-        8,
-        "quint4x2",
-        3,
-    )
+        True, 8, "quint4x2", 3,
+    )  # fmt: skip
     assert torch.quint4x2.itemsize == 1
 
 

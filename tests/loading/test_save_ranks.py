@@ -34,12 +34,9 @@ def test_the_first_rank_writes_its_values_and_all_get_the_receipt(run, told):
 
 
 SAVED = {
-    "replicated": "by_itself",
-    "zero": "by_itself",
-    "fully_sharded": "by_itself",
-    "fsdp_True": "by_itself_untied",
-    "fsdp_False": "by_itself_untied",
-}
+    "replicated": "by_itself", "zero": "by_itself", "fully_sharded": "by_itself",
+    "fsdp_True": "by_itself_untied", "fsdp_False": "by_itself_untied",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SAVED)

@@ -106,12 +106,9 @@ def test_parametrizations_and_hooks_have_the_names_that_torch_gives():
 
 
 WRAPPERS = [
-    lambda net: net,
-    nn.DataParallel,
-    torch.compile,
-    AveragedModel,
+    lambda net: net, nn.DataParallel, torch.compile, AveragedModel,
     lambda net: torch.compile(nn.DataParallel(net)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
