@@ -22,16 +22,16 @@ from ckptool.errors import (
     WriteDenied,
     WriteError,
 )
-from ckptool.files import FileSource, local, recovery
+from ckptool.files import local, recovery
 from ckptool.files.atomic import atomic_output
 from ckptool.files.beside import journal_path
-from ckptool.files.editing import Edit, Patch, apply_patch
+from ckptool.files.editing import Edit, Patch
 from ckptool.files.journal import Journal, exclusive, write_journal
 from ckptool.files.local import open_source
 from ckptool.files.recovery import Recovery, recover, settle
 from ckptool.files.system import copy_bytes
 from tests.files.faults import KILL, POWER, Loss, crash_at, crashes, needs_fork, torn
-from tests.files.test_editing import OLD, PATCHES, edited, rewritten, settled
+from tests.files.test_editing import OLD, PATCHES, apply, edited, rewritten, settled
 
 SIZE = len(OLD)
 APPEND = Patch(SIZE, b"\0\1new tail" * 400)
@@ -338,12 +338,6 @@ def test_a_recovery_that_ends_at_any_call_is_made_again(path, patch):
             lambda: settled(path), lambda state=state: begun(path, patch, state), (KILL, *POWER)
         ):
             assert settled(path) == (OLD if state != edited(patch) else state), (first, crash)
-
-
-def apply(path, patch):
-    source = FileSource(path)
-    apply_patch(source, patch)
-    source.close()
 
 
 @needs_fork

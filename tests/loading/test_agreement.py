@@ -4,12 +4,10 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import UsageError
-from ckptool.loading.ranks import ranks_of
-from tests.loading.bits import untouched_by
-from tests.loading.two_ranks import adam, plain
 from tests.loading.two_ranks_loading import WRAPS
 from tests.trainer.ranks import by_ranks, needs_gloo
+
+pytestmark = needs_gloo
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +27,6 @@ def run(folder, told):
     return folder
 
 
-@needs_gloo
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_what_all_ranks_can_load_is_loaded_in_all(told, wrap):
     for rank in told:
@@ -45,7 +42,6 @@ FAILURES = {
 }
 
 
-@needs_gloo
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("scene", FAILURES)
 def test_what_one_rank_cannot_load_is_loaded_in_none(told, scene, wrap):
@@ -61,7 +57,6 @@ def test_what_one_rank_cannot_load_is_loaded_in_none(told, scene, wrap):
     assert second["untouched"]
 
 
-@needs_gloo
 @pytest.mark.parametrize("wrap", ["fsdp", "fully_sharded"])
 def test_what_torch_fills_is_put_back_however_much_it_is(told, wrap):
     first, second = (rank[f"read of many {wrap}"] for rank in told)
@@ -73,7 +68,6 @@ def test_what_torch_fills_is_put_back_however_much_it_is(told, wrap):
     assert second["untouched"]
 
 
-@needs_gloo
 def test_a_rank_that_is_filled_and_not_put_back_says_so(told):
     first, second = (rank["read of many ddp"] for rank in told)
     reason = "the model is filled in part, as that failed: ValueError: not today"
@@ -84,7 +78,6 @@ def test_a_rank_that_is_filled_and_not_put_back_says_so(told):
     assert not first["untouched"]
 
 
-@needs_gloo
 def test_a_rank_that_is_left_alone_says_who_must_call(told):
     alone = told[0]["left_alone"]
     assert alone["error"] == "MatchError"
@@ -97,7 +90,6 @@ def test_a_rank_that_is_left_alone_says_who_must_call(told):
     assert alone["untouched"]
 
 
-@needs_gloo
 def test_an_optimizer_that_does_not_fit_in_one_rank_stops_the_others(told):
     first, second = (rank["optimizer ddp"] for rank in told)
     assert "6 parameters in groups of 6, the optimizer 5 in 5" in second["text"]
@@ -106,19 +98,16 @@ def test_an_optimizer_that_does_not_fit_in_one_rank_stops_the_others(told):
     assert second["untouched"]
 
 
-@needs_gloo
 def test_a_model_that_nothing_spreads_is_each_ranks_own(told):
     first, second = (rank["on_its_own"] for rank in told)
     assert first == {"loaded": True, "untouched": False}
     assert second["error"] == "MatchError"
 
 
-@needs_gloo
 def test_only_the_ranks_that_the_model_is_spread_over_are_asked(told):
     assert told[0]["in_a_group_of_one"] == {"loaded": True, "untouched": False}
 
 
-@needs_gloo
 def test_parts_of_an_optimizer_are_refused_with_what_takes_them(run, told):
     for rank in told:
         refused = rank["parts"]
@@ -131,7 +120,6 @@ def test_parts_of_an_optimizer_are_refused_with_what_takes_them(run, told):
     assert_same_state(run / "saved.pth", run / "fsdp_again.pth")
 
 
-@needs_gloo
 @pytest.mark.parametrize("name", ["by_names.pth", "by_position.pth"])
 def test_of_an_optimizer_over_dtensors_each_rank_takes_its_part(run, told, name):
     assert all(rank[name]["loaded"] for rank in told)
@@ -142,7 +130,6 @@ def test_of_an_optimizer_over_dtensors_each_rank_takes_its_part(run, told, name)
     assert sum(rank[name]["bytes"] - steps for rank in told) == whole
 
 
-@needs_gloo
 def test_state_of_other_shapes_than_those_of_dtensors_is_refused(told):
     for rank in told:
         refused = rank["factored_again.pth"]
@@ -155,26 +142,3 @@ def assert_same_state(*files):
     assert len(before["state"]) == len(after["state"]) == 6
     for number, state in before["state"].items():
         assert all(torch.equal(value, after["state"][number][key]) for key, value in state.items())
-
-
-def test_a_process_alone_agrees_with_itself():
-    together = ranks_of(plain())
-    assert together.all(3) == [3]
-    with pytest.raises(KeyError), together.reached():
-        raise KeyError
-
-
-@pytest.mark.parametrize("order", ["rank", 5, ["position"]])
-def test_an_order_that_is_none_is_refused_without_an_optimizer_too(order):
-    model = plain()
-    with untouched_by(UsageError, model, match="is neither None nor 'position'"):
-        ckptool.load_into(model, plain().state_dict(), optimizer_order=order)
-
-
-def test_the_hint_of_a_refused_optimizer_is_the_argument_that_helps():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    given = {"model": model.state_dict(), "optimizer": adam(model).state_dict()}
-    optimizer = torch.optim.Adam(model.parameters())
-    with pytest.raises(ckptool.MatchError) as caught:
-        ckptool.load_into(model, given, optimizer=optimizer)
-    assert caught.value.hint.startswith("`optimizer_order='position'`")

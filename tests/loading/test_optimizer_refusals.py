@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.errors import CheckpointError, MatchError
+from ckptool.errors import CheckpointError, MatchError, UsageError
 from tests.loading.bits import raising, saved, untouched_by
 from tests.loading.optimizing import (
     Around,
@@ -143,6 +143,13 @@ def test_a_model_that_does_not_fit_leaves_the_optimizer_too_as_it_was():
         ckptool.load_into(
             model, {**given_by(three()), "model": three("ab").state_dict()}, optimizer=optimizer
         )
+
+
+@pytest.mark.parametrize("order", ["rank", 5, ["position"]])
+def test_an_order_that_is_none_is_refused_without_an_optimizer_too(order):
+    model = three()
+    with untouched_by(UsageError, model, match="is neither None nor 'position'"):
+        ckptool.load_into(model, three().state_dict(), optimizer_order=order)
 
 
 class Oops(Exception):

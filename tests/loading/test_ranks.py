@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckptool.errors import CheckpointWarning, MatchError, NotFound, WriteError
 from ckptool.loading.load_into import load_into
-from ckptool.loading.ranks import Ranks, is_spread, spread_like
+from ckptool.loading.ranks import Ranks, is_spread, ranks_of, spread_like
 
 
 @pytest.fixture
@@ -40,6 +40,13 @@ def test_a_process_alone_asks_nobody():
     ranks = alone()
     assert (ranks.own, ranks.all(3), ranks.first(lambda: 4)) == (0, [3], 4)
     with pytest.raises(KeyError), ranks.reached():
+        raise KeyError
+
+
+def test_a_process_alone_agrees_with_itself():
+    together = ranks_of(nn.Linear(2, 2))
+    assert together.all(3) == [3]
+    with pytest.raises(KeyError), together.reached():
         raise KeyError
 
 
