@@ -246,19 +246,12 @@ def test_a_log_as_tensorboard_writes_it(tmp_path):
 def test_the_parts_of_a_tensorflow_checkpoint(content, tmp_path):
     table = bytes(range(128, 228)) + bytes.fromhex("57fb808b247547db")
     error = content(b"\0\0" + table, "model")
-    assert is_a(
-        error,
-        UnsupportedFormat,
-        "a TensorFlow checkpoint of version 1",
-        "or an index under another name",
-    )
+    words = "a TensorFlow checkpoint of version 1", "or an index under another name"
+    assert is_a(error, UnsupportedFormat, *words)
     noise = bytes(range(128, 256)) * 4
     error = content(noise, "other.data-00000-of-00001")
-    assert is_a(
-        error,
-        UnsupportedFormat,
-        "the data of a TensorFlow checkpoint whose index is missing or cut off",
-    )
+    words = "the data of a TensorFlow checkpoint whose index is missing or cut off"
+    assert is_a(error, UnsupportedFormat, words)
     assert error.hint == "copy other.index too"
     (tmp_path / "m.index").touch()
     error = content(b"\x0a\x86\x08\x12\xdf" + noise, "m.meta")
@@ -340,13 +333,8 @@ def test_a_tar(content, tmp_path):
     weights = "./model_weights.ckpt"
     assert error.hint == f"{unpacking} {weights} && ckptool list {folder}/{weights}"
     cut = tarred({"a": b"x" * 9000}, mtime=0)[:5000]
-    assert is_refused(
-        tmp_path / "cut",
-        cut,
-        TruncatedFile,
-        "tar member 'a': 9,000 bytes are wanted",
-        "4,512 bytes are missing",
-    )
+    words = "tar member 'a': 9,000 bytes are wanted", "4,512 bytes are missing"
+    assert is_refused(tmp_path / "cut", cut, TruncatedFile, *words)
 
 
 def test_a_link_of_composer_names_the_checkpoint(tmp_path):

@@ -80,11 +80,7 @@ def test_files_of_other_formats(tmp_path, trained, kind):
     elif kind != "zip":
         shards = {"max_shard_size": 300} if kind == "sharded" else {}
         ckptool.convert(source, tmp_path / "net.safetensors", ties="copy", **shards)
-        source = (
-            next(iter(sorted(tmp_path.glob("*.index.json"))))
-            if shards
-            else tmp_path / "net.safetensors"
-        )
+        source = min(tmp_path.glob("*.index.json" if shards else "*.safetensors"))
     model = Net()
     assert load_into(model, source).coverage == 1.0
     assert_loaded(model, trained)
