@@ -420,7 +420,7 @@ def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
     if wanted > data.length:
         lost = wanted - data.length
         fact += f", and its tensors alone need {wanted:,}, so at least {lost:,} are missing"
-    hint = "download or copy it again; or ckptool convert --salvage takes what is whole"
+    hint = "download or copy it again; or ckptool convert --salvage FILE OUT takes what is whole"
     return TruncatedFile(fact, hint=hint)
 
 

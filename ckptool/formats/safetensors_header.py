@@ -241,7 +241,7 @@ def check_tiling(entries: Iterable[Entry], length: int) -> None:
         raise TruncatedFile(
             f"{_shown(last)} ends at {end:,}, but the file has {length:,} bytes after its header: "
             f"{end - length:,} bytes are missing",
-            hint="fetch the file again; or ckptool convert --salvage takes what is whole",
+            hint="fetch the file again; or ckptool convert --salvage FILE OUT takes what is whole",
         )
     if end < length:
         raise CorruptFile(
