@@ -310,5 +310,5 @@ class LegacyStream:
         return TruncatedFile(
             f"the file ends in storage {keys[index]!r:.80} ({index + 1:,} of {len(keys):,}): "
             f"{missing:,} of {position + wanted:,} bytes are missing",
-            hint="download or copy it again; or ckptool convert --salvage FILE OUT takes what is whole",
+            hint="copy it again; or ckptool convert --salvage FILE OUT takes what is whole",
         )
