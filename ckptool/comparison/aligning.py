@@ -136,7 +136,7 @@ def align(
         b: The other.
         strict_names: Compare names as they are, with their wrapper components.
         rules: Applied in order, after the wrappers are off.
-        key: An address (`paths.resolve`): only what stands there. Where one file is a flat state
+        key: An address (`tree.resolve`): only what stands there. Where one file is a flat state
             dict and has no such address, all of it.
 
     Raises:
@@ -466,7 +466,7 @@ Changed = Callable[[Path, Any], tuple[Path, Any, Path]]
 class Entry:
     """Something that a checkpoint holds, under the name that the screen has for it.
 
-    `leaf` is what `paths.walk` gives, or a container where that itself is what differs.
+    `leaf` is what `tree.walk` gives, or a container where that itself is what differs.
     """
 
     name: str

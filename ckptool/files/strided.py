@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from ckptool.errors import OutOfRange, UsageError
 from ckptool.files.source import BLOCK, ByteRange
+from ckptool.words import a_class
 
 __all__ = ["flip_signs", "narrow", "row_major", "swap_bytes", "swapped"]
 
@@ -331,8 +332,7 @@ def _chosen(item: Any, size: int, axis: int) -> int | range:
             f"index {item} is out of range for dimension {axis} of size {size}"
         ) from error
     except (TypeError, ValueError) as error:
-        kind = type(item).__name__
-        raise UsageError(f"cannot slice or index by a {kind}: {error}") from error
+        raise UsageError(f"cannot slice or index by {a_class(item)}: {error}") from error
     if isinstance(chosen, range) and chosen.step < 1:
         raise UsageError(f"cannot slice by {item}: the step must be positive")
     return chosen

@@ -243,7 +243,7 @@ def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
     """Return the exceptions from a cast: globs, each with a type, or None for the type as it is.
 
     Args:
-        keep: A mapping of globs (`paths.selected`) to types or None, or an iterable of such pairs
+        keep: A mapping of globs (`tree.selected`) to types or None, or an iterable of such pairs
             and of globs alone.
 
     Raises:
