@@ -90,7 +90,10 @@ def test_a_record_that_is_not_where_the_directory_says_is_refused_and_named():
             "'a/x' and 'a/y' overlap at offset 33",
         ),
         ([Entry("a/x", b"data"), Entry("a/y", b"data", header=0)], "overlap"),
-        ([Entry("a/x", b"data", packed_size=50, size=50)], "'a/x' of 50 bytes at offset 0 reaches"),
+        (
+            [Entry("a/x", b"data", packed_size=50, size=50)],
+            "'a/x' of 50 bytes at offset 0 reaches beyond",
+        ),
         *(([Entry("a/x", b"data", header=at)], "'a/x'") for at in (36, 90, 100_000, 0xFFFFFFFE)),
         ([Entry("a/x", b"data", local_name="a/y")], "no record 'a/x' at offset 0"),
         ([Entry("a/x", b"data", local_name="a/x" + "y" * 60_000)], "no record 'a/x'"),
