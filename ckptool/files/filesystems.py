@@ -1,9 +1,15 @@
-"""The file systems of fsspec: what an address names there, and the ranges of its files."""
+"""The file systems of fsspec: what an address names, ranges of its files, objects put there.
+
+An object is sent in parts as its bytes come, and is there when the last has come; what fails
+before, be it by Ctrl-C, discards the parts. Several objects appear one after the other, the index
+last. The size of each is asked for afterwards; nothing is read back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckptool.errors import (
@@ -12,12 +18,17 @@ from ckptool.errors import (
     FileMissing,
     UnreadableFile,
     UnsupportedFormat,
+    UsageError,
     WriteDenied,
     WriteError,
+    warn,
 )
+from ckptool.files.atomic import STEP, FileOutput, Outputs, counting_on, refuse_taken
 from ckptool.files.http import Part, changed
+from ckptool.files.source import Progress
+from ckptool.words import listed
 
-__all__ = ["INSTALL", "Fetch", "asked", "by_fsspec", "system_of"]
+__all__ = ["INSTALL", "Fetch", "asked", "by_fsspec", "refuse_object", "system_of", "uploaded_set"]
 
 INSTALL = "pip install fsspec huggingface_hub"
 
@@ -91,3 +102,116 @@ def asked(path: str, *, to_write: bool = False) -> Iterator[None]:
             f"cannot be {'written' if to_write else 'fetched'}: {type(error).__name__}, {error}",
             file=path,
         ) from error
+
+
+_PART, _PARTS = 16 << 20, 9_000
+"""Bytes of a part of an object, and how many it has at most: S3 takes 10,000."""
+
+
+def refuse_object(path: str, *, overwrite: bool) -> None:
+    """Refuse an address where nothing can be written, or that is not to be replaced.
+
+    Raises:
+        UsageError: nothing is written to addresses of this kind.
+        TargetExists: it is there.
+        WriteError: the file system does not say whether it is there.
+    """
+    kind = path.partition("://")[0].lower()
+    if kind in ("http", "https", "hf"):
+        raise UsageError(
+            f"nothing is written to {kind}://: no file of it appears whole or not at all",
+            hint="write a file here, and upload it" + (": hf upload" if kind == "hf" else ""),
+        )
+    system, inner = system_of(path)
+    with asked(path, to_write=True):
+        system.invalidate_cache()
+        try:
+            there = system.info(inner)
+        except FileNotFoundError:
+            return
+    refuse_taken(path, is_folder=there["type"] == "directory", overwrite=overwrite)
+
+
+@contextmanager
+def uploaded_set(
+    index: str,
+    sizes: Mapping[str, int],
+    *,
+    overwrite: bool,
+    check: Callable[[], None] | None,
+    progress: Progress | None,
+) -> Iterator[Outputs]:
+    """Give outputs for objects, asked for one by one, the index last; see `atomic_set`.
+
+    `check` is called before the last one appears. Those that are there when something fails stay,
+    and are named in a `CheckpointWarning`.
+
+    Raises:
+        TargetExists: an object is there and not to be overwritten.
+        WriteDenied, WriteError: the file system refuses it, or has another number of bytes.
+    """
+    done: list[str] = []
+
+    @contextmanager
+    def output_of(name: str | os.PathLike[str]) -> Iterator[FileOutput]:
+        path = os.fspath(name)
+        before, total = sum(sizes[one] for one in done), sum(sizes.values())
+        report = counting_on(progress, before, total)
+        with _uploaded(path, sizes[path], report) as output:
+            yield output
+            if check is not None and path == index:
+                check()
+            refuse_object(path, overwrite=overwrite)
+        done.append(path)
+
+    try:
+        yield output_of
+    except BaseException:
+        if done:
+            warn(f"{index}: was not written; these of its files are there: {listed(done)}")
+        raise
+
+
+@contextmanager
+def _uploaded(path: str, size: int, progress: Progress | None) -> Iterator[FileOutput]:
+    """Give an object that appears when the block ends well."""
+    system, inner = system_of(path)
+    transaction = system.transaction
+    transaction.start()  # every file system defers what is written in one, `memory` too
+    file: Any = None
+    try:
+        with asked(path, to_write=True):
+            file = system.open(inner, "wb", block_size=max(_PART, -(-size // _PARTS)))
+        output = _Upload(file, path, size, progress)
+        yield output
+        with asked(path, to_write=True):
+            output.finish()
+            file.close()
+    except BaseException:
+        with suppress(Exception):  # what went wrong first is what is told
+            transaction.complete(commit=False)
+        with suppress(AttributeError):
+            file.closed = True  # else Python closes it in the end, which may make it appear
+        raise
+    with asked(path, to_write=True):
+        transaction.complete(commit=True)
+        system.invalidate_cache()
+        there = int(system.info(inner)["size"])
+        if there != size:
+            system.rm_file(inner)
+            raise WriteError(f"{size:,} bytes were sent, and it has {there:,}: removed", file=path)
+
+
+class _Upload(FileOutput):
+    """An output that sends what comes."""
+
+    def __init__(self, file: Any, path: str, size: int, progress: Progress | None) -> None:
+        super().__init__(-1, size, progress, path)
+        self._file = file
+
+    def _put(self, data: bytes | bytearray | memoryview) -> None:
+        with asked(self.name, to_write=True):
+            self._file.write(data)
+        self._flushed += len(data)
+        if self._flushed - self._reported >= STEP:
+            self._report()

@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from ckptool.errors import FileDenied, FileMissing, UnreadableFile, UnsupportedFormat
-from ckptool.files.filesystems import INSTALL, Fetch, asked, by_fsspec, system_of
+from ckptool.files.filesystems import (
+    INSTALL,
+    Fetch,
+    asked,
+    by_fsspec,
+    refuse_object,
+    system_of,
+    uploaded_set,
+)
 from ckptool.files.http import changed, fetch
 from ckptool.files.local import Place
 from ckptool.files.source import Progress, Shared, Source
@@ -171,8 +179,6 @@ class RemotePlace(Place):
 
     def refuse_target(self, path: str, *, overwrite: bool) -> None:
         """Refuse a target that cannot be written, or is not to be replaced; as `refuse_object`."""
-        from ckptool.files.upload import refuse_object  # most only read
-
         refuse_object(path, overwrite=overwrite)
 
     def new_files(
@@ -187,8 +193,6 @@ class RemotePlace(Place):
         shared: Shared | None = None,
     ) -> AbstractContextManager[Outputs]:
         """Give outputs for objects of which the index appears last; as `uploaded_set`."""
-        from ckptool.files.upload import uploaded_set
-
         for path in sizes:
             self._sources.pop(path, None)
         return uploaded_set(index, sizes, overwrite=overwrite, check=check, progress=progress)

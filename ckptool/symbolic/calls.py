@@ -2,24 +2,137 @@
 
 A handler takes the machine and the arguments as they lie in the file and returns our own object,
 or NotImplemented where the call is of a form that it does not know (it then stays an `Opaque`).
-Tensors are in `rebuild.py`, numpy in `arrays.py`.
+Tensors are in `rebuild.py`.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size, StorageRef, TensorRef
-from ckptool.symbolic import arrays, rebuild
+from ckptool.errors import CorruptFile
+from ckptool.files import ByteRange, MemorySource
+from ckptool.model import (
+    DeviceValue,
+    Global,
+    Opaque,
+    OrderedMap,
+    Size,
+    StorageRef,
+    TensorRef,
+    plain_tensor,
+    row_major_strides,
+)
+from ckptool.symbolic import rebuild
 from ckptool.symbolic.text import raw_bytes
 
 if TYPE_CHECKING:
     from ckptool.symbolic.machine import Machine
 
-__all__ = ["RECOGNISED", "Call", "new_object"]
+__all__ = ["ELEMENT_TYPES", "RECOGNISED", "Call", "finished", "new_object"]
 
 Call = Callable[["Machine", Any], Any]
+
+
+ELEMENT_TYPES = {
+    "b1": "bool", "i1": "int8", "i2": "int16", "i4": "int32", "i8": "int64",
+    "u1": "uint8", "u2": "uint16", "u4": "uint32", "u8": "uint64",
+    "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64", "c16": "complex128",
+    "bool": "bool", "int64": "int64", "float32": "float32", "float64": "float64",
+    "bfloat16": "bfloat16",
+}  # fmt: skip
+"""Torch's name by numpy's code, without byte order."""
+_FORMATS = {
+    "bool": "?", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B",
+    "uint16": "H", "uint32": "I", "uint64": "Q", "float16": "e", "float32": "f", "float64": "d",
+    "complex64": "ff", "complex128": "dd",
+}  # fmt: skip
+_RECONSTRUCT = frozenset(
+    {"numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"}
+)
+
+
+def element_type(node: Any) -> tuple[str, str] | None:
+    """Torch's name and the byte order of a pickled `numpy.dtype`; None for one torch has not."""
+    if not isinstance(node, Opaque) or not isinstance(node.func, Global):
+        return None
+    if node.func.qualified != "numpy.dtype" or not isinstance(node.args, tuple) or not node.args:
+        return None
+    code, state = node.args[0], node.state
+    order = "little"
+    if isinstance(state, tuple) and len(state) >= 5:
+        if state[2] is not None or state[3] is not None:
+            return None  # a sub-array or a record
+        order = "big" if state[1] == ">" else "little"
+    name = ELEMENT_TYPES.get(code) if isinstance(code, str) else None
+    return None if name is None else (name, order)
+
+
+def finished(made: Opaque, file: str) -> Any:
+    """Return a `numpy.ndarray` that has just got its state, as a tensor; anything else as it is."""
+    if not isinstance(made.func, Global) or made.func.qualified not in _RECONSTRUCT:
+        return made
+    match made.state:
+        case (_, tuple() as shape, Opaque() as dtype, fortran, payload):
+            raw = raw_bytes(payload)
+            if raw is not None:
+                made.steps[-1] = ("build", (*made.state[:4], raw))
+                return _array(made, shape, dtype, bool(fortran), raw, file)
+    return made
+
+
+def _array(
+    made: Opaque, shape: tuple[Any, ...], dtype: Opaque, fortran: bool, raw: bytes, file: str
+) -> Any:
+    known = element_type(dtype)
+    if known is None:
+        return made
+    name, order = known
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise CorruptFile("a numpy array has a shape that is not all sizes", file=file)
+    tensor = plain_tensor(
+        "numpy", name, shape, ByteRange(MemorySource(raw, file), 0, len(raw)), byteorder=order
+    )
+    if fortran:
+        stride = tuple(reversed(row_major_strides(tuple(reversed(shape)))))
+        tensor = replace(tensor, stride=stride)
+    return replace(tensor, kind="numpy", parts={"array": made})
+
+
+def _from_buffer(package: str, machine: Machine, args: Any) -> Any:
+    """`numpy.core.numeric._frombuffer(buffer, dtype, shape, order)`, protocol 5's spelling."""
+    match args:
+        case (payload, Opaque() as dtype, tuple() as shape, str() as order):
+            if isinstance(payload, Opaque) and payload.class_name == "builtins.bytearray":
+                payload = payload.args[0]
+            raw = raw_bytes(payload)
+            if raw is not None:
+                made = Opaque(machine.find(f"{package}.numeric", "_frombuffer"), args)
+                return _array(made, shape, dtype, order == "F", raw, machine.file)
+    return NotImplemented
+
+
+def _scalar(package: str, machine: Machine, args: Any) -> Any:
+    """`numpy.core.multiarray.scalar(dtype, bytes)`: an object that is a plain value too."""
+    match args:
+        case (Opaque() as dtype, payload):
+            known, raw = element_type(dtype), raw_bytes(payload)
+            if known is not None and raw is not None and known[0] in _FORMATS:
+                func = machine.find(f"{package}.multiarray", "scalar")
+                plain = (known[0], _scalar_value(*known, raw, machine.file))
+                return Opaque(func, (dtype, raw), plain=plain)
+    return NotImplemented
+
+
+def _scalar_value(name: str, order: str, raw: bytes, file: str) -> Any:
+    layout = (">" if order == "big" else "<") + _FORMATS[name]
+    if struct.calcsize(layout) != len(raw):
+        raise CorruptFile(f"a numpy {name} scalar has {len(raw)} bytes", file=file)
+    parts = struct.unpack(layout, raw)
+    return complex(*parts) if len(parts) == 2 else parts[0]
 
 
 def _ordered_dict(machine: Machine, args: Any) -> Any:
@@ -108,5 +221,9 @@ RECOGNISED: dict[str, Call] = {
     "copyreg.__newobj__": _new_object_call,
     "torch.storage._load_from_bytes": _load_from_bytes,
     **rebuild.CALLS,
-    **arrays.CALLS,
+    **{
+        f"{package}.{name}": partial(handler, package)
+        for package in ("numpy.core", "numpy._core")  # the second since numpy 2
+        for name, handler in (("multiarray.scalar", _scalar), ("numeric._frombuffer", _from_buffer))
+    },
 }

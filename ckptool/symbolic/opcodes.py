@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.errors import LimitExceeded
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, StorageRef, TensorRef
-from ckptool.symbolic import arrays, calls, rebuild
+from ckptool.symbolic import calls, rebuild
 from ckptool.symbolic.text import decode_python2, parse_text_pid, unescape
 
 if TYPE_CHECKING:
@@ -534,7 +534,7 @@ def build(machine: Machine, position: int) -> int:
         target.attributes.update(state)
     elif isinstance(target, Opaque):
         target.steps.append(("build", state))
-        machine.replace_top(target, arrays.finished(target, machine.file))
+        machine.replace_top(target, calls.finished(target, machine.file))
     elif isinstance(target, TensorRef):
         machine.replace_top(target, rebuild.with_old_state(target, state))
     else:

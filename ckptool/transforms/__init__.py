@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from ckptool.transforms.averaging import average
     from ckptool.transforms.casting import cast, floating_type, kept
     from ckptool.transforms.compacting import compact, untie, without_unseen
-    from ckptool.transforms.concatenating import concatenated
     from ckptool.transforms.devices import remap, visible_devices
     from ckptool.transforms.ema import with_averages, with_masters
     from ckptool.transforms.extraction import extract, salvaged, single_state_dict
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from ckptool.transforms.names import add_module, rename, strip_module
     from ckptool.transforms.nesting import flattened, nested
     from ckptool.transforms.plain import drop_objects, to_plain
-    from ckptool.transforms.resizing import resized
+    from ckptool.transforms.resizing import concatenated, resized
 
 __all__ = [
     "Rule",
@@ -69,7 +68,6 @@ _HOMES = {
     "averaging": ("average",),
     "casting": ("cast", "floating_type", "kept"),
     "compacting": ("compact", "untie", "without_unseen"),
-    "concatenating": ("concatenated",),
     "devices": ("remap", "visible_devices"),
     "ema": ("with_averages", "with_masters"),
     "extraction": ("extract", "salvaged", "single_state_dict"),
@@ -79,7 +77,7 @@ _HOMES = {
     "names": ("add_module", "rename", "strip_module"),
     "nesting": ("flattened", "nested"),
     "plain": ("drop_objects", "to_plain"),
-    "resizing": ("resized",),
+    "resizing": ("concatenated", "resized"),
 }
 
 __getattr__ = importer(__name__, globals(), _HOMES)

@@ -16,7 +16,7 @@ from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import OrderedMap, TensorRef, plain_tensor, row_major_strides
 from ckptool.symbolic import Unpickled
-from ckptool.symbolic.arrays import ELEMENT_TYPES
+from ckptool.symbolic.calls import ELEMENT_TYPES
 from ckptool.words import printable
 
 __all__ = ["NPZ", "read_array_header"]
