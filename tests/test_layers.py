@@ -46,7 +46,6 @@ ROOMS = [
 ]
 INSIDE = {
     "loading": [
-        "memory",
         "ranks",
         "snapshot",
         "load",

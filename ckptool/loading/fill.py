@@ -14,8 +14,8 @@ from ckptool.errors import CorruptFile
 from ckptool.files import ByteRange, Source
 from ckptool.files.checksums import crc32s
 from ckptool.files.threads import in_order
-from ckptool.loading.memory import cuts, extent, memory_of, repeats
 from ckptool.model import Storage, TensorRef
+from ckptool.tensors.live import cuts, extent, memory_of, repeats
 from ckptool.tensors.materialise import memory_view
 from ckptool.tensors.runtime import called, torch_dtype
 from ckptool.words import shell

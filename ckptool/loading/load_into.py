@@ -30,7 +30,6 @@ from ckptool.loading.fill import (
     fill,
     stored_bytes,
 )
-from ckptool.loading.memory import memory_of
 from ckptool.loading.plan import TORCH_DECIDES, Plan, check_lists, metadata_for, planned
 from ckptool.loading.ranks import Ranks, ranks_of, sharded, spread_like, without_hidden
 from ckptool.loading.snapshot import Snapshot, held_back, layers, tensors_of
@@ -47,6 +46,7 @@ from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.matching.layouts import Choices
 from ckptool.matching.report import counted
 from ckptool.tensors import require_torch
+from ckptool.tensors.live import memory_of
 from ckptool.tensors.materialise import MapLocation, Placement
 from ckptool.transforms.name_rules import Rule
 from ckptool.words import a_class, listed, printable

@@ -26,7 +26,7 @@ from ckptool.loading.source import State
 from ckptool.loading.target import Target
 from ckptool.matching import Allowance, Cast, OptimizerReport, Slot, matched
 from ckptool.matching.judging import escaped_glob
-from ckptool.matching.slots import holds
+from ckptool.matching.report import holds
 from ckptool.model import TensorRef
 from ckptool.names import bare_names
 from ckptool.optimizers import OPTIONS, groups_of, model_of, names_in, options_of

@@ -15,7 +15,6 @@ from ckptool.dtypes import NOT_IN_TORCH, PACKED
 from ckptool.errors import MatchError, NotFound, UsageError
 from ckptool.formats import format_of
 from ckptool.loading.load import unpickled
-from ckptool.loading.memory import cuts
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.source import State, stated
 from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
@@ -27,6 +26,7 @@ from ckptool.modules import modules_below
 from ckptool.statedict import Section
 from ckptool.tensors import is_one_part, materialise, require_torch
 from ckptool.tensors.casting import CHUNK, losses_of
+from ckptool.tensors.live import cuts
 from ckptool.tensors.sameness import same_elements
 from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.transforms.names import moved_metadata

@@ -370,7 +370,7 @@ class _States:
         groups = state.get("param_groups") if isinstance(state, Mapping) else None
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             return state
-        names = _names_in(optimizer, groups, owner) if owner is not None else _own_names(groups)
+        names = _names_of(optimizer, groups, owner)
         if names is None and self._modules and any(group.get("params") for group in groups):
             warn(
                 "an optimizer is saved without names of its parameters, as no one model has all of "
@@ -510,25 +510,20 @@ def _renamed_state(
     return renamed
 
 
-def _names_in(
-    optimizer: Any, groups: list[dict[str, Any]], model: torch.nn.Module
+def _names_of(
+    optimizer: Any, groups: list[dict[str, Any]], owner: torch.nn.Module | None
 ) -> list[list[str]] | None:
-    """Return the model's names of the parameters of each group; None where `groups` differ."""
-    bare = bare_names(model)
-    known = {id(parameter): bare(name) for name, parameter in model.named_parameters()}
-    live = [group["params"] for group in optimizer.param_groups]
-    if list(map(len, live)) != [len(group["params"]) for group in groups]:
+    """Return the names of the parameters of each group; None where `groups` has more or fewer."""
+    if owner is None:
+        found = [group.get("param_names") or [] for group in groups]
+    else:
+        names = {id(parameter): name for name, parameter in owner.named_parameters()}
+        found = [[names[id(one)] for one in group["params"]] for group in optimizer.param_groups]
+    if list(map(len, found)) != [len(group["params"]) for group in groups]:
         return None
-    return [[known[id(parameter)] for parameter in params] for params in live]
-
-
-def _own_names(groups: list[dict[str, Any]]) -> list[list[str]] | None:
-    """Return the names that the optimizer was made with, wrappers off; None: not of all."""
-    names: list[list[str]] = [group.get("param_names") or [] for group in groups]
-    if any(len(own) != len(group["params"]) for own, group in zip(names, groups, strict=True)):
-        return None
-    bare = without_wrappers([name for own in names for name in own])
-    return [[bare[name] for name in own] for own in names]
+    every = [name for own in found for name in own]
+    bare = without_wrappers(every).__getitem__ if owner is None else bare_names(owner)
+    return [[bare(name) for name in own] for own in found]
 
 
 # FullyShardedDataParallel (the first: the parameters of `fully_shard` are DTensors)

@@ -12,8 +12,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import warn
-from ckptool.loading.memory import memory_of
 from ckptool.loading.ranks import is_spread
+from ckptool.tensors.live import memory_of
 from ckptool.words import printable
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.errors import UsageError
-from ckptool.loading.memory import memory_of
 from ckptool.loading.ranks import own_tensors, sharded, ungathered, without_hidden
 from ckptool.matching import EXTRA, Slot, Slots
 from ckptool.matching.layouts import Kinds, kinds_of
@@ -155,37 +154,19 @@ def live_slots(
     import torch
 
     tensors = _tensors(values)
-    # Few tensors begin where another does: only these are compared by all of their elements.
     places = {name: _place(tensor) for name, tensor in tensors.items()}
-    met = Counter(places.values())
-    near = {name: tensors[name] for name, place in places.items() if met[place] > 1}
-    keys = {name: memory_of(tensor) or id(tensor) for name, tensor in near.items()}
-    several = Counter(keys.values())
-    plain, parameter = torch.Tensor, torch.nn.Parameter
-    trained: set[Hashable] | None = None
-    made: dict[Any, Slot] = {}
-    slots: Slots = {}
-    for name in values:
-        tensor = tensors.get(name)
-        if tensor is None:
-            slots[name] = EXTRA
-            continue
-        # Asking whether a plain tensor is a Parameter is slow, and so is `shape_of`.
-        known = type(tensor)
-        trains = known is not plain and isinstance(tensor, parameter)
-        if not trains:
-            if trained is None:
-                trained = set(map(_elements, parameters))
-            trains = bool(trained) and _elements(tensor) in trained
-        is_plain = (known is plain or known is parameter) and not tensor.is_nested
-        shape = tensor.shape if is_plain else shape_of(tensor)
-        tie = keys.get(name)
-        key = shape, tensor.dtype, trains, None if tie is None or several[tie] == 1 else tie
-        slot = made.get(key)
-        if slot is None:
-            kind = "parameter" if trains else rest
-            slot = made[key] = Slot(shape_of(tensor), dtype_name(tensor), kind, key[3])
-        slots[name] = slot
+    often = Counter(places.values())
+    # Asking whether a plain tensor is a Parameter is slow.
+    odd = {name: tensor for name, tensor in tensors.items() if type(tensor) is not torch.Tensor}
+    trained = {places[n] for n, tensor in odd.items() if isinstance(tensor, torch.nn.Parameter)}
+    known = set(map(id, odd.values()))
+    trained.update(_place(tensor) for tensor in parameters if id(tensor) not in known)
+    slots: Slots = dict.fromkeys(values, EXTRA)
+    for name, tensor in tensors.items():
+        place = places[name]
+        kind = "parameter" if place in trained else rest
+        tie = place if often[place] > 1 else None
+        slots[name] = Slot(shape_of(tensor), dtype_name(tensor), kind, tie)
     return slots
 
 
@@ -200,18 +181,14 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _place(tensor: torch.Tensor) -> int:
-    """Return where its first element lies: equal for tensors that are one, and for few others."""
-    try:
-        place = tensor.data_ptr() or tensor.untyped_storage()._cdata
-    except (RuntimeError, ValueError):  # it has no storage, or none yet
-        return -id(tensor)
-    return place or -id(tensor)
-
-
-def _elements(tensor: torch.Tensor) -> Hashable:
+def _place(tensor: torch.Tensor) -> Hashable:
     """Return what is equal for tensors of the same elements."""
-    return memory_of(tensor) or _place(tensor)
+    try:
+        start = tensor.data_ptr() or tensor.untyped_storage()._cdata
+        turned = tensor.is_conj(), tensor.is_neg()
+        return start, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, turned
+    except (RuntimeError, ValueError):  # it has no storage, or none yet
+        return id(tensor)
 
 
 # names or shapes in place of a model

@@ -3,6 +3,7 @@
 from ckptool.matching.judging import Allowance, Allowed, Judgement, Problem
 from ckptool.matching.match import Match, matched
 from ckptool.matching.report import (
+    EXTRA,
     Ambiguity,
     Cast,
     MatchReport,
@@ -10,8 +11,10 @@ from ckptool.matching.report import (
     OptimizerReport,
     Overlap,
     Renaming,
+    Slot,
+    Slots,
+    slots_of,
 )
-from ckptool.matching.slots import EXTRA, Slot, Slots, slots_of
 
 __all__ = [
     "EXTRA",

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckptool.matching.known_renames import BATCHES, Respelling, respellings
-from ckptool.matching.slots import Slot, fits
+from ckptool.matching.report import Slot, fits
 from ckptool.model import Shape
 from ckptool.names import N_AVERAGED, WRAPPERS
 from ckptool.transforms.name_rules import regex_rule

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from ckptool.errors import UsageError
 from ckptool.matching.known_renames import BATCHES, NUMBERED
 from ckptool.matching.match import Match
-from ckptool.matching.report import Layout, Mismatch
-from ckptool.matching.slots import Slot, Slots
+from ckptool.matching.report import Layout, Mismatch, Slot, Slots
 from ckptool.model import Shape
 from ckptool.words import printable
 

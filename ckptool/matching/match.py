@@ -14,11 +14,11 @@ from ckptool.matching.report import (
     MatchReport,
     Mismatch,
     Renaming,
+    Slot,
     casts_of,
     counted,
     most_allowed,
 )
-from ckptool.matching.slots import Slot
 from ckptool.names import RULES_HINT, check_collisions
 from ckptool.transforms.name_rules import AppliedRules, Rule, prefix_regex, regex_rule
 

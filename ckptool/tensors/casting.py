@@ -18,6 +18,7 @@ from ckptool.files.checksums import Checked
 from ckptool.files.computed import Ahead, computed
 from ckptool.files.source import BLOCK
 from ckptool.model import Storage, TensorRef
+from ckptool.tensors.materialise import materialise
 from ckptool.tensors.runtime import require_torch, torch_dtype
 from ckptool.words import printable
 
@@ -175,8 +176,6 @@ def checked_tensor(ref: TensorRef) -> torch.Tensor:
     Raises:
         CorruptFile: the storage has not the CRC-32 that its file states.
     """
-    from ckptool.tensors.materialise import materialise  # what is cast is never made as a whole
-
     if ref.storage is not None and ref.storage.data is not None:
         checked(ref.storage, ref.storage.data).check()
     return materialise(ref).detach()

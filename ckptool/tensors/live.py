@@ -13,10 +13,11 @@ import enum
 import os
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.dtypes import BY_NAME
@@ -29,7 +30,20 @@ from ckptool.words import printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Held", "LiveTree", "dtype_name", "frozen", "is_array", "shape_of", "stand_in"]
+__all__ = [
+    "Held",
+    "LiveTree",
+    "Memory",
+    "cuts",
+    "dtype_name",
+    "extent",
+    "frozen",
+    "is_array",
+    "memory_of",
+    "repeats",
+    "shape_of",
+    "stand_in",
+]
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, float, complex, str, bytes))
 _MOST_BITS = 8 * 255 - 1
@@ -151,6 +165,86 @@ def dtype_name(tensor: torch.Tensor) -> str:
 @cache
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# where elements lie in memory
+
+
+class Memory(NamedTuple):
+    """The place of a strided tensor; equal for two tensors that are the same elements.
+
+    `storage` identifies the storage as long as it lives.
+    """
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    """Bytes of the whole storage."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The bytes of the storage, from and to, that the tensor covers."""
+        import torch
+
+        size: int = getattr(torch, self.dtype).itemsize
+        return self.offset * size, (self.offset + extent(self.shape, self.stride)) * size
+
+
+def memory_of(tensor: torch.Tensor) -> Memory | None:
+    """Return the place of a tensor; None where it has no storage of its own, or a freed one.
+
+    Sparse, quantised, nested and lazy tensors have none, nor has a DTensor.
+    """
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return None
+    storage = tensor.untyped_storage()
+    nbytes = storage.nbytes()
+    if tensor.is_conj() or tensor.is_neg() or (not nbytes and tensor.numel()):
+        return None
+    return Memory(
+        storage._cdata,
+        int(tensor.storage_offset()),
+        tuple(tensor.shape),
+        tensor.stride(),
+        dtype_name(tensor),
+        nbytes,
+    )
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements lie from the first to the last of these, both counted."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def repeats(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether a dimension is expanded: torch copies nothing into such a tensor."""
+    return any(size > 1 and not step for size, step in zip(shape, stride, strict=True))
+
+
+def cuts(shape: Sequence[int], most: int) -> Iterator[tuple[Any, ...]]:
+    """Yield indexes that together visit every element once, in blocks of at most `most`."""
+    if 0 in shape:
+        return
+    row = prod(shape[1:])
+    if not shape or shape[0] * row <= most:
+        yield ()
+    elif row <= most:
+        step = most // row
+        for start in range(0, shape[0], step):
+            yield (slice(start, start + step),)
+    else:
+        for at in range(shape[0]):
+            for rest in cuts(shape[1:], most):
+                yield (at, *rest)
 
 
 # what is saved

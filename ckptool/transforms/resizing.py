@@ -27,7 +27,7 @@ from ckptool.model import (
 )
 from ckptool.names import families
 from ckptool.statedict import MODEL_KINDS, Section, named_tensors
-from ckptool.tensors.resizing import interpolated, more_rows
+from ckptool.tensors.averaging import interpolated, more_rows
 from ckptool.tensors.sameness import same_elements
 from ckptool.transforms.casting import FLOATING, optimizer_tensors, refuse_apart, tensors_placed
 from ckptool.transforms.names import distinct, with_items

@@ -12,7 +12,7 @@ from ckptool.formats import open_checkpoint
 from ckptool.loading import fill as reading
 from ckptool.loading.fill import Assigned, Fill, alone, can_fill, check_bytes, fill, stored_bytes
 from ckptool.loading.load_into import load_into
-from ckptool.loading.memory import cuts, extent, memory_of, repeats
+from ckptool.tensors.live import cuts, extent, memory_of, repeats
 
 
 @pytest.fixture

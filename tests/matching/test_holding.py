@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from ckptool.matching.slots import holds
+from ckptool.matching.report import holds
 
 torch = pytest.importorskip("torch")
 

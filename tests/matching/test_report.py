@@ -13,8 +13,7 @@ from ckptool.matching import (
     Overlap,
     Renaming,
 )
-from ckptool.matching.report import casts_of, counted
-from ckptool.matching.slots import EXTRA, Slot
+from ckptool.matching.report import EXTRA, Slot, casts_of, counted
 
 
 def test_an_empty_report_fits_and_covers_all():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptool.matching import EXTRA, Slot, slots_of
-from ckptool.matching.slots import fits
+from ckptool.matching.report import fits
 from ckptool.model import Global, Opaque, OrderedMap, TensorRef, Wrapping
 from ckptool.statedict import sections
 from tests.trees import module, scalar, storage, tensor
