@@ -355,11 +355,8 @@ def digits(config: TrainConfig) -> TrainData:
     dtype = getattr(torch, config.dtype)
     images = torch.as_tensor(held.images).unsqueeze(1).to(dtype) / 16
     labels = torch.as_tensor(held.target).long()
-    rows, others = split(len(labels), config.seed)
-    learned, kept = (
-        TensorDataset(images[rows], labels[rows]),
-        TensorDataset(images[others], labels[others]),
-    )
+    rows = split(len(labels), config.seed)
+    learned, kept = (TensorDataset(images[one], labels[one]) for one in rows)
     return TrainData(learned, kept, "cross_entropy", (1, 8, 8), 10, {"largest": 16.0})
 
 
