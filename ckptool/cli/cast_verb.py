@@ -64,7 +64,7 @@ def command(
     65519.99 fits float16 (as 65504), 65520 does not. A GLOB is compared with the name of a tensor,
     a GLOB with a / with its whole path. Quantised weights are refused without
     --dequantize or --raw. --dequantize takes fp8 weights with scales, nf4, fp4 and int8 of
-    bitsandbytes, quantised tensors and linear layers of torch, and Int8Tensor and
+    bitsandbytes, quantised tensors and linear layers of torch, and Int8Tensor, Float8Tensor and
     IntxUnpackedToInt8Tensor of torchao: the result is that of the library, and what only
     quantised weights need is left out. With --dtype bfloat16 the result of model.pth goes to
     model.bfloat16.pth.

@@ -26,7 +26,7 @@ _BLOCK = 128
 _MOST_FACTS = 1 << 16
 """Bytes of JSON that are read about one weight."""
 PACKED = "_packed_params._packed_params"
-_OF_TORCHAO = ("Int8Tensor", "IntxUnpackedToInt8Tensor")
+_OF_TORCHAO = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 _PER_127 = 7.874015718698502e-3
 
 
