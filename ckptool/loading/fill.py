@@ -277,7 +277,9 @@ class Assigned:
         place = memory_of(tensor)
         if place is None or tensor.is_meta or not tensor.numel():
             return False
-        start, stop = place.span
+        size = tensor.element_size()
+        start = int(tensor.storage_offset()) * size
+        stop = start + extent(tensor.shape, tensor.stride()) * size
         if stop - start < tensor.nbytes:
             return True
         known = self._taken.setdefault((place.storage, str(tensor.device)), [])

@@ -229,10 +229,6 @@ class _Loading:
         Tensors on the meta device, and with `assign` all, are replaced by others. Where torch would
         copy `by_name` and nothing else, plain tensors are filled straight from the file. Else torch
         loads them, from tensors that are made of the file.
-
-        Raises:
-            UsageError: tensors on the meta device are not to be assigned, or the optimizer is over
-                parameters that are replaced.
         """
         self._model, self._target, self._state, self.plan = model, target, state, plan
         """Its report says in the end what the model's own code made of it."""
@@ -302,11 +298,6 @@ class _Loading:
         The direct fill is the last step: signals wait until it is through. If it fails, it is
         undone where at most 128 MiB are filled; else the error says that the model is filled in
         part. Each step begins when all processes of `together` have ended the one before.
-
-        Raises:
-            MatchError: torch, or the model's own code, refuses what it is given.
-            CorruptFile, UnreadableFile: the file is damaged.
-            CheckpointError: another process failed.
         """
         with together.reached():
             self._check(verify)
@@ -502,13 +493,12 @@ class _Loading:
         except Exception as error:  # also of a device, or of memory
             if self._copies_all:
                 raise
-            hint = "load a file that is whole before the model is used"
-            file = self._state.file or None
-            if isinstance(error, (UnreadableFile, OSError)):
-                text = f"could not be read to its end, and {_IN_PART}: {error}"
-                raise UnreadableFile(text, file=file, hint=hint) from error
-            text = f"{_IN_PART}, as that failed: {type(error).__name__}: {error}"
-            raise CheckpointError(text, file=file, hint=hint) from error
+            is_of_the_file = isinstance(error, (UnreadableFile, OSError))
+            raise (UnreadableFile if is_of_the_file else CheckpointError)(
+                f"{_IN_PART}, as that failed: {type(error).__name__}: {error}",
+                file=self._state.file or None,
+                hint="load a file that is whole before the model is used",
+            ) from error
         new = {id(self._target.entries[name]): tensor for name, tensor in given.items()}
         for module in self._model.modules() if new else ():
             homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -537,12 +527,7 @@ def _trainable() -> Iterator[None]:
 
 
 def _check_arguments(map_location: Any, optimizer_order: Any, **switches: Any) -> None:
-    """Refuse values that would be understood as something else: a typing error allows nothing.
-
-    Raises:
-        UsageError: naming the first, and what it may be.
-        DeviceError: `map_location` is not a device that torch knows.
-    """
+    """Refuse values that would be understood as something else: a typing error allows nothing."""
     import torch
 
     Placement(map_location)

@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool._lazy import uncollected
@@ -19,11 +19,9 @@ from ckptool.loading.ranks import without_hidden
 from ckptool.loading.source import State, stated
 from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
 from ckptool.matching import Allowance, Cast, Match, MatchReport, Slot, matched
-from ckptool.matching.layouts import Choices, Kinds, kinds_of, laid_out, wanted_by
+from ckptool.matching.layouts import Choices, laid_out, wanted_by
 from ckptool.matching.report import counted
 from ckptool.model import Global, Opaque, TensorRef
-from ckptool.modules import modules_below
-from ckptool.statedict import Section
 from ckptool.tensors import is_one_part, materialise, require_torch
 from ckptool.tensors.casting import CHUNK, losses_of
 from ckptool.tensors.live import cuts
@@ -136,7 +134,6 @@ def target_like(like: Any, *, key: Any = None) -> Target:
                 state.file or REFERENCE,
                 state.slots,
                 metadata=state.metadata,
-                kinds=partial(_kinds_in, state.section),
             )
     except NotFound as error:
         error.message = f"{REFERENCE}: {error.message}"
@@ -146,16 +143,6 @@ def target_like(like: Any, *, key: Any = None) -> Target:
             error.message = f"{REFERENCE} is neither a state dict nor a dict of shapes"
             error.advise("in a dict of shapes all are tuples of sizes: {'weight': (4, 3)}")
         raise
-
-
-def _kinds_in(section: Section) -> Kinds:
-    """Return what the parameters of a pickled module are."""
-    if section.kind != "module":
-        return {}
-    return kinds_of(
-        (prefix[:-1], [module.class_name], module.attributes)
-        for prefix, module in modules_below(section.holder)
-    )
 
 
 class Plan(NamedTuple):
@@ -445,31 +432,23 @@ def _has_same_elements(state: State, one: str, other: str) -> bool:
 
     On the meta device, where there are none, they count as the same.
     """
-    tie = state.slots[one].tie
-    if tie is not None and tie == state.slots[other].tie:
+    mine, theirs = state.slots[one], state.slots[other]
+    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+        return False
+    if mine.tie is not None and mine.tie == theirs.tie:
         return True
     a, b = state.ref(one), state.ref(other)
-    if (
-        a is not None
-        and b is not None
-        and (a.dtype, a.shape) == (b.dtype, b.shape)
-        and (a.has_content and b.has_content)
-    ):
+    if a is not None and b is not None and a.has_content and b.has_content:
         return same_elements(a, b)
     import torch
 
     x, y = state.value(one), state.value(other)
-    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)) or x.dtype != y.dtype:
+    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
         return x is y
     if x.is_meta or y.is_meta:
-        return x.shape == y.shape
+        return True
     try:
-        return torch.equal(_bytes(x), _bytes(y).to(x.device))
-    except (RuntimeError, TypeError):  # no plain array of elements
+        plain = [tensor.detach().cpu().resolve_conj().resolve_neg().ravel() for tensor in (x, y)]
+        return torch.equal(*(tensor.view(torch.uint8) for tensor in plain))
+    except RuntimeError:  # no plain array of elements
         return torch.equal(x, y)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

@@ -217,10 +217,6 @@ class _States:
         """Return what stands for the state dict of a module until `gather`; or a state dict.
 
         Wrapper names are removed. The counter of an `AveragedModel` is in `counter`.
-
-        Raises:
-            UsageError: it is neither.
-            NameCollision: two names would become one.
         """
         import torch
 
@@ -246,9 +242,6 @@ class _States:
 
         An `AveragedModel` in it keeps its own names, which go with its counter. Optimizers come
         last, when all modules are known that may have their parameters.
-
-        Raises:
-            WriteError: another process failed, or gathers something else.
         """
         seen: set[int] = set()
         todo: list[Any] | None = [root, *self.instead.values()]
@@ -361,10 +354,9 @@ class _States:
         return (self._put(optimizer, self._of_optimizer(optimizer, owner)),)
 
     def _of_optimizer(self, optimizer: Any, owner: torch.nn.Module | None) -> Any:
-        """Return its `state_dict()` with `param_names` in the groups.
+        """Return its `state_dict()` with the names of its parameters in the groups, wrappers off.
 
-        The names are those of the module that has all of its parameters, else those that the
-        optimizer itself was given, wrappers off.
+        They are those of `owner`, which has all of them, else those that it was itself given.
         """
         state = optimizer.state_dict()
         groups = state.get("param_groups") if isinstance(state, Mapping) else None
@@ -383,11 +375,7 @@ class _States:
         return {**state, "param_groups": named}
 
     def _gather_whole(self, tensor: Any) -> None:
-        """Gather a DTensor in every process, and keep it on the CPU of the first.
-
-        Raises:
-            WriteError: another process did not come.
-        """
+        """Gather a DTensor in every process, and keep it on the CPU of the first."""
         try:
             whole = tensor.full_tensor().detach()
         except RuntimeError as error:
@@ -414,11 +402,7 @@ def _label_of_shards(model: torch.nn.Module) -> Label:
 
 
 def _check_alike(told: Sequence[Sequence[Label]], own: int) -> None:
-    """Refuse to wait for a process that gathers something else than this one.
-
-    Raises:
-        WriteError: naming the first difference.
-    """
+    """Refuse to wait for a process that gathers something else than this one."""
     for rank, theirs in enumerate(told):
         ours = [text for text, ranks in told[own] if ranks is None or rank in ranks]
         others = [text for text, ranks in theirs if ranks is None or own in ranks]
@@ -495,11 +479,7 @@ def _renamed_state(
     *,
     without: Collection[str] = (),
 ) -> OrderedDict[Any, Any]:
-    """Return a state dict under new names, its `_metadata` under the new paths.
-
-    Raises:
-        NameCollision: two names would become one.
-    """
+    """Return a state dict under new names, its `_metadata` under the new paths."""
     kept = [name for name in state if name not in without]
     names = {name: rename(name) for name in kept if isinstance(name, str)}
     check_collisions(kept, names, hint="save the model inside the wrapper")

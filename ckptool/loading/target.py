@@ -91,18 +91,8 @@ def target_of(model: torch.nn.Module) -> Target:
         slots = live_slots(live, parameters=model.parameters(), rest="buffer")
     slots = _with_forms(slots, modules)
     label = type(_innermost(model)).__name__
-    return Target(label, slots, _tensors(live), metadata, custom, partial(_kinds, modules))
-
-
-def _kinds(modules: Iterable[tuple[str, torch.nn.Module]]) -> Kinds:
-    return kinds_of(
-        (
-            without_hidden(path),
-            [f"{one.__module__}.{one.__name__}" for one in type(module).__mro__],
-            vars(module),
-        )
-        for path, module in modules
-    )
+    named = [(without_hidden(path), module) for path, module in modules]
+    return Target(label, slots, _tensors(live), metadata, custom, partial(kinds_of, named))
 
 
 def _with_forms(slots: Slots, modules: Iterable[tuple[str, torch.nn.Module]]) -> Slots:

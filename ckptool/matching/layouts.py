@@ -101,50 +101,45 @@ def _as_kernel(dimensions: int) -> Axes:
     return (dimensions - 1, dimensions - 2, *range(dimensions - 2))
 
 
-def kinds_of(modules: Iterable[tuple[str, Iterable[str], Mapping[str, Any]]]) -> Kinds:
-    """Return what each parameter is, by the modules in their order.
+def kinds_of(modules: Iterable[tuple[str, Any]]) -> Kinds:
+    """Return what each parameter is, by the live modules, each with its path, in their order.
 
     A Linear may be behind a Flatten, where its inputs have another order than in torch, if a
     convolution of the model has a divisor of them for channels, and neither the layer nor the
     convolution before has as many.
-
-    Args:
-        modules: Path, classes (qualified names, the nearest first) and attributes of each.
     """
-    every = [(path, _class_of(classes), held) for path, classes, held in modules]
-    channels = {_size(held, "out_channels") for _, _, held in every} - {0}
+    every = list(modules)
+    channels = {_size(module, "out_channels") for _, module in every} - {0}
     kinds: dict[str, str] = {}
     width = last = 0
-    for path, word, held in every:
-        kind, inputs = _TYPES.get(word, word), _size(held, "in_features")
+    for path, module in every:
+        word, inputs = _class_of(module), _size(module, "in_features")
+        kind = _TYPES.get(word, word)
         if word.startswith("ConvTranspose"):
             kind = f"{word}, and Flax mirrors its kernels unless transpose_kernel=True"
-        elif _size(held, "groups") > 1:
-            kind = f"{word} of {held['groups']} groups"
+        elif _size(module, "groups") > 1:
+            kind = f"{word} of {module.groups} groups"
         elif inputs not in (0, width, last) and not all(inputs % one for one in channels):
             kind = f"{word} that may be behind a Flatten, which has another order in torch"
-        width = next(filter(None, (_size(held, one) for one in _WIDTHS)), width)
-        last = _size(held, "out_channels") or last
-        for own in held.get("_parameters", {}):
+        width = next(filter(None, (_size(module, one) for one in _WIDTHS)), width)
+        last = _size(module, "out_channels") or last
+        for own in module._parameters:
             kinds[f"{path}.{own}".lstrip(".")] = kind if own == "weight" else word
     return kinds
 
 
-def _size(held: Mapping[str, Any], name: str) -> int:
+def _size(module: Any, name: str) -> int:
     """Return an attribute of a module, or the last of several sizes; 0: it is no size."""
-    size = held.get(name)
+    size = vars(module).get(name)
     if isinstance(size, (tuple, list)) and size:
         size = size[-1]
     return size if isinstance(size, int) and size > 0 else 0
 
 
-def _class_of(classes: Iterable[str]) -> str:
-    """Return the name of the nearest class that decides axes, else of the nearest.
-
-    Of a class that is not torch's its module is in the name.
-    """
-    names = [one.rpartition(".") for one in classes]
-    own = [(name if home.startswith("torch.") else f"{home}.{name}") for home, _, name in names]
+def _class_of(module: Any) -> str:
+    """Return the name of the nearest class that decides axes, else of the nearest, not torch's."""
+    names = [f"{one.__module__}.{one.__name__}" for one in type(module).__mro__]
+    own = [name.rpartition(".")[2] if name.startswith("torch.") else name for name in names]
     return next((name for name in own if name in _TYPES), own[0])
 
 

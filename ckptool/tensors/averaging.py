@@ -215,12 +215,7 @@ class Averager:
 
 class _Kernel:
     def __init__(self, sources: Sequence[str], target: str) -> None:
-        """Take memory for chunks of these types.
-
-        Raises:
-            TorchMissing: torch is not installed.
-            UnsupportedFormat: this torch has not one of the types.
-        """
+        """Take memory for chunks of these types."""
         require_torch()
         import torch
 

@@ -433,12 +433,9 @@ def _changed(block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             return _changed(pairs, dtype.to_real()).any(-1)
         return _changed(pairs[..., 0], dtype) | (pairs[..., 1] != 0)
     after = block.to(dtype.to_real() if dtype.is_complex else dtype)
-    if block.is_floating_point() and after.is_floating_point():
-        old, new = block.double(), after.double()
-        return ~((old == new) | (old.isnan() & new.isnan()))
-    if block.is_floating_point():
-        return block.double() != after.double()
-    if after.is_floating_point():
-        after = after.double()
+    if after.is_floating_point() and not block.is_floating_point():
+        after = after.double()  # does not have every integer
         return ~after.isfinite() | (after.to(block.dtype) != block)
-    return block.to(torch.int64) != after.to(torch.int64)
+    wide = torch.float64 if block.is_floating_point() else torch.int64
+    old, new = block.to(wide), after.to(wide)
+    return ~((old == new) | (old.isnan() & new.isnan()))

@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptool.dtypes import BY_NAME
 from ckptool.errors import UnsupportedFormat, UsageError
 from ckptool.files.source import Told
 from ckptool.files.threads import in_order
 from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
+from ckptool.tensors.casting import FLOATS
 from ckptool.tensors.runtime import one_thread, require_torch, torch_dtype
 from ckptool.tensors.sameness import side_by_side
 
@@ -29,9 +31,7 @@ _WHOLE = frozenset(
     ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 )
 _LONG = frozenset(("uint64", "int64"))
-_SMALL = frozenset(
-    ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-)
+_SMALL = frozenset(name for name in FLOATS if BY_NAME[name].itemsize == 1)
 _STAND_INS = {
     **dict.fromkeys(_SMALL, "float32"),
     **dict.fromkeys(_WHOLE, "float64"),
@@ -225,12 +225,7 @@ class _Sums:
 
 class _Kernel:
     def __init__(self, a: str, b: str, tolerance: _Tolerance) -> None:
-        """Take memory for chunks of these types, which are among `COMPARED`.
-
-        Raises:
-            TorchMissing: torch is not installed.
-            UnsupportedFormat: this torch has not one of the types.
-        """
+        """Take memory for chunks of these types, which are among `COMPARED`."""
         require_torch()
         import torch
 

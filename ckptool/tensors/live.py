@@ -25,6 +25,7 @@ from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, Source
 from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size, Storage, TensorRef
 from ckptool.tensors.materialise import memory_view
+from ckptool.tree import name_of
 from ckptool.words import printable
 
 if TYPE_CHECKING:
@@ -180,17 +181,7 @@ class Memory(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    """Bytes of the whole storage."""
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The bytes of the storage, from and to, that the tensor covers."""
-        import torch
-
-        size: int = getattr(torch, self.dtype).itemsize
-        return self.offset * size, (self.offset + extent(self.shape, self.stride)) * size
+    dtype: torch.dtype
 
 
 def memory_of(tensor: torch.Tensor) -> Memory | None:
@@ -204,18 +195,10 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
         return None
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
-    storage = tensor.untyped_storage()
-    nbytes = storage.nbytes()
-    if tensor.is_conj() or tensor.is_neg() or (not nbytes and tensor.numel()):
+    storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+    if tensor.is_conj() or tensor.is_neg() or (tensor.numel() and not storage.nbytes()):
         return None
-    return Memory(
-        storage._cdata,
-        int(tensor.storage_offset()),
-        tuple(tensor.shape),
-        tensor.stride(),
-        dtype_name(tensor),
-        nbytes,
-    )
+    return Memory(storage._cdata, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -307,7 +290,7 @@ class _Frozen(LiveTree):
             try:
                 return self.tensors.frozen(node)
             except NotRepresentable as error:
-                message = f"{_spelled(self.path)}: {error.message}"
+                message = f"{self._place}: {error.message}"
                 raise NotRepresentable(message, file=self._file, hint=error.hint) from error
         if kind is set:
             return Opaque(Global("builtins", "set"), ([self.key(item) for item in _sorted(node)],))
@@ -323,13 +306,18 @@ class _Frozen(LiveTree):
         return self._refuse(node) if number is None else self.node(number)
 
     def _refuse(self, node: Any, fact: str = "is not plain data") -> NoReturn:
-        kind = type(node)
+        kind, last = type(node), self.path[-1]
         owner = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        name = last if isinstance(last, str) and last.isidentifier() else "value"
         raise NotRepresentable(
-            f"{_spelled(self.path)}: {owner}{kind.__qualname__} {fact}",
+            f"{self._place}: {owner}{kind.__qualname__} {fact}",
             file=self._file,
-            hint=_remedy(node, self.path),
+            hint=f"save {_plainly(node, name)} in its place",
         )
+
+    @property
+    def _place(self) -> str:
+        return printable(name_of(tuple(self.path)))
 
 
 def _sorted(items: set[Any]) -> list[Any]:
@@ -346,28 +334,8 @@ def _plain_number(node: Any) -> Any:
     return number if type(number) in (bool, int, float, complex, str, bytes) else None
 
 
-def _remedy(node: Any, path: Sequence[Any]) -> str:
-    """Return the expression that makes plain data of the object at `path`, as advice.
-
-    It names the last word of the path, and what follows that: `rng[1].tolist()`.
-    """
-    words = [at for at, key in enumerate(path) if isinstance(key, str) and key.isidentifier()]
-    name = _spelled(path[words[-1] :]) if words else "value"
-    return f"save {_expression(node, name)} in its place"
-
-
-def _spelled(path: Iterable[Any]) -> str:
-    """Return a place as Python spells it: `config.args`, `rng['numpy.state'][1]`."""
-    text = ""
-    for key in path:
-        if isinstance(key, str) and key.isidentifier():
-            text += f".{key}" if text else key
-        else:
-            text += f"[{printable(repr(key))}]"
-    return text
-
-
-def _expression(node: Any, name: str) -> str:
+def _plainly(node: Any, name: str) -> str:
+    """Return the expression that makes plain data of an object, as advice: `vars(args)`."""
     if isinstance(node, enum.Enum):
         return f"{name}.value"
     if isinstance(node, (str, int, os.PathLike, date)):
@@ -389,11 +357,7 @@ class _LiveTensors:
         self._alive: list[Any] = []
 
     def frozen(self, tensor: torch.Tensor) -> TensorRef:
-        """Return the tensor detached, of torch's own class and on the CPU.
-
-        Raises:
-            NotRepresentable: it has no elements here, or its elements fit no file.
-        """
+        """Return the tensor detached, of torch's own class and on the CPU."""
         import torch
 
         _refuse_class(tensor)

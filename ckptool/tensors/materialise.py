@@ -59,11 +59,7 @@ class Placement:
 
         if isinstance(map_location, torch.device):
             map_location = str(map_location)
-        elif not (
-            map_location is None
-            or isinstance(map_location, (str, Mapping))
-            or callable(map_location)
-        ):
+        elif not (isinstance(map_location, (str, Mapping, type(None))) or callable(map_location)):
             raise DeviceError(
                 f"map_location is a {type(map_location).__name__}",
                 hint="give a string, a torch.device, a dict of tags, a function, or None",
@@ -91,9 +87,8 @@ class Placement:
             return
         import torch
 
-        _restored(
-            torch.empty(0, device="cpu").untyped_storage(), target, tag=tag, name=name, file=file
-        )
+        nothing = torch.empty(0, device="cpu").untyped_storage()
+        _restored(nothing, target, tag=tag, name=name, file=file)
         self._checked.add(target)
 
     def place(
@@ -130,15 +125,13 @@ def _restored(
 
 
 def _untyped(storage: Any) -> torch.UntypedStorage:
-    """Return the storage that a function returned, also from a typed storage of older torch."""
+    """Return the storage that a function returned, also where that is a typed one."""
     import torch
 
-    if isinstance(storage, torch.UntypedStorage):
-        return storage
-    found = getattr(storage, "_untyped_storage", None)
-    if isinstance(found, torch.UntypedStorage):
-        return found
-    raise DeviceError(f"map_location gave a {type(storage).__name__} in place of a storage")
+    found = getattr(storage, "_untyped_storage", storage)
+    if not isinstance(found, torch.UntypedStorage):
+        raise DeviceError(f"map_location gave a {type(storage).__name__} in place of a storage")
+    return found
 
 
 _ALIGNMENT = 64

@@ -14,6 +14,7 @@ from ckptool.files.source import Told
 from ckptool.files.threads import in_order
 from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
+from ckptool.tensors.casting import FLOATS
 from ckptool.tensors.runtime import one_thread, require_torch
 
 if TYPE_CHECKING:
@@ -262,11 +263,7 @@ class _Kernel:
     """The arithmetic on a chunk of elements of one type, over buffers that are used again."""
 
     def __init__(self, dtype: str) -> None:
-        """Take memory for a chunk.
-
-        Raises:
-            UnsupportedFormat: this torch does not have the type.
-        """
+        """Take memory for a chunk."""
         import torch
 
         self._bias = _BIAS.get(dtype, 0)
@@ -361,7 +358,7 @@ def _preparations() -> dict[str, tuple[torch.dtype | None, Callable[[torch.Tenso
     """Return, for types that torch cannot calculate in, the type to read and the conversion."""
     import torch
 
-    small = [name for name, kind in BY_NAME.items() if kind.floating and kind.itemsize == 1]
+    small = [name for name in FLOATS if BY_NAME[name].itemsize == 1]
     return {
         **dict.fromkeys([*small, "float16"], (None, torch.Tensor.float)),
         "bool": (torch.uint8, lambda bits: bits.clamp(max=1)),

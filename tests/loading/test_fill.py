@@ -12,7 +12,7 @@ from ckptool.formats import open_checkpoint
 from ckptool.loading import fill as reading
 from ckptool.loading.fill import Assigned, Fill, alone, can_fill, check_bytes, fill, stored_bytes
 from ckptool.loading.load_into import load_into
-from ckptool.tensors.live import cuts, extent, memory_of, repeats
+from ckptool.tensors.live import cuts, extent, repeats
 
 
 @pytest.fixture
@@ -137,22 +137,6 @@ def test_cuts_take_every_element_once_and_in_order(shape, most, random):
 
 
 BASE = torch.zeros(6, 8)
-VIEWS = {
-    "all": (BASE, (0, 192)),
-    "a row": (BASE[2], (64, 96)),
-    "a column": (BASE[:, 1], (4, 168)),
-    "a part, turned": (BASE[1:3, 4:6].t(), (48, 88)),
-    "a number": (BASE[1, 1], (36, 40)),
-    "nothing": (BASE[3, 2:2], (104, 104)),
-    "one of them, repeated": (BASE[1, 1].expand(5), (36, 40)),
-    "of another type": (BASE.view(torch.int16)[1], (32, 64)),
-}
-
-
-@pytest.mark.parametrize("what", VIEWS)
-def test_the_span_of_a_view_is_what_it_looks_at(what):
-    view, span = VIEWS[what]
-    assert memory_of(view).span == span
 
 
 def test_an_expanded_tensor_has_a_smaller_extent_than_elements_and_repeats_them():

@@ -112,13 +112,6 @@ def test_a_file_converted_like_a_model_loads_in_torch(folder, answers, file, tmp
     assert_images(torch.load(tmp_path / "b.pth"), file, answers)
 
 
-def test_the_types_in_a_pickled_module_decide_as_well(folder, answers, tmp_path):
-    torch.save(Images(), tmp_path / "whole.pth")
-    target = tmp_path / "a.safetensors"
-    ckptool.convert(folder / "images.msgpack", target, like=tmp_path / "whole.pth")
-    assert_images(load_file(target), "images.msgpack", answers)
-
-
 def test_without_types_the_axes_are_asked_for(folder, answers, tmp_path):
     torch.save(Images().state_dict(), tmp_path / "state.pth")
     source, target, like = folder / "images.msgpack", tmp_path / "a.pth", tmp_path / "state.pth"

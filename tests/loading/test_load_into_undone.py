@@ -247,7 +247,9 @@ def test_a_disk_that_fails_when_the_model_is_half_filled(plain, monkeypatch):
 
 def test_a_model_too_large_to_be_kept_is_told_to_be_filled_in_part(plain, monkeypatch):
     failing_in_the_end(monkeypatch, kept=False)
-    with pytest.raises(UnreadableFile, match="the model is filled in part: the disk is gone"):
+    with pytest.raises(
+        UnreadableFile, match="filled in part, as that failed: UnreadableFile: the disk is gone"
+    ):
         load_into(Plain(), plain)
 
 

@@ -74,9 +74,9 @@ def test_a_module_among_the_values_is_whole_as_well(run, told):
 
 
 REFUSALS = {
-    "no_plain_data": ("NotRepresentable", "config.args: argparse.Namespace is not plain data"),
+    "no_plain_data": ("NotRepresentable", "config/args: argparse.Namespace is not plain data"),
     "no_room": ("TargetExists", "is a folder"),
-    "the_writer_fails": ("NotRepresentable", "ema.bad: argparse.Namespace is not plain data"),
+    "the_writer_fails": ("NotRepresentable", "ema/bad: argparse.Namespace is not plain data"),
 }
 
 

@@ -135,7 +135,7 @@ def test_what_has_no_elements_to_write_is_refused_with_its_place(tmp_path, kind)
     make, text = REFUSED[kind]
     with pytest.raises(NotRepresentable, match=text) as caught:
         save(tmp_path / "f.pth", model={"layer.weight": make()})
-    assert "state_dict['layer.weight']: " in str(caught.value)
+    assert "state_dict/layer.weight: " in str(caught.value)
     assert not (tmp_path / "f.pth").exists()
 
 

@@ -64,29 +64,28 @@ def test_the_place_the_class_and_what_helps_are_told(tmp_path):
     for kind, (value, name, remedy) in REFUSED.items():
         with pytest.raises(NotRepresentable, match=re.escape(name)) as caught:
             save(path, epoch=1, config={"args": value})
-        assert str(caught.value).startswith(f"{path}: config.args: "), kind
+        assert str(caught.value).startswith(f"{path}: config/args: "), kind
         assert caught.value.hint == f"save {remedy} in its place", kind
         assert not path.parent.exists(), kind
 
 
-def test_what_helps_names_the_very_object(tmp_path):
+def test_what_helps_names_the_object(tmp_path):
     for value, name in [
-        ({"a": [1, numpy.zeros(2)]}, "a[1].tolist()"),
-        ([[numpy.zeros(2)]], "v[0][0].tolist()"),
-        (("MT19937", numpy.zeros(2)), "v[1].tolist()"),
-        ({"a b": len}, "repr(v['a b'])"),
+        ({"a": numpy.zeros(2)}, "a.tolist()"),
+        (("MT19937", numpy.zeros(2)), "value.tolist()"),
+        ({"a b": len}, "repr(value)"),
     ]:
         with pytest.raises(NotRepresentable) as caught:
             save(tmp_path / "f.pth", v=value)
         assert caught.value.hint == f"save {name} in its place", value
 
 
-def test_a_place_is_spelled_as_python_does(tmp_path):
+def test_a_place_is_an_address(tmp_path):
     for value, place in [
-        ([0, {"a b": object()}], "config[1]['a b']: object"),
-        ({"a.b": (object(),)}, "config['a.b'][0]: object"),
-        ({3: object()}, "config[3]: object"),
-        ({"a\x1b[2J": object()}, r"config['a\x1b[2J']: object"),
+        ([0, {"a b": object()}], "config/1/a b: object"),
+        ({"a.b": (object(),)}, "config/a.b/0: object"),
+        ({3: object()}, "config/3: object"),
+        ({"a\x1b[2J": object()}, r"config/a\x1b[2J: object"),
         ({Colour.RED: 1}, "Colour"),
         ({torch.ones(1): 1}, "is a key, and no plain one"),
         ({object()}, "object"),
@@ -112,7 +111,7 @@ def test_an_extra_state_is_saved_where_it_is_plain(tmp_path):
     fresh = Extra(None)
     fresh.load_state_dict(torch.load(tmp_path / "f.pth", weights_only=True)["state_dict"])
     assert fresh.state == {"scale": [1, torch.ones(1)]}
-    with pytest.raises(NotRepresentable, match=r"state_dict\._extra_state: object is not plain"):
+    with pytest.raises(NotRepresentable, match="state_dict/_extra_state: object is not plain"):
         save(tmp_path / "g.pth", model=Extra(object()))
 
 
@@ -126,7 +125,7 @@ def test_what_a_scheduler_keeps_is_looked_at_too(tmp_path):
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, Scale())
-    with pytest.raises(NotRepresentable, match=r"scheduler\.lr_lambdas\[0\]\.made_by: argparse"):
+    with pytest.raises(NotRepresentable, match=r"scheduler/lr_lambdas/0/made_by: argparse"):
         save(tmp_path / "f.pth", scheduler=scheduler)
 
 
