@@ -57,6 +57,7 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint whose root is a state dict: the averaged weights, by the model's names.
 
     What has no average, such as buffers and frozen weights, is the model's, and a change says so.
+    An average without a model beside it has the names already.
 
     Raises:
         NotFound: there are no averages, or not one model that they fit in one way alone.
@@ -83,7 +84,8 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
         for part in checkpoint.sections
         if part.kind in MODEL_KINDS and part.path != average.path
     )
-    models = [average.model] if average.model else others
+    alone = [average.section] if average.section else []  # whose names are the model's own
+    models = [average.model] if average.model else others or alone
     fitting = [
         (one, named) for one in models if (named := _named(average, named_tensors(one.node)))
     ]

@@ -140,6 +140,15 @@ def test_pickled_modules(net, averaged, extracted):
     assert not made["conv.weight"].requires_grad
 
 
+def test_an_average_without_a_model_beside_it_has_the_names_of_the_model(net, averaged, extracted):
+    """As Ultralytics saves a training that goes on: the average alone, as a pickled module."""
+    made, told = extracted({"epoch": 3, "model": None, "ema": averaged})
+    same(made, averaged.state_dict())
+    assert told[0] == "ema: 11 averaged weights of ema"
+    made, _ = extracted({"ema": torch.nn.DataParallel(averaged).state_dict()})
+    same(made, torch.nn.DataParallel(averaged).state_dict())
+
+
 def test_ema_pytorch(net, averaged, extracted):
     both = torch.nn.Module()
     both.online_model, both.ema_model = net, averaged
