@@ -153,7 +153,7 @@ def divided(work: Callable[[], object], workers: int | None) -> None:
     if workers in (None, 1) and not _is_launched():
         work()
         return
-    from ckptool.tensors.runtime import require_torch  # which brings threads
+    from ckptool.tensors.materialise import require_torch  # which brings threads
 
     require_torch()
     if _is_launched():

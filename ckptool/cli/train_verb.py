@@ -18,7 +18,7 @@ from ckptool.cli.console import WORDS, Screen, in_words, print_document, print_l
 from ckptool.cli.options import Listed, Sectioned, flag, screen_options, verb
 from ckptool.errors import UsageError
 from ckptool.render.training import device_lines, gpus_line
-from ckptool.tensors.runtime import require_torch
+from ckptool.tensors.materialise import require_torch
 from ckptool.trainer.config import (
     CHOICES,
     SPREAD,

@@ -15,8 +15,8 @@ from ckptool.errors import TorchMissing, UnsupportedFormat
 from ckptool.inspection.reading import Meter, RepeatedBytes
 from ckptool.limits import Limits
 from ckptool.model import Path, TensorRef
+from ckptool.tensors.bytewise import same_by_checksum, same_content
 from ckptool.tensors.casting import FLOATS, Caster, is_exact
-from ckptool.tensors.sameness import same_by_checksum, same_content
 
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Comparer, Difference

@@ -107,7 +107,7 @@ def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Itera
 
 def _meant(infinite: Collection[str], patient: Patient) -> set[str]:
     """Return the buffers whose infinities are right: masks, and observers that saw no data yet."""
-    from ckptool.tensors.nonfinite import is_infinity_or_zero
+    from ckptool.tensors.bytewise import is_infinity_or_zero
 
     return {
         name

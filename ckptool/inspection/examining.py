@@ -43,7 +43,7 @@ from ckptool.inspection.obstacles import missing_weights
 from ckptool.inspection.reading import Meter, RepeatedBytes
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
-from ckptool.tensors.nonfinite import is_floating, nonfinite
+from ckptool.tensors.bytewise import is_floating, nonfinite
 from ckptool.tree import distinct, name_of
 from ckptool.words import are, counted, listed
 

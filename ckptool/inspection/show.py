@@ -29,7 +29,7 @@ from ckptool.inspection.values import (
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, TensorRef
 from ckptool.modules import module_state
-from ckptool.tensors.nonfinite import nonfinite
+from ckptool.tensors.bytewise import nonfinite
 from ckptool.tree import name_of, resolve, settled
 
 __all__ = [

@@ -16,8 +16,7 @@ from ckptool.files.checksums import crc32s
 from ckptool.files.threads import in_order
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.live import cuts, extent, memory_of, repeats
-from ckptool.tensors.materialise import memory_view
-from ckptool.tensors.runtime import called, torch_dtype
+from ckptool.tensors.materialise import called, memory_view, torch_dtype
 from ckptool.words import shell
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from ckptool.matching.layouts import Choices, laid_out, wanted_by
 from ckptool.matching.report import counted
 from ckptool.model import Global, Opaque, TensorRef
 from ckptool.tensors import is_one_part, materialise, require_torch
+from ckptool.tensors.bytewise import same_elements
 from ckptool.tensors.casting import CHUNK, losses_of
 from ckptool.tensors.live import cuts
-from ckptool.tensors.sameness import same_elements
 from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.transforms.names import moved_metadata
 from ckptool.tree import walk

@@ -28,7 +28,7 @@ from ckptool.names import N_AVERAGED, WRAPPERS, Rename, check_collisions, strip_
 from ckptool.names import bare_names as without_wrappers
 from ckptool.statedict import OF_THE_MODEL, is_extra_state, model_state_dict
 from ckptool.tensors.live import frozen
-from ckptool.tensors.runtime import require_torch
+from ckptool.tensors.materialise import require_torch
 from ckptool.transforms.names import moved_metadata
 from ckptool.words import a_class
 from ckptool.writing import Receipt, target_format

@@ -3,8 +3,15 @@
 This room and `loading` are the only ones that import torch, inside the functions that need it.
 """
 
-from ckptool.tensors.materialise import Materialiser, is_one_part, materialise, only_a_part
-from ckptool.tensors.runtime import require_torch, set_attributes, torch_dtype
+from ckptool.tensors.materialise import (
+    Materialiser,
+    is_one_part,
+    materialise,
+    only_a_part,
+    require_torch,
+    set_attributes,
+    torch_dtype,
+)
 
 __all__ = [
     "Materialiser",

@@ -18,8 +18,7 @@ from ckptool.files.checksums import Checked
 from ckptool.files.computed import Ahead, computed
 from ckptool.files.source import BLOCK
 from ckptool.model import Storage, TensorRef
-from ckptool.tensors.materialise import materialise
-from ckptool.tensors.runtime import require_torch, torch_dtype
+from ckptool.tensors.materialise import materialise, require_torch, torch_dtype
 from ckptool.words import printable
 
 if TYPE_CHECKING:

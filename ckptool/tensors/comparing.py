@@ -12,9 +12,9 @@ from ckptool.files.source import Told
 from ckptool.files.threads import in_order
 from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
+from ckptool.tensors.bytewise import side_by_side
 from ckptool.tensors.casting import FLOATS
-from ckptool.tensors.runtime import one_thread, require_torch, torch_dtype
-from ckptool.tensors.sameness import side_by_side
+from ckptool.tensors.materialise import one_thread, require_torch, torch_dtype
 
 if TYPE_CHECKING:
     import torch

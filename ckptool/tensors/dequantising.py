@@ -14,7 +14,7 @@ from ckptool.files.computed import computed
 from ckptool.model import Global, Storage, TensorRef, row_major_strides
 from ckptool.quantisers import Quantised
 from ckptool.tensors.casting import CHUNK, checked, chunks
-from ckptool.tensors.runtime import require_torch, torch_dtype
+from ckptool.tensors.materialise import require_torch, torch_dtype
 
 if TYPE_CHECKING:
     import torch

@@ -354,7 +354,6 @@ class _LiveTensors:
     def __init__(self) -> None:
         """Begin without any."""
         self._storages: dict[tuple[int, str], Storage] = {}
-        self._alive: list[Any] = []
 
     def frozen(self, tensor: torch.Tensor) -> TensorRef:
         """Return the tensor detached, of torch's own class and on the CPU."""
@@ -405,7 +404,6 @@ class _LiveTensors:
         if key not in self._storages:
             nbytes = data.nbytes() // BY_NAME[dtype].itemsize * BY_NAME[dtype].itemsize
             held = ByteRange(_Memory(data, nbytes), 0, nbytes)
-            self._alive.append(data)
             self._storages[key] = Storage(
                 str(len(self._storages)), held, nbytes, byteorder=sys.byteorder
             )

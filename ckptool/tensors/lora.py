@@ -14,7 +14,7 @@ from ckptool.files import ByteRange
 from ckptool.files.computed import ComputedSource
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.casting import checked_tensor
-from ckptool.tensors.runtime import torch_dtype
+from ckptool.tensors.materialise import torch_dtype
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from ckptool.files.threads import in_order
 from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
 from ckptool.tensors.casting import FLOATS
-from ckptool.tensors.runtime import one_thread, require_torch
+from ckptool.tensors.materialise import one_thread, require_torch
 
 if TYPE_CHECKING:
     import torch

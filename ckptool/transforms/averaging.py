@@ -14,7 +14,7 @@ from ckptool.model import Storage, TensorRef, over_elements, remade, row_major_s
 from ckptool.names import N_AVERAGED, bare_names
 from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.tensors.averaging import Averager, Elements, elements_of
-from ckptool.tensors.sameness import same_content
+from ckptool.tensors.bytewise import same_content
 from ckptool.transforms.casting import FLOATING, Originals, refuse_apart
 from ckptool.transforms.extraction import single_state_dict
 from ckptool.transforms.names import distinct

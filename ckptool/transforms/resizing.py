@@ -28,7 +28,7 @@ from ckptool.model import (
 from ckptool.names import families
 from ckptool.statedict import MODEL_KINDS, Section, named_tensors
 from ckptool.tensors.averaging import interpolated, more_rows
-from ckptool.tensors.sameness import same_elements
+from ckptool.tensors.bytewise import same_elements
 from ckptool.transforms.casting import FLOATING, optimizer_tensors, refuse_apart, tensors_placed
 from ckptool.transforms.names import distinct, with_items
 from ckptool.tree import name_of, selected

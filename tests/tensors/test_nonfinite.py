@@ -12,7 +12,7 @@ from ckptool.dtypes import DTYPES
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats import open_checkpoint
 from ckptool.model import Storage, TensorRef
-from ckptool.tensors.nonfinite import is_floating, is_infinity_or_zero, nonfinite
+from ckptool.tensors.bytewise import is_floating, is_infinity_or_zero, nonfinite
 
 WIDE = ["float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"]
 NARROW = [dtype.name for dtype in DTYPES if dtype.name.startswith("float8")]

@@ -8,7 +8,7 @@ import torch
 import ckptool
 from ckptool.errors import CheckpointWarning
 from ckptool.tensors import require_torch, set_attributes
-from ckptool.tensors.runtime import called
+from ckptool.tensors.materialise import called
 
 
 def test_attributes_are_set_unless_the_class_has_them():

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from ckptool.errors import CheckpointError
 from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
 from ckptool.model import Storage, TensorRef
-from ckptool.tensors import sameness
-from ckptool.tensors.sameness import same_by_checksum, same_content, side_by_side
+from ckptool.tensors import bytewise
+from ckptool.tensors.bytewise import same_by_checksum, same_content, side_by_side
 from tests.tensors.refs import tensor
 
 RAW = bytes(range(240))
@@ -31,8 +31,8 @@ def both_ways(a, b):
 
 @pytest.fixture
 def in_small_steps(monkeypatch):
-    monkeypatch.setattr(sameness, "_STEP", 7)
-    monkeypatch.setattr(sameness, "_LARGE", 64)
+    monkeypatch.setattr(bytewise, "_STEP", 7)
+    monkeypatch.setattr(bytewise, "_LARGE", 64)
 
 
 def changed(raw, at):
@@ -160,7 +160,7 @@ def test_streams_are_equal_however_they_are_cut(content, cuts, others, change, l
     if change is not None and change < len(other):
         other = changed(other, change)
     done = []
-    found = sameness._same_streams(blocks(content, cuts), blocks(other, others), done.append)
+    found = bytewise._same_streams(blocks(content, cuts), blocks(other, others), done.append)
     assert found == (content == other)
     assert sum(done) == len(content) if found else sum(done) <= len(content)
 

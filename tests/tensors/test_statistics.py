@@ -12,7 +12,7 @@ from ckptool.errors import CorruptFile, TruncatedFile, UsageError
 from ckptool.files import ByteRange, FileSource, InflatedSource
 from ckptool.model import Global, Storage, TensorRef
 from ckptool.tensors import statistics
-from ckptool.tensors.runtime import one_thread
+from ckptool.tensors.materialise import one_thread
 from ckptool.tensors.statistics import Histogram, Measurer, measurable
 from tests.tensors import samples
 from tests.tensors.refs import composed, tensor
