@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.dtypes import PACKED
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Assigned",
     "Fill",
-    "alone",
+    "are_apart",
     "can_fill",
     "check_bytes",
     "check_pickles",
@@ -93,28 +94,20 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def alone(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Return the `id`s of those plain tensors that share no memory with another.
+def are_apart(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether no plain tensor shares memory with another.
 
     Tensors that share some must be filled in torch's order, as the last one counts.
     """
     spans = sorted(
-        (
-            str(one.device),
-            one.data_ptr(),
-            one.data_ptr() + extent(one.shape, one.stride()) * one.element_size(),
-            id(one),
-        )
-        for one in {id(one): one for one in tensors}.values()
+        (str(one.device), one.data_ptr(), extent(one.shape, one.stride()) * one.element_size())
+        for one in tensors
+        if one.numel()
     )
-    found = {identity for *_, identity in spans}
-    reach: tuple[str, int, int] | None = None
-    for device, start, stop, identity in spans:
-        if reach is not None and reach[0] == device and start < reach[1]:
-            found -= {identity, reach[2]}
-        if reach is None or reach[0] != device or stop > reach[1]:
-            reach = (device, stop, identity)
-    return found
+    return not any(
+        home == device and begin < start + size
+        for (device, start, size), (home, begin, _) in pairwise(spans)
+    )
 
 
 def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
@@ -178,7 +171,7 @@ def _stored(refs: Iterable[tuple[str, TensorRef]]) -> Iterator[tuple[str, Storag
 
 
 def fill(fills: Iterable[Fill]) -> None:
-    """Give every tensor its elements. None may share memory with another (`alone`).
+    """Give every tensor its elements. None may share memory with another (`are_apart`).
 
     Raises:
         UnreadableFile: bytes cannot be read, though `check_bytes` could.

@@ -84,11 +84,7 @@ def load(
 
 @contextmanager
 def opened_and_told(path: str | os.PathLike[str] | Checkpoint) -> Iterator[Checkpoint]:
-    """Open a checkpoint, and warn of what its reader did to the numbers: a cast, by ZeRO-3.
-
-    Raises:
-        UnreadableFile: as `ckptool.open`.
-    """
+    """Open a checkpoint, and warn of what its reader did to the numbers: a cast, by ZeRO-3."""
     with opened(path) as checkpoint:
         if not isinstance(path, Checkpoint):
             for change in checkpoint.changes:
@@ -106,11 +102,7 @@ def made_tree(
 ) -> Any:
     """Make the tree `root` of a file; each node once, so that what is shared stays shared.
 
-    `originals` has what nodes stand for, as of `TreeMaker`.
-
-    Raises:
-        TorchMissing, DeviceError, CorruptFile, UnsupportedFormat, UsageError: as `Materialiser`.
-        LimitExceeded: it is nested deeper than Python can follow.
+    `originals` has what nodes stand for, and errors are those of `TreeMaker`.
     """
     maker = TreeMaker(root, originals=originals, map_location=map_location, mmap=mmap, dtype=dtype)
     try:
@@ -133,10 +125,8 @@ class TreeMaker:
     ) -> None:
         """Plan the tensors below `root`.
 
-        `originals` has what nodes stand for, by their `id`: those are returned as they are.
-
-        Raises:
-            TorchMissing, DeviceError, UsageError: as `Materialiser`.
+        `originals` has what nodes stand for, by their `id`: those are returned as they are. Errors
+        are those of `Materialiser`.
         """
         self._originals = originals
         self._tensors = Materialiser(

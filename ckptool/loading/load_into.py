@@ -23,7 +23,7 @@ from ckptool.hollow import hollow
 from ckptool.loading.fill import (
     Assigned,
     Fill,
-    alone,
+    are_apart,
     can_fill,
     check_bytes,
     check_pickles,
@@ -275,7 +275,7 @@ class _Loading:
             if not can_fill(tensor, source) or self._is_own(source):
                 return None
             found.setdefault(id(tensor), Fill(tensor, source))
-        is_apart = len(alone(one.tensor for one in found.values())) == len(found)
+        is_apart = are_apart(one.tensor for one in found.values())
         return list(found.values()) if is_apart else None
 
     @cached_property

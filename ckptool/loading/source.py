@@ -145,9 +145,7 @@ class State:
 
         A tensor of a file is made on `map_location`, once each, and tensors that share memory in
         the file share it; they are kept until `close`. What is in memory is the object itself.
-
-        Raises:
-            DeviceError, CorruptFile, UnsupportedFormat: as `ckptool.load_state_dict`.
+        Errors are those of `ckptool.load_state_dict`.
         """
         node = self.root[name]
         if id(node) in self._originals:
@@ -169,18 +167,11 @@ class State:
         """Return any node of the tree with its tensors made on the CPU, read anew at each call.
 
         For memory it is new containers around the objects themselves.
-
-        Raises:
-            DeviceError, CorruptFile, UnsupportedFormat: as `ckptool.load`.
         """
         return made_tree(node, originals=self._originals)
 
     def opened(self, path: str) -> Checkpoint:
-        """Open another file of the same save, for as long as this one.
-
-        Raises:
-            UnreadableFile: it cannot be opened as a checkpoint; see `ckptool.open`.
-        """
+        """Open another file of the same save, for as long as this one."""
         return self._held.enter_context(open_checkpoint(path))
 
     def close(self) -> None:

@@ -187,32 +187,18 @@ def _respelled(
     both = respellings(mine), respellings(theirs)
     if not any(both):
         return both
-    inside = tuple(f"{path}." for path in _bare_paths(closed, theirs))
+    inside = tuple(f"{path}." if path else "" for path in closed)
+    kept = {name.rpartition(".")[0] for name, full in theirs.items() if full.startswith(inside)}
     left, right = (
         {
             name: part
             for name, part in found.items()
             if (name not in others or other.get(name, part) != part)
-            and not name.startswith(inside)
-            and "." not in inside
+            and kept.isdisjoint(one.rpartition(".")[0] for one in (name, part.of(name)))
         }
         for found, others, other in ((both[0], theirs, both[1]), (both[1], mine, both[0]))
     )
     return left, right
-
-
-def _bare_paths(closed: Collection[str], theirs: Names) -> Iterator[str]:
-    """Yield the paths of the model's modules as they are among bare names."""
-    for path in closed:
-        bare = next(
-            (
-                short[: len(short) - len(full) + len(path)]
-                for short, full in theirs.items()
-                if full.startswith(f"{path}.") and short.endswith(full[len(path) :])
-            ),
-            path,
-        )
-        yield "" if not path else bare
 
 
 def _spelled(names: Names, respelled: Mapping[str, Respelling]) -> Names:

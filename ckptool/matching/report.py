@@ -377,15 +377,12 @@ def counted(want: Mapping[str, Slot], met: Collection[str], kept: Collection[str
             if slot.tie is not None and (slot.tie not in tied or name in met):
                 tied[slot.tie] = name
         once += tied.values()
-    shapes = {slot.shape: slot for slot in known.values()}
-    sizes = {shape: slot.elements for shape, slot in shapes.items()}
+    sizes = {name: known[name].elements for name in once}
     if not any(sizes.values()):  # there is nothing to count but names
-        sizes, once = dict.fromkeys(sizes, 1), list(known)
-    loaded = Counter([known[name].shape for name in once if name in met])
-    parameters = Counter([known[name].shape for name in once])
+        sizes = dict.fromkeys(known, 1)
     return {
-        "loaded": sum(sizes[shape] * count for shape, count in loaded.items()),
-        "parameters": sum(sizes[shape] * count for shape, count in parameters.items()),
+        "loaded": sum([size for name, size in sizes.items() if name in met]),
+        "parameters": sum(sizes.values()),
         "fitting": sum([name in met for name in every]),
         "names": len(every),
     }

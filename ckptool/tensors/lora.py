@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
-from ckptool.files import ByteRange
-from ckptool.files.computed import ComputedSource
+from ckptool.files.computed import computed
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.casting import checked_tensor
 from ckptool.tensors.materialise import torch_dtype
@@ -76,10 +75,9 @@ class Merger:
                 buffer[:] = self._last[1][offset : offset + len(buffer)]
 
         used = [start, *(one for each in added for one in (each.down, each.up))]
-        name = held.data.source.name if held.data else ""
-        source = ComputedSource(name, size, fill)
-        source.made_of = [one.storage.data for one in used if one.storage and one.storage.data]
-        return Storage(held.key, ByteRange(source, 0, size), size, held.device, sys.byteorder)
+        made_of = [one.storage.data for one in used if one.storage and one.storage.data]
+        data = computed(made_of, size, fill)
+        return Storage(held.key, data, size, held.device, sys.byteorder)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
