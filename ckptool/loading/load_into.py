@@ -30,7 +30,7 @@ from ckptool.loading.fill import (
     fill,
     stored_bytes,
 )
-from ckptool.loading.plan import TORCH_DECIDES, Plan, check_lists, metadata_for, planned
+from ckptool.loading.plan import Plan, check_lists, metadata_for, planned
 from ckptool.loading.ranks import Ranks, ranks_of, sharded, spread_like, without_hidden
 from ckptool.loading.snapshot import Snapshot, held_back, layers, tensors_of
 from ckptool.loading.source import Source, State, stated
@@ -380,7 +380,7 @@ class _Loading:
             wanted["assign"] = True
         elif overrides_load(self._model):  # one that returns nothing can only be strict
             allowed = self._allowance
-            known = {*given, *self._decided}
+            known = {*given, *self.plan.unfilled}
             wanted["strict"] = self._target.slots.keys() <= known and not (
                 allowed.missing or allowed.unexpected or not allowed.strict
             )
@@ -392,7 +392,7 @@ class _Loading:
             kind = type(self._model).__name__
             raise self._refused(f"{kind}.load_state_dict does not accept assign=, needed here")
         entries = self._target.entries
-        before = {name: _version(entries[name]) for name in self._decided if name in entries}
+        before = {name: _version(entries[name]) for name in self.plan.unfilled if name in entries}
         try:
             answer = self._model.load_state_dict(given, **options)
         except RuntimeError as error:
@@ -404,12 +404,6 @@ class _Loading:
         after = state_dict_of(self._model) if before and not sharded(self._model) else {}
         touched = (n for n in before if n in after and _version(after[n]) != before[n])
         self._judge(answer, set(touched))
-
-    @cached_property
-    def _decided(self) -> set[str]:
-        """The names that the model's own code may fill, as it likes."""
-        kept = self.plan.report.kept
-        return {name for name, reason in kept if reason.startswith(TORCH_DECIDES)}
 
     def _own_memory(self, given: Mapping[str, Any]) -> None:
         """Copy tensors that a hook took as they are: they would stay mapped to the file."""
@@ -430,7 +424,7 @@ class _Loading:
         What `answer` does not call missing or unexpected has been taken; names that were left to
         the model's own code are loaded where they are `touched`.
         """
-        report, target, decided = self.plan.report, self._target, self._decided
+        report, target, decided = self.plan.report, self._target, self.plan.unfilled
         known = {*report.missing_keys, *(one.name for one in report.mismatched)}
         known.update(name for name, _ in report.kept if name not in decided)
         missing = getattr(answer, "missing_keys", [])
@@ -444,6 +438,7 @@ class _Loading:
             return f"{verb} by {target.custom_holder(name)}'s own loading"
 
         own = [name for name in decided if name not in lost]
+        undecided = {*self.plan.undecided.values()}
         self.plan = self.plan.with_changes(
             missing_keys=[*report.missing_keys, *lost],
             unexpected_keys=[
@@ -457,7 +452,7 @@ class _Loading:
             left_out=tuple(
                 (own, by(taken[own], "taken") if own in taken else why)
                 for own, why in report.left_out
-                if own in taken or not why.startswith(TORCH_DECIDES)
+                if own in taken or own not in undecided
             ),
             **counted(
                 target.slots,

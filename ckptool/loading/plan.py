@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "check_lists", "inert", "loss_of", "match", "metadata_for", "planned"]
 
-TORCH_DECIDES = "torch decides"
-"""How the report begins to say of names that the model's own code may take."""
 _NEVER_RAN = "saved by a lazy module that never ran, without elements"
 _UNMADE = ("without elements", "not made from a file")
 _LAZY = ("torch.nn.parameter.UninitializedParameter", "torch.nn.parameter.UninitializedBuffer")
@@ -154,6 +152,8 @@ class Plan(NamedTuple):
     """The same for names inside modules with loading code of their own: torch decides."""
     report: MatchReport
     match: Match
+    unfilled: tuple[str, ...] = ()
+    """The model's other names inside such modules: their code may fill them."""
 
     def with_changes(self, **changes: Any) -> Plan:
         """Return the plan with other fields of its report."""
@@ -162,7 +162,7 @@ class Plan(NamedTuple):
     def refusal(self, allowance: Allowance) -> MatchError | None:
         """Return the error to raise before anything is touched; None: accepted so far."""
         report = self.report
-        if report.kept and any(reason.startswith(TORCH_DECIDES) for _, reason in report.kept):
+        if self.unfilled:
             report = replace(report, loaded=report.parameters, fitting=report.names)
         refusal = allowance.refusal(report)
         unmade = [f"{printable(n)}: {why}" for n, why in report.left_out if why.endswith(_UNMADE)]
@@ -320,7 +320,7 @@ def _left_to_torch(plan: Plan, state: State, target: Target) -> Plan:
         return plan
 
     def reason(name: str) -> str:
-        return f"{TORCH_DECIDES}: {target.custom_holder(name)} loads in its own way"
+        return f"torch decides: {target.custom_holder(name)} loads in its own way"
 
     report = replace(
         report,
@@ -333,7 +333,8 @@ def _left_to_torch(plan: Plan, state: State, target: Target) -> Plan:
         kept=(*report.kept, *((name, reason(name)) for name in unfilled)),
         left_out=(*report.left_out, *((old, reason(name)) for name, old in undecided.items())),
     )
-    return plan._replace(pairs={**plan.pairs}, undecided=undecided, report=report)
+    left = tuple(unfilled)
+    return plan._replace(pairs={**plan.pairs}, undecided=undecided, report=report, unfilled=left)
 
 
 def _is_one_part(state: State, own: str) -> bool:

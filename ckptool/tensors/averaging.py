@@ -252,8 +252,10 @@ class _Kernel:
         count = stop - start
         mean, target = self._added(runs, mix, start, count), self._target[:count]
         _real(mean).div_(mix.total)  # by a complex number there would be no -0.0
-        if self._widest and not bool(mean.isfinite().all()):
-            mean = self._of_smaller(mean.clone(), runs, mix, start)
+        if self._widest and not bool(mean.isfinite().all()):  # the sum may be beyond float64
+            scale = 2.0 ** math.frexp(sum(map(abs, mix.weights)))[1]
+            mean = self._added(runs, mix, start, count, 1 / scale)
+            _real(mean).div_(mix.total).mul_(scale)
         target.copy_(mean)
         if self._others or not mix.bounded:
             self._refuse_overflow(_real(mean), _real(target).to(_real(mean).dtype))
@@ -272,18 +274,6 @@ class _Kernel:
             if at:
                 total.add_(following)
         return total
-
-    def _of_smaller(
-        self, mean: torch.Tensor, runs: Sequence[Elements], mix: _Mix, start: int
-    ) -> torch.Tensor:
-        """Return the mean where the sum is beyond float64: numbers are made smaller first."""
-        import torch
-
-        scale = 2.0 ** math.frexp(sum(map(abs, mix.weights)))[1]
-        again = self._added(runs, mix, start, len(mean), 1 / scale)
-        plain, again = _real(mean), _real(again).div_(mix.total).mul_(scale)
-        plain.copy_(torch.where(plain.isfinite(), plain, again))
-        return mean
 
     def _refuse_overflow(self, mean: torch.Tensor, made: torch.Tensor) -> None:
         kind = FLOATS.get(self._kind)

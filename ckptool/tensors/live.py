@@ -369,11 +369,16 @@ class _LiveTensors:
                 "a nested tensor cannot be written to a file", hint="save what .unbind() returns"
             )
         if plain.layout is torch.sparse_coo:
-            return self._coordinates(plain)
-        if plain.layout in (torch.sparse_csr, torch.sparse_bsr):
-            return self._compressed(plain, plain.crow_indices(), plain.col_indices())
-        if plain.layout in (torch.sparse_csc, torch.sparse_bsc):
-            return self._compressed(plain, plain.ccol_indices(), plain.row_indices())
+            parts = {"indices": plain._indices(), "values": plain._values()}
+            return self._sparse(plain, parts, is_coalesced=plain.is_coalesced())
+        by_row = plain.layout in (torch.sparse_csr, torch.sparse_bsr)
+        if by_row or plain.layout in (torch.sparse_csc, torch.sparse_bsc):
+            parts = {
+                "compressed_indices": plain.crow_indices() if by_row else plain.ccol_indices(),
+                "plain_indices": plain.col_indices() if by_row else plain.row_indices(),
+                "values": plain.values(),
+            }
+            return self._sparse(plain, parts)
         if plain.layout is not torch.strided:
             return self._strided(plain.to_dense())
         if plain.is_quantized:
@@ -409,17 +414,7 @@ class _LiveTensors:
             )
         return self._storages[key]
 
-    def _coordinates(self, tensor: torch.Tensor) -> TensorRef:
-        parts = {"indices": tensor._indices(), "values": tensor._values()}
-        return self._of_parts(tensor, parts, is_coalesced=tensor.is_coalesced())
-
-    def _compressed(
-        self, tensor: torch.Tensor, compressed: torch.Tensor, plain: torch.Tensor
-    ) -> TensorRef:
-        parts = {"compressed_indices": compressed, "plain_indices": plain}
-        return self._of_parts(tensor, {**parts, "values": tensor.values()})
-
-    def _of_parts(
+    def _sparse(
         self, tensor: torch.Tensor, inside: Mapping[str, torch.Tensor], **more: Any
     ) -> TensorRef:
         shape = tuple(tensor.shape)
