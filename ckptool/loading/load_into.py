@@ -204,6 +204,8 @@ def load_into(
             )
             refusal = loading.plan.refusal(allowance)
             if refusal is not None:
+                if without_values:
+                    refusal.message += f"\n{without_values.text}"
                 raise refusal
         loading.run(verify=verify, together=together)
         return _finished(model, target, loading.plan.report)

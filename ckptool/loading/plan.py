@@ -18,7 +18,7 @@ from ckptool.loading.load import unpickled
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.source import State, stated
 from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
-from ckptool.matching import Allowance, Cast, Match, MatchReport, Slot, matched
+from ckptool.matching import Allowance, Cast, Match, MatchReport, matched
 from ckptool.matching.layouts import Choices, laid_out, wanted_by
 from ckptool.matching.report import counted
 from ckptool.model import Global, Opaque, TensorRef
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "check_lists", "inert", "loss_of", "match", "metadata_for", "planned"]
 
-_NEVER_RAN = "saved by a lazy module that never ran, without elements"
-_UNMADE = ("without elements", "not made from a file")
-_LAZY = ("torch.nn.parameter.UninitializedParameter", "torch.nn.parameter.UninitializedBuffer")
+_UNMADE = "which is not made from a file"
 
 
 @uncollected()
@@ -248,41 +246,25 @@ def _without_unmade(plan: Plan, state: State, target: Target) -> Plan:
         for name, own in plan.pairs.items()
         if (why := _unmade(state, own, is_extra=target.slots[name].kind == "extra"))
     }
-    kept = {n for n in found if _is_lazy(target.slots[n]) and found[n] == _NEVER_RAN}
-    lazy = {own for own in report.unexpected_keys if _unmade(state, own, is_extra=False)}
-    if not found and not lazy:
+    if not found:
         return plan
-    missing = {*report.missing_keys, *found} - kept
+    missing = {*report.missing_keys, *found}
     report = replace(
         report,
-        kept=(*report.kept, *((name, "the file's has no elements either") for name in kept)),
         missing_keys=[name for name in target.slots if name in missing],
-        unexpected_keys=[own for own in report.unexpected_keys if own not in lazy],
-        left_out=(
-            *report.left_out,
-            *((plan.pairs[name], why) for name, why in found.items() if name not in kept),
-            *((own, _NEVER_RAN) for own in sorted(lazy)),
-        ),
+        left_out=(*report.left_out, *((plan.pairs[name], why) for name, why in found.items())),
     )
     pairs = {name: own for name, own in plan.pairs.items() if name not in found}
     return plan._replace(pairs=pairs, report=report)
 
 
-def _is_lazy(slot: Slot) -> bool:
-    return slot.shape is None and slot.kind != "extra"
-
-
 def _unmade(state: State, own: str, *, is_extra: bool) -> str:
     """Return why nothing can be made of an entry; empty: it can."""
-    node, slot = state.root[own], state.slots[own]
-    if type(node) is TensorRef and slot.shape is not None and not is_extra:
+    node = state.root[own]
+    if type(node) is TensorRef and state.slots[own].shape is not None and not is_extra:
         return ""  # as most of many names
-    if isinstance(node, Opaque) and getattr(node.func, "qualified", "") in _LAZY:
-        return _NEVER_RAN
-    if state.tree.in_memory and _is_lazy(slot):
-        return _NEVER_RAN
-    what = inert(node) if is_extra else ""
-    return f"holds {what}, which is not made from a file" if what else ""
+    what = inert(node) if is_extra else "a lazy parameter without elements"
+    return f"holds {what}, {_UNMADE}" if what else ""
 
 
 def inert(node: Any) -> str:
