@@ -205,12 +205,18 @@ def _joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
             hint=f"look at it (ckptool list {index.beside(name)}), and move it away if it is not",
         )
     _check_roots(index, {file: shards[file].root for file in index.shards})
-    places = _places(shards)
+    places, ties = _places(shards)
     _check_places(index, shards, places)
     entries = {name: shards[file].root[name] for name, file in index.weight_map.items()}
     for name, file in places.items():  # values that an index does not name
         entries.setdefault(name, shards[file].root[name])
-    root, _ = restored(entries, *_told(index, shards, places))
+    is_plain = all(shard.format == "safetensors" for shard in shards.values())
+    texts = {
+        key: text
+        for key, text in index.metadata.items()
+        if is_plain and isinstance(text, str) and key != VERSIONS
+    }
+    root, _ = restored(entries, texts, {name: ties[name] for name in ties if name not in places})
     root.attributes = _attributes(shards.values())
     return root
 
@@ -229,26 +235,22 @@ def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
         )
 
 
-def _places(shards: Mapping[str, Checkpoint]) -> dict[Any, str]:
-    """Map each name to the shard that holds it; a tied name in a header is not held."""
+def _places(shards: Mapping[str, Checkpoint]) -> tuple[dict[Any, str], dict[str, str]]:
+    """Map each name to the shard that holds it, and tied names to those that are held for them."""
     places: dict[Any, str] = {}
+    ties: dict[str, str] = {}
     for file, shard in shards.items():
-        for name in shard.root:
-            if _tied_to(shard, name) is None and places.setdefault(name, file) != file:
+        for name, node in shard.root.items():
+            kept = node.storage.key if shard.format == "safetensors" else name
+            if kept != name:
+                ties[name] = kept
+            elif places.setdefault(name, file) != file:
                 raise CorruptFile(
                     f"tensor '{printable(str(name))}' is in two shards, "
                     f"{places[name]!r} and {file!r}",
                     hint="the shards are of different checkpoints, or of different saves of one",
                 )
-    return places
-
-
-def _tied_to(shard: Checkpoint, name: Any) -> str | None:
-    """Return the name in whose place the header of a safetensors file mentions this one."""
-    if shard.format != "safetensors":
-        return None
-    kept: str = shard.root[name].storage.key
-    return kept if kept != name else None
+    return places, ties
 
 
 def _check_places(
@@ -265,26 +267,6 @@ def _check_places(
                 f"{stated or 'none'}",
                 hint="index and shards are of different saves: fetch them again, together",
             )
-
-
-def _told(
-    index: ShardIndex, shards: Mapping[str, Checkpoint], places: Mapping[Any, str]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the entries of the index that may be ties, and the ties of the shards' headers."""
-    if any(shard.format != "safetensors" for shard in shards.values()):
-        return {}, {}
-    ties = {
-        name: kept
-        for shard in shards.values()
-        for name in shard.root
-        if name not in places and (kept := _tied_to(shard, name)) is not None
-    }
-    texts = {
-        key: text
-        for key, text in index.metadata.items()
-        if isinstance(text, str) and key != VERSIONS
-    }
-    return texts, ties
 
 
 def _attributes(shards: Iterable[Checkpoint]) -> dict[Any, Any]:
