@@ -138,12 +138,7 @@ def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
 
 
 def check_pickles(sources: Iterable[Source]) -> None:
-    """Compare the pickles of files with the CRC-32 that the files state: they place every tensor.
-
-    Raises:
-        CorruptFile: one is not what it was when the file was written.
-        UnreadableFile: the system cannot read it.
-    """
+    """Compare the pickles, which place every tensor, with the CRC-32 that their files state."""
     for source in sources:
         for name, data, stated in source.stated:
             if name.endswith("data.pkl") and next(crc32s([data])) != stated:
@@ -171,11 +166,7 @@ def _stored(refs: Iterable[tuple[str, TensorRef]]) -> Iterator[tuple[str, Storag
 
 
 def fill(fills: Iterable[Fill]) -> None:
-    """Give every tensor its elements. None may share memory with another (`are_apart`).
-
-    Raises:
-        UnreadableFile: bytes cannot be read, though `check_bytes` could.
-    """
+    """Give every tensor its elements. None may share memory with another (`are_apart`)."""
     shared: list[Job] = []
     single: list[Job] = []
     size = 0

@@ -149,12 +149,7 @@ class TreeMaker:
         }
 
     def made(self, node: Any, path: tuple[Any, ...] = ()) -> Any:
-        """Return the object that `node` stands for; `path` is its place, for messages.
-
-        Raises:
-            DeviceError, CorruptFile, UnsupportedFormat: as `Materialiser.tensor`.
-            LimitExceeded: it is nested deeper than Python can follow.
-        """
+        """Return the object that `node` stands for; `path` is its place, for messages."""
         self._path = list(path)
         try:
             return self.node(node)

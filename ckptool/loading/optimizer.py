@@ -77,12 +77,7 @@ class OptimizerPlan:
     _maker: _Maker | None = None
 
     def apply(self) -> None:
-        """Load the state by the optimizer's own `load_state_dict`, with all of its hooks.
-
-        Raises:
-            MatchError: the report has problems.
-            CorruptFile, UnreadableFile: the file is damaged, or was written to meanwhile.
-        """
+        """Load the state by the optimizer's own `load_state_dict`, with all of its hooks."""
         if self._maker is None:
             raise MatchError("; ".join(self.report.problems), hint=self.report.remedy or None)
         tree, section, _ = self._maker.saved

@@ -92,11 +92,7 @@ def match(
 
 
 def check_lists(**lists: Any) -> None:
-    """Refuse arguments, by their names, that are no lists of texts.
-
-    Raises:
-        UsageError: naming the first.
-    """
+    """Refuse arguments, by their names, that are no lists of texts."""
     for name, value in lists.items():
         if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
             hint = f"{name}=[{value!r}]" if isinstance(value, str) else f"{name} is a list"
@@ -364,9 +360,6 @@ def loss_of(value: Any, dtype: str) -> str | None:
 
     `value` is a tensor, or one in a file, which is read block by block. Unknown is what has no
     elements here, or has them in no plain array, or of types that torch does not compute with.
-
-    Raises:
-        CorruptFile, DeviceError: the elements cannot be read.
     """
     blocks = _blocks(value)
     if blocks is None:

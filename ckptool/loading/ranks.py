@@ -116,9 +116,6 @@ class Ranks:
         """Do the work in rank 0 alone, and return its result in all of them.
 
         Where the work is done and another process has gone meanwhile, rank 0 warns.
-
-        Raises:
-            CheckpointError: as `reached`.
         """
         done: _Result | None = None
         try:

@@ -305,11 +305,7 @@ def _home(code: Any) -> str:
 
 
 def on_meta(make: Callable[[], Any]) -> Any:
-    """Return what `make` builds on the meta device; None where that fails, for any reason.
-
-    Raises:
-        TorchMissing: torch is not installed.
-    """
+    """Return what `make` builds on the meta device; None where that fails, for any reason."""
     require_torch()
     import torch
 

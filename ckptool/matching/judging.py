@@ -106,11 +106,7 @@ class Allowance:
     min_coverage: float | None = None
 
     def __post_init__(self) -> None:
-        """Take nothing that would be understood as something else.
-
-        Raises:
-            UsageError: a value is of no use.
-        """
+        """Take nothing that would be understood as something else."""
         if not isinstance(self.strict, bool):
             raise UsageError(f"strict is True or False, and not {self.strict!r}")
         for what in ("missing", "unexpected", "mismatched", "lossy_cast"):

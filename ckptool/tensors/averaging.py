@@ -43,9 +43,6 @@ class ElementBuffer:
 
         `seen_as` is the type of the tensor, where it is to be another: a complex number may be two
         real ones.
-
-        Raises:
-            UnsupportedFormat: this torch does not have the type.
         """
         import torch
 

@@ -215,9 +215,6 @@ def is_infinity_or_zero(ref: TensorRef) -> bool:
     """Return whether every element is an infinity or zero, as in a mask that is added.
 
     The search stops at the first other number. False for complex numbers, and without bytes.
-
-    Raises:
-        CorruptFile: bytes that cannot be read.
     """
     form = _FORMS.get(ref.dtype)
     if form is None or form.parts > 1 or not ref.has_content:
@@ -236,10 +233,6 @@ def nonfinite(ref: TensorRef, told: Told | None = None) -> tuple[int, int]:
 
     Elements that strides repeat are read once and counted each time. `told` is called with the
     bytes of each block.
-
-    Raises:
-        UsageError: a tensor that has no plain array of bytes (`has_content`).
-        CorruptFile: bytes that cannot be read.
     """
     once = ref.unrepeated
     if not is_floating(ref.dtype) or not once.numel:

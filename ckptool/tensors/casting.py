@@ -170,11 +170,7 @@ def checked(storage: Storage, data: ByteRange) -> Checked:
 
 
 def checked_tensor(ref: TensorRef) -> torch.Tensor:
-    """Return a tensor, its storage checked before.
-
-    Raises:
-        CorruptFile: the storage has not the CRC-32 that its file states.
-    """
+    """Return a tensor, its storage checked before by the CRC-32 that its file states."""
     if ref.storage is not None and ref.storage.data is not None:
         checked(ref.storage, ref.storage.data).check()
     return materialise(ref).detach()
@@ -304,12 +300,7 @@ class Kernel:
     """The arithmetic on one chunk, over buffers that are used again and again."""
 
     def __init__(self, source: str, target: str) -> None:
-        """Take memory for chunks of these types.
-
-        Raises:
-            TorchMissing: torch is not installed.
-            UnsupportedFormat: this torch has not one of the types.
-        """
+        """Take memory for chunks of these types."""
         require_torch()
         import torch
 

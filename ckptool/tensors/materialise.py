@@ -50,11 +50,7 @@ __all__ = [
 
 
 def require_torch() -> None:
-    """Import torch, or say what to install.
-
-    Raises:
-        TorchMissing: it is not installed, or cannot be imported.
-    """
+    """Import torch, or raise `TorchMissing`, which says what to install."""
     try:
         with uncollected():
             import torch  # noqa: F401
@@ -161,11 +157,7 @@ class Placement:
     """
 
     def __init__(self, map_location: MapLocation) -> None:
-        """Take what `torch.load` takes.
-
-        Raises:
-            DeviceError: it is of no such kind.
-        """
+        """Take what `torch.load` takes."""
         import torch
 
         if isinstance(map_location, torch.device):
@@ -188,11 +180,7 @@ class Placement:
         return where if isinstance(where, str) else None
 
     def check(self, tag: str, *, name: str, file: str | None) -> None:
-        """Refuse a device that is not here, before anything is read for it.
-
-        Raises:
-            DeviceError: it names the tensor `name`, the tag and what helps.
-        """
+        """Refuse a device that is not here, before anything is read for it."""
         target = self.target(tag)
         if target is None or target in self._checked:
             return
@@ -535,10 +523,6 @@ def materialise(
     """Make the tensor of `ref`; options as `ckptool.load_state_dict`.
 
     Tensors that share a storage share it only where one `Materialiser` makes them all.
-
-    Raises:
-        TorchMissing: torch is not installed.
-        DeviceError, CorruptFile, UnsupportedFormat: as `Materialiser.tensor`.
     """
     maker = Materialiser(ref, map_location=map_location, mmap=mmap, dtype=dtype)
     return maker.tensor(ref)
@@ -603,11 +587,7 @@ class Materialiser:
     def storage(
         self, ref: StorageRef, name: str = ""
     ) -> torch.UntypedStorage | torch.storage.TypedStorage:
-        """Return a storage that is a value of the tree, typed or untyped as in the file.
-
-        Raises:
-            DeviceError: it lies on a device that is not here.
-        """
+        """Return a storage that is a value of the tree, typed or untyped as in the file."""
         import torch
 
         made, _ = self._storages.get(

@@ -151,11 +151,7 @@ class Measurer:
     """Measures tensors one after the other, with one set of buffers for each type."""
 
     def __init__(self, bins: int = 16) -> None:
-        """Histograms have `bins` bins. Torch is imported when the first element is wanted.
-
-        Raises:
-            UsageError: there is not even one bin.
-        """
+        """Histograms have `bins` bins. Torch is imported when the first element is wanted."""
         if bins < 1:
             raise UsageError(f"a histogram of {bins} bins cannot be drawn")
         self._bins = bins
