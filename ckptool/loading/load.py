@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -137,8 +137,8 @@ class TreeMaker:
         self._makers: dict[type[Any], Callable[[Any], Any]] = {
             OrderedMap: self._mapping,
             dict: self._mapping,
-            list: self._list,
-            tuple: self._tuple,
+            list: self._sequence,
+            tuple: self._sequence,
             Size: self._size,
             TensorRef: self._tensor,
             StorageRef: self._storage,
@@ -188,35 +188,32 @@ class TreeMaker:
         for key, value in node.items():
             made_key = self.node(key)
             self._path.append(key)
-            made[made_key if _is_hashable(made_key) else key] = self.node(value)
+            made_value = self.node(value)
             self._path.pop()
+            try:
+                made[made_key] = made_value
+            except TypeError:  # a set that the file has in the place of a key
+                made[key] = made_value
         if isinstance(node, OrderedMap):
             attributes = self.node(node.attributes)
             where = printable(name_of(tuple(self._path))) or "the root"
             set_attributes(made, attributes, where)
         return made
 
-    def _list(self, node: list[Any]) -> list[Any]:
+    def _sequence(self, node: Sequence[Any]) -> Any:
         made: list[Any] = []
-        self._remember(node, made)
+        if isinstance(node, list):
+            self._remember(node, made)
         for at, item in enumerate(node):
             self._path.append(at)
             made.append(self.node(item))
             self._path.pop()
-        return made
+        return made if isinstance(node, list) else tuple(made)
 
-    def _tuple(self, node: tuple[Any, ...]) -> tuple[Any, ...]:
-        made: list[Any] = []
-        for at, item in enumerate(node):
-            self._path.append(at)
-            made.append(self.node(item))
-            self._path.pop()
-        return tuple(made)
-
-    def _size(self, node: Size) -> tuple[Any, ...]:
+    def _size(self, node: Size) -> Any:
         import torch
 
-        made = self._tuple(node)
+        made = self._sequence(node)
         return torch.Size(made) if all(type(item) is int for item in made) else made
 
     def _tensor(self, node: TensorRef) -> Any:
@@ -313,15 +310,6 @@ def _device(node: DeviceValue) -> torch.device | DeviceValue:
         return torch.device(node.tag)
     except RuntimeError:
         return node
-
-
-def _is_hashable(key: Any) -> bool:
-    """Return whether it can be a key: a set that the file has in one's place cannot."""
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
 
 
 @uncollected()

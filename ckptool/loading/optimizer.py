@@ -35,6 +35,7 @@ from ckptool.remedies import Remedy
 from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, with_numbers
 from ckptool.tensors import is_one_part
 from ckptool.tensors.live import dtype_name, shape_of
+from ckptool.transforms.names import distinct
 from ckptool.tree import name_of, resolve, walk
 from ckptool.words import a_class, counted, listed, printable
 
@@ -199,7 +200,8 @@ def planned_optimizer(
 def _found(state: State, key: Any) -> _Saved:
     """Return the optimizer in the model's file, else in its own file in the model's folder."""
     names = [] if state.folder is None else _files(state.folder)
-    if key not in names and (not names or _sections(state.tree, ("optimizer",))):
+    has_own = any(one.kind == "optimizer" for one in state.tree.sections)
+    if key not in names and (has_own or not names):
         return _Saved(state.tree, _chosen(state.tree, state.section, key, state.file))
     if key is None and len(names) > 1:
         raise MatchError(
@@ -222,11 +224,6 @@ def _files(folder: str) -> list[str]:
     return []
 
 
-def _sections(tree: Checkpoint, kinds: Sequence[str]) -> list[Section]:
-    every = (one for one in tree.sections if one.kind in kinds)
-    return list({id(one.holder): one for one in every}.values())
-
-
 def _chosen(tree: Checkpoint, model: Section | None, key: Any, file: str) -> Section:
     """Return the optimizer under `key`, else that of `model`, else the only one of the file."""
     if key is not None:
@@ -234,7 +231,8 @@ def _chosen(tree: Checkpoint, model: Section | None, key: Any, file: str) -> Sec
             tree, key, accept=lambda one: isinstance(one, dict) and is_optimizer(one)
         )
         return Section(path, "optimizer", node, node)
-    found, models = _sections(tree, ("optimizer",)), _sections(tree, (*MODEL_KINDS,))
+    found = distinct(one for one in tree.sections if one.kind == "optimizer")
+    models = distinct(one for one in tree.sections if one.kind in MODEL_KINDS)
     owners = [model_of(one, models, found) for one in found]
     holder, pairs = model and model.holder, zip(found, owners, strict=True)
     own = [one for one, owner in pairs if owner is not None and owner.holder is holder]
