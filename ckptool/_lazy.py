@@ -18,15 +18,15 @@ class Result:
 
     def __str__(self) -> str:
         """Return the page; where there is none, the line."""
-        from ckptool.render.results import page
+        from ckptool.render import page_of
 
-        return page(self)
+        return page_of(self)
 
     def __repr__(self) -> str:
         """Return one line that says what it is, safe for a terminal."""
-        from ckptool.render.results import line
+        from ckptool.render import line_of
 
-        return line(self)
+        return line_of(self)
 
     def _repr_html_(self) -> str:
         """Return the page for a notebook, with every name in it escaped."""

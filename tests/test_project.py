@@ -101,8 +101,8 @@ TORCH_MODULE = re.compile(r"import_module\('torch(_xla)?[.\w]*'\)")
 """An import by a name that stands in the source: mypy has no types of these modules."""
 LAZY_IMPORTS = {
     "_lazy.py": "import_module(f'{package}.{home}')",
-    "render/results.py": "import_module(f'ckptool.render.{room}')",
-    "cli/group.py": "import_module(f'ckptool.cli.{verb}_verb')",
+    "render/__init__.py": "import_module(f'ckptool.render.{room}')",
+    "cli/group.py": "import_module(f'ckptool.cli.{file}')",
     "formats/registry.py": "importlib.import_module(f'ckptool.formats.{self.module}')",
     "factories.py": "import_module(module)",
     "trainer/strategies/__init__.py": "import_module(f'{__name__}.{home}')",

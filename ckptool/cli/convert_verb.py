@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.cli.cast_verb import parsed_keep
 from ckptool.cli.changing import divided, workers_option, write_changed
+from ckptool.cli.computing_verbs import parsed_keep
 from ckptool.cli.console import settle
 from ckptool.cli.like import Allowing, allowance_options, in_options, referred
 from ckptool.cli.options import (

@@ -10,7 +10,7 @@ from ckptool.cli.console import Screen, settle
 from ckptool.cli.like import referred
 from ckptool.cli.options import PATH, file_argument, flag, screen_options, verb
 from ckptool.diagnosis import doctor
-from ckptool.render.doctor import diagnosis_lines
+from ckptool.render.verdicts import diagnosis_lines
 
 __all__ = ["command"]
 

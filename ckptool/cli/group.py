@@ -43,6 +43,11 @@ VERBS = {
 """The first line of the help of each verb, so that the list imports nothing."""
 
 ALIASES = {"ls": "list"}
+_FILES = {
+    **dict.fromkeys(("strip-module", "add-module", "rename", "remap", "compact"), "keeping_verbs"),
+    **dict.fromkeys(("cast", "average", "merge-lora"), "computing_verbs"),
+}
+"""The module of a verb that shares one with others; `show` is alone in `show_verb`."""
 _MEANT = {"inspect": "info"}
 """Verbs of other tools, for which no similar name can be found."""
 
@@ -71,9 +76,9 @@ class VerbGroup(click.Group):
         name = ALIASES.get(cmd_name, cmd_name)
         if name not in self.list_commands(ctx):
             return None
-        verb = name.replace("-", "_")
-        command = import_module(f"ckptool.cli.{verb}_verb").command
-        return command if isinstance(command, click.Command) else None
+        file = _FILES.get(name, f"{name}_verb")
+        found = vars(import_module(f"ckptool.cli.{file}")).values()
+        return next(one for one in found if isinstance(one, click.Command) and one.name == name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -16,7 +16,7 @@ from ckptool.cli.options import PATH, flag, screen_options, verb
 from ckptool.errors import CheckpointError
 from ckptool.inspection.deeds import DATA
 from ckptool.inspection.scan import Scan, files_below, scan
-from ckptool.render.scan import result_lines, summary_line
+from ckptool.render.verdicts import scan_lines, scan_summary
 from ckptool.words import clean
 
 __all__ = ["command"]
@@ -59,11 +59,11 @@ def command(paths: tuple[str, ...], strict: bool, screen: Screen) -> None:
             results.append(found)
             if not screen.as_json and (len(files) <= _FEW or found.verdict != DATA):
                 progress.wipe()
-                print_lines(result_lines(found, screen.look))
+                print_lines(scan_lines(found, screen.look))
                 screen.say(f"note: {clean(found.file)}: {clean(note)}" for note in found.notes)
     fine = all(one.ok(strict=strict) for one in results)
     settle(2 if errors else int(not fine))
     if screen.as_json:
         print_document(files_document("ckptool.scan/1", results, errors, ok=fine and not errors))
     elif len(files) > 1:
-        print_lines([summary_line(results, len(errors), screen.look)])
+        print_lines([scan_summary(results, len(errors), screen.look)])

@@ -6,18 +6,30 @@ import gc
 import math
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from ckptool.cli.console import WORDS, Screen, in_words, print_document, print_lines, settle
+from ckptool.cli.console import WORDS, Screen, flush, in_words, print_document, print_lines, settle
 from ckptool.cli.options import Listed, Sectioned, flag, screen_options, verb
 from ckptool.errors import UsageError
-from ckptool.render.training import device_lines, gpus_line
+from ckptool.render.training import (
+    device_lines,
+    end_lines,
+    epoch_line,
+    event_line,
+    gpus_line,
+    heading,
+    progress_text,
+    stopped_line,
+    trace_line,
+    validating_text,
+)
 from ckptool.tensors.materialise import require_torch
 from ckptool.trainer.config import (
     CHOICES,
@@ -28,10 +40,27 @@ from ckptool.trainer.config import (
     usual_batch_size,
 )
 from ckptool.trainer.devices import VISIBLE, devices_here, require_visible, seen_as, show_only
+from ckptool.trainer.events import (
+    EpochEnded,
+    Note,
+    Observer,
+    Resumed,
+    Saved,
+    Started,
+    Stepped,
+    Traced,
+    Validating,
+)
 from ckptool.trainer.launching import is_again, launch, recorded
 from ckptool.words import clean
 
-__all__ = ["command"]
+if TYPE_CHECKING:
+    from ckptool.trainer import TrainResult
+
+__all__ = [
+    "Teller",
+    "command",
+]
 
 SCHEMA = "ckptool.train/1"
 _DEFAULTS = {"batch_size": "30 for --data random, 32 otherwise"}
@@ -238,7 +267,6 @@ def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
 
 
 def _train(config: TrainConfig, screen: Screen) -> None:
-    from ckptool.cli.training import Teller
     from ckptool.trainer import Trainer
 
     gc.enable()  # off where a file is read; steps leave cycles behind
@@ -251,3 +279,98 @@ def _train(config: TrainConfig, screen: Screen) -> None:
         told = {**teller.document(), **result.to_dict(), "best": best, "gpus": seen_as()}
         print_document({"schema": SCHEMA, **told})
     teller.end(result)
+
+
+Event = TypeVar("Event")
+
+
+class Teller(Observer):
+    """Prints the events in rank 0, and in every process the shapes that its replica sees."""
+
+    def __init__(self, config: TrainConfig, screen: Screen, *, rank: int | None) -> None:
+        """Store the options; `rank` is None in a process that no launcher started."""
+        self._config, self._screen, self._rank = config, screen, rank
+        self._bar = screen.progress()
+        self._events: list[Any] = []
+        self._started: Started | None = None
+        self._first: tuple[float, int] | None = None
+
+    def tell(self, event: Any) -> None:
+        """Print an event, or store it for the document."""
+        if isinstance(event, Traced):
+            self._trace(event)
+        elif self._rank:
+            return
+        elif isinstance(event, Stepped):
+            self._bar(event.step, self._total, self._text(event))
+        elif isinstance(event, Validating):
+            self._bar(event.done, event.samples, validating_text(event))
+        else:
+            self._bar.wipe()
+            if isinstance(event, Started):
+                self._started = event
+            if isinstance(event, EpochEnded) and not self._screen.as_json:
+                is_first = not any(isinstance(one, EpochEnded) for one in self._events)
+                self._print([heading(self._screen.look)] * is_first + [epoch_line(event)])
+            elif isinstance(event, (Started, Resumed, Note)):
+                self._screen.say([event_line(event)])
+            self._events.append(event)
+
+    def _text(self, event: Stepped) -> str:
+        now, total = time.monotonic(), self._total
+        began, first = self._first = self._first or (now, event.step)
+        left = None
+        if event.step > first:
+            left = (now - began) / (event.step - first) * (total - event.step)
+        return progress_text(event, total, self._started.epochs if self._started else 0, left)
+
+    def _all(self, kind: type[Event]) -> list[Event]:
+        return [event for event in self._events if isinstance(event, kind)]
+
+    def _trace(self, traced: Traced) -> None:
+        """Print shapes on stdout, as the tutorials do, or on stderr with `--json`."""
+        self._bar.wipe()
+        lines = [trace_line(traced, self._rank)]
+        if self._screen.as_json:
+            self._screen.say(lines)
+        else:
+            self._print(lines)
+
+    @staticmethod
+    def _print(lines: list[str]) -> None:
+        """Print lines at once: the next may be minutes away."""
+        print_lines(lines)
+        flush()
+
+    @property
+    def _total(self) -> int:
+        steps = self._started.steps * self._started.epochs if self._started else 0
+        return min(steps, self._config.max_steps or steps)
+
+    @property
+    def _there(self) -> list[Saved]:
+        """The checkpoints that still exist, the last written one at the end."""
+        saved = self._all(Saved)
+        last = {one.path: one for one in saved}
+        return [one for one in saved if one is last[one.path] and os.path.exists(one.path)]
+
+    def end(self, result: TrainResult) -> None:
+        """Print how the run ended, and its checkpoints."""
+        self._bar.wipe()
+        if self._rank:
+            return
+        there = self._there
+        if result.stopped is not None and there:
+            self._screen.say([stopped_line(there[-1])])
+        elif not self._screen.as_json:
+            print_lines(end_lines(there, result))
+
+    def document(self) -> dict[str, Any]:
+        """Return the events as plain data."""
+        return {
+            **(self._started.to_dict() if self._started else {}),
+            "resumed": next((one.to_dict() for one in self._all(Resumed)), None),
+            "history": [one.to_dict() for one in self._all(EpochEnded)],
+            "checkpoints": [one.to_dict() for one in self._there],
+            "notes": [note.text for note in self._all(Note)],
+        }

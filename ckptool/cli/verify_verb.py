@@ -17,7 +17,7 @@ from ckptool.cli.console import (
 from ckptool.cli.options import PATH, flag, screen_options, verb
 from ckptool.errors import CheckpointError
 from ckptool.inspection.verify import Verdict, Verifier
-from ckptool.render.verify import manifest_line, summary_line, verdict_lines, verdict_table
+from ckptool.render.verdicts import manifest_line, verdict_lines, verdict_table, verify_summary
 from ckptool.words import clean
 
 __all__ = ["command"]
@@ -77,6 +77,6 @@ def command(paths: tuple[str, ...], screen: Screen, **how: Any) -> None:
         for one in gone:
             print_lines(verdict_lines(one, look))
         if len(results) > 1:
-            print_lines([summary_line(verdicts, len(errors), look)])
+            print_lines([verify_summary(verdicts, len(errors), look)])
     if outcome is not None:
         screen.say([manifest_line(outcome)])

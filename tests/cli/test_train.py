@@ -16,7 +16,7 @@ import torch
 import ckptool as library
 from ckptool.cli import train_verb
 from ckptool.cli.console import Screen
-from ckptool.cli.training import Teller
+from ckptool.cli.train_verb import Teller
 from ckptool.trainer import TrainResult
 from ckptool.trainer.config import TrainConfig, check
 from ckptool.trainer.events import EpochEnded, Note, Saved, Started, Stepped, Traced, Validating
@@ -254,7 +254,7 @@ def test_on_a_terminal_a_bar_shows_the_step_and_is_gone_before_a_line_is_printed
 
 def test_a_bar_tells_the_time_that_is_left_and_the_validation(monkeypatch):
     texts, clock = [], iter([10.0, 20.0, 20.0 + 3600])
-    monkeypatch.setattr("ckptool.cli.training.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("ckptool.cli.train_verb.time.monotonic", lambda: next(clock))
     one = teller()
     one.tell(Started("ddp", ("cpu",), 2, 10, 100, 4, 2))
     one._bar = lambda done, total, text: texts.append(text)

@@ -3,8 +3,8 @@
 import shlex
 
 from ckptool.diagnosis import Complaint, Diagnosis
-from ckptool.render.doctor import diagnosis_lines
 from ckptool.render.text import PLAIN, Look
+from ckptool.render.verdicts import diagnosis_lines
 
 COMMANDS = ("ckptool convert 'a b.pth' 'a b.mended.pth' --model-only --wrappers strip",)
 

@@ -1,0 +1,201 @@
+"""The verbs that compute new values of tensors: `cast`, `average`, `merge-lora`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckptool.checkpoint import Change, Checkpoint
+from ckptool.cli.changing import divided, workers_option, write_changed
+from ckptool.cli.options import (
+    PATH,
+    Listed,
+    Target,
+    dtype_option,
+    file_argument,
+    flag,
+    master_option,
+    output_option,
+    quantised_options,
+    repeatable,
+    shard_option,
+    target_options,
+    verb,
+)
+from ckptool.errors import UsageError
+from ckptool.transforms import average, cast, floating_type, merge_lora, with_masters
+
+__all__ = ["average_command", "cast_command", "merge_lora_command", "parsed_keep"]
+
+
+@verb(
+    "cast",
+    "ckptool cast model.pth --dtype bfloat16",
+    "ckptool cast model.pth --dtype fp16 --keep '*.norm.*=float32'",
+    "ckptool cast model.pth --dtype float8_e4m3fn --keep '*.bias' -o small.pth",
+    "ckptool cast fp8.safetensors --dequantize bfloat16",
+)
+@file_argument
+@dtype_option("--dtype", "The type to cast to: bfloat16, fp16, float32.")
+@quantised_options
+@repeatable(
+    "--keep",
+    "GLOB[=DTYPE]",
+    "Cast matching tensors to this type instead, or not at all; repeatable, the first match "
+    "decides.",
+)
+@flag("--all", "Cast optimizer state, too.", "everything")
+@flag(
+    "--allow-overflow",
+    "Write values that are too large for the type as torch does: inf, NaN or the largest.",
+)
+@master_option
+@workers_option
+@target_options()
+def cast_command(
+    file: str,
+    master: bool,
+    dtype: str | None,
+    dequantize: str | None,
+    raw: bool,
+    keep: tuple[str, ...],
+    everything: bool,
+    allow_overflow: bool,
+    workers: int | None,
+    target: Target,
+) -> None:
+    """Cast floating-point tensors to another type.
+
+    Integers, booleans and optimizer state stay as they are. The result says how many values
+    overflow, underflow or lose precision; an overflow is an error. Values are rounded first:
+    65519.99 fits float16 (as 65504), 65520 does not. A GLOB is compared with the name of a tensor,
+    a GLOB with a / with its whole path. Quantised weights are refused without
+    --dequantize or --raw. --dequantize takes fp8 weights with scales, nf4, fp4 and int8 of
+    bitsandbytes, quantised tensors and linear layers of torch, and Int8Tensor, Float8Tensor and
+    IntxUnpackedToInt8Tensor of torchao: the result is that of the library, and what only
+    quantised weights need is left out. With --dtype bfloat16 the result of model.pth goes to
+    model.bfloat16.pth.
+    """
+    word = dtype or dequantize
+    if word is None:
+        raise UsageError("cast needs a type", hint="--dtype bfloat16")
+    name = floating_type(word)
+    rules = parsed_keep(keep)
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        made = cast(
+            with_masters(checkpoint) if master else checkpoint,
+            dtype,
+            keep=rules,
+            everything=everything,
+            allow_overflow=allow_overflow,
+            dequantize=dequantize,
+            raw=raw,
+        )
+        if target.dry_run and made.root is not checkpoint.root:
+            text = "a dry run computes no values, so it cannot tell whether any overflows"
+            made = made.with_root(made.root, Change("note", text))
+        return made
+
+    divided(lambda: write_changed(file, change, target, word=name), workers)
+
+
+def parsed_keep(texts: tuple[str, ...]) -> list[tuple[str, str | None]]:
+    """Return `GLOB=DTYPE` and `GLOB` as pairs of a glob and a type or None."""
+    rules: list[tuple[str, str | None]] = []
+    for text in texts:
+        glob, equals, dtype = text.rpartition("=")
+        rules.append((glob, floating_type(dtype)) if equals else (text, None))
+    return rules
+
+
+@verb(
+    "average",
+    "ckptool average epoch_18.pth epoch_19.pth epoch_20.pth -o mean.pth",
+    "ckptool average a.pth b.safetensors -o mean.safetensors --ints first",
+    "ckptool average a.pth b.pth -o mixed.pth --weights 0.7,0.3",
+    "ckptool average a.pth b.pth -o mixed.pth --mode slerp --t 0.3",
+    "ckptool average model.pth tuned.pth base.pth -o added.pth --mode task",
+)
+@click.argument("files", type=PATH, nargs=-1, required=True)
+@output_option
+@click.option(
+    "--mode",
+    type=click.Choice(["mean", "slerp", "task"]),
+    default="mean",
+    show_default=True,
+    help="slerp: along the arc between two files. task: A + t (B - C), of three files.",
+)
+@click.option(
+    "--weights",
+    type=Listed(float),
+    default=(),
+    help="A weight for each file, as 0.7,0.3; the sum is divided by theirs. Only with mode mean.",
+)
+@click.option(
+    "--t",
+    type=float,
+    help="slerp: from 0, the first file, to 1, the second [default: 0.5]. task: how much of the "
+    "difference is added [default: 1].",
+)
+@click.option(
+    "--ints",
+    type=click.Choice(["same", "first"]),
+    default="same",
+    show_default=True,
+    help="Integer tensors must be the same in all files, or are taken from the first.",
+)
+@click.option("--key", metavar="NAME", help="Average only this state dict.")
+@target_options(place=False)
+def average_command(files: tuple[str, ...], target: Target, **how: Any) -> None:
+    """Average the weights of several checkpoints.
+
+    Tensors of the same name, without wrapper prefixes, are summed in float64 and rounded to their
+    type in the first file. Names, ties, _metadata and other values come from the first file;
+    optimizer and scheduler state is left out.
+    """
+    if len(files) < 2:
+        raise UsageError("average needs two or more files", hint="ckptool average A B -o mean.pth")
+
+    def change(*checkpoints: Checkpoint) -> Checkpoint:
+        return average(checkpoints, **how)
+
+    write_changed(files[0], change, target, word="average", others=files[1:])
+
+
+@verb(
+    "merge-lora",
+    "ckptool merge-lora base.safetensors adapter/ -o merged.safetensors",
+    "ckptool merge-lora base.pth one.safetensors two.safetensors -o out.pth --scale 0.8,0.5",
+    "ckptool merge-lora peft_model.pth -o merged.pth --alpha 16",
+)
+@click.argument("base", type=PATH)
+@click.argument("adapters", type=PATH, nargs=-1)
+@output_option
+@click.option(
+    "--scale",
+    type=Listed(float),
+    default=(),
+    help="A factor for each adapter, as 0.8,0.5, or one for all [default: 1].",
+)
+@click.option("--alpha", type=float, help="lora_alpha, where no adapter_config.json says it.")
+@click.option("--key", metavar="NAME", help="Change only this state dict.")
+@shard_option
+@target_options(place=False)
+def merge_lora_command(
+    base: str, adapters: tuple[str, ...], target: Target, max_shard_size: str | None, **how: Any
+) -> None:
+    """Merge LoRA adapters into the weights of their base model.
+
+    Adapters are those of PEFT (adapter_config.json beside them says the scale), kohya and
+    diffusers. Without an adapter BASE is the state dict of a PeftModel, which holds its own. Sums
+    are calculated in float32 and have the type of the base. What fits nothing in BASE is an error.
+    """
+
+    def change(checkpoint: Checkpoint, *others: Checkpoint) -> Checkpoint:
+        return merge_lora(checkpoint, others, **how)
+
+    write_changed(
+        base, change, target, word="merged", max_shard_size=max_shard_size, others=adapters
+    )

@@ -1,0 +1,246 @@
+"""The verbs that keep all values: `strip-module`, `add-module`, `rename`, `remap`, `compact`."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from ckptool.checkpoint import Change, Checkpoint
+from ckptool.cli.changing import write_changed
+from ckptool.cli.options import (
+    PATH,
+    Target,
+    completed_by,
+    file_argument,
+    parsed_rules,
+    repeatable,
+    target_options,
+    verb,
+    visible_option,
+)
+from ckptool.errors import UsageError
+from ckptool.names import WRAPPERS
+from ckptool.render.text import size
+from ckptool.transforms import (
+    add_module,
+    compact,
+    prefix_rule,
+    read_map_file,
+    regex_rule,
+    remap,
+    rename,
+    strip_module,
+    table_rule,
+)
+from ckptool.transforms import visible_devices as renumber
+from ckptool.words import clean, listed
+
+__all__ = [
+    "add_module_command",
+    "compact_command",
+    "remap_command",
+    "rename_command",
+    "strip_module_command",
+]
+
+
+@verb(
+    "strip-module",
+    "ckptool strip-module model.pth",
+    "ckptool strip-module model.pth -o plain.pth",
+    "ckptool strip-module vgg.pth --at features",
+)
+@file_argument
+@repeatable(
+    "--only",
+    "WRAPPER",
+    "Remove only this wrapper (module, _orig_mod, ...); repeatable. Default: all.",
+    shell_complete=completed_by(lambda: WRAPPERS),
+)
+@click.option("--levels", type=click.IntRange(min=1), help="Remove at most this many wrappers.")
+@click.option("--at", metavar="PATH", help="Remove the wrapper of this submodule, as features.")
+@target_options()
+def strip_module_command(
+    file: str, only: tuple[str, ...], levels: int | None, at: str | None, target: Target
+) -> None:
+    """Remove wrapper prefixes such as "module." from names.
+
+    DataParallel and DistributedDataParallel add "module.", torch.compile adds "_orig_mod.", FSDP
+    and others add their own. All are removed, in whatever order, from every state dict of the
+    file, its _metadata, and optimizer state that is keyed by name. The result of model.pth goes to
+    model.stripped.pth.
+    """
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        changed = strip_module(checkpoint, only=only or None, levels=levels, at=at)
+        none = Change("warning", f"no name has the prefix {listed(only or ['of a wrapper'])}")
+        return changed if changed.changes else changed.with_root(changed.root, none)
+
+    write_changed(file, change, target, word="stripped")
+
+
+@verb(
+    "add-module",
+    "ckptool add-module model.pth",
+)
+@file_argument
+@click.option("--at", metavar="PATH", help="Wrap only this submodule, as features.")
+@target_options()
+def add_module_command(file: str, at: str | None, target: Target) -> None:
+    """Add the prefix "module." to names, as DataParallel does.
+
+    Every state dict of the file is changed, with its _metadata and optimizer state that is keyed
+    by name. The result of model.pth goes to model.wrapped.pth.
+    """
+    write_changed(file, lambda found: add_module(found, at=at), target, word="wrapped")
+
+
+_ORDER = "ckptool.rename.order"
+
+
+class _InOrder(click.Command):
+    """A command that keeps the order of options of different names, which click does not."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words twice, the first time for the order."""
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        ctx.meta[_ORDER] = [parameter.name for parameter in order]
+        return super().parse_args(ctx, args)
+
+
+@verb(
+    "rename",
+    "ckptool rename model.pth --prefix backbone=encoder",
+    "ckptool rename model.pth --prefix model.=",
+    r"ckptool rename model.pth --map '\.gamma$=>.weight' --map '\.beta$=>.bias'",
+    "ckptool rename model.pth --map-file names.json -o renamed.pth",
+    cls=_InOrder,
+)
+@file_argument
+@repeatable(
+    "--map",
+    "REGEX=>REPL",
+    r"Replace the part of a name that matches; groups are \1 or \g<name>. Repeatable.",
+    "regexes",
+)
+@repeatable(
+    "--map-file",
+    "FILE",
+    "Read old and new names, whole, from a JSON object or two columns. Repeatable.",
+    "files",
+    type=PATH,
+)
+@repeatable(
+    "--prefix",
+    "OLD=NEW",
+    "Replace whole components at the front; model.= removes, =model. adds. Repeatable.",
+    "prefixes",
+)
+@click.option("--key", metavar="NAME", help="Change only this state dict. Default: all of them.")
+@target_options()
+@click.pass_context
+def rename_command(
+    context: click.Context,
+    file: str,
+    regexes: tuple[str, ...],
+    files: tuple[str, ...],
+    prefixes: tuple[str, ...],
+    key: str | None,
+    target: Target,
+) -> None:
+    """Rename tensors by regular expressions, prefixes or a table.
+
+    Rules are applied in the order in which they are given, each to the result of the one before.
+    _metadata and optimizer state that is keyed by name follow. The result of model.pth goes to
+    model.renamed.pth.
+    """
+    rules = {
+        "regexes": map(regex_rule, regexes),
+        "files": (table_rule(read_map_file(path), path) for path in files),
+        "prefixes": map(prefix_rule, prefixes),
+    }
+    ordered = [next(rules[name]) for name in context.meta[_ORDER] if name in rules]
+    if not ordered:
+        raise UsageError(
+            "rename takes at least one of --map, --map-file and --prefix",
+            hint="ckptool rename FILE --prefix backbone=encoder",
+        )
+    write_changed(file, lambda found: rename(found, ordered, key=key), target, word="renamed")
+
+
+@verb(
+    "remap",
+    "ckptool remap --to cpu model.pth",
+    "ckptool remap --map cuda:3=cuda:0 model.pth",
+    "ckptool remap --map cuda:0=cuda:1 --map cuda:1=cuda:0 model.pth -o swapped.pth",
+    "ckptool remap --visible-devices 0,2 model.pth",
+)
+@file_argument
+@click.option("--to", "device", metavar="DEVICE", help="Move all tensors to it: cpu, cuda:0.")
+@repeatable(
+    "--map",
+    "A=B",
+    "Move tensors on device A to device B; cuda:* is any index. Repeatable, all at once.",
+    "rules",
+)
+@visible_option
+@target_options()
+def remap_command(
+    file: str,
+    device: str | None,
+    rules: tuple[str, ...],
+    visible_devices: tuple[int, ...] | None,
+    target: Target,
+) -> None:
+    """Change the devices that tensors are tagged with.
+
+    Optimizer state and torch.device values are changed as well; the bytes of the tensors stay. The
+    result loads with torch.load without map_location. With --to cpu the result of model.pth goes
+    to model.cpu.pth, with --map to model.remapped.pth.
+    """
+    if sum(map(bool, (device is not None, rules, visible_devices is not None))) != 1:
+        raise UsageError(
+            "remap takes exactly one of --to, --map and --visible-devices",
+            hint="ckptool remap --to cpu FILE",
+        )
+    mapping = {"*": device} if device is not None else parsed_rules(rules)
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        if visible_devices is None:
+            return remap(checkpoint, mapping)
+        return renumber(checkpoint, visible_devices)
+
+    write_changed(file, change, target, word=device.replace(":", "") if device else "remapped")
+
+
+_NOTHING = Change("compact", "nothing to compact: tensors use every byte")
+
+
+@verb(
+    "compact",
+    "ckptool compact model.pth",
+    "ckptool compact --in-place model.pth",
+    "ckptool compact --dry-run model.pth",
+)
+@file_argument
+@target_options()
+def compact_command(file: str, target: Target) -> None:
+    """Drop bytes that no tensor uses.
+
+    torch.save writes the whole storage of a tensor, even if the tensor is a small view of it:
+    big[:10] takes as much space as big. compact trims each storage to the part that tensors use,
+    and drops the dead bytes that edits in place leave behind. Tensors that share bytes still share
+    them. The result of model.pth goes to model.compact.pth.
+    """
+    before = 0
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        nonlocal before
+        before = checkpoint.details.size
+        found = compact(checkpoint)
+        return checkpoint.with_root(found.root, _NOTHING) if found is checkpoint else found
+
+    receipt = write_changed(file, change, target, word="compact", rewrite=True)
+    after = f"{clean(os.path.basename(receipt.path))} {size(receipt.size)}"
+    target.screen.say([f"{clean(os.path.basename(file))} {size(before)}, {after}"])

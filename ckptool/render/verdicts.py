@@ -1,0 +1,249 @@
+"""`ckptool doctor`, `verify` and `scan` as text: a verdict, what it follows from, a summary."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ckptool.errors import CheckpointError
+from ckptool.formats import format_of
+from ckptool.inspection.deeds import CANNOT_TELL, DATA, RUNS, VERDICTS
+from ckptool.render.table import table
+from ckptool.render.text import (
+    PLAIN,
+    RESUME,
+    Look,
+    files_line,
+    first_lines,
+    size,
+    titled_commands,
+    wrapped,
+)
+from ckptool.words import clean, counted, listed
+
+if TYPE_CHECKING:
+    from ckptool.diagnosis import Complaint, Diagnosis
+    from ckptool.inspection.scan import Scan, Stream
+    from ckptool.inspection.verify import ManifestOutcome, Verdict
+
+__all__ = [
+    "diagnosis_lines",
+    "manifest_line",
+    "scan_lines",
+    "scan_summary",
+    "verdict_lines",
+    "verdict_table",
+    "verify_summary",
+]
+
+_WORDS = {"fails": "error", "misleads": "warning", "note": "note"}
+
+
+def diagnosis_lines(
+    diagnosis: Diagnosis, look: Look = PLAIN, *, explain: bool = False
+) -> Iterator[str]:
+    """Yield the verdict, the complaints (where and why with `explain`) and what to run."""
+    name = clean(diagnosis.file)
+    if not diagnosis.complaints:
+        yield f"{look.bold(name)}: no problem found for {_loader(diagnosis)} and load_state_dict"
+        if explain and (remark := format_of(diagnosis.format or "").remark):
+            yield from _fact("why", remark, look)
+        return
+    yield f"{look.bold(name)}: {_summary(diagnosis)}"
+    if diagnosis.would_run:
+        yield look.alarm(clean(f"would run {listed(diagnosis.would_run)}"))
+    for number, complaint in enumerate(diagnosis.complaints, start=1):
+        yield ""
+        yield from _block(number, complaint, look, explain)
+    plan = list(_plan(diagnosis, look))
+    yield from ("", *plan) if plan else ()
+
+
+def _summary(diagnosis: Diagnosis) -> str:
+    counts: Counter[str] = Counter(complaint.severity for complaint in diagnosis.complaints)
+    text = ", ".join(counted(counts[kind], word) for kind, word in _WORDS.items() if counts[kind])
+    if counts["fails"]:
+        return f"does not load here: {text}"
+    return f"{_loader(diagnosis)} opens it; {text}"
+
+
+def _loader(diagnosis: Diagnosis) -> str:
+    is_flat = format_of(diagnosis.format or "").tensors_only  # only new torch.load opens it
+    return "safetensors.torch.load_file" if is_flat else "torch.load"
+
+
+def _block(number: int, complaint: Complaint, look: Look, explain: bool) -> Iterator[str]:
+    word = _WORDS[complaint.severity]
+    coloured = look.alarm(word) if complaint.severity == "fails" else look.bold(word)
+    what = wrapped(f"{number}. {word}: {_sentence(complaint.what)}", look.width, indent="   ")
+    yield what[0].replace(word, coloured, 1)
+    yield from what[1:]
+    if explain:
+        yield from _fact("where", ", ".join(complaint.where), look)
+        yield from _fact("why", complaint.why, look)
+    elif complaint.severity != "note":
+        why = _sentence(complaint.why.partition("; ")[0])
+        yield from wrapped(f"   {why}", look.width, indent="   ")
+    if explain or not (complaint.commands or complaint.alternatives):
+        yield from _fact("hint", complaint.remedy, look)
+
+
+def _fact(name: str, text: str, look: Look) -> Iterator[str]:
+    if text:
+        yield from wrapped(f"   {name:<7}{_sentence(text)}", look.width, indent=" " * 10)
+
+
+def _sentence(text: str) -> str:
+    return clean("; ".join(text.split("\n")))  # a refusal may have several lines
+
+
+def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
+    """Yield the commands that write the weights, resume the training, or fix one complaint."""
+    every = list(enumerate(diagnosis.complaints, start=1))
+    if diagnosis.commands:
+        numbers = [str(number) for number, complaint in every if complaint.commands]
+        fixed = listed(numbers, most=len(numbers)) if len(every) > 1 else ""
+        title = f"to fix {fixed or 'it'}"
+        if diagnosis.resume:
+            title = "to use the weights" + (f" (fixes {fixed})" if fixed else "")
+        yield from titled_commands(title, diagnosis.commands, look)
+    if diagnosis.resume is not None:
+        yield from titled_commands(RESUME, [diagnosis.resume], look)
+    choices: dict[tuple[str, ...], list[str]] = {}
+    for number, complaint in every:
+        if complaint.alternatives:
+            choices.setdefault(complaint.alternatives, []).append(str(number))
+    for commands, numbers in choices.items():
+        title = f"for {listed(numbers, most=len(numbers))}"
+        yield from titled_commands(title + ", one of" * (len(commands) > 1), commands, look)
+
+
+_MOST_PROBLEMS = 40
+"""The most problems of one file."""
+
+
+def verdict_lines(verdict: Verdict, look: Look = PLAIN) -> Iterator[str]:
+    """Yield `model.pth: fine (...)`, or the number of problems and the problems."""
+    name = look.bold(clean(verdict.file))
+    if verdict.ok:
+        yield f"{name}: fine ({', '.join(_facts(verdict))})"
+        return
+    yield f"{name}: {look.alarm(counted(len(verdict.problems), 'problem'))}"
+    hints = set()
+    for problem in verdict.problems[:_MOST_PROBLEMS]:
+        place = f"{clean(problem.place)}: " if problem.place else ""
+        yield from wrapped(f"  {place}{clean(problem.text)}", look.width, indent="    ")
+        if problem.hint and problem.hint not in hints:
+            hints.add(problem.hint)
+            yield f"    {look.faint('hint:')} {clean(problem.hint)}"
+    hidden = len(verdict.problems) - _MOST_PROBLEMS
+    if hidden > 0:
+        yield f"  and {counted(hidden, 'problem')} more (--json has them all)"
+
+
+def _facts(verdict: Verdict) -> Iterator[str]:
+    if verdict.shards:
+        yield counted(verdict.shards, "shard")
+    if verdict.records:
+        yield counted(verdict.records, "record")
+    else:
+        yield counted(verdict.tensors, "tensor")
+    yield size(verdict.size)
+    if verdict.summed and verdict.checked:
+        of = "" if verdict.summed == verdict.records else f" of {verdict.summed:,}"
+        yield f"CRC-32{of}"
+    elif not verdict.manifest:
+        yield "no CRC-32 in it" if verdict.records else "no checksums in this format"
+    if verdict.manifest:
+        yield "SHA-256 as in the manifest"
+    if verdict.values:
+        yield "no NaN, no Inf"
+
+
+def verify_summary(verdicts: Sequence[Verdict], errors: int, look: Look) -> str:
+    """Return `3 files: 2 fine, 1 with 2 problems`."""
+    wrong = [verdict for verdict in verdicts if not verdict.ok]
+    parts = [f"{len(verdicts) - len(wrong):,} fine"]
+    if wrong:
+        count = sum(len(verdict.problems) for verdict in wrong)
+        parts.append(look.alarm(f"{len(wrong):,} with {counted(count, 'problem')}"))
+    return files_line(len(verdicts), errors, parts)
+
+
+def manifest_line(outcome: ManifestOutcome) -> str:
+    """Return whether the manifest was written or compared."""
+    name = clean(outcome.file)
+    if outcome.reason == "problem":
+        return f"{name} not written: a manifest of damaged files would call them fine"
+    if outcome.reason == "error":
+        return f"{name} not written: files that could not be read would be missing"
+    held = f"{counted(outcome.tensors, 'tensor')} in {counted(outcome.files, 'file')}"
+    if outcome.action == "written":
+        without = (
+            f"; {outcome.unhashed:,} of them without one: they are sparse, quantised or the like"
+            if outcome.unhashed
+            else ""
+        )
+        return f"wrote {name} (SHA-256 of {held}{without})"
+    return f"compared {held} with {name}"
+
+
+def verdict_table(results: Iterable[Verdict | CheckpointError], look: Look) -> Iterator[str]:
+    """Return a row for each file without problems, and for each problem."""
+    rows = [row for result in results for row in _rows(result)]
+    return table(["file", "verdict", "place", "what"], rows, look, flexible=3)
+
+
+def _rows(result: Verdict | CheckpointError) -> list[list[str]]:
+    if isinstance(result, CheckpointError):
+        return [[clean(result.file or ""), "error", "", clean(result.message)]]
+    if result.ok:
+        return [[clean(result.file), "fine", "", ", ".join(_facts(result))]]
+    return [
+        [clean(result.file), problem.kind, clean(problem.place), clean(problem.text)]
+        for problem in result.problems
+    ]
+
+
+_MOST_CALLS = 20
+"""The most calls of one file."""
+
+
+def scan_lines(found: Scan, look: Look = PLAIN) -> Iterator[str]:
+    """Yield `model.pth: runs` or another verdict, and each call that decides it."""
+    name = look.bold(clean(found.file))
+    if found.skipped:
+        yield f"{name}: {'Python code, not judged' if found.code else 'no pickle in it'}"
+    elif found.verdict == DATA:
+        yield f"{name}: data ({counted(found.pickles, 'pickle')})"
+    else:
+        bad = found.verdict in (RUNS, CANNOT_TELL)
+        modules = f" (imports {listed(found.modules)})" if found.modules else ""
+        yield f"{name}: {look.alarm(found.verdict) if bad else found.verdict}{modules}"
+    lines = (line for stream in found.streams for line in _lines(stream))
+    yield from (f"  {line}" for line in first_lines(lines, _MOST_CALLS))
+
+
+def _lines(stream: Stream) -> Iterator[str]:
+    place = f"{clean(stream.where)}, " * bool(stream.where)
+    for deed in stream.deeds:
+        yield f"{place}byte {deed.offset:,}, {deed.opcode}: {clean(deed.text)}"
+    if stream.fault:
+        yield f"{place}byte {stream.offset:,}: {clean(stream.fault)}"
+
+
+def scan_summary(results: Sequence[Scan], errors: int, look: Look) -> str:
+    """Return `3 files: 1 runs, 2 data`, the worst first."""
+    counts = Counter("without a pickle" if one.skipped else one.verdict for one in results)
+    parts = [
+        look.alarm(f"{counts[verdict]:,} {verdict}")
+        if verdict in (RUNS, CANNOT_TELL)
+        else f"{counts[verdict]:,} {verdict}"
+        for verdict in (*reversed(VERDICTS), "without a pickle")
+        if counts[verdict]
+    ]
+    code = sum(bool(one.code) for one in results)
+    if code:
+        parts.append(f"{code:,} with Python code, which is not judged")
+    return files_line(len(results), errors, parts)
