@@ -233,13 +233,12 @@ class Assigned:
     def made(self, tensor: torch.Tensor, tie: Hashable, value: torch.Tensor) -> torch.Tensor:
         """Return what replaces `tensor`, with the elements of `value`; made once for a tie."""
         import torch
-        from torch.nn.parameter import is_lazy
 
         key = (id(tensor), tie) if tie is None else tie
         if key in self._made:
             return self._made[key]
         made = value
-        if not is_lazy(tensor):
+        if not torch.nn.parameter.is_lazy(tensor):
             if not tensor.dim() and value.shape == (1,):
                 made = made.detach()[0]
             if self._cast and made.dtype != tensor.dtype:

@@ -312,9 +312,6 @@ def on_meta(make: Callable[[], Any]) -> Any:
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of weights that are copied to nowhere
-            made = make()
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # whatever the caller's code raises, it is its own
+            return make()
+    except (Exception, SystemExit):  # whatever the caller's code raises, it is its own
         return None
-    return made

@@ -146,9 +146,8 @@ def is_array(node: Any) -> bool:
 def shape_of(tensor: torch.Tensor) -> tuple[int | None, ...] | None:
     """Return the shape, None for each ragged dimension; None for a lazy parameter."""
     import torch
-    from torch.nn.parameter import is_lazy
 
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and is_lazy(tensor):
+    if torch.nn.parameter.is_lazy(tensor):
         return None
     if not tensor.is_nested:
         return tuple(tensor.shape)
@@ -438,10 +437,9 @@ class _LiveTensors:
 
 def _refuse_class(tensor: torch.Tensor) -> None:
     import torch
-    from torch.nn.parameter import is_lazy
 
     kind = type(tensor)
-    if is_lazy(tensor):
+    if torch.nn.parameter.is_lazy(tensor):
         raise NotRepresentable(
             "a lazy parameter has no shape and no elements yet",
             hint="run the model once before it is saved",
