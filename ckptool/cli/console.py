@@ -21,7 +21,16 @@ import click
 
 from ckptool.cli.group import cli
 from ckptool.errors import CheckpointError, CheckpointWarning, WorkerFailed
-from ckptool.render.text import Look, as_options, columns_of, duration, json_lines, look_of, size
+from ckptool.render.text import (
+    Look,
+    as_options,
+    columns_of,
+    duration,
+    json_lines,
+    look_of,
+    runnable,
+    size,
+)
 from ckptool.words import clean, clean_lines, listed, shell
 
 __all__ = [
@@ -266,7 +275,7 @@ def complain(message: str, hint: str | None) -> None:
     look = look_of(sys.stderr)
     print(f"{look.alarm('ckptool:')} {clean(message)}", file=sys.stderr)
     if hint:
-        print(f"{look.bold('hint:')} {clean(_as_found(hint))}", file=sys.stderr)
+        print(f"{look.bold('hint:')} {runnable(_as_found(hint))}", file=sys.stderr)
 
 
 def _as_found(hint: str) -> str:
@@ -387,8 +396,7 @@ def in_words(error: BaseException) -> tuple[str, str | None]:
             return error.sentence, error.hint
         return error.sentence, as_options(error.remedy)
     if isinstance(error, click.ClickException):
-        context = error.ctx if isinstance(error, click.UsageError) else None
-        return error.format_message(), f"{context.command_path} --help" if context else None
+        return _usage_in_words(error)
     if isinstance(error, MemoryError):
         return "there is not enough memory for this", None
     if isinstance(error, RecursionError):
@@ -404,6 +412,21 @@ def in_words(error: BaseException) -> tuple[str, str | None]:
     else:
         what, owner = f"the code at {place} fails: {what}", "not a fault of ckptool"
     return what, f"this is {owner}; CKPTOOL_DEBUG=1 shows the traceback"
+
+
+def _usage_in_words(error: click.ClickException) -> tuple[str, str | None]:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    hint = f"{context.command_path} --help" if context else None
+    if isinstance(error, click.NoSuchOption):
+        from difflib import get_close_matches
+
+        near = error.possibilities or []  # click counts the dashes: --json for --to
+        wanted = [error.option_name.lstrip("-")]
+        near[:] = [one for one in near if get_close_matches(one.lstrip("-"), wanted)]
+        for word in context.meta.get(WORDS, ()) if context else ():
+            if word.startswith(error.option_name) and os.path.lexists(word):
+                hint = f"{shell(word)} is the file of that name"
+    return error.format_message(), hint
 
 
 def _place_of_others(error: BaseException) -> str | None:

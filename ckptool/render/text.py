@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -50,12 +51,15 @@ def label(name: str, path: Sequence[Any]) -> str:
 def runnable(command: str) -> str:
     r"""Return a command that can be copied from the screen to a shell.
 
-    A quoted word that is not printable becomes `$'a\nb'`, which bash, zsh and ksh read: it has
-    control characters, or bytes that are not UTF-8.
+    A quoted word that cannot be printed becomes `$'a\nb'`, which bash, zsh and ksh read: it has
+    control characters, bytes that are not UTF-8, or characters that the encoding of stdout lacks.
     """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
 
     def escaped(found: re.Match[str]) -> str:
-        return found[0] if found[0].isprintable() else f"$'{''.join(map(_in_c, found[1]))}'"
+        if _is_shown(found[0], encoding):
+            return found[0]
+        return f"$'{''.join(_in_c(character, encoding) for character in found[1])}'"
 
     return clean(_QUOTED.sub(escaped, command))
 
@@ -169,11 +173,16 @@ def quoted(text: str) -> str:
     return f'"{"".join(map(_in_c, text))}"'
 
 
-def _in_c(character: str) -> str:
+def _is_shown(text: str, encoding: str) -> bool:
+    """Return True if a terminal of this encoding shows each character as it is."""
+    return text.isprintable() and text == text.encode(encoding, "ignore").decode(encoding)
+
+
+def _in_c(character: str, encoding: str = "utf-8") -> str:
     """Return a character as in a string of C, bytes of UTF-8 in octal."""
     if character in _C_NAMED:
         return f"\\{_C_NAMED[character]}"
-    if character.isprintable():
+    if _is_shown(character, encoding):
         return character
     is_byte = "\udc80" <= character <= "\udcff"  # of os.fsdecode
     raw = character.encode("utf-8", "surrogateescape" if is_byte else "surrogatepass")

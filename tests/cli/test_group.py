@@ -78,5 +78,14 @@ def test_an_alias_is_the_verb_itself(ckptool, model):
     assert ckptool("ls", model).out == ckptool("list", model).out
 
 
+def test_options_that_do_not_exist(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "No such option '--to'.\n" in ckptool("cast", "--to").err
+    assert "No such option '--dtipe'. Did you mean '--dtype'?\n" in ckptool("cast", "--dtipe").err
+    assert "info --help" in ckptool("info", "-lead.pth").err
+    tmp_path.joinpath("-lead.pth").touch()
+    assert "hint: ./-lead.pth is the file of that name\n" in ckptool("info", "-lead.pth").err
+
+
 def test_the_version(ckptool):
     assert ckptool("--version").out == f"ckptool {__version__}\n"

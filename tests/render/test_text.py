@@ -59,6 +59,13 @@ def test_words_that_no_terminal_shows_are_quoted_for_the_shell():
     assert runnable(command) == "ckptool list $'a\\nb\\033[2J\\\\'\"'\"$'\\377.pth' plain"
 
 
+def test_words_that_the_encoding_of_stdout_lacks_are_quoted_for_the_shell(monkeypatch):
+    command = "ckptool list 'modèle.pth' '名.pth' --key 'a b'"
+    for encoding, first in (("ascii", r"$'mod\303\250le.pth'"), ("latin-1", "'modèle.pth'")):
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+        assert runnable(command) == rf"ckptool list {first} $'\345\220\215.pth' --key 'a b'"
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash reads it")
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.binary(min_size=1).filter(lambda raw: 0 not in raw), min_size=1, max_size=4))
