@@ -198,7 +198,7 @@ def planned(
         wanted_by(target.slots, kinds, choices) if is_turned else target.slots,
         rules=rules_of(rules, prefixes),
         metadata=state.metadata,
-        closed=target.custom,
+        closed=target.closed,
         foreign=bool(layout),
         file=state.file,
         model=target.label,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -52,6 +52,8 @@ class Target(NamedTuple):
     """The `_metadata` of the model's own state dict."""
     custom: Mapping[str, str] = MappingProxyType({})
     """Paths of modules whose loading runs code that is not torch's, each with its class."""
+    closed: Collection[str] = ()
+    """These paths, and others below which no name has an older spelling."""
     kinds: Callable[[], Kinds] = dict
     """Finds out what its parameters are, by the types of their modules; empty: not known."""
 
@@ -89,30 +91,22 @@ def target_of(model: torch.nn.Module) -> Target:
         }
         live = {**found, **unlisted}
         slots = live_slots(live, parameters=model.parameters(), rest="buffer")
-    slots = _with_forms(slots, modules)
     label = type(_innermost(model)).__name__
     named = [(without_hidden(path), module) for path, module in modules]
-    return Target(label, slots, _tensors(live), metadata, custom, partial(kinds_of, named))
+    closed, kinds = (*custom, *_of_today(named)), partial(kinds_of, named)
+    return Target(label, slots, _tensors(live), metadata, custom, closed, kinds)
 
 
-def _with_forms(slots: Slots, modules: Iterable[tuple[str, torch.nn.Module]]) -> Slots:
-    """Mark the tensors of parametrizations that have no older spelling, as torch's norms have."""
+def _of_today(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[str]:
+    """Yield the paths of parametrizations that have no older spelling, as torch's norms have."""
     from torch.nn.utils import parametrizations
     from torch.nn.utils.parametrize import ParametrizationList
 
     norms = (parametrizations._WeightNorm, parametrizations._SpectralNorm)
-    lists = tuple(
-        f"{without_hidden(path)}."
-        for path, module in modules
-        if isinstance(module, ParametrizationList)
-        and not (len(module) == 1 and isinstance(module[0], norms))
-    )
-    if not lists:
-        return slots
-    return {
-        name: slot._replace(form="parametrized") if name.startswith(lists) else slot
-        for name, slot in slots.items()
-    }
+    for path, module in modules:
+        parts = list(module) if isinstance(module, ParametrizationList) else ()
+        if len(parts) > 1 or (parts and not isinstance(parts[0], norms)):
+            yield path
 
 
 def _innermost(model: torch.nn.Module) -> torch.nn.Module:

@@ -445,10 +445,9 @@ def _paired(way: _Way, prefix: Prefix | None = None) -> Alignment:
         respelled = _respelled(sides[0], sides[1], way.closed)
     mine, theirs = map(_spelled, sides, respelled)
     found = Alignment(have, want, (sides[0], sides[1]), (mine, theirs))
-    spelled = {full for name, full in found.bare[0].items() if name in respelled[0]}
     for name, full in theirs.items():
         own = mine.get(name)
-        if own is None or (want[full].form and own in spelled):
+        if own is None:
             continue
         if fits(have[own], want[full]):
             found.pairs[full] = own

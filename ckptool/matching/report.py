@@ -49,9 +49,6 @@ class Slot(NamedTuple):
     `tensor`: not known which."""
     tie: Hashable = None
     """Equal for names that are one tensor; None: it is alone."""
-    form: str = ""
-    """The parametrization that it is a part of, where that is known to be none of those which have
-    an older spelling; empty: not known, or one of them."""
 
     @property
     def elements(self) -> int:

@@ -3,7 +3,8 @@
 `LiveTree` makes new containers, with a stand-in for each tensor and object: for transforms of dicts
 in memory, and for loading from them. `frozen` makes what is saved: plain data, and tensors whose
 bytes are read from memory when they are written. An object that is not plain data is refused, with
-its place and a remedy: nothing is pickled whose class a reader would have to import.
+its place and a remedy: nothing is pickled whose class a reader would have to import. `memory_of`
+tells where the elements of a tensor lie.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Torch tensors made of references to bytes."""
+"""Torch tensors made of references to bytes, and what is needed of torch itself."""
 
 from __future__ import annotations
 

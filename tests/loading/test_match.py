@@ -516,3 +516,25 @@ def test_the_elements_of_a_parameter_are_known_too(tmp_path):
     with ckptool.open(tmp_path / "f.pth") as checkpoint:
         assert loss_of(checkpoint["weight"], "float16") == "1 of 2 change"
         assert loss_of(checkpoint["weight"][:1], "float16") == ""
+
+
+class Scale(nn.Module):
+    """A parametrization with the names and shapes of a weight norm, and another meaning."""
+
+    def forward(self, scale, weight):
+        return scale * weight
+
+    def right_inverse(self, weight):
+        return torch.ones(weight.shape[0], 1), weight
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
+def test_only_a_weight_norm_takes_the_names_of_an_old_one(wrap):
+    utils = nn.utils
+    with pytest.warns(FutureWarning):
+        old = nn.Sequential(utils.weight_norm(nn.Linear(3, 4))).state_dict()
+    norm, other = (nn.Sequential(nn.Linear(3, 4)) for _ in range(2))
+    utils.parametrizations.weight_norm(norm[0])
+    utils.parametrize.register_parametrization(other[0], "weight", Scale())
+    assert ckptool.match(old, wrap(norm))[1].fits
+    assert len(ckptool.match(old, wrap(other))[1].missing_keys) == 2
