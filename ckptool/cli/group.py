@@ -44,7 +44,9 @@ VERBS = {
 
 ALIASES = {"ls": "list"}
 _FILES = {
-    **dict.fromkeys(("strip-module", "add-module", "rename", "remap", "compact"), "keeping_verbs"),
+    **dict.fromkeys(
+        ("strip-module", "add-module", "rename", "remap", "compact", "recover"), "keeping_verbs"
+    ),
     **dict.fromkeys(("cast", "average", "merge-lora"), "computing_verbs"),
 }
 """The module of a verb that shares one with others; `show` is alone in `show_verb`."""

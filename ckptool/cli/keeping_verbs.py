@@ -1,4 +1,4 @@
-"""The verbs that keep all values: `strip-module`, `add-module`, `rename`, `remap`, `compact`."""
+"""The verbs that keep all values: they change names, device tags and unused bytes, or recover."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ import click
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import write_changed
+from ckptool.cli.console import Screen
 from ckptool.cli.options import (
     PATH,
     Target,
     completed_by,
     file_argument,
+    flag,
     parsed_rules,
     repeatable,
+    screen_options,
     target_options,
     verb,
     visible_option,
 )
 from ckptool.errors import UsageError
+from ckptool.files.recovery import recover
 from ckptool.names import WRAPPERS
+from ckptool.render.receipt import recovery_lines
 from ckptool.render.text import size
 from ckptool.transforms import (
     add_module,
@@ -39,6 +44,7 @@ from ckptool.words import clean, listed
 __all__ = [
     "add_module_command",
     "compact_command",
+    "recover_command",
     "remap_command",
     "rename_command",
     "strip_module_command",
@@ -244,3 +250,25 @@ def compact_command(file: str, target: Target) -> None:
     receipt = write_changed(file, change, target, word="compact", rewrite=True)
     after = f"{clean(os.path.basename(receipt.path))} {size(receipt.size)}"
     target.screen.say([f"{clean(os.path.basename(file))} {size(before)}, {after}"])
+
+
+@verb(
+    "recover",
+    "ckptool recover model.pth",
+    "ckptool recover --discard model.pth",
+)
+@file_argument
+@flag("--discard", "Only remove the journal; leave FILE as it is now.")
+@flag("--force", "Roll back a file that was copied or moved together with its journal.")
+@screen_options()
+def recover_command(file: str, discard: bool, force: bool, screen: Screen) -> None:
+    """Roll back an edit in place that was killed.
+
+    An edit in place first saves the old bytes in a journal next to the file,
+    .FILE.ckptool-journal. If the edit was cut short, recover writes them back; if it was complete,
+    the file stays. Every ckptool command that opens the file does the same first. If FILE is not
+    the file that the journal belongs to, recover stops with an error and changes nothing;
+    --discard then removes the journal.
+    """
+    done = recover(file, discard=discard, force=force)
+    screen.tell(done, recovery_lines(done))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ckptool.diagnosis import machine
-from ckptool.diagnosis.machine import devices_here, parsed_devices
+from ckptool.diagnosis import contents
+from ckptool.diagnosis.contents import devices_here, parsed_devices
 from ckptool.errors import UsageError
 
 CUDA = "cuda: Optional[str] = '12.4'\nhip: Optional[str] = None\n"
@@ -17,8 +17,8 @@ def system(tmp_path, monkeypatch):
     """A machine with so many GPUs, and a torch that was built for something."""
 
     def with_gpus(nvidia=0, amd=0, torch=CUDA):
-        monkeypatch.setattr(machine, "_installed_torch", lambda: torch)
-        monkeypatch.setattr(machine.sys, "platform", "linux")
+        monkeypatch.setattr(contents, "_installed_torch", lambda: torch)
+        monkeypatch.setattr(contents.sys, "platform", "linux")
         (tmp_path / "dev").mkdir()
         for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{n}" for n in range(nvidia))):
             (tmp_path / "dev" / name).touch()
@@ -59,9 +59,9 @@ def test_the_environment_hides_gpus(system):
 
 
 def test_the_torch_that_is_installed_is_read_and_not_run():
-    text = machine._installed_torch()
+    text = contents._installed_torch()
     assert f"'{torch.__version__}'" in text
-    assert machine._lacks("cuda") == (torch.version.cuda is None)
+    assert contents._lacks("cuda") == (torch.version.cuda is None)
 
 
 def test_devices_are_given_as_a_list():

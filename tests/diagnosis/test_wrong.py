@@ -24,8 +24,8 @@ from ckptool.checkpoint import Checkpoint, Details
 from ckptool.cli import main
 from ckptool.diagnosis import doctor
 from ckptool.diagnosis.complaint import Patient
+from ckptool.diagnosis.diagnose import Planner
 from ckptool.diagnosis.models import objects
-from ckptool.diagnosis.plan import Planner
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.info import info
 from ckptool.inspection.obstacles import calls
