@@ -256,7 +256,7 @@ class _Frozen(LiveTree):
 
     def __init__(self, instead: Mapping[int, Any], file: str) -> None:
         super().__init__()
-        self.tensors = _LiveTensors()
+        self._storages: dict[tuple[int, str], Storage] = {}
         self._instead = instead
         self._file = file
         self._open: set[int] = set()
@@ -288,7 +288,7 @@ class _Frozen(LiveTree):
         kind = type(node)
         if isinstance(node, torch.Tensor):
             try:
-                return self.tensors.frozen(node)
+                return self._tensor(node)
             except NotRepresentable as error:
                 message = f"{self._place}: {error.message}"
                 raise NotRepresentable(message, file=self._file, hint=error.hint) from error
@@ -319,43 +319,7 @@ class _Frozen(LiveTree):
     def _place(self) -> str:
         return printable(name_of(tuple(self.path)))
 
-
-def _sorted(items: set[Any]) -> list[Any]:
-    """Return the items in order where they have one: equal sets make equal files."""
-    try:
-        return sorted(items)
-    except TypeError:
-        return list(items)
-
-
-def _plain_number(node: Any) -> Any:
-    kinds = ((kind.__module__, kind.__name__) for kind in type(node).__mro__)
-    number = node.item() if ("numpy", "generic") in kinds else None
-    return number if type(number) in (bool, int, float, complex, str, bytes) else None
-
-
-def _plainly(node: Any, name: str) -> str:
-    """Return the expression that makes plain data of an object, as advice: `vars(args)`."""
-    if isinstance(node, enum.Enum):
-        return f"{name}.value"
-    if isinstance(node, (str, int, os.PathLike, date)):
-        return f"str({name})"
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return f"dataclasses.asdict({name})"
-    for method in ("tolist", "get_state", "getstate", "to_dict", "_asdict"):
-        if callable(getattr(type(node), method, None)):
-            return f"{name}.{method}()"
-    if isinstance(node, (Mapping, Iterable)) and not isinstance(node, type):
-        return f"{'dict' if isinstance(node, Mapping) else 'list'}({name})"
-    return f"vars({name})" if getattr(node, "__dict__", None) else f"repr({name})"
-
-
-class _LiveTensors:
-    def __init__(self) -> None:
-        """Begin without any."""
-        self._storages: dict[tuple[int, str], Storage] = {}
-
-    def frozen(self, tensor: torch.Tensor) -> TensorRef:
+    def _tensor(self, tensor: torch.Tensor) -> TensorRef:
         """Return the tensor detached, of torch's own class and on the CPU."""
         import torch
 
@@ -420,7 +384,7 @@ class _LiveTensors:
         shape = tuple(tensor.shape)
         parts = {
             "layout": Opaque(Global("torch.serialization", "_get_layout"), (str(tensor.layout),)),
-            **{name: self.frozen(part) for name, part in inside.items()},
+            **{name: self._tensor(part) for name, part in inside.items()},
             "size": shape,
             **more,
         }
@@ -433,7 +397,37 @@ class _LiveTensors:
         if scheme.name == "per_tensor_affine":
             return scheme, tensor.q_scale(), tensor.q_zero_point()
         scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-        return scheme, self.frozen(scales), self.frozen(zeros), tensor.q_per_channel_axis()
+        return scheme, self._tensor(scales), self._tensor(zeros), tensor.q_per_channel_axis()
+
+
+def _sorted(items: set[Any]) -> list[Any]:
+    """Return the items in order where they have one: equal sets make equal files."""
+    try:
+        return sorted(items)
+    except TypeError:
+        return list(items)
+
+
+def _plain_number(node: Any) -> Any:
+    kinds = ((kind.__module__, kind.__name__) for kind in type(node).__mro__)
+    number = node.item() if ("numpy", "generic") in kinds else None
+    return number if type(number) in (bool, int, float, complex, str, bytes) else None
+
+
+def _plainly(node: Any, name: str) -> str:
+    """Return the expression that makes plain data of an object, as advice: `vars(args)`."""
+    if isinstance(node, enum.Enum):
+        return f"{name}.value"
+    if isinstance(node, (str, int, os.PathLike, date)):
+        return f"str({name})"
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return f"dataclasses.asdict({name})"
+    for method in ("tolist", "get_state", "getstate", "to_dict", "_asdict"):
+        if callable(getattr(type(node), method, None)):
+            return f"{name}.{method}()"
+    if isinstance(node, (Mapping, Iterable)) and not isinstance(node, type):
+        return f"{'dict' if isinstance(node, Mapping) else 'list'}({name})"
+    return f"vars({name})" if getattr(node, "__dict__", None) else f"repr({name})"
 
 
 def _refuse_class(tensor: torch.Tensor) -> None:
