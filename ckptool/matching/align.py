@@ -495,16 +495,17 @@ def _asking(prefix: Prefix, way: _Way) -> str:
     """Return the rule for a prefix that names of the file have behind their wrappers."""
     names = {full: name for name, full in way.forms[0].names.items()}
     some = prefix.names.values() if prefix.is_off else names
-    fronts = {_front(own, names[own]) for own in some if not is_average_counter(own)}
-    front = fronts.pop()
-    if fronts or front is None or (prefix.is_off and prefix.collides):
+    front = _front((own for own in some if not is_average_counter(own)), names)
+    if front is None or (prefix.is_off and prefix.collides):
         return ""
     old, new = (prefix.text, "") if prefix.is_off else ("", prefix.text)
     return f"^{escaped(front + old)}=>{literal(front + new)}"
 
 
-def _front(full: str, name: str) -> str | None:
-    return full[: len(full) - len(name)] if full.endswith(name) else None
+def _front(names: Iterable[str], bare: Mapping[str, str]) -> str | None:
+    """Return what all names have in front of their bare ones; None: they differ in more."""
+    fronts = {n.removesuffix(bare[n]) if n.endswith(bare[n]) else None for n in names}
+    return fronts.pop() if len(fronts) == 1 else None
 
 
 def proposals(found: Alignment) -> list[Proposal]:
@@ -609,14 +610,13 @@ def _as_rules(
         before, after = _pattern(path), _filled(other)
         apply = regex_rule(rf"^{before}\.=>{after}.").apply
         news = {apply(name): mine.names[name] for name in below[path]}
-        fronts = {_front(full, bare[full]) for full in news.values()}
         names = {
             theirs.names[new]: full
             for new, full in news.items()
             if new in theirs.names and fits(found.have[full], found.want[theirs.names[new]])
         }
-        front = fronts.pop()
-        if front is not None and not fronts:
+        front = _front(news.values(), bare)
+        if front is not None:
             changed.update((other, *(other[: at - 1] for at in ends(other))))
             yield Proposal(rf"^{escaped(front)}{before}\.=>{literal(front)}{after}.", names)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -237,7 +236,6 @@ _ALIGNMENT = 64
 """Spans begin at a multiple of this, so that offsets stay whole in elements of any type."""
 _SHARED_READ = 8 << 20
 """Bytes from which a second thread takes half: touching new memory costs as much as copying."""
-_POSITIONED = hasattr(os, "preadv")
 _WRITABLE = 0x200  # PyBUF_WRITE
 _memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
