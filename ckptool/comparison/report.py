@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import TorchMissing
 from ckptool.files.source import Progress
 from ckptool.inspection.info import Info, info
-from ckptool.inspection.listing import TensorRow, tensor_rows
+from ckptool.inspection.listing import tensor_rows
+from ckptool.inspection.stats import TensorStats, stats
 from ckptool.model import Path, TensorRef
 from ckptool.tree import is_within, name_of, resolve
 
 if TYPE_CHECKING:
     from ckptool.comparison.aligning import Alignment
     from ckptool.comparison.result import Diff
-    from ckptool.inspection.stats import TensorStats
     from ckptool.tensors.comparing import Difference
-    from ckptool.tensors.statistics import Measures
 
-__all__ = ["Bar", "Report", "ReportedTensor", "bars", "report"]
+__all__ = ["Bar", "Report", "bars", "report"]
 
 BINS = 24
-
-
-@dataclass(frozen=True, slots=True)
-class ReportedTensor:
-    """One tensor of the first file."""
-
-    row: TensorRow
-    tie: int | None = None
-    """Which of the tensors before is the same one, under another name."""
-    measures: Measures | None = None
-    """None where values were not asked for, or are no plain array."""
-    flags: tuple[str, ...] = ()
-    """As `stats` has them: `constant`, `all-zero`, `nan`, `dtype-outlier`, ..."""
-    remarks: tuple[str, ...] = ()
-    """A sentence on each flag that needs one, and on why there are no figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +31,8 @@ class Report:
     """What the page is drawn from."""
 
     info: Info
-    tensors: tuple[ReportedTensor, ...]
+    tensors: tuple[TensorStats, ...]
+    """Those of the first file, without figures where values were not asked for."""
     measured: bool
     """Whether values were read."""
     key: str | None = None
@@ -86,18 +70,15 @@ def report(
     notes: list[str] = []
     found = None
     if values:
-        from ckptool.inspection.stats import stats
-
         try:
             found = stats(checkpoint, key=key, bins=BINS, progress=progress).tensors
         except TorchMissing as error:
             notes.append(f"there are no figures of values: {error.message}")
     else:
         notes.append("the values of the tensors were not read")
-    tensors = tuple(_tensors(checkpoint, key, found))
     head = Report(
         info=info(checkpoint),
-        tensors=tensors,
+        tensors=tuple(_tensors(checkpoint, key)) if found is None else found,
         measured=found is not None,
         key=key,
         notes=tuple(notes),
@@ -107,24 +88,15 @@ def report(
     return _compared(head, checkpoint, other, structure=not values, progress=progress)
 
 
-def _tensors(
-    checkpoint: Checkpoint, key: str | None, found: Sequence[TensorStats] | None
-) -> Iterator[ReportedTensor]:
-    """Yield the tensors below `key`, each with its known figures."""
+def _tensors(checkpoint: Checkpoint, key: str | None) -> Iterator[TensorStats]:
+    """Yield the tensors below `key`, without figures."""
     below: Path = () if key is None else resolve(checkpoint, key)[0]
     chosen = [(path, tensor) for path, tensor in checkpoint.tensors() if is_within(path, below)]
-    first: dict[Any, int] = {}
-    known: Iterable[TensorStats | None] = repeat(None, len(chosen)) if found is None else found
-    for i, ((_, tensor), row, stated) in enumerate(
-        zip(chosen, tensor_rows(chosen), known, strict=True)
-    ):
-        one = first.setdefault(tensor.place or i, i)
-        tie = None if one == i else one
-        if stated is None:
-            yield ReportedTensor(row, tie)
-            continue
-        remarks = (*stated.remarks, *filter(None, [stated.reason]))
-        yield ReportedTensor(row, tie, stated.measures, stated.flags, remarks)
+    first: dict[Any, str] = {}
+    for (_, tensor), row in zip(chosen, tensor_rows(chosen), strict=True):
+        tie = None if tensor.place is None else first.get(tensor.place)
+        first.setdefault(tensor.place, row.name)
+        yield TensorStats(row, None, tie=tie)
 
 
 def _compared(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import Like
+from ckptool.inspection.values import documented
 from ckptool.loading.target import Target
 from ckptool.names import bare_names, families
 from ckptool.statedict import Section, likely_models, model_state_dict, wrapped_names
@@ -61,8 +62,7 @@ class Complaint:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the complaint as an entry of `ckptool.doctor/1`."""
-        held = ((one.name, getattr(self, one.name)) for one in fields(Complaint))
-        return {name: list(one) if isinstance(one, tuple) else one for name, one in held}
+        return documented(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from ckptool.formats import format_of, open_checkpoint, shard_of, writer
 from ckptool.formats.identify import unused
 from ckptool.hollow import refuse_hollow
 from ckptool.inspection.info import convert_command, weights
+from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.loading.plan import target_like
 from ckptool.loading.target import Target
@@ -89,12 +90,7 @@ class Diagnosis(Result):
             "format": self.format,
             "ok": self.ok,
             "would_run": list(self.would_run),
-            "devices": list(self.devices),
-            "complaints": [complaint.to_dict() for complaint in self.complaints],
-            "commands": list(self.commands),
-            "all_at_once": self.all_at_once,
-            "target": self.target,
-            "resume": self.resume,
+            **documented(self, "file", "format"),
         }
 
 

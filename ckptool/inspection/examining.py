@@ -41,6 +41,7 @@ from ckptool.formats.sharded import open_index
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors
 from ckptool.inspection.obstacles import missing_weights
 from ckptool.inspection.reading import Meter, RepeatedBytes
+from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
 from ckptool.tensors.bytewise import is_floating, nonfinite
@@ -386,14 +387,7 @@ class Verdict(Result):
             "file": self.file,
             "format": self.format or None,
             "ok": self.ok,
-            "problems": [problem.to_dict() for problem in self.problems],
-            "notes": list(self.notes),
-            "size": self.size,
-            "shards": self.shards,
-            "records": self.records,
+            **documented(self, "file", "format", "summed", "content", "checked"),
             "records_checked": self.summed,
-            "tensors": self.tensors,
             "bytes_checked": self.checked,
-            "values": self.values,
-            "manifest": self.manifest,
         }

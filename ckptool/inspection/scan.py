@@ -28,6 +28,7 @@ from ckptool.formats.identify import MAGICS
 from ckptool.formats.legacy_stream import COUNT, MAGIC_NUMBER
 from ckptool.formats.torch_tar import BLOCK, is_tar, read_members
 from ckptool.inspection.deeds import CANNOT_TELL, DATA, RUNS, VERDICTS, Deed, Judge, worst
+from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid, storage_type
 from ckptool.symbolic.watching import JOBLIB_ARRAY
@@ -167,11 +168,8 @@ class Scan(Result):
             "file": self.file,
             "verdict": self.verdict,
             "skipped": self.skipped,
-            "pickles": self.pickles,
             "modules": list(self.modules),
-            "streams": [stream.to_dict() for stream in self.streams],
-            "code": list(self.code),
-            "notes": list(self.notes),
+            **documented(self, "file", "verdict"),
         }
 
 

@@ -67,11 +67,6 @@ class TensorStats:
             name: json_value(getattr(measures, field, None)) for name, field in _FIGURES.items()
         }
         drawn = measures.histogram if measures else None
-        histogram = drawn and {
-            "low": json_value(drawn.low),
-            "high": json_value(drawn.high),
-            "counts": drawn.counts,
-        }
         return {
             "path": row.path,
             "name": row.name,
@@ -82,7 +77,7 @@ class TensorStats:
             "kind": row.kind,
             "elements": row.numel,
             **figures,
-            "histogram": histogram,
+            "histogram": drawn and documented(drawn),
             "reason": self.reason,
             "tie": self.tie,
             "count": self.count,
@@ -158,13 +153,7 @@ class Stats(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.stats/1`."""
-        return {
-            "schema": "ckptool.stats/1",
-            "file": self.file,
-            "format": self.format,
-            "tensors": [tensor.to_dict() for tensor in self.tensors],
-            "totals": self.totals.to_dict(),
-        }
+        return {"schema": "ckptool.stats/1", **documented(self)}
 
     def sorted_by(self, column: str) -> Stats:
         """Return the same rows in the order of a column: largest number first, names from A to Z.

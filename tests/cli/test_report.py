@@ -145,7 +145,7 @@ def test_without_torch_there_are_no_figures_and_it_says_so(ckptool, model, tmp_p
     def missing(*_, **__):
         raise TorchMissing("torch is not installed")
 
-    monkeypatch.setattr("ckptool.inspection.stats.stats", missing)
+    monkeypatch.setattr("ckptool.comparison.report.stats", missing)
     target = tmp_path / "out.html"
     done = ckptool("report", model, "-o", target)
     assert done.code == 0, done.err

@@ -326,7 +326,7 @@ def test_the_document(tmp_path):
         "nbytes": 8, "kind": "strided", "elements": 2,
         "min": 1.0, "max": 1.0, "mean": 1.0, "std": 0.0, "zeros": 0, "nan": 1,
         "infinite": 0, "norm": 1.0,
-        "histogram": {"low": 1.0, "high": 1.0, "counts": (0, 1)}, "reason": None, "tie": None,
+        "histogram": {"low": 1.0, "high": 1.0, "counts": [0, 1]}, "reason": None, "tie": None,
         "count": 1, "flags": ("nan",), "flag_counts": {"nan": 1}, "remarks": (),
     }  # fmt: skip
     assert document["tensors"][1]["min"] is None

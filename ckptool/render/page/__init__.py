@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool._lazy import Result
 from ckptool.checkpoint import Checkpoint
 from ckptool.files.atomic import atomic_output
+from ckptool.inspection.values import documented
 from ckptool.render.page.document import page
 from ckptool.render.text import size
 from ckptool.words import clean, counted
@@ -51,12 +52,7 @@ class PageReceipt(Result):
             "source": self.source,
             "other": self.other,
             "file": self.path,
-            "size": self.size,
-            "tensors": self.tensors,
-            "measured": self.measured,
-            "identical": self.identical,
-            "structure": self.structure,
-            "notes": list(self.notes),
+            **documented(self, "source", "other", "path"),
         }
 
 

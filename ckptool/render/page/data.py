@@ -16,8 +16,9 @@ from ckptool.render.stats import bars
 from ckptool.words import clean
 
 if TYPE_CHECKING:
-    from ckptool.comparison.report import Report, ReportedTensor
+    from ckptool.comparison.report import Report
     from ckptool.comparison.result import Diff
+    from ckptool.inspection.stats import TensorStats
 
 __all__ = [
     "DIGITS",
@@ -139,12 +140,12 @@ def in_words(row: Row) -> str:
 
 
 _FIGURES = ("minimum", "maximum", "mean", "std", "norm", "zeros", "nan", "infinite")
-_WORDS: dict[str, Callable[[ReportedTensor], str]] = {
+_WORDS: dict[str, Callable[[TensorStats], str]] = {
     "dtype": lambda tensor: tensor.row.dtype,
     "shape": lambda tensor: shape_text(tensor.row.shape),
     "device": lambda tensor: tensor.row.device,
     "marks": lambda tensor: ", ".join(_marks(tensor)),
-    "remarks": lambda tensor: "; ".join(tensor.remarks),
+    "remarks": lambda tensor: "; ".join(filter(None, (*tensor.remarks, tensor.reason))),
 }
 """Columns of few different words, each of which is stored once and referred to by a number."""
 
@@ -152,6 +153,7 @@ _WORDS: dict[str, Callable[[ReportedTensor], str]] = {
 def columns(report: Report) -> dict[str, Any]:
     """Return the names, tensors, figures and differences for the script of the page."""
     names = Names()
+    first = {one.name: i for i, one in reversed([*enumerate(report.tensors)])}
     placed = names.columns([tensor.row.path for tensor in report.tensors])
     words, coded = _coded(report.tensors)
     return {
@@ -162,14 +164,16 @@ def columns(report: Report) -> dict[str, Any]:
             **coded,
             "bytes": [tensor.row.nbytes for tensor in report.tensors],
             "elements": [tensor.row.numel for tensor in report.tensors],
-            "tie": [[i, one.tie] for i, one in enumerate(report.tensors) if one.tie is not None],
+            "tie": [
+                [i, first[one.tie]] for i, one in enumerate(report.tensors) if one.tie is not None
+            ],
         },
         "values": _values(report.tensors) if report.measured else None,
         "diff": None if report.diff is None else diff_columns(report, report.diff),
     }
 
 
-def _marks(tensor: ReportedTensor) -> Iterable[str]:
+def _marks(tensor: TensorStats) -> Iterable[str]:
     row = tensor.row
     if row.kind != "strided":
         yield row.kind
@@ -181,7 +185,7 @@ def _marks(tensor: ReportedTensor) -> Iterable[str]:
 
 
 def _coded(
-    tensors: Sequence[ReportedTensor],
+    tensors: Sequence[TensorStats],
 ) -> tuple[dict[str, list[str]], dict[str, list[int]]]:
     """Return the words of each column in order of first use, and the number of each tensor's."""
     words, coded = {}, {}
@@ -192,7 +196,7 @@ def _coded(
     return words, coded
 
 
-def _values(tensors: Sequence[ReportedTensor]) -> dict[str, list[Any]]:
+def _values(tensors: Sequence[TensorStats]) -> dict[str, list[Any]]:
     """Return a column for each figure, null where a tensor has none."""
     measured = [tensor.measures for tensor in tensors]
     drawn = [None if one is None else one.histogram for one in measured]

@@ -2,9 +2,10 @@
 
 import pytest
 
-from ckptool.comparison.report import Report, ReportedTensor, report
+from ckptool.comparison.report import Report, report
 from ckptool.inspection.info import info
 from ckptool.inspection.listing import TensorRow
+from ckptool.inspection.stats import TensorStats
 from ckptool.render.page import page
 from tests.inspection.handmade import checkpoint, floats, tensor
 from tests.render.page.browser import looked_at, used
@@ -124,9 +125,10 @@ def test_bars_of_many_layers_fill_the_chart(tmp_path):
 def test_of_a_hundred_thousand_tensors_those_in_sight_are_drawn(tmp_path):
     names = [f"layers.{n // 100}.experts.{n % 100}.weight" for n in range(100_000)]
     rows = tuple(
-        ReportedTensor(
+        TensorStats(
             TensorRow(("model", name), f"model/{name}", "float32", (n,), (1,), "cpu", 4 * n,
-                      "strided", str(n), False, numel=n)
+                      "strided", str(n), False, numel=n),
+            None,
         )
         for n, name in enumerate(names, 1)
     )  # fmt: skip
