@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -40,20 +40,16 @@ def write_changed(
     target: Target,
     *,
     word: str,
-    strict: bool = False,
-    rewrite: bool = False,
-    max_shard_size: str | None = None,
-    files_from: str | None = None,
-    to_folder: bool = False,
     salvage: bool = False,
     beside: Sequence[str] = (),
     others: Sequence[str] = (),
+    **how: Any,
 ) -> Receipt:
     """Open `source`, change it, write it to the target, and print the receipt.
 
     `beside` are further files, each with a part of the state dict; `others` are checkpoints that
-    `change` takes as well. If the user names no target, its name is made with `word`:
-    `model.stripped.pth`.
+    `change` takes as well; `how` are further arguments of `save`. If the user names no target, its
+    name is made with `word`: `model.stripped.pth`.
 
     Raises:
         UsageError: both `--output` and `--in-place`; or neither, and the source is in shards.
@@ -104,16 +100,12 @@ def write_changed(
             format=target.format,
             overwrite=target.force,
             in_place=target.in_place,
-            rewrite=rewrite,
-            strict=strict,
-            max_shard_size=max_shard_size,
-            files_from=files_from,
-            to_folder=to_folder,
             dry_run=target.dry_run,
             verify=target.verify,
             progress=progress,
             team=team,
             options=repr(sorted(given.items())),
+            **how,
         )
     screen.tell(receipt, receipt_lines(receipt))
     return receipt
