@@ -48,8 +48,9 @@ _FILES = {
         ("strip-module", "add-module", "rename", "remap", "compact", "recover"), "keeping_verbs"
     ),
     **dict.fromkeys(("cast", "average", "merge-lora"), "computing_verbs"),
+    **dict.fromkeys(("show", "stats"), "reading_verbs"),
 }
-"""The module of a verb that shares one with others; `show` is alone in `show_verb`."""
+"""The module of a verb that shares one with others; `list` is alone in `list_verb`."""
 _MEANT = {"inspect": "info"}
 """Verbs of other tools, for which no similar name can be found."""
 

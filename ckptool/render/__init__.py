@@ -29,7 +29,7 @@ _TEXTS = {
     "Recovery": ("receipt", "recovery_lines", ""),
     "Scan": ("verdicts", "scan_lines", ""),
     "Section": ("info", "", "section_line"),
-    "Stats": ("stats", "stats_lines", "stats_line"),
+    "Stats": ("figures", "stats_lines", "stats_line"),
     "Storage": ("listing", "", "storage_line"),
     "TensorRef": ("listing", "", "tensor_line"),
     "Verdict": ("verdicts", "verdict_lines", ""),

@@ -10,10 +10,10 @@ from ckptool.inspection.info import info
 from ckptool.inspection.listing import list_tensors, tree
 from ckptool.inspection.show import show
 from ckptool.model import Global, Opaque, OrderedMap
+from ckptool.render.figures import shown_lines
 from ckptool.render.info import info_lines
 from ckptool.render.listing import listing_lines, tree_lines
 from ckptool.render.receipt import receipt_lines
-from ckptool.render.show import shown_lines
 from ckptool.render.text import PLAIN, Look
 from ckptool.writing import Receipt
 from tests.inspection.handmade import checkpoint, floats, tensor

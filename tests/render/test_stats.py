@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.inspection.stats import stats
-from ckptool.render.stats import ASCII, BLOCKS, bars, ramp_for, stats_lines
+from ckptool.render.figures import ASCII, BLOCKS, bars, ramp_for, stats_lines
 from ckptool.render.text import PLAIN, Look
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.inspection.listing import MAX_PARTS
 from ckptool.inspection.values import shape_text
 from ckptool.render.diff import Row, diff_rows
-from ckptool.render.stats import bars
+from ckptool.render.figures import bars
 from ckptool.words import clean
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptool.render.figures import bars
 from ckptool.render.page.data import DIGITS, figure
-from ckptool.render.stats import bars
 
 
 def test_a_figure():
