@@ -11,7 +11,7 @@ from ckptool._lazy import importer
 
 if TYPE_CHECKING:
     from ckptool.checkpoint import Change, Checkpoint, Details
-    from ckptool.comparison.result import Diff
+    from ckptool.comparison.diff import Diff
     from ckptool.conversion import Conversion
     from ckptool.diagnosis import Complaint, Diagnosis
     from ckptool.files.recovery import Recovery
@@ -39,7 +39,7 @@ _HOMES = {
     "diagnosis": ("Complaint", "Diagnosis"),
     "files.recovery": ("Recovery",),
     "formats.base": ("Problem",),
-    "comparison.result": ("Diff",),
+    "comparison.diff": ("Diff",),
     "inspection.examining": ("Verdict",),
     "inspection.info": ("Info",),
     "inspection.listing": ("Listing",),

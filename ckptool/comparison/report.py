@@ -18,7 +18,7 @@ from ckptool.tree import is_within, name_of, resolve
 
 if TYPE_CHECKING:
     from ckptool.comparison.aligning import Alignment
-    from ckptool.comparison.result import Diff
+    from ckptool.comparison.diff import Diff
     from ckptool.tensors.comparing import Difference
 
 __all__ = ["Bar", "Report", "bars", "report"]

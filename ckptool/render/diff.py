@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ckptool.comparison.diff import TAGS
-from ckptool.comparison.result import Changed, Diff, Renamed, Side, magnitude
+from ckptool.comparison.diff import TAGS, Changed, Diff, Renamed, Side, magnitude
 from ckptool.inspection.values import shape_text
 from ckptool.names import Family, families, numbered
 from ckptool.render.table import apart, table

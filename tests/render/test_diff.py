@@ -2,7 +2,7 @@
 
 import csv
 
-from ckptool.comparison.result import Changed, Diff, Renamed, Side
+from ckptool.comparison.diff import Changed, Diff, Renamed, Side
 from ckptool.render.diff import diff_lines, stat_lines, status_lines
 from ckptool.render.text import PLAIN, Look, share
 from ckptool.tensors.comparing import Difference

@@ -16,8 +16,8 @@ from ckptool.render.figures import bars
 from ckptool.words import clean
 
 if TYPE_CHECKING:
+    from ckptool.comparison.diff import Diff
     from ckptool.comparison.report import Report
-    from ckptool.comparison.result import Diff
     from ckptool.inspection.stats import TensorStats
 
 __all__ = [

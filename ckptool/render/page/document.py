@@ -34,8 +34,8 @@ from ckptool.words import clean
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ckptool.comparison.diff import Diff
     from ckptool.comparison.report import Report
-    from ckptool.comparison.result import Diff
 
 __all__ = [
     "SCRIPTS",
