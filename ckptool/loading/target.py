@@ -307,5 +307,7 @@ def on_meta(make: Callable[[], Any]) -> Any:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of weights that are copied to nowhere
             return make()
-    except (Exception, SystemExit):  # whatever the caller's code raises, it is its own
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # whatever the caller's code raises, it is its own
         return None
