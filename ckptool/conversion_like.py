@@ -17,13 +17,7 @@ from ckptool.matching.layouts import Choices
 from ckptool.model import Opaque, remade
 from ckptool.names import bare_names
 from ckptool.remedies import Remedy
-from ckptool.statedict import (
-    MODEL_KINDS,
-    Section,
-    is_flat,
-    model_state_dict,
-    wrapped_names,
-)
+from ckptool.statedict import MODEL_KINDS, Section, is_flat, model_state_dict, wrapped_names
 from ckptool.transforms.names import NamePlan, distinct
 from ckptool.tree import where
 from ckptool.words import counted, listed, printable

@@ -45,7 +45,7 @@ VERBS = {
 ALIASES = {"ls": "list"}
 _FILES = {
     **dict.fromkeys(
-        ("strip-module", "add-module", "rename", "remap", "compact", "recover"), "keeping_verbs"
+        ("strip-module", "add-module", "rename", "remap", "compact", "recover"), "editing_verbs"
     ),
     **dict.fromkeys(("cast", "average", "merge-lora"), "computing_verbs"),
     **dict.fromkeys(("show", "stats"), "reading_verbs"),

@@ -16,15 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import takewhile
 
-from ckptool.diagnosis.complaint import (
-    Choice,
-    Found,
-    Options,
-    Patient,
-    Severity,
-    names_of,
-    quoted,
-)
+from ckptool.diagnosis.complaint import Choice, Found, Options, Patient, Severity, names_of, quoted
 from ckptool.errors import UsageError
 from ckptool.files.source import Progress
 from ckptool.formats import format_of
@@ -38,13 +30,7 @@ from ckptool.transforms.devices import CARRIED
 from ckptool.tree import name_of, ties
 from ckptool.words import counted, listed, printable
 
-__all__ = [
-    "damage",
-    "devices_here",
-    "memory",
-    "parsed_devices",
-    "placement",
-]
+__all__ = ["damage", "devices_here", "memory", "parsed_devices", "placement"]
 
 _BYTES: tuple[tuple[str, Severity, frozenset[str], str, str], ...] = (
     (

@@ -13,14 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.conversion_like import compared
-from ckptool.diagnosis.complaint import (
-    Choice,
-    Found,
-    Patient,
-    names_of,
-    quoted,
-    unwrapped,
-)
+from ckptool.diagnosis.complaint import Choice, Found, Patient, names_of, quoted, unwrapped
 from ckptool.diagnosis.models import INTEGERS, is_floating
 from ckptool.loading.target import Target
 from ckptool.matching import Cast, MatchReport

@@ -40,14 +40,7 @@ from ckptool.words import counted, listed, printable
 if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput
 
-__all__ = [
-    "SAFETENSORS",
-    "content_of",
-    "left_out",
-    "overlapping",
-    "overlapping_names",
-    "remarks",
-]
+__all__ = ["SAFETENSORS", "content_of", "left_out", "overlapping", "overlapping_names", "remarks"]
 
 _REMEDIES = {
     **dict.fromkeys(SPARSE_KINDS, "make it dense in torch before saving: .to_dense()"),

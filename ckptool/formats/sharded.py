@@ -12,13 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import (
-    CheckpointError,
-    CorruptFile,
-    FileBusy,
-    FileMissing,
-    UnsupportedFormat,
-)
+from ckptool.errors import CheckpointError, CorruptFile, FileBusy, FileMissing, UnsupportedFormat
 from ckptool.files import FileSource, Source
 from ckptool.files.beside import has_journal, journalled
 from ckptool.files.journal import leads_to

@@ -15,13 +15,7 @@ from ckptool.errors import CorruptFile, FileMissing, NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.place import place_of
 from ckptool.files.strided import swapped
-from ckptool.formats.archive import (
-    find_end,
-    open_archive,
-    raw_entries,
-    read_text,
-    zip_archive,
-)
+from ckptool.formats.archive import find_end, open_archive, raw_entries, read_text, zip_archive
 from ckptool.formats.base import (
     Archive,
     EditableFormat,

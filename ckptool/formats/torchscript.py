@@ -9,13 +9,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.errors import CorruptFile, LimitExceeded
-from ckptool.formats.archive import (
-    count_of,
-    counts_of,
-    open_archive,
-    read_json,
-    read_text,
-)
+from ckptool.formats.archive import count_of, counts_of, open_archive, read_json, read_text
 from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Format, Probe, Refusal, naming
 from ckptool.formats.torch_zip import Storages, read_contents, records_are
 from ckptool.limits import Limits

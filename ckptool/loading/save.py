@@ -12,14 +12,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import (
-    AmbiguousName,
-    NotFound,
-    NotRepresentable,
-    UsageError,
-    WriteError,
-    warn,
-)
+from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError, WriteError, warn
 from ckptool.files.system import worded
 from ckptool.formats import format_of
 from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded, ungathered

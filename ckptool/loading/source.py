@@ -30,12 +30,7 @@ from ckptool.model import (
 )
 from ckptool.names import N_AVERAGED
 from ckptool.remedies import Remedy
-from ckptool.statedict import (
-    Section,
-    is_extra_state,
-    is_flat,
-    model_state_dict,
-)
+from ckptool.statedict import Section, is_extra_state, is_flat, model_state_dict
 from ckptool.tensors import is_one_part, only_a_part, require_torch
 from ckptool.tensors.live import Held, LiveTree, is_array, stand_in
 from ckptool.tensors.materialise import MapLocation

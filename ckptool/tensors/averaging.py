@@ -25,14 +25,7 @@ from ckptool.words import printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Averager",
-    "ElementBuffer",
-    "Elements",
-    "elements_of",
-    "interpolated",
-    "more_rows",
-]
+__all__ = ["Averager", "ElementBuffer", "Elements", "elements_of", "interpolated", "more_rows"]
 
 
 class ElementBuffer:

@@ -10,13 +10,7 @@ from typing import Any
 
 from ckptool._lazy import Result
 from ckptool.checkpoint import Change, Checkpoint, alone
-from ckptool.errors import (
-    AmbiguousName,
-    NotFound,
-    NotRepresentable,
-    UsageError,
-    without_query,
-)
+from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError, without_query
 from ckptool.files import Source
 from ckptool.files.computed import ComputedSource
 from ckptool.files.place import is_address, place_of

@@ -17,12 +17,7 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import (
-    CheckpointError,
-    CorruptFile,
-    LimitExceeded,
-    UnsupportedFormat,
-)
+from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
 from ckptool.files.tiled import Tile, late, tiled
 from ckptool.formats.archive import zip_archive

@@ -18,12 +18,7 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Details
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import (
-    CheckpointError,
-    CorruptFile,
-    FileMissing,
-    UnsupportedFormat,
-)
+from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
 from ckptool.files.checksums import crc32c
 from ckptool.files.place import Place, place_of
@@ -40,14 +35,7 @@ from ckptool.formats.base import (
     naming,
     needing,
 )
-from ckptool.formats.foreign.leveldb import (
-    MAGIC,
-    Message,
-    masked,
-    read_table,
-    unmasked,
-    varint,
-)
+from ckptool.formats.foreign.leveldb import MAGIC, Message, masked, read_table, unmasked, varint
 from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.statedict import OF_THE_MODEL

@@ -20,13 +20,7 @@ from ckptool._version import __version__
 from ckptool.inspection.info import Info
 from ckptool.inspection.values import shape_text
 from ckptool.render.diff import diff_rows, summary_lines
-from ckptool.render.info import (
-    SECTION_HEADINGS,
-    counts_text,
-    format_text,
-    section_rows,
-    size_text,
-)
+from ckptool.render.info import SECTION_HEADINGS, counts_text, format_text, section_rows, size_text
 from ckptool.render.page.data import columns, in_words
 from ckptool.render.text import PLAIN, shorten, size
 from ckptool.words import clean

@@ -1,4 +1,4 @@
-"""The verbs that keep all values: they change names, device tags and unused bytes, or recover."""
+"""The verbs that edit a file: its names, device tags and unused bytes; and `recover`."""
 
 from __future__ import annotations
 
