@@ -9,7 +9,7 @@ from ckptool.inspection.stats import TensorStats
 from ckptool.render.page import page
 from tests.inspection.handmade import checkpoint, floats, tensor
 from tests.render.page.browser import looked_at, used
-from tests.render.page.test_markup import HOSTILE
+from tests.render.page.test_document import HOSTILE
 
 
 def small(**more):

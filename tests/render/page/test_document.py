@@ -1,15 +1,26 @@
-"""The page as markup: whole, its own, and nothing fetched."""
+"""The page: its markup, numbers and names; whole, its own, nothing fetched; and written."""
 
+import json
+import math
+import os
 import re
+import shutil
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptool.comparison.report import report
-from ckptool.render.page import page
-from ckptool.render.page.document import FIRST, SCRIPTS
+from ckptool.errors import TargetExists, UnreadableFile, WriteDenied
+from ckptool.formats import open_checkpoint
+from ckptool.render.figures import bars
+from ckptool.render.page import page, write_page
+from ckptool.render.page.data import DIGITS, Names, figure
+from ckptool.render.page.document import FIRST, SCRIPTS, element, script_json, table, words
+from ckptool.tree import name_of
+from ckptool.words import clean
 from tests.inspection.handmade import checkpoint, floats, tensor
 from tests.render.page.pages import ADDRESS, Page, digest, names
-from tests.render.page.test_markup import HOSTILE
 from tests.sources import PROJECT
 
 ASSETS = PROJECT / "ckptool" / "render" / "page" / "assets"
@@ -153,3 +164,205 @@ def test_every_text_stands_out():
                 assert contrast(colours[name], ground) >= 4.5, name
         for hue in range(8):
             assert contrast(colours[f"hue{hue}"], "#ffffff") >= 4.5
+
+
+HOSTILE = [
+    "</script><img src=x onerror=alert(1)>",
+    "<!--<script>",
+    "]]>",
+    "a\u2028b\u2029c",
+    "\ud800",
+    "\u202egnp.exe",
+    "\x1b[31m\x00",
+    "&lt;b&gt;",
+    "\"'` onload=x",
+]
+
+
+def test_text_of_a_file_stays_text():
+    for text in HOSTILE:
+        page = Page(element("p", words(text), title=words("x")).encode())
+        assert [one.tag for one in page.elements] == ["p"], text
+        assert page.one("p").text.isprintable(), text
+
+
+@given(st.text())
+def test_an_attribute_stays_within_its_quotes(text):
+    page = Page(element("p", "", class_=text).encode("utf-8", "replace"))
+    assert [one.tag for one in page.elements] == ["p"]
+    assert set(page.one("p").attributes) <= {"class"}
+
+
+@given(st.recursive(st.text() | st.integers(), st.lists, max_leaves=5))
+def test_data_in_a_script_comes_back_and_cannot_end_it(document):
+    text = script_json(document)
+    assert json.loads(text) == document
+    assert not set(text) & set("<>&\u2028\u2029")
+    assert text.isascii()
+
+
+def test_what_json_has_no_word_for_is_refused():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        script_json([float("nan")])
+
+
+def test_a_table_has_headers_of_its_columns_and_numbers_to_the_right():
+    page = Page(table(["a", "b"], [["1", "2"]], right={1}, class_="x", caption="c").encode())
+    assert [one.attributes.get("class") for one in page.all("th")] == [None, "right"]
+    assert [one.text for one in page.all("td")] == ["1", "2"]
+    assert page.one("caption").text == "c"
+
+
+def test_a_figure():
+    for value, shown in [
+        (None, None),
+        (0, 0),
+        (True, 1),
+        (-7, -7),
+        (2**53 - 1, 2**53 - 1),
+        (2**63 - 1, 9.22337e18),
+        (0.1234567890, 0.123457),
+        (3.0, 3),
+        (-0.0, 0),
+        (1e300, 1e300),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+        (math.nan, "nan"),
+        (1 + 2j, None),
+    ]:
+        assert figure(value) == shown, value
+
+
+@given(st.one_of(st.floats(), st.integers(-(1 << 80), 1 << 80)))
+def test_json_takes_every_figure_and_it_is_right_to_six_digits(value):
+    shown = figure(value)
+    json.dumps(shown, allow_nan=False)
+    if math.isfinite(value):
+        assert float(shown) == pytest.approx(value, rel=1e-5)
+
+
+def test_bars_are_drawn_against_the_fullest_and_none_that_has_elements_is_empty():
+    drawn = bars((0, 1, 500_000, 1_000_000), DIGITS)
+    assert [DIGITS.index(digit) for digit in drawn] == [0, 1, 32, 63]
+
+
+def test_a_histogram_of_nothing_is_flat():
+    assert bars((0, 0), DIGITS) == "00"
+    assert bars((), DIGITS) == ""
+
+
+def placed(paths):
+    tree = Names()
+    rows = tree.columns(paths)
+    return {"names": tree.to_dict(), "tensors": rows}
+
+
+def test_what_names_begin_with_is_stored_once():
+    document = placed([("state_dict", "a.b.weight"), ("state_dict", "a.b.bias"), ("epoch",)])
+    assert document == {
+        "names": {"label": ["", "state_dict", "/a", ".b"], "parent": [0, 0, 1, 2]},
+        "tensors": {"label": [".weight", ".bias", "epoch"], "module": [3, 3, 0]},
+    }
+
+
+def test_a_file_that_is_one_tensor_has_no_name():
+    assert placed([()])["tensors"] == {"label": [""], "module": [0]}
+
+
+def test_a_dot_and_a_slash_make_different_modules():
+    document = placed([("a", "b.c"), ("a.b", "c")])
+    assert len(document["names"]["label"]) == 4
+    assert names(document) == ["a/b.c", "a.b/c"]
+
+
+@given(st.lists(st.lists(st.one_of(st.text(alphabet="ab/.", max_size=5), st.integers(0, 3)))))
+def test_the_parts_make_the_name_again(paths):
+    assert names(placed(paths)) == [name_of(tuple(path)) for path in paths]
+
+
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=3))
+def test_what_a_screen_might_obey_is_spelled_out(path):
+    (name,) = names(placed([path]))
+    assert clean(name) == name
+
+
+def test_a_million_dots_make_no_million_modules():
+    assert len(placed([("." * 1_000_000,)])["names"]["label"]) < 200
+
+
+MODEL = PROJECT / "fixtures" / "torch-2.13.0" / "dp_full.pth"
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model.pth"
+    shutil.copy(MODEL, path)
+    return path
+
+
+@pytest.fixture
+def opened(model):
+    with open_checkpoint(model) as checkpoint:
+        yield checkpoint
+
+
+@pytest.fixture
+def made(opened):
+    return report(opened, values=False)
+
+
+def test_the_file_is_the_page_and_the_receipt_says_so(opened, made, tmp_path):
+    target = tmp_path / "new" / "folder" / "page.html"
+    receipt = write_page(made, target, [opened])
+    assert target.read_bytes() == page(made)
+    assert receipt.size == target.stat().st_size
+    assert receipt.tensors == len(list(opened.tensors()))
+    assert receipt.measured == 0
+    assert receipt.identical is None
+
+
+def test_a_file_that_is_there_is_replaced_only_when_asked(opened, made, tmp_path):
+    target = tmp_path / "page.html"
+    target.write_text("old")
+    with pytest.raises(TargetExists, match="exists already"):
+        write_page(made, target, [opened])
+    assert target.read_text() == "old"
+    write_page(made, target, [opened], overwrite=True)
+    assert target.read_bytes() == page(made)
+
+
+@pytest.mark.parametrize("make", [None, os.symlink, os.link], ids=["itself", "symlink", "link"])
+def test_a_source_is_never_written_over(opened, made, model, tmp_path, make):
+    target = model
+    if make is not None:
+        target = tmp_path / "page.html"
+        make(model, target)
+    before = model.read_bytes()
+    with pytest.raises(TargetExists, match="is the source itself"):
+        write_page(made, target, [opened], overwrite=True)
+    assert model.read_bytes() == before
+
+
+def test_the_second_source_is_never_written_over_either(opened, made, tmp_path):
+    other = tmp_path / "other.pth"
+    shutil.copy(MODEL, other)
+    with open_checkpoint(other) as second, pytest.raises(TargetExists, match="source itself"):
+        write_page(made, other, [opened, second], overwrite=True)
+
+
+def test_a_folder_and_a_device_are_no_page(opened, made, tmp_path):
+    with pytest.raises(TargetExists, match="is a folder"):
+        write_page(made, tmp_path, [opened], overwrite=True)
+    with pytest.raises(WriteDenied, match="not a regular file"):
+        write_page(made, os.devnull, [opened], overwrite=True)
+
+
+def test_a_source_that_changes_meanwhile_leaves_the_old_page(opened, made, model, tmp_path):
+    target = tmp_path / "page.html"
+    target.write_text("old")
+    with model.open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(UnreadableFile):
+        write_page(made, target, [opened], overwrite=True)
+    assert target.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pth", "page.html"]
