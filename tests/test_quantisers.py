@@ -162,6 +162,33 @@ def test_a_replicated_dtensor_is_unwrapped_and_a_sharded_one_is_not(tmp_path, ra
         ckptool.convert(source, tmp_path / "again.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("scheme", "weight", "dtype", "beside"),
+    [
+        (
+            "compressed-tensors",
+            "l.weight_packed",
+            torch.int32,
+            ["l.weight_scale", "l.weight_shape"],
+        ),
+        ("int8 with scales", "l.weight", torch.int8, ["l.weight_scale"]),
+        ("HQQ", "l.W_q", torch.uint8, ["l.zero", "l.scale"]),
+        ("NVFP4", "l.weight", torch.uint8, ["l.weight_scale_2", "l.weight_scale"]),
+        ("MXFP4", "l.down_proj_blocks", torch.uint8, ["l.down_proj_scales"]),
+        ("fp8 with scales", "l.weight", torch.float8_e4m3fn, ["l.weight_scale", "l.input_scale"]),
+    ],
+)
+def test_schemes_of_vllm_and_others_are_known_by_their_names(
+    tmp_path, scheme, weight, dtype, beside
+):
+    state = {weight: torch.ones(32, 8).to(dtype), **{name: torch.ones(1) for name in beside}}
+    torch.save(state, tmp_path / "f.pth")
+    with open_checkpoint(tmp_path / "f.pth") as checkpoint:
+        assert quantised(checkpoint.root) == {weight: (scheme, tuple(beside))}
+    with pytest.raises(NotRepresentable, match="is quantised"):
+        ckptool.convert(tmp_path / "f.pth", tmp_path / "out.pth", cast="float16")
+
+
 @every_file
 def test_numbers_of_a_quantiser_are_neither_cast_nor_averaged(tmp_path, name):
     source = QUANTISED / name

@@ -512,12 +512,12 @@ def salvaged(checkpoint: Checkpoint) -> Checkpoint:
                 if one and one.data and one.nbytes and one.crc32 is None)  # fmt: skip
     is_unsummed = not all(isinstance(source, MemorySource) for source in unsummed)
     how = "; the file has no checksums, so only lengths were checked" if is_unsummed else ""
-    if not lost:
+    if not lost and every:
         text = f"{counted(len(every), 'tensor')}, each of them whole{how}"
         return checkpoint.with_root(checkpoint.root, Change("salvage", text))
     gone = {path[:length] for path in lost for length in range(1, len(path) + 1)}
     root, changes = without(checkpoint, lambda path: path not in gone)
-    if root is None:
+    if root is None or not every:  # damage may leave no tensor, and all that is left is whole
         raise NotFound("no tensor of it is whole", file=checkpoint.path)
     left = checkpoint.with_root(root, *changes)
     count = sum(1 for _ in left.tensors())

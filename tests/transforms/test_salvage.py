@@ -199,6 +199,15 @@ def test_before_a_wrong_count_of_a_legacy_stream_the_length_is_wrong(files, tmp_
     assert all(torch.equal(found[key], weights()[key]) for key in found)
 
 
+def test_a_file_whose_tensors_are_no_tensors_any_more_is_not_whole(tmp_path):
+    torch.save({"w": torch.ones(100)}, tmp_path / "f", _use_new_zipfile_serialization=False)
+    raw = (tmp_path / "f").read_bytes()
+    (tmp_path / "f").write_bytes(raw.replace(b"_rebuild_tensor_v2", b"_reXuild_tensor_v2"))
+    with pytest.raises(NotFound, match="no tensor of it is whole"):
+        ckptool.convert(tmp_path / "f", tmp_path / "out", salvage=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_part_of_a_tensor_that_is_lost_is_the_whole_tensor(tmp_path):
     state = {"one": torch.ones(9), "two": torch.tensor([7.5, 0, 8.5]).to_sparse()}
     torch.save(state, tmp_path / "a.pth")
