@@ -215,8 +215,8 @@ class _Rows:
             done += len(part)
             self._pending = block[len(part) :]
         self._position = offset + done
-        if self._position == self.size:
-            self._blocks, self._position = iter(()), -1  # which holds blocks until let go
+        if self._position == self.size:  # else each of many views holds its last blocks
+            self._blocks, self._pending, self._position = iter(()), memoryview(b""), -1
 
     def _seek(self, offset: int) -> None:
         """Begin at the row of the outermost dimension in which `offset` lies."""

@@ -3,6 +3,7 @@
 import itertools
 import os
 import threading
+import tracemalloc
 import zlib
 from contextlib import closing
 
@@ -226,3 +227,19 @@ def test_an_error_ends_it_and_what_has_not_begun_is_dropped():
     with pytest.raises(ZeroDivisionError):
         next(results)
     assert len(begun) < 100
+
+
+def test_a_view_that_was_read_to_its_end_holds_none_of_it():
+    data = ByteRange(MemorySource(bytes(4 << 20), "memory"), 0, 4 << 20)
+    views = [
+        gathered(data, itemsize=4, shape=(1024, 512), stride=(1024, 1), offset=512 * (at % 2))
+        for at in range(16)
+    ]
+    tracemalloc.start()
+    try:
+        for view in views:
+            assert sum(map(len, view.reread())) == 2 << 20
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1 << 20
