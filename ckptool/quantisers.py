@@ -3,8 +3,8 @@
 One table says by which names and classes each is known. Sources: torch/ao/nn/quantized,
 bitsandbytes/nn/modules.py and functional.py (`QuantState.as_dict`), torchao/quantization, AutoGPTQ
 and AutoAWQ (`WQLinear`), the files of DeepSeek-V3 (`weight_scale_inv`; `scale` in those that its
-inference/convert.py writes), of compressed-tensors (`weight_scale`) and of ComfyUI
-(`scale_weight`, comfy/ops.py).
+inference/convert.py writes), of compressed-tensors (`weight_scale`, `weight_packed`), of ComfyUI
+(`scale_weight`, comfy/ops.py), of TensorRT Model Optimizer (NVFP4), of gpt-oss (MXFP4) and of HQQ.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ __all__ = ["ELEMENT_TYPES", "RECOGNISED", "Call", "finished", "new_object"]
 
 Call = Callable[["Machine", Any], Any]
 
-
 ELEMENT_TYPES = {
     "b1": "bool", "i1": "int8", "i2": "int16", "i4": "int32", "i8": "int64",
     "u1": "uint8", "u2": "uint16", "u4": "uint32", "u8": "uint64",

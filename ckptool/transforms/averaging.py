@@ -53,7 +53,7 @@ class _Mixing:
         fits = count == {MEAN: max(count, 2), SLERP: 2, TASK: 3}[mode]
         fits &= not weights or (is_mean and len(weights) == count and sum(weights) != 0)
         fits &= not is_mean or t is None
-        if not fits or not all(map(isfinite, (*numbers, t or 0))):
+        if not fits or not all(map(isfinite, (*numbers, sum(map(abs, numbers)), t or 0))):
             raise UsageError(
                 "a mean takes two checkpoints or more and one weight for each, of a sum that is "
                 "not 0; slerp takes two checkpoints, task three, and both one number t; all finite",
