@@ -141,7 +141,8 @@ class Conversion:
             selected = transforms.salvaged(selected)
         if self.model_only or self.like is not None:
             # A lazy parameter is missing in the model of `like`, which may be allowed.
-            refuse_hollow(selected, but="" if self.like is None else "lazy")
+            lazy = () if self.like is not None else ("lazy",)
+            refuse_hollow(selected, kinds=("meta", "part", *lazy))
         made = self._placed(self._retyped(self._renamed(selected, target)))
         return made if nest is None else transforms.nested(made, nest)
 

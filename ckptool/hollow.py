@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint
@@ -35,9 +35,10 @@ class Hollow(NamedTuple):
 def hollow(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | None:
     """Return which tensors of a checkpoint, or of one section, have no values; None if all have.
 
-    A state dict has placeholders if two or more tensors named `weight` have the shape (0,), and
-    these are more than half of its weights; or if `param_shapes` of the file has another shape for
-    a tensor of the shape (0,). Vectors and buffers do not count: ZeRO-3 keeps small tensors whole.
+    A state dict has placeholders if tensors named `weight` have the shape (0,), and these are more
+    than half of its weights; or if `param_shapes` of the file has another shape for a tensor of the
+    shape (0,). Vectors do not count, because ZeRO-3 keeps small tensors whole; nor do biases and
+    buffers.
     """
     tensors = list(checkpoint.tensors() if section is None else section.tensors())
     leaves = checkpoint.leaves if section is None else walk(section.node)
@@ -58,24 +59,29 @@ def hollow(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | N
     for one in checkpoint.sections if section is None else (section,):
         tensors = one.tensors() if one.kind in MODEL_KINDS else []
         empty = [path for path, tensor in tensors if tensor.shape == (0,)]
-        weights = [tensor for path, tensor in tensors if f".{path[-1]}".endswith(".weight")]
+        weights = [tensor for path, tensor in tensors if str(path[-1]).endswith("weight")]
         none = sum(tensor.shape == (0,) for tensor in weights)
         whole = sum(len(tensor.shape) != 1 for tensor in weights)
-        if (none > 1 and none > whole) or any(shapes.get(path[-1], (0,)) != (0,) for path in empty):
+        if none > whole or any(shapes.get(path[-1], (0,)) != (0,) for path in empty):
             text = f"it holds placeholders instead of weights: {len(empty):,} of "
             text += f"{counted(len(tensors), 'tensor')} have the shape (0,), as ZeRO-3 saves them"
             return Hollow("part", text, PLACEHOLDERS, tuple(map(name_of, empty)))
     return None
 
 
-def refuse_hollow(checkpoint: Checkpoint, section: Section | None = None, *, but: str = "") -> None:
-    """Refuse to make weights of tensors without values, unless they are of the kind `but`.
+def refuse_hollow(
+    checkpoint: Checkpoint,
+    section: Section | None = None,
+    *,
+    kinds: Collection[str] = ("lazy", "meta", "part"),
+) -> None:
+    """Refuse to make weights of tensors without values, of the given kinds.
 
     Raises:
-        NotRepresentable: saying which.
+        NotRepresentable: with the first kind that was found.
     """
     found = hollow(checkpoint, section)
-    if found is not None and found.kind != but:
+    if found is not None and found.kind in kinds:
         raise NotRepresentable(found.text, file=checkpoint.path or None, hint=found.remedy)
 
 

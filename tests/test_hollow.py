@@ -68,6 +68,28 @@ def test_what_claims_weights_refuses(file, tmp_path, options):
     assert not (tmp_path / "out.pth").exists()
 
 
+@pytest.mark.parametrize("kind", ["--model-only", "--key {key}"])
+def test_no_part_is_extracted(file, tmp_path, capsys, kind):
+    key, out = KEYS.get(Path(file).stem, "model"), tmp_path / "out.pth"
+    assert main(["extract", str(file), *kind.format(key=key).split(), "-o", str(out)]) == 2
+    assert said(file) in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_what_has_values_is_extracted_and_measured(tmp_path):
+    state = {"a.weight": torch.empty(0), "a.bias": torch.ones(2)}
+    optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": state, "optimizer": optimizer, "epoch": 3}, tmp_path / "f.pth")
+    with ckptool.open(tmp_path / "f.pth") as checkpoint:
+        assert len(list(checkpoint.extract(key="optimizer").tensors())) == 1
+    (row,) = ckptool.stats(tmp_path / "f.pth", key="optimizer").tensors
+    assert row.measures.mean == 1
+    with pytest.raises(NotRepresentable, match="placeholders"):
+        ckptool.stats(tmp_path / "f.pth")
+    with pytest.raises(NotRepresentable, match="placeholders"):
+        ckptool.stats(tmp_path / "f.pth", include=["*.weight"])
+
+
 def test_no_mean_is_made(file, tmp_path):
     with pytest.raises(NotRepresentable) as caught:
         ckptool.average([file, file], tmp_path / "out.pth", key=KEYS.get(Path(file).stem, "model"))
@@ -113,7 +135,11 @@ def test_info_verify_and_doctor_say_so_without_a_command(file):
     ("shapes", "expected"),
     [
         ({"e": (0,)}, False),
-        ({"a.weight": (0,)}, False),
+        ({"a.weight": (0,)}, True),
+        ({"a.weight": (0,), "a.bias": (3,)}, True),
+        ({"attn.in_proj_weight": (0,), "attn.in_proj_bias": (9,)}, True),
+        ({"a.bias": (0,), "bn.running_mean": (0,)}, False),
+        ({"loss.weight": (0,), "a.weight": (2, 2)}, False),
         ({"a.weight": (0,), "b.weight": (0,)}, True),
         ({"a.weight": (0,), "b.weight": (0,), "bn.running_mean": (3,), "inv_freq": (9,)}, True),
         ({"a.weight": (0,), "b.weight": (0,), "c.weight": (2, 2)}, True),

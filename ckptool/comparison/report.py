@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import TorchMissing
+from ckptool.errors import NotRepresentable, TorchMissing
 from ckptool.files.source import Progress
 from ckptool.inspection.info import Info, info
 from ckptool.inspection.listing import tensor_rows
@@ -72,7 +72,7 @@ def report(
     if values:
         try:
             found = stats(checkpoint, key=key, bins=BINS, progress=progress).tensors
-        except TorchMissing as error:
+        except (TorchMissing, NotRepresentable) as error:
             notes.append(f"there are no figures of values: {error.message}")
     else:
         notes.append("the values of the tensors were not read")

@@ -27,7 +27,7 @@ from ckptool.statedict import Section, named_tensors, values_inside, wrapped_nam
 from ckptool.symbolic.encoder import blocking
 from ckptool.transforms.plain import class_of, refusals
 from ckptool.tree import everything, name_of
-from ckptool.words import counted, listed, printable
+from ckptool.words import counted, listed, printable, shell
 
 __all__ = ["INTEGERS", "is_floating", "level", "naming", "objects", "versions"]
 
@@ -275,7 +275,7 @@ def naming(patient: Patient) -> Iterator[Found]:
                 "strip-module keeps it, because it may be a layer of that name",
                 remedy="if it is a wrapper: ckptool rename with --prefix module.=",
             )
-        yield from _adapters(section)
+        yield from _adapters(section, patient.checkpoint.path)
     yield from _lightning(patient)
 
 
@@ -330,7 +330,7 @@ def _submodules(models: list[Section]) -> Iterator[Found]:
     )
 
 
-def _adapters(section: Section) -> Iterator[Found]:
+def _adapters(section: Section, path: str) -> Iterator[Found]:
     """Yield a complaint about PEFT's prefix `base_model.model.` and its `base_layer` components."""
     every = [name for name in wrapped_names(section.node) if counts(name)]
     names = [name for name in every if name.startswith(PEFT)]
@@ -347,8 +347,11 @@ def _adapters(section: Section) -> Iterator[Found]:
             "ckptool merge-lora BASE ADAPTER -o OUT merges it into its base model; peft "
             "(PeftModel.from_pretrained) loads it over that"
         )
-    if wrapped and not alone:
-        remedy = "ckptool merge-lora BASE -o OUT makes the model of it; its PeftModel takes it so"
+    if adapted and wrapped and not alone:
+        remedy = (
+            f"ckptool merge-lora {shell(path)} -o OUT --alpha N makes the model of it, where N is "
+            "its lora_alpha; its PeftModel loads it as it is"
+        )
     shown = wrapped or adapted or names
     yield Found(
         "adapter",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ckptool.errors import CheckpointError
 from ckptool.model import Global, Opaque, children
 from ckptool.symbolic.encoder import blocking
-from ckptool.symbolic.text import raw_bytes
+from ckptool.symbolic.text import MEMORY_FORMATS, raw_bytes
 from ckptool.symbolic.watching import Watcher, is_unknown
 from ckptool.tree import everything
 
@@ -52,20 +52,21 @@ _DATA = re.compile(
     r"(numpy|pandas|scipy|sklearn)\.([\w.]+\.)?(__pyx_unpickle_\w+|_\w*unpickle\w*|_(ma)?reconstruct|"
     r"newObj|__newobj__|_frombuffer|_new_\w*Index|\w+D[Tt]ype)|"
     r"numpy\.(dtype|ndarray|_?core\.multiarray\.scalar|([\w.]+\.)?(matrix|record|recarray)|"
-    r"random\.\w*\.?_pickle\.\w+)|"
+    r"random\.(\w*\.?_pickle\.\w+|(\w+\.)?__\w+_ctor))|inspect\.(Signature|Parameter|_empty|_ParameterKind)|"
     r"pandas\.(Period|Interval|Timestamp|Timedelta|core\.indexes\.range\.RangeIndex|"
     r"core\.internals\.(managers\.\w*BlockManager|blocks\.new_block)|_libs\.tslibs\.offsets\.\w+)|"
     r"sklearn\.([\w.]+\.)?(_tree\.Tree|_\w*\.Cy\w+Loss)|scipy\.([\w.]+\.)?_?c?kdtree\.cKDTree|"
     r"(\w+\.)*_loss\.(_?loss\.)?(__pyx_unpickle_)?Cy\w+|joblib\.numpy_pickle\.N\w*ArrayWrapper|"
+    r"(\w+\.)+_(\w+_)?rebuild_\w*tensor\w*|"  # fastai and others, after torch._utils
     r"torch\.(nn\.backends\.thnn\._get_thnn_function_backend|jit\._pickle\.\w+|"
     r"_utils\._rebuild_\w+|_tensor\._rebuild_\w+|tensor\._rebuild_\w+|_C\.Generator|Generator|"
     r"serialization\._get_layout|storage\._(Untyped|Typed)Storage|"
     r"distributed\.(\w+\.)*(_?MEM_FORMAT_ENCODING|ShardingStrategy|StateDictType)|"
     r"nested\._internal\.nested_tensor\._rebuild_njt|nn\.parameter\.\w+Parameter|"
-    r"(nn\.)?quantized\.\w+\._?rebuild\w*|_C\.(AttributeDict|DispatchKeySet))|"
-    r"torch\.\w+_format"
+    r"(nn\.)?quantized\.\w+\._?rebuild\w*|_C\.(AttributeDict|DispatchKeySet))"
 )
 """Qualified names of functions and classes that make data of their arguments, and do no more."""
+_CONSTANTS = frozenset(f"torch.{name}" for name in MEMORY_FORMATS)
 _CLASS = re.compile(
     r"(?!_*(Popen|\w+DLL|FileIO|InteractiveConsole|Process|Timer)\b)_*[A-Z]\w*(\._*[A-Z]\w*)*",
     re.ASCII,
@@ -79,9 +80,8 @@ _FINDERS = frozenset(
     | {*_UFUNCS}
 )
 """Functions whose result may be a function, or an object that the file did not make."""
-_APPLIERS = tuple(
-    f"torch.{at}._rebuild_from_type{v}" for at in ("_tensor", "tensor") for v in ("", "_v2")
-)
+_APPLIER = re.compile(r"(\w+\.)+_rebuild_from_type(_v2)?")
+"""Functions of torch, fastai and others that call their first argument, and set a state."""
 _MAPPINGS = ("builtins.dict", "collections.OrderedDict", "collections.defaultdict")
 _MOST_TOLD, _MOST_PARTS = 100, 2_000_000
 
@@ -163,7 +163,9 @@ class Judge(Watcher):
         self.seen += kind != "unknown"
         unclear = name in _FINDERS or _is_doer(what, strict=True)
         self.danger = max(self.danger, 2 * _is_doer(what), unclear)
-        is_through = any(_kind(owner) != "unknown" for owner in what.name.split(".")[:-1])
+        is_through = what.name not in _CONSTANTS and any(
+            _kind(owner) != "unknown" for owner in what.name.split(".")[:-1]
+        )
         self.tell(RUNS if is_through else NEEDS_CODE, "import", what)
 
     def tell(self, verdict: str, kind: str, what: Any, items: Any = None) -> None:
@@ -192,6 +194,9 @@ class Judge(Watcher):
         func = func if isinstance(func, Global) else _meant(func)
         if not isinstance(func, Global):  # pickle stops where it is no object either
             is_made = isinstance(func, Opaque) and not is_unknown(func)
+            wrapped = _wrapped(func, args, kwargs) if is_made and not is_new else None
+            if wrapped is not None:
+                return worst(NEEDS_CODE, self.judge_call(*wrapped))
             return RUNS if is_made else CANNOT_TELL
         parts = args if isinstance(args, tuple) else (args,)
         name = func.qualified
@@ -252,7 +257,7 @@ class Judge(Watcher):
                 return self.judge_call(cls, rest, kwargs, is_new=True)
             case _, (str() as module, str()) if name in _UFUNCS:
                 fine = module.partition(".")[0] in ("numpy", "scipy")
-            case _, (func, _, inner, *_) if name in _APPLIERS:  # which then sets a state
+            case _, (func, _, inner, *_) if _APPLIER.fullmatch(name):
                 return RUNS if _is_found(Opaque(func)) else self.judge_call(func, inner)
             case _:
                 return ""
@@ -314,7 +319,7 @@ class Judge(Watcher):
 @lru_cache(1 << 14)
 def _kind(name: str) -> str:
     """Return what is known of a name: a verdict, or `system`, `numeric` or `unknown`."""
-    if not blocking((name,)):
+    if not blocking((name,)) or name in _CONSTANTS:
         return DATA
     if _DATA.fullmatch(name):
         return NEEDS_CODE
@@ -337,6 +342,24 @@ def _meant(node: Any) -> Any:
         ) if _CLASS.fullmatch(owner.name):
             return Global(owner.module, f"{owner.name}.{name}")
     return node
+
+
+def _wrapped(func: Opaque, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | None:
+    """Return the function and the arguments that a call of a `functools.partial` leads to.
+
+    None if it is no partial of a function that the file names. The state that pickle gives a
+    partial, `(function, args, kwargs, dict)`, takes the place of what it was made with.
+    """
+    made = func.args if isinstance(func.args, tuple) else ()
+    given: Any = (*made[:1], made[1:], func.kwargs or {}, None)
+    match [step for step in func.steps if step[0] == "build"]:
+        case [(_, state)]:
+            given = state
+    match given, args:
+        case (Global() as inner, tuple() as first, first_named, _), tuple():
+            if func.class_name == _PARTIAL and len(func.steps) < 2:
+                return inner, (*first, *args), {**(first_named or {}), **(kwargs or {})}
+    return None
 
 
 def _is_found(node: Any) -> bool:

@@ -13,6 +13,7 @@ from ckptool._lazy import Result
 from ckptool.errors import NotFound, UnsupportedFormat, UsageError, without_query
 from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
+from ckptool.hollow import hollow, refuse_hollow
 from ckptool.inspection.listing import TensorRow, tensor_rows
 from ckptool.inspection.reading import Meter, RepeatedBytes
 from ckptool.inspection.values import documented, json_value, shape_text
@@ -225,6 +226,7 @@ def stats(
     Raises:
         UnreadableFile, LimitExceeded: the path cannot be opened, or bytes cannot be read.
         NotFound: there is no tensor at `key` (`AmbiguousName`: there are several nodes).
+        NotRepresentable: the tensors to measure are placeholders (ZeRO-3).
         UsageError: `bins` is less than 1, or a text is given in place of a list of globs.
     """
     for given in (include, exclude):
@@ -246,6 +248,11 @@ def stats(
                 file=checkpoint.path or None,
                 hint=f"ckptool list {shell(checkpoint.path)}" if checkpoint.path else None,
             )
+        placeholders = hollow(checkpoint)
+        if placeholders is not None and placeholders.kind == "part":
+            names = set(placeholders.names)
+            if any(name_of(path) in names for path, _ in leaves):
+                refuse_hollow(checkpoint)
         rows = list(_measured(leaves, Measurer(bins), limits, progress))
         optimizers = [part.path for part in checkpoint.sections if part.kind == "optimizer"]
         models = [

@@ -12,7 +12,7 @@ from ckptool.limits import Limits
 from ckptool.model import Global, Opaque
 from ckptool.symbolic import calls
 from ckptool.symbolic.opcodes import HANDLERS, STOP
-from ckptool.symbolic.text import modern_name
+from ckptool.symbolic.text import MEMORY_FORMATS, modern_name
 
 __all__ = ["Machine", "frames_fit"]
 
@@ -161,6 +161,10 @@ class Machine:
         """Return the one `Global` of that name."""
         found = self.globals.get((module, name))
         if found is None:
+            owner, _, last = name.partition(".")
+            if owner == "torch" and last in MEMORY_FORMATS and module.startswith("torch."):
+                # Protocol 4 names a memory format by any module of torch that imports torch.
+                return self.find("torch", last)
             shown = modern_name(module, name)
             found = Global(module, name, shown if shown != f"{module}.{name}" else "")
             self.globals[module, name] = found

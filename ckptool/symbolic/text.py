@@ -9,7 +9,14 @@ from typing import Any
 
 from ckptool.model import ByteString, Global
 
-__all__ = ["decode_python2", "modern_name", "parse_text_pid", "raw_bytes", "unescape"]
+__all__ = [
+    "MEMORY_FORMATS",
+    "decode_python2",
+    "modern_name",
+    "parse_text_pid",
+    "raw_bytes",
+    "unescape",
+]
 
 
 def decode_python2(raw: bytes) -> str:
@@ -61,6 +68,11 @@ _PYTHON2_MODULES = {
     "Queue": "queue",
     "ConfigParser": "configparser",
 }
+
+MEMORY_FORMATS = frozenset(
+    {"contiguous_format", "preserve_format", "channels_last", "channels_last_3d"}
+)
+"""The constants of `torch` that are a `torch.memory_format`."""
 
 
 def modern_name(module: str, name: str) -> str:

@@ -13,6 +13,7 @@ from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.files.source import MemorySource
 from ckptool.formats import format_of
+from ckptool.hollow import refuse_hollow
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
 from ckptool.modules import holds_tensors, is_module
 from ckptool.statedict import (
@@ -387,6 +388,8 @@ def extract(
     part, base = _part(checkpoint, key, model_only)
     if any(globs):
         part = _chosen(checkpoint, part, base, *globs)
+    if model_only or key is not None:  # these are called weights; a copy of the file is not
+        refuse_hollow(part)
     if all(change.kind == "warning" for change in part.changes[len(checkpoint.changes) :]):
         return part
     cut = without_unseen(checkpoint, part) if trim else part

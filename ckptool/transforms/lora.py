@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from glob import escape as escaped_glob
+from typing import Any, NoReturn
 
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import LimitExceeded, NotFound, NotRepresentable, UsageError
@@ -23,7 +24,7 @@ from ckptool.statedict import Section, model_state_dict, named_tensors
 from ckptool.tensors.lora import Factors, Merger
 from ckptool.transforms.casting import FLOATING, refuse_apart
 from ckptool.transforms.names import rename, with_items
-from ckptool.words import counted, listed, printable
+from ckptool.words import counted, listed, printable, shell
 
 __all__ = ["merge_lora"]
 
@@ -86,6 +87,8 @@ def merge_lora(
         raise UsageError(f"scale takes one finite number, or one for each of {count} adapters")
     refuse_hollow(base)
     part = model_state_dict(base, key)
+    if adapters:
+        _refuse_adapted(base, part)
     plan = _Plan(base, part)
     own = None if adapters else _Adapter.of(base, part, scales[0], alpha, own=True)
     others = (_Adapter.of(one, model_state_dict(one), factor, alpha)
@@ -108,6 +111,20 @@ def merge_lora(
     return rename(result, rules, key=key)
 
 
+def _refuse_adapted(base: Checkpoint, part: Section) -> None:
+    """Refuse a base with LoRA factors of its own: its PeftModel would apply an adapter twice."""
+    found = ((name, _PART.fullmatch(name)) for name in named_tensors(part.node))
+    own = [name for name, one in found if one and (one["down"] or one["up"])]
+    if own:
+        raise UsageError(
+            f"already contains an adapter ({counted(len(own), 'key')} such as "
+            f"{printable(own[0])!r}), so another one cannot be merged into it",
+            file=base.path,
+            hint=f"merge its own adapter first: ckptool merge-lora {shell(base.path)} -o OUT "
+            "--alpha N",
+        )
+
+
 @dataclass
 class _Adapter:
     """What an adapter holds: factors by module, and tensors that take the place of others."""
@@ -117,6 +134,8 @@ class _Adapter:
     saved: dict[str, TensorRef]
     parts: set[str]
     """The names of all its tensors, and of those that they replace."""
+    embeddings: frozenset[str] = frozenset()
+    """The modules whose factors are those of an embedding."""
 
     @classmethod
     def of(
@@ -195,7 +214,13 @@ class _Adapter:
                 magnitude=held.get("size"),
                 transposed=config.is_transposed or module in embeddings,
             )
-        return cls(file.path, factors, saved, parts)
+        return cls(file.path, factors, saved, parts, frozenset(embeddings))
+
+    def vocabulary_sizes(self) -> set[int | None]:
+        """Return the rows of the embeddings, and of the matrices that are saved whole."""
+        shapes = [_weight_shape(self.factors[module]) for module in self.embeddings]
+        shapes += [tensor.shape for tensor in self.saved.values() if len(tensor.shape) == 2]
+        return {shape[0] for shape in shapes if shape}
 
 
 @dataclass(frozen=True)
@@ -313,8 +338,14 @@ class _Plan:
     def add(self, adapter: _Adapter) -> Change:
         """Take an adapter, and return what it does."""
         taken: dict[str, str] = {}
+        grown: dict[str, Sequence[int | None]] = {}
+        sizes = adapter.vocabulary_sizes()
         for module, factors in adapter.factors.items():
             name = self._found(adapter, module, f"{module}.weight", taken)
+            shape = _weight_shape(factors)
+            if _has_more_rows(shape, self.part.node[name].shape) and shape[0] in sizes:
+                grown[name] = shape
+                continue
             self._check(adapter, module, self.part.node[name], factors)
             self._added.setdefault(name, []).append(factors)
         self._check_turns(adapter, taken)
@@ -322,13 +353,17 @@ class _Plan:
         for own, tensor in adapter.saved.items():
             name = self._found(adapter, own, own, replaced)
             old: TensorRef = self.part.node[name]
-            if tensor.shape != old.shape or not tensor.has_content:
+            if _has_more_rows(tensor.shape, old.shape):
+                grown[name] = tensor.shape
+            elif tensor.shape != old.shape or not tensor.has_content:
                 raise UsageError(
-                    f"{printable(own)!r} is {tensor.kind} {list(tensor.shape)}, and "
-                    f"{printable(name)!r} is {old.kind} {list(old.shape)}",
+                    f"{printable(own)!r} is {_described(tensor, old)} in the adapter and "
+                    f"{_described(old, tensor)} in the base",
                     file=adapter.path,
                 )
             self._replaced[name] = tensor
+        if grown:
+            self._refuse_grown(grown)
         rates = sorted({factors.scale for factors in adapter.factors.values()})
         shown = listed([f"{rate:g}" for rate in rates], most=4)
         text = f"{counted(len(taken), 'weight')} changed by {adapter.path}, times {shown}"
@@ -386,6 +421,18 @@ class _Plan:
                 file=adapter.path,
             )
 
+    def _refuse_grown(self, grown: Mapping[str, Sequence[int | None]]) -> NoReturn:
+        """Refuse an adapter that was trained after the vocabulary of its base grew."""
+        rules = (f"--resize {shell(f'{escaped_glob(name)}={to[0]}')}" for name, to in grown.items())
+        name, shape = next(iter(grown.items()))
+        raise UsageError(
+            f"{printable(name)} is {list(shape)} in the adapter and "
+            f"{list(self.part.node[name].shape)} in the base",
+            file=self.base.path,
+            hint=f"give the base the new rows first: ckptool convert {shell(self.base.path)} OUT "
+            f"{' '.join(rules)}",
+        )
+
     def _check_turns(self, adapter: _Adapter, taken: Mapping[str, str]) -> None:
         """Refuse a square weight where others are turned against what the adapter is said to be."""
         square, differs = None, False
@@ -438,6 +485,23 @@ class _Plan:
             yield _ending(self._flat, f"_{flat}")
         yield self._names.get(wanted.partition(".")[2], [])
         yield _ending(self._names, f".{wanted}")
+
+
+def _weight_shape(factors: Factors) -> tuple[int | None, ...]:
+    shape = tuple(factors.shape or ())
+    return shape[::-1] if factors.transposed else shape
+
+
+def _has_more_rows(shape: Sequence[int | None], old: Sequence[int | None]) -> bool:
+    if len(shape) != len(old) or len(old) < 2 or shape[0] is None or old[0] is None:
+        return False
+    return shape[0] > old[0] and tuple(shape[1:]) == tuple(old[1:])
+
+
+def _described(tensor: TensorRef, other: TensorRef) -> str:
+    """Return the shape, and the kind where that is what differs from another."""
+    shape = str(list(tensor.shape))
+    return shape if tensor.kind == other.kind else f"{tensor.kind} {shape}"
 
 
 def _ending(names: Mapping[str, list[str]], end: str) -> list[str]:

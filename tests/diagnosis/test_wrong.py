@@ -352,7 +352,7 @@ def test_a_safetensors_file_is_for_its_own_loader(capsys, tmp_path):
 def test_a_model_with_its_adapters_is_for_peft():
     (found,) = examined(WRONG / "peft.pth").complaints
     assert (found.kind, found.severity, found.commands) == ("adapter", "fails", ())
-    assert "merge-lora BASE -o" in found.remedy
+    assert f"ckptool merge-lora {WRONG / 'peft.pth'} -o OUT --alpha N" in found.remedy
 
 
 def test_a_pickle_that_runs_a_program_is_called_that_first(capsys, tmp_path):

@@ -7,8 +7,10 @@ import datetime
 import decimal
 import enum
 import functools
+import inspect
 import io
 import ipaddress
+import json
 import logging
 import operator
 import pathlib
@@ -22,6 +24,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import ckptool
 from ckptool.inspection.scan import scan
@@ -52,6 +55,9 @@ class Grown(list):
 
 class Failure(Exception):
     pass
+
+
+def printed(first: int, *rest, last=3, **more) -> str: ...
 
 
 HONEST = [
@@ -97,6 +103,7 @@ HONEST = [
     torch.float16,
     torch.device("cuda:1"),
     torch.Generator(),
+    inspect.signature(printed),
     torch.ones(2).numpy(),
     torch.ones(2).numpy()[0],
 ]
@@ -165,3 +172,84 @@ def test_texts_are_no_pickles(tmp_path):
 def test_a_file_that_is_missing(tmp_path):
     with pytest.raises(ckptool.FileMissing):
         ckptool.scan(tmp_path / "no")
+
+
+@pytest.mark.parametrize("start", [b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"])
+def test_the_length_of_a_safetensors_header_is_no_pickle(start, tmp_path):
+    path = tmp_path / "model.safetensors"
+    for third in range(2):
+        length = int.from_bytes(start + bytes([third]), "little")
+        header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})
+        path.write_bytes(length.to_bytes(8, "little") + header.ljust(length).encode() + bytes(8))
+        assert safe_open(path, "pt").keys() == ["w"]
+        assert (scan(path).verdict, scan(path).pickles) == ("data", 0)
+        path.write_bytes(path.read_bytes()[:-1])  # opens as nothing
+        assert scan(path).verdict == "cannot tell"
+
+
+def test_a_safetensors_file_that_pickle_would_run_is_found(tmp_path):
+    """The length and the header are one text for pickle; its calls are where the tensors are."""
+    path, length = tmp_path / "model.safetensors", 0x560480
+    payload = b"cos\nsystem\n(X\x02\x00\x00\x00lstR."
+    header = {"w": {"dtype": "U8", "shape": [len(payload)], "data_offsets": [0, len(payload)]}}
+    text = json.dumps(header)[:-1].ljust(length - 2).encode() + b"\n}"
+    path.write_bytes(length.to_bytes(8, "little") + text + payload)
+    assert safe_open(path, "pt").keys() == ["w"]
+    assert scan(path).verdict == "runs"
+
+
+@pytest.mark.parametrize("kind", ["contiguous_format", "preserve_format", "channels_last"])
+@pytest.mark.parametrize(("module", "verdict"), [("torch._utils", "data"), ("apex", "needs code")])
+def test_a_memory_format_runs_nothing_by_whichever_module_it_is_named(
+    kind, module, verdict, tmp_path
+):
+    """Protocol 4 names it by the first module, of those that are loaded, that has `torch`."""
+    names = (f"\x8c{chr(len(name))}{name}" for name in (module, f"torch.{kind}"))
+    path = tmp_path / "a.pkl"
+    path.write_bytes(b"\x80\x04" + "".join(names).encode("latin1") + b"\x93.")
+    assert scan(path).verdict == verdict
+    if verdict == "data":
+        assert pickle.loads(path.read_bytes()) is getattr(torch, kind)
+        path.write_bytes(path.read_bytes()[:-1] + b"\x8c\x01a\x86.")
+        assert ckptool.load(path)[0] is getattr(torch, kind)
+        ckptool.convert(path, tmp_path / "b.pth")
+        assert torch.load(tmp_path / "b.pth", weights_only=False) == (getattr(torch, kind), "a")
+
+
+NAMED = [
+    b"cnumpy.random\n__RandomState_ctor\n(X\x07\x00\x00\x00MT19937tR.",
+    b"cnumpy.random.mtrand\n__RandomState_ctor\n(tR.",
+    b"cfastai.torch_core\n_fa_rebuild_tensor\n(cfastai.torch_core\nTensorBase\nK\x01)tR.",
+    b"cfastai.torch_core\n_fa_rebuild_qtensor\n(cfastai.torch_core\nTensorBase\nK\x01)tR.",
+    b"cfastai.torch_core\n_rebuild_from_type\n(ctorch._utils\n_rebuild_tensor_v2\n"
+    b"cfastai.torch_core\nTensorBase\n(K\x01t}tR.",
+    b"cfunctools\npartial\n(cpandas.core.internals.blocks\nnew_block\ntR"
+    b"(cpandas.core.internals.blocks\nnew_block\n)}X\x04\x00\x00\x00ndimK\x02sNtb(K\x01K\x02tR.",
+    b"cfunctools\npartial\n(cpandas.core.internals.blocks\nnew_block\nK\x01tR(K\x02tR.",
+]
+
+
+@pytest.mark.parametrize("data", NAMED, ids=range(len(NAMED)))
+def test_constructors_of_known_libraries_need_code_and_run_nothing(data, tmp_path):
+    path = tmp_path / "a.pkl"
+    path.write_bytes(b"\x80\x02" + data)
+    found = scan(path)
+    assert (found.verdict, found.runs) == ("needs code", ())
+
+
+OTHERS = [  # what looks like them, and calls something else
+    b"cfastai.torch_core\n_rebuild_from_type\n(cos\nsystem\ncfastai.torch_core\nTensorBase\n"
+    b"(X\x02\x00\x00\x00lst}tR.",
+    b"cfunctools\npartial\n(cpandas.core.internals.blocks\nnew_block\ntR"
+    b"(cos\nsystem\n(X\x02\x00\x00\x00lst}Ntb(tR.",
+    b"cfunctools\npartial\n(cos\nsystem\nX\x02\x00\x00\x00lstR(tR.",
+    b"cfunctools\npartial\n(cpandas.io.pickle\nread_pickle\nX\x01\x00\x00\x00atR(tR.",
+    b"cfunctools\npartial\n(cfunctools\npartial\ncos\nsystem\ntR(X\x02\x00\x00\x00lstR.",
+]
+
+
+@pytest.mark.parametrize("data", OTHERS, ids=range(len(OTHERS)))
+def test_a_function_in_the_place_of_a_constructor_runs(data, tmp_path):
+    path = tmp_path / "a.pkl"
+    path.write_bytes(b"\x80\x02" + data)
+    assert scan(path).verdict == "runs"

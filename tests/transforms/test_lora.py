@@ -1,6 +1,7 @@
 """Adapters merged into their base: held against merge_and_unload of peft 0.21.2."""
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
+from ckptool.cli import main
 from ckptool.errors import CheckpointError, NotFound, NotRepresentable, UsageError
 from tests.conftest import FIXTURES
 
@@ -308,3 +310,45 @@ def test_a_configuration_that_is_no_json(text, target, tmp_path):
     with pytest.raises(UsageError, match="is not JSON"):
         merged(target, tmp_path / "one")
     assert not target.exists()
+
+
+@pytest.mark.parametrize("config", [{}, {"lora_alpha": 3}])
+def test_a_base_with_an_adapter_of_its_own_takes_no_other(target, tmp_path, config):
+    whole = shutil.copy(LORA / "plain" / "whole.pth", tmp_path / "my model.pth")
+    with pytest.raises(UsageError, match="already contains an adapter") as caught:
+        merged(target, configured(tmp_path, config), base=whole)
+    assert f"ckptool merge-lora '{whole}' -o OUT --alpha N" in caught.value.hint
+    assert not target.exists()
+
+
+def test_a_vocabulary_that_grew_needs_its_rows_first(target, tmp_path):
+    old = {"tok.weight": torch.rand(6, 4), "head.weight": torch.rand(6, 4)}
+    torch.save(old, tmp_path / "base.pth")
+    peft = "base_model.model."
+    adapter = {
+        f"{peft}tok.weight": torch.rand(9, 4),
+        f"{peft}head.lora_A.weight": torch.rand(2, 4),
+        f"{peft}head.lora_B.weight": torch.rand(9, 2),
+    }
+    save_file(adapter, tmp_path / "a.safetensors")
+    with pytest.raises(UsageError) as caught:
+        merged(target, tmp_path / "a.safetensors", base=tmp_path / "base.pth", alpha=2)
+    assert "is [9, 4] in the adapter and [6, 4] in the base" in str(caught.value)
+    options = shlex.split(caught.value.hint.partition("ckptool ")[2])
+    assert options[:3] == ["convert", str(tmp_path / "base.pth"), "OUT"]
+    grown = tmp_path / "grown.pth"
+    assert main([*options[:2], str(grown), *options[3:]]) == 0
+    made = merged(target, tmp_path / "a.safetensors", base=grown, alpha=2)
+    assert torch.equal(made["tok.weight"], adapter[f"{peft}tok.weight"])
+    assert made["head.weight"].shape == (9, 4)
+
+
+def test_an_embedding_with_more_rows_in_its_adapter(target, tmp_path):
+    save_file({"tok.weight": torch.rand(6, 4)}, tmp_path / "base.safetensors")
+    adapter = {
+        "base_model.model.tok.lora_embedding_A": torch.rand(2, 9),
+        "base_model.model.tok.lora_embedding_B": torch.rand(4, 2),
+    }
+    save_file(adapter, tmp_path / "a.safetensors")
+    with pytest.raises(UsageError, match=r"is \[9, 4\] in the adapter and \[6, 4\] in the base"):
+        merged(target, tmp_path / "a.safetensors", base=tmp_path / "base.safetensors", alpha=2)
