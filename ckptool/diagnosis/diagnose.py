@@ -45,9 +45,9 @@ __all__ = ["MENDED", "Diagnosis", "Plan", "Planner", "doctor"]
 
 _CHECKS = (layout, level, objects, naming, fit, training, versions, memory, placement)
 _RANK = {"fails": 0, "misleads": 0, "note": 1}
-_FIRST = {"malicious": -3, "damaged": -2, "part": -1, "meta": -1, "packed": -1}
+_FIRST = {"malicious": -3, "damaged": -2, "part": -1, "meta": -1, "packed": -1, "frozen": -1}
 _UNMENDED = "no command fixes it"
-_HOPELESS = frozenset({"damaged", "part", "meta", "packed"})
+_HOPELESS = frozenset({"damaged", "part", "meta", "packed", "frozen"})
 """Kinds of complaint after which no command is worth running."""
 
 

@@ -421,6 +421,13 @@ class Format:
             "torch's order",
         )
 
+    def refuse_unusable(self, checkpoint: Checkpoint) -> None:
+        """Refuse to write a tree of this format that no other file can stand for.
+
+        Raises:
+            NotRepresentable: nothing would load the result.
+        """
+
     def recognise(self, probe: Probe) -> bool:
         """Return whether the content is of this format; looks at as little as will tell."""
         return False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Details
-from ckptool.errors import CorruptFile, LimitExceeded
+from ckptool.errors import CorruptFile, LimitExceeded, NotRepresentable
 from ckptool.formats.archive import count_of, counts_of, open_archive, read_json, read_text
 from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Format, Probe, Refusal, naming
 from ckptool.formats.torch_zip import Storages, read_contents, records_are
@@ -18,7 +18,7 @@ from ckptool.modules import Visits, holds_tensors
 from ckptool.symbolic import unpickle
 from ckptool.words import counted
 
-__all__ = ["TORCHSCRIPT"]
+__all__ = ["CONSTANT", "PACKED", "PACKED_WEIGHTS", "RUN_IT", "TORCHSCRIPT", "has_packed_weights"]
 
 _DTYPES = {
     "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "INT64": "int64",
@@ -89,6 +89,12 @@ _NAMES = re.compile(r"  __(parameters|buffers)__ = \[(.*)\]")
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _WEIGHTS = ("data/", "tensors/")
 _CONSTANTS = "constants/"
+CONSTANT = "CONSTANTS.c"
+"""How the code of a frozen program begins the names of its constants, as torch/csrc/jit has it."""
+PACKED = ("__torch__.torch.classes.quantized.", "__torch__.torch.classes.xnnpack.")
+"""How the names of the classes of packed weights begin."""
+PACKED_WEIGHTS = "its weights are packed for quantized layers, so it has no plain state dict"
+RUN_IT = "torch.jit.load runs it; take the state dict from the model that it was made of"
 _KNOWN = frozenset(
     {"data.pkl", "constants.pkl", "model.json", "attributes.pkl", "version", "byteorder"}
 )
@@ -122,6 +128,17 @@ class TorchScript(Format):
         else:
             root, details = _read_pickled(archive, probe.limits)
         return Checkpoint(root, self.name, probe.path, details, sources=archive.sources)
+
+    def refuse_unusable(self, checkpoint: Checkpoint) -> None:
+        """Refuse packed weights: what packs them again is in the program, which is left out."""
+        if has_packed_weights(checkpoint.root):
+            raise NotRepresentable(PACKED_WEIGHTS, file=checkpoint.path or None, hint=RUN_IT)
+
+
+def has_packed_weights(root: Any) -> bool:
+    """Return whether modules have a state of their own, of which only their code makes weights."""
+    values = root.values() if isinstance(root, dict) else (root,)
+    return any(not isinstance(one, TensorRef) and holds_tensors(one) for one in values)
 
 
 TORCHSCRIPT = TorchScript()
@@ -164,7 +181,7 @@ def _constants(archive: Archive, byteorder: str, limits: Limits) -> Iterator[tup
     root = unpickle(record.data, persistent_load=storages.load, limits=limits).root
     for number, value in enumerate(root if isinstance(root, tuple) else ()):
         if holds_tensors(value):
-            yield f"CONSTANTS.c{number}", value
+            yield f"{CONSTANT}{number}", value
 
 
 @dataclass(frozen=True, slots=True)

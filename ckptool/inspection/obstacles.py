@@ -16,12 +16,13 @@ from ckptool.formats.distributed.dcp_safetensors import SHARDING_INFO
 from ckptool.formats.distributed.megatron import is_rank
 from ckptool.formats.distributed.ranks import FLAT, set_of
 from ckptool.formats.distributed.zero import is_part
+from ckptool.formats.torchscript import CONSTANT, PACKED, PACKED_WEIGHTS, RUN_IT, has_packed_weights
 from ckptool.hollow import PLACEHOLDERS, hollow
 from ckptool.model import Global, Opaque, StorageRef, TensorRef, children
 from ckptool.statedict import MODEL_KINDS
 from ckptool.symbolic.encoder import blockers, blocking
 from ckptool.tree import everything
-from ckptool.words import printable, shell
+from ckptool.words import counted, printable, shell
 
 __all__ = [
     "ANYWHERE",
@@ -38,8 +39,6 @@ __all__ = [
     "would_run_of",
 ]
 
-_PACKED = ("__torch__.torch.classes.quantized.", "__torch__.torch.classes.xnnpack.")
-"""How the names of the classes of packed weights begin in a TorchScript."""
 _GATHER = "gather all parts where it was trained, and save the whole"
 _ZERO = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_optim_states")
 _OF_TOTAL = re.compile(
@@ -136,7 +135,7 @@ def missing_weights(checkpoint: Checkpoint) -> Part | None:
 
 
 def _packed(checkpoint: Checkpoint) -> Part | None:
-    """Detect TorchScript weights that are packed or were never written."""
+    """Detect TorchScript weights that are packed, without keys, or were never written."""
     details = checkpoint.details
     if any(OPAQUE_CONSTANTS in text for text in details.left_behind):
         return Part(
@@ -145,11 +144,16 @@ def _packed(checkpoint: Checkpoint) -> Part | None:
         )
     if not format_of(checkpoint.format).is_program:
         return None
-    if not any(name.startswith(_PACKED) for name in (*details.globals, *blockers(checkpoint.root))):
+    named = (*details.globals, *blockers(checkpoint.root))
+    if has_packed_weights(checkpoint.root) or any(name.startswith(PACKED) for name in named):
+        return Part(PACKED_WEIGHTS, RUN_IT, kind="packed")
+    keys = list(checkpoint.root) if isinstance(checkpoint.root, dict) else []
+    names = [key for key in keys if str(key).startswith(CONSTANT)]
+    if not names:
         return None
-    text = "its weights are packed for quantised layers: they make no plain state dict"
-    remedy = "torch.jit.load runs it; take the state dict from where it was made"
-    return Part(text, remedy, kind="packed")
+    text = f"torch.jit.freeze took the keys of {counted(len(names), 'tensor')}: the file has them "
+    text += f"as constants of its program, such as {names[0]}"
+    return Part(text, "save the state dict of the model before torch.jit.freeze", kind="frozen")
 
 
 def _hollow(checkpoint: Checkpoint) -> Part | None:

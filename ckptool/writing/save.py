@@ -142,6 +142,7 @@ def save(
         check_still_there(path, checkpoint.sources)
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
     name = target_format(checkpoint, path, format, sharded=max_shard_size is not None)
+    format_of(checkpoint.format).refuse_unusable(checkpoint)
     if format_of(name).flat:
         checkpoint = _only_state_dict(checkpoint)
         refuse_hollow(checkpoint)

@@ -177,6 +177,13 @@ def optimized(folder):
     return path
 
 
+def frozen(folder):
+    """A TorchScript whose weights are constants of its program."""
+    net = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(8, 4)).eval())
+    torch.jit.freeze(net).save(folder / "frozen.pt")
+    return folder / "frozen.pt"
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
     ("make", "says"),
@@ -184,8 +191,9 @@ def optimized(folder):
         (lambda folder: quantised(folder, lambda net: net), "its weights are packed"),
         (lambda folder: quantised(folder, torch.jit.freeze), "its weights are packed"),
         (optimized, "weights are missing"),
+        (frozen, "torch.jit.freeze took the keys of 2 tensors"),
     ],
-    ids=["scripted", "frozen", "optimized"],
+    ids=["scripted", "frozen packed", "optimized", "frozen"],
 )
 def test_a_program_that_alone_reads_its_weights_gets_no_command(tmp_path, make, says):
     path = make(tmp_path)

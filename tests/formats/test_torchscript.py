@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
+import ckptool
+from ckptool.cli import main
+from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, NotRepresentable
 from ckptool.formats.base import Probe
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.formats.torchscript import TORCHSCRIPT
@@ -306,3 +308,28 @@ def test_cut_anywhere_it_is_an_error_of_ours(fixtures, tmp_path):
     for length in range(4, len(data), 97):
         with pytest.raises(CheckpointError):
             read(TORCHSCRIPT, save(tmp_path, data[:length]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("lite", [False, True])
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv2d(3, 4, 2)], ids=["linear", "conv"])
+def test_packed_weights_are_not_written_without_their_program(layer, lite, tmp_path):
+    net = nn.Sequential(torch.ao.quantization.QuantStub(), layer).eval()
+    if isinstance(layer, nn.Linear):
+        net = torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
+    else:
+        net.qconfig = torch.ao.quantization.default_qconfig
+        prepared = torch.ao.quantization.prepare(net)
+        prepared(torch.ones(1, 3, 4, 4))
+        net = torch.ao.quantization.convert(prepared)
+    program, path, out = torch.jit.script(net), tmp_path / "a.ptl", tmp_path / "out.pth"
+    program._save_for_lite_interpreter(str(path)) if lite else program.save(path)
+    for words in ("remap --to cpu", "strip-module", "add-module", "convert", "compact"):
+        with pytest.raises(NotRepresentable, match="packed for quantized layers"):
+            ckptool.open(path).save(out)
+        assert main([*words.split(), str(path), "-o", str(out)]) == 2
+        assert not out.exists()
+    if isinstance(layer, nn.Linear):  # which are plain weights after it
+        assert main(["convert", str(path), str(out), "--dequantize", "float32"]) == 0
+        made = torch.load(out)
+        assert torch.equal(made["1.weight"], net[1].weight().dequantize())
