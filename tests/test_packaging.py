@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -10,8 +11,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckptool
+from ckptool.cli.group import VERBS
 from tests.sources import PACKAGE, PROJECT
 
 FIXTURE = PROJECT / "fixtures" / "torch-2.13.0" / "dp_full_cuda3.pth"
@@ -38,7 +41,13 @@ ckptool.verify("model.pth").fine
 def run(*words, cwd):
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
-        [*map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+        [*map(str, words)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -125,6 +134,67 @@ def test_what_is_installed_runs_without_torch(installed, tmp_path):
         assert code == 0, said
         assert run(command, "verify", target, cwd=tmp_path)[0] == 0
     assert run(command, "report", FIXTURE, "-o", "page.html", cwd=tmp_path)[0] == 0
+
+
+WITHOUT_TORCH = {
+    "list": ["list a.pth", "list a.pth --hash"],
+    "info": ["info a.pth"],
+    "show": ["show a.pth state_dict/module.fc.weight"],
+    "verify": ["verify a.pth --values"],
+    "scan": ["scan a.pth"],
+    "doctor": ["doctor a.pth", "doctor a.pth --like b.pth"],
+    "match": ["match a.pth --like b.pth"],
+    "diff": ["diff a.pth a.pth", "diff a.pth b.pth", "diff a.pth b.pth --stat"],
+    "report": ["report a.pth -o o.html", "report a.pth b.pth -o p.html"],
+    "strip-module": ["strip-module a.pth -o 1.pth"],
+    "add-module": ["add-module a.pth -o 2.pth"],
+    "rename": ["rename a.pth --prefix module=net -o 3.pth"],
+    "remap": ["remap a.pth --to cpu -o 4.pth"],
+    "extract": ["extract a.pth --model-only -o 5.pth"],
+    "compact": ["compact a.pth -o 6.pth"],
+    "convert": ["convert a.pth 7.safetensors"],
+    "recover": ["recover a.pth"],
+}
+"""Of each command, what it does without torch."""
+WITH_TORCH = {
+    "stats": "stats a.pth",
+    "diff": "diff a.pth b.pth --rtol 0.1",
+    "match": "match a.pth --like torch.nn:Identity",
+    "doctor": "doctor a.pth --like torch.nn:Identity",
+    "convert": "convert a.pth 8.pth --cast bfloat16",
+    "cast": "cast a.pth --dtype bfloat16 -o 9.pth",
+    "average": "average a.pth b.pth -o 10.pth",
+    "merge-lora": "merge-lora base.safetensors plain -o 11.safetensors",
+    "train": "train --out run",
+}
+"""Of each command, what it needs torch for."""
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    """A checkpoint, one with other values, and an adapter with its base."""
+    shutil.copy(FIXTURE, tmp_path / "a.pth")
+    state = torch.load(FIXTURE, "cpu", weights_only=False)
+    state["state_dict"]["module.fc.weight"] += 1
+    torch.save(state, tmp_path / "b.pth")
+    shutil.copy(PROJECT / "fixtures/lora/base.safetensors", tmp_path)
+    shutil.copytree(PROJECT / "fixtures/lora/plain", tmp_path / "plain")
+    return tmp_path
+
+
+def test_each_command_does_without_torch_what_it_can(installed, two_files):
+    commands = {name for names in VERBS.values() for name in names}
+    assert {*WITHOUT_TORCH, *WITH_TORCH} == commands
+    for line in (line for lines in WITHOUT_TORCH.values() for line in lines):
+        code, _, said = run(installed.with_name("ckptool"), *line.split(), cwd=two_files)
+        assert code in (0, 1), (line, said)
+        assert "unexpected error" not in said
+    for line in WITH_TORCH.values():
+        before = sorted(two_files.iterdir())
+        code, shown, said = run(installed.with_name("ckptool"), *line.split(), cwd=two_files)
+        assert (code, shown) == (2, ""), line
+        assert said.endswith("\nhint: pip install torch\n"), (line, said)
+        assert sorted(two_files.iterdir()) == before
 
 
 def test_a_project_that_uses_it_sees_its_types(installed, tmp_path):

@@ -13,7 +13,7 @@ from ckptool.errors import NotRepresentable
 from ckptool.files.computed import computed
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.casting import checked_tensor
-from ckptool.tensors.materialise import torch_dtype
+from ckptool.tensors.materialise import require_torch, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,12 @@ class Merger:
     def storage(
         self, weight: TensorRef, other: TensorRef | None, added: Sequence[Factors]
     ) -> Storage:
-        """Return the weight (or `other` in its place) with all that is added to it."""
+        """Return the weight (or `other` in its place) with all that is added to it.
+
+        Raises:
+            TorchMissing: torch is not installed.
+        """
+        require_torch()
         held = weight.storage
         if held is None:
             raise NotRepresentable("a tensor without bytes takes no adapter")

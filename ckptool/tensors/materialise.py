@@ -68,7 +68,11 @@ def one_thread() -> Iterator[None]:
 
     Its threads wait for each other by spinning: on a machine that is busy a pass over half a
     million elements at a time takes twenty times as long, and elsewhere it gains little.
+
+    Raises:
+        TorchMissing: torch is not installed.
     """
+    require_torch()
     import torch
 
     with _LOCK:
