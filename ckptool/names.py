@@ -28,6 +28,7 @@ __all__ = [
     "N_AVERAGED",
     "PEFT",
     "RULES_HINT",
+    "STATISTICS",
     "WRAPPERS",
     "Family",
     "Rename",
@@ -54,16 +55,9 @@ WRAPPERS = (
     "_forward_module",
 )
 
-BUFFER_NAMES = frozenset(
-    {
-        "inv_freq",
-        "n_averaged",
-        "num_batches_tracked",
-        "position_ids",
-        "running_mean",
-        "running_var",
-    }
-)
+STATISTICS = frozenset({"num_batches_tracked", "running_mean", "running_var"})
+"""Last name parts of the buffers of batch norms."""
+BUFFER_NAMES = STATISTICS | {"inv_freq", "n_averaged", "position_ids"}
 """Last name parts that are buffers, not parameters, where the file does not say which is which."""
 PEFT = "base_model.model."
 """The prefix that PEFT puts before the names of the base model."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from ckptool.model import Shape, TensorRef
 from ckptool.statedict import MOMENTS, Section, noted_owners
+from ckptool.tree import walk
 
 __all__ = [
     "OPTIONS",
+    "fits_shape",
     "groups_of",
     "model_of",
     "names_in",
@@ -80,6 +83,21 @@ def shape_of(state: Any) -> Shape | None:
         if isinstance(row, TensorRef) and isinstance(column, TensorRef) and column.shape:
             return (*row.shape[:stop], column.shape[-1])
     return None
+
+
+def fits_shape(state: Any, shape: Shape | None) -> bool:
+    """Return whether the tensors of a parameter's state are single numbers, or have its shape.
+
+    Rows and columns of Adafactor are those of the parameter.
+    """
+    factors = {key for rows, columns, _ in _FACTORS for key in (rows, columns)}
+    return shape_of(state) in (None, shape) and all(
+        leaf.shape == shape
+        or factors.intersection(path)
+        or prod(size or 0 for size in leaf.shape) == 1
+        for path, leaf in walk(state)
+        if isinstance(leaf, TensorRef)
+    )
 
 
 def options_of(section: Section) -> set[str]:

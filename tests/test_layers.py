@@ -53,6 +53,7 @@ INSIDE = {
         "target",
         "source",
         "plan",
+        "positions",
         "optimizer",
         "load_into",
         "save",

@@ -411,6 +411,11 @@ class Format:
     """Whose order of axes the tensors have, and whose names, where these are not torch's."""
     refusal: Refusal | None = None
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the keys come in the order in which they were saved: pickles alone keep it."""
+        return self.inline or (self.by_torch and not self.shard_ending)
+
     def layout_notes(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """Say whose layout the kernels have, if it is not torch's."""
         if not self.layout or all(len(one.shape) < 2 for one in find_tensors(checkpoint.root)):

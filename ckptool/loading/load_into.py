@@ -15,6 +15,7 @@ from ckptool.errors import (
     CheckpointError,
     DeviceError,
     MatchError,
+    NotFound,
     UnreadableFile,
     UsageError,
     warn,
@@ -64,6 +65,11 @@ undone, though the file could be read a moment ago. A larger model would need it
 _CHECKED = 1 << 30
 """Bytes up to which a file is checked before it is loaded, where the caller does not say."""
 _IN_PART = "the model is filled in part"
+_NO_MODEL = 'the state of an optimizer alone is only taken with optimizer_order="position"'
+_OPTIMIZER_ONLY = (
+    "load_into(model, {'model': model.state_dict(), 'optimizer': ckptool.load(FILE)}, "
+    "optimizer=..., optimizer_order='position')"
+)
 
 
 def load_into(
@@ -115,10 +121,12 @@ def load_into(
         map_location: The device of assigned tensors, as in `torch.load`.
         assign: True: all tensors, with the types of the file. None: only on the meta device.
         verify: Compare the file with its checksums first. None: up to 1 GiB that is not mapped.
-        optimizer: The optimizer to load from the same file or folder, by its parameters' names.
+        optimizer: The optimizer to load from the same file or folder, by its parameters' names, or
+            by position where the file has none and that proves whose state it is.
         key: The address of the state dict (such as `"ema"`), if the source has several.
         optimizer_key: The same of the optimizer state, or the name of its file in the folder.
-        optimizer_order: `"position"`: the optimizer has the parameters of the file in its order.
+        optimizer_order: `"position"`: the optimizer has the parameters of the file in its order,
+            in the same groups or others.
         optimizer_partial: Let new parameters start without state, and leave out that of others.
             Groups that are divided otherwise keep their own options. The report names all of it.
 
@@ -157,16 +165,21 @@ def load_into(
             target = target_of(model)
             on_meta = any(tensor.is_meta for tensor in target.entries.values())
             by_name = not target.custom and loads_by_name(model, layers(optimizer))
-            state = held.enter_context(
-                stated(
-                    source,
-                    key=key,
-                    wanted=target.slots,
-                    map_location=map_location if on_meta or assign else "cpu",
-                    mmap=on_meta or not by_name,
-                    with_values=optimizer is not None,
-                )
+            stating = stated(
+                source,
+                key=key,
+                wanted=target.slots,
+                map_location=map_location if on_meta or assign else "cpu",
+                mmap=on_meta or not by_name,
+                with_values=optimizer is not None,
             )
+            try:
+                state = held.enter_context(stating)
+            except NotFound as error:
+                if optimizer is not None and key is None:
+                    error.message += f"; {_NO_MODEL}"
+                    error.advise(_OPTIMIZER_ONLY)
+                raise
             plan = planned(
                 state,
                 target,

@@ -1,8 +1,8 @@
 """The state of an optimizer: found in a file, matched with parameters, and loaded.
 
 `Optimizer.load_state_dict` goes by position alone: parameters of one shape in another order get
-each other's moments, and torch reports nothing. Here names decide, or the user who vouches for the
-order.
+each other's moments, and torch reports nothing. Here names decide, or positions where they prove
+whose state it is, or the user who vouches for the order.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import MatchError, UsageError
 from ckptool.loading.fill import check_bytes, check_pickles
 from ckptool.loading.plan import Plan, inert
+from ckptool.loading.positions import doubt_of, keeps_order, parameters_in
 from ckptool.loading.ranks import is_spread, spread_like, without_hidden
 from ckptool.loading.snapshot import layers
 from ckptool.loading.source import State
@@ -32,11 +33,11 @@ from ckptool.names import bare_names
 from ckptool.optimizers import OPTIONS, groups_of, model_of, names_in, options_of
 from ckptool.optimizers import shape_of as shape_kept
 from ckptool.remedies import Remedy
-from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, with_numbers
+from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, optimizer_names, with_numbers
 from ckptool.tensors import is_one_part
 from ckptool.tensors.live import dtype_name, shape_of
 from ckptool.transforms.names import distinct
-from ckptool.tree import name_of, resolve, walk
+from ckptool.tree import everything, name_of, resolve, walk
 from ckptool.words import a_class, counted, listed, printable
 
 if TYPE_CHECKING:
@@ -47,11 +48,16 @@ __all__ = ["OptimizerPlan", "planned_optimizer"]
 _FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
 """The files of an optimizer's own: transformers writes `.pt`, accelerate `.bin`."""
 _ALONE = "without optimizer= the model alone is loaded"
+_NAMELESS = (
+    "the file does not name the parameters of its optimizer, and shapes and order do not prove "
+    "which state belongs to which parameter"
+)
 _VOUCH = Remedy(
     (("optimizer_order", "position"),),
     " where the optimizer was built over its parameters in the order of the file",
     instead=(Remedy(note="save it again with ckptool.save, which writes the names"),),
 )
+_VOUCH_PARTIAL = _VOUCH._replace(arguments=(*_VOUCH.arguments, ("optimizer_partial", True)))
 _PARTIAL = Remedy(
     (("optimizer_partial", True),),
     " takes the state of what both have, by names",
@@ -138,10 +144,11 @@ def planned_optimizer(
     """Plan how the state of an optimizer in the file of `state` goes into `optimizer`.
 
     The names that the file has for the optimizer's parameters are matched with those of its state
-    dict, which `plan` matches with the model. With `order="position"` parameters without names are
-    matched by position, for which the caller vouches. With `partial` parameters that only one side
-    has, and groups that are divided otherwise, are told and no problem. `key` is the address of the
-    optimizer if the file has several, or the name of its file in the folder.
+    dict, which `plan` matches with the model. Parameters without names are matched by position if
+    that proves whose state it is, or with `order="position"`, for which the caller vouches. With
+    `partial` parameters that only one side has, and groups that are divided otherwise, are told
+    and no problem. `key` is the address of the optimizer if the file has several, or the name of
+    its file in the folder.
 
     Raises:
         UsageError: `optimizer` is no optimizer.
@@ -158,25 +165,28 @@ def planned_optimizer(
         report = replace(report, notes=(*saved.notes, *_objects(saved)))
         _check_kind(saved, optimizer)
         wanted.check()
+        names = names_in(saved.section)
         try:
             numbers = _by_names(saved, wanted, state, plan, partial=partial)
         except MatchError:
-            if order is None:
+            if order is None and optimizer_names(saved.section.node):
                 raise
-            numbers = list(range(len(saved.keys)))
             report = replace(report, by="position")
-            if saved.sizes != wanted.sizes:
-                raise MatchError(_misfit(saved, wanted)) from None
-        notes = [*report.notes, *_left(saved, wanted, numbers)]
+            held = parameters_in(state, target, plan, wanted.tensors)
+            if order is None:
+                _check_order(saved, wanted, model, state, held)
+            names, numbers = _by_position(saved, wanted, state, held, partial=partial)
+        notes = [*report.notes, *_left(names, wanted, numbers)]
         groups = None
         try:
             groups = _groups(saved, wanted, numbers)
         except MatchError:
-            if not partial:
+            if not partial and order is None:
                 raise
             notes.append(
                 "the groups keep their own learning rates and options: they are divided otherwise"
             )
+            notes += _schedules(saved, state)
         report = replace(report, notes=tuple(notes))
         kept = {
             number: key
@@ -261,8 +271,10 @@ class _Wanted:
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, target: Target
     ) -> None:
+        self.optimizer = optimizer
         groups = optimizer.param_groups
         self.parameters: list[torch.Tensor] = [one for group in groups for one in group["params"]]
+        self.numbers = {id(one): number for number, one in enumerate(self.parameters)}
         self.sizes = [len(group["params"]) for group in groups]
         self.group = [at for at, group in enumerate(groups) for _ in group["params"]]
         self._whole = {name: slot.shape for name, slot in target.slots.items()}
@@ -299,15 +311,13 @@ def _by_names(
     remedy = _VOUCH if saved.sizes == wanted.sizes else _ALONE
     if len({*names}) != len(names) or not names:
         raise MatchError(
-            "the file does not name the parameters of its optimizer, and shapes and order do not "
-            "prove which state belongs to which parameter",
+            _NAMELESS,
             hint=remedy,
         )
-    own_numbers = {id(one): number for number, one in enumerate(wanted.parameters)}
     leads: dict[str, int | None] = {}  # None: not in the optimizer
     for name, own in {**plan.pairs, **plan.undecided}.items():
         if leads.get(own) is None:  # one name of the file may fill several tensors
-            leads[own] = own_numbers.get(id(wanted.tensors.get(name)))
+            leads[own] = wanted.numbers.get(id(wanted.tensors.get(name)))
     shapes = (shape_kept(saved.state(key)) for _, key in saved.keys)
     report = matched(
         {name: Slot(shape) for name, shape in zip(names, shapes, strict=True)},
@@ -330,11 +340,77 @@ def _by_names(
     raise MatchError(_misfit(saved, wanted, first), hint=remedy)
 
 
-def _left(saved: _Saved, wanted: _Wanted, numbers: Sequence[int | None]) -> Iterator[str]:
+def _check_order(
+    saved: _Saved,
+    wanted: _Wanted,
+    model: torch.nn.Module,
+    state: State,
+    held: Mapping[str, torch.Tensor | None],
+) -> None:
+    """Refuse positions that do not prove which state belongs to which parameter."""
+    keys = [key for _, key in saved.keys]
+    if saved.sizes == wanted.sizes:
+        doubt = doubt_of(saved.section, keys, wanted.optimizer, model, state, held)
+    else:
+        doubt = _misfit(saved, wanted)
+    if doubt:
+        is_vouched = len(keys) == len(wanted.names)
+        can_name = keeps_order(state) and len(held) == len(keys)
+        raise MatchError(
+            f'{_NAMELESS}: {doubt}; optimizer_order="position" takes it in the order of the file',
+            hint=_VOUCH if is_vouched else _VOUCH_PARTIAL if can_name else _ALONE,
+        )
+
+
+def _by_position(
+    saved: _Saved,
+    wanted: _Wanted,
+    state: State,
+    held: Mapping[str, torch.Tensor | None],
+    *,
+    partial: bool,
+) -> tuple[list[str], list[int | None]]:
+    """Return the number of the parameter for each position in the file's optimizer, and its name.
+
+    With `partial`, where the two have other parameters, the file's model gives each position its
+    name, and None is the number of those that the optimizer does not have.
+    """
+    keys, own = [key for _, key in saved.keys], wanted.numbers
+    numbers = [own.get(id(tensor)) for tensor in held.values()]
+    shapes = (state.slots[name].shape for name in held)
+    if (
+        partial
+        and {*numbers} != {*own.values()}
+        and {*numbers} != {None}
+        and len(held) == len(keys)
+        and keeps_order(state)
+        and all(
+            shape_kept(saved.state(key)) in (None, shape)
+            for key, shape in zip(keys, shapes, strict=True)
+        )
+    ):
+        return [*held], numbers
+    if len(keys) != len(own):
+        raise MatchError(_misfit(saved, wanted))
+    return [], [*range(len(keys))]
+
+
+def _schedules(saved: _Saved, state: State) -> Iterator[str]:
+    """Yield which schedulers have a value for each group of the file's optimizer."""
+    for section in distinct((*state.tree.sections, *saved.tree.sections)):
+        nodes = everything(section.node) if section.kind == "scheduler" else ()
+        if any(isinstance(node, dict) and "base_lrs" in node for node in nodes):
+            yield (
+                f"{printable(section.name)} has base_lrs for the groups of the file: build this "
+                "scheduler for the groups of the optimizer"
+            )
+
+
+def _left(names: Sequence[str], wanted: _Wanted, numbers: Sequence[int | None]) -> Iterator[str]:
     """Yield which parameters have no state, and whose state is left out."""
     held = {*numbers}
     lacking = [name for number, name in enumerate(wanted.names) if number not in held]
-    gone = [n for n, at in zip(names_in(saved.section), numbers, strict=False) if at is None]
+    gone = [name for name, at in zip(names, numbers, strict=False) if at is None]
     if lacking:
         yield f"{counted(len(lacking), 'parameter')} without state: {listed(lacking)}"
     if gone:

@@ -82,6 +82,11 @@ class Judgement(NamedTuple):
         """Whether there are no problems."""
         return not self.problems
 
+    @property
+    def is_of_the_optimizer(self) -> bool:
+        """Whether the model is accepted, and only the state of its optimizer is not."""
+        return {problem.kind for problem in self.problems} == {"optimizer"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
@@ -205,6 +210,8 @@ class Allowance:
         verdict = (
             f"{file or 'the state dict'} does not fit {printable(report.model) or 'the model'}"
         )
+        if judgement.is_of_the_optimizer:
+            verdict = f"{f'{file}: ' if file else ''}the optimizer state cannot be loaded"
         lines = [f"{verdict}: {texts.pop(0) if is_whole else _share(report)}", *texts[:2]]
         if report.proposed and judgement.remedy.arguments:
             lines[-1] += "; the rules in the hint would match more, and were not applied"

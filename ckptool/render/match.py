@@ -144,6 +144,8 @@ def _heading(report: MatchReport, look: Look, judgement: Judgement) -> Iterator[
     elif report.fitting == report.names and not taken:
         met = clean(judgement.problems[0].text)
     text = f"{file} {verdict} {model}{allowed}: {met}"
+    if judgement.is_of_the_optimizer:
+        text = f"{file}: the optimizer state cannot be loaded: {met}"
     yield from (look.bold(line) for line in wrapped(text, look.width))
 
 
@@ -283,8 +285,10 @@ def _optimizer(report: MatchReport, look: Look) -> Iterator[str]:
     found = report.optimizer
     if found is None:
         return
-    state = f"{found.matched:,} of {counted(found.parameters, 'parameter')}"
-    yield from wrapped(f"optimizer: the state of {state}, by {clean(found.by)}", look.width)
+    state = f"the state of {found.matched:,} of {counted(found.parameters, 'parameter')}, by names"
+    if found.by == "position":
+        state = f"{counted(found.matched, 'state')}, matched by position"
+    yield from wrapped(f"optimizer: {state}", look.width)
     for problem in found.problems:
         yield from wrapped(f"optimizer: {clean(problem)}", look.width)
     if found.problems and found.remedy:

@@ -424,13 +424,15 @@ class Checkpoints:
             }
             return cast("dict[str, Any]", ckptool.load(held.with_root(rest)))
 
-    def _load(
-        self, path: str, optimizer: torch.optim.Optimizer | None, order: str | None = None
-    ) -> None:
-        """Fill model and optimizer; `order="position"` matches parameters by order, not name."""
+    def _load(self, path: str, optimizer: torch.optim.Optimizer | None) -> None:
+        """Fill model and optimizer; report parameters that were matched by position, not name."""
         module = self._strategy.module
         if not sharded.is_sharded(path):
-            ckptool.load_into(module, path, optimizer=optimizer, optimizer_order=order)
+            found = ckptool.load_into(module, path, optimizer=optimizer).optimizer
+            if found is not None and found.by == "position":
+                self._observer.tell(
+                    Note(f"{path} does not name the optimizer's parameters: matched by position")
+                )
             return
         sharded.load_model(path, module)
         if optimizer is not None:
@@ -445,17 +447,11 @@ class Checkpoints:
 
     def _fill(self, path: str, values: Mapping[str, Any]) -> list[str]:
         """Fill model and optimizer; return `["optimizer"]` if the file lacks its state."""
-        orders = (None,) if values else (None, "position")
-        for order in orders:
-            try:
-                self._load(path, self._strategy.tuning.optimizer, order)
-            except (MatchError, NotFound):  # raised again below if it is the model's
-                continue
-            if order is not None:
-                self._observer.tell(
-                    Note(f"{path} does not name the optimizer's parameters: matched by position")
-                )
+        try:
+            self._load(path, self._strategy.tuning.optimizer)
             return []
+        except (MatchError, NotFound):  # raised again below if it is the model's
+            pass
         try:
             self._load(path, None)
         except MatchError as error:

@@ -254,7 +254,7 @@ def test_the_optimizer_of_a_trainer_is_continued(trainers, tmp_path, name):
     model = language_model(trainers, name, HEADS[name])
     optimizer = torch.optim.AdamW(trainer_groups(model))
     untouched = Untouched(model, optimizer)
-    with pytest.raises(MatchError, match="shape"):  # the file has no names, and many are alike
+    with pytest.raises(MatchError, match="sorted by key"):  # as safetensors keeps the model
         ckptool.load_into(model, tmp_path / "f.pth", optimizer=optimizer)
     untouched.check()
     report = ckptool.load_into(
@@ -388,11 +388,7 @@ def test_the_momentum_of_a_residual_network_is_continued(trainers, name):
     saved = saved["optimizer"] if name == "ddp" else saved["optimizer_states"][0]
     model = residual()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    with untouched_by(MatchError, model, optimizer):
-        ckptool.load_into(model, trainers / FILES[name], optimizer=optimizer)
-    report = ckptool.load_into(
-        model, trainers / FILES[name], optimizer=optimizer, optimizer_order="position"
-    )
+    report = ckptool.load_into(model, trainers / FILES[name], optimizer=optimizer)
     assert report.optimizer.by == "position"
     for number, parameter in enumerate(model.parameters()):
         wanted = saved["state"][number]["momentum_buffer"]

@@ -475,8 +475,10 @@ VOUCH = (
 )
 NAMELESS = (
     "the file does not name the parameters of its optimizer, and shapes and order do not prove "
-    "which state belongs to which parameter"
+    "which state belongs to which parameter: {}; "
+    'optimizer_order="position" takes it in the order of the file'
 )
+SHAPED = NAMELESS.format("the state of number 0 has another shape than its parameter")
 COUNTS = "the file's optimizer has 6 parameters in groups of 3, 3, the optimizer"
 LACKS = "the state of an optimizer is wanted, and there is none in the file"
 OWN_FILE = (
@@ -486,9 +488,11 @@ OWN_FILE = (
 KIND = "the file's optimizer is of another kind than"
 SPLIT = {"parameters": lambda model: groups(model, "weight$")}
 REFUSED = [
-    ({"parameters": unnamed}, adam, NAMELESS, VOUCH),
-    ({"parameters": unnamed, "kind": torch.optim.LBFGS}, lbfgs, NAMELESS, VOUCH),
-    ({"parameters": lambda model: unnamed(model)[:2]}, adam, NAMELESS, ALONE),
+    ({"parameters": lambda model: unnamed(model)[::-1]}, adam, SHAPED, VOUCH),
+    ({"parameters": unnamed, "kind": torch.optim.LBFGS}, lbfgs, SHAPED, VOUCH),
+    ({"parameters": lambda model: unnamed(model)[:2]}, adam,
+     NAMELESS.format("the file's optimizer has 2 parameters in groups of 2, the optimizer 6 in 6"),
+     ALONE),
     ({}, lambda model: adam(three()),
      "the optimizer's parameters are not the model's: none of them is in it",
      "build the optimizer over the parameters of the model that is loaded"),

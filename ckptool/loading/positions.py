@@ -1,0 +1,140 @@
+"""What the position of a parameter in a saved optimizer proves.
+
+torch numbers the parameters of an optimizer in the order in which they were given to it. Where an
+optimizer has every parameter of its model, that is the model's order, and a file that keeps the
+order of its keys has the name of each. All that could make this untrue is a doubt here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptool.formats import format_of
+from ckptool.loading.plan import Plan
+from ckptool.loading.source import State
+from ckptool.loading.target import Target
+from ckptool.names import STATISTICS
+from ckptool.optimizers import fits_shape
+from ckptool.statedict import Section
+from ckptool.tensors.live import shape_of
+from ckptool.words import counted, printable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["doubt_of", "keeps_order", "parameters_in"]
+
+_NOT_COMPARED = frozenset(("params", "param_names", "lr"))
+"""Options of a group that say nothing of which one it is: schedules change the learning rate."""
+_MISSING = "not set"
+
+
+def keeps_order(state: State) -> bool:
+    """Return whether the keys of a model are in the order in which the model has them.
+
+    An order that is sorted proves nothing, unless torch's own `_metadata` is with it: that of
+    safetensors, of npz and of DCP always is, and so is what others made of these.
+    """
+    format, names = format_of(state.tree.format), list(state.slots)
+    is_sorted = len(names) > 1 and state.metadata is None and names == sorted(names)
+    return (state.tree.in_memory or format.keeps_order) and not is_sorted
+
+
+def parameters_in(
+    state: State, target: Target, plan: Plan, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
+    """Return the parameters of a file's model by key, in its order, with those of the live model.
+
+    Ties are there once. None: the live model has none, or one of another shape. Of a key that only
+    the file has, its last part decides whether it is a parameter.
+    """
+    pairs = {own: name for name, own in reversed([*plan.pairs.items(), *plan.undecided.items()])}
+    misshapen = {one.own: one.name for one in plan.report.mismatched}
+    found: dict[str, torch.Tensor | None] = {}
+    seen: set[Hashable] = set()
+    for own, slot in state.slots.items():
+        name = pairs.get(own, misshapen.get(own))
+        is_buffer = own.rpartition(".")[2] in STATISTICS
+        if slot.kind == "extra" or (
+            is_buffer if name is None else target.slots[name].kind != "parameter"
+        ):
+            continue
+        tensor = tensors.get(pairs.get(own, ""))
+        places = {("live", id(tensor)) if tensor is not None else own, ("file", slot.tie or own)}
+        if seen.isdisjoint(places):
+            found[own] = tensor
+        seen |= places
+    return found
+
+
+def doubt_of(
+    saved: Section,
+    keys: Sequence[Any],
+    optimizer: Any,
+    model: torch.nn.Module,
+    state: State,
+    held: Mapping[str, torch.Tensor | None],
+) -> str:
+    """Return why positions do not prove which state belongs to which parameter; "": they do.
+
+    Args:
+        saved: The state of an optimizer in the file, with as many parameters in each group.
+        keys: The keys of its parameters, in the order of the groups.
+        optimizer: The one to fill.
+        model: The one that is loaded.
+        state: The state dict of the file's model.
+        held: The parameters in that, as `parameters_in` returns them.
+    """
+    order = {id(one): at for at, one in enumerate(model.parameters())}
+    groups: list[Mapping[str, Any]] = optimizer.param_groups
+    own = [one for group in groups for one in group["params"]]
+    if not keeps_order(state):
+        return (
+            "the model's file is sorted by key, so that only your model has an order of parameters"
+        )
+    if len(held) != len(keys):
+        many = counted(len(held), "parameter")
+        return f"the model in the file has {many}, and its optimizer has {len(keys):,}"
+    ranks = [order.get(id(one)) for one in held.values()]
+    if ranks != [*range(len(order))]:
+        names = (name for at, name in enumerate(held) if ranks[at] != at)
+        first = f" from {printable(name)} on" if (name := next(names, "")) else ""
+        return f"the model in the file has other parameters than the model, or another order{first}"
+    if {*map(id, own)} != order.keys():
+        return "the optimizer does not have every parameter of the model"
+    for key, parameter in zip(keys, own, strict=True):
+        if not fits_shape(saved.node["state"].get(key), shape_of(parameter)):
+            return f"the state of number {printable(str(key))} has another shape than its parameter"
+    telling = [*_telling(saved.node["param_groups"], groups)]
+    for option, there, here in telling:
+        if there != here:
+            return f"the groups of the file have {option} {there}, the optimizer {here}"
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for at, group in enumerate(groups):
+        kind = tuple(here[at] for _, _, here in telling)
+        alike.setdefault(kind, []).extend(order[id(one)] for one in group["params"])
+    if any(numbers != sorted(numbers) for numbers in alike.values()):
+        return "the optimizer has its parameters in another order than the model"
+    return ""
+
+
+def _telling(
+    there: Sequence[Mapping[Any, Any]], here: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield the options by which groups differ, and their values in the groups of both sides."""
+    keys = [{key for group in groups for key in group} for groups in (there, here)]
+    for key in sorted((keys[0] & keys[1]) - _NOT_COMPARED, key=str):
+        file, own = ([_plain(group.get(key, _MISSING)) for group in some] for some in (there, here))
+        if len({*file}) > 1 or len({*own}) > 1:
+            yield str(key), file, own
+
+
+def _plain(value: Any) -> str:
+    """Return an option as text that is equal for equal numbers; a tensor is only a tensor."""
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_plain, value))}]"
+    if isinstance(value, (bool, str)) or value is None:
+        return repr(value)
+    is_number = isinstance(value, (int, float))
+    return repr(float(value)) if is_number else "tensor" if hasattr(value, "dtype") else "object"
