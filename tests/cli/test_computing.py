@@ -101,13 +101,6 @@ def test_a_type_that_is_none_is_refused_with_a_list(ckptool, saved, options):
     assert "float8_e8m0fnu" in done.err
 
 
-def test_in_place_replaces_the_file(ckptool, saved):
-    source = saved(w=torch.randn(3))
-    wanted = torch.load(source)["w"].bfloat16()
-    assert ckptool("cast", source, "--dtype", "bfloat16", "--in-place").code == 0
-    assert torch.equal(torch.load(source)["w"], wanted)
-
-
 def test_torch_is_imported_only_where_something_is_cast(process, saved, tmp_path):
     shadow = tmp_path / "shadow" / "torch"
     shadow.mkdir(parents=True)
@@ -190,12 +183,6 @@ def test_without_a_target_or_a_second_file_it_is_wrong_usage(ckptool, files, tmp
     assert done.code == 2
     assert "hint: ckptool average " in done.err
     assert sorted(os.listdir(tmp_path)) == ["1.pth", "2.pth"]
-
-
-def test_a_source_is_no_target(ckptool, files):
-    before = files[1].read_bytes()
-    assert ckptool("average", *files, "-o", files[1], "--force").code == 2
-    assert files[1].read_bytes() == before
 
 
 def test_ints_and_key(ckptool, tmp_path):

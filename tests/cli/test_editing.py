@@ -112,56 +112,6 @@ def test_a_path_in_a_hint_is_one_word_of_a_shell(ckptool, model):
     assert f"hint: ckptool list '{spaced}'" in ckptool("stats", spaced, "--key", "epoch").err
 
 
-def test_an_existing_target_is_refused_without_force(ckptool, model, tmp_path):
-    target = tmp_path / "out.pth"
-    target.write_bytes(b"old")
-    done = ckptool("strip-module", model, "-o", target)
-    assert done.code == 2
-    assert "hint: " in done.err
-    assert target.read_bytes() == b"old"
-    assert ckptool("strip-module", model, "-o", target, "--force").code == 0
-    assert torch.load(target)
-
-
-def test_the_source_is_no_target(ckptool, model):
-    before = model.read_bytes()
-    assert ckptool("strip-module", model, "-o", model, "--force").code == 2
-    assert model.read_bytes() == before
-
-
-def test_in_place_replaces_the_file(ckptool, model):
-    wanted = plain(names(model))
-    assert ckptool("strip-module", model, "--in-place").code == 0
-    assert names(model) == wanted
-    assert os.listdir(model.parent) == ["model.pth"]
-
-
-@pytest.mark.parametrize("make", [os.symlink, os.link], ids=["symlink", "hard link"])
-def test_a_link_is_edited_in_place_only_with_force(ckptool, model, make):
-    link = model.with_name("link.pth")
-    make(model, link)
-    wanted = plain(names(model))
-    done = ckptool("strip-module", link, "--in-place")
-    assert done.code == 2
-    assert "--force" in done.err
-    assert names(link) != wanted
-    assert ckptool("strip-module", link, "--in-place", "--force").code == 0
-    assert names(link) == wanted
-
-
-def test_a_dry_run_says_everything_and_writes_nothing(ckptool, model):
-    done = ckptool("strip-module", model, "--dry-run")
-    assert done.code == 0
-    assert "would write" in done.err
-    assert os.listdir(model.parent) == ["model.pth"]
-
-
-def test_quiet_is_quiet(ckptool, model, tmp_path):
-    done = ckptool("strip-module", model, "-q")
-    assert (done.code, done.out, done.err) == (0, "", "")
-    assert (tmp_path / "model.stripped.pth").exists()
-
-
 def test_json_is_one_receipt(ckptool, model, tmp_path):
     done = ckptool("strip-module", model, "--json")
     document = done.document
@@ -597,11 +547,6 @@ def test_a_json_table(ckptool, tmp_path):
     assert "warning: 1 of the 3 names in " in done.err
     made = load_file(tmp_path / "m.renamed.safetensors")
     assert {name: value.item() for name, value in made.items()} == {"b": 1.0, "a": 0.0}
-
-
-def test_in_place(ckptool, model):
-    assert ckptool("rename", model, "--in-place", "--prefix", "module=net").code == 0
-    assert next(iter(torch.load(model)["state_dict"])) == "net.conv1.weight"
 
 
 def test_only_one_state_dict(ckptool, tmp_path):

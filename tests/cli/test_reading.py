@@ -114,14 +114,3 @@ def test_a_name_that_is_empty_or_none_at_all(ckptool, tmp_path):
     assert ckptool("list", tmp_path / "m.pth", "--fmt", "tsv").out.splitlines()[1][:3] == "''\t"
     torch.save(torch.ones(1), tmp_path / "m.pth")
     assert "(the whole file)  float32" in ckptool("list", tmp_path / "m.pth").out
-
-
-@pytest.mark.parametrize("verb", ["list", "info", "diff", "remap", "convert"])
-def test_a_file_that_may_not_be_read_is_named_with_the_reason(
-    ckptool, model, tmp_path, forbidden, verb
-):
-    forbidden(model)
-    more = {"remap": ["--to", "cpu"], "convert": [tmp_path / "out.pth"], "diff": [model]}
-    done = ckptool(verb, model, *more.get(verb, []))
-    assert done.code == 2
-    assert f"{model}: the system does not let us read it" in done.err
