@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,6 +61,26 @@ def pytest_runtest_protocol(item):
     finally:
         if os.name == "posix":
             signal.alarm(0)
+
+
+_MOST_REASONS = 10
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Show why tests were skipped, the most frequent reasons first, one line each."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ").splitlines()[0]
+        for report in terminalreporter.stats.get("skipped", ())
+        if isinstance(report.longrepr, tuple)
+    )
+    if not reasons:
+        return
+    shown = reasons.most_common(_MOST_REASONS if len(reasons) <= _MOST_REASONS else 9)
+    terminalreporter.section(f"{reasons.total()} skipped")
+    for reason, count in shown:
+        terminalreporter.write_line(f"{count:5}  {reason}")
+    if rest := reasons.total() - sum(count for _, count in shown):
+        terminalreporter.write_line(f"{rest:5}  for {len(reasons) - len(shown)} other reasons")
 
 
 @pytest.fixture(autouse=True)
