@@ -168,6 +168,14 @@ class Opaque(Result):
         return "object"
 
     @property
+    def is_numpy(self) -> bool:
+        """Whether it is a scalar or dtype of numpy: a value, in which there is nothing to find."""
+        if self.plain is not None:
+            return True
+        named = isinstance(self.func, Global) and self.func.qualified in _NUMPY
+        return named and next(find_tensors(self), None) is None
+
+    @property
     def state(self) -> Any:
         """What the last BUILD gave it; None where there was none."""
         return next((value for kind, value in reversed(self.steps) if kind == "build"), None)
@@ -187,6 +195,7 @@ class Opaque(Result):
 _RECONSTRUCTORS = frozenset({"_reconstructor", "__newobj__", "__newobj_ex__", "_reconstruct"})
 _MADE_BY = {"_frombuffer": "numpy.ndarray", "_get_layout": "torch.layout"}
 """Classes of what functions of no telling name make."""
+_NUMPY = ("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
 
 Path = tuple[Any, ...]

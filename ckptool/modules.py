@@ -17,6 +17,7 @@ __all__ = [
     "held_apart",
     "holds_tensors",
     "is_module",
+    "model_state",
     "module_state",
     "modules_below",
     "own_tensors",
@@ -115,6 +116,15 @@ def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | Non
         names.update((f"{prefix}{name}", value) for name, value in own_tensors(module).items())
     names.attributes["_metadata"] = metadata
     return names
+
+
+def model_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | None:
+    """Return the `module_state` of a module with weights; None for anything else.
+
+    A module without (a loss, a vocabulary) is an object like any other.
+    """
+    state = module_state(node, limits)
+    return state if state or (state is not None and held_apart(node)) else None
 
 
 def held_apart(node: Opaque) -> dict[str, Any]:

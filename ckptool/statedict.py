@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool._lazy import Result
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
-from ckptool.modules import held_apart, holds_tensors, is_module, module_state
+from ckptool.modules import held_apart, holds_tensors, is_module, model_state
 from ckptool.names import wrappers_of
 from ckptool.quantisers import class_scheme, quantised
 from ckptool.remedies import Remedy
@@ -37,6 +37,7 @@ __all__ = [
     "named_tensors",
     "noted_owners",
     "only_its_class",
+    "only_model",
     "optimizer_names",
     "sections",
     "values_inside",
@@ -50,6 +51,13 @@ _MOST_TOLD = 8
 MODEL_KINDS = ("state_dict", "module")
 """The kinds of section that hold one flat state dict."""
 _MODEL_KEY = re.compile(r"model|net|state|weight|param|ema", re.IGNORECASE)
+_MODEL_NAME = re.compile(
+    r"(model|module|net|network)(_?state(_?dict)?|_?weights|_?params)?|state_?dict", re.IGNORECASE
+)
+"""Keys under which trainings save the model itself."""
+_OPTIMIZER_KEY = re.compile(r"optimizer(_weights)?\Z")
+"""Keys under which Keras and TensorFlow keep the variables of an optimizer, in one flat dict."""
+_INTEGER = re.compile(r"u?int\d+|bool")
 _OF_ARRAYS = ("model", "state_dict", "blobs")
 """Keys under which numpy's arrays are weights: in files of detectron2 and Caffe2."""
 OF_THE_MODEL = "_ckptool_model"
@@ -98,6 +106,11 @@ class Section(Result):
         }
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether it has the variables of an optimizer of Keras or TensorFlow, in one flat dict."""
+        return self.kind == "optimizer" and self.node["state"] is self.holder
+
+    @property
     def quantisers(self) -> Counter[str]:
         """How many weights each known quantiser has made (`quantisers`)."""
         if self.kind not in MODEL_KINDS:
@@ -138,13 +151,14 @@ def sections(root: Any) -> tuple[Section, ...]:
     optimizer or scheduler is not looked into.
     """
     found: list[Section] = []
-    modules: dict[int, OrderedMap] = {}
+    modules: dict[int, OrderedMap | None] = {}
 
     def enter(path: Path, node: Any) -> bool:
         section = _classified(path, node, modules)
-        if section is not None:
-            found.append(section)
-        return section is None
+        if section is None or _is_mere_data(root, section):
+            return True
+        found.append(section)
+        return False
 
     values = dict(walk(root, enter=enter))
     if values:
@@ -152,17 +166,20 @@ def sections(root: Any) -> tuple[Section, ...]:
     return tuple(found)
 
 
-def _classified(path: Path, node: Any, modules: dict[int, OrderedMap]) -> Section | None:
+def _classified(path: Path, node: Any, modules: dict[int, OrderedMap | None]) -> Section | None:
     """Return the section that a container is; `modules` remembers those already read."""
     if is_module(node):
         if id(node) not in modules:
-            modules[id(node)] = module_state(node) or OrderedMap()
-        return Section(path, "module", modules[id(node)], node)
+            modules[id(node)] = model_state(node)
+        state = modules[id(node)]
+        return None if state is None else Section(path, "module", state, node)
     mapping = _mapping_of(node)
     if mapping is None:
         return None
     if is_optimizer(mapping):
         return Section(path, "optimizer", mapping, node)
+    if path and _OPTIMIZER_KEY.match(str(path[-1])) and is_flat(mapping):
+        return Section(path, "optimizer", {"state": mapping, "param_groups": []}, node)
     if _is_scheduler(mapping):
         return Section(path, "scheduler", mapping, node)
     if _is_state_dict(mapping, path):
@@ -291,25 +308,62 @@ def is_extra_state(name: Any) -> bool:
 
 
 def likely_models(checkpoint: Checkpoint) -> tuple[Section, ...]:
-    """Return the state dicts and modules, each once, without the tensors of graphs and data sets.
+    """Return the state dicts and modules that may be the model; none where nothing tells which.
 
-    These are several dicts, or dicts inside objects, that neither a key nor a name calls weights.
+    So it is with several dicts (of graphs, of data sets) that neither a key nor a name calls
+    weights.
     """
-    found: dict[int, Section] = {}
-    for part in checkpoint.sections:
-        if part.kind in MODEL_KINDS and (_is_named(part) or not _is_inside(checkpoint.root, part)):
-            found.setdefault(id(part.holder), part)
-    return tuple(found.values()) if len(found) < 2 or any(map(_is_named, found.values())) else ()
+    found = _models(checkpoint.root)
+    return tuple(found) if len(found) < 2 or any(map(_is_named, found)) else ()
+
+
+def only_model(found: Sequence[Section]) -> Section | None:
+    """Return the only one, or the one that `ckptool.save` has marked; None where that is open."""
+    if len(found) == 1:
+        return found[0]
+    top = min((len(section.path) for section in found), default=0)  # of the file as a whole
+    marked = [one for one in found if len(one.path) == top and is_the_models(one)]
+    return marked[0] if len(marked) == 1 else None
 
 
 def _is_named(section: Section) -> bool:
+    """Return whether it has a model's name: nothing without one competes with it.
+
+    A module with Parameters has, and one whose weights only its class can tell. Integers alone are
+    tables or codes, whatever their key, unless a module has given them.
+    """
+    if section.kind == "module":
+        has_own = any(getattr(one, "is_parameter", True) for one in section.node.values())
+        return has_own or bool(section.apart)
+    metadata = isinstance(section.node, OrderedMap) and section.node.metadata
+    return bool(metadata) or (_calls_weights(section) and not _is_table(section.node))
+
+
+def _calls_weights(section: Section) -> bool:
     """Return whether its key or a name in it says that it holds weights."""
-    if section.kind == "module" or _MODEL_KEY.search(section.name):
-        return True
-    if isinstance(section.node, OrderedMap) and section.node.metadata:
-        return True
     names = (name for name, value in section.node.items() if isinstance(value, TensorRef))
-    return any("." in name or name in ("weight", "bias") for name in names)
+    return bool(_MODEL_KEY.search(section.name)) or any(
+        "." in name or name in ("weight", "bias") for name in names
+    )
+
+
+def _is_table(mapping: dict[Any, Any]) -> bool:
+    """Return whether all of its tensors are integers: indices, lengths, codes."""
+    tensors = (one for one in mapping.values() if isinstance(one, TensorRef))
+    return all(_INTEGER.fullmatch(one.dtype) for one in tensors)
+
+
+def _is_mere_data(root: Any, section: Section) -> bool:
+    """Return whether a dict below the root is none of weights: nothing calls it so.
+
+    It has integers alone, or lies in another library's object or at a number of a list.
+    """
+    if section.kind != "state_dict" or not section.path or _is_named(section):
+        return False
+    if _calls_weights(section):
+        return False
+    keyed = isinstance(section.path[-1], str)
+    return not keyed or _is_table(section.node) or _is_inside(root, section)
 
 
 def _is_inside(root: Any, section: Section) -> bool:
@@ -433,22 +487,28 @@ def _weights_at(root: Any) -> dict[Any, Any]:
 
 
 def _models(root: Any, path: Path = ()) -> list[Section]:
-    """Return the state dicts and modules below a node, what is mentioned twice once."""
+    """Return the state dicts and modules below a node, what is mentioned twice once.
+
+    Those with a model's name where there are any: what has none does not compete with them. So it
+    is among names of weights as well (`fisher` beside `model`), unless a key calls it a model too.
+    Averages, which are never taken for the model, leave the others in.
+    """
     found: dict[int, Section] = {}
     for section in sections(root):
         if section.kind in MODEL_KINDS:
             whole = Section(path + section.path, section.kind, section.node, section.holder)
             found.setdefault(id(section.holder), whole)
-    return list(found.values())
+    named = list(filter(_is_named, found.values()))
+    keyed = [one for one in named if _MODEL_KEY.search(one.name)]
+    if len(keyed) == 1 and keyed[0].path and _MODEL_NAME.fullmatch(str(keyed[0].path[-1])):
+        return keyed
+    return named if any("ema" not in one.name.lower() for one in named) else list(found.values())
 
 
 def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
-    if len(found) == 1:
-        return found[0]
-    top = min((len(section.path) for section in found), default=0)  # of the file as a whole
-    marked = [one for one in found if len(one.path) == top and is_the_models(one)]
-    if len(marked) == 1:
-        return marked[0]
+    chosen = only_model(found)
+    if chosen is not None:
+        return chosen
     file = checkpoint.path or None
     if found:
         first, *others = (Remedy((("key", one.name),)) for one in found[:_MOST_TOLD])

@@ -24,7 +24,7 @@ from ckptool.model import (
     TensorRef,
     children,
 )
-from ckptool.modules import Visits, held_apart, is_module, module_state
+from ckptool.modules import Visits, held_apart, model_state
 from ckptool.words import listed, printable, shell
 
 if TYPE_CHECKING:
@@ -127,17 +127,18 @@ def _entries(node: Any) -> Iterator[tuple[Any, Any]]:
 def _composition(tensor: TensorRef) -> list[Any]:
     """Return what a tensor is made of beside its storage; empty for nearly every tensor.
 
-    The array that carries a tensor of a TPU counts as its storage.
+    The pickled array of numpy, or that carries a tensor of a TPU, counts as its storage.
     """
-    if tensor.parts is None and not tensor.wrapping and tensor.hooks is None:
+    own = _own_parts(tensor)
+    if not (own or tensor.wrapping) and tensor.hooks is None:
         return []
     layers = [part for layer in tensor.wrapping for part in (layer.hooks, layer.type, layer.state)]
-    return [tensor.hooks, *_own_parts(tensor).values(), *layers]
+    return [tensor.hooks, *own.values(), *layers]
 
 
 def _own_parts(tensor: TensorRef) -> Mapping[str, Any]:
     parts = tensor.parts or {}
-    return {} if "carrier" in parts else parts
+    return {} if "carrier" in parts or "array" in parts else parts
 
 
 def rebuild(
@@ -343,7 +344,7 @@ def walk(
     Raises:
         LimitExceeded: nested deeper, or mentioned more often, than `limits` allows.
     """
-    if not isinstance(root, _CONTAINERS):
+    if not _is_container(root):
         yield (), root
         return
     frames = _Frames(limits, enter)
@@ -357,13 +358,20 @@ def walk(
         while found is None and frames.stack:
             _, path, entries, only_tensors, _ = frames.stack[-1]
             for key, child in entries:
-                if type(child) not in _LEAF_TYPES and isinstance(child, _CONTAINERS):
+                if _is_container(child):
                     found = (*path, key), child, only_tensors
                     break
                 if not only_tensors or type(child) is TensorRef:
                     yield (*path, key), child
             else:
                 frames.close()
+
+
+def _is_container(node: Any) -> bool:
+    """Return whether there may be something in a node; a file repeats numpy's dtypes endlessly."""
+    if type(node) is Opaque:
+        return not node.is_numpy
+    return type(node) not in _LEAF_TYPES and isinstance(node, _CONTAINERS)
 
 
 class _Frames:
@@ -384,7 +392,7 @@ class _Frames:
     def module(self, node: Opaque) -> OrderedMap | None:
         """Return the state of a pickled module, made once; None for any other node."""
         if id(node) not in self._modules:
-            self._modules[id(node)] = module_state(node, self._limits)
+            self._modules[id(node)] = model_state(node, self._limits)
         return self._modules[id(node)]
 
     def open(self, path: Path, node: Any, only_tensors: bool) -> None:
@@ -549,7 +557,7 @@ def _named_nodes(root: Any) -> Iterator[tuple[Path, Any]]:
     containers: list[tuple[Path, Any]] = []
 
     def note(path: Path, node: Any) -> bool:
-        if not isinstance(node, Opaque) or is_module(node):
+        if not isinstance(node, Opaque) or model_state(node) is not None:
             containers.append((path, node))
         return True
 
@@ -563,7 +571,7 @@ def _descend(node: Any, path: Path) -> Any:
         if isinstance(node, dict):
             node = node.get(key, _MISSING)
         elif isinstance(node, _CONTAINERS):
-            _, entries, hidden = _contents(node, module_state(node))
+            _, entries, hidden = _contents(node, model_state(node))
             every = chain(entries, hidden or ())
             node = next((value for name, value in every if name == key), _MISSING)
         else:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ckptool.errors import AmbiguousName, NotFound
-from ckptool.model import Global, Opaque, OrderedMap
+from ckptool.model import Global, Opaque, OrderedMap, Wrapping
 from ckptool.statedict import (
+    likely_models,
     model_state_dict,
     optimizer_names,
     sections,
@@ -122,6 +123,64 @@ def test_what_is_what(name, root, expected):
         assert sections(root)[0].wrappers == ("module",)
     else:
         assert found == expected
+
+
+def table():
+    return {"a": tensor(dtype="int64"), "b": tensor(dtype="int8")}
+
+
+def loss(weight=False):
+    buffers = {"weight": tensor()} if weight else {}
+    return module("torch.nn.modules.loss.CrossEntropyLoss", buffers=buffers)
+
+
+def learned(name="w"):
+    return module(parameters={name: tensor(wrapping=(Wrapping("parameter"),))})
+
+
+@pytest.mark.parametrize(
+    ("root", "models"),
+    [
+        ({"model": state_dict(["fc.w"]), "loss": loss()}, ["model"]),
+        ({"model": state_dict(["fc.w"]), "loss": loss(weight=True)}, ["model"]),
+        ({"best": learned(), "loss": loss(weight=True)}, ["best"]),
+        (Opaque(Global("m", "Learner"), (), steps=[
+            ("build", {"model": learned(), "loss_func": [loss()]})]), ["model"]),
+        ({"model_state_dict": state_dict(["w"]), "vocab": table()}, ["model_state_dict"]),
+        ({"model_state_dict": state_dict(["w"]), "model_vocab": table()}, ["model_state_dict"]),
+        (({"x": tensor(), "e": tensor(dtype="int64")}, table()), []),
+        ({"model": {"w": tensor()}, "stats": {"mean": tensor()}}, ["model"]),
+        ({"net": state_dict(["fc.w"]), "fisher": state_dict(["fc.w"])}, ["net"]),
+        ({"optimizer_weights": {"adam/m:0": tensor()}, "layers": {"d/k": tensor()}}, ["layers"]),
+        (table(), [""]),
+        ({"model": table(), "epoch": 1}, ["model"]),
+        ({"codes": {"fc.weight": tensor(dtype="int8")}, "epoch": 1}, ["codes"]),
+        ({"vocab": table(), "epoch": 1}, []),
+        ({"generator": state_dict(["a.w"]), "netD": state_dict(["a.w"])}, ["generator", "netD"]),
+        ({"model": {"w": tensor()}, "ema": {"w": tensor()}}, ["model", "ema"]),
+        ({"a": {"w": tensor()}, "ema": {"w": tensor()}}, ["a", "ema"]),
+        ({"a": learned(), "b": learned()}, ["a", "b"]),
+    ],
+)  # fmt: skip
+def test_what_may_be_the_model_and_one_of_several_is_never_guessed(root, models):
+    read = checkpoint(root)
+    assert [part.name for part in likely_models(read)] == models
+    if len(models) == 1:
+        assert model_state_dict(read).name == models[0]
+    else:
+        with pytest.raises(AmbiguousName if models else NotFound):
+            model_state_dict(read)
+
+
+def test_what_no_one_calls_weights_is_there_for_who_asks():
+    root = {"model": state_dict(["fc.w"]), "vocab": table(), "loss": loss(),
+            "optimizer": {"m": tensor()}}  # fmt: skip
+    assert kinds(root) == {"model": "state_dict", "optimizer": "optimizer", "": "values"}
+    assert list(sections(root)[-1].node) == [("vocab", "a"), ("vocab", "b"), ("loss",)]
+    assert list(model_state_dict(checkpoint(root), "vocab").node) == ["a", "b"]
+    assert list(model_state_dict(checkpoint(root), "optimizer").node) == ["m"]
+    with pytest.raises(NotFound, match="'loss' holds no state dict"):
+        model_state_dict(checkpoint(root), "loss")
 
 
 def test_every_leaf_belongs_to_exactly_one_section():

@@ -467,3 +467,17 @@ def test_two_tensors_of_one_name_are_not_had_by_name():
     made = checkpoint({"a": {"b": tensor()}, "a/b": tensor()})
     with pytest.raises(AmbiguousName, match=r"\['a', 'b'\].*\['a/b'\]"):
         made.by_name  # noqa: B018
+
+
+def test_what_numpy_repeats_in_every_number_is_a_leaf():
+    """A run keeps its losses as numpy's scalars, each of which mentions the one dtype."""
+    dtype = Opaque(Global("numpy", "dtype"), ("f8", False, True), steps=[("build", (3, "<"))])
+    make = Global("numpy.core.multiarray", "scalar")
+    numbers = [Opaque(make, (dtype, bytes(8)), plain=("float64", 0.0)) for _ in range(100)]
+    texts = [Opaque(make, (dtype, b"text")) for _ in range(100)]
+    leaves = [*numbers, *texts, *[dtype] * 100]
+    few = Limits(max_repeats=99)
+    assert [node for _, node in walk(leaves, few)] == leaves
+    hidden = tensor()
+    odd = Opaque(Global("numpy", "dtype"), (hidden,))
+    assert [node for _, node in walk([odd])] == [odd, hidden]

@@ -12,7 +12,7 @@ from ckptool.conversion import Like
 from ckptool.inspection.values import documented
 from ckptool.loading.target import Target
 from ckptool.names import bare_names, families
-from ckptool.statedict import Section, likely_models, model_state_dict, wrapped_names
+from ckptool.statedict import Section, likely_models, model_state_dict, only_model, wrapped_names
 from ckptool.symbolic.encoder import blockers
 from ckptool.words import printable
 
@@ -145,7 +145,7 @@ class Patient:
         """
         if self.key is not None:
             return model_state_dict(self.checkpoint, self.key)
-        return self.models[0] if len(self.models) == 1 else None
+        return only_model(self.models)
 
     @cached_property
     def is_training(self) -> bool:

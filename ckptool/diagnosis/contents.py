@@ -263,12 +263,14 @@ def placement(patient: Patient) -> Iterator[Found]:
             remedy="ckptool cast FILE --dtype float32",
         )
     if len(tags) == 1 and tags[0].partition(":")[0] == "cuda":
-        tag = printable(tags[0])
+        tag, names = printable(tags[0]), _names(patient, tags)
+        every = sum(1 for _, one in patient.checkpoint.tensors() if one.kind != "numpy")
+        who = "all" if len(names) == every else f"{len(names):,} of {every:,}"
         yield Found(
             "one-gpu",
             "misleads",
-            f"all tensors are on {tag}",
-            names_of(_names(patient, tags)),
+            f"{who} tensors are on {tag}",
+            names_of(names),
             f"without map_location every rank of a DDP run loads the file onto {tag}, which then "
             "runs out of memory (CUDA out of memory after a resume)",
             fix={"to": "cpu"},

@@ -21,7 +21,7 @@ from ckptool.inspection.obstacles import calls, missing_weights, needed_import
 from ckptool.matching.align import escaped, literal, wrapped_submodules
 from ckptool.matching.known_renames import ADAPTER
 from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
-from ckptool.modules import is_module
+from ckptool.modules import model_state
 from ckptool.names import N_AVERAGED, PEFT, counts, strip_names, wrapped_in_part
 from ckptool.statedict import Section, named_tensors, values_inside, wrapped_names
 from ckptool.symbolic.encoder import blocking
@@ -151,7 +151,7 @@ def _none(patient: Patient) -> Found:
     states.sort(key=lambda part: part.kind)
     found = list(find_tensors(root))
     # settings, and the states of random generators, are not meant as a model
-    harmless = bool(states) or (
+    harmless = bool(states or not found) or (
         isinstance(root, (dict, Opaque))
         and all(one.dtype in _RANDOM and len(one.shape) == 1 for one in found)
     )
@@ -192,8 +192,9 @@ def _held(root: Any, tensors: int) -> str:
 def objects(patient: Patient) -> Iterator[Found]:
     """Yield what `torch.load` refuses of the tree, or can make only where certain classes are."""
     refused = list(refusals(patient.checkpoint.root))
-    modules = [(name_of(path), node) for path, node in refused if is_module(node)]
-    others = [(name_of(path), class_of(node)) for path, node in refused if not is_module(node)]
+    modules = [(name_of(path), node) for path, node in refused if model_state(node) is not None]
+    whole = {id(node) for _, node in modules}
+    others = [(name_of(path), class_of(node)) for path, node in refused if id(node) not in whole]
     names = patient.checkpoint.details.globals
     first = next(iter(blocking(names)), None) or next(iter(patient.blocked), "")
     says = f"Unsupported global: GLOBAL {printable(first)} was not an allowed global by default"

@@ -20,7 +20,7 @@ from ckptool.matching import Cast, MatchReport
 from ckptool.matching.align import is_average_counter
 from ckptool.matching.judging import difference
 from ckptool.matching.known_renames import MERGE
-from ckptool.model import Shape
+from ckptool.model import Shape, TensorRef
 from ckptool.names import BUFFER_NAMES, bare_names
 from ckptool.optimizers import groups_of, model_of, names_in, shapes_in
 from ckptool.statedict import Section, named_tensors
@@ -257,6 +257,8 @@ def training(patient: Patient) -> Iterator[Found]:
 
 
 def _complaints(patient: Patient, section: Section) -> Iterator[Found]:
+    if section.is_foreign:
+        return
     if not section.node["param_groups"]:
         yield Found(
             "optimizer-groups",
@@ -281,21 +283,19 @@ def _complaints(patient: Patient, section: Section) -> Iterator[Found]:
         )
     model = model_of(section, patient.models, patient.optimizers)
     if model is not None and (patient.model is None or patient.model.holder is model.holder):
-        yield from _against_model(section, _parameters(model))
+        yield from _against_model(section, model)
 
 
-def _parameters(model: Section) -> dict[str, Shape]:
-    """Name and shape of the model's parameters, ties once.
+def _likely_parameters(model: Section, tensors: dict[str, TensorRef]) -> dict[str, Shape]:
+    """Name and shape of what is a parameter as a rule, which a state dict does not tell.
 
-    A tensor without fractions is no parameter, nor one with the name of a known buffer.
+    A tensor without fractions is none, nor one with the name of a known buffer.
     """
     names = unwrapped(model)
-    once = distinct(((name,), value) for name, value in named_tensors(model.node).items())
     return {
-        names.get(str(path[0]), str(path[0])): tensor.shape
-        for path, tensor in once
-        if is_floating(tensor.dtype)
-        and str(path[0]).rpartition(".")[2] not in BUFFER_NAMES | INTEGERS
+        names.get(name, name): tensor.shape
+        for name, tensor in tensors.items()
+        if is_floating(tensor.dtype) and name.rpartition(".")[2] not in BUFFER_NAMES | INTEGERS
     }
 
 
@@ -303,16 +303,19 @@ def _where(section: Section) -> str:
     return printable(section.name) or "the root"
 
 
-def _against_model(section: Section, weights: dict[str, Shape]) -> Iterator[Found]:
-    """Compare an optimizer's state with the parameters of its model."""
+def _against_model(section: Section, model: Section) -> Iterator[Found]:
+    """Compare an optimizer's state with the parameters of its model, as any tensor may be one."""
+    once = distinct(((name,), value) for name, value in named_tensors(model.node).items())
+    tensors = {str(path[0]): tensor for path, tensor in once}
+    weights = _likely_parameters(model, tensors)
     order = [key for group in groups_of(section) for key in group]
     states = shapes_in(section)
-    foreign = Counter(states.values()) - Counter(weights.values())
-    if len(order) > len(weights):
+    foreign = Counter(states.values()) - Counter(one.shape for one in tensors.values())
+    if len(order) > len(tensors):
         text = f"the optimizer was saved for {counted(len(order), 'parameter')}"
-        yield _misfit(section, f"{text}, and the model has {len(weights):,}")
+        yield _misfit(section, f"{text}, and the model has {counted(len(tensors), 'tensor')}")
     elif foreign:
-        text = "of the optimizer have shapes that no parameter of the model has"
+        text = "of the optimizer have shapes that no tensor of the model has"
         yield _misfit(section, f"{counted(foreign.total(), 'state')} {text}")
     elif len(order) == len(weights) and len(section.node["param_groups"]) == 1:
         own = names_in(section)

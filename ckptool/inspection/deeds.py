@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ckptool.errors import CheckpointError
 from ckptool.model import Global, Opaque, children
+from ckptool.symbolic.calls import JAX_ARRAYS, NUMPY_ARRAYS
 from ckptool.symbolic.encoder import blocking
 from ckptool.symbolic.text import MEMORY_FORMATS, raw_bytes
 from ckptool.symbolic.watching import Watcher, is_unknown
@@ -257,6 +258,10 @@ class Judge(Watcher):
                 return self.judge_call(cls, rest, kwargs, is_new=True)
             case _, (str() as module, str()) if name in _UFUNCS:
                 fine = module.partition(".")[0] in ("numpy", "scipy")
+            case _, (Global() as func, tuple() as inner, *_) if (
+                name in JAX_ARRAYS and func.qualified in NUMPY_ARRAYS
+            ):
+                return self.judge_call(func, inner)
             case _, (func, _, inner, *_) if _APPLIER.fullmatch(name):
                 return RUNS if _is_found(Opaque(func)) else self.judge_call(func, inner)
             case _:

@@ -26,7 +26,7 @@ from ckptool.inspection.obstacles import (
 from ckptool.inspection.values import documented, json_path
 from ckptool.model import Path, TensorRef
 from ckptool.names import BUFFER_NAMES, N_AVERAGED
-from ckptool.statedict import MODEL_KINDS, Section, likely_models, sections
+from ckptool.statedict import MODEL_KINDS, Section, likely_models, only_model, sections
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import to_plain
 from ckptool.transforms.compacting import storage_use
@@ -144,7 +144,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
         not blockers(plain_state_dict(checkpoint, model)) and not model.unread for model in models
     )
     plain = _plain(checkpoint) if objects else ()
-    choices = tuple(model.name for model in models) if len(models) > 1 else ()
+    choices = tuple(model.name for model in models) if models and not only_model(models) else ()
     stuck = bool(objects) and not (alone or plain)
     commands: dict[str, str] = {}
     if not (stuck or (part is not None and part.certain)):

@@ -28,7 +28,7 @@ from ckptool.inspection.values import (
 )
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Path, TensorRef
-from ckptool.modules import module_state
+from ckptool.modules import model_state
 from ckptool.tensors.bytewise import nonfinite
 from ckptool.tree import name_of, resolve, settled
 
@@ -200,7 +200,7 @@ def _head(tensor: TensorRef, count: int) -> tuple[Any, ...]:
 def _object(place: tuple[str, tuple[str | int, ...], str], node: Any) -> ShownObject:
     if not isinstance(node, Opaque):
         return ShownObject(*place, class_of(node), (summarise(node),), (), ())
-    module = module_state(node)
+    module = model_state(node)
     if module is not None:
         return ShownObject(*place, node.class_name, (), (), _entries(module))
     arguments = node.args if isinstance(node.args, tuple) else (node.args,)

@@ -210,7 +210,7 @@ def planned_optimizer(
 def _found(state: State, key: Any) -> _Saved:
     """Return the optimizer in the model's file, else in its own file in the model's folder."""
     names = [] if state.folder is None else _files(state.folder)
-    has_own = any(one.kind == "optimizer" for one in state.tree.sections)
+    has_own = bool(_optimizers(state.tree))
     if key not in names and (has_own or not names):
         return _Saved(state.tree, _chosen(state.tree, state.section, key, state.file))
     if key is None and len(names) > 1:
@@ -228,6 +228,12 @@ def _found(state: State, key: Any) -> _Saved:
     return _Saved(tree, section, (f"the state is that of {name!r}, beside the model",))
 
 
+def _optimizers(tree: Checkpoint) -> list[Section]:
+    """Return the states of torch's optimizers."""
+    every = (one for one in tree.sections if one.kind == "optimizer")
+    return distinct(one for one in every if not one.is_foreign)
+
+
 def _files(folder: str) -> list[str]:
     with suppress(OSError):
         return sorted(filter(_FILE.fullmatch, os.listdir(folder)))
@@ -241,7 +247,7 @@ def _chosen(tree: Checkpoint, model: Section | None, key: Any, file: str) -> Sec
             tree, key, accept=lambda one: isinstance(one, dict) and is_optimizer(one)
         )
         return Section(path, "optimizer", node, node)
-    found = distinct(one for one in tree.sections if one.kind == "optimizer")
+    found = _optimizers(tree)
     models = distinct(one for one in tree.sections if one.kind in MODEL_KINDS)
     owners = [model_of(one, models, found) for one in found]
     holder, pairs = model and model.holder, zip(found, owners, strict=True)

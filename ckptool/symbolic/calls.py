@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile
 from ckptool.files import ByteRange, MemorySource
 from ckptool.model import (
@@ -32,7 +33,15 @@ from ckptool.symbolic.text import raw_bytes
 if TYPE_CHECKING:
     from ckptool.symbolic.machine import Machine
 
-__all__ = ["ELEMENT_TYPES", "RECOGNISED", "Call", "finished", "new_object"]
+__all__ = [
+    "ELEMENT_TYPES",
+    "JAX_ARRAYS",
+    "NUMPY_ARRAYS",
+    "RECOGNISED",
+    "Call",
+    "finished",
+    "new_object",
+]
 
 Call = Callable[["Machine", Any], Any]
 
@@ -49,9 +58,12 @@ _FORMATS = {
     "uint16": "H", "uint32": "I", "uint64": "Q", "float16": "e", "float32": "f", "float64": "d",
     "complex64": "ff", "complex128": "dd",
 }  # fmt: skip
-_RECONSTRUCT = frozenset(
+NUMPY_ARRAYS = frozenset(
     {"numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"}
 )
+
+JAX_ARRAYS = ("jax._src.array._reconstruct_array", "jax._src.device_array.reconstruct_device_array")
+"""Functions that make an array of JAX, the second until JAX 0.4."""
 
 
 def element_type(node: Any) -> tuple[str, str] | None:
@@ -61,6 +73,8 @@ def element_type(node: Any) -> tuple[str, str] | None:
     if node.func.qualified != "numpy.dtype" or not isinstance(node.args, tuple) or not node.args:
         return None
     code, state = node.args[0], node.state
+    if isinstance(code, Global) and code.module == "ml_dtypes":  # numpy has no bfloat16
+        return (code.name, "little") if code.name in BY_NAME else None
     order = "little"
     if isinstance(state, tuple) and len(state) >= 5:
         if state[2] is not None or state[3] is not None:
@@ -72,7 +86,7 @@ def element_type(node: Any) -> tuple[str, str] | None:
 
 def finished(made: Opaque, file: str) -> Any:
     """Return a `numpy.ndarray` that has just got its state, as a tensor; anything else as it is."""
-    if not isinstance(made.func, Global) or made.func.qualified not in _RECONSTRUCT:
+    if not isinstance(made.func, Global) or made.func.qualified not in NUMPY_ARRAYS:
         return made
     match made.state:
         case (_, tuple() as shape, Opaque() as dtype, fortran, payload):
@@ -111,6 +125,20 @@ def _from_buffer(package: str, machine: Machine, args: Any) -> Any:
             if raw is not None:
                 made = Opaque(machine.find(f"{package}.numeric", "_frombuffer"), args)
                 return _array(made, shape, dtype, order == "F", raw, machine.file)
+    return NotImplemented
+
+
+def _jax_array(name: str, machine: Machine, args: Any) -> Any:
+    """`_reconstruct_array(function, args, state, aval)`: numpy's own reduce in another order.
+
+    Source: jax/_src/array.py.
+    """
+    match args:
+        case (Global() as func, tuple() as inner, tuple() as state, dict()):
+            array = finished(Opaque(func, inner, steps=[("build", state)]), machine.file)
+            if isinstance(array, TensorRef):
+                made = Opaque(machine.find(*name.rsplit(".", 1)), args)
+                return replace(array, parts={"array": made})
     return NotImplemented
 
 
@@ -219,6 +247,7 @@ RECOGNISED: dict[str, Call] = {
     "builtins.complex": _complex,
     "copyreg.__newobj__": _new_object_call,
     "torch.storage._load_from_bytes": _load_from_bytes,
+    **{name: partial(_jax_array, name) for name in JAX_ARRAYS},
     **rebuild.CALLS,
     **{
         f"{package}.{name}": partial(handler, package)

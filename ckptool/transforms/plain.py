@@ -22,7 +22,14 @@ from ckptool.model import (
     over_elements,
     remade,
 )
-from ckptool.modules import held_apart, is_module, module_state, modules_below
+from ckptool.modules import (
+    held_apart,
+    holds_tensors,
+    is_module,
+    model_state,
+    module_state,
+    modules_below,
+)
 from ckptool.statedict import MODEL_KINDS, Section, only_its_class
 from ckptool.symbolic.encoder import blocking
 from ckptool.symbolic.text import raw_bytes
@@ -354,7 +361,7 @@ def drop_objects(checkpoint: Checkpoint) -> Checkpoint:
     tensor subclasses become plain tensors, a namedtuple becomes a tuple.
 
     Raises:
-        NotRepresentable: nothing, or no tensor of the model, would be left.
+        NotRepresentable: nothing, no tensor, or no tensor of the model, would be left.
     """
     return _dropped(checkpoint, hint="--plain converts objects to plain data")
 
@@ -375,6 +382,7 @@ def _dropped(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:
         )
     result = kept.with_root(rebuild(kept.root, _kept, _with_kept_entries), *found)
     _check_models(kept, result, hint)
+    _refuse_nothing(kept, result, hint)
     return result
 
 
@@ -396,6 +404,27 @@ def _check_models(before: Checkpoint, after: Checkpoint, hint: str | None) -> No
                 file=before.path or None,
                 hint=hint,
             )
+
+
+def _refuse_nothing(before: Checkpoint, after: Checkpoint, hint: str | None) -> None:
+    """Refuse to lose all tensors that there are, or all content of a file without tensors.
+
+    Raises:
+        NotRepresentable: naming the objects.
+    """
+    has_tensors = holds_tensors(before.root)
+    if not (holds_tensors(after.root) if has_tensors else _has_content(after)):
+        what = "every tensor of the file" if has_tensors else "all of its content"
+        classes = dict.fromkeys(class_of(node) for _, node in refusals(before.root))
+        raise NotRepresentable(
+            f"{what} is in objects, without which nothing would remain: {listed(classes, most=4)}",
+            file=before.path or None,
+            hint=hint,
+        )
+
+
+def _has_content(checkpoint: Checkpoint) -> bool:
+    return any(leaf is not None for _, leaf in checkpoint.leaves)
 
 
 def _sentence(path: Path, node: Any) -> str:
@@ -422,7 +451,7 @@ def _plain_forms(checkpoint: Checkpoint, *, partly: bool) -> Forms:
             return _plain_tensor(leaf)
         if not is_module(leaf):
             return plain_form(leaf)
-        state = module_state(leaf)
+        state = model_state(leaf)
         if state is None or (not partly and _beside_state(leaf)[0]):
             return leaf
         return plain_state_dict(checkpoint, Section((), "module", state, leaf))

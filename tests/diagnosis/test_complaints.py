@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from ckptool.diagnosis import doctor
+from ckptool.diagnosis.complaint import Patient
+from ckptool.diagnosis.contents import placement
 from tests.diagnosis.faults import Net, healthy, leftover, run, trained, training_run
+from tests.trees import checkpoint, tensor
 
 
 def without_counters():
@@ -103,7 +106,8 @@ def test_what_no_model_takes_is_named(complaint, root, says):
     with pytest.raises((TypeError, RuntimeError)) as caught:
         Net().load_state_dict(root)
     found = complaint("no-model", root)
-    assert (found.severity, found.commands) == ("fails", ())
+    severity = "note" if isinstance(root, (int, str)) else "fails"  # which loads as it is
+    assert (found.severity, found.commands) == (severity, ())
     assert found.what.endswith(f"but {says}")
     assert str(caught.value).partition(",")[0] in found.why or isinstance(root, dict)
 
@@ -203,3 +207,12 @@ def test_the_zip_of_stable_baselines_names_the_policy(tmp_path):
                 torch.save(part, file)
     (found,) = doctor(tmp_path / "ppo.zip").complaints
     assert (found.commands or (found.remedy,))[0].endswith("/policy.pth")
+
+
+@pytest.mark.parametrize(
+    ("devices", "says"), [(["cuda:0"] * 2, "all tensors"), (["cuda:0", "cpu"], "1 of 2 tensors")]
+)
+def test_some_tensors_on_a_gpu_are_not_all(devices, says):
+    root = {str(at): tensor(device=device) for at, device in enumerate(devices)}
+    (found,) = placement(Patient(checkpoint(root), devices=("cpu", "cuda:0")))
+    assert (found.kind, found.what) == ("one-gpu", f"{says} are on cuda:0")

@@ -197,7 +197,7 @@ def test_what_is_tied_to_other_processes_is_named_and_refused():
 
 
 def test_what_is_tied_inside_an_object_is_found_too():
-    hidden = module(parameters={}, hidden=placed("DeviceMesh"))
+    hidden = module(parameters={"w": tensor()}, hidden=placed("DeviceMesh"))
     with pytest.raises(DeviceError, match="a part of an object cannot be moved"):
         remap(checkpoint([hidden]), {"*": "cpu"})
 
