@@ -83,6 +83,8 @@ class Found(Complaint):
     fix: Options | None = field(default=None, kw_only=True)
     """None where no command helps, empty where any rewrite does."""
     choices: tuple[Choice, ...] = field(default=(), kw_only=True)
+    resume: Options | None = field(default=None, kw_only=True)
+    """What fixes it for a training that resumes with the reference, where `fix` drops that."""
 
     def answered(
         self, commands: tuple[str, ...], alternatives: tuple[str, ...], remedy: str

@@ -11,6 +11,7 @@ from typing import Any
 from ckptool._lazy import Result
 from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import Conversion, Like
+from ckptool.conversion_like import compared
 from ckptool.diagnosis.complaint import Choice, Complaint, Found, Options, Patient, Reference
 from ckptool.diagnosis.contents import damage, devices_here, memory, parsed_devices, placement
 from ckptool.diagnosis.files import is_finding, layout, unopened
@@ -28,7 +29,7 @@ from ckptool.files.source import Progress
 from ckptool.formats import format_of, open_checkpoint, shard_of, writer
 from ckptool.formats.identify import unused
 from ckptool.hollow import refuse_hollow
-from ckptool.inspection.info import convert_command, weights
+from ckptool.inspection.info import TRAINING, convert_command, training_in, weights
 from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.loading.plan import target_like
@@ -71,6 +72,10 @@ class Diagnosis(Result):
     """The file that the plan writes; the source is never changed."""
     resume: str | None = None
     """The command for who resumes the training: optimizer, epoch and schedule stay."""
+    training: tuple[str, ...] = TRAINING
+    """Which of these the file has."""
+    code: str = ""
+    """The same in Python, where the file fits the model."""
 
     @property
     def ok(self) -> bool:
@@ -90,7 +95,7 @@ class Diagnosis(Result):
             "format": self.format,
             "ok": self.ok,
             "would_run": list(self.would_run),
-            **documented(self, "file", "format"),
+            **documented(self, "file", "format", "training", "code"),
         }
 
 
@@ -178,7 +183,8 @@ def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
         ]
         plan = Plan()
     fails = any(one.severity != "note" for one in complaints)
-    resume = planner.plan(resume=True) if fails and patient.is_training else Plan()
+    resumes = patient.is_training and format_of(patient.checkpoint.format).resumes
+    resume = planner.plan(resume=True) if fails and resumes else Plan()
     commands = (plan.command,) if plan.command is not None else ()
     return Diagnosis(
         without_query(patient.checkpoint.path),
@@ -189,7 +195,23 @@ def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
         plan.command,
         plan.target or None,
         resume.command if commands else None,
+        training_in(patient.checkpoint),
+        _code(patient) if resumes and not hopeless else "",
     )
+
+
+def _code(patient: Patient) -> str:
+    """Return the Python line that resumes with the model of the reference; "" without one."""
+    if patient.reference is None or patient.model is None:
+        return ""
+    if not compared(patient.checkpoint, patient.model, patient.reference.target).fits:
+        return ""
+    file = without_query(patient.checkpoint.path)
+    key = f", key={patient.key!r}" if patient.key is not None else ""
+    optimizer = ", optimizer=optimizer" if patient.optimizers else ""
+    is_counted = TRAINING[1] in training_in(patient.checkpoint)
+    epoch = f"; epoch = ckptool.load({file!r})['epoch']" if is_counted else ""
+    return f"ckptool.load_into(model, {file!r}{optimizer}{key}){epoch}"
 
 
 def _answered(found: Found, planner: Planner, plan: Plan, hopeless: bool) -> Complaint:
@@ -260,7 +282,9 @@ class Planner:
         for one in self._fixes:
             fix: Options = one.fix or {}
             if resume and not _OF_A_MODEL.isdisjoint(fix):
-                continue
+                if one.resume is None:
+                    continue
+                fix = one.resume
             if options is not None and fix.get("plain") and not blockers(state.root):
                 mended.add(one.kind)  # the objects are gone with what was left out
                 continue

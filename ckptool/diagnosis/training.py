@@ -69,7 +69,7 @@ def fit(patient: Patient) -> Iterator[Found]:
     rules = tuple(one.rule for one in report.proposed if one.rule)
     choices = (Choice({**like, "rename": rules}, "fitting"),) if rules else ()
     remedy = _difference(patient.model, target, report, missing, differs)
-    yield from _renamed(report, {} if lost else like)
+    yield from _renamed(patient.model, report, {} if lost else like)
     if missing:
         yield Found(
             "missing",
@@ -164,7 +164,7 @@ def _joined(whole: Mapping[str, Shape], parts: Mapping[str, Shape]) -> tuple[str
     return None
 
 
-def _renamed(report: MatchReport, fix: dict[str, Any] | None) -> Iterator[Found]:
+def _renamed(model: Section, report: MatchReport, fix: dict[str, Any] | None) -> Iterator[Found]:
     """Yield a complaint about names that rules turn into those of the reference."""
     pairs: dict[str, str] = {}
     texts = []
@@ -181,6 +181,8 @@ def _renamed(report: MatchReport, fix: dict[str, Any] | None) -> Iterator[Found]
     rules = tuple(one.rule for one in report.renamed)
     if not fix:  # the names alone: what is missing has a sentence of its own
         fix = {"rename": rules} if all(rules) else None
+    bare = unwrapped(model)
+    is_stripped = report.fits and all(bare.get(own) == new for own, new in pairs.items())
     yield Found(
         "wrappers" if kinds == {"wrapper"} else "renamed",
         "fails",
@@ -190,6 +192,7 @@ def _renamed(report: MatchReport, fix: dict[str, Any] | None) -> Iterator[Found]
         f"{quoted([*pairs.values()][-1])}; with strict=False they are left out, without "
         "an error",
         fix=fix,
+        resume={"wrappers": "strip"} if is_stripped else None,
     )
 
 

@@ -399,6 +399,8 @@ class Format:
     """Whether a file that is cut short or damaged opens without the bytes that it lacks."""
     hands_on_crc = False
     """Whether the file states a CRC-32 of each storage, so that one which is known travels on."""
+    resumes = True
+    """Whether a training that saved it resumes from one file of `torch.save`."""
     header_key = ""
     """The text that other libraries look for in its header."""
     remark = ""

@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from ckptool._lazy import Result
@@ -36,8 +37,8 @@ from ckptool.words import are, as_argument, counted, listed
 from ckptool.writing.target import DEFAULT, default_target
 
 __all__ = [
-    "Info", "SectionInfo", "convert_command", "info", "load_commands", "waste_notes",
-    "weights",
+    "TRAINING", "Info", "SectionInfo", "convert_command", "info", "load_commands", "training_in",
+    "waste_notes", "weights",
 ]  # fmt: skip
 
 
@@ -61,6 +62,10 @@ class SectionInfo:
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.info/1`."""
         return documented(self, "name")
+
+
+TRAINING = ("optimizer", "epoch", "schedule")
+"""What a training saves beside the model, in words."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -98,6 +103,8 @@ class Info(Result):
     needs to resume: `resume`."""
     would_run: tuple[str, ...] = ()
     """The calls that unpickling it would make, as Python, beyond known constructors of data."""
+    training: tuple[str, ...] = TRAINING
+    """What a training needs to resume, of `TRAINING`, as far as the file has it."""
     part: str = ""
     """What the file holds instead of a model, where the weights are in other files too."""
 
@@ -111,7 +118,7 @@ class Info(Result):
         left_out = () if self.torch_version else ("torch_version",)
         return {
             "schema": "ckptool.info/1",
-            **documented(self, "blockers", "part", *left_out),
+            **documented(self, "blockers", "part", "training", *left_out),
             "weights_only": self.weights_only,
             "weights_only_blockers": list(self.blockers),
         }
@@ -133,6 +140,7 @@ def info(source: Source) -> Info:
 def _summary(checkpoint: Checkpoint) -> Info:
     tensors = list(checkpoint.tensors())
     details, sections = checkpoint.details, checkpoint.sections
+    known = format_of(checkpoint.format)
     devices = Counter(tensor.device for _, tensor in tensors)
     held, reached = storage_use(checkpoint.root)
     objects = blockers(checkpoint.root)
@@ -158,7 +166,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
             plain=not alone and bool(plain),
             choices=choices,
             averaged=any(N_AVERAGED in model.node and len(model.node) > 1 for model in models),
-            resume=plain if alone and trains else (),
+            resume=plain if alone and trains and known.resumes else (),
         )
     notes = [] if part is None else [f"{part.text}; {part.remedy}"]
     if name is None and unnamed(checkpoint):
@@ -203,8 +211,17 @@ def _summary(checkpoint: Checkpoint) -> Info:
         notes=tuple(notes),
         commands=commands,
         would_run=would_run(checkpoint),
+        training=training_in(checkpoint),
         part=part.text if part is not None and part.certain else "",
     )
+
+
+def training_in(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return what a training needs to resume, of `TRAINING`, as far as the file has it."""
+    kinds = {section.kind for section in checkpoint.sections}
+    has_epoch = isinstance(checkpoint.root, dict) and "epoch" in checkpoint.root
+    found = ("optimizer" in kinds, has_epoch, "scheduler" in kinds)
+    return tuple(compress(TRAINING, found))
 
 
 def _section_info(section: Section) -> SectionInfo:

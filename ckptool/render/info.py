@@ -9,10 +9,10 @@ from ckptool.inspection.info import Info, SectionInfo, info
 from ckptool.render.table import table
 from ckptool.render.text import (
     PLAIN,
-    RESUME,
     Look,
     command_lines,
     first_lines,
+    resume_title,
     size,
     titled_commands,
     wrapped,
@@ -166,4 +166,4 @@ def _commands(info: Info, look: Look) -> Iterator[str]:
                 commands.get(machine, "loads as it is"), look.width, first=first
             )
     if "resume" in info.commands:
-        yield from titled_commands(RESUME, [info.commands["resume"]], look)
+        yield from titled_commands(resume_title(info.training), [info.commands["resume"]], look)

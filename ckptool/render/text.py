@@ -15,7 +15,6 @@ from ckptool.words import clean, counted
 
 __all__ = [
     "PLAIN",
-    "RESUME",
     "Look",
     "as_options",
     "columns_of",
@@ -28,6 +27,7 @@ __all__ = [
     "look_of",
     "option_words",
     "quoted",
+    "resume_title",
     "runnable",
     "share",
     "shorten",
@@ -36,8 +36,6 @@ __all__ = [
     "wrapped",
 ]
 
-RESUME = "to resume the training, with optimizer, epoch and schedule"
-"""The title of the command that keeps the state of a training."""
 _NARROWEST = 20  # columns for a sentence; a word a line is harder to read than a broken line
 _QUOTED = re.compile(r"'([^']*)'|\"[^\"]*\"")
 """A quoted word, or a part of one, as `shlex.quote` writes it."""
@@ -78,6 +76,13 @@ def command_lines(command: str, width: int | None, *, first: str = "  ") -> Iter
         else:
             line = f"{line} {word}" if line else word
     yield f"{first}{line}"
+
+
+def resume_title(training: Sequence[str]) -> str:
+    """Return the title of a command that keeps what the file has for a training."""
+    *others, last = training or ("",)
+    parts = f"{', '.join(others)} and {last}" if others else last
+    return f"to resume the training{f', with {parts}' if parts else ''}"
 
 
 def titled_commands(title: str, commands: Iterable[str], look: Look) -> Iterator[str]:

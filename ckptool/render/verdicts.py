@@ -12,10 +12,10 @@ from ckptool.inspection.deeds import CANNOT_TELL, DATA, RUNS, VERDICTS
 from ckptool.render.table import table
 from ckptool.render.text import (
     PLAIN,
-    RESUME,
     Look,
     files_line,
     first_lines,
+    resume_title,
     size,
     titled_commands,
     wrapped,
@@ -109,7 +109,10 @@ def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
             title = "to use the weights" + (f" (fixes {fixed})" if fixed else "")
         yield from titled_commands(title, diagnosis.commands, look)
     if diagnosis.resume is not None:
-        yield from titled_commands(RESUME, [diagnosis.resume], look)
+        yield from titled_commands(resume_title(diagnosis.training), [diagnosis.resume], look)
+    if diagnosis.code:
+        title = "or in Python" if diagnosis.resume else resume_title(diagnosis.training)
+        yield from (look.bold(title), f"  {clean(diagnosis.code)}")
     choices: dict[tuple[str, ...], list[str]] = {}
     for number, complaint in every:
         if complaint.alternatives:

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 from torch.optim.swa_utils import AveragedModel
 
+import ckptool
 from ckptool.cli import main
 from tests.diagnosis.faults import Net
 
@@ -199,3 +201,53 @@ def test_what_peft_trained_beside_an_adapter_is_what_is_kept(diagnosed):
     net.load_state_dict(made, strict=True)
     trained = held["base_model.model.head.modules_to_save.default.weight"]
     assert torch.equal(net.head.weight, trained)
+
+
+RESUMED = {
+    "optimizer": (["optimizer"], "with optimizer"),
+    "optimizer, epoch": (["optimizer", "epoch"], "with optimizer and epoch"),
+    "scheduler": (["optimizer", "epoch", "scheduler"], "with optimizer, epoch and schedule"),
+}
+
+
+@pytest.mark.parametrize("word", RESUMED)
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_who_resumes_with_a_model_keeps_what_the_training_saved(diagnosed, word, is_wrapped):
+    keys, title = RESUMED[word]
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    values = {"optimizer": optimizer.state_dict(), "epoch": 3, "scheduler": schedule.state_dict()}
+    outer = nn.DataParallel(net) if is_wrapped else net
+    saved = {"model": outer.state_dict(), **{key: values[key] for key in keys}}
+    found = diagnosed(saved, like=net.state_dict())
+    assert f"to resume the training, {title}\n" in str(found)
+    fresh = Net()
+    mine = torch.optim.Adam(fresh.parameters())
+    scope = {"ckptool": ckptool, "model": fresh, "optimizer": mine}
+    exec(found.code, scope)
+    assert scope.get("epoch") == (3 if "epoch" in keys else None)
+    state = mine.state_dict()["state"]
+    assert state.keys() == {*range(len(optimizer.state))}
+    assert all(
+        torch.equal(state[n]["exp_avg"], one["exp_avg"])
+        for n, one in values["optimizer"]["state"].items()
+    )
+    if not is_wrapped:
+        assert found.resume is None
+        return
+    words = shlex.split(found.resume)
+    assert words[4:] == ["--wrappers", "strip"]
+    assert main(words[1:]) == 0
+    made = torch.load(words[3])
+    Net().load_state_dict(made["model"])
+    assert made.keys() == saved.keys()
+
+
+def test_the_engine_of_deepspeed_does_not_resume_from_one_file():
+    folder = Path(__file__).parents[2] / "fixtures" / "zero" / "z1-bf16"
+    assert ckptool.doctor(folder).resume is None
+    assert "resume" not in ckptool.info(folder).commands

@@ -25,6 +25,7 @@ class Megatron(Format):
     """The format `megatron`."""
 
     name = "megatron"
+    resumes = False
     refusal = of_many_files("it is a folder of Megatron's ranks: each has a part of every matrix")
 
     def recognise(self, probe: Probe) -> bool:

@@ -124,6 +124,7 @@ class DeepSpeed(Format):
     """The format `deepspeed`."""
 
     name = "deepspeed"
+    resumes = False
     refusal = of_many_files(
         "it is a folder of DeepSpeed's: each rank's file has slices of the parameters"
     )
