@@ -54,6 +54,10 @@ class Change:
     count: int = 0
     wanted: bool = False
     needed: bool = False
+    was: Any = None
+    """What a configuration may state of it: the rows of a resized tensor, the type of cast ones,"""
+    now: Any = None
+    """and what it is to state now."""
 
 
 Gather = Callable[[Any], "list[Any]"]

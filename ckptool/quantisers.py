@@ -1,22 +1,30 @@
-"""The known quantisers: whose numbers mean something only with other numbers beside them.
+"""Which tensors are quantized: their numbers mean something only with other numbers next to them.
 
-One table says by which names and classes each is known. Sources: torch/ao/nn/quantized,
+`quantised` has the whole rule. Shapes and types decide; a table adds by which names and classes
+each known quantizer is recognized, and which library loads it. Sources: torch/ao/nn/quantized,
 bitsandbytes/nn/modules.py and functional.py (`QuantState.as_dict`), torchao/quantization, AutoGPTQ
 and AutoAWQ (`WQLinear`), the files of DeepSeek-V3 (`weight_scale_inv`; `scale` in those that its
 inference/convert.py writes), of compressed-tensors (`weight_scale`, `weight_packed`), of ComfyUI
-(`scale_weight`, comfy/ops.py), of TensorRT Model Optimizer (NVFP4), of gpt-oss (MXFP4) and of HQQ.
+(`scale_weight`, comfy/ops.py), of TensorRT Model Optimizer (NVFP4), of gpt-oss (MXFP4), of HQQ, of
+optimum-quanto (`QBytesTensor.save_to_state_dict`), of torchao
+(prototype/safetensors: `flatten_tensor_state_dict`) and of MLX (`QuantizedLinear`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 from ckptool.model import Opaque, TensorRef, find_tensors
 
-__all__ = ["Quantised", "Quantiser", "class_scheme", "quantised"]
+__all__ = [
+    "LIBRARIES", "LOOKS_QUANTIZED", "MARKERS", "OF_OPTIMIZERS", "Quantised", "Quantiser",
+    "class_scheme", "quantised",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +39,10 @@ class Quantiser:
     """The ending of the companion that tells the scheme; empty where only a class does."""
     others: tuple[str, ...] = ()
     """The endings of further companions; a file need not have all."""
-    dtypes: str = ""
+    dtypes: str | tuple[str, ...] = ""
     """How the element type of the quantised numbers begins, where names alone do not tell."""
+    library: str = ""
+    """Who loads it."""
     classes: tuple[str, ...] = ()
     """How the qualified names of its classes begin: of modules, tensors and objects."""
 
@@ -48,6 +58,7 @@ QUANTISERS = (
             "torch.nn.intrinsic.quantized.", "torch.ScriptObject",
             "__torch__.torch.classes.quantized.",
         ),
+        library="torch.ao",
     ),
     Quantiser(
         "bitsandbytes 4 bit",
@@ -62,6 +73,7 @@ QUANTISERS = (
             "bitsandbytes.nn.modules.LinearFP4", "bitsandbytes.nn.modules.Params4bit",
             "bitsandbytes.functional.QuantState",
         ),
+        library="bitsandbytes",
     ),
     Quantiser(
         "bitsandbytes 8 bit",
@@ -72,28 +84,70 @@ QUANTISERS = (
             "bitsandbytes.nn.modules.Linear8bitLt", "bitsandbytes.nn.modules.Int8Params",
             "bitsandbytes.autograd._functions.MatmulLtState",
         ),
+        library="bitsandbytes",
     ),
-    Quantiser("torchao", classes=("torchao.",)),
-    Quantiser("GPTQ", "qweight", "g_idx", ("qzeros", "scales")),
-    Quantiser("AWQ", "qweight", "qzeros", ("scales",)),
+    Quantiser("torchao", classes=("torchao.",), library="torchao"),
+    Quantiser("torchao", "_qdata", "_scale", ("_zero_point",), library="torchao"),
+    Quantiser(
+        "quanto", "._data", "._scale", ("._shift", "._zeropoint"),
+        dtypes=("int8", "uint8", "float8_"), library="optimum-quanto",
+    ),
+    Quantiser("MLX", "weight", "scales", ("biases",), dtypes="uint32", library="mlx"),
+    Quantiser("GPTQ", "qweight", "g_idx", ("qzeros", "scales"), library="gptqmodel or vLLM"),
+    Quantiser("AWQ", "qweight", "qzeros", ("scales",), library="autoawq or vLLM"),
     Quantiser(
         "compressed-tensors", "weight_packed", "weight_scale",
         ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
+        library="compressed-tensors or vLLM",
     ),
-    Quantiser("int8 with scales", "weight", "weight_scale", ("weight_zero_point",), dtypes="int8"),
-    Quantiser("HQQ", "W_q", "zero", ("scale",)),
-    Quantiser("NVFP4", "weight", "weight_scale_2", ("weight_scale", "input_scale"), dtypes="uint8"),
-    Quantiser("MXFP4", "_blocks", "_scales", dtypes="uint8"),
-    Quantiser("fp8 with scales", "weight", "weight_scale", ("input_scale",), dtypes="float8_"),
-    Quantiser("fp8 with scales", "", "_scale_inv", dtypes="float8_"),
-    Quantiser("fp8 with scales", "", "_scale", dtypes="float8_"),
-    Quantiser("fp8 with scales", "weight", "scale", dtypes="float8_"),
-    Quantiser("fp8 with scales", "weight", "scale_weight", ("scale_input",), dtypes="float8_"),
+    Quantiser(
+        "int8 with scales", "weight", "weight_scale", ("weight_zero_point", "comfy_quant"),
+        dtypes="int8", library="compressed-tensors or vLLM",
+    ),
+    Quantiser("HQQ", "W_q", "zero", ("scale",), library="hqq"),
+    Quantiser(
+        "NVFP4", "weight", "weight_scale_2", ("weight_scale", "input_scale", "comfy_quant"),
+        dtypes="uint8", library="nvidia-modelopt or vLLM",
+    ),
+    Quantiser("MXFP4", "_blocks", "_scales", dtypes="uint8", library="transformers or vLLM"),
+    Quantiser(
+        "fp8 with scales", "weight", "weight_scale", ("input_scale", "comfy_quant"),
+        dtypes="float8_", library="transformers, vLLM or ComfyUI",
+    ),
+    Quantiser(
+        "fp8 with scales", "", "_scale_inv", dtypes="float8_", library="transformers or vLLM"
+    ),
+    Quantiser("fp8 with scales", "", "_scale", dtypes="float8_", library="transformers or vLLM"),
+    Quantiser("fp8 with scales", "weight", "scale", dtypes="float8_", library="its own code"),
+    Quantiser(
+        "fp8 with scales", "weight", "scale_weight", ("scale_input", "comfy_quant"),
+        dtypes="float8_", library="ComfyUI",
+    ),
 )  # fmt: skip
 """In the order in which they are tried: the first that knows a weight has it."""
 
 _BY_NAME = tuple(quantiser for quantiser in QUANTISERS if quantiser.sign)
 _SIGNS = tuple(quantiser.sign for quantiser in _BY_NAME)
+
+
+LIBRARIES: dict[str, str] = {}
+"""Who loads the weights of a scheme; of several with one name, the first."""
+for _one in QUANTISERS:
+    LIBRARIES.setdefault(_one.scheme, _one.library)
+
+LOOKS_QUANTIZED = "looks quantized"
+"""The scheme of weights that only shapes and types tell."""
+MARKERS = ("scaled_fp8",)
+"""Last parts of keys that only mark a whole state dict as quantized (ComfyUI)."""
+OF_OPTIMIZERS = re.compile(r"(.*_)?optim(izer)?(_?states?|s)?(_.*)?", re.IGNORECASE)
+"""Keys under which an optimizer's state stands, whatever its form."""
+_CODES = re.compile(r"u?int8|u?int32|float8_(?!e8m0).*")
+"""Types of codes; an e8m0 is a scale."""
+_FLOATS = ("float", "bfloat")
+_NO_CODES = re.compile(r"rng|random|^state[12]$|(^|_)(masks?|ids?|index|idxs?)$", re.IGNORECASE)
+"""Last parts of keys of integers that are none: generators, 8-bit Adam, masks, tables."""
+_FEWEST = 4
+"""Codes that one scale serves: with fewer nothing would be saved."""
 
 
 class Quantised(NamedTuple):
@@ -103,11 +157,17 @@ class Quantised(NamedTuple):
     companions: tuple[str, ...]
     """Names of the entries beside it without which its numbers mean nothing."""
 
+    def __str__(self) -> str:
+        """Return the fact as the predicate of a sentence."""
+        known = self.scheme != LOOKS_QUANTIZED
+        return f"is quantized ({self.scheme})" if known else f"{self.scheme}, judging by its shape"
 
-def quantised(state: Mapping[Any, Any]) -> dict[str, Quantised]:
-    """Return the quantised weights of a state dict by name, each with its scheme and companions.
 
-    A tensor of a class of a quantiser has its companions in itself: none are named.
+def quantised(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[str, Quantised]:
+    """Return the quantized weights of a state dict by name, each with its scheme and companions.
+
+    A tensor of a class of a quantizer has its companions in itself: none are named.
+    `by_shape`: also those that no name or class tells; not for the state of an optimizer.
     """
     found: dict[str, Quantised] = {}
     for name, value in state.items():
@@ -121,10 +181,105 @@ def quantised(state: Mapping[Any, Any]) -> dict[str, Quantised]:
             weight = stem + quantiser.weight
             if stem == name or weight in found or not _is_weight(quantiser, state.get(weight)):
                 continue
-            companions = (stem + ending for ending in (quantiser.sign, *quantiser.others))
-            beside = (one for one in companions if one != weight and one in state)
+            endings = (quantiser.sign, *quantiser.others)
+            beside = (one for end in endings if (one := stem + end) != weight and one in state)
             found[weight] = Quantised(quantiser.scheme, tuple(beside))
+    if not by_shape:
+        return found
+    named = {*found, *(one for known in found.values() for one in known.companions)}
+    looking = dict(_with_scales({name: one for name, one in state.items() if name not in named}))
+    scales = {one for companions in looking.values() for one in companions}
+    for name, companions in looking.items():
+        if name not in scales:  # fp8 scales of 4-bit codes may have a scale of their own
+            more = (far for one in companions for far in looking.get(one, ()))
+            found[name] = Quantised(LOOKS_QUANTIZED, tuple(dict.fromkeys((*companions, *more))))
     return found
+
+
+def _with_scales(state: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield codes that have scales next to them, judging by shapes and types, with these."""
+    tensors = {
+        name: value
+        for name, value in state.items()
+        if isinstance(name, str) and isinstance(value, TensorRef)
+    }
+    codes = [name for name, tensor in tensors.items() if _may_be_codes(name, tensor)]
+    floats: dict[str, list[str]] = {name.rpartition(".")[0]: [] for name in codes}
+    for name, tensor in tensors.items() if codes else ():
+        parent = name.rpartition(".")[0]
+        if parent in floats and tensor.dtype.startswith(_FLOATS):
+            floats[parent].append(name)
+    nested = any("." in name for name in tensors)
+    for name in codes:
+        own, parent = tensors[name], name.rpartition(".")[0]
+        beside = [
+            one
+            for one in floats[parent]
+            if tensors[one].dtype != own.dtype  # else it is another weight
+            # Parameters of a whole model at its root belong together only by their first words.
+            and (parent or not nested or _common_words(name, one))
+        ]
+        if any(tensors[one].shape == own.shape for one in beside):
+            continue
+        fitting = [one for one in beside if _is_scale(one, tensors[one], own)]
+        scales = [one for one in fitting if "bias" not in one.rpartition(".")[2].lower()]
+        if scales:
+            nearest = max(_common_words(name, one) for one in scales)
+            yield (
+                name,
+                tuple(
+                    one
+                    for one in fitting
+                    if not one.endswith("bias") and _common_words(name, one) >= nearest
+                ),
+            )
+
+
+def _may_be_codes(name: str, tensor: TensorRef) -> bool:
+    shape, last = tensor.shape, name.rpartition(".")[2]
+    if len(shape) < 2 or not _CODES.fullmatch(tensor.dtype):
+        return False
+    if len(shape) > 2 and all(size == 1 for size in shape[:-2]):  # a causal mask, as in GPT-J
+        return False
+    return not (_NO_CODES.search(last) or any(map(OF_OPTIMIZERS.fullmatch, name.split("."))))
+
+
+def _common_words(name: str, other: str) -> int:
+    """Return how much of two names of one parent is the same, up to the last `_` in it."""
+    pairs = enumerate(zip(name, other, strict=False))
+    same = next((at for at, (one, another) in pairs if one != another), len(name))
+    return name.rfind("_", 0, same) + 1
+
+
+def _is_scale(name: str, scale: TensorRef, codes: TensorRef) -> bool:
+    """Return whether the shape of `scale` is that of rows or columns of codes, or of groups."""
+    whole, own = codes.sizes, scale.sizes
+    is_byte = codes.itemsize == 1
+    if prod(own) == 1:
+        return codes.dtype.startswith("float8_") or "scale" in name.lower()
+    if not prod(own) or prod(own) * _FEWEST > prod(whole):
+        return False
+    while len(own) > len(whole) and own[-1] == 1:
+        own = own[:-1]
+    bare = own
+    while bare[-1] == 1:
+        bare = bare[:-1]
+    if bare == whole[: len(bare)] or own == whole[-1:]:  # rows; columns in one dimension
+        return True
+    if len(own) != len(whole):
+        return False
+    if [pair for pair in zip(own, whole, strict=True) if pair[0] != 1] == [(bare[-1], bare[-1])]:
+        return True  # columns, as in [1, n]
+    if own[:-2] != whole[:-2]:
+        return False
+    (rows, columns), (all_rows, all_columns) = own[-2:], whole[-2:]
+    if rows in (1, all_rows):
+        return all_columns % columns == 0 and (rows != 1 or columns == all_columns)
+    if columns == all_columns:
+        return all_rows % rows == 0
+    # square blocks, cut at the edges
+    block = -(-all_rows // rows)
+    return is_byte and (rows, columns) == (-(-all_rows // block), -(-all_columns // block))
 
 
 def _is_weight(quantiser: Quantiser, value: Any) -> bool:

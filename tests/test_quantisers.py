@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.errors import CheckpointError, NotRepresentable
+from ckptool.diagnosis.diagnose import doctor
+from ckptool.errors import CheckpointError, MatchError, NotRepresentable
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.info import info
 from ckptool.inspection.listing import list_tensors
-from ckptool.quantisers import quantised
+from ckptool.quantisers import LOOKS_QUANTIZED, quantised
 from ckptool.transforms import average
-from tests.trees import tensor
+from tests.trees import scalar, tensor
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 QUANTISED = FIXTURES / "quantised"
@@ -38,7 +39,8 @@ def test_the_quantiser_is_named(name):
     with open_checkpoint(QUANTISED / name) as checkpoint:
         assert list_tensors(checkpoint).quantisers == (scheme_of(name),)
         assert any(
-            note.endswith(f"quantised: {scheme_of(name)}") for note in info(checkpoint).notes
+            f" quantized: {scheme_of(name)}; " in note and note.endswith(("loads it", "loads them"))
+            for note in info(checkpoint).notes
         )
 
 
@@ -185,7 +187,7 @@ def test_schemes_of_vllm_and_others_are_known_by_their_names(
     torch.save(state, tmp_path / "f.pth")
     with open_checkpoint(tmp_path / "f.pth") as checkpoint:
         assert quantised(checkpoint.root) == {weight: (scheme, tuple(beside))}
-    with pytest.raises(NotRepresentable, match="is quantised"):
+    with pytest.raises(NotRepresentable, match="is quantized"):
         ckptool.convert(tmp_path / "f.pth", tmp_path / "out.pth", cast="float16")
 
 
@@ -203,3 +205,222 @@ def test_numbers_of_a_quantiser_are_neither_cast_nor_averaged(tmp_path, name):
     ):
         average([one, two])
     assert "--raw" not in str(caught.value.hint)
+
+
+F8 = "float8_e4m3fn"
+BY_SHAPE = {
+    "rows": {"l.codes": ("int8", (8, 8)), "l.s": ("float32", (8,))},
+    "rows, kept": {"l.codes": ("int32", (8, 8)), "l.s": ("float16", (8, 1))},
+    "columns": {"l.codes": ("int8", (4, 16)), "l.s": ("float16", (16,))},
+    "columns, kept": {"l.codes": ("uint32", (8, 16)), "l.s": ("float16", (1, 16))},
+    "groups": {"l.codes": ("uint8", (8, 64)), "l.s": ("bfloat16", (8, 4))},
+    "groups of rows": {"l.codes": ("int32", (8, 64)), "l.s": ("float16", (2, 64))},
+    "blocks": {"l.codes": (F8, (300, 260)), "l.s": ("float32", (3, 3))},
+    "experts": {"l.codes": ("int8", (4, 8, 16)), "l.s": ("float16", (4, 8))},
+    "experts, rows": {"l.codes": ("int8", (4, 8, 16)), "l.s": ("float16", (4, 8, 1))},
+    "experts, columns": {"l.codes": ("int8", (4, 8, 16)), "l.s": ("float16", (4, 1, 16))},
+    "experts, one each": {"l.codes": ("int8", (4, 8, 16)), "l.s": ("float16", (4,))},
+    "experts, groups": {"l.codes": (F8, (4, 8, 16)), "l.s": ("float32", (4, 8, 4))},
+    "filters": {"l.codes": ("int8", (8, 4, 3, 3)), "l.s": ("float32", (8, 1, 1, 1))},
+    "fp8, one number": {
+        "l.codes": (F8, (8, 16)),
+        "l.s": ("float32", ()),
+        "l.bias": ("float16", (8,)),
+    },
+    "int8, one scale": {"l.codes": ("int8", (8, 16)), "l.my_scale": ("float32", ())},
+    "fp8 scales": {"l.codes": ("uint8", (8, 64)), "l.s": (F8, (8, 8)), "l.t": ("float32", ())},
+    "no dots": {"codes": ("int8", (8, 16)), "s": ("float32", (8,))},
+}
+"""Codes and what must be known as theirs; a bias is not."""
+
+
+def state_of(shapes):
+    return {
+        name: tensor(*shape, dtype=dtype) if shape else scalar()
+        for name, (dtype, shape) in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("layout", BY_SHAPE)
+def test_codes_with_scales_of_fitting_shape_look_quantized(layout):
+    codes, *scales = (name for name in BY_SHAPE[layout] if not name.endswith("bias"))
+    assert quantised(state_of(BY_SHAPE[layout])) == {codes: (LOOKS_QUANTIZED, tuple(scales))}
+
+
+def test_scales_belong_to_the_codes_with_whose_name_theirs_begins():
+    state = {f"e.w{at}_{what}": one for at in (1, 2) for what, one in BY_SHAPE["rows"].items()}
+    state = {name.replace("l.", ""): one for name, one in state.items()}
+    found = {name: one.companions for name, one in quantised(state_of(state)).items()}
+    assert found == {"e.w1_codes": ("e.w1_s",), "e.w2_codes": ("e.w2_s",)}
+
+
+ORDINARY = {
+    "GPT-J": {"h.attn.bias": ("uint8", (1, 1, 64, 64)), "h.attn.masked_bias": ("float32", ()),
+              "h.attn.scale_attn": ("float32", ())},
+    "MADE": {"fc.mask": ("uint8", (8, 16)), "fc.weight": ("float32", (8, 16)),
+             "fc.bias": ("float32", (8,))},
+    "pruned": {"c.kept": ("uint8", (8, 4, 3, 3)), "c.weight": ("float32", (8, 4, 3, 3)),
+               "c.bias": ("float32", (8,))},
+    "Swin 2": {"a.relative_position_index": ("int32", (49, 49)), "a.logit_scale": ("float32", ()),
+               "a.relative_position_bias_table": ("float32", (169, 49))},
+    "LeViT": {"a.attention_bias_idxs": ("int32", (196, 196)),
+              "a.attention_biases": ("float32", (4, 196))},
+    "product quantizer": {"codes": ("uint8", (1000, 8)), "codebooks": ("float32", (8, 256, 4)),
+                          "temperature": ("float32", ())},
+    "ids": {"e.ids": ("int32", (100, 4)), "e.weight": ("float32", (100, 16))},
+    "faces": {"faces": ("int32", (100, 3)), "areas": ("float32", (100,))},
+    "generators": {"rng_state": ("uint8", (8, 5056)), "loss_scale": ("float32", ())},
+    "8-bit Adam": {"state.0.state1": ("uint8", (256, 256)), "state.0.qmap1": ("float32", (256,))},
+    "optimizer": {"optim.0.codes": ("uint8", (8, 8)), "optim.0.s": ("float32", (8,))},
+    "plain fp8": {"l.weight_v": (F8, (8, 8)), "l.weight_g": (F8, (8, 1)),
+                  "l.bias": ("float16", (8,))},
+    "CLIP in fp8": {"positional_embedding": (F8, (77, 64)), "logit_scale": ("float32", ()),
+                    "ln.weight": ("float32", (64,))},
+    "a scale of another": {"a": (F8, (2, 2)), "a_scale": ("float32", ()), "b": (F8, (2, 2))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ORDINARY)
+def test_integers_and_fp8_of_ordinary_models_do_not_look_quantized(model):
+    found = quantised(state_of(ORDINARY[model]))
+    assert [one for one in found.values() if one.scheme == LOOKS_QUANTIZED] == []
+
+
+def test_an_optimizer_whose_moments_are_codes_is_cast_with_its_model(tmp_path):
+    moments = {"codes": torch.ones(8, 8, dtype=torch.uint8), "s": torch.ones(8)}
+    optimizer = {"state": {0: moments}, "param_groups": [{"params": [0]}]}
+    torch.save(
+        {"model": {"l.weight": torch.ones(8, 8)}, "optimizer": optimizer}, tmp_path / "m.pth"
+    )
+    for everything in (False, True):
+        ckptool.convert(
+            tmp_path / "m.pth", tmp_path / "o.pth", cast="float16", cast_optimizer=everything,
+            overwrite=True,
+        )  # fmt: skip
+        made = torch.load(tmp_path / "o.pth")
+        assert made["model"]["l.weight"].dtype == torch.float16
+        assert made["optimizer"]["state"][0]["s"].dtype == (
+            torch.float16 if everything else torch.float32
+        )
+
+
+def int8(*shape):
+    return torch.randint(-127, 127, shape, dtype=torch.int8)
+
+
+OF_LIBRARIES = {
+    "quanto": ("optimum-quanto", {
+        "a.weight._data": int8(8, 8), "a.weight._scale": torch.rand(8, 1),
+    }),
+    "torchao": ("torchao", {
+        "a._weight_qdata": torch.ones(8, 8).to(torch.float8_e4m3fn),
+        "a._weight_scale": torch.rand(8, 1), "a.bias": torch.rand(8),
+    }),
+    "MLX": ("mlx", {
+        "a.weight": torch.ones(8, 8, dtype=torch.uint32), "a.scales": torch.rand(8, 1),
+        "a.biases": torch.rand(8, 1),
+    }),
+    LOOKS_QUANTIZED: ("the library that wrote it", {
+        "a.weight": int8(8, 8), "a.steps": torch.rand(8), "a.bias": torch.rand(8),
+    }),
+}  # fmt: skip
+
+
+@pytest.fixture(params=OF_LIBRARIES)
+def written_by(request, tmp_path):
+    library, state = OF_LIBRARIES[request.param]
+    save_file(state, tmp_path / "m.safetensors")
+    return request.param, library, str(tmp_path / "m.safetensors")
+
+
+def test_files_of_other_libraries_are_named_with_what_loads_them(written_by):
+    scheme, library, path = written_by
+    texts = [*info(path).notes, *(one.what for one in doctor(path).complaints)]
+    assert len([text for text in texts if scheme in text and library in text]) == 2
+    assert doctor(path).ok
+    remarks = [text for one in ckptool.stats(path).tensors for text in one.remarks]
+    assert [text.partition(" without ")[0] for text in remarks if "figures of codes" in text] == [
+        scheme + ", judging by its shape: figures of codes," if scheme == LOOKS_QUANTIZED
+        else f"quantized ({scheme}): figures of codes,"
+    ]  # fmt: skip
+
+
+def test_files_of_other_libraries_are_neither_cast_nor_averaged_nor_loaded(written_by, tmp_path):
+    _, _, path = written_by
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(NotRepresentable, match="mean something only with") as caught:
+        ckptool.convert(path, out, cast="float16")
+    assert "--raw" in caught.value.hint
+    with pytest.raises(NotRepresentable, match="this layout"):
+        ckptool.convert(path, out, dequantize="float32")
+    with (
+        open_checkpoint(path) as one,
+        open_checkpoint(path) as two,
+        pytest.raises(NotRepresentable, match="mean something only with"),
+    ):
+        average([one, two])
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(8, 8)})
+    before = model.a.weight.clone()
+    with pytest.raises(MatchError):
+        ckptool.load_into(model, path, allow_unexpected=True, allow_lossy_cast=True)
+    assert torch.equal(model.a.weight, before)
+    ckptool.convert(path, out, cast="float16", raw=True)
+    floats = {one.dtype for one in load_file(out).values() if one.is_floating_point()}
+    assert floats == {torch.float16}
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_codes_are_loaded_by_a_model_that_has_their_scales_alone(tmp_path, in_memory):
+    class Scaled(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8, bias=False)
+            self.register_buffer("weight_scale", torch.ones(8))
+
+    codes, scale = torch.randn(8, 8).to(torch.float8_e4m3fn), torch.rand(8)
+    state = {"weight": codes, "weight_scale": scale}
+    torch.save(state, tmp_path / "m.pth")
+    source = state if in_memory else tmp_path / "m.pth"
+    with pytest.raises(MatchError, match="would take its codes for numbers") as caught:
+        ckptool.load_into(torch.nn.Linear(8, 8, bias=False), source, strict=False)
+    assert ("--dequantize" in caught.value.hint) != in_memory
+    model = Scaled()
+    ckptool.load_into(model, source)
+    assert torch.equal(model.weight, codes.float())
+    assert torch.equal(model.weight_scale, scale)
+    ckptool.convert(tmp_path / "m.pth", tmp_path / "plain.pth", dequantize="float32")
+    plain = torch.nn.Linear(8, 8, bias=False)
+    ckptool.load_into(plain, tmp_path / "plain.pth")
+    assert torch.equal(plain.weight, codes.float() * scale[:, None])
+
+
+def test_a_pickled_module_is_judged_as_its_state_dict(tmp_path):
+    module = torch.nn.Module()
+    module.codes = torch.nn.Parameter(int8(8, 8), requires_grad=False)
+    module.register_buffer("s", torch.rand(8))
+    torch.save(module, tmp_path / "m.pth")
+    for options in ({"cast": "float16"}, {"dequantize": "float16"}):
+        with pytest.raises(NotRepresentable, match="'codes'"):
+            ckptool.convert(tmp_path / "m.pth", tmp_path / "o.pth", **options)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize(
+    ("scale", "marks"),
+    [
+        ("a.scale_weight", {"scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn)}),
+        ("a.weight_scale", {"a.comfy_quant": torch.tensor([*b'{"format": "f8"}']).byte()}),
+    ],
+)
+def test_dequantized_files_keep_no_markers(tmp_path, prefix, scale, marks):
+    codes = torch.randn(8, 8).to(torch.float8_e4m3fn)
+    state = {"a.weight": codes, scale: torch.tensor(0.02), **marks, "a.bias": torch.ones(8)}
+    save_file({prefix + name: one for name, one in state.items()}, tmp_path / "m.safetensors")
+    receipt = ckptool.convert(
+        tmp_path / "m.safetensors", tmp_path / "o.safetensors", dequantize="float32"
+    )
+    made = load_file(tmp_path / "o.safetensors")
+    assert made.keys() == {f"{prefix}a.weight", f"{prefix}a.bias"}
+    assert torch.equal(made[f"{prefix}a.weight"], codes.float() * torch.tensor(0.02))
+    [text] = [change.text for change in receipt.changes if change.kind == "dequantize"]
+    left_out = text.partition("left out: ")[2].split(", ")
+    assert {*left_out} == {prefix + name for name in (scale, *marks)}

@@ -23,6 +23,7 @@ from ckptool.formats import format_of
 from ckptool.formats.base import Problem
 from ckptool.formats.safetensors import overlapping_names
 from ckptool.inspection.obstacles import ANYWHERE, restored_devices
+from ckptool.inspection.quantization import quantizations
 from ckptool.limits import Limits
 from ckptool.statedict import named_tensors
 from ckptool.transforms.compacting import storage_use
@@ -30,7 +31,7 @@ from ckptool.transforms.devices import CARRIED
 from ckptool.tree import name_of, ties
 from ckptool.words import counted, listed, printable
 
-__all__ = ["damage", "devices_here", "memory", "parsed_devices", "placement"]
+__all__ = ["damage", "devices_here", "memory", "parsed_devices", "placement", "quantization"]
 
 _BYTES: tuple[tuple[str, Severity, frozenset[str], str, str], ...] = (
     (
@@ -143,6 +144,20 @@ def memory(patient: Patient) -> Iterator[Found]:
         return
     yield from _bloat(patient)
     yield from _not_for_safetensors(patient)
+
+
+def quantization(patient: Patient) -> Iterator[Found]:
+    """Yield what is quantized, and how it becomes plain numbers where ckptool can do that."""
+    for found in quantizations(patient.checkpoint):
+        yield Found(
+            "quantized",
+            "note",
+            str(found),
+            names_of(found.names),
+            "load_state_dict into a model of plain layers rejects the keys and shapes, or copies "
+            "codes for weights",
+            choices=(Choice({"dequantize": "bfloat16"}, "plain"),),
+        )
 
 
 def _bloat(patient: Patient) -> Iterator[Found]:

@@ -13,7 +13,14 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import Conversion, Like
 from ckptool.conversion_like import compared
 from ckptool.diagnosis.complaint import Choice, Complaint, Found, Options, Patient, Reference
-from ckptool.diagnosis.contents import damage, devices_here, memory, parsed_devices, placement
+from ckptool.diagnosis.contents import (
+    damage,
+    devices_here,
+    memory,
+    parsed_devices,
+    placement,
+    quantization,
+)
 from ckptool.diagnosis.files import is_finding, layout, unopened
 from ckptool.diagnosis.models import level, naming, objects, versions
 from ckptool.diagnosis.training import fit, training
@@ -44,7 +51,8 @@ from ckptool.writing.target import default_target, target_format
 
 __all__ = ["MENDED", "Diagnosis", "Plan", "Planner", "doctor"]
 
-_CHECKS = (layout, level, objects, naming, fit, training, versions, memory, placement)
+_CHECKS = (layout, level, objects, naming, fit, training, versions, memory,
+           quantization, placement)  # fmt: skip
 _RANK = {"fails": 0, "misleads": 0, "note": 1}
 _FIRST = {"malicious": -3, "damaged": -2, "part": -1, "meta": -1, "packed": -1, "frozen": -1}
 _UNMENDED = "no command fixes it"

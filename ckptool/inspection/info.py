@@ -24,6 +24,7 @@ from ckptool.inspection.obstacles import (
     unnamed,
     would_run,
 )
+from ckptool.inspection.quantization import quantizations
 from ckptool.inspection.values import documented, json_path
 from ckptool.model import Path, TensorRef
 from ckptool.names import BUFFER_NAMES, N_AVERAGED
@@ -185,9 +186,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
         notes.append(f"several state dicts; {CHOICE} is the one to go on with: {listed(choices)}")
     if stuck and (text := needed_import(objects)):
         notes.append(text)
-    for section in sections:
-        for scheme, count in section.quantisers.items():
-            notes.append(f"{counted(count, 'tensor')} quantised: {scheme}")
+    notes += map(str, quantizations(checkpoint))
     for section in sections:
         notes += (f"a state dict made of this would lack {text}" for text in section.unread)
     return Info(

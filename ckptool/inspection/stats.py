@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
+from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotFound, UnsupportedFormat, UsageError, without_query
 from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
@@ -20,6 +21,8 @@ from ckptool.inspection.values import documented, json_value, shape_text
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
 from ckptool.names import families
+from ckptool.quantisers import Quantised, quantised
+from ckptool.statedict import MODEL_KINDS
 from ckptool.tensors.statistics import Histogram, Measurer, Measures, Moments, measurable
 from ckptool.tree import distinct, is_within, name_of, resolve, selected, walk
 from ckptool.words import counted, listed, printable, shell
@@ -265,7 +268,27 @@ def stats(
             rows[models[place]] = replace(
                 row, flags=(*row.flags, *flags), remarks=(*row.remarks, remark)
             )
+        _note_codes(checkpoint, leaves, rows)
         return Stats(without_query(checkpoint.path), checkpoint.format, tuple(rows), _totals(rows))
+
+
+def _note_codes(
+    checkpoint: Checkpoint, leaves: Sequence[tuple[Path, TensorRef]], rows: list[TensorStats]
+) -> None:
+    """Remark at the first weight of each scheme that the figures are of codes."""
+    places = {id(tensor): at for at, (_, tensor) in reversed([*enumerate(leaves)])}
+    for part in checkpoint.sections:
+        known = quantised(part.node) if part.kind in MODEL_KINDS else {}
+        first: dict[str, tuple[int, Quantised]] = {}
+        for name, one in known.items():
+            if (at := places.get(id(part.node[name]))) is not None and one.companions:
+                first.setdefault(one.scheme, (at, one))
+        for at, one in first.values():
+            count = sum(one.scheme == other.scheme for other in known.values())
+            alike = f", as {count - 1:,} more here" if count > 1 else ""
+            what = f"{str(one).removeprefix('is ')}{alike}"
+            remark = f"{what}: figures of codes, without {listed(one.companions)}"
+            rows[at] = replace(rows[at], remarks=(*rows[at].remarks, remark))
 
 
 def _measured(

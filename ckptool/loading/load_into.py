@@ -46,11 +46,13 @@ from ckptool.loading.target import (
 from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.matching.layouts import Choices
 from ckptool.matching.report import counted
+from ckptool.quantisers import LIBRARIES, quantised
 from ckptool.tensors import require_torch
+from ckptool.tensors.dequantising import dequantized
 from ckptool.tensors.live import memory_of
 from ckptool.tensors.materialise import MapLocation, Placement
 from ckptool.transforms.name_rules import Rule
-from ckptool.words import a_class, listed, printable
+from ckptool.words import a_class, listed, printable, shell
 
 if TYPE_CHECKING:
     import torch
@@ -131,7 +133,8 @@ def load_into(
             Groups that are divided otherwise keep their own options. The report names all of it.
 
     Raises:
-        MatchError: the source does not fit, or another process failed or did not call.
+        MatchError: the source does not fit, or another process failed or did not call; or codes of
+            quantized weights would be taken for numbers.
         UnreadableFile: the file cannot be opened, or differs from its checksums (`CorruptFile`).
         NotFound: there is no state dict, or none at `key` (`AmbiguousName`: there are several).
         NameCollision: `rules` give two keys the same name.
@@ -196,6 +199,7 @@ def load_into(
                     hint=without_values.remedy,
                     report=plan.report,
                 )
+            _refuse_codes(state, target, plan)
             filled = None
             if optimizer is not None:
                 from ckptool.loading.optimizer import planned_optimizer  # seldom needed
@@ -222,6 +226,37 @@ def load_into(
                 raise refusal
         loading.run(verify=verify, together=together)
         return _finished(model, target, loading.plan.report)
+
+
+def _refuse_codes(state: State, target: Target, plan: Plan) -> None:
+    """Refuse to give the codes of quantized weights to a model as if they were numbers.
+
+    A model that takes what the codes need as well knows what they are.
+
+    Raises:
+        MatchError: one would be.
+    """
+    known, taken = quantised(state.root), {*plan.pairs.values()}
+    for name, own in plan.pairs.items() if known else ():
+        found, wanted = known.get(own), target.slots[name].dtype or ""
+        if (
+            found is not None
+            and found.companions
+            and not taken.issuperset(found.companions)
+            and wanted.startswith(("float", "bfloat", "complex"))
+            and wanted != state.slots[own].dtype
+        ):
+            library = LIBRARIES.get(found.scheme, "the library that wrote it")
+            hint = f"load it into a model of {library}"
+            if not state.tree.in_memory and dequantized(state.root, own, found) is not None:
+                hint = f"ckptool cast --dequantize bfloat16 {shell(state.file)} makes plain numbers"
+            raise MatchError(
+                f"{printable(own)!r} {found}: {target.label} would take its codes for numbers, "
+                f"without {listed(found.companions)}",
+                file=state.file or None,
+                hint=hint,
+                report=plan.report,
+            )
 
 
 class _Loading:

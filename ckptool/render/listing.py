@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, TreeNode
 from ckptool.inspection.values import shape_text, summarise
 from ckptool.model import Opaque, Storage, TensorRef
+from ckptool.quantisers import LOOKS_QUANTIZED
 from ckptool.render.table import apart, table
 from ckptool.render.text import PLAIN, Look, label, shorten, size
 from ckptool.words import clean, counted
@@ -43,7 +44,9 @@ def totals(listing: Listing) -> str:
     if listing.objects:
         parts.append(counted(len(listing.objects), "object"))
     if listing.quantisers:
-        parts.append(f"quantised: {', '.join(listing.quantisers)}")
+        known = [scheme for scheme in listing.quantisers if scheme != LOOKS_QUANTIZED]
+        parts += [f"quantized: {', '.join(known)}"] if known else []
+        parts += [LOOKS_QUANTIZED] if len(known) < len(listing.quantisers) else []
     return "; ".join(parts)
 
 

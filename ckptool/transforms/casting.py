@@ -26,8 +26,8 @@ from ckptool.model import (
     remade,
 )
 from ckptool.modules import held_apart, modules_below, own_tensors
-from ckptool.quantisers import Quantised, quantised
-from ckptool.statedict import only_its_class
+from ckptool.quantisers import MARKERS, OF_OPTIMIZERS, Quantised, quantised
+from ckptool.statedict import MODEL_KINDS, only_its_class
 from ckptool.tensors.casting import FLOATS, Caster, Losses
 from ckptool.tensors.dequantising import PACKED, dequantized
 from ckptool.tree import everything as every_node
@@ -117,10 +117,6 @@ def _with(node: Any, path: Path, tensor: TensorRef) -> Any:
     return items if isinstance(node, list) else type(node)(items)
 
 
-_OPTIMIZERS = re.compile(r"(.*_)?optim(izer)?(_?states?|s)?(_.*)?", re.IGNORECASE)
-"""Keys under which an optimizer's state stands, whatever its form."""
-
-
 def optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
     """Return the paths of tensors that an optimizer or scheduler holds, in any form."""
     found = {
@@ -138,7 +134,7 @@ def optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
 
     for path, leaf in walk(checkpoint.root, enter=enter):
         if isinstance(leaf, TensorRef) and (
-            any(isinstance(key, str) and _OPTIMIZERS.fullmatch(key) for key in path[:-1])
+            any(isinstance(key, str) and OF_OPTIMIZERS.fullmatch(key) for key in path[:-1])
             or any(is_within(path, holder) for holder in pickled)
         ):
             found.add(path)
@@ -286,29 +282,31 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
         for path, one in held_apart(part.holder).items() if part.kind == "module" else ():
             if meets(one):
                 refuse(f"numbers mean something only as they are: {only_its_class(path, one)}")
-    for state, name, found in _quantised(checkpoint.root):
+    for state, name, found in _quantised(checkpoint):
         if any(meets(state[one]) for one in (name, *found.companions)):
             plain = "ckptool cast --dequantize bfloat16 makes plain numbers of them"
             cls = getattr(state[name], "class_name", "")
             held = listed(found.companions) if found.companions else f"its class, {printable(cls)}"
             refuse(
-                f"{printable(name)!r} is quantised ({found.scheme}): its numbers mean something "
-                f"only with {held}",
+                f"{printable(name)!r} {found}: its numbers mean something only with {held}",
                 plain if dequantized(state, name, found) is not None else "",
             )
 
 
 def _quantised(
-    root: Any, *, alone: bool = False
+    checkpoint: Checkpoint, *, alone: bool = False
 ) -> Iterator[tuple[dict[Any, Any], str, Quantised]]:
     """Yield each quantised weight, with the dict that it and its companions are in.
 
+    Only models are judged by shapes; a pickled module as the state dict that it would have.
     `alone`: also the quantised tensors of torch, which need nothing beside them; a layer's has the
     scale of its activations there.
     """
-    for node in every_node(root):
+    models = {id(one.node): one for one in checkpoint.sections if one.kind in MODEL_KINDS}
+    modules = (one.node for one in models.values() if one.kind == "module")
+    for node in chain(every_node(checkpoint.root), modules):
         if isinstance(node, dict):
-            for name, found in quantised(node).items():
+            for name, found in quantised(node, by_shape=id(node) in models).items():
                 if next(find_tensors(node[name]), None) is not None:
                     yield node, name, found
             for name, one in node.items() if alone else ():
@@ -385,21 +383,30 @@ class _Plan:
         """
         made: dict[tuple[int, ...], dict[str, TensorRef] | None] = {}
         plain: dict[int, dict[str, dict[str, TensorRef]]] = {}
-        for state, name, found in _quantised(self.checkpoint.root, alone=True):
+        nodes = {id(node) for node in every_node(self.checkpoint.root)}
+        known = set[int]()
+        for state, name, found in _quantised(self.checkpoint, alone=True):
+            if id(state) not in nodes and id(state[name]) in known:
+                continue  # of a pickled module, and made already
+            known.add(id(state[name]))
             parts = (id(state[name]), *(id(state[one]) for one in found.companions))
-            new = made[parts] = made.get(parts) or dequantized(state, name, found)
+            is_made = id(state) in nodes or None
+            new = made[parts] = made.get(parts) or (is_made and dequantized(state, name, found))
             if new is None:
                 raise NotRepresentable(
-                    f"{printable(name)!r} cannot be dequantised: it is {found.scheme}, and this "
-                    "layout of it is not known",
+                    f"{printable(name)!r} cannot be dequantized: it {found}, and ckptool does not "
+                    "know this layout",
                     file=self.checkpoint.path,
+                    hint=None if is_made else "--model-only makes a state dict of the module first",
                 )
             self.scaled[id(next(iter(new.values())).storage)] = dtype
             self.schemes[found.scheme] = None
-            self.gone.update(dict.fromkeys(found.companions))
+            marks = (one for one in state if str(one).rpartition(".")[2] in MARKERS)
+            left_out = (*found.companions, *marks)
+            self.gone.update(dict.fromkeys(left_out))
             named = {name.removesuffix(PACKED) + end: one for end, one in new.items()}
             own = plain.setdefault(id(state), {})
-            own.update({name: named} | {one: {} for one in found.companions})
+            own.update({name: named} | {one: {} for one in left_out})
         if not plain:
             raise NotFound("there are no quantised weights", file=self.checkpoint.path)
 
@@ -453,7 +460,10 @@ class _Plan:
         pairs = Counter(wish.pair for wish in self.wanted.values() for _ in wish.names)
         for (old, new), count in pairs.items():
             becomes = "becomes" if count == 1 else "become"
-            yield Change("cast", f"{_tensors(count, old)} {becomes} {new}", count)
+            text = f"{_tensors(count, old)} {becomes} {new}"
+            # What `keep` casts to another type is no type of the whole model.
+            now = new if new == self.dtype else None
+            yield Change("cast", text, count, was=old, now=now)
         for glob, dtype in self.rules.items():
             count = self._matches[glob]
             if not count:

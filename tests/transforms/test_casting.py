@@ -618,7 +618,7 @@ def test_scales_laid_out_otherwise_are_refused(tmp_path, scales):
     state = {"w": torch.ones(5, 7).to(torch.float8_e4m3fn), "w_scale": torch.ones(scales)}
     with (
         saved(tmp_path / "m.pth", state) as checkpoint,
-        pytest.raises(NotRepresentable, match="'w' cannot be dequantised"),
+        pytest.raises(NotRepresentable, match="'w' cannot be dequantized"),
     ):
         cast(checkpoint, dequantize="bfloat16")
 

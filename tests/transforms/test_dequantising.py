@@ -126,7 +126,9 @@ def test_4_bit_weights_whose_parts_do_not_fit_are_refused(tmp_path, changed):
     save_file(state, tmp_path / "m.safetensors")
     with (
         open_checkpoint(tmp_path / "m.safetensors") as checkpoint,
-        pytest.raises(NotRepresentable, match=f"'{FIRST}' cannot be dequantised: it is bitsandb"),
+        pytest.raises(
+            NotRepresentable, match=f"'{FIRST}' cannot be dequantized: it is quantized .bitsandb"
+        ),
     ):
         cast(checkpoint, dequantize="bfloat16")
 
@@ -145,7 +147,9 @@ def test_8_bit_weights_in_tiles_or_that_do_not_fit_are_refused(tmp_path, name, v
     save_file(load_file(QUANTISED / "bnb8.safetensors") | {name: value}, tmp_path / "m.safetensors")
     with (
         open_checkpoint(tmp_path / "m.safetensors") as checkpoint,
-        pytest.raises(NotRepresentable, match=r"'wide\.weight' cannot be dequantised: it is bits"),
+        pytest.raises(
+            NotRepresentable, match=r"'wide\.weight' cannot be dequantized: it is quantized .bits"
+        ),
     ):
         cast(checkpoint, dequantize="bfloat16")
 
@@ -287,7 +291,9 @@ def test_a_tensor_of_torchao_whose_parts_do_not_fit_is_refused(tmp_path, part):
         with open_checkpoint(tmp_path / "parts.pth") as parts:
             state = {**found.parts["state"], **part, **{key: parts[key] for key in live}}
             changed = replace(found, parts={**found.parts, "state": state})
-            with pytest.raises(NotRepresentable, match="'w' cannot be dequantised: it is torchao"):
+            with pytest.raises(
+                NotRepresentable, match=r"'w' cannot be dequantized: it is quantized .torchao"
+            ):
                 cast(checkpoint.with_root({"w": changed}), dequantize="bfloat16")
 
 
