@@ -302,6 +302,7 @@ def convert(
         format: `torch-zip`, `torch-legacy`, `safetensors`, ...; default: by the extension.
         max_shard_size: Split into files of at most this size: `"5GB"`, or bytes.
         files_from: A folder whose configuration and tokenizer files are copied beside the weights.
+            The copy of `config.json` follows `dequantize`, `resize` and `cast`.
             None: `source`, if it is a folder of many processes and `target` a folder.
         strict: Refuse to leave anything out.
         overwrite: Replace an existing target.

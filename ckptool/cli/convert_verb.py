@@ -160,8 +160,8 @@ def command(
 
     If DESTINATION is a folder, convert writes model.safetensors in it, as from_pretrained reads
     it, and copies config.json, the tokenizer and other such files from --files-from or from a
-    SOURCE that is a folder of ranks. --format dcp writes a folder that
-    torch.distributed.checkpoint.load reads.
+    SOURCE that is a folder of ranks. The copy of config.json follows --dequantize, --resize and
+    --cast. --format dcp writes a folder that torch.distributed.checkpoint.load reads.
     """
     if target.output is None and len(sources) < 2:
         raise UsageError("convert needs one file to write", hint="ckptool convert A B, or A -o B")

@@ -112,7 +112,9 @@ def _by_glob(kind: str, glob: str, one: _One) -> _Step:
             if node.place not in known:
                 _check(name, node, file)
                 known[node.place], text = one(name, node, file)
-                work.changes.append(Change(kind, f"{printable(name)}: {text}", 1))
+                was, now = (made.sizes[0] for made in (node, known[node.place]))
+                told = f"{printable(name)}: {text}"
+                work.changes.append(Change(kind, told, 1, was=was, now=now))
             else:
                 work.changes.append(Change(kind, f"{printable(name)}: tied to another, as it", 1))
             work.items[at] = name, known[node.place]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import Change, Checkpoint
 from ckptool.errors import FileMissing
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.atomic import FileOutput
 from ckptool.files.place import place_of
 from ckptool.formats.base import NewFile, Plan
 from ckptool.words import listed
+from ckptool.writing.configuration import Edited, edited
 
 __all__ = ["PATTERNS", "folder_of_companions", "with_companions"]
 
@@ -40,8 +41,6 @@ PATTERNS = (
     "video_preprocessor_config.json",
 )
 """Names of the files that are copied: neither weights nor code."""
-_MOST = 1 << 20
-"""Bytes of it that are looked into."""
 _FOLDERS = ("", "huggingface", "hf")
 """Where they lie in the folder of a checkpoint: verl has `huggingface`, Megatron-Bridge `hf`."""
 
@@ -58,14 +57,15 @@ def with_companions(
     plan: Plan,
     path: str,
     folder: str | os.PathLike[str],
+    checkpoint: Checkpoint,
     *,
     found: bool = False,
-    plain: bool = False,
-) -> Plan:
+) -> tuple[Plan, Sequence[Change]]:
     """Return `plan` with the files of `folder` beside the weights, which are at `path` if alone.
 
+    The copy of `config.json` follows the changes of `checkpoint`; what it states and the file did
+    not have is a warning, returned too.
     `found`: nobody named `folder`: a file that the target has already stays, and is named.
-    `plain`: the weights were quantised, which `config.json` may say, and are no longer.
 
     Raises:
         FileMissing: there is no such folder, or no such file in it.
@@ -83,11 +83,20 @@ def with_companions(
     taken = {one for one in wanted if found and place_of(target).exists(os.path.join(target, one))}
     copied = [name for name in wanted if name not in taken]
     weights = plan.files if plan.index else (plan.files[0]._replace(path=path),)
-    return replace(
-        plan,
-        files=(*(_copy(folder, name, target) for name in copied), *weights),
-        notes=(*plan.notes, *_notes(os.fspath(folder), names, copied, taken, plain=plain)),
+    is_copied = _CONFIG in copied
+    config = edited(os.path.join(folder, _CONFIG), checkpoint) if is_copied else Edited()
+    new = (
+        _new(config.data, os.path.join(target, name))
+        if name == _CONFIG and config.data is not None
+        else _copy(folder, name, target)
+        for name in copied
     )
+    notes = (*_notes(os.fspath(folder), names, copied, taken), *config.notes)
+    return replace(plan, files=(*new, *weights), notes=(*plan.notes, *notes)), config.warnings
+
+
+def _new(data: bytes, path: str) -> NewFile:
+    return NewFile(len(data), lambda output: output.write(data), path=path)
 
 
 def _copy(folder: str | os.PathLike[str], name: str, target: str) -> NewFile:
@@ -102,19 +111,12 @@ def _copy(folder: str | os.PathLike[str], name: str, target: str) -> NewFile:
 
 
 def _notes(
-    folder: str, names: Iterable[str], copied: Collection[str], taken: Iterable[str], *, plain: bool
+    folder: str, names: Iterable[str], copied: Collection[str], taken: Iterable[str]
 ) -> Iterator[str]:
     if copied:
         yield f"copied from {folder}: {listed(copied)}"
     if taken:
         yield f"there already, and not copied from {folder}: {listed(sorted(taken))}"
-    if _CONFIG in copied and plain:
-        with open(os.path.join(folder, _CONFIG), "rb") as file:
-            if b'"quantization_config"' in file.read(_MOST):
-                yield (
-                    f"{_CONFIG} says quantization_config, and the weights are plain numbers now: "
-                    "take that entry out"
-                )
     code = [name for name in names if name.endswith(".py")]
     if code:
         yield f"code is not copied from {folder}: {listed(code)}"

@@ -163,7 +163,9 @@ def save(
         progress,
     )
     if to_folder or files_from is not None:
-        plan = _accompanied(plan, job, files_from, to_folder=to_folder)
+        plan, more = _accompanied(plan, job, files_from, to_folder=to_folder)
+        checkpoint = checkpoint.with_root(checkpoint.root, *more)
+        job = replace(job, checkpoint=checkpoint)
     is_divided = plan.index and not (dry_run or is_far)
     if team and is_divided and team.first(lambda: finish_divided(plan, job, options)):
         return _receipt(plan, job, team, dry_run=False)
@@ -234,8 +236,8 @@ def _planned(
 
 def _accompanied(
     plan: Plan, job: Job, files_from: str | os.PathLike[str] | None, *, to_folder: bool
-) -> Plan:
-    """Return the plan with the files that belong beside the weights in a folder."""
+) -> tuple[Plan, Sequence[Change]]:
+    """Return the plan with the files that belong next to the weights in a folder, and warnings."""
     from ckptool.writing.companions import folder_of_companions, with_companions
 
     if not to_folder:
@@ -243,14 +245,11 @@ def _accompanied(
             "files_from is about a folder to write, and the target is one file",
             hint="name a folder: ckptool convert SOURCE FOLDER/",
         )
-    plain = any(change.kind == "dequantize" for change in job.checkpoint.changes)
     found = files_from is None
     folder = folder_of_companions(job.checkpoint) if files_from is None else files_from
-    return (
-        with_companions(plan, job.path, folder, found=found, plain=plain)
-        if folder is not None
-        else plan
-    )
+    if folder is None:
+        return plan, ()
+    return with_companions(plan, job.path, folder, job.checkpoint, found=found)
 
 
 def _room(plan: Plan, path: str | os.PathLike[str]) -> str:
