@@ -15,6 +15,7 @@ __all__ = [
     "OPTIONS",
     "fits_shape",
     "groups_of",
+    "has_training_weights",
     "model_of",
     "names_in",
     "options_of",
@@ -48,6 +49,14 @@ def groups_of(section: Section) -> list[list[Any]]:
 def _key(held: Any) -> Any:
     """Return what a group says of a parameter, as a key of `state`; anything odd is nobody's."""
     return held if isinstance(held, (int, str)) else ("?", id(held))
+
+
+def has_training_weights(section: Section) -> bool:
+    """Return whether its model has training weights: it is schedule-free, and in train mode."""
+    states = section.node["state"].values()
+    return any(group.get("train_mode") is True for group in section.node["param_groups"]) and any(
+        isinstance(state, dict) and isinstance(state.get("z"), TensorRef) for state in states
+    )
 
 
 def names_in(section: Section) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 from ckptool.conversion_like import compared
 from ckptool.diagnosis.complaint import Choice, Found, Patient, names_of, quoted, unwrapped
 from ckptool.diagnosis.models import INTEGERS, is_floating
+from ckptool.inspection.info import ema_command
 from ckptool.loading.target import Target
 from ckptool.matching import Cast, MatchReport
 from ckptool.matching.align import is_average_counter
@@ -22,7 +23,7 @@ from ckptool.matching.judging import difference
 from ckptool.matching.known_renames import MERGE
 from ckptool.model import Shape, TensorRef
 from ckptool.names import BUFFER_NAMES, bare_names
-from ckptool.optimizers import groups_of, model_of, names_in, shapes_in
+from ckptool.optimizers import groups_of, has_training_weights, model_of, names_in, shapes_in
 from ckptool.statedict import Section, named_tensors
 from ckptool.tree import distinct
 from ckptool.words import are, counted, listed, printable
@@ -253,6 +254,17 @@ def _kinds(casts: Sequence[Cast]) -> str:
 def training(patient: Patient) -> Iterator[Found]:
     """Yield what of the optimizers' state would go to another parameter, or to none."""
     for section in patient.optimizers:
+        if patient.models and has_training_weights(section):
+            yield Found(
+                "training-weights",
+                "misleads",
+                "the optimizer is schedule-free and was saved in train mode: the model has "
+                "training weights",
+                (_where(section),),
+                "load_state_dict loads them without an error, and they evaluate worse than those "
+                "after optimizer.eval()",
+                remedy=f"{ema_command(patient.checkpoint)} writes the weights for evaluation",
+            )
         for found in _complaints(patient, section):
             # mended by going on without it, where it is clear which model that is
             fix = {"model_only": True} if patient.model is not None else None

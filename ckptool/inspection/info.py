@@ -28,18 +28,19 @@ from ckptool.inspection.quantization import quantizations
 from ckptool.inspection.values import documented, json_path
 from ckptool.model import Path, TensorRef
 from ckptool.names import BUFFER_NAMES, N_AVERAGED
+from ckptool.optimizers import has_training_weights
 from ckptool.statedict import MODEL_KINDS, Section, likely_models, only_model, sections
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import to_plain
 from ckptool.transforms.compacting import storage_use
 from ckptool.transforms.extraction import plain_state_dict
 from ckptool.tree import distinct, ties
-from ckptool.words import are, as_argument, counted, listed
+from ckptool.words import are, as_argument, counted, listed, printable
 from ckptool.writing.target import DEFAULT, default_target
 
 __all__ = [
-    "TRAINING", "Info", "SectionInfo", "convert_command", "info", "load_commands", "training_in",
-    "waste_notes", "weights",
+    "TRAINING", "Info", "SectionInfo", "convert_command", "ema_command", "info", "load_commands",
+    "training_in", "waste_notes", "weights",
 ]  # fmt: skip
 
 
@@ -188,6 +189,13 @@ def _summary(checkpoint: Checkpoint) -> Info:
         notes.append(text)
     notes += map(str, quantizations(checkpoint))
     for section in sections:
+        if section.kind == "optimizer" and has_training_weights(section):
+            notes.append(
+                f"{printable(section.name) or 'the optimizer'} is schedule-free and in train mode: "
+                f"the model has training weights; {ema_command(checkpoint)} writes those for "
+                "evaluation"
+            )
+    for section in sections:
         notes += (f"a state dict made of this would lack {text}" for text in section.unread)
     return Info(
         file=without_query(checkpoint.path),
@@ -213,6 +221,11 @@ def _summary(checkpoint: Checkpoint) -> Info:
         training=training_in(checkpoint),
         part=part.text if part is not None and part.certain else "",
     )
+
+
+def ema_command(checkpoint: Checkpoint) -> str:
+    """Return the command that writes the averaged weights."""
+    return _joined("extract", as_argument(checkpoint.path), "--ema")
 
 
 def training_in(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.errors import MatchError, UsageError
 from ckptool.loading.fill import check_bytes, check_pickles
 from ckptool.loading.plan import Plan, inert
-from ckptool.loading.positions import doubt_of, keeps_order, parameters_in
+from ckptool.loading.positions import doubt_of, parameters_in
 from ckptool.loading.ranks import is_spread, spread_like, without_hidden
 from ckptool.loading.snapshot import layers
 from ckptool.loading.source import State
@@ -37,6 +37,7 @@ from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, optimizer_name
 from ckptool.tensors import is_one_part
 from ckptool.tensors.live import dtype_name, shape_of
 from ckptool.transforms.names import distinct
+from ckptool.transforms.schedule_free import keeps_order
 from ckptool.tree import everything, name_of, resolve, walk
 from ckptool.words import a_class, counted, listed, printable
 
@@ -361,7 +362,8 @@ def _check_order(
         doubt = _misfit(saved, wanted)
     if doubt:
         is_vouched = len(keys) == len(wanted.names)
-        can_name = keeps_order(state) and len(held) == len(keys)
+        is_ordered = keeps_order(state.tree, list(state.slots), state.metadata)
+        can_name = is_ordered and len(held) == len(keys)
         raise MatchError(
             f'{_NAMELESS}: {doubt}; optimizer_order="position" takes it in the order of the file',
             hint=_VOUCH if is_vouched else _VOUCH_PARTIAL if can_name else _ALONE,
@@ -389,7 +391,7 @@ def _by_position(
         and {*numbers} != {*own.values()}
         and {*numbers} != {None}
         and len(held) == len(keys)
-        and keeps_order(state)
+        and keeps_order(state.tree, list(state.slots), state.metadata)
         and all(
             shape_kept(saved.state(key)) in (None, shape)
             for key, shape in zip(keys, shapes, strict=True)

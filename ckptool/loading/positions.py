@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptool.formats import format_of
 from ckptool.loading.plan import Plan
 from ckptool.loading.source import State
 from ckptool.loading.target import Target
@@ -18,27 +17,17 @@ from ckptool.names import STATISTICS
 from ckptool.optimizers import fits_shape
 from ckptool.statedict import Section
 from ckptool.tensors.live import shape_of
+from ckptool.transforms.schedule_free import keeps_order
 from ckptool.words import counted, printable
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["doubt_of", "keeps_order", "parameters_in"]
+__all__ = ["doubt_of", "parameters_in"]
 
 _NOT_COMPARED = frozenset(("params", "param_names", "lr"))
 """Options of a group that say nothing of which one it is: schedules change the learning rate."""
 _MISSING = "not set"
-
-
-def keeps_order(state: State) -> bool:
-    """Return whether the keys of a model are in the order in which the model has them.
-
-    An order that is sorted proves nothing, unless torch's own `_metadata` is with it: that of
-    safetensors, of npz and of DCP always is, and so is what others made of these.
-    """
-    format, names = format_of(state.tree.format), list(state.slots)
-    is_sorted = len(names) > 1 and state.metadata is None and names == sorted(names)
-    return (state.tree.in_memory or format.keeps_order) and not is_sorted
 
 
 def parameters_in(
@@ -89,7 +78,7 @@ def doubt_of(
     order = {id(one): at for at, one in enumerate(model.parameters())}
     groups: list[Mapping[str, Any]] = optimizer.param_groups
     own = [one for group in groups for one in group["params"]]
-    if not keeps_order(state):
+    if not keeps_order(state.tree, list(state.slots), state.metadata):
         return (
             "the model's file is sorted by key, so that only your model has an order of parameters"
         )

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
-from ckptool.files.computed import computed
 from ckptool.model import Storage, TensorRef
 from ckptool.tensors.casting import checked_tensor
-from ckptool.tensors.materialise import require_torch, torch_dtype
+from ckptool.tensors.materialise import torch_dtype
+from ckptool.tensors.whole import Wholes
 
 if TYPE_CHECKING:
     import torch
@@ -50,12 +47,11 @@ class Factors:
 
 
 class Merger:
-    """Makes storages of merged weights; the last one computed is kept while it is read."""
+    """Makes storages of merged weights."""
 
     def __init__(self) -> None:
         """Start with nothing computed."""
-        self._last: tuple[object, memoryview] | None = None
-        self._lock = Lock()
+        self._wholes = Wholes()
 
     def storage(
         self, weight: TensorRef, other: TensorRef | None, added: Sequence[Factors]
@@ -65,30 +61,11 @@ class Merger:
         Raises:
             TorchMissing: torch is not installed.
         """
-        require_torch()
-        held = weight.storage
-        if held is None:
+        if weight.storage is None:
             raise NotRepresentable("a tensor without bytes takes no adapter")
-        size = weight.numel * BY_NAME[weight.dtype].itemsize
         start = weight if other is None else other
-
-        def fill(offset: int, buffer: memoryview) -> None:
-            with self._lock:
-                if self._last is None or self._last[0] is not fill:
-                    self._last = None
-                    self._last = fill, _bytes(_merged(start, weight, added))
-                buffer[:] = self._last[1][offset : offset + len(buffer)]
-
         used = [start, *(one for each in added for one in (each.down, each.up))]
-        made_of = [one.storage.data for one in used if one.storage and one.storage.data]
-        data = computed(made_of, size, fill)
-        return Storage(held.key, data, size, held.device, sys.byteorder)
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    import torch
-
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return self._wholes.of(weight, used, lambda: _merged(start, weight, added))
 
 
 def _read(ref: TensorRef) -> torch.Tensor:

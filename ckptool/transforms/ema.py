@@ -17,6 +17,7 @@ from ckptool.transforms.casting import FLOATING
 from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.extraction import left_out, plain_state_dict, thinned
 from ckptool.transforms.names import distinct
+from ckptool.transforms.schedule_free import weights_for_evaluation
 from ckptool.tree import name_of
 from ckptool.words import counted, listed, printable, shell
 
@@ -35,7 +36,8 @@ _SHADOW = "shadow_params"
 """torch-ema and the `EMAModel` of diffusers: a list in the order of `model.parameters()`."""
 _LOOKED_FOR = (
     "a state dict or module called ema (`model_ema`, `state_dict_ema`); names that begin with "
-    f"`{_LITEMA}` or `{_AVERAGED}`; a list `{_SHADOW}`; `averaging_state` of Lightning"
+    f"`{_LITEMA}` or `{_AVERAGED}`; a list `{_SHADOW}`; `averaging_state` of Lightning; "
+    "a schedule-free optimizer in train mode"
 )
 
 _Tensors = dict[str, TensorRef]
@@ -124,6 +126,8 @@ def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
             yield _Average(part.path, named_tensors(plain_state_dict(checkpoint, part)), part)
     for path, node in _lists(root, ()):
         yield _Average(path, node)
+    for optimizer, model, weights in weights_for_evaluation(checkpoint):
+        yield _Average(optimizer.path, weights, None, model)
 
 
 def _lists(node: Any, path: Path, depth: int = 4) -> Iterator[tuple[Path, list[TensorRef]]]:

@@ -1,0 +1,103 @@
+"""The weights for evaluation of a model that a schedule-free optimizer trains.
+
+Source: facebookresearch/schedule_free, whose `eval()` turns the weights y of training into their
+average x: `p.lerp_(end=z, weight=1 - 1 / beta1)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint
+from ckptool.errors import NotFound
+from ckptool.formats import format_of
+from ckptool.model import TensorRef
+from ckptool.names import STATISTICS, bare_names
+from ckptool.optimizers import (
+    groups_of,
+    has_training_weights,
+    model_of,
+    names_in,
+)
+from ckptool.statedict import MODEL_KINDS, Section, named_tensors, optimizer_names
+from ckptool.tensors.whole import Wholes, lerped
+from ckptool.transforms.names import distinct
+from ckptool.tree import distinct as once
+from ckptool.words import printable
+
+__all__ = ["keeps_order", "weights_for_evaluation"]
+
+
+def keeps_order(checkpoint: Checkpoint, names: list[str], metadata: object) -> bool:
+    """Return whether the keys of a model are in the order in which the model has them.
+
+    An order that is sorted proves nothing, unless torch's own `_metadata` is with it: that of
+    safetensors, of npz and of DCP always is, and so is what others made of these.
+    """
+    is_sorted = len(names) > 1 and metadata is None and names == sorted(names)
+    return (checkpoint.in_memory or format_of(checkpoint.format).keeps_order) and not is_sorted
+
+
+def weights_for_evaluation(
+    checkpoint: Checkpoint,
+) -> Iterator[tuple[Section, Section, dict[str, TensorRef]]]:
+    """Yield each schedule-free optimizer in train mode, its model, and the weights by key.
+
+    Raises:
+        NotFound: it is not certain which state belongs to which weight.
+    """
+    optimizers = distinct(one for one in checkpoint.sections if one.kind == "optimizer")
+    models = distinct(one for one in checkpoint.sections if one.kind in MODEL_KINDS)
+    for section in filter(has_training_weights, optimizers):
+        are_alone = len(models) == len(optimizers) == 1
+        model = models[0] if are_alone else model_of(section, models, optimizers)
+        found = {} if model is None else _named(checkpoint, section, model)
+        tensors = {} if model is None else named_tensors(model.node)
+        wholes, made = Wholes(), {}
+        for keys, group in zip(groups_of(section), section.node["param_groups"], strict=True):
+            for key in keys if group.get("train_mode") is True else ():
+                held, name = section.node["state"].get(key), found.get(key)
+                end = held.get("z") if isinstance(held, dict) else None
+                if end is None:
+                    continue
+                start, beta = tensors.get(name or ""), _beta(group)
+                if name is None or start is None or end.shape != start.shape or not beta:
+                    raise NotFound(
+                        f"the schedule-free optimizer {printable(section.name)} is in train mode, "
+                        "and names, shapes and order do not prove which state belongs to which "
+                        "weight",
+                        file=checkpoint.path or None,
+                        hint="call optimizer.eval() before the checkpoint is saved",
+                    )
+                made[name] = lerped(wholes, start, end, 1 - 1 / beta)
+        if model is not None and made:
+            yield section, model, made
+
+
+def _beta(group: Mapping[Any, Any]) -> float:
+    betas = group.get("betas", (group.get("momentum"),))
+    beta = betas[0] if isinstance(betas, (list, tuple)) and betas else None
+    return float(beta) if isinstance(beta, (int, float)) else 0.0
+
+
+def _named(checkpoint: Checkpoint, section: Section, model: Section) -> dict[Any, str]:
+    """Return the key in the model for each parameter, by names or, in one group, by position."""
+    groups, tensors = groups_of(section), named_tensors(model.node)
+    keys = [key for group in groups for key in group]
+    names = names_in(section)
+    if names:
+        bare = bare_names(names)
+        own = {new: name for name, new in bare_names(tensors).items()}
+        return {key: own.get(bare[name], "") for key, name in zip(keys, names, strict=True)}
+    listed = once(((name,), one) for name, one in tensors.items())
+    held = [str(path[0]) for path, _ in listed if _last(path) not in STATISTICS]
+    metadata = getattr(model.node, "metadata", None)
+    is_proved = len(groups) == 1 and len(held) == len(keys) and not optimizer_names(section.node)
+    if is_proved and keeps_order(checkpoint, list(tensors), metadata):
+        return dict(zip(keys, held, strict=True))
+    return {}
+
+
+def _last(path: tuple[Any, ...]) -> str:
+    return str(path[0]).rpartition(".")[2]
