@@ -55,7 +55,10 @@ def unpickle(
     refuse_bomb(data, limits.max_header_inflation)
     file = data.source.name
     rest = data.length - start
-    window = rest if rest <= _WHOLE else _FIRST_WINDOW
+    # A record of an archive is a pickle to its end, as is a file that ends with STOP; behind the
+    # pickles of other files are tensors, which are not to be read for a header.
+    ends = data.length < data.source.size or rest <= 0 or data.read(data.length - 1, 1) == b"."
+    window = rest if rest <= (_WHOLE if ends else _FIRST_WINDOW) else _FIRST_WINDOW
     while True:
         if window > limits.max_pickle_bytes:
             raise LimitExceeded(

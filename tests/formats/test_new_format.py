@@ -10,6 +10,7 @@ import ckptool
 from ckptool.cli import main
 from tests.files.faults import crashes, needs_fork
 from tests.formats import tiles
+from tests.formats.contract import FormatContract
 from tests.sources import PROJECT
 
 WEIGHTS = {
@@ -17,6 +18,19 @@ WEIGHTS = {
     "module.conv.weight": torch.arange(120.0).reshape(2, 3, 4, 5),
     "module.fc.bias": torch.arange(7.0),
 }
+
+
+class TestContract(FormatContract):
+    name = "tiles"
+    is_covered = True
+
+    @pytest.fixture(autouse=True)
+    def _registered(self, monkeypatch):
+        tiles.register(monkeypatch)
+
+    def files(self, folder):
+        tiles.write(folder / "run", WEIGHTS)
+        return folder / "run"
 
 
 class Net(torch.nn.Module):

@@ -8,12 +8,20 @@ from torch import nn
 from torch.export.pt2_archive._package import package_pt2
 from torch.export.pt2_archive._package_weights import TensorProperties, Weights
 
-from ckptool.errors import CheckpointError, CorruptFile
+from ckptool.errors import CorruptFile
 from ckptool.formats.base import Probe
 from ckptool.formats.pt2 import PT2
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.limits import DEFAULT_LIMITS
+from tests.formats.contract import FormatContract
 from tests.formats.zips import assert_as_told, build, changed, read, save, written
+
+
+class TestContract(FormatContract):
+    name = "pt2"
+    sample = "torchscript/exported.pt2"
+    is_covered = True
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:No complete tensor found:UserWarning")
 CONFIG = "data/weights/model_weights_config.json"
@@ -226,10 +234,3 @@ def test_other_zips_are_not_taken_for_pt2(fixtures, tmp_path):
     assert not PT2.recognise(Probe(fixtures / "torch-2.13.0/scripted.pt", DEFAULT_LIMITS))
     keras = save(tmp_path, build([("archive_format", b"keras"), ("config.json", b"{}")]))
     assert not PT2.recognise(Probe(keras, DEFAULT_LIMITS))
-
-
-def test_cut_anywhere_it_is_an_error_of_ours(exported, tmp_path):
-    data = exported.read_bytes()
-    for length in range(4, len(data), 97):
-        with pytest.raises(CheckpointError):
-            read(PT2, save(tmp_path, data[:length]))

@@ -1,6 +1,7 @@
 """The registry: every entry is what it says, and only what may fit is imported."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from ckptool.formats import (
     shard_of,
     writer,
 )
+from tests.sources import PROJECT
 
 
 def test_an_entry_names_its_format_and_whether_it_can_be_written():
@@ -90,3 +92,11 @@ def test_a_file_that_never_stays_as_it_is(changing, error):
     path, _ = changing(9, error=error)
     with pytest.raises(ckptool.UnreadableFile, match=r"model\.pth: changed whenever it was read"):
         open_checkpoint(path)
+
+
+def test_every_format_but_megatron_keeps_the_contract():
+    """Megatron's folders are a dict of ranks, which no command reads as one model."""
+    texts = [path.read_text() for path in (PROJECT / "tests/formats").rglob("test_*.py")]
+    pattern = re.compile(r'^class \w+\(FormatContract\):\n    name = "(.+)"', re.MULTILINE)
+    names = [name for text in texts for name in pattern.findall(text)]
+    assert sorted(names) == sorted({entry.name for entry in REGISTRY} - {"megatron"} | {"tiles"})

@@ -15,7 +15,13 @@ from ckptool.formats import open_checkpoint
 from ckptool.formats.base import Probe
 from ckptool.formats.safetensors import SAFETENSORS
 from ckptool.limits import DEFAULT_LIMITS, Limits
+from tests.formats.contract import FormatContract
 from tests.formats.safetensors_files import BY_TORCH, as_bytes, entry, raw_file
+
+
+class TestContract(FormatContract):
+    name = "safetensors"
+    sample = "safetensors/ties.safetensors"
 
 
 def refused(path, error=CorruptFile):

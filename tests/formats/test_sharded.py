@@ -27,7 +27,20 @@ from ckptool.files.journal import Journal, write_journal
 from ckptool.formats import open_checkpoint
 from ckptool.formats.sharded import Sharded
 from ckptool.limits import Limits
+from tests.formats.contract import FormatContract
 from tests.formats.shards import loaded, write_set
+
+
+class TestContractOfSafetensors(FormatContract):
+    name = "safetensors-sharded"
+    sample = "shards/hub_safetensors"
+
+
+class TestContractOfTorch(FormatContract):
+    name = "torch-sharded"
+    sample = "shards/hub_bin"
+    is_covered = True
+
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 BIN_ONE, BIN_TWO = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"

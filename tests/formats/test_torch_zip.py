@@ -5,7 +5,6 @@ import sys
 import zipfile
 import zlib
 from collections import OrderedDict
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -14,16 +13,15 @@ import torch
 import ckptool
 from ckptool.checkpoint import TORCH_REFUSES
 from ckptool.errors import (
-    CheckpointError,
     CorruptFile,
     LimitExceeded,
     NotRepresentable,
-    TruncatedFile,
 )
 from ckptool.formats.base import Probe
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Storage, TensorRef
+from tests.formats.contract import FormatContract
 from tests.formats.legacy_streams import Called, Pid, dumps
 from tests.formats.zips import (
     Entry,
@@ -37,6 +35,13 @@ from tests.formats.zips import (
     saved,
     written,
 )
+
+
+class TestContract(FormatContract):
+    name = "torch-zip"
+    sample = "torch-2.13.0/dp_full_cuda3.pth"
+    is_covered = True
+
 
 FILES = [
     "torch-1.4.0/zip_odd.pth", "torch-1.4.0/zip_dp_full_cuda1.pth", "torch-1.5.0/zip_odd.pth",
@@ -309,26 +314,6 @@ def test_a_pickle_that_inflates_to_more_than_allowed_is_refused(tmp_path):
     path = save(tmp_path, bomb)
     with pytest.raises((LimitExceeded, CorruptFile)):
         read(TORCH_ZIP, path, Limits(max_pickle_bytes=100_000))
-
-
-@pytest.mark.parametrize("name", ["torch-2.13.0/single_full.tar", "torch-1.6.0/odd.pth"])
-def test_cut_anywhere_it_is_an_error_of_ours(fixtures, tmp_path, name):
-    data = (fixtures / name).read_bytes()
-    for length in range(4, len(data), 97):
-        with pytest.raises(TruncatedFile) as caught:
-            ckptool.open(save(tmp_path, data[:length]))
-        assert str(tmp_path) in str(caught.value)
-
-
-def test_any_damaged_byte_gives_a_checkpoint_or_an_error_of_ours(tmp_path, ones):
-    data = repacked(ones)
-    for position in range(0, len(data), 3):
-        broken = bytearray(data)
-        broken[position] ^= 0x41
-        with suppress(CheckpointError):
-            probe = Probe(save(tmp_path, bytes(broken)), DEFAULT_LIMITS)
-            if TORCH_ZIP.recognise(probe):
-                assert TORCH_ZIP.read(probe).format == "torch-zip"
 
 
 # Writing

@@ -5,15 +5,16 @@ It stands for the formats to come: it has what a new one needs, and nothing besi
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from zlib import crc32
 
 from ckptool.checkpoint import Checkpoint, Details
-from ckptool.errors import CorruptFile
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.tiled import Tile, late, tiled
 from ckptool.formats import registry
-from ckptool.formats.base import Checksum, Findings, Format, Probe, Refusal
+from ckptool.formats.base import Checksum, Findings, Format, Probe, Refusal, check_limit, naming
+from ckptool.formats.safetensors_header import parse_json
 from ckptool.model import OrderedMap, Storage, TensorRef
 
 INDEX = "tiles.json"
@@ -28,23 +29,22 @@ class Tiles(Format):
         return INDEX in probe.entries
 
     def read(self, probe: Probe) -> Checkpoint:
-        index = self._index(probe)
         size = sum(probe.place.size(f"{probe.path}/{name}") for name in probe.entries)
-        root = OrderedMap((name, self._tensor(probe, name, one)) for name, one in index.items())
+        with naming(probe.path, INDEX, rules_of="tiles"):
+            index = self._index(probe)
+            root = OrderedMap((name, self._tensor(probe, name, one)) for name, one in index.items())
         return Checkpoint(root, self.name, probe.path, Details(size=size, writer="a test"))
 
     def findings(self, probe: Probe) -> Findings:
-        every = [(name, tile) for name, one in self._index(probe).items() for tile in one["tiles"]]
-        sums = (Checksum(name, self._data(probe, tile), tile["crc32"]) for name, tile in every)
-        return Findings(checksums=tuple(sums))
+        with naming(probe.path, INDEX, rules_of="tiles"):
+            every = [(name, t) for name, one in self._index(probe).items() for t in one["tiles"]]
+            sums = [Checksum(name, self._data(probe, tile), tile["crc32"]) for name, tile in every]
+            return Findings(checksums=tuple(sums))
 
     def _index(self, probe: Probe) -> dict:
-        source = probe.place.open(f"{probe.path}/{INDEX}")
-        probe.on_close(source.close)
-        try:
-            return json.loads(source.read(0, source.size))
-        except ValueError as error:
-            raise CorruptFile(f"the index is not JSON ({error})", file=source.name) from error
+        with closing(probe.place.open(f"{probe.path}/{INDEX}")) as source:
+            check_limit("the index has", source.size, "bytes", probe.limits.max_json_bytes)
+            return parse_json(source.read(0, source.size).decode(), "the index")
 
     def _tensor(self, probe: Probe, name: str, one: dict) -> TensorRef:
         tiles = [

@@ -33,6 +33,13 @@ from ckptool.formats import open_checkpoint
 from ckptool.inspection.verify import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.writing.target import default_target
+from tests.formats.contract import FormatContract
+
+
+class TestContract(FormatContract):
+    name = "dcp"
+    sample = "dcp/alone-2.13.0"
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -15,6 +15,13 @@ from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.verify import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
+from tests.formats.contract import FormatContract
+
+
+class TestContract(FormatContract):
+    name = "dcp-safetensors"
+    sample = "dcp/hugging-2.13.0"
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

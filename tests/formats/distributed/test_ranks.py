@@ -18,7 +18,14 @@ from ckptool.formats import open_checkpoint
 from ckptool.formats.distributed.placements import owned_rows
 from ckptool.inspection.verify import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
+from tests.formats.contract import FormatContract
 from tests.formats.zips import resaved
+
+
+class TestContract(FormatContract):
+    name = "fsdp-ranks"
+    sample = "ranks/fsdp2-2.13.0"
+    is_covered = True
 
 
 def cut(tensor, mesh, placements, place):

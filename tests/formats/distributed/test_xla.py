@@ -10,7 +10,19 @@ import ckptool
 from ckptool.cli import main
 from ckptool.errors import CorruptFile, FileMissing
 from ckptool.formats import open_checkpoint
+from tests.formats.contract import FormatContract
 from tests.formats.zips import resaved
+
+
+class TestContractOfFsdp(FormatContract):
+    name = "xla-fsdp"
+    sample = "xla/flat-2.9.0"
+
+
+class TestContractOfXser(FormatContract):
+    name = "xla-xser"
+    sample = "xla/xser-2.9.0.pth"
+
 
 FSDP = ["flat", "rows", "runs"]
 

@@ -20,7 +20,14 @@ from ckptool.inspection.listing import list_tensors
 from ckptool.inspection.verify import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
 from tests.conftest import FIXTURES
+from tests.formats.contract import FormatContract
 from tests.formats.zips import resaved
+
+
+class TestContract(FormatContract):
+    name = "deepspeed"
+    sample = "zero/z2-bf16"
+
 
 ZERO = FIXTURES / "zero"
 STEPS = sorted(one.name for one in ZERO.iterdir() if (one / "latest").exists())

@@ -8,9 +8,15 @@ from safetensors.torch import load_file
 
 import ckptool
 from ckptool.cli import main
-from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
+from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.formats import open_checkpoint
 from ckptool.limits import Limits
+from tests.formats.contract import FormatContract
+
+
+class TestContract(FormatContract):
+    name = "flax"
+    sample = "flax/variables.msgpack"
 
 
 def packed(node):
@@ -120,11 +126,3 @@ def test_long_names_and_shapes_cost_little(made):
         open_checkpoint(made(node), limits=Limits(max_header_bytes=100_000))
     with pytest.raises(LimitExceeded, match="65 dimensions; 64 are allowed"):
         open_checkpoint(made({"a": array([1 << 62] * 65)}))
-
-
-def test_a_file_cut_anywhere(fixtures, tmp_path):
-    whole = (fixtures / "flax/variables.msgpack").read_bytes()
-    for stop in range(20, len(whole), 13):
-        (tmp_path / "cut.msgpack").write_bytes(whole[:stop])
-        with pytest.raises(CheckpointError):
-            open_checkpoint(tmp_path / "cut.msgpack")

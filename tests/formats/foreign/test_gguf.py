@@ -10,9 +10,15 @@ from safetensors.torch import load_file
 
 import ckptool
 from ckptool.cli import main
-from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
+from ckptool.errors import CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.formats import open_checkpoint
 from ckptool.limits import Limits
+from tests.formats.contract import FormatContract
+
+
+class TestContract(FormatContract):
+    name = "gguf"
+    sample = "gguf/plain.gguf"
 
 
 def text(value):
@@ -120,14 +126,6 @@ def test_versions_that_are_not_read(made, options, words):
 def test_a_type_that_is_not_known(made):
     with pytest.raises(UnsupportedFormat, match="type 4, which is not known"):
         open_checkpoint(made(entry(type=4)))
-
-
-def test_a_file_cut_anywhere(fixtures, tmp_path):
-    whole = (fixtures / "gguf/plain.gguf").read_bytes()
-    for stop in range(8, len(whole) - 32, 7):  # what is behind the last tensor fills a block
-        (tmp_path / "cut.gguf").write_bytes(whole[:stop])
-        with pytest.raises(CheckpointError):
-            open_checkpoint(tmp_path / "cut.gguf").close()
 
 
 def test_a_header_beyond_the_limit(made):

@@ -12,6 +12,14 @@ from ckptool.cli import main
 from ckptool.errors import CorruptFile, LimitExceeded, NotACheckpoint, UnreadableFile
 from ckptool.files import InflatedSource
 from ckptool.formats.foreign.npz import NPZ
+from tests.formats.contract import FormatContract
+
+
+class TestContract(FormatContract):
+    name = "npz"
+    sample = "numpy/jax.npz"
+    is_covered = True
+
 
 TYPES = ["?", "i1", "<i2", ">i4", "<i8", "u1", ">u2", "<u4", "<f2", "<f4", ">f8", "<c8", ">c16"]
 FLOATS = b"{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }"

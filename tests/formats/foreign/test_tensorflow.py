@@ -23,6 +23,13 @@ from ckptool.formats.foreign import leveldb
 from ckptool.formats.foreign.leveldb import MAGIC, _unsnapped, masked, unmasked
 from ckptool.formats.foreign.tensorflow import _ordered
 from ckptool.limits import Limits
+from tests.formats.contract import FormatContract
+
+
+class TestContract(FormatContract):
+    name = "tensorflow"
+    sample = "tensorflow/run"
+    is_covered = True
 
 
 @pytest.fixture
