@@ -81,6 +81,7 @@ _FIRST = {"cuda": "cuda:0"}
 
 def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Iterator[Found]:
     """Yield what is wrong with the bytes, all of which are read."""
+    from ckptool.inspection.unwritten import unwritten
     from ckptool.inspection.verify import verify  # reading takes more than a header
 
     problems = verify(
@@ -94,6 +95,10 @@ def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Itera
             what, where = f"{front}{found[0].text}{more}", _places(found)
             fix: Options | None = None if remedy else {}
             yield Found(kind, severity, what, where, why, remedy=remedy, fix=fix)
+    text = unwritten(patient.checkpoint)
+    if text is not None:
+        why = "it loads without an error, and these weights are zero"
+        yield Found("unwritten", "misleads", text, (), why, remedy="download or copy it again")
     meant = _meant({one.place for one in problems if one.kind == "inf"}, patient)
     for kind, word in (("nan", "NaN"), ("infinite", "infinite values")):
         found = [one for one in problems if one.kind == kind[:3] and _counts(patient, one.place)]

@@ -24,6 +24,7 @@ from ckptool.files.inflated import refuse_bomb
 from ckptool.files.tiled import late
 from ckptool.formats.base import Archive, Probe, Record, check_limit, naming
 from ckptool.formats.registry import ZIP_MAGIC
+from ckptool.formats.transfers import salvage_command
 from ckptool.limits import Limits
 from ckptool.model import Opaque, Storage, StorageRef
 from ckptool.symbolic import unpickle
@@ -49,6 +50,7 @@ __all__ = [
     "End",
     "Entry",
     "LocalHeaders",
+    "began_again",
     "check_names",
     "count_of",
     "counts_of",
@@ -281,12 +283,28 @@ def _refuse_record(entry: Entry, flags: int) -> NoReturn:
 def _refuse_shifted(data: ByteRange, shift: int) -> NoReturn:
     """Offsets that are all `shift` too small: archives one behind another, or something before."""
     if data.read(shift, 4) == data.read(0, 4) == ZIP_MAGIC:
+        if began_again(data, shift):
+            raise CorruptFile(
+                f"the download began again: a second copy of the file begins at offset {shift:,}",
+                hint=f"download it again; or run {salvage_command(data.source.name)}",
+            )
         raise UnsupportedFormat(
             "this is a run of zip archives one behind another, as a shard (`.distcp`) of a "
             "distributed checkpoint is",
             hint="give the folder that holds `.metadata`, not one of its shards",
         )
     raise CorruptFile(f"{shift:,} foreign bytes stand before the zip")
+
+
+def began_again(data: ByteRange, shift: int) -> bool:
+    """Return whether the zip at `shift` is the second copy of one that begins at 0 and is cut off.
+
+    The first record of both is the same, and no archive ends where the second copy begins, as
+    one does in a shard of DCP.
+    """
+    length = min(shift, data.length - shift, LOCAL.size + 64)
+    is_copy = data.read(0, length) == data.read(shift, length)
+    return is_copy and data.read(max(0, shift - END.size), 4) != b"PK\x05\x06"
 
 
 _WINDOW = 64 << 10
@@ -420,7 +438,7 @@ def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
     if wanted > data.length:
         lost = wanted - data.length
         fact += f", and its tensors alone need {wanted:,}, so at least {lost:,} are missing"
-    hint = "download or copy it again; or ckptool convert --salvage FILE OUT takes what is whole"
+    hint = f"download or copy it again; or run {salvage_command(data.source.name)}"
     return TruncatedFile(fact, hint=hint)
 
 

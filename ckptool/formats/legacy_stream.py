@@ -17,6 +17,7 @@ from typing import Any
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource
+from ckptool.formats.transfers import salvage_command
 from ckptool.limits import Limits
 from ckptool.model import Storage, StorageRef
 from ckptool.symbolic import Unpickled, unpickle
@@ -310,5 +311,5 @@ class LegacyStream:
         return TruncatedFile(
             f"the file ends in storage {keys[index]!r:.80} ({index + 1:,} of {len(keys):,}): "
             f"{missing:,} of {position + wanted:,} bytes are missing",
-            hint="copy it again; or ckptool convert --salvage FILE OUT takes what is whole",
+            hint=f"copy it again; or run {salvage_command(self.data.source.name)}",
         )

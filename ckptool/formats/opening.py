@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 from ckptool._lazy import uncollected
@@ -119,10 +119,18 @@ def read_probe(probe: Probe) -> Checkpoint | None:
         with uncollected():
             checkpoint = _read(probe)
     except CheckpointError as error:
+        from ckptool.formats.transfers import text_fault  # a file that opens waits for none of it
+
+        fault = None
         changed = probe.source is not None and probe.source.changed() is not None
+        with suppress(CheckpointError):
+            fault = None if probe.source is None else text_fault(probe.source)
         probe.close()
         if changed:
             return None
+        if fault is not None:
+            fault.file = probe.path
+            raise fault from error
         if error.file is None:
             error.file = probe.path
         raise

@@ -341,6 +341,7 @@ class Safetensors(EditableFormat):
                 storage_bytes=header.body.length,
                 notes=_notes(rest),
                 header=rest,
+                left_behind=_left_behind(header, source),
             ),
             sources=(source,),
         )
@@ -438,6 +439,21 @@ def _torch_shape(entry: Entry) -> tuple[int, ...]:
             "splits a byte: its last dimension is not even"
         )
     return (*entry.shape[:-1], entry.shape[-1] // 2)
+
+
+def _left_behind(header: Header, source: Source) -> tuple[str, ...]:
+    """Say which bytes of a file that is salvaged belong to no tensor of it."""
+    (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
+    copy = header.body.offset - LENGTH.size - length
+    spans = [(0, copy)] if copy else []
+    spans += [
+        (header.body.offset + start, header.body.offset + stop) for start, stop in header.unused
+    ]
+    if not spans:
+        return ()
+    total = sum(stop - start for start, stop in spans)
+    where = listed(f"{start:,} to {stop:,}" for start, stop in spans)
+    return (f"{total:,} bytes of the file that belong to no tensor (offsets {where})",)
 
 
 def _notes(rest: dict[str, Any]) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ from ckptool.errors import CorruptFile, NotRepresentable, TruncatedFile
 from ckptool.files import ByteRange, Source
 from ckptool.files.source import SHARED
 from ckptool.formats.base import check_limit
+from ckptool.formats.transfers import last_copy, salvage_command, text_fault
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.words import printable
@@ -75,10 +77,15 @@ class Header:
     metadata: Mapping[str, str]
     body: ByteRange
     """The bytes of the tensors."""
+    unused: tuple[tuple[int, int], ...] = ()
+    """Where no tensor has bytes, in the body of a file that is to be salvaged."""
 
 
 def read_header(source: Source, limits: Limits, *, salvages: bool = False) -> Header:
     """Return the header of a file, every rule checked; with `salvages` tensors may be cut off.
+
+    With `salvages` bytes may also belong to no tensor, and of a download that began again the last
+    copy is read.
 
     Raises:
         TruncatedFile: the header, or a tensor, reaches past the end.
@@ -94,8 +101,12 @@ def read_header(source: Source, limits: Limits, *, salvages: bool = False) -> He
             f"{begin - source.size:,} bytes before its end",
             hint="fetch the file again: the download or copy was cut short",
         )
-    body = ByteRange(source, begin, source.size - begin)
-    return _parsed(source.read(LENGTH.size, length), body, limits, salvages=salvages)
+    raw = source.read(LENGTH.size, length)
+    if salvages:
+        if fault := text_fault(source):
+            raise fault
+        begin += last_copy(source, LENGTH.pack(length) + raw)
+    return _parsed(raw, ByteRange(source, begin, source.size - begin), limits, salvages=salvages)
 
 
 def _parsed(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> Header:
@@ -111,9 +122,35 @@ def _parsed(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> H
     if "\\u" in text:
         _check_text(document, metadata)
     entries = tuple(_entry(name, fields, limits) for name, fields in document.items())
-    ends = max((entry.stop for entry in entries), default=0)
-    check_tiling(entries, max(ends, body.length) if salvages else body.length)
+    if salvages:
+        return Header(entries, metadata, body, tuple(_unused(entries, body.length)))
+    try:
+        check_tiling(entries, body.length)
+    except CorruptFile as error:
+        with suppress(CorruptFile):
+            tuple(_unused(entries, body.length))  # two that overlap cannot be salvaged
+            error.advise(f"fetch the file again; or run {salvage_command(body.source.name)}")
+        raise
     return Header(entries, metadata, body)
+
+
+def _unused(entries: Iterable[Entry], length: int) -> Iterator[tuple[int, int]]:
+    """Yield from where to where no tensor has bytes, in the body.
+
+    Raises:
+        CorruptFile: two tensors overlap.
+    """
+    end, last = 0, None
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
+        if entry.start < end:
+            raise _wrong(
+                entry.name, f"begins at {entry.start:,}, but {_shown(last)} ends at {end:,}"
+            )
+        if end < min(entry.start, length):
+            yield end, min(entry.start, length)
+        end, last = entry.stop, entry
+    if end < length:
+        yield end, length
 
 
 def parse_json(text: str, what: str = "the header") -> Any:
@@ -240,8 +277,7 @@ def check_tiling(entries: Iterable[Entry], length: int) -> None:
     if end > length:
         raise TruncatedFile(
             f"{_shown(last)} ends at {end:,}, but the file has {length:,} bytes after its header: "
-            f"{end - length:,} bytes are missing",
-            hint="fetch the file again; or ckptool convert --salvage FILE OUT takes what is whole",
+            f"{end - length:,} bytes are missing"
         )
     if end < length:
         raise CorruptFile(

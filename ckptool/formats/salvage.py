@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, Source
@@ -16,6 +17,7 @@ from ckptool.formats.archive import (
     ZIP_MAGIC,
     Entry,
     LocalHeaders,
+    began_again,
     check_names,
     find_end,
     folder_of,
@@ -23,6 +25,7 @@ from ckptool.formats.archive import (
     record_of,
 )
 from ckptool.formats.base import Archive, Record, check_limit
+from ckptool.formats.transfers import last_copy, text_fault
 from ckptool.limits import Limits
 
 __all__ = ["whole_records"]
@@ -43,6 +46,9 @@ def whole_records(data: ByteRange, limits: Limits, sources: tuple[Source, ...]) 
         CorruptFile: the pickle, or the byte order, is not among them.
         LimitExceeded: more records, or more inflation, than `limits` allows.
     """
+    if fault := text_fault(data.source):
+        raise fault
+    data = _last_copy(data)
     entries = _entries(data, limits)
     folder = folder_of(entries)
     headers, found = LocalHeaders(data, data.length), list[Record]()
@@ -66,6 +72,17 @@ def whole_records(data: ByteRange, limits: Limits, sources: tuple[Source, ...]) 
         if name in _NEEDED and name not in records:
             raise CorruptFile(f"its record {name!r} is damaged")
     return Archive(data.source.name, folder, records, sources, data.length, is_partial=True)
+
+
+def _last_copy(data: ByteRange) -> ByteRange:
+    """Return the last copy of a download that began again, if it is complete; else all bytes."""
+    first = data.read(0, min(data.length, LOCAL.size + 64))
+    start = last_copy(data.source, first)
+    with suppress(CorruptFile, UnsupportedFormat):
+        copy = data.slice(start, data.length - start)
+        if start and began_again(data, start) and find_end(copy) is not None:
+            return copy
+    return data
 
 
 def _entries(data: ByteRange, limits: Limits) -> list[Entry]:

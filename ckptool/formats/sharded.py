@@ -128,10 +128,24 @@ def _refuse_several(probe: Probe, indexes: list[ShardIndex]) -> None:
     for name in (os.path.basename(index.path) for index in indexes):
         whole = _INDEXED.sub("", name)
         names += [whole, name] if whole in probe.entries else [name]
+    for whole, first in _complete_sets(probe.entries):
+        if whole in probe.entries and whole not in names:
+            names += [whole, first]
     if len(names) > 1:
         what = f"a folder with several checkpoints: {few(names)}"
         hint = f"give one: ckptool list {shell(os.path.join(probe.path, names[0]))}"
         raise Finding(what, hint).error(probe.path)
+
+
+def _complete_sets(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name of the whole model and the first shard, for each set without a gap."""
+    shards: dict[tuple[str, str, str], dict[int, str]] = {}
+    for name in names:
+        if found := NUMBERED.fullmatch(name):
+            shards.setdefault((found[1], found[3], found[4]), {})[int(found[2])] = name
+    for (stem, count, extension), numbered in sorted(shards.items()):
+        if int(count) == len(numbered) and min(numbered) >= 1 and max(numbered) == len(numbered):
+            yield f"{stem}{extension}", numbered[1]
 
 
 def _index_of(source: Source, limits: Limits) -> ShardIndex | None:

@@ -41,6 +41,7 @@ from ckptool.formats.sharded import open_index
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors
 from ckptool.inspection.obstacles import missing_weights
 from ckptool.inspection.reading import Meter, RepeatedBytes
+from ckptool.inspection.unwritten import unwritten
 from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Path, TensorRef
@@ -59,6 +60,9 @@ _SETS = (
 )
 """Formats of several files that open by themselves, with what finds these."""
 
+
+_HUB = re.compile(r".*-([0-9a-f]{8,64})\.(?:pth?|th|pkl)")
+_BLOB = re.compile(r"([0-9a-f]{64})")
 
 _Wrong = tuple[Checksum, int]
 """A checksum that the bytes do not have, and the one that they have."""
@@ -144,12 +148,18 @@ class _Look:
         self.at_content(checkpoint, probe, wrong)
 
     def at_name(self, probe: Probe) -> None:
-        """Compare the file with the hash in its name, as `torch.hub` does: `resnet18-5c106cde.pth`.
+        """Compare the file with the SHA-256 in its name, or in that of the file it links to.
 
-        Digits alone may be a date, and letters alone a word.
+        `torch.hub` names files `resnet18-5c106cde.pth`; digits alone may be a date, and letters
+        alone a word. The cache of `huggingface_hub` links to blobs whose name is all of the hash.
         """
-        named = re.fullmatch(r".*-([0-9a-f]{8,64})\.(?:pth?|th|pkl)", os.path.basename(probe.path))
-        if named is None or probe.source is None or named[1].isdigit() or named[1].isalpha():
+        own = os.path.basename(probe.path)
+        blobs = (own, os.path.basename(os.path.realpath(probe.path)))
+        blob = next(filter(None, map(_BLOB.fullmatch, blobs)), None)
+        named = blob or _HUB.fullmatch(own)
+        if named is None or probe.source is None:
+            return
+        if blob is None and (named[1].isdigit() or named[1].isalpha()):
             return
         size, digest = probe.source.size, hashlib.sha256()
         meter = Meter(self.progress, size)
@@ -157,7 +167,14 @@ class _Look:
             digest.update(block)
             meter.told(len(block))
         found = digest.hexdigest()[: len(named[1])]
-        if found != named[1]:
+        if found == named[1]:
+            return
+        if blob is not None:
+            where = "its name" if blob[1] == own else "the name of the file it links to"
+            text = f"its SHA-256 is {found}, expected {blob[1]} ({where})"
+            hint = "delete the file and download it again"
+            self.add(problems=(Problem("name", "", text, hint),))
+        else:
             text = f"its SHA-256 begins with {found}, not with {named[1]}, as its name has it"
             hint = "torch.hub names files so: download it again, unless it was changed on purpose"
             self.add(problems=(Problem("name", "", text, hint),))
@@ -219,6 +236,8 @@ class _Look:
             part = None if self.is_shard else missing_weights(checkpoint)
             if part is not None:
                 self.add(notes=(f"{part.text}; {part.remedy}",))
+            if not self.is_shard and (text := unwritten(checkpoint)):
+                self.add(notes=(text,))
             tensors = list(checkpoint.tensors())
             self.verdict = replace(
                 self.verdict,
