@@ -232,9 +232,7 @@ def test_there_and_back_is_the_same(run, tmp_path):
     for change in ("strip_module", "add_module"):
         with ckptool.open(run) as checkpoint:
             getattr(checkpoint, change)().save(run, in_place=True)
-    was = training()
-    was["list"][1][1] = {"module.a": torch.ones(2)}  # which has a state dict's form
-    assert_equal(by_torch(run, tmp_path), was)
+    assert_equal(by_torch(run, tmp_path), training())
 
 
 def test_a_rule_renames_in_place(run, tmp_path):
