@@ -20,6 +20,7 @@ from ckptool.files.threads import in_order
 from ckptool.formats import format_of, open_checkpoint
 from ckptool.formats.archive import zip_archive
 from ckptool.formats.base import NewFile
+from ckptool.formats.safetensors_library import disagreement
 from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import StorageRef, TensorRef
@@ -149,7 +150,8 @@ def verify(
 ) -> None:
     """Read the file at `path` and compare it with the checkpoint that it was written from.
 
-    The tree must be the same to the byte of its pickle (for safetensors: names, dtypes, shapes),
+    The tree must be the same to the byte of its pickle (for safetensors: names, dtypes, shapes, as
+    the library `safetensors` reads them too, where it is installed),
     and so must every tensor's bytes: by CRC-32 where the source's directory states one, or where
     they were streamed (`streamed`: by offset, what went there) and a sample of both ends agrees;
     else byte by byte.
@@ -166,6 +168,8 @@ def verify(
         flat = format_of(found.format).tensors_only
         runs = list((_tensor_runs if flat else _storage_runs)(expected, found))
         _compare(runs, streamed, progress)
+        if flat and (text := disagreement(found.sources[0], DEFAULT_LIMITS)):
+            raise _wrong(text)
 
 
 def verify_file(file: NewFile, output: FileOutput, progress: Progress | None) -> None:

@@ -21,6 +21,7 @@ from ckptool.formats.legacy_stream import (
 )
 from ckptool.formats.registry import folder_formats
 from ckptool.formats.safetensors_header import LENGTH
+from ckptool.formats.safetensors_library import disagreement
 from ckptool.formats.sharded import open_index, total_size_notes
 from ckptool.formats.torch_tar import BLOCK, read_members
 from ckptool.formats.torch_zip import (
@@ -88,6 +89,9 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
         case "torch-tar":
             return found + _tar_findings(checkpoint, probe.source, limits)
         case "safetensors":
+            differs = disagreement(probe.source, limits)
+            if differs is not None:
+                found += Findings((Problem("library", "", differs),))
             return found + _safetensors_findings(probe.source)
     return found
 

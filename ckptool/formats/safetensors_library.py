@@ -1,0 +1,51 @@
+"""A second opinion on safetensors files: what the library `safetensors` reads in them."""
+
+from __future__ import annotations
+
+from ckptool.files.source import FileSource, Source
+from ckptool.formats.safetensors_header import read_header
+from ckptool.limits import Limits
+from ckptool.words import printable
+
+__all__ = ["disagreement"]
+
+
+def disagreement(source: Source, limits: Limits) -> str | None:
+    """Return what the library `safetensors` does not read as ckptool does; None if nothing.
+
+    Keys, dtypes and shapes are compared. None also where the library, or numpy, which it needs, is
+    not installed, and for a file that the library cannot open by its name: one on another machine,
+    or one that is shown as it was before an interrupted edit.
+
+    Raises:
+        CheckpointError: ckptool itself refuses the file.
+    """
+    if not isinstance(source, FileSource) or source.overlaid:
+        return None
+    try:
+        from safetensors import SafetensorError, __version__, safe_open
+    except ImportError:
+        return None
+    header = read_header(source, limits)
+    ours = {entry.name: (entry.code, entry.shape) for entry in header.entries}
+    try:
+        with safe_open(source.path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            theirs = {
+                name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()
+            }
+    except ImportError:
+        return None
+    except (SafetensorError, OSError, ValueError) as error:
+        return f"the library safetensors {__version__} rejects it: {printable(str(error))}"
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            return (
+                f"the library safetensors {__version__} reads {printable(name)} as "
+                f"{_described(theirs.get(name))}, and ckptool as {_described(ours.get(name))}"
+            )
+    return None
+
+
+def _described(found: tuple[str, tuple[int, ...]] | None) -> str:
+    return "missing" if found is None else f"{found[0]} {list(found[1])}"
