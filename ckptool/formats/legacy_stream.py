@@ -15,9 +15,15 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile, UnsupportedFormat
+from ckptool.errors import (
+    CheckpointError,
+    CorruptFile,
+    LimitExceeded,
+    TruncatedFile,
+    UnsupportedFormat,
+)
 from ckptool.files import ByteRange, MemorySource
-from ckptool.formats.transfers import salvage_command
+from ckptool.formats.transfers import last_copy, salvage_command
 from ckptool.limits import Limits
 from ckptool.model import Storage, StorageRef
 from ckptool.symbolic import Unpickled, unpickle
@@ -34,6 +40,8 @@ __all__ = [
     "LegacyStream",
     "NestedStreams",
     "SourceTexts",
+    "refuse_second_copy",
+    "second_copy",
     "unpickle_outer",
     "unpickle_record",
 ]
@@ -285,6 +293,8 @@ class LegacyStream:
                     raise self._cut(keys, index, position)
             except CorruptFile as error:
                 if not self.salvages:
+                    if self.data.length == self.data.source.size:
+                        refuse_second_copy(self.data, self.limits)
                     raise
                 # A wrong count: then the storage before has not the length that it should have.
                 if index and not isinstance(error, TruncatedFile):
@@ -312,4 +322,35 @@ class LegacyStream:
             f"the file ends in storage {keys[index]!r:.80} ({index + 1:,} of {len(keys):,}): "
             f"{missing:,} of {position + wanted:,} bytes are missing",
             hint=f"copy it again; or run {salvage_command(self.data.source.name)}",
+        )
+
+
+_HEAD = 1024
+"""Bytes by which the copies of one file are known: they reach into the pickle of the object."""
+
+
+def second_copy(data: ByteRange, limits: Limits) -> int:
+    """Return where the last copy of a download that began again starts, if it is whole; else 0."""
+    start = last_copy(data.source, data.read(0, min(_HEAD, data.length)))
+    try:
+        if start:
+            LegacyStream(data.slice(start, data.length - start), limits)
+    except CheckpointError:
+        return 0
+    return start
+
+
+def refuse_second_copy(data: ByteRange, limits: Limits, end: int | None = None) -> None:
+    """Refuse a file whose second copy begins before the first one ends.
+
+    Behind the end, which is None for a stream that is damaged, it may be an object of its own.
+
+    Raises:
+        CorruptFile: the first copy was cut off, and its last storages have bytes of the second.
+    """
+    start = second_copy(data, limits)
+    if start and (end is None or start < end):
+        raise CorruptFile(
+            f"the download began again: a second copy of the file begins at offset {start:,}",
+            hint=f"download it again; or run {salvage_command(data.source.name)}",
         )

@@ -18,6 +18,8 @@ from ckptool.formats.legacy_stream import (
     MAGIC_NUMBER,
     VERSION,
     LegacyStream,
+    refuse_second_copy,
+    second_copy,
 )
 from ckptool.tree import name_of
 
@@ -50,16 +52,29 @@ class TorchLegacy(WritableFormat):
     def read(self, probe: Probe) -> Checkpoint:
         """Return the checkpoint, over its pickles and the counts before its storages."""
         source = probe.opened()
+        salvages, before = probe.salvages is not None, list[str]()
         whole = ByteRange(source, 0, source.size)
-        stream = LegacyStream(whole, probe.limits, salvages=probe.salvages is not None)
+        start = second_copy(whole, probe.limits) if salvages else 0
+        if start:
+            before.append(
+                f"{start:,} bytes of a download that began again, before offset {start:,}"
+            )
+            whole = whole.slice(start, whole.length - start)
+        stream = LegacyStream(whole, probe.limits, salvages=salvages)
+        if stream.end < whole.length and not salvages:
+            refuse_second_copy(whole, probe.limits, stream.end)
         unpickled = stream.unpickled
         details = Details(
             size=source.size,
             writer=_writer(unpickled.globals),
             **{**pickled(unpickled), "framed": stream.framed},
             storage_bytes=sum(stored.whole.nbytes for stored in stream.stored.values()),
-            dead_bytes=source.size - stream.end,
-            left_behind=(*stream.sources.left_behind(), *_behind(source, stream.end)),
+            dead_bytes=whole.length - stream.end,
+            left_behind=(
+                *before,
+                *stream.sources.left_behind(),
+                *_behind(source, start + stream.end),
+            ),
         )
         return Checkpoint(stream.root, self.name, probe.path, details, sources=(source,))
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ckptool.checkpoint import Checkpoint
 from ckptool.files import Source
+from ckptool.statedict import MOMENTS
 from ckptool.tensors.bytewise import is_floating
 from ckptool.tree import distinct, name_of
 from ckptool.words import listed
@@ -15,12 +18,33 @@ _FEWEST = 4096
 _BLOCK = 64 << 10
 
 
+_ROW = 256
+"""Bytes from which the end of a row is no chance: vocabularies are padded with rows of zeros."""
+
+
+class _Span(NamedTuple):
+    """Where the bytes of a tensor are in its file."""
+
+    start: int
+    stop: int
+    itemsize: int
+    row: int
+    """Bytes of an index of its first dimensions: a run of the last one."""
+    name: str
+
+    def is_cut(self, zeros: int) -> bool:
+        """Return whether zeros from there on begin inside the tensor, and not with a row."""
+        first = -((self.start - zeros) // self.itemsize) * self.itemsize
+        return 0 < first < self.stop - self.start and (self.row < _ROW or first % self.row > 0)
+
+
 def unwritten(checkpoint: Checkpoint) -> str | None:
     """Return a sentence on the weights that were probably never written, None if there are none.
 
     The zeros must begin inside a tensor and cover another one: layers that begin as zeros (a LoRA
-    B, a zero convolution, a new head) begin with the first byte of a tensor. The state of an
-    optimizer has zeros of its own. Of an intact file the last block is read.
+    B, a zero convolution, a new head) begin with the first byte of a tensor, and padding of a
+    vocabulary with a row. The state of an optimizer has zeros of its own. Of an intact file the
+    last block is read.
     """
     state = {
         id(tensor)
@@ -29,14 +53,19 @@ def unwritten(checkpoint: Checkpoint) -> str | None:
         for _, tensor in section.tensors()
     }
     names: list[str] = []
-    spans: dict[int, list[tuple[int, int, int, str]]] = {}
+    spans: dict[int, list[_Span]] = {}
     for path, tensor in distinct(list(checkpoint.tensors())):
         storage = tensor.storage
         if id(tensor) in state or storage is None or storage.data is None or storage.crc32:
             continue
+        if str(path[-1]).rpartition(".")[2] in MOMENTS:  # an optimizer in a flat file
+            continue
         if is_floating(tensor.dtype) and storage.data.length:
             data = storage.data
-            span = (data.offset, data.offset + data.length, tensor.itemsize, name_of(path))
+            row = tensor.itemsize * (tensor.sizes[-1] if len(tensor.sizes) > 1 else 1)
+            span = _Span(
+                data.offset, data.offset + data.length, tensor.itemsize, row, name_of(path)
+            )
             spans.setdefault(id(data.source), []).append(span)
     first = 0
     for source in checkpoint.sources:
@@ -44,23 +73,17 @@ def unwritten(checkpoint: Checkpoint) -> str | None:
         if not found:
             continue
         zeros = _first_zero(source)
-        cut = [one for one in found if one[0] < _element(zeros, one) < one[1]]
-        whole = [one for one in found if one[0] >= zeros]
+        cut = [one for one in found if one.is_cut(zeros)]
+        whole = [one for one in found if one.start >= zeros]
         if cut and whole and source.size - zeros >= _FEWEST:
             first = first or zeros
-            names += [one[3] for one in (*cut, *whole)]
+            names += [one.name for one in (*cut, *whole)]
     if not names:
         return None
     return (
         f"the file has only zeros from offset {first:,} to its end, beginning inside a tensor: "
         f"probably these were never written: {listed(dict.fromkeys(names))}"
     )
-
-
-def _element(zeros: int, span: tuple[int, int, int, str]) -> int:
-    """Return where the first element of zeros alone begins."""
-    start, _, itemsize, _ = span
-    return start - (start - zeros) // itemsize * itemsize
 
 
 def _first_zero(source: Source) -> int:

@@ -102,9 +102,10 @@ def test_tensors_that_overlap_are_not_salvaged(tmp_path):
         assert "--salvage" not in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize("part", [0.3, 0.5, 0.95])
-def test_a_download_of_a_zip_that_began_again_gives_its_second_copy(tmp_path, part):
-    path, out, raw = tmp_path / "again.pth", tmp_path / "out.pth", FILES["zip.pth"]
+@pytest.mark.parametrize("name", ["zip.pth", "legacy.pth"])
+@pytest.mark.parametrize("part", [0.3, 0.5, 0.95, 0.99])
+def test_a_download_of_torch_that_began_again_gives_its_second_copy(tmp_path, name, part):
+    path, out, raw = tmp_path / "again.pth", tmp_path / "out.pth", FILES[name]
     path.write_bytes(raw[: int(len(raw) * part)] + raw)
     with pytest.raises(CorruptFile, match="the download began again") as caught:
         open_checkpoint(path)
@@ -113,6 +114,18 @@ def test_a_download_of_a_zip_that_began_again_gives_its_second_copy(tmp_path, pa
     assert all(change.count == 0 for change in receipt.changes if change.kind == "salvage")
     loaded = torch.load(out)
     assert all(torch.equal(loaded[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_two_objects_in_one_stream_are_no_second_copy(tmp_path):
+    path, raw = tmp_path / "two.pth", FILES["legacy.pth"]
+    path.write_bytes(raw + raw)
+    with open_checkpoint(path) as checkpoint:
+        assert "another torch.save stream follows" in checkpoint.details.left_behind[0]
+    inner = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    torch.save({"blob": inner}, path, _use_new_zipfile_serialization=False)
+    with open(path, "ab") as file:
+        file.write(b"more")
+    assert torch.equal(ckptool.load_state_dict(path)["blob"], inner)
 
 
 def test_a_whole_file_beside_complete_shards_without_an_index_is_asked_about(tmp_path):

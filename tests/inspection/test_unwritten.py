@@ -10,6 +10,7 @@ import ckptool
 
 torch.manual_seed(0)
 MODEL = {f"l{i}.weight": torch.randn(64, 64) for i in range(6)}
+PADDED = torch.cat([torch.randn(60, 64), torch.zeros(4, 64)])
 
 
 def zeroed(raw, at):
@@ -37,9 +38,25 @@ def test_zeros_to_the_end_that_begin_inside_a_tensor_are_named(tmp_path):
         {"m.linear.weight": torch.zeros(64, 64), "m.linear.zbias": torch.zeros(64)},
         {"zero_conv.weight": torch.zeros(64, 64, 1, 1)},
         {"x": torch.cat([torch.randn(63, 64), torch.zeros(1, 64)])},
+        {
+            "x": torch.cat([torch.randn(60, 64), torch.zeros(4, 64)]),
+            "y.weight": torch.zeros(64, 64),
+        },
+        {
+            "y.0.exp_avg": torch.cat([torch.randn(9), torch.zeros(9)]),
+            "y.1.exp_avg": torch.zeros(4096),
+        },
         {"x.weight": torch.tensor([1.0, 0.0]), "z.bias": torch.zeros(8)},
     ],
-    ids=["lora B", "final layer", "zero convolution", "padding row", "small"],
+    ids=[
+        "lora B",
+        "final layer",
+        "zero convolution",
+        "padding row",
+        "padding, head",
+        "moments",
+        "small",
+    ],
 )
 def test_layers_that_begin_as_zeros_are_no_warning(tmp_path, last):
     path = tmp_path / "model.safetensors"
