@@ -2,7 +2,7 @@
 # make examples: the files that README.md names, in build/examples.
 # make docs: docs/cli.md and docs/api.md, what the cookbook's commands print, and docs/pictures.
 # make fixtures: the trained checkpoints of fixtures/, by ckptool's own trainer.
-# All set up a private environment first. PYTHON chooses the interpreter (3.10 or newer).
+# All set up a private environment first. PYTHON chooses the interpreter (3.11 or newer).
 
 PYTHON ?= python3
 VENV ?= .venv

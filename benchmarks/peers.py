@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from tabulate import tabulate
@@ -174,7 +174,7 @@ def main() -> int:
     text = PAGE_TEXT.format(
         count=len(judges),
         versions=f"{released[0]} to {released[-1]}",
-        date=f"{datetime.now(timezone.utc):%Y-%m-%d}",
+        date=f"{datetime.now(UTC):%Y-%m-%d}",
         tools=versions(python, PEERS.values()),
         table=table,
         legend="\n".join(f"- {word}: {what}" for word, what in OUTCOMES.items()),

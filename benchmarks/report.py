@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -135,7 +135,7 @@ def machine() -> str:
     )
     memory_size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return (
-        f"{datetime.now(timezone.utc):%Y-%m-%d}; {processor()}, {os.cpu_count()} cores, "
+        f"{datetime.now(UTC):%Y-%m-%d}; {processor()}, {os.cpu_count()} cores, "
         f"{memory_size:.0f} GiB memory, {file_system(Path.cwd())}, {platform.system()} "
         f"{platform.release()}; Python {platform.python_version()}, {versions}."
     )

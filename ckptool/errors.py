@@ -77,8 +77,6 @@ __all__ = [
 ]
 
 _HINT = "hint: "
-_HAS_NOTES = hasattr(BaseException, "add_note")
-"""Whether a traceback ends with `__notes__`: from Python 3.11 on."""
 
 
 class CheckpointError(Exception):
@@ -113,9 +111,8 @@ class CheckpointError(Exception):
         hint = self.usual_hint if hint is None else hint
         self.remedy = None if isinstance(hint, str) else hint
         self.hint = None if hint is None else str(hint)
-        if _HAS_NOTES:
-            others = [one for one in getattr(self, "__notes__", ()) if not one.startswith(_HINT)]
-            self.__notes__ = others if self.hint is None else [*others, f"{_HINT}{self.hint}"]
+        others = [one for one in getattr(self, "__notes__", ()) if not one.startswith(_HINT)]
+        self.__notes__ = others if self.hint is None else [*others, f"{_HINT}{self.hint}"]
 
     @property
     def sentence(self) -> str:
@@ -125,10 +122,8 @@ class CheckpointError(Exception):
         return f"{without_query(self.file)}: {self.message}"
 
     def __str__(self) -> str:
-        """Return the sentence, in Python 3.10 (no notes in tracebacks) with the hint below it."""
-        if _HAS_NOTES or self.hint is None:
-            return self.sentence
-        return f"{self.sentence}\n{_HINT}{self.hint}"
+        """Return the sentence; the hint is a note, which a traceback shows below it."""
+        return self.sentence
 
 
 def without_query(file: str) -> str:

@@ -159,7 +159,7 @@ def parse_json(text: str, what: str = "the header") -> Any:
     Raises:
         CorruptFile: it is none; `what` names it in the message.
     """
-    # Python before 3.10.7 takes quadratic time for a number of a million digits.
+    # Python refuses numbers of more than 4,300 digits in words of its own; no size has that many.
     whole = _bounded_integer if _LONG_NUMBER.search(text) else None
     try:
         return json.loads(

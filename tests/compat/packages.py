@@ -5,7 +5,7 @@ each Python (found as `run.py` finds them), without torch and with it, and runs 
 with torch every command of the README, beside what is declared and nothing else. Then the wheel by
 `pipx run`. Prints a table; exit code 1 where anything fails. Needs the package index.
 
-    python tests/compat/packages.py [--python 3.10 ...] [--torch 3.13=2.9.0 ...] [--no-torch]
+    python tests/compat/packages.py [--python 3.11 ...] [--torch 3.13=2.9.0 ...] [--no-torch]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIXTURE = ROOT / "fixtures" / "torch-2.13.0" / "dp_full_cuda3.pth"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13")
 LIGHT = ("click>=8.1", "google-crc32c>=1.5", "tabulate>=0.9")
 LOADS = """
 import sys, torch, ckptool

@@ -70,7 +70,7 @@ HONEST = [
     collections.deque([1], 3),
     collections.Counter("abc"),
     collections.OrderedDict(a=collections.OrderedDict()),
-    datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc),
+    datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC),
     datetime.timedelta(1),
     decimal.Decimal("1.5"),
     Fraction(1, 2),
