@@ -146,6 +146,8 @@ _CODES = re.compile(r"u?int8|u?int32|float8_(?!e8m0).*")
 _FLOATS = ("float", "bfloat")
 _NO_CODES = re.compile(r"rng|random|^state[12]$|(^|_)(masks?|ids?|index|idxs?)$", re.IGNORECASE)
 """Last parts of keys of integers that are none: generators, 8-bit Adam, masks, tables."""
+_SCALE = "scale"
+"""What the name of a scale has in it, where its shape says too little."""
 _FEWEST = 4
 """Codes that one scale serves: with fewer nothing would be saved."""
 
@@ -216,8 +218,8 @@ def _with_scales(state: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[str, ...
             one
             for one in floats[parent]
             if tensors[one].dtype != own.dtype  # else it is another weight
-            # Parameters of a whole model at its root belong together only by their first words.
-            and (parent or not nested or _common_words(name, one))
+            # At the root of a model, or of a file of images, names must connect the two.
+            and (parent or _common_words(name, one) or not (nested or len(own.shape) > 2))
         ]
         if any(tensors[one].shape == own.shape for one in beside):
             continue
@@ -246,6 +248,7 @@ def _may_be_codes(name: str, tensor: TensorRef) -> bool:
 
 def _common_words(name: str, other: str) -> int:
     """Return how much of two names of one parent is the same, up to the last `_` in it."""
+    name, other = f"{name}_", f"{other}_"
     pairs = enumerate(zip(name, other, strict=False))
     same = next((at for at, (one, another) in pairs if one != another), len(name))
     return name.rfind("_", 0, same) + 1
@@ -256,7 +259,7 @@ def _is_scale(name: str, scale: TensorRef, codes: TensorRef) -> bool:
     whole, own = codes.sizes, scale.sizes
     is_byte = codes.itemsize == 1
     if prod(own) == 1:
-        return codes.dtype.startswith("float8_") or "scale" in name.lower()
+        return is_byte and (codes.dtype.startswith("float8_") or _SCALE in name.lower())
     if not prod(own) or prod(own) * _FEWEST > prod(whole):
         return False
     while len(own) > len(whole) and own[-1] == 1:

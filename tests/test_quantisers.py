@@ -254,6 +254,11 @@ def test_scales_belong_to_the_codes_with_whose_name_theirs_begins():
     assert found == {"e.w1_codes": ("e.w1_s",), "e.w2_codes": ("e.w2_s",)}
 
 
+def test_a_scale_at_the_root_is_named_as_its_codes():
+    state = {"proj": ("int8", (8, 8)), "proj_s": ("float32", (8,)), "a.weight": ("float32", (8,))}
+    assert quantised(state_of(state)) == {"proj": (LOOKS_QUANTIZED, ("proj_s",))}
+
+
 ORDINARY = {
     "GPT-J": {"h.attn.bias": ("uint8", (1, 1, 64, 64)), "h.attn.masked_bias": ("float32", ()),
               "h.attn.scale_attn": ("float32", ())},
@@ -269,6 +274,11 @@ ORDINARY = {
                           "temperature": ("float32", ())},
     "ids": {"e.ids": ("int32", (100, 4)), "e.weight": ("float32", (100, 16))},
     "faces": {"faces": ("int32", (100, 3)), "areas": ("float32", (100,))},
+    "mesh": {"faces": ("int32", (100, 3)), "scale": ("float32", ())},
+    "tokens": {"text.tokens": ("int32", (10, 77)), "text.logit_scale": ("float32", ())},
+    "images": {"images": ("uint8", (50, 3, 16, 16)), "weights": ("float32", (50,)),
+               "mean": ("float32", (3, 1, 1))},
+    "replay": {"obs": ("uint8", (100, 84, 84)), "rewards": ("float32", (100, 1))},
     "generators": {"rng_state": ("uint8", (8, 5056)), "loss_scale": ("float32", ())},
     "8-bit Adam": {"state.0.state1": ("uint8", (256, 256)), "state.0.qmap1": ("float32", (256,))},
     "optimizer": {"optim.0.codes": ("uint8", (8, 8)), "optim.0.s": ("float32", (8,))},
