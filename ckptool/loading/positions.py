@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["doubt_of", "parameters_in"]
 
 _NOT_COMPARED = frozenset(("params", "param_names", "lr"))
-"""Options of a group that say nothing of which one it is: schedules change the learning rate."""
+"""Options of a group that need not be the same: schedules change the learning rate."""
 _MISSING = "not set"
 
 
@@ -105,7 +105,30 @@ def doubt_of(
         alike.setdefault(kind, []).extend(order[id(one)] for one in group["params"])
     if any(numbers != sorted(numbers) for numbers in alike.values()):
         return "the optimizer has its parameters in another order than the model"
+    rates = [[_rate(group) for group in some] for some in (saved.node["param_groups"], groups)]
+    if _are_swapped([tuple(map(shape_of, group["params"])) for group in groups], *rates):
+        return f"the groups of the file have lr {rates[0]}, the optimizer {rates[1]}"
     return ""
+
+
+def _rate(group: Mapping[Any, Any]) -> float:
+    """Return the learning rate of a group; 0 if it is no plain number, and says nothing."""
+    rate = group.get("lr")
+    return float(rate) if isinstance(rate, (int, float)) else 0.0
+
+
+def _are_swapped(
+    shapes: Sequence[tuple[Any, ...]], there: Sequence[float], here: Sequence[float]
+) -> bool:
+    """Return whether of two groups with the same shapes the other one has the larger rate now.
+
+    Schedules change rates, and keep which of two groups has the larger one.
+    """
+    alike: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    for shape, file, own in zip(shapes, there, here, strict=True):
+        alike.setdefault(shape, []).append((file, own))
+    rates = ([own for _, own in sorted(pairs)] for pairs in alike.values())
+    return any(some != sorted(some) for some in rates)
 
 
 def _telling(

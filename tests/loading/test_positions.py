@@ -145,10 +145,23 @@ def test_groups_in_another_order_are_refused(decays, turned):
 
     source = given_by(*trained(make, lambda model: halves(model, turned, **decays)))
     model = make()
-    if not decays and turned:
-        return  # nothing in the file tells it from the order of the model
     optimizer = torch.optim.AdamW(halves(model, not turned, **decays))
-    refused(source, model, optimizer, WORDS, "weight_decay" if decays else "in another order")
+    why = "weight_decay" if decays else "have lr [1.1, 0.1]" if turned else "in another order"
+    refused(source, model, optimizer, WORDS, why)
+
+
+@pytest.mark.parametrize("rates", [(0.0, 0.0), (0.01, 0.11), (0.3, 0.3)])
+def test_rates_that_a_schedule_changed_do_not_tell_groups_of_the_same_shapes_apart(rates):
+    def make():
+        return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(14)))
+
+    model, optimizer = trained(make, halves)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    new = make()
+    mine = torch.optim.AdamW(halves(new))
+    ckptool.load_into(new, given_by(model, optimizer), optimizer=mine)
+    assert_alike(by_name(new, mine), by_name(model, optimizer))
 
 
 def test_layers_in_another_order_are_refused():
