@@ -297,14 +297,20 @@ def _refuse_shifted(data: ByteRange, shift: int) -> NoReturn:
 
 
 def began_again(data: ByteRange, shift: int) -> bool:
-    """Return whether the zip at `shift` is the second copy of one that begins at 0 and is cut off.
+    """Return whether the zip at `shift` is the second copy of one that begins at 0.
 
     The first record of both is the same, and no archive ends where the second copy begins, as
-    one does in a shard of DCP.
+    one does in a shard of DCP; or else that one has the same directory, and so the same sums.
     """
     length = min(shift, data.length - shift, LOCAL.size + 64)
-    is_copy = data.read(0, length) == data.read(shift, length)
-    return is_copy and data.read(max(0, shift - END.size), 4) != b"PK\x05\x06"
+    if data.read(0, length) != data.read(shift, length):
+        return False
+    if data.read(max(0, shift - END.size), 4) != b"PK\x05\x06":
+        return True
+    tail = min(shift, _WINDOW)
+    return data.length == 2 * shift and data.read(shift - tail, tail) == data.read(
+        data.length - tail, tail
+    )
 
 
 _WINDOW = 64 << 10

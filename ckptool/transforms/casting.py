@@ -32,7 +32,7 @@ from ckptool.tensors.casting import FLOATS, Caster, Losses
 from ckptool.tensors.dequantising import PACKED, dequantized
 from ckptool.tree import everything as every_node
 from ckptool.tree import is_within, name_of, rebuild, selected, walk
-from ckptool.words import counted, listed, printable
+from ckptool.words import counted, listed, printable, shell
 
 if TYPE_CHECKING:
     import torch
@@ -284,7 +284,8 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
                 refuse(f"numbers mean something only as they are: {only_its_class(path, one)}")
     for state, name, found in _quantised(checkpoint):
         if any(meets(state[one]) for one in (name, *found.companions)):
-            plain = "ckptool cast --dequantize bfloat16 makes plain numbers of them"
+            file = f" {shell(checkpoint.path)}" if checkpoint.path else ""
+            plain = f"ckptool cast --dequantize bfloat16{file} makes plain numbers of them"
             cls = getattr(state[name], "class_name", "")
             held = listed(found.companions) if found.companions else f"its class, {printable(cls)}"
             refuse(

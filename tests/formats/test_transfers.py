@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 import ckptool
-from ckptool.errors import CheckpointError, CorruptFile
+from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.formats import open_checkpoint
 
 TENSORS = {f"l{i}.weight": torch.arange(i, i + 1024.0) for i in range(3)}
@@ -102,8 +102,11 @@ def test_tensors_that_overlap_are_not_salvaged(tmp_path):
         assert "--salvage" not in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize("name", ["zip.pth", "legacy.pth"])
-@pytest.mark.parametrize("part", [0.3, 0.5, 0.95, 0.99])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [*((name, part) for name in ("zip.pth", "legacy.pth") for part in (0.3, 0.5, 0.95, 0.99)),
+     ("zip.pth", 1)],
+)  # fmt: skip
 def test_a_download_of_torch_that_began_again_gives_its_second_copy(tmp_path, name, part):
     path, out, raw = tmp_path / "again.pth", tmp_path / "out.pth", FILES[name]
     path.write_bytes(raw[: int(len(raw) * part)] + raw)
@@ -114,6 +117,15 @@ def test_a_download_of_torch_that_began_again_gives_its_second_copy(tmp_path, na
     assert all(change.count == 0 for change in receipt.changes if change.kind == "salvage")
     loaded = torch.load(out)
     assert all(torch.equal(loaded[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_two_archives_of_other_tensors_are_no_second_copy(tmp_path):
+    with open(tmp_path / "two.pth", "wb") as file:
+        for fill in (0.0, 1.0):
+            torch.save(torch.full((4,), fill), one := io.BytesIO())
+            file.write(one.getvalue())
+    with pytest.raises(UnsupportedFormat, match="distcp"):
+        open_checkpoint(tmp_path / "two.pth")
 
 
 def test_two_objects_in_one_stream_are_no_second_copy(tmp_path):

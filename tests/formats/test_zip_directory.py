@@ -132,7 +132,7 @@ def test_more_records_than_allowed_are_refused():
 @pytest.mark.parametrize("end", [End(), End(zip64={"disks": 1})])
 def test_archives_one_behind_another_are_told_apart_from_damage(end):
     with pytest.raises(UnsupportedFormat, match="one behind another"):
-        archive(build(PLAIN) + build(PLAIN, end))
+        archive(build(PLAIN[:1]) + build(PLAIN, end))
 
 
 @pytest.mark.parametrize("end", [End(), End(zip64={"disks": 1})])
