@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-__all__ = ["Result", "importer", "uncollected"]
-
 
 class Result:
     """What prints as its page on the command line does, and has one line as its repr."""

@@ -22,17 +22,6 @@ if TYPE_CHECKING:
 Words: TypeAlias = "str | Sequence[str] | None"
 Rules: TypeAlias = "Iterable[str | Rule]"
 
-__all__ = [
-    "add_module",
-    "average",
-    "merge_lora",
-    "open",
-    "remap",
-    "rename",
-    "report",
-    "strip_module",
-]
-
 
 def open(
     path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS, master: bool = False

@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from ckptool.transforms.name_rules import Rule
     from ckptool.writing import Receipt
 
-__all__ = [
-    "MEMORY",
-    "TORCH_REFUSES",
-    "Change",
-    "Checkpoint",
-    "Details",
-    "Gather",
-    "Report",
-    "alone",
-]
-
 MEMORY = "memory"
 """What stands for the format of a tree of live objects."""
 TORCH_REFUSES = "torch refuses this file because"

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from ckptool.transforms.casting import Keep
 
-__all__ = ["Conversion", "convert", "without_objects"]
-
 _Item = TypeVar("_Item")
 Like: TypeAlias = (
     "torch.nn.Module | Mapping[str, Any] | Iterable[str] | os.PathLike[str] | Checkpoint"

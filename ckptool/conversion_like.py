@@ -22,8 +22,6 @@ from ckptool.transforms.names import NamePlan, distinct
 from ckptool.tree import where
 from ckptool.words import counted, listed, printable
 
-__all__ = ["compared", "fitted"]
-
 _HINT = "ckptool match says which names fit, and by which rules"
 
 

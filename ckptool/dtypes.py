@@ -8,18 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = [
-    "BY_NAME",
-    "BY_SAFETENSORS",
-    "BY_STORAGE",
-    "CODES",
-    "DTYPES",
-    "NOT_IN_TORCH",
-    "PACKED",
-    "REAL_PARTS",
-    "DType",
-]
-
 
 class DType(NamedTuple):
     """One element type.

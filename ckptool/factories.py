@@ -18,8 +18,6 @@ from typing import Any
 from ckptool.errors import CheckpointError, TorchMissing, UsageError
 from ckptool.words import listed, printable
 
-__all__ = ["FACTORY", "HINT", "at_home", "is_model", "named", "run"]
-
 FACTORY = re.compile(r"([^\W\d]\w*(?:\.\w+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 """What `module:factory` looks like."""
 _MOST_NAMED = 6

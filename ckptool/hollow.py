@@ -12,8 +12,6 @@ from ckptool.statedict import MODEL_KINDS, Section
 from ckptool.tree import name_of, walk
 from ckptool.words import counted
 
-__all__ = ["PLACEHOLDERS", "Hollow", "hollow", "refuse_hollow"]
-
 PLACEHOLDERS = "DeepSpeed's folder has the weights: ckptool convert FOLDER OUT --model-only"
 """What helps against placeholders."""
 

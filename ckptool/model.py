@@ -26,27 +26,6 @@ if TYPE_CHECKING:
 
     from ckptool.tensors.materialise import MapLocation
 
-__all__ = [
-    "ByteString",
-    "DeviceValue",
-    "Global",
-    "Opaque",
-    "OrderedMap",
-    "Path",
-    "Shape",
-    "Size",
-    "Storage",
-    "StorageRef",
-    "TensorRef",
-    "Wrapping",
-    "children",
-    "find_tensors",
-    "over_elements",
-    "plain_tensor",
-    "remade",
-    "row_major_strides",
-]
-
 
 class OrderedMap(dict[Any, Any]):
     """A `collections.OrderedDict` of the file; `attributes` is what its `__dict__` held.

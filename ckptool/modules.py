@@ -10,19 +10,6 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
 from ckptool.quantisers import class_scheme
 
-__all__ = [
-    "Visits",
-    "attributes_of",
-    "child_modules",
-    "held_apart",
-    "holds_tensors",
-    "is_module",
-    "model_state",
-    "module_state",
-    "modules_below",
-    "own_tensors",
-]
-
 _MARKS = ("_parameters", "_buffers", "_modules")
 _COMPILED = "torch._dynamo.eval_frame.OptimizedModule"
 

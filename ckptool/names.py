@@ -22,30 +22,6 @@ from typing import Any, NamedTuple
 from ckptool.errors import NameCollision, UsageError
 from ckptool.words import printable
 
-__all__ = [
-    "BUFFER_NAMES",
-    "COLLISION_HINT",
-    "N_AVERAGED",
-    "PEFT",
-    "RULES_HINT",
-    "STATISTICS",
-    "WRAPPERS",
-    "Family",
-    "Rename",
-    "StripResult",
-    "add_name",
-    "bare_names",
-    "check_collisions",
-    "counts",
-    "families",
-    "numbered",
-    "prefixed",
-    "ranges",
-    "strip_names",
-    "wrapped_in_part",
-    "wrappers_of",
-]
-
 WRAPPERS = (
     "module",
     "_orig_mod",

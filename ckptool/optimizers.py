@@ -11,19 +11,6 @@ from ckptool.model import Shape, TensorRef
 from ckptool.statedict import MOMENTS, Section, noted_owners
 from ckptool.tree import walk
 
-__all__ = [
-    "OPTIONS",
-    "fits_shape",
-    "groups_of",
-    "has_training_weights",
-    "model_of",
-    "names_in",
-    "options_of",
-    "owner",
-    "shape_of",
-    "shapes_in",
-]
-
 _FACTORS = (("row_var", "col_var", -1), ("exp_avg_sq_row", "exp_avg_sq_col", None))
 """Keys of Adafactor's rows and columns, which have the shape together; of the rows' sizes those
 that count. Torch keeps a 1 for the dimension that is gone, transformers nothing."""

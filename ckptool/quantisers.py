@@ -21,11 +21,6 @@ from typing import Any, NamedTuple
 
 from ckptool.model import Opaque, TensorRef, find_tensors
 
-__all__ = [
-    "LIBRARIES", "LOOKS_QUANTIZED", "MARKERS", "OF_OPTIMIZERS", "Quantised", "Quantiser",
-    "class_scheme", "quantised",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Quantiser:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-__all__ = ["Argument", "Given", "Remedy", "literal", "together"]
-
 Given = bool | float | str | tuple[str, ...]
 """What an argument is given: True, a number, a text or several."""
 Argument = tuple[str, Given]

@@ -22,30 +22,6 @@ from ckptool.words import counted, listed, printable, shell
 if TYPE_CHECKING:
     from ckptool.checkpoint import Checkpoint
 
-__all__ = [
-    "MODEL_KINDS",
-    "MOMENTS",
-    "OF_THE_MODEL",
-    "Section",
-    "is_flat",
-    "is_flat_optimizer",
-    "is_optimizer",
-    "is_the_models",
-    "likely_models",
-    "loose_optimizers",
-    "model_state_dict",
-    "named_tensors",
-    "noted_owners",
-    "only_its_class",
-    "only_model",
-    "optimizer_names",
-    "sections",
-    "values_inside",
-    "what_there_is",
-    "with_numbers",
-    "wrapped_names",
-]
-
 _MOST_TOLD = 8
 """Of several state dicts, the keys that a hint has."""
 MODEL_KINDS = ("state_dict", "module")

@@ -30,24 +30,6 @@ from ckptool.words import listed, printable, shell
 if TYPE_CHECKING:
     from ckptool.checkpoint import Checkpoint
 
-__all__ = [
-    "distinct",
-    "everything",
-    "held_items",
-    "is_within",
-    "mentions",
-    "name_of",
-    "named",
-    "path_of",
-    "rebuild",
-    "resolve",
-    "selected",
-    "settled",
-    "ties",
-    "walk",
-    "where",
-]
-
 _PLAIN = frozenset((
     bool, int, float, complex, str, ByteString, type(None), bytes, bytearray, Global,
 ))  # fmt: skip

@@ -6,20 +6,6 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = [
-    "a_class",
-    "are",
-    "as_argument",
-    "clean",
-    "clean_lines",
-    "counted",
-    "few",
-    "listed",
-    "printable",
-    "quoted",
-    "shell",
-]
-
 _LONGEST = 160  # characters of one name in a message
 
 

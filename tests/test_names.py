@@ -6,8 +6,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from ckptool.errors import NameCollision, UsageError
 from ckptool.names import (

@@ -8,8 +8,7 @@ from functools import reduce
 from operator import getitem
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ckptool.errors import AmbiguousName, LimitExceeded, NameCollision, NotFound
 from ckptool.limits import Limits

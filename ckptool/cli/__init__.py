@@ -6,8 +6,6 @@ import gc
 import sys
 from collections.abc import Sequence
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ckptool` with `arguments` (`sys.argv` if None) and return its exit code."""

@@ -26,8 +26,6 @@ from ckptool.writing.target import default_target
 if TYPE_CHECKING:
     from ckptool.writing.divided import Team
 
-__all__ = ["divided", "team_of", "workers_option", "write_changed"]
-
 
 def write_changed(
     source: str,

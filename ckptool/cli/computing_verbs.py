@@ -26,8 +26,6 @@ from ckptool.cli.options import (
 from ckptool.errors import UsageError
 from ckptool.transforms import average, cast, floating_type, merge_lora, with_masters
 
-__all__ = ["average_command", "cast_command", "merge_lora_command", "parsed_keep"]
-
 
 @verb(
     "cast",

@@ -33,24 +33,6 @@ from ckptool.render.text import (
 )
 from ckptool.words import clean, clean_lines, listed, shell
 
-__all__ = [
-    "EXIT_CODE",
-    "WORDS",
-    "Ended",
-    "Interrupts",
-    "Progress",
-    "Screen",
-    "complain",
-    "files_document",
-    "flush",
-    "in_words",
-    "print_document",
-    "print_lines",
-    "run",
-    "say",
-    "settle",
-]
-
 
 class Document(Protocol):
     """A result that has a JSON document."""

@@ -34,8 +34,6 @@ from ckptool.conversion import Conversion
 from ckptool.errors import UsageError
 from ckptool.writing import in_folder, is_folder, target_format
 
-__all__ = ["command"]
-
 
 class _Convert(Allowing, Sectioned):
     begins = MappingProxyType(

@@ -16,8 +16,6 @@ from ckptool.formats import open_checkpoint
 from ckptool.render.diff import diff_lines, note_lines, stat_lines, status_lines
 from ckptool.transforms import regex_rule
 
-__all__ = ["command"]
-
 _NOTHING = ("/dev/null", os.devnull)
 """The paths that git gives to a difftool in place of a file that is new or deleted."""
 

@@ -12,8 +12,6 @@ from ckptool.cli.options import PATH, file_argument, flag, screen_options, verb
 from ckptool.diagnosis import doctor
 from ckptool.render.verdicts import diagnosis_lines
 
-__all__ = ["command"]
-
 
 @verb(
     "doctor",

@@ -37,18 +37,9 @@ from ckptool.transforms import (
     rename,
     strip_module,
     table_rule,
+    visible_devices as renumber,
 )
-from ckptool.transforms import visible_devices as renumber
 from ckptool.words import clean, listed
-
-__all__ = [
-    "add_module_command",
-    "compact_command",
-    "recover_command",
-    "remap_command",
-    "rename_command",
-    "strip_module_command",
-]
 
 
 @verb(

@@ -22,8 +22,6 @@ from ckptool.conversion import without_objects
 from ckptool.errors import UsageError
 from ckptool.transforms import extract, with_averages, with_masters
 
-__all__ = ["command"]
-
 
 @verb(
     "extract",

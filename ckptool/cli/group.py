@@ -8,8 +8,6 @@ import click
 
 from ckptool._version import __version__
 
-__all__ = ["VERBS", "cli"]
-
 VERBS = {
     "read": {
         "list": "List the tensors, values and objects of a checkpoint.",

@@ -8,8 +8,6 @@ from ckptool.formats import open_checkpoint
 from ckptool.inspection.info import info
 from ckptool.render.info import info_lines
 
-__all__ = ["command"]
-
 
 @verb(
     "info",

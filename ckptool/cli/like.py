@@ -20,8 +20,6 @@ from ckptool.remedies import Remedy
 from ckptool.transforms import regex_rule
 from ckptool.words import a_class, printable
 
-__all__ = ["Allowing", "allowance_options", "built", "in_options", "referred"]
-
 _EVERY = "*"
 _GLOB = "*?["
 _WORDS = {

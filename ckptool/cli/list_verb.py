@@ -9,8 +9,6 @@ from ckptool.formats import open_checkpoint
 from ckptool.inspection.listing import list_tensors, tree
 from ckptool.render.listing import listing_lines, tree_lines
 
-__all__ = ["command"]
-
 
 @verb(
     "list",

@@ -24,8 +24,6 @@ from ckptool.transforms import regex_rule
 from ckptool.words import as_argument
 from ckptool.writing.target import default_target
 
-__all__ = ["command"]
-
 
 @verb(
     "match",

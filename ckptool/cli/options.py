@@ -15,33 +15,6 @@ from ckptool.errors import UsageError
 from ckptool.formats import WRITABLE
 from ckptool.render.table import known_format, known_formats
 
-__all__ = [
-    "PATH",
-    "Decorator",
-    "Listed",
-    "Sectioned",
-    "Target",
-    "completed_by",
-    "dtype_option",
-    "file_argument",
-    "filter_options",
-    "flag",
-    "gathered",
-    "glob_options",
-    "master_option",
-    "output_option",
-    "parsed_rules",
-    "plain_options",
-    "quantised_options",
-    "repeatable",
-    "screen_options",
-    "shard_option",
-    "target_options",
-    "together",
-    "verb",
-    "visible_option",
-]
-
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 PATH = click.Path(readable=False)

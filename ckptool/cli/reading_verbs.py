@@ -14,8 +14,6 @@ from ckptool.inspection.show import HEAD, show
 from ckptool.inspection.stats import BINS, SORTABLE, stats
 from ckptool.render.figures import ramp_for, shown_lines, stats_lines
 
-__all__ = ["show_command", "stats_command"]
-
 
 @verb(
     "show",

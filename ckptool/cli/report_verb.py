@@ -11,8 +11,6 @@ from ckptool.cli.console import Screen
 from ckptool.cli.options import PATH, file_argument, flag, screen_options, verb
 from ckptool.render.page import page_lines
 
-__all__ = ["command"]
-
 
 @verb(
     "report",

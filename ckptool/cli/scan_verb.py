@@ -19,8 +19,6 @@ from ckptool.inspection.scan import Scan, files_below, scan
 from ckptool.render.verdicts import scan_lines, scan_summary
 from ckptool.words import clean
 
-__all__ = ["command"]
-
 _FEW = 20
 """The most files of which each has a line; of more files only those with a finding have one."""
 

@@ -57,8 +57,6 @@ from ckptool.words import clean
 if TYPE_CHECKING:
     from ckptool.trainer import TrainResult
 
-__all__ = ["Teller", "command"]
-
 SCHEMA = "ckptool.train/1"
 _DEFAULTS = {"batch_size": "30 for --data random, 32 otherwise"}
 """The help's words for a default that depends on another option."""

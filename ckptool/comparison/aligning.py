@@ -31,8 +31,6 @@ from ckptool.transforms.names import followed, unwrapped_modules
 from ckptool.tree import held_items, is_within, name_of, resolve, walk
 from ckptool.words import listed, printable
 
-__all__ = ["Alignment", "Entry", "Pair", "align"]
-
 _SORTS = {"state_dict": "model", "module": "model"}
 """Kinds of section that may stand for each other; the others only for their own."""
 

@@ -21,9 +21,6 @@ from ckptool.tensors.casting import FLOATS, Caster, is_exact
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Comparer, Difference
 
-__all__ = ["Contents", "Verdict", "renamed"]
-
-
 _ATOL, _RTOL = 1e-8, 1e-5
 """What `torch.allclose` takes for the one that is not given."""
 

@@ -35,8 +35,6 @@ from ckptool.words import counted
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Difference
 
-__all__ = ["Changed", "Diff", "Renamed", "Side", "diff", "magnitude"]
-
 _FIGURES = (
     "elements",
     "mismatched",

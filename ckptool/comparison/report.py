@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ckptool.comparison.diff import Diff
     from ckptool.tensors.comparing import Difference
 
-__all__ = ["Bar", "Report", "bars", "report"]
-
 BINS = 24
 
 

@@ -1,6 +1,4 @@
 """Why a file does not load, and the command that mends it: checks find, one conversion mends."""
 
-from ckptool.diagnosis.complaint import Complaint
-from ckptool.diagnosis.diagnose import Diagnosis, doctor
-
-__all__ = ["Complaint", "Diagnosis", "doctor"]
+from ckptool.diagnosis.complaint import Complaint as Complaint
+from ckptool.diagnosis.diagnose import Diagnosis as Diagnosis, doctor as doctor

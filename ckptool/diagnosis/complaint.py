@@ -16,19 +16,6 @@ from ckptool.statedict import Section, likely_models, model_state_dict, only_mod
 from ckptool.symbolic.encoder import blockers
 from ckptool.words import printable
 
-__all__ = [
-    "Choice",
-    "Complaint",
-    "Found",
-    "Options",
-    "Patient",
-    "Reference",
-    "Severity",
-    "names_of",
-    "quoted",
-    "unwrapped",
-]
-
 Severity = Literal["fails", "misleads", "note"]
 Options = Mapping[str, Any]
 """Arguments of `Conversion`; `format` is that of the target."""

@@ -31,8 +31,6 @@ from ckptool.transforms.devices import CARRIED
 from ckptool.tree import name_of, ties
 from ckptool.words import counted, listed, printable
 
-__all__ = ["damage", "devices_here", "memory", "parsed_devices", "placement", "quantization"]
-
 _BYTES: tuple[tuple[str, Severity, frozenset[str], str, str], ...] = (
     (
         "damaged",

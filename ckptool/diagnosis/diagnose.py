@@ -49,8 +49,6 @@ from ckptool.words import as_argument, counted, listed, shell
 from ckptool.writing.save import refuse_empty
 from ckptool.writing.target import default_target, target_format
 
-__all__ = ["MENDED", "Diagnosis", "Plan", "Planner", "doctor"]
-
 _CHECKS = (layout, level, objects, naming, fit, training, versions, memory,
            quantization, placement)  # fmt: skip
 _RANK = {"fails": 0, "misleads": 0, "note": 1}

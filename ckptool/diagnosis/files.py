@@ -31,8 +31,6 @@ from ckptool.model import ByteString
 from ckptool.tree import name_of, walk
 from ckptool.words import listed, printable
 
-__all__ = ["is_finding", "layout", "unopened"]
-
 _COMMAND = re.compile(
     r"(?:^|: )((?:git|dvc|mkdir|gzip|bzip2|xz|zstd|lz4|7z|unrar|python -m torch\S*) .+)$"
 )

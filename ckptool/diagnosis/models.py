@@ -29,8 +29,6 @@ from ckptool.transforms.plain import class_of, refusals
 from ckptool.tree import everything, name_of
 from ckptool.words import counted, listed, printable, shell
 
-__all__ = ["INTEGERS", "is_floating", "level", "naming", "objects", "versions"]
-
 INTEGERS = frozenset(
     {
         "num_batches_tracked",

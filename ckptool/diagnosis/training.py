@@ -28,8 +28,6 @@ from ckptool.statedict import Section, named_tensors
 from ckptool.tree import distinct
 from ckptool.words import are, counted, listed, printable
 
-__all__ = ["fit", "training"]
-
 _HALF_LOADED = (
     "load_state_dict raises only at its end: what fits has been copied by then, so the model is "
     "half loaded"

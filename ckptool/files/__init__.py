@@ -1,6 +1,10 @@
 """Bytes: ranged reads, kernel copies, atomic replacement. The only place with platform calls."""
 
-from ckptool.files.inflated import InflatedSource
-from ckptool.files.source import ByteRange, FileSource, FolderFile, MemorySource, Source
-
-__all__ = ["ByteRange", "FileSource", "FolderFile", "InflatedSource", "MemorySource", "Source"]
+from ckptool.files.inflated import InflatedSource as InflatedSource
+from ckptool.files.source import (
+    ByteRange as ByteRange,
+    FileSource as FileSource,
+    FolderFile as FolderFile,
+    MemorySource as MemorySource,
+    Source as Source,
+)

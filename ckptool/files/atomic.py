@@ -50,22 +50,6 @@ from ckptool.files.system import (
 )
 from ckptool.remedies import Remedy
 
-__all__ = [
-    "STEP",
-    "FileOutput",
-    "Outputs",
-    "Part",
-    "Progress",
-    "Streamed",
-    "atomic_output",
-    "atomic_set",
-    "begun_set",
-    "counting_on",
-    "parts_of",
-    "refuse_taken",
-    "refuse_target",
-]
-
 STEP = 64 << 20
 """Bytes between two calls of the progress, and before writing to the disk begins."""
 SMALL = 64 << 10

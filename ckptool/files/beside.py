@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 
-__all__ = ["UNFINISHED", "beside", "has_journal", "journal_path", "journalled"]
-
 _NAME_BYTES = 255
 _ENDING_BYTES = 40
 _JOURNAL = ".ckptool-journal"

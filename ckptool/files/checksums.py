@@ -12,8 +12,6 @@ from ckptool.errors import CorruptFile
 from ckptool.files.source import ByteRange, Told
 from ckptool.files.threads import in_order
 
-__all__ = ["Checked", "combined", "crc32_of", "crc32c", "crc32cs", "crc32s"]
-
 _POLYNOMIAL = 0xEDB88320
 """Of CRC-32, its bits reversed."""
 

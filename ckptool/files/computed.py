@@ -17,8 +17,6 @@ from ckptool.files.strided import row_major
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-__all__ = ["Ahead", "ComputedSource", "FilledSource", "computed", "gathered", "joined"]
-
 WORTH = 256 << 10
 """Bytes from which other threads are asked for what comes next."""
 THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))

@@ -27,8 +27,6 @@ from ckptool.files.source import Source, read_at
 from ckptool.files.system import boot_id, check_space, worded, write_at
 from ckptool.words import shell
 
-__all__ = ["KIND", "Edit", "Patch", "State", "apply_patch"]
-
 KIND = "edit"
 """What the journal of an edit is called."""
 

@@ -28,8 +28,6 @@ from ckptool.files.http import Part, changed
 from ckptool.files.source import Progress
 from ckptool.words import listed
 
-__all__ = ["INSTALL", "Fetch", "asked", "by_fsspec", "refuse_object", "system_of", "uploaded_set"]
-
 INSTALL = "pip install fsspec huggingface_hub"
 
 Fetch = Callable[[int, int, str], Part]

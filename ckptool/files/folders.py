@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from ckptool.errors import CheckpointError
 from ckptool.files.system import check_space, sync_folder, worded
 
-__all__ = ["atomic_folder", "remove_folder", "settle_folders"]
-
 _HIDDEN = re.compile(r"\.(.+)\.(?:new|old|gone)", re.DOTALL)
 
 

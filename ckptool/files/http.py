@@ -17,8 +17,6 @@ from urllib.parse import quote, urldefrag
 
 from ckptool.errors import CheckpointError, FileDenied, FileMissing, TruncatedFile, UnreadableFile
 
-__all__ = ["Part", "changed", "fetch"]
-
 TIMEOUT = 30.0
 """Seconds that a server may be silent."""
 ATTEMPTS = 5

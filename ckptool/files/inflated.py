@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files.source import BLOCK, ByteRange, Source
 
-__all__ = ["InflatedSource", "refuse_bomb"]
-
 _SMALL = 128 << 10
 _PREAMBLE = 4 << 10
 """Stored bytes by which a deflated beginning may be longer than what it inflates to: its tables."""

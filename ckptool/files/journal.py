@@ -36,23 +36,6 @@ from ckptool.files.system import (
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.words import shell
 
-__all__ = [
-    "Journal",
-    "exclusive",
-    "leads_to",
-    "lock_file",
-    "missing_folders",
-    "occupied",
-    "read_journal",
-    "refuse_cut_short",
-    "remove",
-    "remove_journal",
-    "remove_unfinished",
-    "undisturbed",
-    "unusable",
-    "write_journal",
-]
-
 VERSION = 1
 _LINE_BYTES = 64 << 20
 """The most that the first line may take: a thousand times what a set of a thousand files needs."""

@@ -14,8 +14,6 @@ from ckptool.files.source import FileSource, FolderFile, Progress, Shared, Sourc
 if TYPE_CHECKING:
     from ckptool.files.atomic import Outputs
 
-__all__ = ["Place", "open_source"]
-
 
 def open_source(path: str | os.PathLike[str]) -> FileSource:
     """Open a file for reading, after what a killed edit left of it has been set right.

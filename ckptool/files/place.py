@@ -7,8 +7,6 @@ import re
 
 from ckptool.files.local import Place
 
-__all__ = ["Place", "is_address", "place_of"]
-
 _HERE = Place()
 _ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]+::)*[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 

@@ -20,8 +20,6 @@ from ckptool.files.source import FileSource
 from ckptool.files.system import worded
 from ckptool.words import shell
 
-__all__ = ["Recovery", "open_settled", "recover", "settle"]
-
 _Got = TypeVar("_Got")
 
 _PAUSES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.4)

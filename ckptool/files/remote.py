@@ -37,8 +37,6 @@ from ckptool.files.threads import in_order
 if TYPE_CHECKING:
     from ckptool.files.atomic import Outputs
 
-__all__ = ["TRAFFIC", "RemotePlace", "RemoteSource", "remote_place"]
-
 WINDOW = 128 << 10
 """Bytes of a request for less: what lies beside them is asked for next."""
 _KEPT = 16

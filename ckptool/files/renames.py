@@ -24,18 +24,6 @@ from ckptool.files.journal import (
 from ckptool.files.system import allow_open_files, sync_folder, who
 from ckptool.words import shell
 
-__all__ = [
-    "FINISHED",
-    "KIND",
-    "PART",
-    "Move",
-    "finish_renames",
-    "only_writer",
-    "rename_all",
-    "settle_set",
-    "state_of",
-]
-
 KIND = "set"
 """What the journal of a set is called."""
 

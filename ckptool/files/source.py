@@ -15,25 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckptool.errors import FileDenied, FileMissing, TruncatedFile, UnreadableFile, UsageError
 
-__all__ = [
-    "BLOCK",
-    "MANY",
-    "SHARED",
-    "ByteRange",
-    "FileSource",
-    "FolderFile",
-    "MemorySource",
-    "Progress",
-    "Shared",
-    "Source",
-    "Stated",
-    "Told",
-    "far_bytes",
-    "neighbours",
-    "open_descriptor",
-    "read_at",
-]
-
 Progress = Callable[[int, int], None]
 """Is called with the bytes done and the bytes in all."""
 Told = Callable[[int], None]

@@ -16,8 +16,6 @@ from ckptool.errors import OutOfRange, UsageError
 from ckptool.files.source import BLOCK, ByteRange
 from ckptool.words import a_class
 
-__all__ = ["flip_signs", "narrow", "row_major", "swap_bytes", "swapped"]
-
 FORMATS: dict[int, Literal["H", "I", "Q"]] = {2: "H", 4: "I", 8: "Q"}
 UNITS = (8, 4, 1)
 """Bytes moved as one. Pairs go byte by byte: a bytearray is sliced ten times as fast as a view."""

@@ -14,29 +14,6 @@ from io import FileIO
 from ckptool.errors import CheckpointError, NoSpace, WriteDenied, WriteError
 from ckptool.files.source import BLOCK, SHARED, ByteRange, Source
 
-__all__ = [
-    "allow_open_files",
-    "announce_read",
-    "boot_id",
-    "check_space",
-    "close_to_rename",
-    "copy_bytes",
-    "hand_over",
-    "is_running",
-    "lock",
-    "lock_holder",
-    "private",
-    "remove_unlocked",
-    "reserve",
-    "shares_blocks",
-    "start_writeback",
-    "sync_folder",
-    "try_lock",
-    "who",
-    "worded",
-    "write_at",
-]
-
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["in_order"]
-
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 

@@ -16,8 +16,6 @@ from ckptool.errors import CorruptFile
 from ckptool.files.computed import FilledSource
 from ckptool.files.source import ByteRange
 
-__all__ = ["Tile", "late", "tiled"]
-
 
 def late(name: str, size: int, find: Callable[[], tuple[ByteRange, int | None]]) -> ByteRange:
     """Return a range of `size` bytes that `find` finds, with its CRC-32, when it is first read.

@@ -1,35 +1,26 @@
 """Formats: which there are, and how a file of one of them is opened."""
 
-from ckptool.formats.base import EditableFormat, Format, NewFile, Plan, Probe, WritableFormat
-from ckptool.formats.opening import Source, open_checkpoint, opened, read_probe
-from ckptool.formats.registry import (
-    REGISTRY,
-    TORCH_ENDINGS,
-    WRITABLE,
-    Entry,
-    candidates,
-    format_of,
-    shard_of,
-    writer,
+from ckptool.formats.base import (
+    EditableFormat as EditableFormat,
+    Format as Format,
+    NewFile as NewFile,
+    Plan as Plan,
+    Probe as Probe,
+    WritableFormat as WritableFormat,
 )
-
-__all__ = [
-    "REGISTRY",
-    "TORCH_ENDINGS",
-    "WRITABLE",
-    "EditableFormat",
-    "Entry",
-    "Format",
-    "NewFile",
-    "Plan",
-    "Probe",
-    "Source",
-    "WritableFormat",
-    "candidates",
-    "format_of",
-    "open_checkpoint",
-    "opened",
-    "read_probe",
-    "shard_of",
-    "writer",
-]
+from ckptool.formats.opening import (
+    Source as Source,
+    open_checkpoint as open_checkpoint,
+    opened as opened,
+    read_probe as read_probe,
+)
+from ckptool.formats.registry import (
+    REGISTRY as REGISTRY,
+    TORCH_ENDINGS as TORCH_ENDINGS,
+    WRITABLE as WRITABLE,
+    Entry as Entry,
+    candidates as candidates,
+    format_of as format_of,
+    shard_of as shard_of,
+    writer as writer,
+)

@@ -31,42 +31,6 @@ from ckptool.symbolic import unpickle
 from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid
 from ckptool.words import few
 
-__all__ = [
-    "ARRAY",
-    "CENTRAL",
-    "DEFLATED",
-    "DESCRIPTOR",
-    "END",
-    "END64",
-    "FAR",
-    "FIELD",
-    "LOCAL",
-    "LOCATOR",
-    "MANY",
-    "REFUSED",
-    "STORED",
-    "ZIP64",
-    "ZIP_MAGIC",
-    "End",
-    "Entry",
-    "LocalHeaders",
-    "began_again",
-    "check_names",
-    "count_of",
-    "counts_of",
-    "extra_fields",
-    "find_end",
-    "folder_of",
-    "open_archive",
-    "raw_entries",
-    "read_directory",
-    "read_json",
-    "read_text",
-    "record_of",
-    "truncated",
-    "zip_archive",
-]
-
 STORED, DEFLATED = 0, 8
 _METHODS = {
     1: "shrunk", 6: "imploded", 9: "Deflate64", 12: "bzip2", 14: "LZMA", 93: "zstd", 95: "xz",

@@ -29,31 +29,6 @@ if TYPE_CHECKING:
     from ckptool.files.source import Shared
     from ckptool.symbolic import Unpickled
 
-__all__ = [
-    "A_FOLDER",
-    "OPAQUE_CONSTANTS",
-    "Archive",
-    "Checksum",
-    "EditableFormat",
-    "Findings",
-    "FolderFormat",
-    "Format",
-    "Member",
-    "NewFile",
-    "Plan",
-    "Probe",
-    "Problem",
-    "Record",
-    "Refusal",
-    "WritableFormat",
-    "check_limit",
-    "naming",
-    "needing",
-    "of_files",
-    "of_many_files",
-    "pickled",
-]
-
 _Answer = TypeVar("_Answer")
 
 A_FOLDER = "torch.load says: [Errno 21] Is a directory"

@@ -13,18 +13,6 @@ from ckptool.files import FileSource
 from ckptool.formats.base import Probe
 from ckptool.words import counted, few, quoted, shell
 
-__all__ = [
-    "ENDINGS",
-    "FOLDER_KINDS",
-    "JOBLIB_HINT",
-    "MAGICS",
-    "ZIP_KINDS",
-    "Finding",
-    "explain",
-    "looks_like_checkpoint",
-    "unused",
-]
-
 _LOOKED_AT = 64 << 10
 _MOST_JSON = 32 << 20
 _LONGEST_NAME = 240

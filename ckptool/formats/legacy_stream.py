@@ -30,22 +30,6 @@ from ckptool.symbolic import Unpickled, unpickle
 from ckptool.symbolic.rebuild import StoragePid, is_storage_pid, parse_storage_pid
 from ckptool.words import few, listed
 
-__all__ = [
-    "COUNT",
-    "MACHINE",
-    "MAGIC",
-    "MAGIC_BYTES",
-    "MAGIC_NUMBER",
-    "VERSION",
-    "LegacyStream",
-    "NestedStreams",
-    "SourceTexts",
-    "refuse_second_copy",
-    "second_copy",
-    "unpickle_outer",
-    "unpickle_record",
-]
-
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 VERSION = 1001
 MACHINE = {

@@ -15,8 +15,6 @@ from ckptool.formats.base import Probe
 from ckptool.formats.sharded import open_index
 from ckptool.words import few, printable, quoted
 
-__all__ = ["of_model_file"]
-
 
 class _Names(NamedTuple):
     """What files are called that hold one model: of several in a folder the first is read."""

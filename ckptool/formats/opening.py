@@ -18,8 +18,6 @@ from ckptool.formats.registry import candidates
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.tree import walk
 
-__all__ = ["TORCH_FILES", "Source", "open_checkpoint", "opened", "opened_together", "read_probe"]
-
 TORCH_FILES = ("torch-zip", "torch-legacy")
 """The formats of a file that torch.save writes."""
 _ATTEMPTS = 3

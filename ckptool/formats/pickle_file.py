@@ -18,8 +18,6 @@ from ckptool.model import Opaque, find_tensors
 from ckptool.symbolic import Unpickled
 from ckptool.words import are, counted
 
-__all__ = ["PICKLE"]
-
 _WITH_PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 _WITHOUT = re.compile(rb"[(}\])]|c[\w.]+\n[\w.]+\n", re.ASCII)
 _JOBLIB = b"joblib.numpy_pickle"

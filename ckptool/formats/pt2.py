@@ -32,8 +32,6 @@ from ckptool.formats.torch_zip import known_byteorder, read_contents
 from ckptool.limits import Limits
 from ckptool.model import OrderedMap, Storage, TensorRef, Wrapping
 
-__all__ = ["PT2"]
-
 _FORMAT = "archive_format"
 _FLAT = ("serialized_state_dict.pt", "serialized_state_dict.json")
 """Up to 2.7; 2.1 called the same bytes `.json`."""

@@ -10,18 +10,6 @@ from typing import NamedTuple
 from ckptool.errors import UsageError
 from ckptool.formats.base import Format, Probe, WritableFormat
 
-__all__ = [
-    "REGISTRY",
-    "TORCH_ENDINGS",
-    "WRITABLE",
-    "Entry",
-    "candidates",
-    "folder_formats",
-    "format_of",
-    "shard_of",
-    "writer",
-]
-
 
 class Entry(NamedTuple):
     """A format that is imported when a file may be of it, so that the others cost nothing.

@@ -40,8 +40,6 @@ from ckptool.words import counted, listed, printable
 if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput
 
-__all__ = ["SAFETENSORS", "content_of", "left_out", "overlapping", "overlapping_names", "remarks"]
-
 _REMEDIES = {
     **dict.fromkeys(SPARSE_KINDS, "make it dense in torch before saving: .to_dense()"),
     "quantized": "--dequantize float32 makes it floating; in torch before saving: .dequantize()",

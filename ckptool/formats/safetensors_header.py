@@ -23,27 +23,6 @@ from ckptool.limits import Limits
 from ckptool.model import OrderedMap, TensorRef
 from ckptool.words import printable
 
-__all__ = [
-    "FORMAT",
-    "LENGTH",
-    "METADATA",
-    "PLACES",
-    "RESERVED",
-    "VERSIONS",
-    "Entry",
-    "Header",
-    "check_tiling",
-    "header_bytes",
-    "header_text",
-    "is_unicode",
-    "metadata_of",
-    "parse_json",
-    "plain_versions",
-    "read_header",
-    "restored",
-    "texts_of",
-]
-
 METADATA = "__metadata__"
 LENGTH = struct.Struct("<Q")
 MAX_BYTES = 100_000_000

@@ -7,8 +7,6 @@ from ckptool.formats.safetensors_header import read_header
 from ckptool.limits import Limits
 from ckptool.words import printable
 
-__all__ = ["disagreement"]
-
 
 def disagreement(source: Source, limits: Limits) -> str | None:
     """Return what the library `safetensors` does not read as ckptool does; None if nothing.

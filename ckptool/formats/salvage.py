@@ -14,7 +14,6 @@ from ckptool.formats.archive import (
     DESCRIPTOR,
     LOCAL,
     STORED,
-    ZIP_MAGIC,
     Entry,
     LocalHeaders,
     began_again,
@@ -25,10 +24,9 @@ from ckptool.formats.archive import (
     record_of,
 )
 from ckptool.formats.base import Archive, Record, check_limit
+from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.transfers import last_copy, text_fault
 from ckptool.limits import Limits
-
-__all__ = ["whole_records"]
 
 _SIGNATURE = b"PK\x07\x08"
 _SIZES, _SIZES64 = struct.Struct("<3I"), struct.Struct("<I2Q")

@@ -15,8 +15,6 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import TensorRef, find_tensors
 from ckptool.words import printable, shell
 
-__all__ = ["opened_parts"]
-
 _FORMATS = ("safetensors", *TORCH_FILES)
 
 

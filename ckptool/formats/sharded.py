@@ -27,17 +27,6 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import OrderedMap, TensorRef, find_tensors
 from ckptool.words import are, counted, few, listed, printable, quoted, shell
 
-__all__ = [
-    "NUMBERED",
-    "SAFETENSORS_SHARDED",
-    "TORCH_SHARDED",
-    "ShardIndex",
-    "checkpoint_of",
-    "open_index",
-    "shards_named_by",
-    "total_size_notes",
-]
-
 _WEIGHT_MAP = "weight_map"
 _MARK = f'"{_WEIGHT_MAP}"'.encode()
 _NAME = re.compile(r".+\.index(\.[^.]+)?\.json", re.IGNORECASE)

@@ -26,8 +26,6 @@ from ckptool.tree import name_of
 if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput
 
-__all__ = ["TORCH_LEGACY"]
-
 
 def _unloadable(checkpoint: Checkpoint, what: str) -> NotRepresentable:
     return NotRepresentable(

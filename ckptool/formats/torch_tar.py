@@ -17,8 +17,6 @@ from ckptool.model import Storage, StorageRef, TensorRef
 from ckptool.symbolic import unpickle
 from ckptool.symbolic.rebuild import storage_type
 
-__all__ = ["BLOCK", "TORCH_TAR", "is_tar", "read_members"]
-
 BLOCK = 512
 """Bytes of a header; the content of a member is filled up to a multiple of it."""
 _MOST_EXTRA = 1 << 20

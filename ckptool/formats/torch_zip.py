@@ -44,22 +44,6 @@ from ckptool.words import are, few
 if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput
 
-__all__ = [
-    "PICKLE",
-    "TORCH_ZIP",
-    "Contents",
-    "Storages",
-    "alignment_of",
-    "contents_of",
-    "known_byteorder",
-    "member_of",
-    "misplaced",
-    "read_contents",
-    "records_are",
-    "refusals",
-    "stored_in",
-]
-
 ALIGNMENT = 64
 
 

@@ -18,8 +18,6 @@ from ckptool.modules import Visits, holds_tensors
 from ckptool.symbolic import unpickle
 from ckptool.words import counted
 
-__all__ = ["CONSTANT", "PACKED", "PACKED_WEIGHTS", "RUN_IT", "TORCHSCRIPT", "has_packed_weights"]
-
 _DTYPES = {
     "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "INT64": "int64",
     "INT32": "int32", "INT16": "int16", "INT8": "int8", "UINT8": "uint8", "BYTE": "uint8",

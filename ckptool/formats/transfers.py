@@ -10,8 +10,6 @@ from ckptool.files import Source
 from ckptool.files.source import BLOCK
 from ckptool.words import shell
 
-__all__ = ["AS_TEXT_HINT", "last_copy", "text_fault"]
-
 _REPLACED = "\ufffd"
 _FEWEST = 3
 """Line feeds that are all preceded by a carriage return: by chance 1 in 16 million files."""

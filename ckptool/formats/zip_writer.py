@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptool.errors import WriteError
-from ckptool.files.source import MANY as WORTH_SHARING
-from ckptool.files.source import SHARED, ByteRange, Shared
+from ckptool.files.source import MANY as WORTH_SHARING, SHARED, ByteRange, Shared
 from ckptool.formats.archive import (
     CENTRAL,
     DESCRIPTOR,
@@ -30,8 +29,6 @@ from ckptool.formats.archive import (
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput
-
-__all__ = ["NewRecord", "Place", "end_records", "literal", "plan_sharing_zip", "plan_zip"]
 
 _DESCRIPTOR = struct.Struct("<4s3I")
 _DESCRIPTOR64 = struct.Struct("<4sI2Q")

@@ -22,8 +22,6 @@ from ckptool.symbolic.text import MEMORY_FORMATS, raw_bytes
 from ckptool.symbolic.watching import Watcher, is_unknown
 from ckptool.tree import everything
 
-__all__ = ["CANNOT_TELL", "DATA", "NEEDS_CODE", "RUNS", "VERDICTS", "Judge", "as_python", "worst"]
-
 VERDICTS = DATA, NEEDS_CODE, CANNOT_TELL, RUNS = "data", "needs code", "cannot tell", "runs"
 """From the best to the worst."""
 _TOOLS = "aiohttp cloudpickle dill joblib pip pkg_resources requests setuptools six"

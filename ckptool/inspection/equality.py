@@ -29,17 +29,6 @@ from ckptool.model import (
 )
 from ckptool.tree import Link, name_of, path_of
 
-__all__ = [
-    "ITSELF",
-    "Fingerprints",
-    "Same",
-    "Unlike",
-    "first_difference",
-    "is_made_of_parts",
-    "raw_elements",
-    "type_name",
-]
-
 Same = Callable[[TensorRef, TensorRef, bool], bool]
 """Whether two plain arrays of one dtype and shape have equal elements.
 

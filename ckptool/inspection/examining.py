@@ -30,11 +30,9 @@ from ckptool.files.source import BLOCK, Progress
 from ckptool.formats import checks, read_probe
 from ckptool.formats.base import Checksum, Findings, Probe, Problem
 from ckptool.formats.distributed.dcp_safetensors import DCP_SAFETENSORS, part_files
-from ckptool.formats.distributed.megatron import MEGATRON
-from ckptool.formats.distributed.megatron import rank_files as megatron_rank_files
+from ckptool.formats.distributed.megatron import MEGATRON, rank_files as megatron_rank_files
 from ckptool.formats.distributed.ranks import FSDP_RANKS, rank_files
-from ckptool.formats.distributed.xla import XLA_FSDP, tensor_files
-from ckptool.formats.distributed.xla import rank_files as xla_rank_files
+from ckptool.formats.distributed.xla import XLA_FSDP, rank_files as xla_rank_files, tensor_files
 from ckptool.formats.distributed.zero import DEEPSPEED, step_files
 from ckptool.formats.model_folder import of_model_file
 from ckptool.formats.sharded import open_index
@@ -48,8 +46,6 @@ from ckptool.model import Path, TensorRef
 from ckptool.tensors.bytewise import is_floating, nonfinite
 from ckptool.tree import distinct, name_of
 from ckptool.words import are, counted, listed
-
-__all__ = ["NOT_ONE", "Progress", "Verdict", "examine"]
 
 _SETS = (
     (DCP_SAFETENSORS, part_files),

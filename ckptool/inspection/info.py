@@ -38,11 +38,6 @@ from ckptool.tree import distinct, ties
 from ckptool.words import are, as_argument, counted, listed, printable
 from ckptool.writing.target import DEFAULT, default_target
 
-__all__ = [
-    "TRAINING", "Info", "SectionInfo", "convert_command", "ema_command", "info", "load_commands",
-    "training_in", "waste_notes", "weights",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class SectionInfo:

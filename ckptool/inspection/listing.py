@@ -26,17 +26,6 @@ from ckptool.names import families
 from ckptool.tree import distinct, name_of, selected, walk
 from ckptool.words import printable
 
-__all__ = [
-    "Listing",
-    "ObjectRow",
-    "TensorRow",
-    "TreeNode",
-    "ValueRow",
-    "list_tensors",
-    "tensor_rows",
-    "tree",
-]
-
 JsonPath = tuple[str | int, ...]
 
 

@@ -28,15 +28,6 @@ from ckptool.names import bare_names
 from ckptool.tree import name_of
 from ckptool.words import are, counted, listed
 
-__all__ = [
-    "HashedTensor",
-    "hashed_tensors",
-    "held_against",
-    "manifest_name",
-    "read_manifest",
-    "write_manifest",
-]
-
 SCHEMA = "ckptool.manifest/1"
 
 

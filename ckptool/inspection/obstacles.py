@@ -24,21 +24,6 @@ from ckptool.symbolic.encoder import blockers, blocking
 from ckptool.tree import everything
 from ckptool.words import counted, printable, shell
 
-__all__ = [
-    "ANYWHERE",
-    "Part",
-    "calls",
-    "layout_blockers",
-    "misnamed",
-    "missing_weights",
-    "needed_import",
-    "outdated_names",
-    "restored_devices",
-    "unnamed",
-    "would_run",
-    "would_run_of",
-]
-
 _GATHER = "gather all parts where it was trained, and save the whole"
 _ZERO = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_optim_states")
 _OF_TOTAL = re.compile(

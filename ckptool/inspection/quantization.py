@@ -12,8 +12,6 @@ from ckptool.files.place import is_address
 from ckptool.quantisers import LIBRARIES, LOOKS_QUANTIZED, quantised
 from ckptool.words import are, counted, listed, printable
 
-__all__ = ["Quantization", "quantizations"]
-
 _CONFIG = "config.json"
 _MOST = 1 << 20
 """Bytes of it that are looked into."""

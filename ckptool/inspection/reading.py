@@ -12,8 +12,6 @@ from ckptool.limits import Limits
 from ckptool.model import Path, TensorRef
 from ckptool.tree import name_of
 
-__all__ = ["Meter", "RepeatedBytes", "content_hash", "content_hashes"]
-
 _JOB, _MOST = 8 << 20, 64
 """Bytes that a thread is given at a time, and tensors: many are small."""
 

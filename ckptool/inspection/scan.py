@@ -34,8 +34,6 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid, storage_type
 from ckptool.symbolic.watching import JOBLIB_ARRAY
 
-__all__ = ["Scan", "Stream", "files_below", "scan"]
-
 _WINDOW = 1 << 20
 _DEEPEST = 6
 """Archives in archives, and pickles in pickles."""

@@ -32,18 +32,6 @@ from ckptool.modules import model_state
 from ckptool.tensors.bytewise import nonfinite
 from ckptool.tree import name_of, resolve, settled
 
-__all__ = [
-    "Shown",
-    "ShownContainer",
-    "ShownObject",
-    "ShownTensor",
-    "ShownValue",
-    "Statistics",
-    "decode",
-    "show",
-    "statistics",
-]
-
 HEAD = 8
 _Entries = tuple[tuple[str, str], ...]
 

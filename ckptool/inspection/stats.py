@@ -30,8 +30,6 @@ from ckptool.words import counted, listed, printable, shell
 if TYPE_CHECKING:
     from ckptool.tensors.statistics import Measures, Number
 
-__all__ = ["SORTABLE", "DtypeRange", "Stats", "TensorStats", "Totals", "stats"]
-
 BINS = 16
 
 

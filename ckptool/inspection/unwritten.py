@@ -11,8 +11,6 @@ from ckptool.tensors.bytewise import is_floating
 from ckptool.tree import distinct, name_of
 from ckptool.words import listed
 
-__all__ = ["unwritten"]
-
 _FEWEST = 4096
 """Bytes of a page: a file system writes no less."""
 _BLOCK = 64 << 10

@@ -10,19 +10,6 @@ from typing import Any
 from ckptool.model import DeviceValue, Global, Opaque, Path, TensorRef
 from ckptool.tree import name_of
 
-__all__ = [
-    "Key",
-    "class_of",
-    "comparable",
-    "documented",
-    "is_set",
-    "json_path",
-    "json_value",
-    "set_items",
-    "summarise",
-    "value_of",
-]
-
 Key = tuple[Any, ...]
 """A path whose keys are equal in two files where they mean the same."""
 

@@ -42,8 +42,6 @@ from ckptool.inspection.manifest import (
 from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
 
-__all__ = ["ManifestOutcome", "Verdict", "Verifier", "checkpoints_in", "should_be_one", "verify"]
-
 
 @dataclass(frozen=True, slots=True)
 class ManifestOutcome:

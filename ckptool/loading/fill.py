@@ -23,17 +23,6 @@ from ckptool.words import shell
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Assigned",
-    "Fill",
-    "are_apart",
-    "can_fill",
-    "check_bytes",
-    "check_pickles",
-    "fill",
-    "stored_bytes",
-]
-
 _PIECE = 16 << 20
 """Bytes that a thread reads at a time."""
 _SHARED = 8 << 20

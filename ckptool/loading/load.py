@@ -40,8 +40,6 @@ from ckptool.words import listed, printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TreeMaker", "load", "load_state_dict", "made_tree", "opened_and_told", "unpickled"]
-
 _AS_THEY_ARE = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 _FACTORIES: dict[str, type[Any]] = {
     f"builtins.{kind.__name__}": kind for kind in (dict, float, int, list, set, str)

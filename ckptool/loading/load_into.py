@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 
     from ckptool.loading.optimizer import OptimizerPlan
 
-__all__ = ["load_into"]
-
 _COPIED = 128 << 20
 """Bytes of tensors that are copied before a file is read over them, so that an error on the way is
 undone, though the file could be read a moment ago. A larger model would need its own size again."""

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from glob import escape as escaped_glob
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,12 +27,17 @@ from ckptool.loading.snapshot import layers
 from ckptool.loading.source import State
 from ckptool.loading.target import Target
 from ckptool.matching import Allowance, Cast, OptimizerReport, Slot, matched
-from ckptool.matching.judging import escaped_glob
 from ckptool.matching.report import holds
 from ckptool.model import TensorRef
 from ckptool.names import bare_names
-from ckptool.optimizers import OPTIONS, groups_of, model_of, names_in, options_of
-from ckptool.optimizers import shape_of as shape_kept
+from ckptool.optimizers import (
+    OPTIONS,
+    groups_of,
+    model_of,
+    names_in,
+    options_of,
+    shape_of as shape_kept,
+)
 from ckptool.remedies import Remedy
 from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, optimizer_names, with_numbers
 from ckptool.tensors import is_one_part
@@ -43,8 +49,6 @@ from ckptool.words import a_class, counted, listed, printable
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["OptimizerPlan", "planned_optimizer"]
 
 _FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
 """The files of an optimizer's own: transformers writes `.pt`, accelerate `.bin`."""

@@ -34,8 +34,6 @@ from ckptool.words import listed, printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Plan", "check_lists", "inert", "loss_of", "match", "metadata_for", "planned"]
-
 _UNMADE = "which is not made from a file"
 
 

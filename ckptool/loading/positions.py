@@ -23,8 +23,6 @@ from ckptool.words import counted, printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["doubt_of", "parameters_in"]
-
 _NOT_COMPARED = frozenset(("params", "param_names", "lr"))
 """Options of a group that need not be the same: schedules change the learning rate."""
 _MISSING = "not set"

@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
-__all__ = [
-    "Ranks",
-    "default_group",
-    "is_spread",
-    "own_tensors",
-    "ranks_of",
-    "sendable",
-    "sharded",
-    "spread_like",
-    "ungathered",
-    "without_hidden",
-]
-
 _Result = TypeVar("_Result")
 _Failures = dict[int, CheckpointError | str]
 """By global rank."""

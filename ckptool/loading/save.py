@@ -17,20 +17,23 @@ from ckptool.files.system import worded
 from ckptool.formats import format_of
 from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded, ungathered
 from ckptool.model import OrderedMap
-from ckptool.names import N_AVERAGED, WRAPPERS, Rename, check_collisions, strip_names
-from ckptool.names import bare_names as without_wrappers
+from ckptool.names import (
+    N_AVERAGED,
+    WRAPPERS,
+    Rename,
+    bare_names as without_wrappers,
+    check_collisions,
+    strip_names,
+)
 from ckptool.statedict import OF_THE_MODEL, is_extra_state, model_state_dict
 from ckptool.tensors.live import frozen
 from ckptool.tensors.materialise import require_torch
 from ckptool.transforms.names import moved_metadata
 from ckptool.words import a_class
-from ckptool.writing import Receipt, target_format
-from ckptool.writing import save as written
+from ckptool.writing import Receipt, save as written, target_format
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["bare_names", "save"]
 
 _OUTER = "module"
 _PRIVATE = frozenset(WRAPPERS) - {_OUTER}

@@ -19,8 +19,6 @@ from ckptool.words import printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Snapshot", "held_back", "layers", "tensors_of"]
-
 _CONTAINERS = frozenset((dict, OrderedDict, set, list))
 
 

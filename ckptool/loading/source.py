@@ -40,8 +40,6 @@ from ckptool.words import a_class, listed, printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Source", "State", "stated"]
-
 _NODES = (TensorRef, StorageRef, DeviceValue, Global, Opaque)
 """Nodes of a tree, which an open checkpoint gave."""
 

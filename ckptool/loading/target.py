@@ -22,19 +22,6 @@ from ckptool.tensors.live import dtype_name, shape_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Target",
-    "custom_modules",
-    "live_slots",
-    "loads_by_name",
-    "on_meta",
-    "overrides_load",
-    "runs_foreign_code",
-    "slots_like",
-    "state_dict_of",
-    "target_of",
-]
-
 REFERENCE = "the reference"
 """What messages call a target without a name."""
 _HINT = "a model, a state dict, a dict of shapes, names, or the path of a file"

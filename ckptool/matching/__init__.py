@@ -1,37 +1,22 @@
 """Which name of a state dict is which of a model. Names, shapes and dtypes alone; no torch."""
 
-from ckptool.matching.judging import Allowance, Allowed, Judgement, Problem
-from ckptool.matching.match import Match, matched
-from ckptool.matching.report import (
-    EXTRA,
-    Ambiguity,
-    Cast,
-    MatchReport,
-    Mismatch,
-    OptimizerReport,
-    Overlap,
-    Renaming,
-    Slot,
-    Slots,
-    slots_of,
+from ckptool.matching.judging import (
+    Allowance as Allowance,
+    Allowed as Allowed,
+    Judgement as Judgement,
+    Problem as Problem,
 )
-
-__all__ = [
-    "EXTRA",
-    "Allowance",
-    "Allowed",
-    "Ambiguity",
-    "Cast",
-    "Judgement",
-    "Match",
-    "MatchReport",
-    "Mismatch",
-    "OptimizerReport",
-    "Overlap",
-    "Problem",
-    "Renaming",
-    "Slot",
-    "Slots",
-    "matched",
-    "slots_of",
-]
+from ckptool.matching.match import Match as Match, matched as matched
+from ckptool.matching.report import (
+    EXTRA as EXTRA,
+    Ambiguity as Ambiguity,
+    Cast as Cast,
+    MatchReport as MatchReport,
+    Mismatch as Mismatch,
+    OptimizerReport as OptimizerReport,
+    Overlap as Overlap,
+    Renaming as Renaming,
+    Slot as Slot,
+    Slots as Slots,
+    slots_of as slots_of,
+)

@@ -22,20 +22,6 @@ from ckptool.model import Shape
 from ckptool.names import N_AVERAGED, WRAPPERS
 from ckptool.transforms.name_rules import regex_rule
 
-__all__ = [
-    "Alignment",
-    "Prefix",
-    "Proposal",
-    "Step",
-    "align",
-    "common_module",
-    "escaped",
-    "is_average_counter",
-    "literal",
-    "proposals",
-    "wrapped_submodules",
-]
-
 _MOST_QUESTIONS = 3
 """More alternatives nobody reads."""
 _LONGEST = 1000

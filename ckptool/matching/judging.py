@@ -22,8 +22,6 @@ from ckptool.names import families
 from ckptool.remedies import Remedy, together
 from ckptool.words import are, counted, listed, printable
 
-__all__ = ["Allowance", "Allowed", "Judgement", "Problem", "difference", "escaped_glob"]
-
 Allowed = bool | str | Sequence[str] | None
 """Yes or no for all names, or globs of the names that are allowed; None: as `strict` says."""
 _MOST_FOLDED = 2000

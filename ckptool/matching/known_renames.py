@@ -10,19 +10,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-__all__ = [
-    "ADAPTER",
-    "BATCHES",
-    "FOREIGN",
-    "MERGE",
-    "NUMBERED",
-    "Respelling",
-    "beside",
-    "has_adapter",
-    "respellings",
-    "uncounted",
-]
-
 BATCHES = "num_batches_tracked"
 _COUNTED_SINCE = 2
 """The version of BatchNorm from which its counter may not be missing."""

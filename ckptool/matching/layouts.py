@@ -21,8 +21,6 @@ from ckptool.matching.report import Layout, Mismatch, Slot, Slots
 from ckptool.model import Shape
 from ckptool.words import printable
 
-__all__ = ["Axes", "Choices", "Kinds", "kinds_of", "laid_out", "wanted_by"]
-
 Axes = tuple[int, ...]
 """For each axis of the model's tensor, that of the file's tensor."""
 Kinds = Mapping[str, str]

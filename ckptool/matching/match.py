@@ -22,8 +22,6 @@ from ckptool.matching.report import (
 from ckptool.names import RULES_HINT, check_collisions
 from ckptool.transforms.name_rules import AppliedRules, Rule, prefix_regex, regex_rule
 
-__all__ = ["Match", "matched"]
-
 _NOT_COUNTED = "files from before torch 0.4.1, and of other libraries, have no such counter"
 _NO_LAYER = "torch asks for no counter of a layer that is not in the file"
 _NO_AVERAGE = "the file is of no average"

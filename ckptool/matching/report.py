@@ -15,27 +15,6 @@ from ckptool.model import Shape, TensorRef
 from ckptool.remedies import Remedy
 from ckptool.statedict import Section, is_extra_state, wrapped_names
 
-__all__ = [
-    "EXTRA",
-    "Ambiguity",
-    "Cast",
-    "Counts",
-    "Layout",
-    "MatchReport",
-    "Mismatch",
-    "OptimizerReport",
-    "Overlap",
-    "Renaming",
-    "Slot",
-    "Slots",
-    "casts_of",
-    "counted",
-    "fits",
-    "holds",
-    "most_allowed",
-    "slots_of",
-]
-
 
 class Slot(NamedTuple):
     """One entry of a state dict, or of what a model has."""

@@ -12,8 +12,6 @@ from ckptool.errors import CheckpointError
 from ckptool.render.text import shorten
 from ckptool.words import clean
 
-__all__ = ["line_of", "page_of"]
-
 _LONGEST = 200
 """The most characters of a line, because names may be as long as the file."""
 _TEXTS = {

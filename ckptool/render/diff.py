@@ -18,18 +18,6 @@ from ckptool.words import clean, counted
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Difference
 
-__all__ = [
-    "Row",
-    "diff_line",
-    "diff_lines",
-    "diff_rows",
-    "folded",
-    "note_lines",
-    "stat_lines",
-    "status_lines",
-    "summary_lines",
-]
-
 _SHORT = 40  # characters of a value that is one of two on a line
 _MOST_MOVES = 5
 _FIGURES = ("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")

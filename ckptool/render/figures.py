@@ -12,8 +12,6 @@ from ckptool.render.table import apart, table
 from ckptool.render.text import PLAIN, Look, first_lines, label, number, share, size, wrapped
 from ckptool.words import clean, clean_lines, counted, listed
 
-__all__ = ["ASCII", "BLOCKS", "bars", "ramp_for", "shown_lines", "stats_lines"]
-
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII = " .:-=+*#%@"
 """The marks of a histogram: the first for an empty bin, the last for the fullest."""

@@ -20,18 +20,6 @@ from ckptool.render.text import (
 from ckptool.statedict import Section
 from ckptool.words import clean, counted, listed
 
-__all__ = [
-    "SECTION_HEADINGS",
-    "checkpoint_lines",
-    "counts_text",
-    "file_line",
-    "format_text",
-    "info_lines",
-    "section_line",
-    "section_rows",
-    "size_text",
-]
-
 _INDENT = 14
 _MOST_LISTED = 8
 SECTION_HEADINGS = ("section", "kind", "tensors", "parameters", "bytes", "wrappers")

@@ -12,8 +12,6 @@ from ckptool.render.table import apart, table
 from ckptool.render.text import PLAIN, Look, label, shorten, size
 from ckptool.words import clean, counted
 
-__all__ = ["listing_lines", "tree_lines"]
-
 _VALUE_WIDTH = 60
 
 

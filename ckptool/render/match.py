@@ -16,8 +16,6 @@ from ckptool.render.table import apart, table
 from ckptool.render.text import PLAIN, Look, as_options, share, shorten, titled_commands, wrapped
 from ckptool.words import clean, counted
 
-__all__ = ["advice_lines", "match_line", "match_lines", "note_lines"]
-
 _MOST_NAMED = 3
 """The most patterns of names in one cell."""
 _MOST_ROWS = 100

@@ -12,8 +12,6 @@ from ckptool.render.text import first_lines, size
 from ckptool.words import clean, counted
 from ckptool.writing import Receipt
 
-__all__ = ["receipt_line", "receipt_lines", "recovery_lines"]
-
 SCREEN = 40
 """The most lines of one kind."""
 WORST = 3

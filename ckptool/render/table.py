@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from ckptool.errors import UsageError
 from ckptool.render.text import Look, shorten, wrapped
 
-__all__ = ["apart", "known_format", "known_formats", "table"]
-
 _NARROWEST = 12
 _READABLE = 24  # characters of a flexible column before spare columns are left out for it
 _WIDEST = 160  # characters that rows are padded to, so that one long name widens no other row

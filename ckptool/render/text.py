@@ -13,29 +13,6 @@ from typing import Any, TextIO
 from ckptool.remedies import Given, Remedy
 from ckptool.words import clean, counted
 
-__all__ = [
-    "PLAIN",
-    "Look",
-    "as_options",
-    "columns_of",
-    "command_lines",
-    "duration",
-    "files_line",
-    "first_lines",
-    "json_lines",
-    "label",
-    "look_of",
-    "option_words",
-    "quoted",
-    "resume_title",
-    "runnable",
-    "share",
-    "shorten",
-    "size",
-    "titled_commands",
-    "wrapped",
-]
-
 _NARROWEST = 20  # columns for a sentence; a word a line is harder to read than a broken line
 _QUOTED = re.compile(r"'([^']*)'|\"[^\"]*\"")
 """A quoted word, or a part of one, as `shlex.quote` writes it."""

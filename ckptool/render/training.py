@@ -25,19 +25,6 @@ if TYPE_CHECKING:
     from ckptool.trainer import TrainResult
     from ckptool.trainer.devices import Devices
 
-__all__ = [
-    "device_lines",
-    "end_lines",
-    "epoch_line",
-    "event_line",
-    "gpus_line",
-    "heading",
-    "progress_text",
-    "stopped_line",
-    "trace_line",
-    "validating_text",
-]
-
 _COLUMNS = {"epoch": 5, "step": 7, "train_loss": 11, "val_loss": 11, "lr": 10, "samples/s": 10}
 """The widths, known before the rows are: those come minutes apart."""
 

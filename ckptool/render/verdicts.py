@@ -24,18 +24,9 @@ from ckptool.words import clean, counted, listed
 
 if TYPE_CHECKING:
     from ckptool.diagnosis import Complaint, Diagnosis
+    from ckptool.inspection.examining import Verdict
     from ckptool.inspection.scan import Scan, Stream
-    from ckptool.inspection.verify import ManifestOutcome, Verdict
-
-__all__ = [
-    "diagnosis_lines",
-    "manifest_line",
-    "scan_lines",
-    "scan_summary",
-    "verdict_lines",
-    "verdict_table",
-    "verify_summary",
-]
+    from ckptool.inspection.verify import ManifestOutcome
 
 _WORDS = {"fails": "error", "misleads": "warning", "note": "note"}
 

@@ -12,8 +12,6 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic import opcodes  # noqa: F401 (they register)
 from ckptool.symbolic.machine import Machine, frames_fit
 
-__all__ = ["Unpickled", "unpickle"]
-
 _WHOLE, _FIRST_WINDOW = 64 << 20, 1 << 20
 
 

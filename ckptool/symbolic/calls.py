@@ -33,16 +33,6 @@ from ckptool.symbolic.text import raw_bytes
 if TYPE_CHECKING:
     from ckptool.symbolic.machine import Machine
 
-__all__ = [
-    "ELEMENT_TYPES",
-    "JAX_ARRAYS",
-    "NUMPY_ARRAYS",
-    "RECOGNISED",
-    "Call",
-    "finished",
-    "new_object",
-]
-
 Call = Callable[["Machine", Any], Any]
 
 ELEMENT_TYPES = {

@@ -21,8 +21,6 @@ from ckptool.model import (
 )
 from ckptool.symbolic.rebuild import call_of
 
-__all__ = ["Encoded", "blockers", "blocking", "encode"]
-
 _QSCHEMES = (
     "per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric",
     "per_channel_affine_float_qparams",

@@ -14,8 +14,6 @@ from ckptool.symbolic import calls
 from ckptool.symbolic.opcodes import HANDLERS, STOP
 from ckptool.symbolic.text import MEMORY_FORMATS, modern_name
 
-__all__ = ["Machine", "frames_fit"]
-
 _FRAME = 0x95
 _PROTO_BYTES, _FRAME_BYTES = 2, 9
 _TARGET = 64 << 10

@@ -15,8 +15,6 @@ from ckptool.symbolic.text import decode_python2, parse_text_pid, unescape
 if TYPE_CHECKING:
     from ckptool.symbolic.machine import Machine
 
-__all__ = ["HANDLERS", "STOP", "Handler", "decimal", "little_endian"]
-
 Handler = Callable[["Machine", int], int]
 STOP = ord(".")
 

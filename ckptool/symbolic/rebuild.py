@@ -26,16 +26,6 @@ from ckptool.model import (
 if TYPE_CHECKING:
     from ckptool.symbolic.machine import Machine
 
-__all__ = [
-    "CALLS",
-    "StoragePid",
-    "call_of",
-    "is_storage_pid",
-    "parse_storage_pid",
-    "storage_type",
-    "with_old_state",
-]
-
 
 class StoragePid(NamedTuple):
     """What `("storage", class, key, location, numel[, view])` says. Valid: every part checked."""
@@ -174,6 +164,7 @@ def _tensor_v3(machine: Machine, args: Any) -> TensorRef:
 
 
 def flags_of(metadata: list[Any]) -> tuple[str, ...]:
+    """Return the bits that a tensor's last argument sets, such as `conj`."""
     if len(metadata) > 1:
         raise TypeError("a tensor has more arguments than any")
     if not metadata or not metadata[0]:

@@ -9,15 +9,6 @@ from typing import Any
 
 from ckptool.model import ByteString, Global
 
-__all__ = [
-    "MEMORY_FORMATS",
-    "decode_python2",
-    "modern_name",
-    "parse_text_pid",
-    "raw_bytes",
-    "unescape",
-]
-
 
 def decode_python2(raw: bytes) -> str:
     """Return a Python 2 `str` as text: UTF-8 where it is that, else Latin-1; the bytes are kept."""

@@ -19,8 +19,6 @@ from ckptool.symbolic.machine import Machine
 from ckptool.symbolic.opcodes import HANDLERS, Handler
 from ckptool.tree import everything
 
-__all__ = ["Watcher", "is_unknown"]
-
 UNKNOWN = "unknown"
 """The maker of a symbol for which nothing in the file stands."""
 JOBLIB_ARRAY = "joblib.numpy_pickle.NumpyArrayWrapper"

@@ -4,21 +4,11 @@ This room and `loading` are the only ones that import torch, inside the function
 """
 
 from ckptool.tensors.materialise import (
-    Materialiser,
-    is_one_part,
-    materialise,
-    only_a_part,
-    require_torch,
-    set_attributes,
-    torch_dtype,
+    Materialiser as Materialiser,
+    is_one_part as is_one_part,
+    materialise as materialise,
+    only_a_part as only_a_part,
+    require_torch as require_torch,
+    set_attributes as set_attributes,
+    torch_dtype as torch_dtype,
 )
-
-__all__ = [
-    "Materialiser",
-    "is_one_part",
-    "materialise",
-    "only_a_part",
-    "require_torch",
-    "set_attributes",
-    "torch_dtype",
-]

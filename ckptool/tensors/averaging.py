@@ -25,8 +25,6 @@ from ckptool.words import printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Averager", "ElementBuffer", "Elements", "elements_of", "interpolated", "more_rows"]
-
 
 class ElementBuffer:
     """Memory for so many elements of a type, and the torch tensor that looks at it."""

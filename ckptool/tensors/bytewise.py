@@ -15,16 +15,6 @@ from ckptool.files.source import Told
 from ckptool.files.threads import in_order
 from ckptool.model import TensorRef
 
-__all__ = [
-    "is_floating",
-    "is_infinity_or_zero",
-    "nonfinite",
-    "same_by_checksum",
-    "same_content",
-    "same_elements",
-    "side_by_side",
-]
-
 _STEP = 512 << 10
 """Bytes compared at a time: those of both sides are still in the processor's cache."""
 _LARGE = 4 << 20

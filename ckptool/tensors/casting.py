@@ -24,20 +24,6 @@ from ckptool.words import printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CHUNK",
-    "FLOATS",
-    "SATURATES",
-    "Caster",
-    "Kernel",
-    "Losses",
-    "checked",
-    "checked_tensor",
-    "chunks",
-    "is_exact",
-    "losses_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class FloatType:

@@ -19,8 +19,6 @@ from ckptool.tensors.materialise import one_thread, require_torch, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["COMPARED", "Comparer", "Difference"]
-
 CHUNK = 1 << 18
 """Elements handled at a time: with fewer, threads wait for each other longer than they work."""
 BLOCK = 4 * CHUNK

@@ -19,8 +19,6 @@ from ckptool.tensors.materialise import require_torch, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PACKED", "dequantized"]
-
 _BLOCK = 128
 """Rows and columns that have one scale in the files of DeepSeek-V3."""
 _MOST_FACTS = 1 << 16

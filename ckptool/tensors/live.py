@@ -32,21 +32,6 @@ from ckptool.words import printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Held",
-    "LiveTree",
-    "Memory",
-    "cuts",
-    "dtype_name",
-    "extent",
-    "frozen",
-    "is_array",
-    "memory_of",
-    "repeats",
-    "shape_of",
-    "stand_in",
-]
-
 _AS_THEY_ARE = frozenset((type(None), bool, int, float, complex, str, bytes))
 _MOST_BITS = 8 * 255 - 1
 """Bits of an integer that torch's safe unpickler reads."""

@@ -15,8 +15,6 @@ from ckptool.tensors.whole import Wholes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Factors", "Merger"]
-
 
 @dataclass(frozen=True)
 class Factors:

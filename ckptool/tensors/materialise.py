@@ -31,22 +31,6 @@ from ckptool.words import listed, printable
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "MapLocation",
-    "Materialiser",
-    "Placement",
-    "called",
-    "is_one_part",
-    "materialise",
-    "memory_view",
-    "one_thread",
-    "only_a_part",
-    "require_torch",
-    "set_attributes",
-    "torch_dtype",
-    "wanted_dtype",
-]
-
 
 def require_torch() -> None:
     """Import torch, or raise `TorchMissing`, which says what to install."""

@@ -20,8 +20,6 @@ from ckptool.tensors.materialise import one_thread, require_torch
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Histogram", "Measurer", "Measures", "Moments", "Number", "measurable"]
-
 CHUNK = 1 << 17
 """Elements handled at a time: they stay in the processor's cache."""
 BLOCK = 8 * CHUNK

@@ -18,8 +18,6 @@ from ckptool.tensors.materialise import require_torch
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Wholes", "lerped"]
-
 
 class Wholes:
     """Makes storages of computed tensors; the last one computed is kept while it is read."""

@@ -31,8 +31,6 @@ from ckptool.trainer.strategies.base import DIVERGED, StepResult, Strategy
 from ckptool.trainer.tuning import random_state, restore_random_state, seed_all
 from ckptool.words import listed
 
-__all__ = ["Checkpoints", "Progress", "one_run_in", "require_one_run"]
-
 _NAME = re.compile(r"(last|best|step-(\d{8,}))(\.pth)?")
 
 

@@ -12,8 +12,6 @@ from typing import Any
 from ckptool.errors import TrainingError, UsageError
 from ckptool.factories import FACTORY
 
-__all__ = ["CHOICES", "SPREAD", "TrainConfig", "check", "require_shared", "usual_batch_size"]
-
 _DATA = ("random", "friedman", "digits")
 _MLP = re.compile(r"mlp(?::([1-9]\d{0,8}(?:,[1-9]\d{0,8})*))?", re.ASCII)
 

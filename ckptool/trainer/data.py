@@ -23,17 +23,6 @@ from ckptool.trainer.config import TrainConfig, csv_path
 from ckptool.trainer.tuning import seed_all
 from ckptool.words import a_class, counted, listed, printable
 
-__all__ = [
-    "Batches",
-    "Dataset",
-    "Loss",
-    "TrainData",
-    "collated",
-    "data_of",
-    "prepared",
-    "read_table",
-]
-
 
 def moved(value: Any, device: torch.device) -> Any:
     """Return the tree with every tensor on `device`."""

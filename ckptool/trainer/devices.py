@@ -17,8 +17,6 @@ from ckptool.words import counted
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["VISIBLE", "Devices", "device_of", "devices_here", "seen_as", "show_only"]
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ORDER = "CUDA_DEVICE_ORDER"
 _GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")

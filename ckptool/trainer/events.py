@@ -6,18 +6,6 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = [
-    "EpochEnded",
-    "Note",
-    "Observer",
-    "Resumed",
-    "Saved",
-    "Started",
-    "Stepped",
-    "Traced",
-    "Validating",
-]
-
 
 @dataclass(frozen=True)
 class _Event:

@@ -29,17 +29,6 @@ from ckptool.errors import CheckpointError, PeerLost, TrainingError, WorkerFaile
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-__all__ = [
-    "ASKING",
-    "Signals",
-    "ended_at_once",
-    "handled",
-    "is_again",
-    "launch",
-    "not_met",
-    "recorded",
-]
-
 ASKING = (signal.SIGTERM, signal.SIGINT)
 
 

@@ -21,8 +21,6 @@ from ckptool.trainer.launching import Signals
 from ckptool.trainer.metrics import Metrics, Scalars
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
 
-__all__ = ["Loop"]
-
 
 class Loop:
     """The epochs of one run, from `progress` to the end.

@@ -14,8 +14,6 @@ from ckptool.files.system import worded
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.events import EpochEnded
 
-__all__ = ["Metrics", "Scalars"]
-
 
 class Metrics:
     """The figures of a run, in `folder/metrics.jsonl`; only rank 0 writes them."""

@@ -14,8 +14,6 @@ from ckptool.trainer.config import TrainConfig, hidden_widths
 from ckptool.trainer.data import TrainData, collated, moved, shape
 from ckptool.words import a_class
 
-__all__ = ["model_of"]
-
 
 def model_of(config: TrainConfig, data: TrainData) -> nn.Module:
     """Return the model that `config.model` names, with weights from torch's random state.

@@ -22,17 +22,6 @@ from ckptool.trainer.launching import not_met
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = [
-    "TIMEOUT",
-    "World",
-    "connected",
-    "end_if_connected",
-    "launched_as",
-    "local_rank",
-    "meeting_point",
-    "team",
-]
-
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(minutes=10)
 """The time that processes wait for each other."""

@@ -35,8 +35,6 @@ from ckptool.symbolic import unpickle
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-__all__ = ["VALUES", "damage", "is_sharded", "load_model", "load_optimizer", "load_values", "write"]
-
 VALUES = "run.pth"
 """The file that is written last: a folder without it is incomplete."""
 

@@ -18,11 +18,10 @@ from ckptool.trainer.events import Observer, Started
 from ckptool.trainer.launching import Signals
 from ckptool.trainer.loop import Loop
 from ckptool.trainer.models import model_of
-from ckptool.trainer.strategies import Strategy, strategy_of
+from ckptool.trainer.strategies import strategy_of
+from ckptool.trainer.strategies.base import Strategy
 from ckptool.trainer.tuning import Tuning, seed_all
 from ckptool.words import a_class
-
-__all__ = ["TrainResult", "Trainer"]
 
 
 @dataclass(frozen=True)

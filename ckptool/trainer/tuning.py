@@ -18,8 +18,6 @@ from ckptool.errors import TrainingError
 from ckptool.loading.ranks import is_spread, spread_like
 from ckptool.trainer.config import TrainConfig
 
-__all__ = ["Average", "Tuning", "random_state", "rate_factor", "restore_random_state", "seed_all"]
-
 
 def seed_all(seed: int) -> None:
     """Seed the random generators of torch (all devices), Python and numpy."""

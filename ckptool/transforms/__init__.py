@@ -10,59 +10,41 @@ from typing import TYPE_CHECKING
 from ckptool._lazy import importer
 
 if TYPE_CHECKING:
-    from ckptool.transforms.averaging import average
-    from ckptool.transforms.casting import cast, floating_type, kept
-    from ckptool.transforms.compacting import compact, untie, without_unseen
-    from ckptool.transforms.devices import remap, visible_devices
-    from ckptool.transforms.ema import with_averages, with_masters
-    from ckptool.transforms.extraction import extract, salvaged, single_state_dict
-    from ckptool.transforms.lora import merge_lora
-    from ckptool.transforms.memory import changed_dict, remap_dict
-    from ckptool.transforms.name_rules import (
-        Rule,
-        prefix_rule,
-        read_map_file,
-        regex_rule,
-        table_rule,
+    from ckptool.transforms.averaging import average as average
+    from ckptool.transforms.casting import (
+        cast as cast,
+        floating_type as floating_type,
+        kept as kept,
     )
-    from ckptool.transforms.names import add_module, rename, strip_module
-    from ckptool.transforms.nesting import flattened, nested
-    from ckptool.transforms.plain import drop_objects, to_plain
-    from ckptool.transforms.resizing import concatenated, resized
-
-__all__ = [
-    "Rule",
-    "add_module",
-    "average",
-    "cast",
-    "changed_dict",
-    "compact",
-    "concatenated",
-    "drop_objects",
-    "extract",
-    "flattened",
-    "floating_type",
-    "kept",
-    "merge_lora",
-    "nested",
-    "prefix_rule",
-    "read_map_file",
-    "regex_rule",
-    "remap",
-    "remap_dict",
-    "rename",
-    "resized",
-    "salvaged",
-    "single_state_dict",
-    "strip_module",
-    "table_rule",
-    "to_plain",
-    "untie",
-    "visible_devices",
-    "with_averages",
-    "with_masters",
-    "without_unseen",
-]
+    from ckptool.transforms.compacting import (
+        compact as compact,
+        untie as untie,
+        without_unseen as without_unseen,
+    )
+    from ckptool.transforms.devices import remap as remap, visible_devices as visible_devices
+    from ckptool.transforms.ema import with_averages as with_averages, with_masters as with_masters
+    from ckptool.transforms.extraction import (
+        extract as extract,
+        salvaged as salvaged,
+        single_state_dict as single_state_dict,
+    )
+    from ckptool.transforms.lora import merge_lora as merge_lora
+    from ckptool.transforms.memory import changed_dict as changed_dict, remap_dict as remap_dict
+    from ckptool.transforms.name_rules import (
+        Rule as Rule,
+        prefix_rule as prefix_rule,
+        read_map_file as read_map_file,
+        regex_rule as regex_rule,
+        table_rule as table_rule,
+    )
+    from ckptool.transforms.names import (
+        add_module as add_module,
+        rename as rename,
+        strip_module as strip_module,
+    )
+    from ckptool.transforms.nesting import flattened as flattened, nested as nested
+    from ckptool.transforms.plain import drop_objects as drop_objects, to_plain as to_plain
+    from ckptool.transforms.resizing import concatenated as concatenated, resized as resized
 
 _HOMES = {
     "averaging": ("average",),

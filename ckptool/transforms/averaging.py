@@ -21,8 +21,6 @@ from ckptool.transforms.names import distinct
 from ckptool.tree import name_of, rebuild, where
 from ckptool.words import counted, listed, printable
 
-__all__ = ["average"]
-
 Tensors = tuple[TensorRef, ...]
 """The tensors of one name, one from each file."""
 

@@ -30,23 +30,11 @@ from ckptool.quantisers import MARKERS, OF_OPTIMIZERS, Quantised, quantised
 from ckptool.statedict import MODEL_KINDS, only_its_class
 from ckptool.tensors.casting import FLOATS, Caster, Losses
 from ckptool.tensors.dequantising import PACKED, dequantized
-from ckptool.tree import everything as every_node
-from ckptool.tree import is_within, name_of, rebuild, selected, walk
+from ckptool.tree import everything as every_node, is_within, name_of, rebuild, selected, walk
 from ckptool.words import counted, listed, printable, shell
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "FLOATING",
-    "Originals",
-    "cast",
-    "floating_type",
-    "kept",
-    "optimizer_tensors",
-    "refuse_apart",
-    "tensors_placed",
-]
 
 
 class Originals:

@@ -16,8 +16,6 @@ from ckptool.model import Storage, StorageRef, TensorRef, over_elements, remade
 from ckptool.tree import everything, name_of, rebuild, walk
 from ckptool.words import counted, listed
 
-__all__ = ["compact", "storage_use", "untie", "without_unseen"]
-
 
 def untie(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint in which every tied name has bytes of its own.

@@ -17,8 +17,6 @@ from ckptool.model import DeviceValue, Opaque, Storage, StorageRef, TensorRef
 from ckptool.tree import everything, name_of, rebuild, walk
 from ckptool.words import listed, printable
 
-__all__ = ["Rules", "device_tags", "remap", "visible_devices"]
-
 _WORD = re.compile(r"(?!gpu\b)[a-z_]+(:\d+)?", re.ASCII)
 CARRIED = ("xla", "maia", "ort")
 """Back ends without storages: torch pickles their tensors as an array and a device

@@ -21,8 +21,6 @@ from ckptool.transforms.schedule_free import weights_for_evaluation
 from ckptool.tree import name_of
 from ckptool.words import counted, listed, printable, shell
 
-__all__ = ["with_averages", "with_masters"]
-
 _EMA = re.compile(r"(?<![A-Z])EMA|(?<![A-Za-z])[Ee]ma(?![a-z])")
 """A part of a path that says so: `model_ema`, `state_dict_ema`, `ema`, a callback `EMACallback`."""
 _LIGHTNING = ("state_dict", "current_model_state", "averaging_state")

@@ -31,17 +31,6 @@ from ckptool.transforms.names import remaining_metadata
 from ckptool.tree import everything, is_within, name_of, rebuild, resolve, selected, walk, where
 from ckptool.words import counted, listed, printable, shell
 
-__all__ = [
-    "beside",
-    "extract",
-    "left_out",
-    "plain_state_dict",
-    "salvaged",
-    "single_state_dict",
-    "thinned",
-    "without",
-]
-
 _MOST_TOLD = 20
 """Places that have a sentence of their own."""
 

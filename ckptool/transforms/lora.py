@@ -26,8 +26,6 @@ from ckptool.transforms.casting import FLOATING, refuse_apart
 from ckptool.transforms.names import rename, with_items
 from ckptool.words import counted, listed, printable, shell
 
-__all__ = ["merge_lora"]
-
 _DOWN = r"lora_A|lora_embedding_A|lora[._](?:linear_layer\.)?down"
 _UP = r"lora_B|lora_embedding_B|lora[._](?:linear_layer\.)?up"
 _PART = re.compile(

@@ -15,8 +15,6 @@ from ckptool.tensors.live import Held, LiveTree, is_array, stand_in
 from ckptool.transforms.devices import Rules
 from ckptool.tree import everything, rebuild
 
-__all__ = ["changed_dict", "remap_dict"]
-
 
 def changed_dict(
     mapping: Mapping[Any, Any], change: Callable[[Checkpoint], Checkpoint]

@@ -14,19 +14,6 @@ from typing import Any, NamedTuple
 from ckptool.errors import FileDenied, FileMissing, UsageError
 from ckptool.words import listed, printable
 
-__all__ = [
-    "AppliedRules",
-    "Rule",
-    "Step",
-    "prefix_regex",
-    "prefix_rule",
-    "read_map_file",
-    "regex_rule",
-    "rules_of",
-    "similar",
-    "table_rule",
-]
-
 _MOST, _LONGEST = 2000, 120
 """Names looked at, characters of each: comparing takes its time, and a file may be hostile."""
 _CANDIDATES = 20

@@ -40,22 +40,6 @@ from ckptool.transforms.name_rules import AppliedRules, Rule, Step, rules_of
 from ckptool.tree import everything, rebuild, where
 from ckptool.words import counted, listed, printable, shell
 
-__all__ = [
-    "NamePlan",
-    "Unwrapped",
-    "add_module",
-    "changed",
-    "distinct",
-    "followed",
-    "moved_metadata",
-    "remaining_metadata",
-    "rename",
-    "stays",
-    "strip_module",
-    "unwrapped_modules",
-    "with_items",
-]
-
 Targets = dict[Any, int]
 """The new paths of one module, each with its rank: where two modules come to one path, the entry
 of the lower rank stands there."""

@@ -10,8 +10,6 @@ from ckptool.model import Opaque, OrderedMap, Path, TensorRef
 from ckptool.tree import walk, where
 from ckptool.words import counted, listed, printable
 
-__all__ = ["flattened", "nested"]
-
 
 def flattened(checkpoint: Checkpoint, separator: str = ".") -> Checkpoint:
     """Return a checkpoint whose root is one dict: tensors and values under their whole names.

@@ -37,8 +37,6 @@ from ckptool.transforms.extraction import plain_state_dict
 from ckptool.tree import everything, held_items, mentions, path_of, rebuild, where
 from ckptool.words import counted, listed, printable
 
-__all__ = ["class_of", "drop_objects", "is_refused", "plain_form", "refusals", "to_plain"]
-
 _COUNTER = "collections.Counter"
 _NOTHING = object()
 """The form of what says no more than None."""

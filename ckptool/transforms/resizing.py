@@ -34,8 +34,6 @@ from ckptool.transforms.names import distinct, with_items
 from ckptool.tree import name_of, selected
 from ckptool.words import counted, few, listed, printable, shell
 
-__all__ = ["concatenated", "resized"]
-
 _PREFIX = 5
 """The most tokens before the grid: one of the class, one of distillation, four registers."""
 

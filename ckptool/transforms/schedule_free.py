@@ -26,8 +26,6 @@ from ckptool.transforms.names import distinct
 from ckptool.tree import distinct as once
 from ckptool.words import printable
 
-__all__ = ["keeps_order", "weights_for_evaluation"]
-
 
 def keeps_order(checkpoint: Checkpoint, names: list[str], metadata: object) -> bool:
     """Return whether the keys of a model are in the order in which the model has them.

@@ -17,8 +17,6 @@ from ckptool.formats.base import NewFile, Plan
 from ckptool.words import listed
 from ckptool.writing.configuration import Edited, edited
 
-__all__ = ["PATTERNS", "folder_of_companions", "with_companions"]
-
 _CONFIG = "config.json"
 PATTERNS = (
     _CONFIG,

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from ckptool.checkpoint import Change, Checkpoint
 from ckptool.words import listed, printable
 
-__all__ = ["Edited", "edited"]
-
 _MOST = 1 << 20
 """Bytes of it that are looked into."""
 _SPACE = re.compile(r"[ \t\n\r]*")

@@ -25,8 +25,6 @@ from ckptool.tree import name_of
 from ckptool.writing.job import Job
 from ckptool.writing.verification import source_check, verify_file
 
-__all__ = ["Team", "finish_divided", "write_divided"]
-
 _Result = TypeVar("_Result")
 
 

@@ -20,8 +20,6 @@ from ckptool.formats.base import Plan
 from ckptool.writing.target import check_still_there
 from ckptool.writing.verification import source_check, verify, verify_file
 
-__all__ = ["Job", "carry_out"]
-
 
 @dataclass(frozen=True, slots=True)
 class Job:

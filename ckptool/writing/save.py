@@ -36,8 +36,6 @@ from ckptool.writing.target import (
     target_format,
 )
 
-__all__ = ["LEFT_OUT", "Job", "Receipt", "refuse_empty", "save"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Receipt(Result):

@@ -25,8 +25,6 @@ from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, fi
 from ckptool.tree import everything
 from ckptool.writing.target import INDEX, split
 
-__all__ = ["DEFAULT_SIZE", "parse_size", "plan_shards"]
-
 DEFAULT_SIZE = 5 * 10**9
 """Bytes of tensors in a shard, where the user does not say."""
 _ENDINGS = frozenset({".safetensors", ".bin", ".pth", ".pt", ".th", ".ckpt", ".pkl", ".model"})

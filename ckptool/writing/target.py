@@ -13,20 +13,6 @@ from ckptool.files import Source
 from ckptool.files.place import is_address, place_of
 from ckptool.formats import REGISTRY, WRITABLE, format_of, shard_of
 
-__all__ = [
-    "INDEX",
-    "check_address",
-    "check_still_there",
-    "check_target",
-    "default_target",
-    "in_folder",
-    "is_a_source",
-    "is_folder",
-    "remarks",
-    "split",
-    "target_format",
-]
-
 INDEX_ENDING = re.compile(r"(\.[^./\\]+)?\.index(\.[^./\\]+)?\.json$", re.IGNORECASE)
 
 

@@ -28,8 +28,6 @@ from ckptool.symbolic.encoder import Encoded, encode
 from ckptool.tree import everything
 from ckptool.words import printable
 
-__all__ = ["source_check", "verify", "verify_file"]
-
 _LARGE = 1 << 20
 """Bytes from which a run is worth a thread."""
 _SAMPLE = 4096

@@ -5,8 +5,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.matching.test_renamed_trees import cases, leaves
 

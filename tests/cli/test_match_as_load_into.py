@@ -7,8 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 from ckptool.errors import CheckpointError, MatchError

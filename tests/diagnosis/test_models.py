@@ -5,8 +5,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import ckptool
 from ckptool.checkpoint import Checkpoint

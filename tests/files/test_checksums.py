@@ -5,8 +5,7 @@ import random
 import zlib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ckptool.errors import CorruptFile, TruncatedFile
 from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource, checksums

@@ -4,8 +4,7 @@ import os
 import zlib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ckptool.errors import TruncatedFile, WriteError
 from ckptool.files import ByteRange, FileSource, MemorySource, atomic

@@ -7,8 +7,7 @@ from math import prod
 from zlib import crc32
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ckptool.errors import CorruptFile, TruncatedFile
 from ckptool.files import ByteRange, MemorySource

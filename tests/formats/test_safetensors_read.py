@@ -6,8 +6,7 @@ import struct
 import pytest
 import safetensors
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import save_file, save_model
 
 from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile

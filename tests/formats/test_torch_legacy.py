@@ -25,8 +25,7 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.model import Opaque, Storage, StorageRef, TensorRef
 from tests.formats.contract import FormatContract
 from tests.formats.legacy_streams import Called, Pid, floats, stream, tensor
-from tests.formats.zips import read as read_as
-from tests.formats.zips import values, written
+from tests.formats.zips import read as read_as, values, written
 
 
 class TestContract(FormatContract):

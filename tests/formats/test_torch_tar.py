@@ -13,8 +13,7 @@ from ckptool.formats.torch_tar import TORCH_TAR, is_tar, read_members
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from tests.formats.contract import FormatContract
 from tests.formats.legacy_streams import Pid, dumps
-from tests.formats.zips import read as read_as
-from tests.formats.zips import tarred, values
+from tests.formats.zips import read as read_as, tarred, values
 
 
 class TestContract(FormatContract):

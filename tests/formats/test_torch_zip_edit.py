@@ -13,8 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ckptool.errors import DeviceError, NotRepresentable
 from ckptool.files import ByteRange, FileSource, MemorySource
@@ -41,8 +40,16 @@ from tests.formats.edits import (
     paths,
     real_offsets,
 )
-from tests.formats.zips import Entry, Holes, Sink, archive, build, saved, written
-from tests.formats.zips import records_of as all_records
+from tests.formats.zips import (
+    Entry,
+    Holes,
+    Sink,
+    archive,
+    build,
+    records_of as all_records,
+    saved,
+    written,
+)
 from tests.test_fixtures import FIXTURES, ORACLES, judge
 from tests.test_written import listing
 from tests.trees import checkpoint as checkpoint_of

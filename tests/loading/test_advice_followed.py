@@ -5,8 +5,7 @@ import shlex
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import ckptool
 from ckptool.errors import MatchError

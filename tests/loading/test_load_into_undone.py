@@ -10,8 +10,7 @@ from torch import nn
 import ckptool
 from ckptool.errors import CorruptFile, MatchError, UnreadableFile
 from ckptool.files import FileSource
-from ckptool.loading import fill as reading
-from ckptool.loading import load_into as installing
+from ckptool.loading import fill as reading, load_into as installing
 from ckptool.loading.load_into import load_into
 from tests.loading.bits import Untouched, raising, untouched_by
 

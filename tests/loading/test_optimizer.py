@@ -5,9 +5,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given as drawing
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import given as drawing, settings, strategies as st
 from torch import nn
 
 import ckptool

@@ -6,8 +6,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from ckptool.errors import NameCollision, UsageError
 from ckptool.matching import MatchReport, Slot, matched

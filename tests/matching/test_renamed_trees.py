@@ -3,8 +3,7 @@
 import random
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import ckptool
 from ckptool.matching import Slot, matched

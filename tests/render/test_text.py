@@ -8,8 +8,7 @@ import shutil
 import subprocess
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ckptool.render.text import PLAIN, json_lines, look_of, number, runnable, shorten, size
 

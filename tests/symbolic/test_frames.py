@@ -5,8 +5,7 @@ import pickle
 import pickletools
 from itertools import product
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ckptool.symbolic.machine import frames_fit
 

@@ -5,8 +5,7 @@ import pickletools
 from collections import OrderedDict
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.limits import Limits

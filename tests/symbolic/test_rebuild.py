@@ -4,8 +4,7 @@ import io
 import pickle
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ckptool.errors import CheckpointError, LimitExceeded
 from ckptool.files import ByteRange, MemorySource

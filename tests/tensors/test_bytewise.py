@@ -7,8 +7,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ckptool.dtypes import DTYPES
 from ckptool.errors import CheckpointError

@@ -1,8 +1,7 @@
 """Which samples make which batch, and whose share they are."""
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ckptool.trainer.data import Batches, share
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.model import Global, Opaque, OrderedMap, Wrapping

@@ -7,8 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable, UsageError

@@ -4,6 +4,4 @@
 named here and computed by who asks: that reads the whole file.
 """
 
-from ckptool.formats.checks.contents import content, structure
-
-__all__ = ["content", "structure"]
+from ckptool.formats.checks.contents import content as content, structure as structure

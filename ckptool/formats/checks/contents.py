@@ -38,8 +38,6 @@ from ckptool.symbolic.calls import RECOGNISED
 from ckptool.tree import everything
 from ckptool.words import are, counted, listed, printable
 
-__all__ = ["content", "structure"]
-
 _BARE_PICKLES = ("torch-legacy", "torch-tar", "pickle")
 """Formats whose pickles have no checksum."""
 

@@ -20,16 +20,14 @@ from ckptool.formats.archive import (
     REFUSED,
     STORED,
     ZIP64,
-    ZIP_MAGIC,
     End,
     extra_fields,
     find_end,
     raw_entries,
 )
 from ckptool.formats.base import Problem
+from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.words import counted
-
-__all__ = ["header_problems"]
 
 _LIKELY = 256
 """Bytes read at once of a local header: more is rarely there."""

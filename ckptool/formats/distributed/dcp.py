@@ -43,8 +43,6 @@ from ckptool.model import MAX_ELEMENTS, Global, Opaque, TensorRef, plain_tensor
 from ckptool.symbolic import unpickle
 from ckptool.words import counted, listed, printable
 
-__all__ = ["DCP", "index_of"]
-
 _METADATA = ".metadata"
 _RANKS = re.compile(r"__(\d+)\.metadata")
 """How each rank calls its own where they wrote without collectives (torch 2.9 and later)."""

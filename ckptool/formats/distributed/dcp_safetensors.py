@@ -22,8 +22,6 @@ from ckptool.formats.safetensors_header import parse_json
 from ckptool.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.words import counted, printable
 
-__all__ = ["DCP_SAFETENSORS", "SHARDING_INFO", "is_part_file", "part_files"]
-
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _NAMES = re.compile(r"shard-\d{5,}-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
 _UNSEEN = "no file tells how many ranks saved it: that the last rank's are missing is not noticed"

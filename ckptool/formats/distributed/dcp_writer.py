@@ -27,8 +27,6 @@ from ckptool.words import listed, printable
 if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput
 
-__all__ = ["plan_edit", "plan_folder", "refused"]
-
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _OF_A_RUN = "run.pth"

@@ -15,8 +15,6 @@ from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.model import Opaque
 from ckptool.words import counted
 
-__all__ = ["MEGATRON", "is_rank", "rank_files"]
-
 _RANK = re.compile(r"mp_rank_(\d{2,9})", re.ASCII)
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 

@@ -18,17 +18,6 @@ from ckptool.limits import DEFAULT_LIMITS
 from ckptool.model import Opaque, TensorRef
 from ckptool.words import printable
 
-__all__ = [
-    "ONE_SAVE",
-    "Part",
-    "attributes_of",
-    "check_ranks",
-    "owned_rows",
-    "parts_of",
-    "row_major_data",
-    "sizes_of",
-]
-
 ONE_SAVE = "the files are of different saves, or damaged: copy all files of one save"
 
 _MOST_RUNS = 4096

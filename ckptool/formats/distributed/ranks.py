@@ -21,8 +21,6 @@ from ckptool.model import Storage, TensorRef, remade, row_major_strides
 from ckptool.tree import name_of, rebuild, walk
 from ckptool.words import counted, few, listed, printable, shell
 
-__all__ = ["FLAT", "FSDP_RANKS", "of_model", "rank_files", "set_of"]
-
 _NAMES = re.compile(
     r"(model_world_size_(?P<world>\d+)_rank_"  # verl, SkyRL, oumi
     r"|pytorch_model_fsdp(_\d+)?_rank(?=\d+\.bin)"  # accelerate

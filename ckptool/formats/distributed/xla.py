@@ -26,8 +26,6 @@ from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors, plain_ten
 from ckptool.tree import everything, rebuild
 from ckptool.words import counted, listed, printable
 
-__all__ = ["XLA_FSDP", "XLA_XSER", "rank_files", "tensor_files"]
-
 _REFERENCE = "torch_xla.utils.serialization.TensorReference"
 _RANK = re.compile(r".*?rank[-_]?(?P<rank>\d{1,9})-of-\d{1,9}.*\.(?:pth|pt|bin)", re.ASCII)
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_fpw_module\.")

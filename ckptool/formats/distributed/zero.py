@@ -40,8 +40,6 @@ from ckptool.model import Opaque, TensorRef, plain_tensor, remade
 from ckptool.symbolic.encoder import encode
 from ckptool.words import counted, few, listed, printable, shell
 
-__all__ = ["DEEPSPEED", "MASTER", "SLICED", "is_part", "is_step", "step_files"]
-
 _MODEL = re.compile(
     r"(?:zero_pp_rank_(?P<rank>\d{1,9})_)?mp_rank_(?P<mp>\d{1,9})_model_states\.pt", re.ASCII
 )

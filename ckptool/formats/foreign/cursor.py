@@ -10,8 +10,6 @@ from ckptool.files import Source
 from ckptool.formats.base import check_limit
 from ckptool.limits import Limits
 
-__all__ = ["Cursor"]
-
 _WINDOW = 64 << 10
 
 

@@ -22,8 +22,6 @@ from ckptool.model import OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.statedict import OF_THE_MODEL
 from ckptool.words import printable
 
-__all__ = ["FLAX"]
-
 _MAP_OF_NAMES = re.compile(
     rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[\w./-]", re.DOTALL
 )

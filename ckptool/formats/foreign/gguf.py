@@ -22,8 +22,6 @@ from ckptool.formats.foreign.cursor import Cursor
 from ckptool.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.words import counted, listed, printable
 
-__all__ = ["GGUF"]
-
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"

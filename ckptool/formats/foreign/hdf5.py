@@ -28,8 +28,6 @@ from ckptool.model import OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.statedict import OF_THE_MODEL
 from ckptool.words import listed, printable
 
-__all__ = ["HDF5", "KERAS"]
-
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _WEIGHTS = "model.weights.h5"
 _CONFIG = "config.json"

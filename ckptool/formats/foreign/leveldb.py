@@ -10,8 +10,6 @@ from ckptool.files.checksums import crc32c
 from ckptool.formats.base import check_limit
 from ckptool.limits import Limits
 
-__all__ = ["MAGIC", "Message", "masked", "read_table", "unmasked", "varint"]
-
 MAGIC = bytes.fromhex("57fb808b247547db")
 """The end of a table."""
 _FOOTER = 48

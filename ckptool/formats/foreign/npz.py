@@ -19,8 +19,6 @@ from ckptool.symbolic import Unpickled
 from ckptool.symbolic.calls import ELEMENT_TYPES
 from ckptool.words import printable
 
-__all__ = ["NPZ", "read_array_header"]
-
 _MAGIC = b"\x93NUMPY"
 _LENGTHS = {1: struct.Struct("<H"), 2: struct.Struct("<I"), 3: struct.Struct("<I")}
 """Where the length of the text stands behind the version, by its major number."""

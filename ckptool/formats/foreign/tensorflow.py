@@ -21,7 +21,8 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
 from ckptool.files.checksums import crc32c
-from ckptool.files.place import Place, place_of
+from ckptool.files.local import Place
+from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import (
@@ -40,8 +41,6 @@ from ckptool.limits import Limits
 from ckptool.model import Global, Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.statedict import OF_THE_MODEL
 from ckptool.words import listed, printable, shell
-
-__all__ = ["TENSORFLOW", "is_index"]
 
 _PART = re.compile(r"(?P<prefix>.+)\.(?:index|data-\d{5}-of-\d{5})", re.DOTALL)
 _LATEST = re.compile(rb'^model_checkpoint_path: "([^"\n]+)"', re.MULTILINE)

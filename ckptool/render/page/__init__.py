@@ -19,8 +19,6 @@ from ckptool.writing.target import check_target
 if TYPE_CHECKING:
     from ckptool.comparison.report import Report
 
-__all__ = ["PageReceipt", "page", "page_line", "page_lines", "write_page"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PageReceipt(Result):

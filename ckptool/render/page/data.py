@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ckptool.comparison.report import Report
     from ckptool.inspection.stats import TensorStats
 
-__all__ = ["DIGITS", "Names", "columns", "diff_columns", "figure", "in_words"]
-
 DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
 """One digit for the height of a bar, as `histogram.js` reads it."""
 

@@ -31,20 +31,6 @@ if TYPE_CHECKING:
     from ckptool.comparison.diff import Diff
     from ckptool.comparison.report import Report
 
-__all__ = [
-    "SCRIPTS",
-    "element",
-    "facts",
-    "first_changes",
-    "first_tensors",
-    "notes",
-    "page",
-    "script_json",
-    "sections",
-    "table",
-    "words",
-]
-
 _IN_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 

@@ -9,8 +9,6 @@ from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.events import Observer
 from ckptool.trainer.strategies.base import Strategy
 
-__all__ = ["Strategy", "strategy_of"]
-
 _HOMES = {
     "single": ("base", "Strategy"),
     "dp": ("data_parallel", "DataParallel"),

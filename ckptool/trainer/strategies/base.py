@@ -24,8 +24,6 @@ from ckptool.words import a_class
 if TYPE_CHECKING:
     from ckptool.trainer.tuning import Tuning
 
-__all__ = ["DIVERGED", "Step", "StepResult", "Strategy", "blocks_of", "tied"]
-
 DIVERGED = (
     "a lower --lr, --clip 1, or standardised data; the checkpoints of earlier steps are unchanged"
 )

@@ -17,8 +17,6 @@ from ckptool.trainer.processes import connected, local_rank
 from ckptool.trainer.strategies.base import Strategy
 from ckptool.trainer.tuning import random_state, restore_random_state
 
-__all__ = ["DataParallel", "Distributed", "DistributedDataParallel"]
-
 _TRIAL = 2
 """The number of samples of a trial; normalisation over a batch needs more than one."""
 

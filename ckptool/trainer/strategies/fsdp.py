@@ -19,8 +19,6 @@ from ckptool.trainer.strategies.data_parallel import Distributed
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["FullyShardedDataParallel"]
-
 
 class FullyShardedDataParallel(Distributed):
     """The rows of every parameter are sharded over the processes; names stay the model's own.

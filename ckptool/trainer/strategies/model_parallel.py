@@ -17,8 +17,6 @@ from ckptool.trainer.devices import device_of
 from ckptool.trainer.events import Traced
 from ckptool.trainer.strategies.base import Strategy, blocks_of, tied
 
-__all__ = ["ModelParallel", "stages"]
-
 
 class ModelParallel(Strategy):
     """One process and `--devices cuda:0,cuda:1`; a checkpoint has the tags of all these devices.

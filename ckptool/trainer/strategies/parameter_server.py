@@ -27,8 +27,6 @@ from ckptool.trainer.processes import TIMEOUT, launched_as, local_rank, meeting_
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
 from ckptool.trainer.tuning import seed_all
 
-__all__ = ["ParameterServer"]
-
 _SERVER = "server"  # torch's shutdown is led by the first name in alphabetical order
 _SCHEME = "ckptool"
 _PATIENCE = 10.0

@@ -18,8 +18,6 @@ from ckptool.trainer.data import moved
 from ckptool.trainer.events import Note
 from ckptool.trainer.strategies.base import Step, StepResult, Strategy
 
-__all__ = ["Xla"]
-
 _CPU = torch.device("cpu")
 
 

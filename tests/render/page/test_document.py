@@ -7,8 +7,7 @@ import re
 import shutil
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ckptool.comparison.report import report
 from ckptool.errors import TargetExists, UnreadableFile, WriteDenied

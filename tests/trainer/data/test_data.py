@@ -9,8 +9,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

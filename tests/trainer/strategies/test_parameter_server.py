@@ -5,8 +5,7 @@ import socket
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import ckptool
 from ckptool.errors import TrainingError
