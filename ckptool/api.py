@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from ckptool import transforms
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.formats import Source, open_checkpoint, opened
 from ckptool.limits import DEFAULT_LIMITS, Limits

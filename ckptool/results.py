@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from ckptool._lazy import importer
 
 if TYPE_CHECKING:
-    from ckptool.checkpoint import Change, Checkpoint, Details
     from ckptool.comparison.diff import Diff
     from ckptool.conversion import Conversion
+    from ckptool.core.checkpoint import Change, Checkpoint, Details
+    from ckptool.core.model import Opaque, Storage, TensorRef
     from ckptool.diagnosis import Complaint, Diagnosis
     from ckptool.files.recovery import Recovery
     from ckptool.formats.base import Problem
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ckptool.inspection.stats import Stats
     from ckptool.limits import Limits
     from ckptool.matching import MatchReport
-    from ckptool.model import Opaque, Storage, TensorRef
     from ckptool.render.page import PageReceipt
     from ckptool.writing import Receipt
 
@@ -34,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "checkpoint": ("Change", "Checkpoint", "Details"),
+    "core.checkpoint": ("Change", "Checkpoint", "Details"),
     "conversion": ("Conversion",),
     "diagnosis": ("Complaint", "Diagnosis"),
     "files.recovery": ("Recovery",),
@@ -47,7 +47,7 @@ _HOMES = {
     "inspection.scan": ("Scan",),
     "limits": ("Limits",),
     "matching": ("MatchReport",),
-    "model": ("Opaque", "Storage", "TensorRef"),
+    "core.model": ("Opaque", "Storage", "TensorRef"),
     "render.page": ("PageReceipt",),
     "writing": ("Receipt",),
 }

@@ -15,7 +15,7 @@ from benchmarks.report import steps, table
 from benchmarks.rows import MB, Growth, Result, Row, clear
 from benchmarks.timing import Command, Measured, Sample, measure, ratio
 from benchmarks.works import RULE, Inputs, rows
-from ckptool.tree import name_of
+from ckptool.core.tree import name_of
 
 OURS = Command("ckptool list", ("ckptool", "list"))
 THEIRS = Command("cp", ("cp",))

@@ -16,16 +16,8 @@ ROOMS = [
     "limits",
     "dtypes",
     "files",
-    "model",
-    "quantisers",
-    "modules",
-    "checkpoint",
-    "tree",
     "factories",
-    "names",
-    "statedict",
-    "hollow",
-    "optimizers",
+    "core",
     "symbolic",
     "formats",
     "tensors",
@@ -35,7 +27,6 @@ ROOMS = [
     "inspection",
     "comparison",
     "loading",
-    "conversion_like",
     "conversion",
     "diagnosis",
     "trainer",
@@ -45,6 +36,18 @@ ROOMS = [
     "cli",
 ]
 INSIDE = {
+    "core": [
+        "model",
+        "quantizers",
+        "modules",
+        "checkpoint",
+        "tree",
+        "names",
+        "sections",
+        "placeholders",
+        "optimizers",
+    ],
+    "conversion": ["fit"],
     "loading": [
         "ranks",
         "snapshot",
@@ -66,7 +69,7 @@ ROOMS_INSIDE = sorted({file.rpartition("/")[0] for file in trees() if file.count
 DOORS = {"__init__", "__main__"}
 """The package's own entrances import from everywhere."""
 
-UPWARD = {"_lazy.py", "model.py", "checkpoint.py"}
+UPWARD = {"_lazy.py", "core/model.py", "core/checkpoint.py"}
 """Their methods chain, make tensors and make text, by lazy imports: the only calls upward."""
 
 WITH_TORCH = {"tensors", "loading", "trainer"}

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Global, Opaque, OrderedMap, Storage, TensorRef
 from ckptool.files import ByteRange, MemorySource
-from ckptool.model import Global, Opaque, OrderedMap, Storage, TensorRef
 
 
 def storage(nbytes: int = 8, device: str = "cpu", key: str = "0") -> Storage:

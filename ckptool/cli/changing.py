@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptool.checkpoint import Checkpoint
 from ckptool.cli.console import WORDS, Screen, in_words, settle
 from ckptool.cli.options import Target
+from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError
 from ckptool.files.place import is_address
 from ckptool.formats import open_checkpoint, shard_of

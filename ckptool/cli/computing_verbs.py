@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import divided, workers_option, write_changed
 from ckptool.cli.options import (
     PATH,
@@ -23,6 +22,7 @@ from ckptool.cli.options import (
     target_options,
     verb,
 )
+from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.errors import UsageError
 from ckptool.transforms import average, cast, floating_type, merge_lora, with_masters
 

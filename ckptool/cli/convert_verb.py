@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import divided, workers_option, write_changed
 from ckptool.cli.computing_verbs import parsed_keep
 from ckptool.cli.console import settle
@@ -31,6 +30,7 @@ from ckptool.cli.options import (
     visible_option,
 )
 from ckptool.conversion import Conversion
+from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.writing import in_folder, is_folder, target_format
 

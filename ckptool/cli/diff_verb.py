@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from ckptool.checkpoint import Checkpoint
 from ckptool.cli.console import Screen, settle
 from ckptool.cli.options import PATH, flag, repeatable, screen_options, verb
 from ckptool.comparison.diff import diff
+from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.render.diff import diff_lines, note_lines, stat_lines, status_lines

@@ -6,7 +6,6 @@ import os
 
 import click
 
-from ckptool.checkpoint import Change, Checkpoint
 from ckptool.cli.changing import write_changed
 from ckptool.cli.console import Screen
 from ckptool.cli.options import (
@@ -22,9 +21,10 @@ from ckptool.cli.options import (
     verb,
     visible_option,
 )
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.names import WRAPPERS
 from ckptool.errors import UsageError
 from ckptool.files.recovery import recover
-from ckptool.names import WRAPPERS
 from ckptool.render.receipt import recovery_lines
 from ckptool.render.text import size
 from ckptool.transforms import (

@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from ckptool.checkpoint import Checkpoint
 from ckptool.cli.changing import write_changed
 from ckptool.cli.options import (
     Target,
@@ -19,6 +18,7 @@ from ckptool.cli.options import (
     verb,
 )
 from ckptool.conversion import without_objects
+from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.transforms import extract, with_averages, with_masters
 

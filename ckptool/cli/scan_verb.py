@@ -14,8 +14,8 @@ from ckptool.cli.console import (
 )
 from ckptool.cli.options import PATH, flag, screen_options, verb
 from ckptool.errors import CheckpointError
-from ckptool.inspection.deeds import DATA
 from ckptool.inspection.scan import Scan, files_below, scan
+from ckptool.inspection.scan_calls import DATA
 from ckptool.render.verdicts import scan_lines, scan_summary
 from ckptool.words import clean
 

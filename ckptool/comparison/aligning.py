@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
-from ckptool.errors import AmbiguousName, NameCollision, NotFound
-from ckptool.inspection.equality import first_difference
-from ckptool.inspection.values import Key, comparable, is_set
-from ckptool.model import Opaque, OrderedMap, Path
-from ckptool.modules import is_module
-from ckptool.names import check_collisions, strip_names
-from ckptool.statedict import (
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Opaque, OrderedMap, Path
+from ckptool.core.modules import is_module
+from ckptool.core.names import check_collisions, strip_names
+from ckptool.core.sections import (
     MODEL_KINDS,
     Section,
     is_flat,
@@ -26,9 +23,12 @@ from ckptool.statedict import (
     sections,
     wrapped_names,
 )
+from ckptool.core.tree import held_items, is_within, name_of, resolve, walk
+from ckptool.errors import AmbiguousName, NameCollision, NotFound
+from ckptool.inspection.equality import first_difference
+from ckptool.inspection.values import Key, comparable, is_set
 from ckptool.transforms.name_rules import AppliedRules, Rule
 from ckptool.transforms.names import followed, unwrapped_modules
-from ckptool.tree import held_items, is_within, name_of, resolve, walk
 from ckptool.words import listed, printable
 
 _SORTS = {"state_dict": "model", "module": "model"}

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.comparison.aligning import Entry
+from ckptool.core.model import Path, TensorRef
 from ckptool.errors import TorchMissing, UnsupportedFormat
 from ckptool.inspection.reading import Meter, RepeatedBytes
 from ckptool.limits import Limits
-from ckptool.model import Path, TensorRef
 from ckptool.tensors.bytewise import same_by_checksum, same_content
 from ckptool.tensors.casting import FLOATS, Caster, is_exact
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckptool._lazy import Result
-from ckptool.checkpoint import Checkpoint
 from ckptool.comparison.aligning import Alignment, Entry, Pair, align
 from ckptool.comparison.contents import Contents, Verdict, renamed
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import DeviceValue, Shape, StorageRef, TensorRef
+from ckptool.core.tree import name_of
 from ckptool.errors import UsageError, without_query
 from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
@@ -27,9 +29,7 @@ from ckptool.inspection.equality import (
 from ckptool.inspection.reading import Meter
 from ckptool.inspection.values import documented, is_set, json_value, summarise, value_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import DeviceValue, Shape, StorageRef, TensorRef
 from ckptool.transforms.name_rules import Rule, rules_of
-from ckptool.tree import name_of
 from ckptool.words import counted
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Path, TensorRef
+from ckptool.core.tree import is_within, name_of, resolve
 from ckptool.errors import NotRepresentable, TorchMissing
 from ckptool.files.source import Progress
 from ckptool.inspection.info import Info, info
 from ckptool.inspection.listing import tensor_rows
 from ckptool.inspection.stats import TensorStats, stats
-from ckptool.model import Path, TensorRef
-from ckptool.tree import is_within, name_of, resolve
 
 if TYPE_CHECKING:
     from ckptool.comparison.aligning import Alignment

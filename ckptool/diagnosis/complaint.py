@@ -7,12 +7,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import Like
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.names import bare_names, families
+from ckptool.core.sections import (
+    Section,
+    likely_models,
+    model_state_dict,
+    only_model,
+    wrapped_names,
+)
 from ckptool.inspection.values import documented
 from ckptool.loading.target import Target
-from ckptool.names import bare_names, families
-from ckptool.statedict import Section, likely_models, model_state_dict, only_model, wrapped_names
 from ckptool.symbolic.encoder import blockers
 from ckptool.words import printable
 

@@ -16,19 +16,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import takewhile
 
+from ckptool.core.sections import named_tensors
+from ckptool.core.tree import name_of, ties
 from ckptool.diagnosis.complaint import Choice, Found, Options, Patient, Severity, names_of, quoted
 from ckptool.errors import UsageError
 from ckptool.files.source import Progress
 from ckptool.formats import format_of
 from ckptool.formats.base import Problem
 from ckptool.formats.safetensors import overlapping_names
-from ckptool.inspection.obstacles import ANYWHERE, restored_devices
+from ckptool.inspection.blockers import ANYWHERE, restored_devices
 from ckptool.inspection.quantization import quantizations
 from ckptool.limits import Limits
-from ckptool.statedict import named_tensors
 from ckptool.transforms.compacting import storage_use
 from ckptool.transforms.devices import CARRIED
-from ckptool.tree import name_of, ties
 from ckptool.words import counted, listed, printable
 
 _BYTES: tuple[tuple[str, Severity, frozenset[str], str, str], ...] = (

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool._lazy import Result
-from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import Conversion, Like
-from ckptool.conversion_like import compared
+from ckptool.conversion.fit import compared
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.placeholders import refuse_hollow
+from ckptool.core.sections import MODEL_KINDS
+from ckptool.core.tree import name_of
 from ckptool.diagnosis.complaint import Choice, Complaint, Found, Options, Patient, Reference
 from ckptool.diagnosis.contents import (
     damage,
@@ -35,16 +38,13 @@ from ckptool.errors import (
 from ckptool.files.source import Progress
 from ckptool.formats import format_of, open_checkpoint, shard_of, writer
 from ckptool.formats.identify import unused
-from ckptool.hollow import refuse_hollow
 from ckptool.inspection.info import TRAINING, convert_command, training_in, weights
 from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.loading.plan import target_like
 from ckptool.loading.target import Target
-from ckptool.statedict import MODEL_KINDS
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.plain import is_refused
-from ckptool.tree import name_of
 from ckptool.words import as_argument, counted, listed, shell
 from ckptool.writing.save import refuse_empty
 from ckptool.writing.target import default_target, target_format

@@ -6,7 +6,9 @@ import os
 import re
 from collections.abc import Iterator
 
-from ckptool.checkpoint import TORCH_REFUSES
+from ckptool.core.checkpoint import TORCH_REFUSES
+from ckptool.core.model import ByteString
+from ckptool.core.tree import name_of, walk
 from ckptool.diagnosis.complaint import Complaint, Found, Patient, Severity, names_of
 from ckptool.errors import (
     CheckpointError,
@@ -18,7 +20,7 @@ from ckptool.errors import (
 )
 from ckptool.formats import format_of
 from ckptool.formats.base import A_FOLDER
-from ckptool.inspection.obstacles import (
+from ckptool.inspection.blockers import (
     layout_blockers,
     misnamed,
     missing_weights,
@@ -27,8 +29,6 @@ from ckptool.inspection.obstacles import (
     would_run,
     would_run_of,
 )
-from ckptool.model import ByteString
-from ckptool.tree import name_of, walk
 from ckptool.words import listed, printable
 
 _COMMAND = re.compile(

@@ -6,6 +6,11 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ckptool.core.model import Opaque, OrderedMap, TensorRef, find_tensors
+from ckptool.core.modules import model_state
+from ckptool.core.names import N_AVERAGED, PEFT, counts, strip_names, wrapped_in_part
+from ckptool.core.sections import Section, named_tensors, values_inside, wrapped_names
+from ckptool.core.tree import everything, name_of
 from ckptool.diagnosis.complaint import (
     Choice,
     Found,
@@ -17,16 +22,11 @@ from ckptool.diagnosis.complaint import (
 )
 from ckptool.errors import NameCollision
 from ckptool.formats import format_of
-from ckptool.inspection.obstacles import calls, missing_weights, needed_import
+from ckptool.inspection.blockers import calls, missing_weights, needed_import
 from ckptool.matching.align import escaped, literal, wrapped_submodules
 from ckptool.matching.known_renames import ADAPTER
-from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
-from ckptool.modules import model_state
-from ckptool.names import N_AVERAGED, PEFT, counts, strip_names, wrapped_in_part
-from ckptool.statedict import Section, named_tensors, values_inside, wrapped_names
 from ckptool.symbolic.encoder import blocking
 from ckptool.transforms.plain import class_of, refusals
-from ckptool.tree import everything, name_of
 from ckptool.words import counted, listed, printable, shell
 
 INTEGERS = frozenset(

@@ -12,7 +12,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptool.conversion_like import compared
+from ckptool.conversion.fit import compared
+from ckptool.core.model import Shape, TensorRef
+from ckptool.core.names import BUFFER_NAMES, bare_names
+from ckptool.core.optimizers import groups_of, has_training_weights, model_of, names_in, shapes_in
+from ckptool.core.sections import Section, named_tensors
+from ckptool.core.tree import distinct
 from ckptool.diagnosis.complaint import Choice, Found, Patient, names_of, quoted, unwrapped
 from ckptool.diagnosis.models import INTEGERS, is_floating
 from ckptool.inspection.info import ema_command
@@ -21,11 +26,6 @@ from ckptool.matching import Cast, MatchReport
 from ckptool.matching.align import is_average_counter
 from ckptool.matching.judging import difference
 from ckptool.matching.known_renames import MERGE
-from ckptool.model import Shape, TensorRef
-from ckptool.names import BUFFER_NAMES, bare_names
-from ckptool.optimizers import groups_of, has_training_weights, model_of, names_in, shapes_in
-from ckptool.statedict import Section, named_tensors
-from ckptool.tree import distinct
 from ckptool.words import are, counted, listed, printable
 
 _HALF_LOADED = (

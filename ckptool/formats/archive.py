@@ -9,7 +9,8 @@ from functools import partial
 from operator import attrgetter, index
 from typing import Any, NamedTuple, NoReturn
 
-from ckptool.checkpoint import TORCH_REFUSES
+from ckptool.core.checkpoint import TORCH_REFUSES
+from ckptool.core.model import Opaque, Storage, StorageRef
 from ckptool.errors import (
     CheckpointError,
     CorruptFile,
@@ -26,7 +27,6 @@ from ckptool.formats.base import Archive, Probe, Record, check_limit, naming
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.transfers import salvage_command
 from ckptool.limits import Limits
-from ckptool.model import Opaque, Storage, StorageRef
 from ckptool.symbolic import unpickle
 from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid
 from ckptool.words import few

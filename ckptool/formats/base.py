@@ -10,7 +10,8 @@ from fnmatch import filter as matching
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ckptool.checkpoint import MEMORY, Checkpoint, Details
+from ckptool.core.checkpoint import MEMORY, Checkpoint, Details
+from ckptool.core.model import find_tensors
 from ckptool.errors import (
     CheckpointError,
     CorruptFile,
@@ -21,7 +22,6 @@ from ckptool.errors import (
 from ckptool.files import ByteRange, Source
 from ckptool.files.place import place_of
 from ckptool.limits import Limits
-from ckptool.model import find_tensors
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput

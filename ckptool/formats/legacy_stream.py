@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from ckptool.core.model import Storage, StorageRef
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import (
     CheckpointError,
@@ -25,7 +26,6 @@ from ckptool.errors import (
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats.transfers import last_copy, salvage_command
 from ckptool.limits import Limits
-from ckptool.model import Storage, StorageRef
 from ckptool.symbolic import Unpickled, unpickle
 from ckptool.symbolic.rebuild import StoragePid, is_storage_pid, parse_storage_pid
 from ckptool.words import few, listed

@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 from ckptool._lazy import uncollected
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.tree import walk
 from ckptool.errors import CheckpointError, UnreadableFile, UnsupportedFormat, UsageError
 from ckptool.files import Source as Bytes
 from ckptool.files.place import place_of
@@ -16,7 +17,6 @@ from ckptool.files.system import allow_open_files
 from ckptool.formats.base import Probe
 from ckptool.formats.registry import candidates
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.tree import walk
 
 TORCH_FILES = ("torch-zip", "torch-legacy")
 """The formats of a file that torch.save writes."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import Opaque, find_tensors
 from ckptool.errors import CheckpointError, UnsupportedFormat
 from ckptool.files import ByteRange
 from ckptool.formats.base import Format, Probe, Refusal, pickled
 from ckptool.formats.identify import JOBLIB_HINT
 from ckptool.formats.legacy_stream import unpickle_outer
-from ckptool.model import Opaque, find_tensors
 from ckptool.symbolic import Unpickled
 from ckptool.words import are, counted
 

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import OrderedMap, Storage, TensorRef, Wrapping
 from ckptool.errors import CorruptFile
 from ckptool.formats.archive import (
     count_of,
@@ -30,7 +31,6 @@ from ckptool.formats.archive import (
 from ckptool.formats.base import Archive, Format, Probe, Record, Refusal, naming
 from ckptool.formats.torch_zip import known_byteorder, read_contents
 from ckptool.limits import Limits
-from ckptool.model import OrderedMap, Storage, TensorRef, Wrapping
 
 _FORMAT = "archive_format"
 _FLAT = ("serialized_state_dict.pt", "serialized_state_dict.json")

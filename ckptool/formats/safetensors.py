@@ -9,7 +9,18 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import (
+    SPARSE_KINDS,
+    Opaque,
+    Storage,
+    TensorRef,
+    find_tensors,
+    row_major_strides,
+)
+from ckptool.core.modules import attributes_of, holds_tensors
+from ckptool.core.quantizers import class_scheme, quantised
+from ckptool.core.sections import wrapped_names
 from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, Source
@@ -31,10 +42,6 @@ from ckptool.formats.safetensors_header import (
     read_header,
     restored,
 )
-from ckptool.model import SPARSE_KINDS, Opaque, Storage, TensorRef, find_tensors, row_major_strides
-from ckptool.modules import attributes_of, holds_tensors
-from ckptool.quantisers import class_scheme, quantised
-from ckptool.statedict import wrapped_names
 from ckptool.words import counted, listed, printable
 
 if TYPE_CHECKING:

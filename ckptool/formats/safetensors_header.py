@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from ckptool.core.model import OrderedMap, TensorRef
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import CorruptFile, NotRepresentable, TruncatedFile
 from ckptool.files import ByteRange, Source
@@ -20,7 +21,6 @@ from ckptool.files.source import SHARED
 from ckptool.formats.base import check_limit
 from ckptool.formats.transfers import last_copy, salvage_command, text_fault
 from ckptool.limits import Limits
-from ckptool.model import OrderedMap, TensorRef
 from ckptool.words import printable
 
 METADATA = "__metadata__"

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import TensorRef, find_tensors
 from ckptool.errors import FileMissing, NameCollision, UsageError
 from ckptool.formats.opening import TORCH_FILES, Source, opened, opened_together
 from ckptool.formats.sharded import NUMBERED, ShardIndex, checkpoint_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import TensorRef, find_tensors
 from ckptool.words import printable, shell
 
 _FORMATS = ("safetensors", *TORCH_FILES)

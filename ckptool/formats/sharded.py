@@ -11,7 +11,8 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import OrderedMap, TensorRef, find_tensors
 from ckptool.errors import CheckpointError, CorruptFile, FileBusy, FileMissing, UnsupportedFormat
 from ckptool.files import FileSource, Source
 from ckptool.files.beside import has_journal, journalled
@@ -24,7 +25,6 @@ from ckptool.formats.identify import Finding
 from ckptool.formats.registry import candidates
 from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored, texts_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import OrderedMap, TensorRef, find_tensors
 from ckptool.words import are, counted, few, listed, printable, quoted, shell
 
 _WEIGHT_MAP = "weight_map"

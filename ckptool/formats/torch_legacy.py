@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.tree import name_of
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, Source
@@ -21,7 +22,6 @@ from ckptool.formats.legacy_stream import (
     refuse_second_copy,
     second_copy,
 )
-from ckptool.tree import name_of
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput

@@ -6,14 +6,14 @@ import struct
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import Storage, StorageRef, TensorRef
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files import ByteRange, Source
 from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, pickled
 from ckptool.formats.legacy_stream import COUNT, SourceTexts, unpickle_outer, unpickle_record
 from ckptool.limits import Limits
-from ckptool.model import Storage, StorageRef, TensorRef
 from ckptool.symbolic import unpickle
 from ckptool.symbolic.rebuild import storage_type
 

@@ -9,7 +9,8 @@ from collections.abc import Container, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.checkpoint import TORCH_REFUSES, Checkpoint, Details
+from ckptool.core.checkpoint import TORCH_REFUSES, Checkpoint, Details
+from ckptool.core.model import Opaque, Storage, StorageRef
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing, NotRepresentable
 from ckptool.files import ByteRange
@@ -36,7 +37,6 @@ from ckptool.formats.zip_writer import (
     plan_zip,
 )
 from ckptool.limits import Limits
-from ckptool.model import Opaque, Storage, StorageRef
 from ckptool.symbolic import Unpickled
 from ckptool.symbolic.rebuild import StoragePid, is_storage_pid, parse_storage_pid
 from ckptool.words import are, few

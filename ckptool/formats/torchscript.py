@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import Global, Opaque, OrderedMap, Storage, TensorRef, find_tensors
+from ckptool.core.modules import Visits, holds_tensors
 from ckptool.errors import CorruptFile, LimitExceeded, NotRepresentable
 from ckptool.formats.archive import count_of, counts_of, open_archive, read_json, read_text
 from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Format, Probe, Refusal, naming
 from ckptool.formats.torch_zip import Storages, read_contents, records_are
 from ckptool.limits import Limits
-from ckptool.model import Global, Opaque, OrderedMap, Storage, TensorRef, find_tensors
-from ckptool.modules import Visits, holds_tensors
 from ckptool.symbolic import unpickle
 from ckptool.words import counted
 

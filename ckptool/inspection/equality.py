@@ -12,12 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any
 
-from ckptool.dtypes import CODES, PACKED
-from ckptool.errors import LimitExceeded
-from ckptool.inspection.reading import RepeatedBytes, content_hash
-from ckptool.inspection.values import comparable, is_set, set_items, summarise
-from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import (
+from ckptool.core.model import (
     DeviceValue,
     Global,
     Opaque,
@@ -27,7 +22,12 @@ from ckptool.model import (
     TensorRef,
     Wrapping,
 )
-from ckptool.tree import Link, name_of, path_of
+from ckptool.core.tree import Link, name_of, path_of
+from ckptool.dtypes import CODES, PACKED
+from ckptool.errors import LimitExceeded
+from ckptool.inspection.reading import RepeatedBytes, content_hash
+from ckptool.inspection.values import comparable, is_set, set_items, summarise
+from ckptool.limits import DEFAULT_LIMITS, Limits
 
 Same = Callable[[TensorRef, TensorRef, bool], bool]
 """Whether two plain arrays of one dtype and shape have equal elements.

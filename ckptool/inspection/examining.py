@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool._lazy import Result
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Path, TensorRef
+from ckptool.core.tree import distinct, name_of
 from ckptool.errors import (
     CheckpointError,
     CorruptFile,
@@ -36,15 +38,13 @@ from ckptool.formats.distributed.xla import XLA_FSDP, rank_files as xla_rank_fil
 from ckptool.formats.distributed.zero import DEEPSPEED, step_files
 from ckptool.formats.model_folder import of_model_file
 from ckptool.formats.sharded import open_index
+from ckptool.inspection.blockers import missing_weights
 from ckptool.inspection.manifest import HashedTensor, hashed_tensors
-from ckptool.inspection.obstacles import missing_weights
 from ckptool.inspection.reading import Meter, RepeatedBytes
 from ckptool.inspection.unwritten import unwritten
 from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Path, TensorRef
 from ckptool.tensors.bytewise import is_floating, nonfinite
-from ckptool.tree import distinct, name_of
 from ckptool.words import are, counted, listed
 
 _SETS = (

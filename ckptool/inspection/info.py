@@ -10,10 +10,15 @@ from itertools import compress
 from typing import Any
 
 from ckptool._lazy import Result
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Path, TensorRef
+from ckptool.core.names import BUFFER_NAMES, N_AVERAGED
+from ckptool.core.optimizers import has_training_weights
+from ckptool.core.sections import MODEL_KINDS, Section, likely_models, only_model, sections
+from ckptool.core.tree import distinct, ties
 from ckptool.errors import CheckpointError, without_query
 from ckptool.formats import Source, format_of, opened
-from ckptool.inspection.obstacles import (
+from ckptool.inspection.blockers import (
     ANYWHERE,
     layout_blockers,
     misnamed,
@@ -26,15 +31,10 @@ from ckptool.inspection.obstacles import (
 )
 from ckptool.inspection.quantization import quantizations
 from ckptool.inspection.values import documented, json_path
-from ckptool.model import Path, TensorRef
-from ckptool.names import BUFFER_NAMES, N_AVERAGED
-from ckptool.optimizers import has_training_weights
-from ckptool.statedict import MODEL_KINDS, Section, likely_models, only_model, sections
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import to_plain
 from ckptool.transforms.compacting import storage_use
 from ckptool.transforms.extraction import plain_state_dict
-from ckptool.tree import distinct, ties
 from ckptool.words import are, as_argument, counted, listed, printable
 from ckptool.writing.target import DEFAULT, default_target
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from ckptool._lazy import Result
+from ckptool.core.model import Path, TensorRef
+from ckptool.core.names import families
+from ckptool.core.tree import distinct, name_of, selected, walk
 from ckptool.errors import AmbiguousName, NotFound, without_query
 from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
@@ -21,9 +24,6 @@ from ckptool.inspection.values import (
     value_of,
 )
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Path, TensorRef
-from ckptool.names import families
-from ckptool.tree import distinct, name_of, selected, walk
 from ckptool.words import printable
 
 JsonPath = tuple[str | int, ...]

@@ -14,7 +14,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.names import bare_names
+from ckptool.core.tree import name_of
 from ckptool.errors import CorruptFile, LimitExceeded, UsageError
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
@@ -24,8 +26,6 @@ from ckptool.formats.safetensors_header import parse_json
 from ckptool.inspection.reading import content_hashes
 from ckptool.inspection.values import documented, json_path, shape_text
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.names import bare_names
-from ckptool.tree import name_of
 from ckptool.words import are, counted, listed
 
 SCHEMA = "ckptool.manifest/1"

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.quantizers import LIBRARIES, LOOKS_QUANTIZED, quantised
 from ckptool.files.place import is_address
-from ckptool.quantisers import LIBRARIES, LOOKS_QUANTIZED, quantised
 from ckptool.words import are, counted, listed, printable
 
 _CONFIG = "config.json"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ckptool.core.model import Path, TensorRef
+from ckptool.core.tree import name_of
 from ckptool.errors import LimitExceeded
 from ckptool.files.source import Progress, Told
 from ckptool.files.threads import in_order
 from ckptool.limits import Limits
-from ckptool.model import Path, TensorRef
-from ckptool.tree import name_of
 
 _JOB, _MOST = 8 << 20, 64
 """Bytes that a thread is given at a time, and tensors: many are small."""

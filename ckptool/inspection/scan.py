@@ -28,7 +28,7 @@ from ckptool.formats.identify import MAGICS
 from ckptool.formats.legacy_stream import COUNT, MAGIC_NUMBER
 from ckptool.formats.safetensors_header import read_header
 from ckptool.formats.torch_tar import BLOCK, is_tar, read_members
-from ckptool.inspection.deeds import CANNOT_TELL, DATA, RUNS, VERDICTS, Deed, Judge, worst
+from ckptool.inspection.scan_calls import CANNOT_TELL, DATA, RUNS, VERDICTS, Deed, Judge, worst
 from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid, storage_type

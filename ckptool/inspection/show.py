@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Opaque, Path, TensorRef
+from ckptool.core.modules import model_state
+from ckptool.core.tree import name_of, resolve, settled
 from ckptool.dtypes import REAL_PARTS
 from ckptool.errors import without_query
 from ckptool.files.source import Progress, Told
@@ -27,10 +30,7 @@ from ckptool.inspection.values import (
     value_of,
 )
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Opaque, Path, TensorRef
-from ckptool.modules import model_state
 from ckptool.tensors.bytewise import nonfinite
-from ckptool.tree import name_of, resolve, settled
 
 HEAD = 8
 _Entries = tuple[tuple[str, str], ...]

@@ -10,21 +10,21 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Path, TensorRef
+from ckptool.core.names import families
+from ckptool.core.placeholders import hollow, refuse_hollow
+from ckptool.core.quantizers import Quantised, quantised
+from ckptool.core.sections import MODEL_KINDS
+from ckptool.core.tree import distinct, is_within, name_of, resolve, selected, walk
 from ckptool.errors import NotFound, UnsupportedFormat, UsageError, without_query
 from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
-from ckptool.hollow import hollow, refuse_hollow
 from ckptool.inspection.listing import TensorRow, tensor_rows
 from ckptool.inspection.reading import Meter, RepeatedBytes
 from ckptool.inspection.values import documented, json_value, shape_text
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Path, TensorRef
-from ckptool.names import families
-from ckptool.quantisers import Quantised, quantised
-from ckptool.statedict import MODEL_KINDS
 from ckptool.tensors.statistics import Histogram, Measurer, Measures, Moments, measurable
-from ckptool.tree import distinct, is_within, name_of, resolve, selected, walk
 from ckptool.words import counted, listed, printable, shell
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.sections import MOMENTS
+from ckptool.core.tree import distinct, name_of
 from ckptool.files import Source
-from ckptool.statedict import MOMENTS
 from ckptool.tensors.bytewise import is_floating
-from ckptool.tree import distinct, name_of
 from ckptool.words import listed
 
 _FEWEST = 4096

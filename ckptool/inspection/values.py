@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from ckptool.model import DeviceValue, Global, Opaque, Path, TensorRef
-from ckptool.tree import name_of
+from ckptool.core.model import DeviceValue, Global, Opaque, Path, TensorRef
+from ckptool.core.tree import name_of
 
 Key = tuple[Any, ...]
 """A path whose keys are equal in two files where they mean the same."""

@@ -10,12 +10,12 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckptool.core.model import Storage, TensorRef
 from ckptool.dtypes import PACKED
 from ckptool.errors import CorruptFile
 from ckptool.files import ByteRange, Source
 from ckptool.files.checksums import crc32s
 from ckptool.files.threads import in_order
-from ckptool.model import Storage, TensorRef
 from ckptool.tensors.live import cuts, extent, memory_of, repeats
 from ckptool.tensors.materialise import called, memory_view, torch_dtype
 from ckptool.words import shell

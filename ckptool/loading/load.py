@@ -15,10 +15,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import uncollected
-from ckptool.checkpoint import Checkpoint
-from ckptool.errors import LimitExceeded, UsageError, warn
-from ckptool.formats import opened
-from ckptool.model import (
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import (
     ByteString,
     DeviceValue,
     Global,
@@ -29,12 +27,14 @@ from ckptool.model import (
     TensorRef,
     remade,
 )
-from ckptool.names import N_AVERAGED
-from ckptool.statedict import model_state_dict, values_inside, wrapped_names
+from ckptool.core.names import N_AVERAGED
+from ckptool.core.sections import model_state_dict, values_inside, wrapped_names
+from ckptool.core.tree import name_of
+from ckptool.errors import LimitExceeded, UsageError, warn
+from ckptool.formats import opened
 from ckptool.tensors import Materialiser, is_one_part, only_a_part, set_attributes
 from ckptool.tensors.materialise import MapLocation
 from ckptool.transforms.extraction import plain_state_dict
-from ckptool.tree import name_of
 from ckptool.words import listed, printable
 
 if TYPE_CHECKING:

@@ -11,6 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import uncollected
+from ckptool.core.placeholders import hollow
+from ckptool.core.quantizers import LIBRARIES, quantised
 from ckptool.errors import (
     CheckpointError,
     DeviceError,
@@ -20,7 +22,6 @@ from ckptool.errors import (
     UsageError,
     warn,
 )
-from ckptool.hollow import hollow
 from ckptool.loading.fill import (
     Assigned,
     Fill,
@@ -46,7 +47,6 @@ from ckptool.loading.target import (
 from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.matching.layouts import Choices
 from ckptool.matching.report import counted
-from ckptool.quantisers import LIBRARIES, quantised
 from ckptool.tensors import require_torch
 from ckptool.tensors.dequantising import dequantized
 from ckptool.tensors.live import memory_of

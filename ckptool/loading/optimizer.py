@@ -17,7 +17,19 @@ from glob import escape as escaped_glob
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import TensorRef
+from ckptool.core.names import bare_names
+from ckptool.core.optimizers import (
+    OPTIONS,
+    groups_of,
+    model_of,
+    names_in,
+    options_of,
+    shape_of as shape_kept,
+)
+from ckptool.core.sections import MODEL_KINDS, Section, is_optimizer, optimizer_names, with_numbers
+from ckptool.core.tree import everything, name_of, resolve, walk
 from ckptool.errors import MatchError, UsageError
 from ckptool.loading.fill import check_bytes, check_pickles
 from ckptool.loading.plan import Plan, inert
@@ -28,23 +40,11 @@ from ckptool.loading.source import State
 from ckptool.loading.target import Target
 from ckptool.matching import Allowance, Cast, OptimizerReport, Slot, matched
 from ckptool.matching.report import holds
-from ckptool.model import TensorRef
-from ckptool.names import bare_names
-from ckptool.optimizers import (
-    OPTIONS,
-    groups_of,
-    model_of,
-    names_in,
-    options_of,
-    shape_of as shape_kept,
-)
 from ckptool.remedies import Remedy
-from ckptool.statedict import MODEL_KINDS, Section, is_optimizer, optimizer_names, with_numbers
 from ckptool.tensors import is_one_part
 from ckptool.tensors.live import dtype_name, shape_of
 from ckptool.transforms.names import distinct
 from ckptool.transforms.schedule_free import keeps_order
-from ckptool.tree import everything, name_of, resolve, walk
 from ckptool.words import a_class, counted, listed, printable
 
 if TYPE_CHECKING:

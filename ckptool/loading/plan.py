@@ -10,7 +10,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool._lazy import uncollected
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Global, Opaque, TensorRef
+from ckptool.core.tree import walk
 from ckptool.dtypes import NOT_IN_TORCH, PACKED
 from ckptool.errors import MatchError, NotFound, UsageError
 from ckptool.formats import format_of
@@ -21,14 +23,12 @@ from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
 from ckptool.matching import Allowance, Cast, Match, MatchReport, matched
 from ckptool.matching.layouts import Choices, laid_out, wanted_by
 from ckptool.matching.report import counted
-from ckptool.model import Global, Opaque, TensorRef
 from ckptool.tensors import is_one_part, materialise, require_torch
 from ckptool.tensors.bytewise import same_elements
 from ckptool.tensors.casting import CHUNK, losses_of
 from ckptool.tensors.live import cuts
 from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.transforms.names import moved_metadata
-from ckptool.tree import walk
 from ckptool.words import listed, printable
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptool.core.names import STATISTICS
+from ckptool.core.optimizers import fits_shape
+from ckptool.core.sections import Section
 from ckptool.loading.plan import Plan
 from ckptool.loading.source import State
 from ckptool.loading.target import Target
-from ckptool.names import STATISTICS
-from ckptool.optimizers import fits_shape
-from ckptool.statedict import Section
 from ckptool.tensors.live import shape_of
 from ckptool.transforms.schedule_free import keeps_order
 from ckptool.words import counted, printable

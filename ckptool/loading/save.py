@@ -11,13 +11,9 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint
-from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError, WriteError, warn
-from ckptool.files.system import worded
-from ckptool.formats import format_of
-from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded, ungathered
-from ckptool.model import OrderedMap
-from ckptool.names import (
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import OrderedMap
+from ckptool.core.names import (
     N_AVERAGED,
     WRAPPERS,
     Rename,
@@ -25,7 +21,11 @@ from ckptool.names import (
     check_collisions,
     strip_names,
 )
-from ckptool.statedict import OF_THE_MODEL, is_extra_state, model_state_dict
+from ckptool.core.sections import OF_THE_MODEL, is_extra_state, model_state_dict
+from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError, WriteError, warn
+from ckptool.files.system import worded
+from ckptool.formats import format_of
+from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded, ungathered
 from ckptool.tensors.live import frozen
 from ckptool.tensors.materialise import require_torch
 from ckptool.transforms.names import moved_metadata

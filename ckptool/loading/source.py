@@ -10,15 +10,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import MEMORY, Checkpoint
-from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
-from ckptool.formats import open_checkpoint
-from ckptool.loading.load import TreeMaker, made_tree, opened_and_told
-from ckptool.loading.ranks import without_hidden
-from ckptool.loading.target import live_slots
-from ckptool.matching import Slots, matched, slots_of
-from ckptool.matching.report import Layout
-from ckptool.model import (
+from ckptool.core.checkpoint import MEMORY, Checkpoint
+from ckptool.core.model import (
     DeviceValue,
     Global,
     Opaque,
@@ -28,9 +21,16 @@ from ckptool.model import (
     TensorRef,
     remade,
 )
-from ckptool.names import N_AVERAGED
+from ckptool.core.names import N_AVERAGED
+from ckptool.core.sections import Section, is_extra_state, is_flat, model_state_dict
+from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
+from ckptool.formats import open_checkpoint
+from ckptool.loading.load import TreeMaker, made_tree, opened_and_told
+from ckptool.loading.ranks import without_hidden
+from ckptool.loading.target import live_slots
+from ckptool.matching import Slots, matched, slots_of
+from ckptool.matching.report import Layout
 from ckptool.remedies import Remedy
-from ckptool.statedict import Section, is_extra_state, is_flat, model_state_dict
 from ckptool.tensors import is_one_part, only_a_part, require_torch
 from ckptool.tensors.live import Held, LiveTree, is_array, stand_in
 from ckptool.tensors.materialise import MapLocation

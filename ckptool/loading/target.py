@@ -10,12 +10,12 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptool.core.names import WRAPPERS
+from ckptool.core.sections import is_extra_state
 from ckptool.errors import UsageError
 from ckptool.loading.ranks import own_tensors, sharded, ungathered, without_hidden
 from ckptool.matching import EXTRA, Slot, Slots
 from ckptool.matching.layouts import Kinds, kinds_of
-from ckptool.names import WRAPPERS
-from ckptool.statedict import is_extra_state
 from ckptool.tensors import require_torch
 from ckptool.tensors.live import dtype_name, shape_of
 

@@ -16,10 +16,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ckptool.core.model import Shape
+from ckptool.core.names import N_AVERAGED, WRAPPERS
 from ckptool.matching.known_renames import BATCHES, Respelling, respellings
 from ckptool.matching.report import Slot, fits
-from ckptool.model import Shape
-from ckptool.names import N_AVERAGED, WRAPPERS
 from ckptool.transforms.name_rules import regex_rule
 
 _MOST_QUESTIONS = 3

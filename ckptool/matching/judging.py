@@ -14,11 +14,11 @@ from glob import escape as escaped_glob
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ckptool.core.names import families
 from ckptool.errors import MatchError, UsageError
 from ckptool.matching.align import common_module
 from ckptool.matching.known_renames import MERGE, has_adapter
 from ckptool.matching.report import Ambiguity, MatchReport, Renaming, most_allowed
-from ckptool.names import families
 from ckptool.remedies import Remedy, together
 from ckptool.words import are, counted, listed, printable
 

@@ -14,11 +14,11 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from ckptool.core.model import Shape
 from ckptool.errors import UsageError
 from ckptool.matching.known_renames import BATCHES, NUMBERED
 from ckptool.matching.match import Match
 from ckptool.matching.report import Layout, Mismatch, Slot, Slots
-from ckptool.model import Shape
 from ckptool.words import printable
 
 Axes = tuple[int, ...]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ckptool.core.names import RULES_HINT, check_collisions
 from ckptool.errors import without_query
 from ckptool.matching.align import Alignment, align, is_average_counter, proposals
 from ckptool.matching.known_renames import BATCHES, FOREIGN, beside, uncounted
@@ -19,7 +20,6 @@ from ckptool.matching.report import (
     counted,
     most_allowed,
 )
-from ckptool.names import RULES_HINT, check_collisions
 from ckptool.transforms.name_rules import AppliedRules, Rule, prefix_regex, regex_rule
 
 _NOT_COUNTED = "files from before torch 0.4.1, and of other libraries, have no such counter"

@@ -10,10 +10,10 @@ from math import prod
 from typing import Any, NamedTuple, TypedDict
 
 from ckptool._lazy import Result
+from ckptool.core.model import Shape, TensorRef
+from ckptool.core.sections import Section, is_extra_state, wrapped_names
 from ckptool.dtypes import REAL_PARTS
-from ckptool.model import Shape, TensorRef
 from ckptool.remedies import Remedy
-from ckptool.statedict import Section, is_extra_state, wrapped_names
 
 
 class Slot(NamedTuple):

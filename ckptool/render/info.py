@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.sections import Section
 from ckptool.inspection.info import Info, SectionInfo, info
 from ckptool.render.table import table
 from ckptool.render.text import (
@@ -17,7 +18,6 @@ from ckptool.render.text import (
     titled_commands,
     wrapped,
 )
-from ckptool.statedict import Section
 from ckptool.words import clean, counted, listed
 
 _INDENT = 14

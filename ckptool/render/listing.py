@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptool.core.model import Opaque, Storage, TensorRef
+from ckptool.core.quantizers import LOOKS_QUANTIZED
 from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, TreeNode
 from ckptool.inspection.values import shape_text, summarise
-from ckptool.model import Opaque, Storage, TensorRef
-from ckptool.quantisers import LOOKS_QUANTIZED
 from ckptool.render.table import apart, table
 from ckptool.render.text import PLAIN, Look, label, shorten, size
 from ckptool.words import clean, counted

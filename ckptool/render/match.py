@@ -6,10 +6,10 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
 from typing import NamedTuple
 
+from ckptool.core.names import numbered
 from ckptool.inspection.values import shape_text
 from ckptool.matching.judging import Allowance, Judgement
 from ckptool.matching.report import Cast, MatchReport, Renaming
-from ckptool.names import numbered
 from ckptool.remedies import Remedy
 from ckptool.render.diff import folded
 from ckptool.render.table import apart, table

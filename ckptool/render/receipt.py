@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from ckptool.checkpoint import Change
+from ckptool.core.checkpoint import Change
 from ckptool.files.recovery import Recovery
 from ckptool.render.text import first_lines, size
 from ckptool.words import clean, counted

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.errors import CheckpointError
 from ckptool.formats import format_of
-from ckptool.inspection.deeds import CANNOT_TELL, DATA, RUNS, VERDICTS
+from ckptool.inspection.scan_calls import CANNOT_TELL, DATA, RUNS, VERDICTS
 from ckptool.render.table import table
 from ckptool.render.text import (
     PLAIN,

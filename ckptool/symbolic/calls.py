@@ -13,10 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptool.dtypes import BY_NAME
-from ckptool.errors import CorruptFile
-from ckptool.files import ByteRange, MemorySource
-from ckptool.model import (
+from ckptool.core.model import (
     DeviceValue,
     Global,
     Opaque,
@@ -27,6 +24,9 @@ from ckptool.model import (
     plain_tensor,
     row_major_strides,
 )
+from ckptool.dtypes import BY_NAME
+from ckptool.errors import CorruptFile
+from ckptool.files import ByteRange, MemorySource
 from ckptool.symbolic import rebuild
 from ckptool.symbolic.text import raw_bytes
 

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ckptool.dtypes import BY_NAME, NOT_IN_TORCH
-from ckptool.errors import NotRepresentable
-from ckptool.model import (
+from ckptool.core.model import (
     DeviceValue,
     Global,
     Opaque,
@@ -19,6 +17,8 @@ from ckptool.model import (
     StorageRef,
     TensorRef,
 )
+from ckptool.dtypes import BY_NAME, NOT_IN_TORCH
+from ckptool.errors import NotRepresentable
 from ckptool.symbolic.rebuild import call_of
 
 _QSCHEMES = (

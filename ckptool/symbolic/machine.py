@@ -7,9 +7,9 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any, ClassVar
 
+from ckptool.core.model import Global, Opaque
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.limits import Limits
-from ckptool.model import Global, Opaque
 from ckptool.symbolic import calls
 from ckptool.symbolic.opcodes import HANDLERS, STOP
 from ckptool.symbolic.text import MEMORY_FORMATS, modern_name

@@ -6,9 +6,9 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ckptool.core.model import Global, Opaque, OrderedMap, StorageRef, TensorRef
 from ckptool.errors import LimitExceeded
 from ckptool.limits import Limits
-from ckptool.model import Global, Opaque, OrderedMap, StorageRef, TensorRef
 from ckptool.symbolic import calls, rebuild
 from ckptool.symbolic.text import decode_python2, parse_text_pid, unescape
 

@@ -6,11 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool.dtypes import BY_NAME, BY_STORAGE
-from ckptool.errors import CorruptFile, LimitExceeded, UsageError
-from ckptool.files import ByteRange, MemorySource
-from ckptool.limits import DEFAULT_LIMITS
-from ckptool.model import (
+from ckptool.core.model import (
     MAX_ELEMENTS,
     SPARSE_KINDS,
     DeviceValue,
@@ -22,6 +18,10 @@ from ckptool.model import (
     Wrapping,
     plain_tensor,
 )
+from ckptool.dtypes import BY_NAME, BY_STORAGE
+from ckptool.errors import CorruptFile, LimitExceeded, UsageError
+from ckptool.files import ByteRange, MemorySource
+from ckptool.limits import DEFAULT_LIMITS
 
 if TYPE_CHECKING:
     from ckptool.symbolic.machine import Machine

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ckptool.model import ByteString, Global
+from ckptool.core.model import ByteString, Global
 
 
 def decode_python2(raw: bytes) -> str:

@@ -12,12 +12,12 @@ import re
 from functools import partial
 from typing import Any, ClassVar
 
+from ckptool.core.model import Global, Opaque
+from ckptool.core.tree import everything
 from ckptool.errors import CorruptFile
 from ckptool.limits import Limits
-from ckptool.model import Global, Opaque
 from ckptool.symbolic.machine import Machine
 from ckptool.symbolic.opcodes import HANDLERS, Handler
-from ckptool.tree import everything
 
 UNKNOWN = "unknown"
 """The maker of a symbol for which nothing in the file stands."""

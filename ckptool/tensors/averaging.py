@@ -11,13 +11,13 @@ from math import prod
 from threading import local
 from typing import TYPE_CHECKING, Any
 
+from ckptool.core.model import Storage, TensorRef
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
 from ckptool.files.computed import Ahead, computed
 from ckptool.files.source import BLOCK
-from ckptool.model import Storage, TensorRef
 from ckptool.tensors.casting import CHUNK, FLOATS, SATURATES, checked, checked_tensor, chunks
 from ckptool.tensors.materialise import materialise, require_torch, torch_dtype
 from ckptool.words import printable

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import local
 
+from ckptool.core.model import TensorRef
 from ckptool.dtypes import PACKED
 from ckptool.files import ByteRange
 from ckptool.files.source import Told
 from ckptool.files.threads import in_order
-from ckptool.model import TensorRef
 
 _STEP = 512 << 10
 """Bytes compared at a time: those of both sides are still in the processor's cache."""

@@ -11,13 +11,13 @@ from shlex import quote
 from threading import Lock, local
 from typing import TYPE_CHECKING
 
+from ckptool.core.model import Storage, TensorRef
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
 from ckptool.files.computed import Ahead, computed
 from ckptool.files.source import BLOCK
-from ckptool.model import Storage, TensorRef
 from ckptool.tensors.materialise import materialise, require_torch, torch_dtype
 from ckptool.words import printable
 

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptool.core.model import TensorRef
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import UnsupportedFormat, UsageError
 from ckptool.files.source import Told
 from ckptool.files.threads import in_order
-from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
 from ckptool.tensors.bytewise import side_by_side
 from ckptool.tensors.casting import FLOATS

@@ -9,10 +9,10 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from ckptool.core.model import Global, Storage, TensorRef, row_major_strides
+from ckptool.core.quantizers import Quantised
 from ckptool.dtypes import BY_NAME, CODES
 from ckptool.files.computed import computed
-from ckptool.model import Global, Storage, TensorRef, row_major_strides
-from ckptool.quantisers import Quantised
 from ckptool.tensors.casting import CHUNK, checked, chunks
 from ckptool.tensors.materialise import require_torch, torch_dtype
 
@@ -304,4 +304,4 @@ _SCHEMES: dict[str, Callable[[TensorRef, Mapping[str, TensorRef]], TensorRef | N
     "bitsandbytes 4 bit": _four_bit,
     "bitsandbytes 8 bit": _eight_bit,
 }
-"""By the scheme (`quantisers.py`) what makes plain numbers of a weight and what is beside it."""
+"""By the scheme (`core/quantizers.py`), what makes plain numbers of a weight and its companions."""

@@ -20,13 +20,13 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import DeviceValue, Global, Opaque, OrderedMap, Size, Storage, TensorRef
+from ckptool.core.tree import name_of
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, Source
-from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size, Storage, TensorRef
 from ckptool.tensors.materialise import memory_view
-from ckptool.tree import name_of
 from ckptool.words import printable
 
 if TYPE_CHECKING:

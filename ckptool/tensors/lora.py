@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptool.core.model import Storage, TensorRef
 from ckptool.errors import NotRepresentable
-from ckptool.model import Storage, TensorRef
 from ckptool.tensors.casting import checked_tensor
 from ckptool.tensors.materialise import torch_dtype
 from ckptool.tensors.whole import Wholes

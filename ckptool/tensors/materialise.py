@@ -12,6 +12,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptool._lazy import uncollected
+from ckptool.core.model import Global, Storage, StorageRef, TensorRef, Wrapping
+from ckptool.core.tree import everything
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import (
     CheckpointError,
@@ -24,8 +26,6 @@ from ckptool.errors import (
     warn,
 )
 from ckptool.files import ByteRange
-from ckptool.model import Global, Storage, StorageRef, TensorRef, Wrapping
-from ckptool.tree import everything
 from ckptool.words import listed, printable
 
 if TYPE_CHECKING:

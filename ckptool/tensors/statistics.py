@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from ckptool.core.model import TensorRef
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import UsageError
 from ckptool.files.source import Told
 from ckptool.files.threads import in_order
-from ckptool.model import TensorRef
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
 from ckptool.tensors.casting import FLOATS
 from ckptool.tensors.materialise import one_thread, require_torch

@@ -8,10 +8,10 @@ from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from ckptool.core.model import Storage, TensorRef, row_major_strides
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files.computed import computed
-from ckptool.model import Storage, TensorRef, row_major_strides
 from ckptool.tensors.casting import checked_tensor
 from ckptool.tensors.materialise import require_torch
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
-from ckptool.checkpoint import Change, Checkpoint
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import Storage, TensorRef, over_elements, remade, row_major_strides
+from ckptool.core.names import N_AVERAGED, bare_names
+from ckptool.core.placeholders import refuse_hollow
+from ckptool.core.sections import MODEL_KINDS, Section, model_state_dict, sections
+from ckptool.core.tree import name_of, rebuild, where
 from ckptool.errors import AmbiguousName, NotFound, UsageError
-from ckptool.hollow import refuse_hollow
-from ckptool.model import Storage, TensorRef, over_elements, remade, row_major_strides
-from ckptool.names import N_AVERAGED, bare_names
-from ckptool.statedict import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.tensors.averaging import Averager, Elements, elements_of
 from ckptool.tensors.bytewise import same_content
 from ckptool.transforms.casting import FLOATING, Originals, refuse_apart
 from ckptool.transforms.extraction import single_state_dict
 from ckptool.transforms.names import distinct
-from ckptool.tree import name_of, rebuild, where
 from ckptool.words import counted, listed, printable
 
 Tensors = tuple[TensorRef, ...]

@@ -9,12 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ckptool.checkpoint import Change, Checkpoint, Gather
-from ckptool.dtypes import BY_SAFETENSORS
-from ckptool.errors import NotFound, NotRepresentable, UsageError
-from ckptool.files.computed import Ahead
-from ckptool.hollow import refuse_hollow
-from ckptool.model import (
+from ckptool.core.checkpoint import Change, Checkpoint, Gather
+from ckptool.core.model import (
     SPARSE_KINDS,
     Opaque,
     Path,
@@ -25,12 +21,16 @@ from ckptool.model import (
     over_elements,
     remade,
 )
-from ckptool.modules import held_apart, modules_below, own_tensors
-from ckptool.quantisers import MARKERS, OF_OPTIMIZERS, Quantised, quantised
-from ckptool.statedict import MODEL_KINDS, only_its_class
+from ckptool.core.modules import held_apart, modules_below, own_tensors
+from ckptool.core.placeholders import refuse_hollow
+from ckptool.core.quantizers import MARKERS, OF_OPTIMIZERS, Quantised, quantised
+from ckptool.core.sections import MODEL_KINDS, only_its_class
+from ckptool.core.tree import everything as every_node, is_within, name_of, rebuild, selected, walk
+from ckptool.dtypes import BY_SAFETENSORS
+from ckptool.errors import NotFound, NotRepresentable, UsageError
+from ckptool.files.computed import Ahead
 from ckptool.tensors.casting import FLOATS, Caster, Losses
 from ckptool.tensors.dequantising import PACKED, dequantized
-from ckptool.tree import everything as every_node, is_within, name_of, rebuild, selected, walk
 from ckptool.words import counted, listed, printable, shell
 
 if TYPE_CHECKING:

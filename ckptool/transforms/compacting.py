@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from ckptool.checkpoint import Change, Checkpoint
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import Storage, StorageRef, TensorRef, over_elements, remade
+from ckptool.core.tree import everything, name_of, rebuild, walk
 from ckptool.files import MemorySource
 from ckptool.files.computed import joined
-from ckptool.model import Storage, StorageRef, TensorRef, over_elements, remade
-from ckptool.tree import everything, name_of, rebuild, walk
 from ckptool.words import counted, listed
 
 

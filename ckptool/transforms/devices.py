@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptool.checkpoint import Change, Checkpoint
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import DeviceValue, Opaque, Storage, StorageRef, TensorRef
+from ckptool.core.tree import everything, name_of, rebuild, walk
 from ckptool.errors import DeviceError, UsageError
-from ckptool.model import DeviceValue, Opaque, Storage, StorageRef, TensorRef
-from ckptool.tree import everything, name_of, rebuild, walk
 from ckptool.words import listed, printable
 
 _WORD = re.compile(r"(?!gpu\b)[a-z_]+(:\d+)?", re.ASCII)

@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Change, Checkpoint
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import OrderedMap, Path, TensorRef, remade
+from ckptool.core.names import BUFFER_NAMES, N_AVERAGED, bare_names
+from ckptool.core.sections import MODEL_KINDS, Section, named_tensors
+from ckptool.core.tree import name_of
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.formats.distributed.zero import MASTER, SLICED
-from ckptool.model import OrderedMap, Path, TensorRef, remade
-from ckptool.names import BUFFER_NAMES, N_AVERAGED, bare_names
-from ckptool.statedict import MODEL_KINDS, Section, named_tensors
 from ckptool.transforms.casting import FLOATING
 from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.extraction import left_out, plain_state_dict, thinned
 from ckptool.transforms.names import distinct
 from ckptool.transforms.schedule_free import weights_for_evaluation
-from ckptool.tree import name_of
 from ckptool.words import counted, listed, printable, shell
 
 _EMA = re.compile(r"(?<![A-Z])EMA|(?<![A-Za-z])[Ee]ma(?![a-z])")

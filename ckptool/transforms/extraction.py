@@ -9,14 +9,11 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from ckptool.checkpoint import Change, Checkpoint
-from ckptool.errors import AmbiguousName, NotFound, UsageError
-from ckptool.files.source import MemorySource
-from ckptool.formats import format_of
-from ckptool.hollow import refuse_hollow
-from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
-from ckptool.modules import holds_tensors, is_module
-from ckptool.statedict import (
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
+from ckptool.core.modules import holds_tensors, is_module
+from ckptool.core.placeholders import refuse_hollow
+from ckptool.core.sections import (
     MODEL_KINDS,
     OF_THE_MODEL,
     Section,
@@ -25,10 +22,22 @@ from ckptool.statedict import (
     values_inside,
     wrapped_names,
 )
+from ckptool.core.tree import (
+    everything,
+    is_within,
+    name_of,
+    rebuild,
+    resolve,
+    selected,
+    walk,
+    where,
+)
+from ckptool.errors import AmbiguousName, NotFound, UsageError
+from ckptool.files.source import MemorySource
+from ckptool.formats import format_of
 from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.name_rules import similar
 from ckptool.transforms.names import remaining_metadata
-from ckptool.tree import everything, is_within, name_of, rebuild, resolve, selected, walk, where
 from ckptool.words import counted, listed, printable, shell
 
 _MOST_TOLD = 20

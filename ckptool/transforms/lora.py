@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from glob import escape as escaped_glob
 from typing import Any, NoReturn
 
-from ckptool.checkpoint import Change, Checkpoint
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import TensorRef, over_elements, row_major_strides
+from ckptool.core.names import PEFT
+from ckptool.core.placeholders import refuse_hollow
+from ckptool.core.sections import Section, model_state_dict, named_tensors
 from ckptool.errors import LimitExceeded, NotFound, NotRepresentable, UsageError
 from ckptool.files.place import place_of
-from ckptool.hollow import refuse_hollow
 from ckptool.limits import DEFAULT_LIMITS
-from ckptool.model import TensorRef, over_elements, row_major_strides
-from ckptool.names import PEFT
-from ckptool.statedict import Section, model_state_dict, named_tensors
 from ckptool.tensors.lora import Factors, Merger
 from ckptool.transforms.casting import FLOATING, refuse_apart
 from ckptool.transforms.names import rename, with_items

@@ -8,12 +8,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ckptool.checkpoint import MEMORY, Checkpoint
+from ckptool.core.checkpoint import MEMORY, Checkpoint
+from ckptool.core.model import Opaque, OrderedMap, TensorRef
+from ckptool.core.tree import everything, rebuild
 from ckptool.errors import DeviceError, warn
-from ckptool.model import Opaque, OrderedMap, TensorRef
 from ckptool.tensors.live import Held, LiveTree, is_array, stand_in
 from ckptool.transforms.devices import Rules
-from ckptool.tree import everything, rebuild
 
 
 def changed_dict(

@@ -9,11 +9,10 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from ckptool.checkpoint import Change, Checkpoint
-from ckptool.errors import NameCollision, NotFound, UsageError
-from ckptool.model import Opaque, OrderedMap, remade
-from ckptool.modules import child_modules, module_state, own_tensors
-from ckptool.names import (
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import Opaque, OrderedMap, remade
+from ckptool.core.modules import child_modules, module_state, own_tensors
+from ckptool.core.names import (
     COLLISION_HINT,
     RULES_HINT,
     WRAPPERS,
@@ -26,7 +25,7 @@ from ckptool.names import (
     strip_names,
     wrapped_in_part,
 )
-from ckptool.statedict import (
+from ckptool.core.sections import (
     MODEL_KINDS,
     Section,
     is_flat_optimizer,
@@ -36,8 +35,9 @@ from ckptool.statedict import (
     optimizer_names,
     wrapped_names,
 )
+from ckptool.core.tree import everything, rebuild, where
+from ckptool.errors import NameCollision, NotFound, UsageError
 from ckptool.transforms.name_rules import AppliedRules, Rule, Step, rules_of
-from ckptool.tree import everything, rebuild, where
 from ckptool.words import counted, listed, printable, shell
 
 Targets = dict[Any, int]

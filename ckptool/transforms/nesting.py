@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptool.checkpoint import Change, Checkpoint
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef
+from ckptool.core.tree import walk, where
 from ckptool.errors import NameCollision, NotRepresentable
-from ckptool.model import Opaque, OrderedMap, Path, TensorRef
-from ckptool.tree import walk, where
 from ckptool.words import counted, listed, printable
 
 

@@ -8,10 +8,8 @@ from dataclasses import replace
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
-from ckptool.checkpoint import Change, Checkpoint
-from ckptool.errors import NotRepresentable
-from ckptool.hollow import refuse_hollow
-from ckptool.model import (
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import (
     Global,
     Opaque,
     OrderedMap,
@@ -22,7 +20,7 @@ from ckptool.model import (
     over_elements,
     remade,
 )
-from ckptool.modules import (
+from ckptool.core.modules import (
     held_apart,
     holds_tensors,
     is_module,
@@ -30,11 +28,13 @@ from ckptool.modules import (
     module_state,
     modules_below,
 )
-from ckptool.statedict import MODEL_KINDS, Section, only_its_class
+from ckptool.core.placeholders import refuse_hollow
+from ckptool.core.sections import MODEL_KINDS, Section, only_its_class
+from ckptool.core.tree import everything, held_items, mentions, path_of, rebuild, where
+from ckptool.errors import NotRepresentable
 from ckptool.symbolic.encoder import blocking
 from ckptool.symbolic.text import raw_bytes
 from ckptool.transforms.extraction import plain_state_dict
-from ckptool.tree import everything, held_items, mentions, path_of, rebuild, where
 from ckptool.words import counted, listed, printable
 
 _COUNTER = "collections.Counter"

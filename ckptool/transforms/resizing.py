@@ -8,15 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isqrt, prod
 from typing import Any, NamedTuple, TypeAlias
 
-from ckptool.checkpoint import Change, Checkpoint
-from ckptool.dtypes import PACKED
-from ckptool.errors import NameCollision, NotRepresentable, UsageError
-from ckptool.files import ByteRange
-from ckptool.files.computed import joined
-from ckptool.files.tiled import Tile, tiled
-from ckptool.formats.distributed.megatron import is_rank
-from ckptool.formats.distributed.placements import row_major_data
-from ckptool.model import (
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import (
     Path,
     Storage,
     TensorRef,
@@ -25,13 +18,20 @@ from ckptool.model import (
     remade,
     row_major_strides,
 )
-from ckptool.names import families
-from ckptool.statedict import MODEL_KINDS, Section, named_tensors
+from ckptool.core.names import families
+from ckptool.core.sections import MODEL_KINDS, Section, named_tensors
+from ckptool.core.tree import name_of, selected
+from ckptool.dtypes import PACKED
+from ckptool.errors import NameCollision, NotRepresentable, UsageError
+from ckptool.files import ByteRange
+from ckptool.files.computed import joined
+from ckptool.files.tiled import Tile, tiled
+from ckptool.formats.distributed.megatron import is_rank
+from ckptool.formats.distributed.placements import row_major_data
 from ckptool.tensors.averaging import interpolated, more_rows
 from ckptool.tensors.bytewise import same_elements
 from ckptool.transforms.casting import FLOATING, optimizer_tensors, refuse_apart, tensors_placed
 from ckptool.transforms.names import distinct, with_items
-from ckptool.tree import name_of, selected
 from ckptool.words import counted, few, listed, printable, shell
 
 _PREFIX = 5

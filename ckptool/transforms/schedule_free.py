@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
-from ckptool.errors import NotFound
-from ckptool.formats import format_of
-from ckptool.model import TensorRef
-from ckptool.names import STATISTICS, bare_names
-from ckptool.optimizers import (
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import TensorRef
+from ckptool.core.names import STATISTICS, bare_names
+from ckptool.core.optimizers import (
     groups_of,
     has_training_weights,
     model_of,
     names_in,
 )
-from ckptool.statedict import MODEL_KINDS, Section, named_tensors, optimizer_names
+from ckptool.core.sections import MODEL_KINDS, Section, named_tensors, optimizer_names
+from ckptool.core.tree import distinct as once
+from ckptool.errors import NotFound
+from ckptool.formats import format_of
 from ckptool.tensors.whole import Wholes, lerped
 from ckptool.transforms.names import distinct
-from ckptool.tree import distinct as once
 from ckptool.words import printable
 
 

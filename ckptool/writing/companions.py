@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from ckptool.checkpoint import Change, Checkpoint
+from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.errors import FileMissing
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.atomic import FileOutput

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol, TypeVar
 
+from ckptool.core.tree import name_of
 from ckptool.errors import UnreadableFile
 from ckptool.files.atomic import Part, begun_set, counting_on, parts_of, refuse_target
 from ckptool.files.beside import beside
@@ -21,7 +22,6 @@ from ckptool.files.journal import read_journal
 from ckptool.files.renames import rename_all, settle_set
 from ckptool.files.system import worded
 from ckptool.formats.base import NewFile, Plan
-from ckptool.tree import name_of
 from ckptool.writing.job import Job
 from ckptool.writing.verification import source_check, verify_file
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import CheckpointError, TruncatedFile, warn
 from ckptool.files.atomic import FileOutput
 from ckptool.files.editing import apply_patch

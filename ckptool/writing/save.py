@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool._lazy import Result
-from ckptool.checkpoint import Change, Checkpoint, alone
+from ckptool.core.checkpoint import Change, Checkpoint, alone
+from ckptool.core.placeholders import hollow, refuse_hollow
+from ckptool.core.sections import what_there_is
 from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError, without_query
 from ckptool.files import Source
 from ckptool.files.computed import ComputedSource
@@ -17,9 +19,7 @@ from ckptool.files.place import is_address, place_of
 from ckptool.files.source import Progress, far_bytes
 from ckptool.formats import format_of, shard_of, writer
 from ckptool.formats.base import EditableFormat, FolderFormat, Plan
-from ckptool.hollow import hollow, refuse_hollow
 from ckptool.remedies import Remedy
-from ckptool.statedict import what_there_is
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
 from ckptool.words import counted, listed

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
+from ckptool.core.tree import everything
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import format_of, shard_of, writer
 from ckptool.formats.base import NewFile, Plan
 from ckptool.formats.safetensors_header import FORMAT, metadata_of
-from ckptool.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
-from ckptool.tree import everything
 from ckptool.writing.target import INDEX, split
 
 DEFAULT_SIZE = 5 * 10**9

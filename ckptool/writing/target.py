@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError, WriteError
 from ckptool.files import Source
 from ckptool.files.place import is_address, place_of

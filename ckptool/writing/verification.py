@@ -8,7 +8,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from threading import Event
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import StorageRef, TensorRef
+from ckptool.core.tree import everything
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, WriteError
 from ckptool.files import ByteRange, FileSource
@@ -23,9 +25,7 @@ from ckptool.formats.base import NewFile
 from ckptool.formats.safetensors_library import disagreement
 from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
 from ckptool.limits import DEFAULT_LIMITS
-from ckptool.model import StorageRef, TensorRef
 from ckptool.symbolic.encoder import Encoded, encode
-from ckptool.tree import everything
 from ckptool.words import printable
 
 _LARGE = 1 << 20

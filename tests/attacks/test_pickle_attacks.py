@@ -12,9 +12,9 @@ from contextlib import suppress
 import pytest
 
 import ckptool
+from ckptool.core.model import Opaque
+from ckptool.core.tree import walk
 from ckptool.errors import CheckpointError, LimitExceeded
-from ckptool.model import Opaque
-from ckptool.tree import walk
 from tests.symbolic.pickles import read
 
 

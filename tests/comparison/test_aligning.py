@@ -7,9 +7,9 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.comparison.aligning import align
+from ckptool.core.model import Global, Opaque, OrderedMap
+from ckptool.core.names import WRAPPERS
 from ckptool.errors import AmbiguousName, NameCollision, NotFound
-from ckptool.model import Global, Opaque, OrderedMap
-from ckptool.names import WRAPPERS
 from ckptool.transforms.name_rules import regex_rule
 from tests.inspection.handmade import checkpoint, floats, tensor
 

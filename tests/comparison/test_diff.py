@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 import ckptool
 from ckptool.comparison import contents
 from ckptool.comparison.aligning import align
+from ckptool.core.model import TensorRef
+from ckptool.core.sections import model_state_dict
+from ckptool.core.tree import walk
 from ckptool.errors import NameCollision, NotFound, TorchMissing, UsageError
-from ckptool.model import TensorRef
-from ckptool.statedict import model_state_dict
 from ckptool.tensors.comparing import Comparer
-from ckptool.tree import walk
 from tests.comparison.comparisons import whats
 from tests.inspection.handmade import checkpoint, floats, tensor
 from tests.sources import PROJECT

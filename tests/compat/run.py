@@ -34,11 +34,11 @@ sys.path.insert(0, str(ROOT))
 import saved  # noqa: E402
 
 import ckptool  # noqa: E402
-from ckptool.checkpoint import Checkpoint  # noqa: E402
+from ckptool.core.checkpoint import Checkpoint  # noqa: E402
+from ckptool.core.model import TensorRef  # noqa: E402
 from ckptool.files.editing import apply_patch  # noqa: E402
 from ckptool.formats import EditableFormat, format_of  # noqa: E402
 from ckptool.inspection.listing import list_tensors  # noqa: E402
-from ckptool.model import TensorRef  # noqa: E402
 
 FIXTURES = ROOT / "fixtures"
 EDITED = "edited in place"

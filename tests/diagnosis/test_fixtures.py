@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ckptool.cli import main
+from ckptool.core.sections import MODEL_KINDS
 from ckptool.diagnosis import doctor
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.info import info
-from ckptool.statedict import MODEL_KINDS
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 NAMES = [

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import ckptool
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.sections import likely_models, only_model
 from ckptool.errors import CheckpointError
-from ckptool.statedict import likely_models, only_model
 
 Linear, Loss = torch.nn.Linear, torch.nn.CrossEntropyLoss
 

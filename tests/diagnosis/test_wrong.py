@@ -20,16 +20,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ckptool import verify
-from ckptool.checkpoint import Checkpoint, Details
 from ckptool.cli import main
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import Global, Opaque
 from ckptool.diagnosis import doctor
 from ckptool.diagnosis.complaint import Patient
 from ckptool.diagnosis.diagnose import Planner
 from ckptool.diagnosis.models import objects
 from ckptool.formats import open_checkpoint
+from ckptool.inspection.blockers import calls
 from ckptool.inspection.info import info
-from ckptool.inspection.obstacles import calls
-from ckptool.model import Global, Opaque
 from tests.diagnosis.faults import CPU, MENDED, Net, Options, healthy, run
 
 WRONG = Path(__file__).parent.parent.parent / "fixtures" / "wrong"

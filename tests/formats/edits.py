@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import torch
 
+from ckptool.core.model import OrderedMap
+from ckptool.core.tree import rebuild
 from ckptool.formats import format_of, open_checkpoint
-from ckptool.model import OrderedMap
 from ckptool.transforms import add_module, remap, strip_module
-from ckptool.tree import rebuild
 from tests.test_fixtures import judge
 from tests.test_written import offsets
 

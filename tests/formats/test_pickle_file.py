@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.core.model import Opaque, OrderedMap
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
 from ckptool.formats.base import Probe
 from ckptool.formats.pickle_file import PICKLE
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Opaque, OrderedMap
 from tests.formats.contract import FormatContract
 from tests.formats.legacy_streams import Called, stream
 from tests.formats.zips import values

@@ -11,11 +11,11 @@ from hypothesis import given, strategies as st
 from safetensors import safe_open
 from safetensors.torch import load, load_file, save, save_file, save_model
 
+from ckptool.core.model import OrderedMap
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats import open_checkpoint
 from ckptool.formats.safetensors import SAFETENSORS
-from ckptool.model import OrderedMap
 from ckptool.transforms import add_module, remap, strip_module, untie
 from tests.formats.edits import edit, mapped
 from tests.formats.safetensors_files import entry, raw_file

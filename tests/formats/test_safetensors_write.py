@@ -14,8 +14,8 @@ from hypothesis import given, strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 
-from ckptool.checkpoint import Checkpoint
 from ckptool.conversion import convert
+from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, FileSource
 from ckptool.formats import open_checkpoint

@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Opaque, Storage, StorageRef, TensorRef
 from ckptool.errors import (
     CorruptFile,
     LimitExceeded,
@@ -22,7 +23,6 @@ from ckptool.formats.base import Probe
 from ckptool.formats.legacy_stream import NestedStreams
 from ckptool.formats.torch_legacy import TORCH_LEGACY
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Opaque, Storage, StorageRef, TensorRef
 from tests.formats.contract import FormatContract
 from tests.formats.legacy_streams import Called, Pid, floats, stream, tensor
 from tests.formats.zips import read as read_as, values, written

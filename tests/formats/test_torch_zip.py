@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.checkpoint import TORCH_REFUSES
+from ckptool.core.checkpoint import TORCH_REFUSES
+from ckptool.core.model import Opaque, Storage, TensorRef
 from ckptool.errors import (
     CorruptFile,
     LimitExceeded,
@@ -20,7 +21,6 @@ from ckptool.errors import (
 from ckptool.formats.base import Probe
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Opaque, Storage, TensorRef
 from tests.formats.contract import FormatContract
 from tests.formats.legacy_streams import Called, Pid, dumps
 from tests.formats.zips import (

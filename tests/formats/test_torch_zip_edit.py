@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from ckptool.core.model import Global, Opaque, Storage, TensorRef
+from ckptool.core.tree import rebuild
 from ckptool.errors import DeviceError, NotRepresentable
 from ckptool.files import ByteRange, FileSource, MemorySource
 from ckptool.files.computed import ComputedSource
@@ -23,10 +25,8 @@ from ckptool.formats import EditableFormat, format_of, open_checkpoint
 from ckptool.formats.archive import find_end, raw_entries
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.formats.zip_writer import literal, plan_zip
-from ckptool.model import Global, Opaque, Storage, TensorRef
 from ckptool.symbolic.encoder import encode
 from ckptool.transforms import add_module, remap, strip_module, untie
-from ckptool.tree import rebuild
 from tests.formats.edits import (
     CHANGES,
     apply,

@@ -9,13 +9,13 @@ from contextlib import closing
 from pathlib import Path
 from zlib import crc32
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import OrderedMap, Storage, TensorRef
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.tiled import Tile, late, tiled
 from ckptool.formats import registry
 from ckptool.formats.base import Checksum, Findings, Format, Probe, Refusal, check_limit, naming
 from ckptool.formats.safetensors_header import parse_json
-from ckptool.model import OrderedMap, Storage, TensorRef
 
 INDEX = "tiles.json"
 

@@ -2,9 +2,9 @@
 
 import array
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import Storage, TensorRef
 from ckptool.files import ByteRange, MemorySource
-from ckptool.model import Storage, TensorRef
 
 
 def storage(data: bytes, key="0", device="cpu"):

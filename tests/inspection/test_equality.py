@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, strategies as st
 
 import ckptool
+from ckptool.core.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from ckptool.errors import LimitExceeded
 from ckptool.inspection.equality import Fingerprints, first_difference, raw_elements, type_name
 from ckptool.inspection.listing import list_tensors
 from ckptool.limits import Limits
-from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from tests.inspection.handmade import floats, tensor
 from tests.tensors import samples
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ckptool.cli import main
+from ckptool.core.model import Opaque, OrderedMap, StorageRef
 from ckptool.files import FileSource
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.info import info, load_commands, waste_notes
-from ckptool.model import Opaque, OrderedMap, StorageRef
 from tests.inspection.handmade import checkpoint, floats, storage, tensor
 
 

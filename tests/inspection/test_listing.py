@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 
+from ckptool.core.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from ckptool.errors import AmbiguousName, LimitExceeded, NotFound
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.listing import list_tensors
 from ckptool.limits import Limits
-from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from tests.inspection.handmade import checkpoint, floats, storage, tensor
 
 

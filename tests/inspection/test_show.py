@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from ckptool.core.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from ckptool.errors import AmbiguousName, LimitExceeded, NotFound
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.show import (
@@ -18,7 +19,6 @@ from ckptool.inspection.show import (
     statistics,
 )
 from ckptool.limits import Limits
-from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from tests.inspection.handmade import checkpoint, floats, storage, tensor
 from tests.tensors.refs import tensor as over
 

@@ -2,8 +2,8 @@
 
 import math
 
+from ckptool.core.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from ckptool.inspection.values import class_of, json_value, shape_text, summarise
-from ckptool.model import DeviceValue, Global, Opaque, OrderedMap, Size
 from tests.inspection.handmade import floats, tensor
 
 

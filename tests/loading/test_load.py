@@ -14,6 +14,16 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.core.model import (
+    ByteString,
+    DeviceValue,
+    Global,
+    Opaque,
+    OrderedMap,
+    Size,
+    StorageRef,
+    TensorRef,
+)
 from ckptool.errors import (
     AmbiguousName,
     CheckpointWarning,
@@ -26,16 +36,6 @@ from ckptool.errors import (
 )
 from ckptool.formats import open_checkpoint
 from ckptool.loading.load import made_tree
-from ckptool.model import (
-    ByteString,
-    DeviceValue,
-    Global,
-    Opaque,
-    OrderedMap,
-    Size,
-    StorageRef,
-    TensorRef,
-)
 from tests.loading.bits import saved
 from tests.loading.wrappings import WRAPPINGS
 from tests.tensors.judge import Judge, assert_same

@@ -9,6 +9,7 @@ import torch
 
 import ckptool
 from ckptool import save
+from ckptool.core.sections import OF_THE_MODEL
 from ckptool.errors import (
     AmbiguousName,
     FileBusy,
@@ -18,7 +19,6 @@ from ckptool.errors import (
     WriteError,
 )
 from ckptool.files.journal import exclusive
-from ckptool.statedict import OF_THE_MODEL
 from ckptool.writing import Receipt
 from tests.files.faults import crashes, needs_fork
 from tests.loading.bits import net

@@ -8,9 +8,9 @@ import math
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from ckptool.core.names import WRAPPERS, strip_names
 from ckptool.errors import NameCollision, UsageError
 from ckptool.matching import MatchReport, Slot, matched
-from ckptool.names import WRAPPERS, strip_names
 from ckptool.transforms.name_rules import prefix_rule, regex_rule
 
 NET = {

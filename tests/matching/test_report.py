@@ -8,6 +8,8 @@ import math
 
 import pytest
 
+from ckptool.core.model import Global, Opaque, OrderedMap, TensorRef, Wrapping
+from ckptool.core.sections import sections
 from ckptool.matching import (
     EXTRA,
     Ambiguity,
@@ -21,8 +23,6 @@ from ckptool.matching import (
     slots_of,
 )
 from ckptool.matching.report import casts_of, counted, fits, holds
-from ckptool.model import Global, Opaque, OrderedMap, TensorRef, Wrapping
-from ckptool.statedict import sections
 from tests.trees import module, scalar, storage, tensor
 
 

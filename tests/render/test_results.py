@@ -10,7 +10,7 @@ import torch
 import ckptool
 from ckptool._lazy import Result
 from ckptool.cli import main
-from ckptool.model import Global, Opaque
+from ckptool.core.model import Global, Opaque
 from ckptool.render import _TEXTS, line_of, page_of
 from tests.inspection.handmade import checkpoint, floats, tensor
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from ckptool.checkpoint import Change
+from ckptool.core.checkpoint import Change
+from ckptool.core.model import Global, Opaque, OrderedMap
 from ckptool.inspection.info import info
 from ckptool.inspection.listing import list_tensors, tree
 from ckptool.inspection.show import show
-from ckptool.model import Global, Opaque, OrderedMap
 from ckptool.render.figures import shown_lines
 from ckptool.render.info import info_lines
 from ckptool.render.listing import listing_lines, tree_lines

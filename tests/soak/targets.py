@@ -13,10 +13,10 @@ from pathlib import Path
 
 import ckptool
 from ckptool.cli import main
-from ckptool.statedict import sections
+from ckptool.core.sections import sections
+from ckptool.core.tree import walk
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.plain import refusals
-from ckptool.tree import walk
 from tests.sources import PROJECT
 from tests.symbolic.pickles import read
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from ckptool.core.model import Global, Opaque, OrderedMap, Size
 from ckptool.files import ByteRange, MemorySource
 from ckptool.limits import DEFAULT_LIMITS
-from ckptool.model import Global, Opaque, OrderedMap, Size
 from ckptool.symbolic import unpickle
 
 

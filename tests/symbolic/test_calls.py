@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.model import Global, Opaque, TensorRef
+from ckptool.core.model import Global, Opaque, TensorRef
 from ckptool.symbolic.encoder import encode
 from tests.symbolic.pickles import read
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from ckptool.core.model import Opaque
 from ckptool.errors import NotRepresentable
 from ckptool.formats import open_checkpoint
-from ckptool.model import Opaque
 from ckptool.symbolic.encoder import blockers, encode
 from tests.symbolic.pickles import read
 from tests.symbolic.test_machine import trees

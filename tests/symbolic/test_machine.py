@@ -7,9 +7,9 @@ from collections import OrderedDict
 import pytest
 from hypothesis import given, strategies as st
 
+from ckptool.core.model import ByteString, DeviceValue, Global, Opaque, OrderedMap, Size
 from ckptool.errors import CorruptFile, LimitExceeded, TruncatedFile
 from ckptool.limits import Limits
-from ckptool.model import ByteString, DeviceValue, Global, Opaque, OrderedMap, Size
 from tests.symbolic.pickles import plain, read
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)

@@ -6,9 +6,9 @@ import pickle
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from ckptool.core.model import Opaque, Storage, StorageRef, TensorRef
 from ckptool.errors import CheckpointError, LimitExceeded
 from ckptool.files import ByteRange, MemorySource
-from ckptool.model import Opaque, Storage, StorageRef, TensorRef
 from ckptool.symbolic import calls
 from ckptool.symbolic.encoder import encode
 from tests.symbolic.pickles import read

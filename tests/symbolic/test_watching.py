@@ -3,7 +3,7 @@
 import pickle
 import pickletools
 
-from ckptool.inspection.deeds import as_python
+from ckptool.inspection.scan_calls import as_python
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.symbolic.machine import Machine
 from ckptool.symbolic.opcodes import HANDLERS

@@ -2,8 +2,8 @@
 
 import struct
 
+from ckptool.core.model import Global, Storage, TensorRef
 from ckptool.files import ByteRange, MemorySource
-from ckptool.model import Global, Storage, TensorRef
 
 
 def storage(raw, *, key="0", device="cpu", byteorder="little"):

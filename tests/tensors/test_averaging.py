@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 import torch
 
+from ckptool.core.model import Storage, TensorRef
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, MemorySource
-from ckptool.model import Storage, TensorRef
 from ckptool.tensors import averaging, casting
 from ckptool.tensors.averaging import Averager, ElementBuffer, Elements, elements_of
 

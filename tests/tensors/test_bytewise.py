@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from ckptool.core.model import Storage, TensorRef
 from ckptool.dtypes import DTYPES
 from ckptool.errors import CheckpointError
 from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
 from ckptool.formats import open_checkpoint
-from ckptool.model import Storage, TensorRef
 from ckptool.tensors import bytewise
 from ckptool.tensors.bytewise import (
     is_floating,

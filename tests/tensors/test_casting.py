@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ckptool.core.model import Storage, TensorRef
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, MemorySource
-from ckptool.model import Storage, TensorRef
 from ckptool.tensors import casting
 from ckptool.tensors.casting import FLOATS, Caster, Losses, is_exact
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from ckptool.core.model import TensorRef
 from ckptool.errors import UnsupportedFormat, UsageError
-from ckptool.model import TensorRef
 from ckptool.tensors import comparing
 from ckptool.tensors.comparing import COMPARED, Comparer, Difference
 from tests.tensors.refs import storage, tensor

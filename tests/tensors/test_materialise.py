@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.core.model import Storage, TensorRef
 from ckptool.errors import (
     CheckpointWarning,
     CorruptFile,
@@ -22,7 +23,6 @@ from ckptool.errors import (
     UsageError,
 )
 from ckptool.formats import open_checkpoint
-from ckptool.model import Storage, TensorRef
 from ckptool.tensors import Materialiser, materialise, require_torch, set_attributes
 from ckptool.tensors.materialise import called
 from tests.tensors.judge import assert_same

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from ckptool.core.model import Global, Storage, TensorRef
 from ckptool.errors import CorruptFile, TruncatedFile, UsageError
 from ckptool.files import ByteRange, FileSource, InflatedSource
-from ckptool.model import Global, Storage, TensorRef
 from ckptool.tensors import statistics
 from ckptool.tensors.materialise import one_thread
 from ckptool.tensors.statistics import Histogram, Measurer, measurable

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import CorruptFile, NotFound, NotRepresentable, UsageError
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats import open_checkpoint

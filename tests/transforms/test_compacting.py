@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 
 import ckptool
-from ckptool.model import StorageRef
+from ckptool.core.model import StorageRef
 from ckptool.transforms import compact, untie
 from tests.trees import checkpoint, storage, tensor
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from ckptool.core.model import DeviceValue, Global, Opaque, Storage, StorageRef, TensorRef, Wrapping
 from ckptool.errors import DeviceError, UsageError
-from ckptool.model import DeviceValue, Global, Opaque, Storage, StorageRef, TensorRef, Wrapping
 from ckptool.transforms import remap, visible_devices
 from ckptool.transforms.devices import Rules, device_tags
 from tests.trees import checkpoint, module, opened, storage, tensor

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, strategies as st
 
+from ckptool.core.model import Global, Opaque, OrderedMap, Wrapping
 from ckptool.errors import AmbiguousName, NotFound, UsageError
-from ckptool.model import Global, Opaque, OrderedMap, Wrapping
 from ckptool.transforms import extract, single_state_dict
 from tests.trees import checkpoint, module, opened, parallel, state_dict, storage, tensor
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, given, strategies as st
 
+from ckptool.core.model import Global, Opaque, OrderedMap
+from ckptool.core.modules import module_state
+from ckptool.core.names import WRAPPERS, add_name, prefixed, strip_names
 from ckptool.errors import NameCollision, NotFound, UsageError
-from ckptool.model import Global, Opaque, OrderedMap
-from ckptool.modules import module_state
-from ckptool.names import WRAPPERS, add_name, prefixed, strip_names
 from ckptool.transforms import add_module, strip_module
 from ckptool.transforms.names import moved_metadata, remaining_metadata
 from tests.trees import (

@@ -76,7 +76,7 @@ def test_each_leaf_is_there_under_its_keys_or_it_is_refused(tree):
         else:
             yield ".".join(path), node
 
-    from ckptool.checkpoint import Checkpoint
+    from ckptool.core.checkpoint import Checkpoint
     from ckptool.transforms import flattened
 
     expected = list(leaves(tree))

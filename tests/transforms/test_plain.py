@@ -23,10 +23,10 @@ import torch
 from hypothesis import given, strategies as st
 
 import ckptool
+from ckptool.core.model import Global, Opaque, OrderedMap, Wrapping
+from ckptool.core.placeholders import hollow
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, MemorySource
-from ckptool.hollow import hollow
-from ckptool.model import Global, Opaque, OrderedMap, Wrapping
 from ckptool.symbolic import unpickle
 from ckptool.symbolic.encoder import encode
 from ckptool.transforms import drop_objects, to_plain

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 import ckptool
+from ckptool.core.model import Global, Opaque, OrderedMap
+from ckptool.core.modules import module_state
 from ckptool.errors import NameCollision, NotFound, UsageError
-from ckptool.model import Global, Opaque, OrderedMap
-from ckptool.modules import module_state
 from ckptool.transforms import (
     add_module,
     prefix_rule,

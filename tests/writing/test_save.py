@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckptool.checkpoint import Change, Checkpoint
+from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.errors import (
     CorruptFile,
     NoSpace,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import OrderedMap, Storage, TensorRef
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import NewFile, Plan, open_checkpoint
 from ckptool.inspection.listing import list_tensors
-from ckptool.model import OrderedMap, Storage, TensorRef
 from ckptool.writing import target_format
 from ckptool.writing.sharding import DEFAULT_SIZE, parse_size, plan_shards
 from tests.conftest import FIXTURES

@@ -6,14 +6,14 @@ import threading
 import pytest
 import torch
 
+from ckptool.core.model import Storage, TensorRef
+from ckptool.core.tree import rebuild
 from ckptool.errors import CorruptFile, WriteError
 from ckptool.files.atomic import FileOutput
 from ckptool.files.computed import ComputedSource
 from ckptool.files.source import ByteRange
 from ckptool.formats import WRITABLE, format_of, open_checkpoint, shard_of, writer
-from ckptool.model import Storage, TensorRef
 from ckptool.transforms import single_state_dict
-from ckptool.tree import rebuild
 from ckptool.writing.verification import verify
 
 ONE_FILE = [name for name in WRITABLE if not (shard_of(name) or format_of(name).index_name)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Global, Opaque, StorageRef, TensorRef
+from ckptool.core.tree import everything
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.formats.archive import open_archive
@@ -33,9 +35,7 @@ from ckptool.formats.torch_zip import (
     refusals,
 )
 from ckptool.limits import Limits
-from ckptool.model import Global, Opaque, StorageRef, TensorRef
 from ckptool.symbolic.calls import RECOGNISED
-from ckptool.tree import everything
 from ckptool.words import are, counted, listed, printable
 
 _BARE_PICKLES = ("torch-legacy", "torch-tar", "pickle")

@@ -15,7 +15,8 @@ from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import MAX_ELEMENTS, Global, Opaque, TensorRef, plain_tensor
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
@@ -39,7 +40,6 @@ from ckptool.formats.distributed.placements import attributes_of, check_ranks, r
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.torch_zip import TORCH_ZIP, member_of, read_contents
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import MAX_ELEMENTS, Global, Opaque, TensorRef, plain_tensor
 from ckptool.symbolic import unpickle
 from ckptool.words import counted, listed, printable
 

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing
 from ckptool.files.tiled import Tile, tiled
@@ -19,7 +20,6 @@ from ckptool.formats.base import Format, Probe, naming, of_files, of_many_files
 from ckptool.formats.distributed.placements import ONE_SAVE, sizes_of
 from ckptool.formats.opening import opened_together
 from ckptool.formats.safetensors_header import parse_json
-from ckptool.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.words import counted, printable
 
 SHARDING_INFO = "DCP_SHARDING_INFO"

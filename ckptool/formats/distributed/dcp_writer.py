@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Global, Opaque, Path, Size, TensorRef, plain_tensor
+from ckptool.core.tree import everything, name_of
 from ckptool.errors import NotRepresentable
 from ckptool.files.place import place_of
 from ckptool.formats.base import FolderFormat, Member, NewFile, Plan
 from ckptool.formats.distributed.placements import row_major_data
 from ckptool.formats.safetensors import left_out
 from ckptool.formats.torch_zip import TORCH_ZIP
-from ckptool.model import Global, Opaque, Path, Size, TensorRef, plain_tensor
 from ckptool.symbolic.encoder import encode
-from ckptool.tree import everything, name_of
 from ckptool.words import listed, printable
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import re
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Opaque
 from ckptool.formats.base import Format, Probe, of_files, of_many_files
 from ckptool.formats.distributed.placements import check_ranks
 from ckptool.formats.opening import TORCH_FILES, opened_together
-from ckptool.model import Opaque
 from ckptool.words import counted
 
 _RANK = re.compile(r"mp_rank_(\d{2,9})", re.ASCII)

@@ -11,11 +11,11 @@ from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
 
+from ckptool.core.model import Opaque, TensorRef
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.tiled import Tile
 from ckptool.limits import DEFAULT_LIMITS
-from ckptool.model import Opaque, TensorRef
 from ckptool.words import printable
 
 ONE_SAVE = "the files are of different saves, or damaged: copy all files of one save"

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Storage, TensorRef, remade, row_major_strides
+from ckptool.core.tree import name_of, rebuild, walk
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import Format, Probe, of_files, of_many_files
 from ckptool.formats.distributed.placements import ONE_SAVE, Part, check_ranks, parts_of
 from ckptool.formats.opening import TORCH_FILES, opened_together
-from ckptool.model import Storage, TensorRef, remade, row_major_strides
-from ckptool.tree import name_of, rebuild, walk
 from ckptool.words import counted, few, listed, printable, shell
 
 _NAMES = re.compile(

@@ -14,7 +14,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor
+from ckptool.core.tree import everything, rebuild
 from ckptool.errors import CheckpointError, CorruptFile
 from ckptool.files.computed import joined
 from ckptool.formats.base import Format, Probe, Refusal, naming, of_files, of_many_files
@@ -22,8 +24,6 @@ from ckptool.formats.distributed.placements import ONE_SAVE, check_ranks, row_ma
 from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.formats.torch_zip import TORCH_ZIP, stored_in
 from ckptool.limits import Limits
-from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor
-from ckptool.tree import everything, rebuild
 from ckptool.words import counted, listed, printable
 
 _REFERENCE = "torch_xla.utils.serialization.TensorReference"

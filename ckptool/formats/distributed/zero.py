@@ -18,7 +18,8 @@ from math import prod
 from operator import index
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Change, Checkpoint, Details
+from ckptool.core.checkpoint import Change, Checkpoint, Details
+from ckptool.core.model import Opaque, TensorRef, plain_tensor, remade
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange
@@ -36,7 +37,6 @@ from ckptool.formats.distributed.placements import (
 from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.formats.torch_zip import stored_in
 from ckptool.limits import Limits
-from ckptool.model import Opaque, TensorRef, plain_tensor, remade
 from ckptool.symbolic.encoder import encode
 from ckptool.words import counted, few, listed, printable, shell
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import OrderedMap, TensorRef, find_tensors, plain_tensor
+from ckptool.core.sections import OF_THE_MODEL
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
 from ckptool.files import ByteRange, Source
@@ -18,8 +20,6 @@ from ckptool.files.computed import joined
 from ckptool.formats.base import Format, Probe, Refusal, check_limit
 from ckptool.formats.foreign.cursor import Cursor
 from ckptool.limits import Limits
-from ckptool.model import OrderedMap, TensorRef, find_tensors, plain_tensor
-from ckptool.statedict import OF_THE_MODEL
 from ckptool.words import printable
 
 _MAP_OF_NAMES = re.compile(

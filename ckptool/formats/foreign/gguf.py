@@ -12,14 +12,14 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.files.computed import ComputedSource
 from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, needing
 from ckptool.formats.foreign.cursor import Cursor
-from ckptool.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.words import counted, listed, printable
 
 _MAGIC = b"GGUF"

@@ -16,7 +16,9 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import OrderedMap, TensorRef, find_tensors, plain_tensor
+from ckptool.core.sections import OF_THE_MODEL
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
@@ -24,8 +26,6 @@ from ckptool.files.tiled import late
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Format, Probe, Refusal, check_limit, needing
 from ckptool.limits import Limits
-from ckptool.model import OrderedMap, TensorRef, find_tensors, plain_tensor
-from ckptool.statedict import OF_THE_MODEL
 from ckptool.words import listed, printable
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"

@@ -7,14 +7,14 @@ import struct
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import OrderedMap, TensorRef, plain_tensor, row_major_strides
 from ckptool.errors import CorruptFile
 from ckptool.files import InflatedSource
 from ckptool.formats.archive import ARRAY, open_archive
 from ckptool.formats.base import Archive, Format, Probe, Record, Refusal, check_limit
 from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.limits import DEFAULT_LIMITS
-from ckptool.model import OrderedMap, TensorRef, plain_tensor, row_major_strides
 from ckptool.symbolic import Unpickled
 from ckptool.symbolic.calls import ELEMENT_TYPES
 from ckptool.words import printable

@@ -16,7 +16,9 @@ from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Checkpoint, Details
+from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.model import Global, Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor
+from ckptool.core.sections import OF_THE_MODEL
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
@@ -38,8 +40,6 @@ from ckptool.formats.base import (
 )
 from ckptool.formats.foreign.leveldb import MAGIC, Message, masked, read_table, unmasked, varint
 from ckptool.limits import Limits
-from ckptool.model import Global, Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor
-from ckptool.statedict import OF_THE_MODEL
 from ckptool.words import listed, printable, shell
 
 _PART = re.compile(r"(?P<prefix>.+)\.(?:index|data-\d{5}-of-\d{5})", re.DOTALL)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
 from ckptool.files.atomic import atomic_output
 from ckptool.inspection.values import documented
 from ckptool.render.page.document import page

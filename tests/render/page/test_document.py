@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ckptool.comparison.report import report
+from ckptool.core.tree import name_of
 from ckptool.errors import TargetExists, UnreadableFile, WriteDenied
 from ckptool.formats import open_checkpoint
 from ckptool.render.figures import bars
 from ckptool.render.page import page, write_page
 from ckptool.render.page.data import DIGITS, Names, figure
 from ckptool.render.page.document import FIRST, SCRIPTS, element, script_json, table, words
-from ckptool.tree import name_of
 from ckptool.words import clean
 from tests.inspection.handmade import checkpoint, floats, tensor
 from tests.render.page.pages import ADDRESS, Page, digest, names

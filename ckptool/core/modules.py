@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ckptool.core.model import Opaque, OrderedMap, TensorRef, find_tensors
+from ckptool.core.quantizers import class_scheme
 from ckptool.errors import LimitExceeded
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import Opaque, OrderedMap, TensorRef, find_tensors
-from ckptool.quantisers import class_scheme
 
 _MARKS = ("_parameters", "_buffers", "_modules")
 _COMPILED = "torch._dynamo.eval_frame.OptimizedModule"

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.conversion_like import fitted
+from ckptool.conversion.fit import fitted
+from ckptool.core.sections import model_state_dict
 from ckptool.errors import MatchError, NameCollision, NotFound, NotRepresentable
 from ckptool.loading.target import Target
 from ckptool.matching import Allowance, slots_of
-from ckptool.statedict import model_state_dict
 
 
 class Tied(nn.Module):

@@ -14,13 +14,13 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
+from ckptool.core.model import Global, Opaque, children
+from ckptool.core.tree import everything
 from ckptool.errors import CheckpointError
-from ckptool.model import Global, Opaque, children
 from ckptool.symbolic.calls import JAX_ARRAYS, NUMPY_ARRAYS
 from ckptool.symbolic.encoder import blocking
 from ckptool.symbolic.text import MEMORY_FORMATS, raw_bytes
 from ckptool.symbolic.watching import Watcher, is_unknown
-from ckptool.tree import everything
 
 VERDICTS = DATA, NEEDS_CODE, CANNOT_TELL, RUNS = "data", "needs code", "cannot tell", "runs"
 """From the best to the worst."""

@@ -10,17 +10,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
+from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
+from ckptool.core.modules import held_apart, holds_tensors, is_module, model_state
+from ckptool.core.names import wrappers_of
+from ckptool.core.quantizers import class_scheme, quantised
+from ckptool.core.tree import everything, held_items, name_of, rebuild, resolve, walk
 from ckptool.errors import AmbiguousName, NotFound
-from ckptool.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
-from ckptool.modules import held_apart, holds_tensors, is_module, model_state
-from ckptool.names import wrappers_of
-from ckptool.quantisers import class_scheme, quantised
 from ckptool.remedies import Remedy
-from ckptool.tree import everything, held_items, name_of, rebuild, resolve, walk
 from ckptool.words import counted, listed, printable, shell
 
 if TYPE_CHECKING:
-    from ckptool.checkpoint import Checkpoint
+    from ckptool.core.checkpoint import Checkpoint
 
 _MOST_TOLD = 8
 """Of several state dicts, the keys that a hint has."""

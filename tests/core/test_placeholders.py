@@ -10,10 +10,11 @@ from torch.nn.parameter import is_lazy
 
 import ckptool
 from ckptool.cli import main
+from ckptool.core.placeholders import hollow
 from ckptool.errors import MatchError, NotRepresentable
-from ckptool.hollow import hollow
+from tests.sources import PROJECT
 
-WRONG = Path(__file__).parent.parent / "fixtures" / "wrong"
+WRONG = PROJECT / "fixtures" / "wrong"
 ZERO = [WRONG / "zero3_model_states.pt", WRONG / "zero3_whole_vectors.pth"]
 KEYS = {"zero3_model_states": "module", "zero3_whole_vectors": "state_dict"}
 CLAIMING = [

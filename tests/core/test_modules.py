@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.core.model import Global, Opaque
+from ckptool.core.modules import child_modules, is_module, module_state, own_tensors
 from ckptool.errors import LimitExceeded, NameCollision
 from ckptool.limits import Limits
-from ckptool.model import Global, Opaque
-from ckptool.modules import child_modules, is_module, module_state, own_tensors
 from ckptool.transforms import single_state_dict, strip_module
 from tests.trees import checkpoint, module, opened, parallel, tensor
 

@@ -9,16 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
+from ckptool.core.quantizers import LOOKS_QUANTIZED, quantised
 from ckptool.diagnosis.diagnose import doctor
 from ckptool.errors import CheckpointError, MatchError, NotRepresentable
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.info import info
 from ckptool.inspection.listing import list_tensors
-from ckptool.quantisers import LOOKS_QUANTIZED, quantised
 from ckptool.transforms import average
+from tests.sources import PROJECT
 from tests.trees import scalar, tensor
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
+FIXTURES = PROJECT / "fixtures"
 QUANTISED = FIXTURES / "quantised"
 ANSWERS = json.loads((QUANTISED / "answers.json").read_text())
 AO, BNB4, BNB8 = "torch.ao packed parameters", "bitsandbytes 4 bit", "bitsandbytes 8 bit"

@@ -10,9 +10,7 @@ from operator import getitem
 import pytest
 from hypothesis import given, strategies as st
 
-from ckptool.errors import AmbiguousName, LimitExceeded, NameCollision, NotFound
-from ckptool.limits import Limits
-from ckptool.model import (
+from ckptool.core.model import (
     DeviceValue,
     Global,
     Opaque,
@@ -22,7 +20,9 @@ from ckptool.model import (
     TensorRef,
     Wrapping,
 )
-from ckptool.tree import everything, held_items, name_of, rebuild, resolve, selected, walk
+from ckptool.core.tree import everything, held_items, name_of, rebuild, resolve, selected, walk
+from ckptool.errors import AmbiguousName, LimitExceeded, NameCollision, NotFound
+from ckptool.limits import Limits
 from tests.trees import checkpoint, module, parallel, scalar, state_dict, storage, tensor
 
 

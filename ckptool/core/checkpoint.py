@@ -10,13 +10,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
+from ckptool.core.model import Path, TensorRef
 from ckptool.files import Source
-from ckptool.model import Path, TensorRef
 
 if TYPE_CHECKING:
     import torch
 
-    from ckptool.statedict import Section
+    from ckptool.core.sections import Section
     from ckptool.transforms.casting import Keep
     from ckptool.transforms.name_rules import Rule
     from ckptool.writing import Receipt
@@ -150,7 +150,7 @@ class Checkpoint(Result):
         Raises:
             NotFound: there is nothing at `key` (`AmbiguousName`: there are several nodes).
         """
-        from ckptool.tree import resolve
+        from ckptool.core.tree import resolve
 
         if isinstance(self.root, Mapping) and key in self.root:
             return self.root[key]
@@ -168,8 +168,8 @@ class Checkpoint(Result):
         """
         if not self.details.late:
             return self
-        from ckptool.statedict import with_numbers
-        from ckptool.tree import settled
+        from ckptool.core.sections import with_numbers
+        from ckptool.core.tree import settled
 
         root = with_numbers(settled(self.root))
         original = root if self.original is self.root else self.original
@@ -183,7 +183,7 @@ class Checkpoint(Result):
     @cached_property
     def leaves(self) -> tuple[tuple[Path, Any], ...]:
         """The path and the node of every tensor, value and object, in the order of the file."""
-        from ckptool.tree import walk
+        from ckptool.core.tree import walk
 
         return tuple(walk(self.root))
 
@@ -194,14 +194,14 @@ class Checkpoint(Result):
         Raises:
             AmbiguousName: two tensors have one name; `tensors` tells them apart by their paths.
         """
-        from ckptool.tree import named
+        from ckptool.core.tree import named
 
         return named(self)
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
         """The parts of the checkpoint: state dicts, optimizers, schedulers, modules, values."""
-        from ckptool.statedict import sections
+        from ckptool.core.sections import sections
 
         return sections(self.root)
 

@@ -7,19 +7,19 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptool.checkpoint import Change, Checkpoint
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import Opaque, remade
+from ckptool.core.names import bare_names
+from ckptool.core.sections import MODEL_KINDS, Section, is_flat, model_state_dict, wrapped_names
+from ckptool.core.tree import where
 from ckptool.errors import NameCollision, NotRepresentable
 from ckptool.loading.plan import Plan, planned
 from ckptool.loading.source import State
 from ckptool.loading.target import Target
 from ckptool.matching import Allowance, MatchReport
 from ckptool.matching.layouts import Choices
-from ckptool.model import Opaque, remade
-from ckptool.names import bare_names
 from ckptool.remedies import Remedy
-from ckptool.statedict import MODEL_KINDS, Section, is_flat, model_state_dict, wrapped_names
 from ckptool.transforms.names import NamePlan, distinct
-from ckptool.tree import where
 from ckptool.words import counted, listed, printable
 
 _HINT = "ckptool match says which names fit, and by which rules"

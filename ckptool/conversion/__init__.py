@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ckptool import transforms
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import TensorRef
+from ckptool.core.placeholders import refuse_hollow
 from ckptool.errors import UsageError
 from ckptool.formats import Source, format_of
-from ckptool.hollow import refuse_hollow
 from ckptool.matching import Allowance, Allowed
 from ckptool.matching.layouts import Choices
-from ckptool.model import TensorRef
 from ckptool.writing import Receipt, in_folder, is_folder, save, target_format
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Conversion:
         return checkpoint if self.like is None else self._fitted(checkpoint)
 
     def _fitted(self, checkpoint: Checkpoint) -> Checkpoint:
-        from ckptool.conversion_like import fitted
+        from ckptool.conversion.fit import fitted
         from ckptool.loading.plan import target_like
 
         wanted = target_like(self.like, key=self.like_key)

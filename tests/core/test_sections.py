@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ckptool.errors import AmbiguousName, NotFound
-from ckptool.model import Global, Opaque, OrderedMap, Wrapping
-from ckptool.statedict import (
+from ckptool.core.model import Global, Opaque, OrderedMap, Wrapping
+from ckptool.core.sections import (
     likely_models,
     model_state_dict,
     optimizer_names,
@@ -16,6 +15,7 @@ from ckptool.statedict import (
     with_numbers,
     wrapped_names,
 )
+from ckptool.errors import AmbiguousName, NotFound
 from tests.trees import checkpoint, module, opened, parallel, scalar, state_dict, storage, tensor
 
 
@@ -186,7 +186,7 @@ def test_what_no_one_calls_weights_is_there_for_who_asks():
 def test_every_leaf_belongs_to_exactly_one_section():
     root = {"a": state_dict(["w", "v"]), "o": adam("w"), "x": [1, {"y": tensor()}],
             "m": parallel(module(parameters={"w": tensor()}))}  # fmt: skip
-    from ckptool.tree import walk
+    from ckptool.core.tree import walk
 
     every = [path for path, _ in walk(root) if _.__class__.__name__ == "TensorRef"]
     held = [path for section in sections(root) for path, _ in section.tensors()]

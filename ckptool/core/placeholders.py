@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Checkpoint
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Opaque
+from ckptool.core.sections import MODEL_KINDS, Section
+from ckptool.core.tree import name_of, walk
 from ckptool.errors import NotRepresentable
-from ckptool.model import Opaque
-from ckptool.statedict import MODEL_KINDS, Section
-from ckptool.tree import name_of, walk
 from ckptool.words import counted
 
 PLACEHOLDERS = "DeepSpeed's folder has the weights: ckptool convert FOLDER OUT --model-only"

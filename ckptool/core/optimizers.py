@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ckptool.model import Shape, TensorRef
-from ckptool.statedict import MOMENTS, Section, noted_owners
-from ckptool.tree import walk
+from ckptool.core.model import Shape, TensorRef
+from ckptool.core.sections import MOMENTS, Section, noted_owners
+from ckptool.core.tree import walk
 
 _FACTORS = (("row_var", "col_var", -1), ("exp_avg_sq_row", "exp_avg_sq_col", None))
 """Keys of Adafactor's rows and columns, which have the shape together; of the rows' sizes those

@@ -19,7 +19,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptool.model import Opaque, TensorRef, find_tensors
+from ckptool.core.model import Opaque, TensorRef, find_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import AmbiguousName, NameCollision, NotFound
-from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.model import (
+from ckptool.core.model import (
     ByteString,
     DeviceValue,
     Global,
@@ -24,11 +22,13 @@ from ckptool.model import (
     TensorRef,
     children,
 )
-from ckptool.modules import Visits, held_apart, model_state
+from ckptool.core.modules import Visits, held_apart, model_state
+from ckptool.errors import AmbiguousName, NameCollision, NotFound
+from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.words import listed, printable, shell
 
 if TYPE_CHECKING:
-    from ckptool.checkpoint import Checkpoint
+    from ckptool.core.checkpoint import Checkpoint
 
 _PLAIN = frozenset((
     bool, int, float, complex, str, ByteString, type(None), bytes, bytearray, Global,

@@ -8,8 +8,7 @@ import re
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from ckptool.errors import NameCollision, UsageError
-from ckptool.names import (
+from ckptool.core.names import (
     WRAPPERS,
     Family,
     check_collisions,
@@ -20,6 +19,7 @@ from ckptool.names import (
     strip_names,
     wrappers_of,
 )
+from ckptool.errors import NameCollision, UsageError
 
 
 def stripped(*names, **options):

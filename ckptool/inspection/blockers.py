@@ -7,7 +7,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import TORCH_REFUSES, Checkpoint
+from ckptool.core.checkpoint import TORCH_REFUSES, Checkpoint
+from ckptool.core.model import Global, Opaque, StorageRef, TensorRef, children
+from ckptool.core.placeholders import PLACEHOLDERS, hollow
+from ckptool.core.sections import MODEL_KINDS
+from ckptool.core.tree import everything
 from ckptool.dtypes import BY_NAME
 from ckptool.files.place import place_of
 from ckptool.formats import TORCH_ENDINGS, format_of, shard_of
@@ -17,11 +21,7 @@ from ckptool.formats.distributed.megatron import is_rank
 from ckptool.formats.distributed.ranks import FLAT, set_of
 from ckptool.formats.distributed.zero import is_part
 from ckptool.formats.torchscript import CONSTANT, PACKED, PACKED_WEIGHTS, RUN_IT, has_packed_weights
-from ckptool.hollow import PLACEHOLDERS, hollow
-from ckptool.model import Global, Opaque, StorageRef, TensorRef, children
-from ckptool.statedict import MODEL_KINDS
 from ckptool.symbolic.encoder import blockers, blocking
-from ckptool.tree import everything
 from ckptool.words import counted, printable, shell
 
 _GATHER = "gather all parts where it was trained, and save the whole"
