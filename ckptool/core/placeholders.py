@@ -58,6 +58,8 @@ def hollow(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | N
         tensors = one.tensors() if one.kind in MODEL_KINDS else []
         empty = [path for path, tensor in tensors if tensor.shape == (0,)]
         weights = [tensor for path, tensor in tensors if str(path[-1]).endswith("weight")]
+        # ZeRO-3 keeps parameters below its threshold whole, mostly vectors
+        # (deepspeed/runtime/zero/config.py: param_persistence_threshold), so matrices tell.
         none = sum(tensor.shape == (0,) for tensor in weights)
         whole = sum(len(tensor.shape) != 1 for tensor in weights)
         if none > whole or any(shapes.get(path[-1], (0,)) != (0,) for path in empty):

@@ -268,6 +268,8 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
 
 
 def _looks_like_weights(tensors: list[TensorRef], entries: int, path: Path) -> bool:
+    # A model's dict has tensors and at most some settings; metrics or configurations that hold a
+    # tensor or two have mostly plain values.
     if 2 * len(tensors) < entries:
         return False
     if all(tensor.dtype == "uint8" and len(tensor.shape) == 1 for tensor in tensors):

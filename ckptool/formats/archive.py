@@ -309,6 +309,8 @@ def _payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[d
         offsets[header] = payload = headers.payload(entry, following)
         reached = payload + entry.packed
         if entry.descriptor and following > reached:
+            # APPNOTE 4.3.9: the sizes in a data descriptor have 4 bytes each, in a zip64 record 8;
+            # the signature before them is optional, but common writers have it.
             wide = entry.size >= FAR or header >= FAR
             reached += min(following - reached, _DESCRIPTOR64 if wide else _DESCRIPTOR_BYTES)
         before = entry.name

@@ -35,6 +35,8 @@ _SYSTEM = frozenset(
 """Libraries whose classes may do something from their state alone, as `__del__` deletes a file."""
 _NUMERIC = frozenset({"numpy", "pandas", "scipy", "sklearn", "torch"})
 """Libraries of which a function may be an argument: it computes with what it is given."""
+# What is listed keeps or parses its arguments, and neither imports, opens nor calls what they name.
+# A class whose __setstate__ or __del__ does more stays out.
 _DATA = re.compile(
     r"builtins\.(slice|range|object|bytes|bytearray|complex|frozenset|set|list|tuple|dict|int|float"
     r"|str|bool|iter|StopIteration|KeyboardInterrupt|SystemExit)|"

@@ -201,6 +201,8 @@ def _forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
 
     A form that changes nothing more, or that makes two names one, is left out.
     """
+    # In the order of what a model may legitimately be called: a submodule can be named `module`, so
+    # that name is taken off last, and only where the shorter forms did not fit.
     last = short = {name: name for name in slots}
     yield _Form(last)
     every = "\n".join(slots)

@@ -187,6 +187,8 @@ class _Run:
         if self._refused is not None:
             raise self._refused
         size = BY_NAME[self._caster.target].itemsize
+        # A chunk fits the processor's cache, so that its CRC-32 costs no second read from memory;
+        # the source's checksum is compared here because nobody else reads its bytes.
         checked = self._checked.is_settled
         kernel, crc, begin, last = self._caster.kernel, 0, None, 0
         for start, last, room, skipped in chunks(offset, buffer, size, self._size):

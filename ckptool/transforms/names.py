@@ -47,6 +47,9 @@ of the lower rank stands there."""
 _FLAT_KEY = re.compile(r"(state\.|param_groups\.)(.+)(\.[^.]+)", re.DOTALL)
 """A key of `get_optimizer_state_dict` with `flatten_optimizer_state_dict`."""
 
+# How sure it is that the metadata of a module goes to a new path, the surest first: a key right
+# below it keeps that path; keys moved from it (`module.fc` to `fc`); only keys further below kept
+# it; no key says anything, and the rule for modules moves it, or leaves it.
 _OWN_STAYS, _MOVES, _STAYS, _LOOSE_MOVES, _LOOSE_STAYS = range(5)
 
 

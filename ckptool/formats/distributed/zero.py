@@ -413,6 +413,7 @@ def _states(
 
 def _sliced(group: _Group, world: int) -> dict[str, Find]:
     """Find the slices of stage 3: of each parameter every rank has as many elements, padded."""
+    # deepspeed/utils/zero_to_fp32.py, zero3_partitioned_param_info: ceil(numel / world) elements.
     start, pieces = 0, dict[str, Find]()
     for name, shape in group.shapes.items():
         pieces[name] = partial(_slices, start, prod(shape), world)
@@ -451,6 +452,7 @@ def _in_a_row(group: _Group, paddings: Any) -> dict[str, Find]:
         pieces[name] = every.copy
         padding = _at(paddings, number)
         start = stop + (padding if type(padding) is int and padding > 0 else 0)
+    # deepspeed/utils/zero_to_fp32.py, zero2_align: the whole vector is padded to 2 * world.
     align = 2 * len(vectors)
     if -(-start // align) != -(-ends[-1] // align):
         what = f"its parameters need {start:,} elements, and the ranks have {ends[-1]:,}"
