@@ -245,6 +245,10 @@ def _is_scheduler(mapping: dict[Any, Any]) -> bool:
     return not any(holds_tensors(one) for one in mapping.values() if not isinstance(one, TensorRef))
 
 
+CONSTANT = "CONSTANTS.c"
+"""How the code of a frozen TorchScript begins the names of its constants (torch/csrc/jit)."""
+
+
 def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
     if not all(isinstance(key, str) for key in mapping):
         return False
@@ -256,6 +260,8 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
         return False  # where no groups tell
     entries = [value for name, value in mapping.items() if not is_extra_state(name)]
     tensors = [value for value in entries if isinstance(value, TensorRef)]
+    if mapping and all(name.startswith(CONSTANT) for name in mapping):
+        return False  # a frozen program has no keys of a model
     if tensors and isinstance(mapping, OrderedMap) and mapping.metadata is not None:
         return True  # only `Module.state_dict()` puts `_metadata` there
     dotted = any(

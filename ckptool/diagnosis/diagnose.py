@@ -180,7 +180,15 @@ def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
     hopeless = any(one.kind in _HOPELESS for one in found)
     planner = Planner(patient, [] if hopeless else found)
     plan = planner.plan()
-    complaints = [_answered(one, planner, plan, hopeless) for one in found]
+    first = ""
+    if hopeless:
+        damaged = any(one.kind in ("damaged", "part") for one in found)
+        first = (
+            "first get an intact file"
+            if damaged
+            else "no command helps: the file lacks what it would need"
+        )
+    complaints = [_answered(one, planner, plan, first) for one in found]
     if any(one.remedy.startswith(_UNMENDED) for one in complaints):
         rest = "no command for this alone: the file would still not load"
         complaints = [
@@ -220,11 +228,10 @@ def _code(patient: Patient) -> str:
     return f"ckptool.load_into(model, {file!r}{optimizer}{key}){epoch}"
 
 
-def _answered(found: Found, planner: Planner, plan: Plan, hopeless: bool) -> Complaint:
-    """Return a complaint with its commands, or with the reason why no command helps."""
-    if hopeless:
-        remedy = "first get an intact file" if found.fix is not None else ""
-        return found.answered((), (), found.remedy or remedy)
+def _answered(found: Found, planner: Planner, plan: Plan, first: str) -> Complaint:
+    """Return a complaint with its commands, or with what must come first (`first`)."""
+    if first:
+        return found.answered((), (), found.remedy or (first if found.fix is not None else ""))
     tried = [planner.choice(one, plan) for one in found.choices]
     others = tuple(dict.fromkeys(command for command in tried if command is not None))
     remedy = found.remedy

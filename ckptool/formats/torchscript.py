@@ -10,6 +10,7 @@ from typing import Any
 from ckptool.core.checkpoint import Checkpoint, Details
 from ckptool.core.model import Global, Opaque, OrderedMap, Storage, TensorRef, find_tensors
 from ckptool.core.modules import Visits, holds_tensors
+from ckptool.core.sections import CONSTANT
 from ckptool.errors import CorruptFile, LimitExceeded, NotRepresentable
 from ckptool.formats.archive import count_of, counts_of, open_archive, read_json, read_text
 from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Format, Probe, Refusal, naming
@@ -87,8 +88,6 @@ _NAMES = re.compile(r"  __(parameters|buffers)__ = \[(.*)\]")
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _WEIGHTS = ("data/", "tensors/")
 _CONSTANTS = "constants/"
-CONSTANT = "CONSTANTS.c"
-"""How the code of a frozen program begins the names of its constants, as torch/csrc/jit has it."""
 PACKED = ("__torch__.torch.classes.quantized.", "__torch__.torch.classes.xnnpack.")
 """How the names of the classes of packed weights begin."""
 PACKED_WEIGHTS = "its weights are packed for quantized layers, so it has no plain state dict"

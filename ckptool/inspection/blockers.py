@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ckptool.core.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.core.model import Global, Opaque, StorageRef, TensorRef, children
 from ckptool.core.placeholders import PLACEHOLDERS, hollow
-from ckptool.core.sections import MODEL_KINDS
+from ckptool.core.sections import CONSTANT, MODEL_KINDS
 from ckptool.core.tree import everything
 from ckptool.dtypes import BY_NAME
 from ckptool.files.place import place_of
@@ -20,7 +20,7 @@ from ckptool.formats.distributed.dcp_safetensors import SHARDING_INFO
 from ckptool.formats.distributed.megatron import is_rank
 from ckptool.formats.distributed.ranks import FLAT, set_of
 from ckptool.formats.distributed.zero import is_part
-from ckptool.formats.torchscript import CONSTANT, PACKED, PACKED_WEIGHTS, RUN_IT, has_packed_weights
+from ckptool.formats.torchscript import PACKED, PACKED_WEIGHTS, RUN_IT, has_packed_weights
 from ckptool.symbolic.encoder import blockers, blocking
 from ckptool.words import counted, printable, shell
 

@@ -203,6 +203,9 @@ def test_a_program_that_alone_reads_its_weights_gets_no_command(tmp_path, make, 
     assert not any(one.commands or one.alternatives for one in found.complaints)
     said = summary(path)
     assert (said.commands, said.part) == ({}, found.complaints[0].what)
+    if found.complaints[0].kind != "part":  # the file itself is as it was written
+        assert not any("intact file" in one.remedy for one in found.complaints)
+        assert not any(one.kind == "state_dict" for one in said.sections)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
