@@ -50,14 +50,10 @@ class TorchLegacy(WritableFormat):
     def read(self, probe: Probe) -> Checkpoint:
         """Return the checkpoint, over its pickles and the counts before its storages."""
         source = probe.opened()
-        salvages, before = probe.salvages is not None, list[str]()
+        salvages = probe.salvages is not None
         whole = ByteRange(source, 0, source.size)
         start = second_copy(whole, probe.limits) if salvages else 0
-        if start:
-            before.append(
-                f"{start:,} bytes of a download that began again, before offset {start:,}"
-            )
-            whole = whole.slice(start, whole.length - start)
+        whole = whole.slice(start, whole.length - start)
         stream = LegacyStream(whole, probe.limits, salvages=salvages)
         if stream.end < whole.length and not salvages:
             refuse_second_copy(whole, probe.limits, stream.end)
@@ -69,7 +65,7 @@ class TorchLegacy(WritableFormat):
             storage_bytes=sum(stored.whole.nbytes for stored in stream.stored.values()),
             dead_bytes=whole.length - stream.end,
             left_behind=(
-                *before,
+                *_before(start),
                 *stream.sources.left_behind(),
                 *_behind(source, start + stream.end),
             ),
@@ -126,6 +122,13 @@ def _writer(names: tuple[str, ...]) -> str:
     if "torch._utils._rebuild_tensor" in names:
         return "torch 0.1 to 0.3"
     return "torch 0.4 to 1.5, or a newer one asked for the legacy format"
+
+
+def _before(start: int) -> tuple[str, ...]:
+    """Return a sentence on what precedes the copy that is read."""
+    if not start:
+        return ()
+    return (f"{start:,} bytes before the last copy of a download that began again",)
 
 
 def _behind(source: Source, end: int) -> tuple[str, ...]:

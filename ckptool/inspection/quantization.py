@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.quantizers import LIBRARIES, LOOKS_QUANTIZED, quantised
+from ckptool.errors import CheckpointError
 from ckptool.files.place import is_address
+from ckptool.files.source import FileSource
 from ckptool.words import are, counted, listed, printable
 
 _CONFIG = "config.json"
@@ -47,13 +50,13 @@ def quantizations(checkpoint: Checkpoint) -> Iterator[Quantization]:
 
     The method is that of a configuration, of the header's metadata, or of the table of names.
     """
-    for section in checkpoint.sections:
-        counts = section.quantisers
-        found = quantised(section.node) if counts else {}
-        for scheme, count in counts.items():
+    quantized = [section for section in checkpoint.sections if section.quantisers]
+    method, where = _declared(checkpoint) if quantized else ("", "")
+    for section in quantized:
+        found = quantised(section.node)
+        for scheme, count in section.quantisers.items():
             own = {name: one.companions for name, one in found.items() if one.scheme == scheme}
             what, library = scheme, LIBRARIES.get(scheme, "")
-            method, where = _declared(checkpoint)
             if method:
                 what = f"{method} (by {where})" if scheme == LOOKS_QUANTIZED else scheme
                 library = library or _BY_METHOD.get(method.lower(), "")
@@ -103,15 +106,14 @@ def _method(config: Any) -> str:
 
 
 def _beside(path: str) -> Any:
-    """Return the `config.json` in the folder of a file; None where there is none to be read."""
+    """Return the `config.json` in the folder of a file; None if it cannot be read."""
     if not path or is_address(path):
         return None
     folder = path if os.path.isdir(path) else os.path.dirname(path)
-    try:
-        with open(os.path.join(folder, _CONFIG), "rb") as file:
-            return _parsed(file.read(_MOST))
-    except OSError:
-        return None
+    # A pipe of that name is refused here, where a plain `open` would wait for its writer.
+    with suppress(CheckpointError), closing(FileSource(os.path.join(folder, _CONFIG))) as source:
+        return _parsed(source.read(0, min(source.size, _MOST)))
+    return None
 
 
 def _parsed(text: str | bytes) -> Any:

@@ -348,3 +348,11 @@ def test_waste_is_told_with_what_removes_it(unseen, dead, facts):
 
 def test_without_waste_there_is_no_note():
     assert waste_notes("m.pth", 0, 0) == ()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes of POSIX")
+def test_a_pipe_called_config_json_is_not_waited_for(tmp_path):
+    codes = {"a._data": torch.ones(8, 8, dtype=torch.int8), "a._scale": torch.rand(8, 1)}
+    torch.save(codes, tmp_path / "model.pth")
+    os.mkfifo(tmp_path / "config.json")
+    assert any("quantized" in note for note in info(tmp_path / "model.pth").notes)
