@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import tests.sources  # noqa: F401 - its PATH
+from tests import forks
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
@@ -96,10 +97,19 @@ def _processes_die_with_the_test(monkeypatch):
     yield
     for process in started:
         if process.poll() is None:
-            for pid in [*_below(process.pid), process.pid]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _end(process.pid)
             process.wait()
+    for process in forks.STARTED:
+        if process.exitcode is None:
+            _end(process.pid)
+            process.join()
+    forks.STARTED.clear()
+
+
+def _end(process):
+    for pid in [*_below(process), process]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _below(pid):

@@ -4,8 +4,11 @@ import multiprocessing
 import os
 import runpy
 import shlex
+import signal
+import stat
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,35 +18,104 @@ from unittest.mock import patch
 from tests.sources import PROJECT
 
 FORKS = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
+STARTED = []
+"""The processes of the test that is running; they die with it (`tests/conftest.py`)."""
 
 
-def start(module, *arguments, environment, said, printed=None, cwd=PROJECT):
+def start(module, *arguments, environment, said, printed=None, cwd=PROJECT, are_workers_warm=True):
     """A process that does what `python -m MODULE ARGUMENTS` does; what it says is in a file.
 
     What it prints is there too, or goes to `printed`, another file or the writing end of a pipe.
+    The workers that a launcher starts are forks of it, unless they are to be new interpreters.
     """
+    _serve()
+    words = ["-m", module, *map(str, arguments)]
+    environment = {name: str(value) for name, value in environment.items()}
+    given = (words, environment, said, printed or said, cwd, are_workers_warm)
+    return _begun(FORKS, _run, *given)
+
+
+def _serve():
     if os.name == "posix":
         forkserver.set_forkserver_preload(["tests.warm"])
-        with patch.dict(os.environ, PYTHONPATH=str(PROJECT), OMP_NUM_THREADS="1"):
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # as `launch` has it: read where torch is imported
+        with patch.dict(os.environ, PYTHONPATH=str(PROJECT), OMP_NUM_THREADS="1", **quiet):
             forkserver.ensure_running()
-    words = [module, *map(str, arguments)]
-    environment = {name: str(value) for name, value in environment.items()}
-    process = FORKS.Process(target=_run, args=(words, environment, said, printed or said, cwd))
+
+
+def _begun(context, target, *arguments):
+    process = context.Process(target=target, args=arguments)
     process.start()
+    STARTED.append(process)
     return process
 
 
-def _run(words, environment, said, printed, cwd):
+def _run(words, environment, said, printed, cwd, are_workers_warm):
     os.environ.update({"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", **environment})
     os.chdir(cwd)
     for number, one in enumerate((printed, said), start=1):
         with one if isinstance(one, Connection) else Path(one).open("ab") as opened:
             os.dup2(opened.fileno(), number)
+    if are_workers_warm and os.name == "posix":
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+        SubprocessHandler._popen = lambda _, *given: Worker(
+            *given, context=multiprocessing.get_context("fork")
+        )
+    _interpret(words)
+
+
+def _interpret(words, buffering=-1):
+    """Do what Python does with these words."""
+    sys.stdout = open(1, "w", buffering, closefd=False)  # noqa: SIM115 - for the process
+    sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    kind, *words = words if words[0] == "-m" else ["", *words]
     sys.argv = words
+    sys.path.insert(0, os.getcwd() if kind else os.path.dirname(os.path.abspath(words[0])))
     try:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        if kind:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
     finally:
         sys.stdout.flush()
+
+
+class Worker:
+    """What torch's launcher starts, with what the launcher asks of a `subprocess.Popen`."""
+
+    def __init__(self, words, environment, context=FORKS):
+        if context is FORKS:
+            _serve()
+        _, *words = (word for word in words if word != "-u")
+        self._process = _begun(context, _work, words, environment)
+        self.pid = self._process.pid
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("worker", timeout)
+        return self.poll()
+
+
+def _work(words, environment):
+    """Be as new a process as one that a program was loaded into."""
+    os.setsid()
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)) and number != signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in range(3, 1024):  # those of the launcher's store
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.close(number)
+    os.environ.clear()
+    os.environ.update(environment)
+    _interpret(words, buffering=1)
 
 
 def ended(processes, *, timeout):
@@ -67,12 +139,13 @@ def wait_for(number, pipe):
     raise AssertionError(f"ended before {number}")
 
 
-def finished(module, *arguments, cwd, timeout=300, together=False):
+def finished(module, *arguments, cwd, timeout=300, together=False, **more):
     """What `subprocess.run` would tell of it; `together`: of both streams, in `stdout`."""
     with TemporaryDirectory() as folder:
         printed, said = (Path(folder) / name for name in ("printed", "said"))
         said = printed if together else said
-        process = start(module, *arguments, environment={}, said=said, printed=printed, cwd=cwd)
+        where = {"said": said, "printed": printed, "cwd": cwd}
+        process = start(module, *arguments, environment={}, **where, **more)
         (code,) = ended([process], timeout=timeout)
         both = (printed.read_text(), "" if together else said.read_text())
         return subprocess.CompletedProcess(arguments, code, *both)

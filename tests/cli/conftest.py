@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -70,6 +71,41 @@ def process(tmp_path):
         return Done(done.returncode, done.stdout, done.stderr)
 
     return run
+
+
+EACH_IN_A_FORK = """
+import json, os, sys, torch
+from ckptool.cli import main
+
+codes = []
+for words in json.loads(sys.argv[1]):
+    if not os.fork():
+        code = main(words)
+        if sys.stdout:
+            sys.stdout.flush()
+        os._exit(code)
+    codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
+with open("codes.json", "w") as file:
+    json.dump(codes, file)
+"""
+
+
+def unheard(commands, shell):
+    """The exit codes of commands, in a shell that hears them not, and what is on stderr.
+
+    `shell` is a line with `EACH` in it: Python, which forks into a process for each command.
+    """
+    each = shlex.join([sys.executable, "-c", EACH_IN_A_FORK, json.dumps(commands)])
+    done = subprocess.run(
+        ["bash", "-c", shell.replace("EACH", each)],
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    with open("codes.json") as file:
+        return json.load(file), done.stderr
 
 
 @pytest.fixture

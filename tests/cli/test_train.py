@@ -5,8 +5,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import fields
 
 import click
@@ -22,8 +20,7 @@ from ckptool.trainer.config import TrainConfig, check
 from ckptool.trainer.events import EpochEnded, Note, Saved, Started, Stepped, Traced, Validating
 from ckptool.trainer.launching import handled
 from tests.cli.test_group import command_of
-from tests.forks import finished
-from tests.sources import PROJECT
+from tests.forks import FORKS, ended, finished, start
 
 TIMEOUT = 300
 
@@ -403,10 +400,11 @@ def test_a_process_that_was_connected_ends_before_python_takes_its_lock_away(tmp
     (tmp_path / "program.py").write_text(AT_PYTHONS_END)
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", 1, "program.py")
     words = ("train", "--out", "run", "--strategy", "ddp", "--device", "cpu", "--epochs", 1)
-    done = finished(*launcher, *words, cwd=tmp_path)
+    done = finished(*launcher, *words, cwd=tmp_path, are_workers_warm=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("Trained to step 13, 1 epoch.")
-    done = finished(*launcher, *words, "--epochs", 0, cwd=tmp_path)
+    words = (*words, "--epochs", 0)
+    done = finished(*launcher, *words, cwd=tmp_path, are_workers_warm=False)
     assert done.returncode == 1
     assert "SIGABRT" in done.stderr  # it never was connected
 
@@ -421,25 +419,19 @@ def test_a_process_that_was_connected_ends_before_python_takes_its_lock_away(tmp
 )
 def test_a_signal_saves_and_says_how_to_go_on(out, number, more):
     words = ["train", "--out", "run", "--epochs", "1000000", "--batch-size", "400", *more]
-    running = subprocess.Popen(
-        [sys.executable, "-m", "ckptool", *words],
-        cwd=out.parent,
-        env={**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert running.stdout.readline().startswith("epoch")
-        assert running.stdout.readline()
-        running.send_signal(number)
-        _, err = running.communicate(timeout=TIMEOUT)
-    finally:
-        running.kill()
-    assert running.returncode == 128 + number
+    pipe, printed = FORKS.Pipe(duplex=False)
+    said = out.with_name("said")
+    running = start("ckptool", *words, environment={}, said=said, printed=printed, cwd=out.parent)
+    printed.close()
+    with os.fdopen(os.dup(pipe.fileno())) as lines:
+        assert lines.readline().startswith("epoch")
+        assert lines.readline()
+        os.kill(running.pid, number)
+        lines.read()
+    assert ended([running], timeout=TIMEOUT) == [128 + number]
     step = library.load(out / "last.pth")["step"]
-    said = f"saved at step {step:,} in run/last.pth: --resume auto goes on"
-    assert err.splitlines()[1:] == [said]
+    saved = f"saved at step {step:,} in run/last.pth: --resume auto goes on"
+    assert said.read_text().splitlines()[1:] == [saved]
 
 
 def test_devices_are_listed(ckptool, monkeypatch):
