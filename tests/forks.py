@@ -88,8 +88,14 @@ class Worker:
         if context is FORKS:
             _serve()
         _, *words = (word for word in words if word != "-u")
-        self._process = _begun(context, _work, words, environment)
+        begun, told = context.Pipe(duplex=False)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)  # none is for both of them
+        self._process = _begun(context, _work, words, environment, told, mask)
         self.pid = self._process.pid
+        told.close()
+        begun.poll(None)
+        begun.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def poll(self):
         return self._process.exitcode
@@ -101,14 +107,20 @@ class Worker:
         return self.poll()
 
 
-def _work(words, environment):
+_ASKING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+
+
+def _work(words, environment, told, mask):
     """Be as new a process as one that a program was loaded into."""
     os.setsid()
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)) and number != signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in _ASKING:
+        taken = signal.getsignal(number)
+        signal.signal(number, signal.SIG_IGN)  # what came to both of them
+        if taken != signal.SIG_IGN:
+            is_ctrl_c = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    told.close()
     for number in range(3, 1024):  # those of the launcher's store
         with suppress(OSError):
             if stat.S_ISSOCK(os.fstat(number).st_mode):

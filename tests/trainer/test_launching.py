@@ -7,10 +7,11 @@ import socket
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from ckptool.errors import TrainingError, WorkerFailed
 from ckptool.trainer.launching import launch, recorded
-from tests.forks import FORKS, ended, start
+from tests.forks import FORKS, Worker, ended, start
 from tests.sources import PROJECT
 from tests.trainer.ranks import needs_gloo
 
@@ -28,6 +29,11 @@ def launched(how, out, *more, nproc=2):
     return launch([how, str(out), *more], nproc=nproc, program=PROGRAM)
 
 
+@pytest.fixture
+def _warm(monkeypatch):
+    monkeypatch.setattr(SubprocessHandler, "_popen", lambda _, *given: Worker(*given))
+
+
 def test_words_go_through_as_they_are_and_all_is_as_it_was(tmp_path, capfd):
     handlers = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
     before, logger = dict(os.environ), logging.getLogger("torch.distributed")
@@ -39,6 +45,7 @@ def test_words_go_through_as_they_are_and_all_is_as_it_was(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize(
     ("how", "message", "hint"),
     [
@@ -57,6 +64,7 @@ def test_what_one_worker_ends_with_is_said_once(tmp_path, capfd, how, message, h
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("_warm")
 def test_a_worker_that_is_asked_to_end_ends_all_of_them_saved(tmp_path):
     assert launched("terminated", tmp_path) == 143
     assert torch.load(tmp_path / "last.pth", weights_only=True)["step"] >= 3
@@ -92,7 +100,9 @@ def alone(tmp_path):
     def start_one(how):
         errors = tmp_path / "errors"
         words = ("tests.trainer.launching_alone", how, tmp_path)
-        children.append(start(*words, environment={}, said=errors, printed=told))
+        warm = how == "forever"  # "waits": a signal that comes before the last one is started
+        where = {"environment": {}, "said": errors, "printed": told}
+        children.append(start(*words, **where, are_workers_warm=warm))
         told.close()
         assert lines.readline().startswith("under way")
 
@@ -111,8 +121,10 @@ def alone(tmp_path):
     pipe.close()
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("send", [os.kill, os.killpg])
+@pytest.mark.parametrize(
+    ("send", "sent", "code"),  # as a terminal and as another process sends them
+    [(os.killpg, signal.SIGINT, 130), (os.kill, signal.SIGTERM, 143)],
+)
 def test_a_signal_to_the_launcher_ends_workers_that_wait_inside_torch(alone, send, sent, code):
     end = alone("waits")
     assert end(send, sent, timeout=25) == (code, "")  # before the launcher's own patience ends
