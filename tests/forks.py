@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import runpy
 import shlex
 import signal
@@ -25,11 +26,14 @@ STARTED = []
 def start(module, *arguments, environment, said, printed=None, cwd=PROJECT, are_workers_warm=True):
     """A process that does what `python -m MODULE ARGUMENTS` does; what it says is in a file.
 
+    In place of a module it may be the path of a program, or `-c`.
+
     What it prints is there too, or goes to `printed`, another file or the writing end of a pipe.
     The workers that a launcher starts are forks of it, unless they are to be new interpreters.
     """
     _serve()
-    words = ["-m", module, *map(str, arguments)]
+    kind = [] if module == "-c" or module.endswith(".py") else ["-m"]
+    words = [*kind, module, *map(str, arguments)]
     environment = {name: str(value) for name, value in environment.items()}
     given = (words, environment, said, printed or said, cwd, are_workers_warm)
     return _begun(FORKS, _run, *given)
@@ -62,18 +66,20 @@ def _run(words, environment, said, printed, cwd, are_workers_warm):
         SubprocessHandler._popen = lambda _, *given: Worker(
             *given, context=multiprocessing.get_context("fork")
         )
-    _interpret(words)
+    _interpret(words, buffering=1 if printed == said else -1)  # in the order in which it comes
 
 
 def _interpret(words, buffering=-1):
     """Do what Python does with these words."""
     sys.stdout = open(1, "w", buffering, closefd=False)  # noqa: SIM115 - for the process
     sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    kind, *words = words if words[0] == "-m" else ["", *words]
+    kind, *words = words if words[0] in ("-m", "-c") else ["", *words]
     sys.argv = words
     sys.path.insert(0, os.getcwd() if kind else os.path.dirname(os.path.abspath(words[0])))
     try:
-        if kind:
+        if kind == "-c":
+            exec(words[0], {"__name__": "__main__"})
+        elif kind:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(words[0], run_name="__main__")
@@ -176,8 +182,10 @@ def in_shell(line, cwd, *, together=False):
         environment.pop("PYTHONPATH", None)
     else:
         environment["PYTHONPATH"] = str(PROJECT)
-    words = shlex.split(line, comments=True)
-    if not installed and words[0] == "ckptool" and not set("|<>*?;&$`") & set("".join(words)):
+    program, *words = shlex.split(line, comments=True)
+    bare = re.sub(r"""'[^']*'|"[^"$`]*\"""", "", line).partition("#")[0]
+    if not installed and program in ("ckptool", "python") and not set("|<>*?;&$`") & set(bare):
+        words = words if program == "python" else [program, *words]
         return finished(*words, cwd=cwd, together=together)
     own = f'python() {{ "{sys.executable}" "$@"; }}; ckptool() {{ python -m ckptool "$@"; }}'
     return subprocess.run(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html import escape
 
+from tests.forks import in_shell
 from tests.render.page.browser import CHROMIUM, FLAGS
 from tests.sources import PROJECT
 
@@ -53,9 +54,7 @@ def looks(folder, target):
     """Draw the page of two files of a folder; return the pictures: none without a browser."""
     if CHROMIUM is None:
         return []
-    words = [sys.executable, "-m", *shlex.split(PAGE)]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    subprocess.run(words, cwd=folder, env=environment, check=True, timeout=60, capture_output=True)
+    in_shell(PAGE, folder).check_returncode()
     made = [target / f"{name}.png" for name in WINDOWS]
     for path, (wide, high) in zip(made, WINDOWS.values(), strict=True):
         flags = (

@@ -1,7 +1,6 @@
 """The commands of docs/training.md run, one after the other in one folder."""
 
 import re
-import sys
 from functools import partial
 
 import pytest
@@ -33,7 +32,8 @@ def test_its_commands_run(block, run):
 @pytest.mark.parametrize("block", blocks("python"))
 def test_its_code_gives_what_it_says(block, run):
     (said,) = re.findall(r"# (.*)$", block, re.MULTILINE)
-    done = run(f'"{sys.executable}" - <<"EOF"\n{block}EOF\n')
+    (run.keywords["cwd"] / "block.py").write_text(block)
+    done = run("python block.py")
     assert (done.stdout.strip(), done.stderr) == (said, "")
 
 
