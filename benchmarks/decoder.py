@@ -12,7 +12,7 @@ __all__ = ["decoder"]
 def decoder(size: int, *, device: str = "cpu") -> Any:
     """A module of the names and shapes in the file of `size` bytes, float16, without wrapper.
 
-    Every page of its memory is there already, as in a model that was initialised.
+    Every page of its memory is there already, as in a model that was initialized.
     """
     import torch
 

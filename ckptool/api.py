@@ -201,7 +201,7 @@ def merge_lora(
         UnreadableFile: a source cannot be read.
         NotFound: a tensor of an adapter has no counterpart in the base.
         UsageError: the scale is not known; shapes do not fit.
-        NotRepresentable: an adapter of another kind (LoHa, LoKr, ...); a base that is quantised.
+        NotRepresentable: an adapter of another kind (LoHa, LoKr, ...); a base that is quantized.
         WriteError: nothing was written.
     """
     with ExitStack() as stack:

@@ -74,7 +74,7 @@ NOT_IN_TORCH = frozenset({"float6_e2m3fn", "float6_e3m2fn"})
 """Types that safetensors has and torch has not."""
 
 CODES = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
-"""The integer types in which quantised elements are stored."""
+"""The integer types in which quantized elements are stored."""
 
 REAL_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 """The type of the real and the imaginary part of complex elements."""

@@ -153,7 +153,7 @@ def every_tensor_can_be_made(name):
 
 
 @every_fixture
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantised and sparse tensors
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantized and sparse tensors
 def test_it_reads_as_torch_reads_it(name):
     names_are_torchs_in_torchs_order(name)
     every_tensor_is_what_torch_reads(name)

@@ -105,7 +105,7 @@ WRONG = {
     "ckptool.add_module(state, wrapper=3)": OVERLOAD,
     'ckptool.remap(checkpoint, ["cpu"])': OVERLOAD,
     'ckptool.rename(state, prefixes=[1])': "has incompatible type",
-    'ckptool.convert("a.pth", "b.pth", colour="red")': KEYWORD,
+    'ckptool.convert("a.pth", "b.pth", color="red")': KEYWORD,
     'ckptool.convert("a.pth", "b.pth", like=3)': TYPE,
     'ckptool.average(["a.pth"], "b.pth", overwrit=True)': KEYWORD,
     'ckptool.merge_lora("a.pth", ["b"], "c.pth", scales=[1])': KEYWORD,

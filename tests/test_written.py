@@ -97,7 +97,7 @@ def test_safe_mapped_and_meta_loads_agree(name, tmp_path):
         warnings.simplefilter("ignore")
         torch.load(out, weights_only=True, mmap=True, map_location="cpu")
         if kinds & {"quantized", "nested"}:
-            pytest.skip("torch cannot make quantised and nested tensors on the meta device")
+            pytest.skip("torch cannot make quantized and nested tensors on the meta device")
         computed = offsets(torch.load(out, weights_only=True, map_location="meta"))
     raw = out.read_bytes()
     for path, offset in computed.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptool.cli.console import WORDS, Screen, in_words, settle
-from ckptool.cli.options import Target
+from ckptool.cli.options import OutputOptions
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError
 from ckptool.files.place import is_address
@@ -24,13 +24,13 @@ from ckptool.writing import Receipt, save
 from ckptool.writing.target import default_target
 
 if TYPE_CHECKING:
-    from ckptool.writing.divided import Team
+    from ckptool.writing.divided import WriterGroup
 
 
 def write_changed(
     source: str,
     change: Callable[..., Checkpoint],
-    target: Target,
+    target: OutputOptions,
     *,
     word: str,
     salvage: bool = False,
@@ -51,13 +51,13 @@ def write_changed(
     """
     if target.output is not None and target.in_place:
         raise UsageError("--output and --in-place cannot be combined", hint="give one of them")
-    chosen, team = target.output, team_of()
+    chosen, group = target.output, group_of()
     given = {
         name: value
         for name, value in click.get_current_context().params.items()
         if name not in ("workers", "quiet", "as_json")
     }
-    is_silent = team is not None and team.own > 0  # the first process tells everything
+    is_silent = group is not None and group.own > 0  # the first process tells everything
     screen = Screen(as_json=False, quiet=True) if is_silent else target.screen
     if is_address(source) and chosen is None:
         raise UsageError(
@@ -96,7 +96,7 @@ def write_changed(
             dry_run=target.dry_run,
             verify=target.verify,
             progress=progress,
-            team=team,
+            group=group,
             options=repr(sorted(given.items())),
             **how,
         )
@@ -120,7 +120,7 @@ def _refuse_link(path: str) -> None:
         )
 
 
-_TEAM = "ckptool.team"
+_GROUP = "ckptool.team"
 
 workers_option = click.option(
     "--workers",
@@ -138,15 +138,15 @@ def divided(work: Callable[[], object], workers: int | None) -> None:
     if workers in (None, 1) and not _is_launched():
         work()
         return
-    from ckptool.tensors.materialise import require_torch  # which brings threads
+    from ckptool.tensors.materialize import require_torch  # which brings threads
 
     require_torch()
     if _is_launched():
         from ckptool.trainer.launching import recorded
-        from ckptool.trainer.processes import team
+        from ckptool.trainer.processes import group
 
-        with recorded(in_words), team("ckptool", undone="nothing has got its name") as found:
-            click.get_current_context().meta[_TEAM] = found
+        with recorded(in_words), group("ckptool", undone="nothing has got its name") as found:
+            click.get_current_context().meta[_GROUP] = found
             work()
     else:
         from ckptool.trainer.launching import launch
@@ -154,21 +154,21 @@ def divided(work: Callable[[], object], workers: int | None) -> None:
         settle(launch(click.get_current_context().meta[WORDS], nproc=workers or 1))
 
 
-def team_of() -> Team | None:
+def group_of() -> WriterGroup | None:
     """Return the processes that execute this command; None if it is one process.
 
     Raises:
         UsageError: torchrun has started a verb that runs in one process.
     """
     context = click.get_current_context()
-    team: Team | None = context.meta.get(_TEAM)
-    if team is None and _is_launched():
+    group: WriterGroup | None = context.meta.get(_GROUP)
+    if group is None and _is_launched():
         raise UsageError(
             f"{context.info_name} runs in one process, and torchrun has started "
             f"{os.environ['WORLD_SIZE']}",
             hint="run it without torchrun; convert and cast can use several processes",
         )
-    return team
+    return group
 
 
 def _is_launched() -> bool:

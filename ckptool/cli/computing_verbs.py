@@ -10,13 +10,13 @@ from ckptool.cli.changing import divided, workers_option, write_changed
 from ckptool.cli.options import (
     PATH,
     Listed,
-    Target,
+    OutputOptions,
     dtype_option,
     file_argument,
     flag,
     master_option,
     output_option,
-    quantised_options,
+    quantized_options,
     repeatable,
     shard_option,
     target_options,
@@ -36,7 +36,7 @@ from ckptool.transforms import average, cast, floating_type, merge_lora, with_ma
 )
 @file_argument
 @dtype_option("--dtype", "The type to cast to: bfloat16, fp16, float32.")
-@quantised_options
+@quantized_options
 @repeatable(
     "--keep",
     "GLOB[=DTYPE]",
@@ -61,18 +61,18 @@ def cast_command(
     everything: bool,
     allow_overflow: bool,
     workers: int | None,
-    target: Target,
+    target: OutputOptions,
 ) -> None:
     """Cast floating-point tensors to another type.
 
     Integers, booleans and optimizer state stay as they are. The result says how many values
     overflow, underflow or lose precision; an overflow is an error. Values are rounded first:
     65519.99 fits float16 (as 65504), 65520 does not. A GLOB is compared with the name of a tensor,
-    a GLOB with a / with its whole path. Quantised weights are refused without
+    a GLOB with a / with its whole path. Quantized weights are refused without
     --dequantize or --raw. --dequantize takes fp8 weights with scales, nf4, fp4 and int8 of
-    bitsandbytes, quantised tensors and linear layers of torch, and Int8Tensor, Float8Tensor and
+    bitsandbytes, quantized tensors and linear layers of torch, and Int8Tensor, Float8Tensor and
     IntxUnpackedToInt8Tensor of torchao: the result is that of the library, and what only
-    quantised weights need is left out. With --dtype bfloat16 the result of model.pth goes to
+    quantized weights need is left out. With --dtype bfloat16 the result of model.pth goes to
     model.bfloat16.pth.
     """
     word = dtype or dequantize
@@ -146,7 +146,7 @@ def parsed_keep(texts: tuple[str, ...]) -> list[tuple[str, str | None]]:
 )
 @click.option("--key", metavar="NAME", help="Average only this state dict.")
 @target_options(place=False)
-def average_command(files: tuple[str, ...], target: Target, **how: Any) -> None:
+def average_command(files: tuple[str, ...], target: OutputOptions, **how: Any) -> None:
     """Average the weights of several checkpoints.
 
     Tensors of the same name, without wrapper prefixes, are summed in float64 and rounded to their
@@ -182,7 +182,11 @@ def average_command(files: tuple[str, ...], target: Target, **how: Any) -> None:
 @shard_option
 @target_options(place=False)
 def merge_lora_command(
-    base: str, adapters: tuple[str, ...], target: Target, max_shard_size: str | None, **how: Any
+    base: str,
+    adapters: tuple[str, ...],
+    target: OutputOptions,
+    max_shard_size: str | None,
+    **how: Any,
 ) -> None:
     """Merge LoRA adapters into the weights of their base model.
 

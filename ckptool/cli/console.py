@@ -91,7 +91,7 @@ _NARROWEST = 4
 """Characters of a bar; a narrower terminal has the text alone."""
 
 
-class Progress(AbstractContextManager["Progress"]):
+class ProgressBar(AbstractContextManager["ProgressBar"]):
     """A progress bar: a context that is called with the work done and the total."""
 
     def __init__(
@@ -201,9 +201,9 @@ class Screen:
         """The look of stdout; with `fmt` results are only tables in that format."""
         return Look(fmt=self.fmt) if self.fmt else look_of(sys.stdout)
 
-    def progress(self, *phases: str) -> Progress:
+    def progress(self, *phases: str) -> ProgressBar:
         """Return a progress bar."""
-        return Progress(quiet=self.quiet, phases=phases)
+        return ProgressBar(quiet=self.quiet, phases=phases)
 
     def print(self, result: Document, lines: Iterable[str]) -> None:
         """Write a result to stdout: its lines, or its JSON document."""

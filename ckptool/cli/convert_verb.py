@@ -14,15 +14,15 @@ from ckptool.cli.console import settle
 from ckptool.cli.like import Allowing, allowance_options, in_options, referred
 from ckptool.cli.options import (
     PATH,
+    OutputOptions,
     Sectioned,
-    Target,
     dtype_option,
     flag,
     glob_options,
     master_option,
     parsed_rules,
     plain_options,
-    quantised_options,
+    quantized_options,
     repeatable,
     shard_option,
     target_options,
@@ -116,7 +116,7 @@ class _Convert(Allowing, Sectioned):
 )
 @dtype_option("--cast", "Cast floating-point tensors to this type: bfloat16, float16.")
 @repeatable("--keep", "GLOB[=DTYPE]", "Except these from --cast; repeatable.")
-@quantised_options
+@quantized_options
 @flag("--cast-optimizer", "Cast optimizer state, too.")
 @flag("--allow-overflow", "Cast values too large for the type, too.")
 @flag("--compact", "Trim storages to the part that tensors use.")
@@ -146,7 +146,7 @@ def command(
     strict: bool,
     like: str | None,
     salvage: bool,
-    target: Target,
+    target: OutputOptions,
     **changes: Any,
 ) -> None:
     """Convert to another format; rename, cast and move on the way.

@@ -10,7 +10,7 @@ from ckptool.cli.changing import write_changed
 from ckptool.cli.console import Screen
 from ckptool.cli.options import (
     PATH,
-    Target,
+    OutputOptions,
     completed_by,
     file_argument,
     flag,
@@ -59,7 +59,7 @@ from ckptool.words import clean, listed
 @click.option("--at", metavar="PATH", help="Remove the wrapper of this submodule, as features.")
 @target_options()
 def strip_module_command(
-    file: str, only: tuple[str, ...], levels: int | None, at: str | None, target: Target
+    file: str, only: tuple[str, ...], levels: int | None, at: str | None, target: OutputOptions
 ) -> None:
     """Remove wrapper prefixes such as "module." from names.
 
@@ -84,7 +84,7 @@ def strip_module_command(
 @file_argument
 @click.option("--at", metavar="PATH", help="Wrap only this submodule, as features.")
 @target_options()
-def add_module_command(file: str, at: str | None, target: Target) -> None:
+def add_module_command(file: str, at: str | None, target: OutputOptions) -> None:
     """Add the prefix "module." to names, as DataParallel does.
 
     Every state dict of the file is changed, with its _metadata and optimizer state that is keyed
@@ -144,7 +144,7 @@ def rename_command(
     files: tuple[str, ...],
     prefixes: tuple[str, ...],
     key: str | None,
-    target: Target,
+    target: OutputOptions,
 ) -> None:
     """Rename tensors by regular expressions, prefixes or a table.
 
@@ -188,7 +188,7 @@ def remap_command(
     device: str | None,
     rules: tuple[str, ...],
     visible_devices: tuple[int, ...] | None,
-    target: Target,
+    target: OutputOptions,
 ) -> None:
     """Change the devices that tensors are tagged with.
 
@@ -222,7 +222,7 @@ _NOTHING = Change("compact", "nothing to compact: tensors use every byte")
 )
 @file_argument
 @target_options()
-def compact_command(file: str, target: Target) -> None:
+def compact_command(file: str, target: OutputOptions) -> None:
     """Drop bytes that no tensor uses.
 
     torch.save writes the whole storage of a tensor, even if the tensor is a small view of it:

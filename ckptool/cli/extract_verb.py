@@ -8,7 +8,7 @@ import click
 
 from ckptool.cli.changing import write_changed
 from ckptool.cli.options import (
-    Target,
+    OutputOptions,
     file_argument,
     flag,
     glob_options,
@@ -39,7 +39,13 @@ from ckptool.transforms import extract, with_averages, with_masters
 @plain_options
 @target_options()
 def command(
-    file: str, ema: bool, master: bool, plain: bool, drop_objects: bool, target: Target, **what: Any
+    file: str,
+    ema: bool,
+    master: bool,
+    plain: bool,
+    drop_objects: bool,
+    target: OutputOptions,
+    **what: Any,
 ) -> None:
     """Extract a section, some tensors, or only the weights.
 

@@ -13,10 +13,10 @@ from ckptool.cli.like import Allowing, allowance_options, referred
 from ckptool.cli.options import PATH, file_argument, flag, repeatable, screen_options, verb
 from ckptool.formats.identify import unused
 from ckptool.loading.plan import planned, target_like
-from ckptool.loading.source import State, stated
+from ckptool.loading.source import StateDict, stated
 from ckptool.matching import Allowance, Judgement, MatchReport
 from ckptool.matching.align import is_average_counter
-from ckptool.matching.layouts import Choices
+from ckptool.matching.layouts import TransposeRules
 from ckptool.remedies import Remedy
 from ckptool.render.match import advice_lines, match_lines, note_lines
 from ckptool.render.text import as_options, option_words
@@ -87,7 +87,7 @@ def command(
             wanted,
             rules=regexes,
             prefixes=prefixes,
-            choices=Choices.of(transpose, no_transpose),
+            choices=TransposeRules.of(transpose, no_transpose),
             by_type=by_type,
         )
         applied = tuple(_applied(regexes, state))
@@ -126,7 +126,7 @@ def command(
     print_lines(advice_lines(judgement, look, command=command))
 
 
-def _applied(regexes: Iterable[str], state: State) -> Iterator[str]:
+def _applied(regexes: Iterable[str], state: StateDict) -> Iterator[str]:
     """Yield the rules that some name of the file matches."""
     names = list(state.slots)
     for regex in regexes:

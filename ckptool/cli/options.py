@@ -119,7 +119,7 @@ class Sectioned(click.Command):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class OutputOptions:
     """The options about the file to write."""
 
     output: str | None
@@ -226,9 +226,9 @@ visible_option = click.option(
     help="Renumber as CUDA_VISIBLE_DEVICES=LIST does: with 0,2 the GPU 2 becomes cuda:1.",
 )
 
-quantised_options = together(
-    dtype_option("--dequantize", "Make plain numbers of type DTYPE of quantised weights."),
-    flag("--raw", "Cast quantised values without their scales."),
+quantized_options = together(
+    dtype_option("--dequantize", "Make plain numbers of type DTYPE of quantized weights."),
+    flag("--raw", "Cast quantized values without their scales."),
 )
 
 master_option = flag("--master", "Take the fp32 master weights of DeepSpeed's optimizer.")
@@ -282,11 +282,11 @@ def _new_file(destination: str, output: str | None, in_place: bool) -> str:
     return destination
 
 
-def _target(given: dict[str, Any]) -> Target:
+def _target(given: dict[str, Any]) -> OutputOptions:
     if (destination := given.pop("destination", None)) is not None:
         given["output"] = _new_file(destination, given["output"], given["in_place"])
-    names = given.keys() & Target.__dataclass_fields__
-    return Target(**{name: given.pop(name) for name in names})
+    names = given.keys() & OutputOptions.__dataclass_fields__
+    return OutputOptions(**{name: given.pop(name) for name in names})
 
 
 def target_options(*, place: bool = True) -> Decorator:

@@ -113,8 +113,8 @@ class Alignment:
     """What both have, and what only one has, in the order of the sections and of A."""
 
     pairs: tuple[Pair, ...]
-    only_a: tuple[Entry, ...]
-    only_b: tuple[Entry, ...]
+    only_a: tuple[DiffEntry, ...]
+    only_b: tuple[DiffEntry, ...]
     notes: tuple[str, ...] = ()
     """Sentences on what could not be decided, rules that matched nothing, and the like."""
 
@@ -155,7 +155,7 @@ def align(
         return aligned
     text = name_of(tuple(key)) if isinstance(key, (tuple, list)) else str(key)
 
-    def wanted(entry: Entry, asked: Entry | None) -> bool:
+    def wanted(entry: DiffEntry, asked: DiffEntry | None) -> bool:
         if error is None:
             return asked is not None and entry.path == asked.path
         return entry.name == text or entry.name.endswith(f"/{text}")
@@ -176,7 +176,7 @@ class Scope:
 
     root: Any
     base: Path = ()
-    entry: Entry | None = None
+    entry: DiffEntry | None = None
 
 
 def _scopes(a: Checkpoint, b: Checkpoint, key: Any) -> tuple[Scope, Scope, NotFound | None]:
@@ -224,7 +224,7 @@ def _is_container(node: Any) -> bool:
 
 
 def _section_around(checkpoint: Checkpoint, scope: Scope) -> Scope:
-    entry = Entry(name_of(scope.base), scope.base, scope.root)
+    entry = DiffEntry(name_of(scope.base), scope.base, scope.root)
     for part in _parts(checkpoint.root):
         if is_within(scope.base, part.path):
             return Scope(part.holder, part.path, entry)
@@ -242,8 +242,8 @@ class _Alignment:
     whole: bool
     """Whether all that is found will be kept."""
     pairs: list[Pair] = field(default_factory=list)
-    only_a: list[Entry] = field(default_factory=list)
-    only_b: list[Entry] = field(default_factory=list)
+    only_a: list[DiffEntry] = field(default_factory=list)
+    only_b: list[DiffEntry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def run(self) -> Alignment:
@@ -312,7 +312,7 @@ class _Alignment:
         if isinstance(one.holder, Opaque) and isinstance(other.holder, Opaque):
             name = name_of(before or here)
             a, b = _bare(one.holder), _bare(other.holder)
-            self.pairs.append(Pair(Entry(name, here, a), Entry(name, there, b)))
+            self.pairs.append(Pair(DiffEntry(name, here, a), DiffEntry(name, there, b)))
         self._metadata(one, other, name_of(here))
 
     def _rest(
@@ -461,7 +461,7 @@ Changed = Callable[[Path, Any], tuple[Path, Any, Path]]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DiffEntry:
     """Something that a checkpoint holds, under the name that the screen has for it.
 
     `leaf` is what `tree.walk` gives, or a container where that itself is what differs.
@@ -477,8 +477,8 @@ class Entry:
 class Pair:
     """What both have, under the name that the screen has for A's."""
 
-    a: Entry
-    b: Entry
+    a: DiffEntry
+    b: DiffEntry
 
     @property
     def name(self) -> str:
@@ -490,8 +490,8 @@ class Pair:
 class Region:
     """Entries of a part, by key, in the order of the file; containers beside them."""
 
-    leaves: dict[Key, Entry] = field(default_factory=dict)
-    containers: dict[Key, Entry] = field(default_factory=dict)
+    leaves: dict[Key, DiffEntry] = field(default_factory=dict)
+    containers: dict[Key, DiffEntry] = field(default_factory=dict)
     _again: dict[Key, int] = field(default_factory=dict)
 
     def fill(
@@ -516,16 +516,16 @@ class Region:
             if isinstance(node, Opaque):
                 return not is_set(node)
             shown = before + path
-            entry = Entry(name_of(outer + shown), base + path, node)
+            entry = DiffEntry(name_of(outer + shown), base + path, node)
             self.containers[comparable(shown)] = entry
             return True
 
         for path, leaf in walk(root, enter=enter):
             key, leaf, shown = (path, leaf, path) if changed is None else changed(path, leaf)
-            entry = Entry(name_of(outer + before + shown), base + path, leaf)
+            entry = DiffEntry(name_of(outer + before + shown), base + path, leaf)
             self._add(comparable(before + key), entry)
 
-    def _add(self, key: Key, entry: Entry) -> None:
+    def _add(self, key: Key, entry: DiffEntry) -> None:
         """Take an entry; one more of the same key (two objects as keys of a dict) is kept apart."""
         if key in self.leaves:
             count = self._again[key] = self._again.get(key, 1) + 1
@@ -533,14 +533,14 @@ class Region:
         self.leaves[key] = entry
 
 
-def pair_regions(a: Region, b: Region) -> tuple[list[Pair], list[Entry], list[Entry]]:
+def pair_regions(a: Region, b: Region) -> tuple[list[Pair], list[DiffEntry], list[DiffEntry]]:
     """Return what both have by key, what only A has, what only B has, each in its file's order.
 
     A container is an entry where it stands against something else, or is empty and alone.
     """
     pairs: list[Pair] = []
-    only_a: list[Entry] = []
-    only_b: list[Entry] = []
+    only_a: list[DiffEntry] = []
+    only_b: list[DiffEntry] = []
     for key, entry in a.leaves.items():
         against = b.leaves.get(key) or b.containers.get(key)
         if against is not None:
@@ -564,7 +564,7 @@ def _same_container(a: Any, b: Any) -> bool:
     return any(isinstance(a, kind) and isinstance(b, kind) for kind in (dict, list, tuple))
 
 
-def _empty(here: Region, there: Region) -> Iterator[Entry]:
+def _empty(here: Region, there: Region) -> Iterator[DiffEntry]:
     """Yield empty containers that nothing on the other side stands against."""
     for key, entry in here.containers.items():
         if not entry.leaf and key not in there.containers and key not in there.leaves:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptool.comparison.aligning import Entry
+from ckptool.comparison.aligning import DiffEntry
 from ckptool.core.model import Path, TensorRef
 from ckptool.errors import TorchMissing, UnsupportedFormat
 from ckptool.inspection.reading import Meter, RepeatedBytes
@@ -26,7 +26,7 @@ _ATOL, _RTOL = 1e-8, 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ValueComparison:
     """What is known of the elements of two tensors."""
 
     equal: bool
@@ -78,11 +78,13 @@ class Contents:
         self._tolerant = tolerant or equal_nan or rounded
         self._meter = meter
         self._repeated = RepeatedBytes(limits)
-        self._known: dict[Any, Verdict] = {}
+        self._known: dict[Any, ValueComparison] = {}
         self.without_torch = False
         """Whether figures were wanted and torch was not there."""
 
-    def compare(self, path: Path, a: TensorRef, b: TensorRef, *, exact: bool = False) -> Verdict:
+    def compare(
+        self, path: Path, a: TensorRef, b: TensorRef, *, exact: bool = False
+    ) -> ValueComparison:
         """Return the verdict on two plain arrays of one shape; `path` is for messages.
 
         With `exact` the tolerance is not for them.
@@ -97,23 +99,23 @@ class Contents:
             verdict = self._known[key] = self._compared(path, a, b, exact)
         return verdict
 
-    def _compared(self, path: Path, a: TensorRef, b: TensorRef, exact: bool) -> Verdict:
+    def _compared(self, path: Path, a: TensorRef, b: TensorRef, exact: bool) -> ValueComparison:
         if self._quick:
             stated = same_by_checksum(a, b)
             if stated is not None:
-                return Verdict(stated, by_checksum=True)
+                return ValueComparison(stated, by_checksum=True)
         self._repeated.add(path, a)
         self._repeated.add(path, b)
         if self._rounded:
             a, b = _rounded(a, b), _rounded(b, a)
         same = a.dtype == b.dtype and same_content(a, b, self._meter.told)
         if same or self._quick:
-            return Verdict(same)
+            return ValueComparison(same)
         found = self._figures(a, b, exact)
         if found is None:  # of two types it is not known whether their values are the same
-            return Verdict(a.dtype != b.dtype and not self._rounded)
+            return ValueComparison(a.dtype != b.dtype and not self._rounded)
         equal = found.mismatched == 0 if exact or found.close is None else found.close
-        return Verdict(equal, difference=found)
+        return ValueComparison(equal, difference=found)
 
     def _made_comparer(self) -> Comparer:
         from ckptool.tensors.comparing import Comparer  # most comparisons find equal bytes
@@ -148,23 +150,23 @@ def _pair_key(a: TensorRef, b: TensorRef) -> Any:
     return a.place or id(a), b.place or id(b)
 
 
-Same = Callable[[Entry, Entry], bool]
+Same = Callable[[DiffEntry, DiffEntry], bool]
 """Whether the elements of two tensors of one dtype and shape are equal."""
-Group = tuple[list[Entry], list[Entry]]
+Group = tuple[list[DiffEntry], list[DiffEntry]]
 
 _MOST_PARTS = 16
 """Last components of a name that are looked at: no more tell two layers apart."""
 
 
 def renamed(
-    only_a: Sequence[Entry],
-    only_b: Sequence[Entry],
+    only_a: Sequence[DiffEntry],
+    only_b: Sequence[DiffEntry],
     same: Same,
     meter: Meter,
     *,
     stated_only: bool,
     limits: Limits,
-) -> Iterator[tuple[Entry, Entry]]:
+) -> Iterator[tuple[DiffEntry, DiffEntry]]:
     """Yield tensors that both files have under other names, in the order of A.
 
     It costs one look at each name and each content. `same` confirms what checksums say;
@@ -188,7 +190,7 @@ def renamed(
             meter.total += sum(leaf.nbytes for leaf in unknown.values() if _stated(leaf) is None)
     repeated, known = RepeatedBytes(limits), dict[Any, int]()
 
-    def checksum_of(entry: Entry) -> int | None:
+    def checksum_of(entry: DiffEntry) -> int | None:
         """Return the CRC-32 of the elements in row-major order, as `TensorRef.content` has them."""
         tensor: TensorRef = entry.leaf
         stated = _stated(tensor)
@@ -221,7 +223,9 @@ def _stated(tensor: TensorRef) -> int | None:
     return storage.crc32 if storage is not None and whole else None
 
 
-def _matched(mine: list[Entry], others: list[Entry]) -> Iterator[tuple[Entry, Entry]]:
+def _matched(
+    mine: list[DiffEntry], others: list[DiffEntry]
+) -> Iterator[tuple[DiffEntry, DiffEntry]]:
     """Entries of one content paired: those whose names end alike first, then the only ones left.
 
     A single element says too little: its name must end alike. So must that of several which are
@@ -236,7 +240,7 @@ def _matched(mine: list[Entry], others: list[Entry]) -> Iterator[tuple[Entry, En
     for length in range(longest, 0, -1):
         if not mine or not others:
             return
-        waiting: dict[tuple[str, ...], list[Entry]] = {}
+        waiting: dict[tuple[str, ...], list[DiffEntry]] = {}
         for entry in reversed(others):
             if len(parts[id(entry)]) >= length:
                 waiting.setdefault(parts[id(entry)][:length], []).append(entry)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckptool._lazy import Result
-from ckptool.comparison.aligning import Alignment, Entry, Pair, align
-from ckptool.comparison.contents import Contents, Verdict, renamed
+from ckptool.comparison.aligning import Alignment, DiffEntry, Pair, align
+from ckptool.comparison.contents import Contents, ValueComparison, renamed
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import DeviceValue, Shape, StorageRef, TensorRef
 from ckptool.core.tree import name_of
@@ -27,7 +27,7 @@ from ckptool.inspection.equality import (
     type_name,
 )
 from ckptool.inspection.reading import Meter
-from ckptool.inspection.values import documented, is_set, json_value, summarise, value_of
+from ckptool.inspection.values import documented, is_set, json_value, summarize, value_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.words import counted
@@ -308,7 +308,7 @@ class _Elements:
     """What is known of the elements of two tensors; nothing, where they were not looked at."""
 
     equal: bool = True
-    verdict: Verdict | None = None
+    verdict: ValueComparison | None = None
     close: bool = False
     """Whether they are equal within the tolerance alone."""
     unlike: Unlike | None = None
@@ -383,7 +383,7 @@ class _Comparison:
 
     def _parts(self, pair: Pair, a: TensorRef, b: TensorRef) -> _Elements:
         """Return the same of tensors that are made of others; the figures are of one part."""
-        verdicts: list[Verdict] = []
+        verdicts: list[ValueComparison] = []
         same = self._asking(pair, verdicts)
         unlike = first_difference(a, b, same, devices=False, limits=self.limits)
         last = verdicts[-1] if verdicts else None
@@ -392,7 +392,7 @@ class _Comparison:
         close = unlike is None and any(verdict.is_close for verdict in verdicts)
         return _Elements(unlike is None, last, close, unlike)
 
-    def _asking(self, pair: Pair, verdicts: list[Verdict]) -> Same:
+    def _asking(self, pair: Pair, verdicts: list[ValueComparison]) -> Same:
         """Return what compares the arrays inside a pair, and keeps the verdicts."""
 
         def same(one: TensorRef, other: TensorRef, exact: bool) -> bool:
@@ -404,7 +404,7 @@ class _Comparison:
     def _others(self, pair: Pair) -> None:
         """Note how two entries that are not both tensors differ, and where inside."""
         a, b = pair.a.leaf, pair.b.leaf
-        verdicts: list[Verdict] = []
+        verdicts: list[ValueComparison] = []
         what: list[str] = []
         unlike = None
         if type_name(a) != type_name(b):
@@ -449,7 +449,7 @@ class _Comparison:
     def rename(self) -> None:
         """Look for tensors under other names among what only one side has."""
 
-        def same(one: Entry, other: Entry) -> bool:
+        def same(one: DiffEntry, other: DiffEntry) -> bool:
             return self.contents.compare(one.path, one.leaf, other.leaf).equal
 
         alone, quick = (self.aligned.only_a, self.aligned.only_b), self.quick
@@ -537,7 +537,7 @@ def _rank(row: Changed) -> tuple[Any, ...]:
     return not row.counts, True, not odd, -relative, -absolute
 
 
-def _side(entry: Entry, name: str | None = None) -> Side:
+def _side(entry: DiffEntry, name: str | None = None) -> Side:
     """Return an entry as the result has it, under its whole address unless a name is given."""
     leaf = entry.leaf
     shown = name_of(entry.path) if name is None else name
@@ -559,4 +559,4 @@ def _side(entry: Entry, name: str | None = None) -> Side:
     device = leaf.storage.device if isinstance(leaf, StorageRef) else None
     if isinstance(leaf, DeviceValue):
         device = leaf.tag
-    return Side(shown, sort, type_name(leaf), device=device, value=summarise(leaf))
+    return Side(shown, sort, type_name(leaf), device=device, value=summarize(leaf))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from ckptool import transforms
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import TensorRef
-from ckptool.core.placeholders import refuse_hollow
+from ckptool.core.placeholders import refuse_placeholders
 from ckptool.errors import UsageError
 from ckptool.formats import Source, format_of
 from ckptool.matching import Allowance, Allowed
-from ckptool.matching.layouts import Choices
+from ckptool.matching.layouts import TransposeRules
 from ckptool.writing import Receipt, in_folder, is_folder, save, target_format
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Conversion:
         if self.like is not None and self.wrappers is not None:
             raise UsageError("with like the wrappers are the reference's: leave out wrappers")
         allowing = (self.allow_missing, self.allow_unexpected, self.allow_mismatched)
-        Choices.of(self.transpose, self.no_transpose)
+        TransposeRules.of(self.transpose, self.no_transpose)
         needless = any((*allowing, self.transpose, self.no_transpose))
         if self.like is None and (needless or (self.like_key, self.min_coverage) != (None, None)):
             raise UsageError(
@@ -140,7 +140,7 @@ class Conversion:
         if self.model_only or self.like is not None:
             # A lazy parameter is missing in the model of `like`, which may be allowed.
             lazy = () if self.like is not None else ("lazy",)
-            refuse_hollow(selected, kinds=("meta", "part", *lazy))
+            refuse_placeholders(selected, kinds=("meta", "part", *lazy))
         made = self._placed(self._retyped(self._renamed(selected, target)))
         return made if nest is None else transforms.nested(made, nest)
 
@@ -186,7 +186,7 @@ class Conversion:
             mismatched=self.allow_mismatched,
             min_coverage=self.min_coverage,
         )
-        choices = Choices.of(self.transpose, self.no_transpose)
+        choices = TransposeRules.of(self.transpose, self.no_transpose)
         return fitted(checkpoint, wanted, allowance=allowance, choices=choices)
 
     def _retyped(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -340,8 +340,8 @@ def convert(
         keep: Exceptions from `cast`: globs, or globs with types (`{"*.norm.*": "float32"}`).
         cast_optimizer: Cast the state of optimizers too.
         allow_overflow: Write elements that the type cannot hold as torch casts them.
-        dequantize: The type of quantised weights, which become plain numbers.
-        raw: Cast quantised numbers as plain numbers.
+        dequantize: The type of quantized weights, which become plain numbers.
+        raw: Cast quantized numbers as plain numbers.
         compact: Drop the bytes of storages that no tensor uses.
         to: The device of all tensors.
         device_map: The new device of each device: `{"cuda:1": "cuda:0"}`.

@@ -13,11 +13,11 @@ from ckptool.core.names import bare_names
 from ckptool.core.sections import MODEL_KINDS, Section, is_flat, model_state_dict, wrapped_names
 from ckptool.core.tree import where
 from ckptool.errors import NameCollision, NotRepresentable
-from ckptool.loading.plan import Plan, planned
-from ckptool.loading.source import State
-from ckptool.loading.target import Target
+from ckptool.loading.plan import LoadPlan, planned
+from ckptool.loading.source import StateDict
+from ckptool.loading.target import ModelTarget
 from ckptool.matching import Allowance, MatchReport
-from ckptool.matching.layouts import Choices
+from ckptool.matching.layouts import TransposeRules
 from ckptool.remedies import Remedy
 from ckptool.transforms.names import NamePlan, distinct
 from ckptool.words import counted, listed, printable
@@ -27,10 +27,10 @@ _HINT = "ckptool match says which names fit, and by which rules"
 
 def fitted(
     checkpoint: Checkpoint,
-    like: Target,
+    like: ModelTarget,
     *,
     allowance: Allowance | None = None,
-    choices: Choices | None = None,
+    choices: TransposeRules | None = None,
 ) -> Checkpoint:
     """Rename every state dict of the checkpoint to the names of a model.
 
@@ -61,9 +61,9 @@ def fitted(
     return plan.applied(checkpoint)
 
 
-def compared(checkpoint: Checkpoint, part: Section, like: Target) -> MatchReport:
+def compared(checkpoint: Checkpoint, part: Section, like: ModelTarget) -> MatchReport:
     """Match one state dict with a model, by names, shapes and types alone."""
-    with closing(State(checkpoint, part)) as state:
+    with closing(StateDict(checkpoint, part)) as state:
         return planned(state, like, by_type=True).report
 
 
@@ -72,10 +72,10 @@ class _Naming:
     """One state dict and what it is matched to."""
 
     part: Section
-    fit: Plan
+    fit: LoadPlan
     names: dict[str, str]
     """Every name of its own to the new one."""
-    mates: dict[str, tuple[str, ...]]
+    tied_names: dict[str, tuple[str, ...]]
     """By new name, the names of the model that are one tensor with it and not in the file."""
 
     @property
@@ -90,7 +90,7 @@ class _Naming:
         """Plan it under its new names."""
         part, gone = self.part, self._gone
         renamed = {name: new for name, new in self.names.items() if new != name}
-        if part.kind == "module" and (renamed or self.mates):
+        if part.kind == "module" and (renamed or self.tied_names):
             raise NotRepresentable(
                 f"the pickled module at {where(part.path)} cannot have other names: "
                 "its class names its parts",
@@ -98,7 +98,7 @@ class _Naming:
                 hint="--model-only makes a state dict of it",
             )
         plan.rename(part, list(self.names), renamed)
-        if part.kind != "module" and (gone or self.mates):
+        if part.kind != "module" and (gone or self.tied_names):
             holder = plan.instead.get(id(part.holder), part.holder)
             plan.instead[id(part.holder)] = self._completed(
                 plan, holder, frozenset(self.names[name] for name in gone)
@@ -115,7 +115,7 @@ class _Naming:
             for name, value in items:
                 if name not in gone:
                     yield name, value
-                    yield from ((mate, value) for mate in self.mates.get(name, ()))
+                    yield from ((tied_name, value) for tied_name in self.tied_names.get(name, ()))
 
         if isinstance(holder, Opaque):
             steps = [
@@ -141,9 +141,9 @@ class _Naming:
         if turned := [one.name for one in report.layouts]:
             text = f"{counted(len(turned), 'tensor')} transposed in {inside}: {listed(turned)}"
             yield Change("fit", text, len(turned))
-        for new, mates in self.mates.items():
-            text = f"{listed(mates)} put beside {printable(new)}, which the model ties it to"
-            yield Change("fit", text, len(mates))
+        for new, tied_names in self.tied_names.items():
+            text = f"{listed(tied_names)} put beside {printable(new)}, which the model ties it to"
+            yield Change("fit", text, len(tied_names))
         gone, taken = self._gone, {*self.fit.undecided.values()}
         for name, reason in report.left_out:
             text = f"{printable(name)}: {printable(reason)}"
@@ -163,7 +163,7 @@ class _Naming:
 
 
 def _namings(
-    checkpoint: Checkpoint, every: list[Section], like: Target, choices: Choices | None
+    checkpoint: Checkpoint, every: list[Section], like: ModelTarget, choices: TransposeRules | None
 ) -> list[_Naming]:
     parts = [part for part in every if part.kind in MODEL_KINDS]
     if not parts and is_flat(checkpoint.root):
@@ -171,7 +171,7 @@ def _namings(
     parts = parts or [model_state_dict(checkpoint)]
     made = []
     for part in parts:
-        with closing(State(checkpoint, part)) as state:
+        with closing(StateDict(checkpoint, part)) as state:
             fit = planned(state, like, choices=choices, as_stored=True)
         if len(parts) > 1:
             file = f"{checkpoint.path} ({where(part.path)})"
@@ -180,20 +180,20 @@ def _namings(
     return made
 
 
-def _naming(part: Section, fit: Plan) -> _Naming:
+def _naming(part: Section, fit: LoadPlan) -> _Naming:
     names = {name: name for name in wrapped_names(part.node)}
     names.update((one.own, one.name) for one in fit.report.mismatched)
     names.update((own, name) for name, own in fit.undecided.items())
     by_own: dict[str, list[str]] = {}
     for wanted, own in fit.pairs.items():
         by_own.setdefault(own, []).append(wanted)
-    mates = {}
+    tied_names = {}
     for own, tied in by_own.items():
         likely = (own, fit.match.renamed.get(own, own))
         names[own] = new = next((name for name in likely if name in tied), tied[0])
         if len(tied) > 1:
-            mates[new] = tuple(name for name in tied if name != new)
-    return _Naming(part, fit, names, mates)
+            tied_names[new] = tuple(name for name in tied if name != new)
+    return _Naming(part, fit, names, tied_names)
 
 
 def _check(namings: list[_Naming], allowance: Allowance) -> None:

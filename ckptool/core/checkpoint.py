@@ -348,13 +348,13 @@ class Checkpoint(Result):
             keep: Exceptions: globs, or globs with types (`{"*.norm.*": "float32"}`).
             everything: Cast the state of optimizers too.
             allow_overflow: Write elements that the type cannot hold as torch casts them.
-            dequantize: The type of quantised weights, which become plain numbers.
-            raw: Cast quantised numbers as plain numbers.
+            dequantize: The type of quantized weights, which become plain numbers.
+            raw: Cast quantized numbers as plain numbers.
 
         Raises:
             UsageError: `dtype`, or a type in `keep`, is not a floating type.
-            NotRepresentable: quantised numbers would be cast without their scales, or cannot be
-                dequantised.
+            NotRepresentable: quantized numbers would be cast without their scales, or cannot be
+                dequantized.
         """
         from ckptool.transforms import cast
 

@@ -24,7 +24,7 @@ from ckptool.words import quoted
 if TYPE_CHECKING:
     import torch
 
-    from ckptool.tensors.materialise import MapLocation
+    from ckptool.tensors.materialize import MapLocation
 
 
 class OrderedMap(dict[Any, Any]):
@@ -502,9 +502,9 @@ class TensorRef(Result):
         dtype: torch.dtype | str | None = None,
     ) -> torch.Tensor:
         """Return the tensor. Arguments and errors are those of `ckptool.load_state_dict`."""
-        from ckptool.tensors import materialise
+        from ckptool.tensors import materialize
 
-        return materialise(self, map_location=map_location, mmap=mmap, dtype=dtype)
+        return materialize(self, map_location=map_location, mmap=mmap, dtype=dtype)
 
     def __getitem__(self, index: Any) -> TensorRef:
         """Return a view by basic indexing (integers, slices, `...`); only its bytes are read."""

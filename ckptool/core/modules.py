@@ -117,7 +117,7 @@ def model_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | None
 def held_apart(node: Opaque) -> dict[str, Any]:
     """Return what modules hold for their class alone to save (`_save_to_state_dict`), by path.
 
-    Submodules whose class pickles no dict of parameters; objects of a known quantiser, and
+    Submodules whose class pickles no dict of parameters; objects of a known quantizer, and
     attributes of a Parameter, with tensors in them.
     """
     found: dict[str, Any] = {}

@@ -30,7 +30,7 @@ class Hollow(NamedTuple):
     """The addresses of the tensors."""
 
 
-def hollow(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | None:
+def placeholders_of(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | None:
     """Return which tensors of a checkpoint, or of one section, have no values; None if all have.
 
     A state dict has placeholders if tensors named `weight` have the shape (0,), and these are more
@@ -69,7 +69,7 @@ def hollow(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | N
     return None
 
 
-def refuse_hollow(
+def refuse_placeholders(
     checkpoint: Checkpoint,
     section: Section | None = None,
     *,
@@ -80,7 +80,7 @@ def refuse_hollow(
     Raises:
         NotRepresentable: with the first kind that was found.
     """
-    found = hollow(checkpoint, section)
+    found = placeholders_of(checkpoint, section)
     if found is not None and found.kind in kinds:
         raise NotRepresentable(found.text, file=checkpoint.path or None, hint=found.remedy)
 

@@ -1,7 +1,7 @@
 """Which tensors are quantized: their numbers mean something only with other numbers next to them.
 
-`quantised` has the whole rule. Shapes and types decide; a table adds by which names and classes
-each known quantizer is recognized, and which library loads it. Sources: torch/ao/nn/quantized,
+`find_quantized` has the whole rule. Shapes and types decide; a table adds by which names and
+classes each known quantizer is recognized, and which library loads it. Sources: torch/ao/nn/quantized,
 bitsandbytes/nn/modules.py and functional.py (`QuantState.as_dict`), torchao/quantization, AutoGPTQ
 and AutoAWQ (`WQLinear`), the files of DeepSeek-V3 (`weight_scale_inv`; `scale` in those that its
 inference/convert.py writes), of compressed-tensors (`weight_scale`, `weight_packed`), of ComfyUI
@@ -23,27 +23,27 @@ from ckptool.core.model import Opaque, TensorRef, find_tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Quantiser:
+class Quantizer:
     """One scheme. Names of a weight and its companions are a common stem with these endings."""
 
     scheme: str
     """What people call it."""
     weight: str = ""
-    """The ending of the name of the quantised numbers."""
+    """The ending of the name of the quantized numbers."""
     sign: str = ""
     """The ending of the companion that tells the scheme; empty where only a class does."""
     others: tuple[str, ...] = ()
     """The endings of further companions; a file need not have all."""
     dtypes: str | tuple[str, ...] = ""
-    """How the element type of the quantised numbers begins, where names alone do not tell."""
+    """How the element type of the quantized numbers begins, where names alone do not tell."""
     library: str = ""
     """Who loads it."""
     classes: tuple[str, ...] = ()
     """How the qualified names of its classes begin: of modules, tensors and objects."""
 
 
-QUANTISERS = (
-    Quantiser(
+QUANTIZERS = (
+    Quantizer(
         "torch.ao packed parameters",
         "_packed_params._packed_params",
         "_packed_params._packed_params",
@@ -55,7 +55,7 @@ QUANTISERS = (
         ),
         library="torch.ao",
     ),
-    Quantiser(
+    Quantizer(
         "bitsandbytes 4 bit",
         "",
         ".absmax",
@@ -70,7 +70,7 @@ QUANTISERS = (
         ),
         library="bitsandbytes",
     ),
-    Quantiser(
+    Quantizer(
         "bitsandbytes 8 bit",
         "weight",
         "SCB",
@@ -81,53 +81,53 @@ QUANTISERS = (
         ),
         library="bitsandbytes",
     ),
-    Quantiser("torchao", classes=("torchao.",), library="torchao"),
-    Quantiser("torchao", "_qdata", "_scale", ("_zero_point",), library="torchao"),
-    Quantiser(
+    Quantizer("torchao", classes=("torchao.",), library="torchao"),
+    Quantizer("torchao", "_qdata", "_scale", ("_zero_point",), library="torchao"),
+    Quantizer(
         "quanto", "._data", "._scale", ("._shift", "._zeropoint"),
         dtypes=("int8", "uint8", "float8_"), library="optimum-quanto",
     ),
-    Quantiser("MLX", "weight", "scales", ("biases",), dtypes="uint32", library="mlx"),
-    Quantiser("GPTQ", "qweight", "g_idx", ("qzeros", "scales"), library="gptqmodel or vLLM"),
-    Quantiser("AWQ", "qweight", "qzeros", ("scales",), library="autoawq or vLLM"),
-    Quantiser(
+    Quantizer("MLX", "weight", "scales", ("biases",), dtypes="uint32", library="mlx"),
+    Quantizer("GPTQ", "qweight", "g_idx", ("qzeros", "scales"), library="gptqmodel or vLLM"),
+    Quantizer("AWQ", "qweight", "qzeros", ("scales",), library="autoawq or vLLM"),
+    Quantizer(
         "compressed-tensors", "weight_packed", "weight_scale",
         ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
         library="compressed-tensors or vLLM",
     ),
-    Quantiser(
+    Quantizer(
         "int8 with scales", "weight", "weight_scale", ("weight_zero_point", "comfy_quant"),
         dtypes="int8", library="compressed-tensors or vLLM",
     ),
-    Quantiser("HQQ", "W_q", "zero", ("scale",), library="hqq"),
-    Quantiser(
+    Quantizer("HQQ", "W_q", "zero", ("scale",), library="hqq"),
+    Quantizer(
         "NVFP4", "weight", "weight_scale_2", ("weight_scale", "input_scale", "comfy_quant"),
         dtypes="uint8", library="nvidia-modelopt or vLLM",
     ),
-    Quantiser("MXFP4", "_blocks", "_scales", dtypes="uint8", library="transformers or vLLM"),
-    Quantiser(
+    Quantizer("MXFP4", "_blocks", "_scales", dtypes="uint8", library="transformers or vLLM"),
+    Quantizer(
         "fp8 with scales", "weight", "weight_scale", ("input_scale", "comfy_quant"),
         dtypes="float8_", library="transformers, vLLM or ComfyUI",
     ),
-    Quantiser(
+    Quantizer(
         "fp8 with scales", "", "_scale_inv", dtypes="float8_", library="transformers or vLLM"
     ),
-    Quantiser("fp8 with scales", "", "_scale", dtypes="float8_", library="transformers or vLLM"),
-    Quantiser("fp8 with scales", "weight", "scale", dtypes="float8_", library="its own code"),
-    Quantiser(
+    Quantizer("fp8 with scales", "", "_scale", dtypes="float8_", library="transformers or vLLM"),
+    Quantizer("fp8 with scales", "weight", "scale", dtypes="float8_", library="its own code"),
+    Quantizer(
         "fp8 with scales", "weight", "scale_weight", ("scale_input", "comfy_quant"),
         dtypes="float8_", library="ComfyUI",
     ),
 )  # fmt: skip
 """In the order in which they are tried: the first that knows a weight has it."""
 
-_BY_NAME = tuple(quantiser for quantiser in QUANTISERS if quantiser.sign)
-_SIGNS = tuple(quantiser.sign for quantiser in _BY_NAME)
+_BY_NAME = tuple(quantizer for quantizer in QUANTIZERS if quantizer.sign)
+_SIGNS = tuple(quantizer.sign for quantizer in _BY_NAME)
 
 
 LIBRARIES: dict[str, str] = {}
 """Who loads the weights of a scheme; of several with one name, the first."""
-for _one in QUANTISERS:
+for _one in QUANTIZERS:
     LIBRARIES.setdefault(_one.scheme, _one.library)
 
 LOOKS_QUANTIZED = "looks quantized"
@@ -147,8 +147,8 @@ _FEWEST = 4
 """Codes that one scale serves: with fewer nothing would be saved."""
 
 
-class Quantised(NamedTuple):
-    """How one weight is quantised."""
+class Quantized(NamedTuple):
+    """How one weight is quantized."""
 
     scheme: str
     companions: tuple[str, ...]
@@ -160,27 +160,27 @@ class Quantised(NamedTuple):
         return f"is quantized ({self.scheme})" if known else f"{self.scheme}, judging by its shape"
 
 
-def quantised(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[str, Quantised]:
+def find_quantized(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[str, Quantized]:
     """Return the quantized weights of a state dict by name, each with its scheme and companions.
 
     A tensor of a class of a quantizer has its companions in itself: none are named.
     `by_shape`: also those that no name or class tells; not for the state of an optimizer.
     """
-    found: dict[str, Quantised] = {}
+    found: dict[str, Quantized] = {}
     for name, value in state.items():
         scheme = class_scheme(value)
         if scheme is not None:
-            found[name] = Quantised(scheme, ())
+            found[name] = Quantized(scheme, ())
     signs = [name for name in state if isinstance(name, str) and name.endswith(_SIGNS)]
-    for quantiser in _BY_NAME if signs else ():
+    for quantizer in _BY_NAME if signs else ():
         for name in signs:
-            stem = name.removesuffix(quantiser.sign)
-            weight = stem + quantiser.weight
-            if stem == name or weight in found or not _is_weight(quantiser, state.get(weight)):
+            stem = name.removesuffix(quantizer.sign)
+            weight = stem + quantizer.weight
+            if stem == name or weight in found or not _is_weight(quantizer, state.get(weight)):
                 continue
-            endings = (quantiser.sign, *quantiser.others)
+            endings = (quantizer.sign, *quantizer.others)
             beside = (one for end in endings if (one := stem + end) != weight and one in state)
-            found[weight] = Quantised(quantiser.scheme, tuple(beside))
+            found[weight] = Quantized(quantizer.scheme, tuple(beside))
     if not by_shape:
         return found
     named = {*found, *(one for known in found.values() for one in known.companions)}
@@ -189,7 +189,7 @@ def quantised(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[str, Q
     for name, companions in looking.items():
         if name not in scales:  # fp8 scales of 4-bit codes may have a scale of their own
             more = (far for one in companions for far in looking.get(one, ()))
-            found[name] = Quantised(LOOKS_QUANTIZED, tuple(dict.fromkeys((*companions, *more))))
+            found[name] = Quantized(LOOKS_QUANTIZED, tuple(dict.fromkeys((*companions, *more))))
     return found
 
 
@@ -280,10 +280,10 @@ def _is_scale(name: str, scale: TensorRef, codes: TensorRef) -> bool:
     return is_byte and (rows, columns) == (-(-all_rows // block), -(-all_columns // block))
 
 
-def _is_weight(quantiser: Quantiser, value: Any) -> bool:
-    if quantiser.weight == quantiser.sign:  # the packed parameters: a tuple, or an object
+def _is_weight(quantizer: Quantizer, value: Any) -> bool:
+    if quantizer.weight == quantizer.sign:  # the packed parameters: a tuple, or an object
         return next(find_tensors(value), None) is not None
-    return isinstance(value, TensorRef) and value.dtype.startswith(quantiser.dtypes)
+    return isinstance(value, TensorRef) and value.dtype.startswith(quantizer.dtypes)
 
 
 def class_scheme(node: Any) -> str | None:
@@ -295,4 +295,4 @@ def class_scheme(node: Any) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _scheme_of(class_name: str) -> str | None:
-    return next((one.scheme for one in QUANTISERS if class_name.startswith(one.classes)), None)
+    return next((one.scheme for one in QUANTIZERS if class_name.startswith(one.classes)), None)

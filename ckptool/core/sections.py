@@ -13,7 +13,7 @@ from ckptool._lazy import Result
 from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
 from ckptool.core.modules import held_apart, holds_tensors, is_module, model_state
 from ckptool.core.names import wrappers_of
-from ckptool.core.quantizers import class_scheme, quantised
+from ckptool.core.quantizers import class_scheme, find_quantized
 from ckptool.core.tree import everything, held_items, name_of, rebuild, resolve, walk
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.remedies import Remedy
@@ -22,7 +22,7 @@ from ckptool.words import counted, listed, printable, shell
 if TYPE_CHECKING:
     from ckptool.core.checkpoint import Checkpoint
 
-_MOST_TOLD = 8
+_MOST_LISTED = 8
 """Of several state dicts, the keys that a hint has."""
 MODEL_KINDS = ("state_dict", "module")
 """The kinds of section that hold one flat state dict."""
@@ -87,11 +87,11 @@ class Section(Result):
         return self.kind == "optimizer" and self.node["state"] is self.holder
 
     @property
-    def quantisers(self) -> Counter[str]:
-        """How many weights each known quantiser has made (`quantisers`)."""
+    def quantizers(self) -> Counter[str]:
+        """How many weights each known quantizer has made (`quantizers`)."""
         if self.kind not in MODEL_KINDS:
             return Counter()
-        found = Counter(one.scheme for one in quantised(self.node).values())
+        found = Counter(one.scheme for one in find_quantized(self.node).values())
         held = held_apart(self.holder).values() if self.kind == "module" else ()
         return found + Counter(scheme for scheme in map(class_scheme, held) if scheme)
 
@@ -364,7 +364,7 @@ def wrapped_names(mapping: dict[Any, Any]) -> list[str]:
     """Return the names that say which wrappers there are: those of the model's own entries.
 
     Of tensors, of `_extra_state`s, and of what else stands under the path of a module that
-    `_metadata` has: a quantised layer keeps a dtype, or None for its bias.
+    `_metadata` has: a quantized layer keeps a dtype, or None for its bias.
     """
     metadata = mapping.metadata if isinstance(mapping, OrderedMap) else None
     modules = metadata if isinstance(metadata, dict) else {}
@@ -495,7 +495,7 @@ def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
         return chosen
     file = checkpoint.path or None
     if found:
-        first, *others = (Remedy((("key", one.name),)) for one in found[:_MOST_TOLD])
+        first, *others = (Remedy((("key", one.name),)) for one in found[:_MOST_LISTED])
         raise AmbiguousName(
             f"{where} holds {len(found)} state dicts: {listed(map(_counted, found))}",
             file=file,

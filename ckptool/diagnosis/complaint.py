@@ -18,7 +18,7 @@ from ckptool.core.sections import (
     wrapped_names,
 )
 from ckptool.inspection.values import documented
-from ckptool.loading.target import Target
+from ckptool.loading.target import ModelTarget
 from ckptool.symbolic.encoder import blockers
 from ckptool.words import printable
 
@@ -95,7 +95,7 @@ class Reference:
     """An open checkpoint, a model or a state dict."""
     word: str
     """Its name in a command."""
-    target: Target
+    target: ModelTarget
     """What it wants."""
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Reference:
 
 
 @dataclass(frozen=True, eq=False)
-class Patient:
+class Subject:
     """A checkpoint, with what the user said of it."""
 
     checkpoint: Checkpoint

@@ -18,7 +18,7 @@ from itertools import takewhile
 
 from ckptool.core.sections import named_tensors
 from ckptool.core.tree import name_of, ties
-from ckptool.diagnosis.complaint import Choice, Found, Options, Patient, Severity, names_of, quoted
+from ckptool.diagnosis.complaint import Choice, Found, Options, Severity, Subject, names_of, quoted
 from ckptool.errors import UsageError
 from ckptool.files.source import Progress
 from ckptool.formats import format_of
@@ -66,7 +66,7 @@ _MASK = re.compile(r"mask[^./]*$", re.IGNORECASE)
 """A name whose last part says so; a mask of -inf is one that is added to attention scores."""
 _NEVER_INFINITE = frozenset({"weight", "bias", "running_mean", "running_var"})
 _OBSERVED = frozenset({"min_val", "max_val"})
-"""What an observer of torch's quantisation has seen: of no data yet, infinity."""
+"""What an observer of torch's quantization has seen: of no data yet, infinity."""
 _LEAST_UNSEEN = 1 << 10
 _LEAST_DEAD = 1 << 16
 """Less than this many bytes is no waste: every edit in place leaves a header behind."""
@@ -77,13 +77,13 @@ _NAMED = ("hpu", "xpu", "mtia")
 _FIRST = {"cuda": "cuda:0"}
 
 
-def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Iterator[Found]:
+def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Iterator[Found]:
     """Yield what is wrong with the bytes, all of which are read."""
     from ckptool.inspection.unwritten import unwritten
     from ckptool.inspection.verify import verify  # reading takes more than a header
 
     problems = verify(
-        patient.checkpoint.path, values=True, progress=progress, limits=limits
+        subject.checkpoint.path, values=True, progress=progress, limits=limits
     ).problems
     for kind, severity, kinds, why, remedy in _BYTES:
         found = [one for one in problems if one.kind in kinds]
@@ -93,13 +93,13 @@ def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Itera
             what, where = f"{front}{found[0].text}{more}", _places(found)
             fix: Options | None = None if remedy else {}
             yield Found(kind, severity, what, where, why, remedy=remedy, fix=fix)
-    text = unwritten(patient.checkpoint)
+    text = unwritten(subject.checkpoint)
     if text is not None:
         why = "it loads without an error, and these weights are zero"
         yield Found("unwritten", "misleads", text, (), why, remedy="download or copy it again")
-    meant = _meant({one.place for one in problems if one.kind == "inf"}, patient)
+    meant = _meant({one.place for one in problems if one.kind == "inf"}, subject)
     for kind, word in (("nan", "NaN"), ("infinite", "infinite values")):
-        found = [one for one in problems if one.kind == kind[:3] and _counts(patient, one.place)]
+        found = [one for one in problems if one.kind == kind[:3] and _counts(subject, one.place)]
         found = [one for one in found if one.kind == "nan" or one.place not in meant]
         if found:
             yield Found(
@@ -112,13 +112,13 @@ def damage(patient: Patient, limits: Limits, progress: Progress | None) -> Itera
             )
 
 
-def _meant(infinite: Collection[str], patient: Patient) -> set[str]:
+def _meant(infinite: Collection[str], subject: Subject) -> set[str]:
     """Return the buffers whose infinities are right: masks, and observers that saw no data yet."""
     from ckptool.tensors.bytewise import is_infinity_or_zero
 
     return {
         name
-        for part in (patient.models if infinite else ())
+        for part in (subject.models if infinite else ())
         for path, tensor in part.tensors()
         if (name := name_of(path)) in infinite
         and (last := str(path[-1]).rpartition(".")[2]) not in _NEVER_INFINITE
@@ -130,9 +130,9 @@ def _meant(infinite: Collection[str], patient: Patient) -> set[str]:
     }
 
 
-def _counts(patient: Patient, name: str) -> bool:
+def _counts(subject: Subject, name: str) -> bool:
     """Return True for a tensor of a model or optimizer: another one (best loss) may be infinite."""
-    parts = [part.name for part in (*patient.models, *patient.optimizers)]
+    parts = [part.name for part in (*subject.models, *subject.optimizers)]
     return not parts or any(not part or name.startswith(f"{part}/") for part in parts)
 
 
@@ -140,18 +140,18 @@ def _places(problems: Iterable[Problem]) -> tuple[str, ...]:
     return names_of(dict.fromkeys(one.place for one in problems if one.place))
 
 
-def memory(patient: Patient) -> Iterator[Found]:
+def memory(subject: Subject) -> Iterator[Found]:
     """Yield what takes more bytes than it should, or shares them."""
-    if format_of(patient.checkpoint.format).tensors_only:
-        yield from _aliases(patient)
+    if format_of(subject.checkpoint.format).tensors_only:
+        yield from _aliases(subject)
         return
-    yield from _bloat(patient)
-    yield from _not_for_safetensors(patient)
+    yield from _bloat(subject)
+    yield from _not_for_safetensors(subject)
 
 
-def quantization(patient: Patient) -> Iterator[Found]:
+def quantization(subject: Subject) -> Iterator[Found]:
     """Yield what is quantized, and how it becomes plain numbers where ckptool can do that."""
-    for found in quantizations(patient.checkpoint):
+    for found in quantizations(subject.checkpoint):
         yield Found(
             "quantized",
             "note",
@@ -163,9 +163,9 @@ def quantization(patient: Patient) -> Iterator[Found]:
         )
 
 
-def _bloat(patient: Patient) -> Iterator[Found]:
-    details = patient.checkpoint.details
-    held, reached = storage_use(patient.checkpoint.root)
+def _bloat(subject: Subject) -> Iterator[Found]:
+    details = subject.checkpoint.details
+    held, reached = storage_use(subject.checkpoint.root)
     unseen, dead = held - reached, details.dead_bytes
     facts = []
     if unseen >= _LEAST_UNSEEN and unseen * _SHARE >= held:
@@ -175,7 +175,7 @@ def _bloat(patient: Patient) -> Iterator[Found]:
     if facts:
         views = (
             name_of(path)
-            for path, one in patient.checkpoint.tensors()
+            for path, one in subject.checkpoint.tensors()
             if one.storage is not None and one.storage.nbytes - one.nbytes >= _LEAST_UNSEEN
         )
         yield Found(
@@ -189,11 +189,11 @@ def _bloat(patient: Patient) -> Iterator[Found]:
         )
 
 
-def _aliases(patient: Patient) -> Iterator[Found]:
+def _aliases(subject: Subject) -> Iterator[Found]:
     """Yield a complaint about names that a safetensors file has only as ties in its metadata."""
     kept = {
         name: str(one.storage.key)
-        for section in patient.models
+        for section in subject.models
         for name, one in named_tensors(section.node).items()
         if one.storage is not None and one.storage.key != name
     }
@@ -210,14 +210,14 @@ def _aliases(patient: Patient) -> Iterator[Found]:
         )
 
 
-def _not_for_safetensors(patient: Patient) -> Iterator[Found]:
+def _not_for_safetensors(subject: Subject) -> Iterator[Found]:
     """Yield complaints about weights that `safetensors.torch.save_file` refuses."""
-    model = patient.model
+    model = subject.model
     if model is None:
         return
     tensors = {name: one for name, one in named_tensors(model.node).items() if one.has_content}
     tied = ties(((name,), one) for name, one in tensors.items())
-    keyed = {"key": model.name} if model.path and patient.key is not None else {}
+    keyed = {"key": model.name} if model.path and subject.key is not None else {}
     choices = (Choice({**keyed, **({"ties": "copy"} if tied else {})}),)
     if tied:
         yield Found(
@@ -244,33 +244,33 @@ def _not_for_safetensors(patient: Patient) -> Iterator[Found]:
         )
 
 
-def placement(patient: Patient) -> Iterator[Found]:
+def placement(subject: Subject) -> Iterator[Found]:
     """Yield what is wrong with where the tensors are to be restored.
 
     The texts are those of torch/serialization.py (`_deserialize`, `validate_cuda_device`).
     """
-    if format_of(patient.checkpoint.format).tensors_only:
+    if format_of(subject.checkpoint.format).tensors_only:
         return
-    tags = [tag for tag in restored_devices(patient.checkpoint.root) if tag not in ANYWHERE]
-    missing = [tag for tag in tags if _FIRST.get(tag, tag) not in patient.devices]
+    tags = [tag for tag in restored_devices(subject.checkpoint.root) if tag not in ANYWHERE]
+    missing = [tag for tag in tags if _FIRST.get(tag, tag) not in subject.devices]
     if missing:
-        names = _names(patient, missing)
-        gpus = sum(tag.startswith("cuda:") for tag in patient.devices)
+        names = _names(subject, missing)
+        gpus = sum(tag.startswith("cuda:") for tag in subject.devices)
         yield Found(
             "device",
             "fails",
             f"{counted(len(names), 'tensor')} on {listed(missing)}: this machine has "
-            f"{listed(patient.devices)}",
+            f"{listed(subject.devices)}",
             names_of(names),
             f"torch.load says: {_error(missing[0], gpus)}",
             fix={"to": "cpu"},
         )
     wide = [
         name_of(path)
-        for path, one in patient.checkpoint.tensors()
+        for path, one in subject.checkpoint.tensors()
         if one.dtype in ("float64", "complex128")
     ]
-    if wide and "mps" in patient.devices:
+    if wide and "mps" in subject.devices:
         yield Found(
             "device",
             "note",
@@ -281,8 +281,8 @@ def placement(patient: Patient) -> Iterator[Found]:
             remedy="ckptool cast FILE --dtype float32",
         )
     if len(tags) == 1 and tags[0].partition(":")[0] == "cuda":
-        tag, names = printable(tags[0]), _names(patient, tags)
-        every = sum(1 for _, one in patient.checkpoint.tensors() if one.kind != "numpy")
+        tag, names = printable(tags[0]), _names(subject, tags)
+        every = sum(1 for _, one in subject.checkpoint.tensors() if one.kind != "numpy")
         who = "all" if len(names) == every else f"{len(names):,} of {every:,}"
         yield Found(
             "one-gpu",
@@ -295,8 +295,8 @@ def placement(patient: Patient) -> Iterator[Found]:
         )
 
 
-def _names(patient: Patient, tags: list[str]) -> list[str]:
-    return [name_of(path) for path, one in patient.checkpoint.tensors() if one.device in tags]
+def _names(subject: Subject, tags: list[str]) -> list[str]:
+    return [name_of(path) for path, one in subject.checkpoint.tensors() if one.device in tags]
 
 
 def _error(tag: str, gpus: int) -> str:

@@ -12,10 +12,10 @@ from ckptool._lazy import Result
 from ckptool.conversion import Conversion, Like
 from ckptool.conversion.fit import compared
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.core.placeholders import refuse_hollow
+from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import MODEL_KINDS
 from ckptool.core.tree import name_of
-from ckptool.diagnosis.complaint import Choice, Complaint, Found, Options, Patient, Reference
+from ckptool.diagnosis.complaint import Choice, Complaint, Found, Options, Reference, Subject
 from ckptool.diagnosis.contents import (
     damage,
     devices_here,
@@ -42,7 +42,7 @@ from ckptool.inspection.info import TRAINING, convert_command, training_in, weig
 from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.loading.plan import target_like
-from ckptool.loading.target import Target
+from ckptool.loading.target import ModelTarget
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.plain import is_refused
 from ckptool.words import as_argument, counted, listed, shell
@@ -151,14 +151,14 @@ def doctor(
                 raise
             complaints = tuple(unopened(error, file))
             return Diagnosis(file, None, here, complaints, complaints[0].commands)
-        patient = Patient(checkpoint, key, here, reference)
+        subject = Subject(checkpoint, key, here, reference)
         # before all of it is read: the key may name nothing
-        found = [one for check in _CHECKS for one in check(patient)]
-        harm = [] if quick else list(damage(patient, limits, progress))
-        return _assembled(patient, [*harm, *found])
+        found = [one for check in _CHECKS for one in check(subject)]
+        harm = [] if quick else list(damage(subject, limits, progress))
+        return _assembled(subject, [*harm, *found])
 
 
-def _wanted(like: Like) -> Target:
+def _wanted(like: Like) -> ModelTarget:
     """Return what the reference wants, which must have one state dict alone.
 
     Raises:
@@ -175,10 +175,10 @@ def _wanted(like: Like) -> Target:
         ) from error
 
 
-def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
+def _assembled(subject: Subject, found: list[Found]) -> Diagnosis:
     """Build the diagnosis; a damaged or partial file gets no command."""
     hopeless = any(one.kind in _HOPELESS for one in found)
-    planner = Planner(patient, [] if hopeless else found)
+    planner = Planner(subject, [] if hopeless else found)
     plan = planner.plan()
     first = ""
     if hopeless:
@@ -195,40 +195,40 @@ def _assembled(patient: Patient, found: list[Found]) -> Diagnosis:
             replace(one, commands=(), remedy=one.remedy or rest) if one.commands else one
             for one in complaints
         ]
-        plan = Plan()
+        plan = FixPlan()
     fails = any(one.severity != "note" for one in complaints)
-    resumes = patient.is_training and format_of(patient.checkpoint.format).resumes
-    resume = planner.plan(resume=True) if fails and resumes else Plan()
+    resumes = subject.is_training and format_of(subject.checkpoint.format).resumes
+    resume = planner.plan(resume=True) if fails and resumes else FixPlan()
     commands = (plan.command,) if plan.command is not None else ()
     return Diagnosis(
-        without_query(patient.checkpoint.path),
-        patient.checkpoint.format,
-        patient.devices,
+        without_query(subject.checkpoint.path),
+        subject.checkpoint.format,
+        subject.devices,
         tuple(sorted(complaints, key=_urgency)),
         commands,
         plan.command,
         plan.target or None,
         resume.command if commands else None,
-        training_in(patient.checkpoint),
-        _code(patient) if resumes and not hopeless else "",
+        training_in(subject.checkpoint),
+        _code(subject) if resumes and not hopeless else "",
     )
 
 
-def _code(patient: Patient) -> str:
+def _code(subject: Subject) -> str:
     """Return the Python line that resumes with the model of the reference; "" without one."""
-    if patient.reference is None or patient.model is None:
+    if subject.reference is None or subject.model is None:
         return ""
-    if not compared(patient.checkpoint, patient.model, patient.reference.target).fits:
+    if not compared(subject.checkpoint, subject.model, subject.reference.target).fits:
         return ""
-    file = without_query(patient.checkpoint.path)
-    key = f", key={patient.key!r}" if patient.key is not None else ""
-    optimizer = ", optimizer=optimizer" if patient.optimizers else ""
-    is_counted = TRAINING[1] in training_in(patient.checkpoint)
+    file = without_query(subject.checkpoint.path)
+    key = f", key={subject.key!r}" if subject.key is not None else ""
+    optimizer = ", optimizer=optimizer" if subject.optimizers else ""
+    is_counted = TRAINING[1] in training_in(subject.checkpoint)
     epoch = f"; epoch = ckptool.load({file!r})['epoch']" if is_counted else ""
     return f"ckptool.load_into(model, {file!r}{optimizer}{key}){epoch}"
 
 
-def _answered(found: Found, planner: Planner, plan: Plan, first: str) -> Complaint:
+def _answered(found: Found, planner: Planner, plan: FixPlan, first: str) -> Complaint:
     """Return a complaint with its commands, or with what must come first (`first`)."""
     if first:
         return found.answered((), (), found.remedy or (first if found.fix is not None else ""))
@@ -259,7 +259,7 @@ _OF_A_MODEL = frozenset({"key", "model_only", "exclude", "wrappers", "rename", "
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FixPlan:
     """One conversion, and what it mends."""
 
     command: str | None = None
@@ -279,17 +279,17 @@ class Planner:
     header succeeds: one with `like` succeeds only if the result fits the reference.
     """
 
-    def __init__(self, patient: Patient, found: Iterable[Found]) -> None:
+    def __init__(self, subject: Subject, found: Iterable[Found]) -> None:
         """Take what the checks found."""
-        self._patient = patient
+        self._subject = subject
         self._fixes = sorted((one for one in found if one.fix is not None), key=_place)
         self._taken: set[str] = set()
         self._commands: dict[str, str] = {}
 
-    def plan(self, *, resume: bool = False) -> Plan:
+    def plan(self, *, resume: bool = False) -> FixPlan:
         """Return the conversion that mends most; `resume` keeps all that training needs."""
         options: dict[str, Any] | None = None
-        state = self._patient.checkpoint
+        state = self._subject.checkpoint
         mended: set[str] = set()
         obstacle = ""
         for one in self._fixes:
@@ -314,11 +314,11 @@ class Planner:
             else:
                 obstacle = obstacle or problem
         if options is None:
-            return Plan(obstacle=obstacle)
+            return FixPlan(obstacle=obstacle)
         command, target = self._command(options, RESUMED if resume else MENDED)
-        return Plan(command, target, options, frozenset(mended), obstacle)
+        return FixPlan(command, target, options, frozenset(mended), obstacle)
 
-    def choice(self, choice: Choice, plan: Plan) -> str | None:
+    def choice(self, choice: Choice, plan: FixPlan) -> str | None:
         """Return the command of a choice combined with the plan, or None if it would fail.
 
         The command reads the source: the plan need not have run.
@@ -340,14 +340,14 @@ class Planner:
         Raises:
             CheckpointError: it cannot be done, or written, or would lose weights with objects.
         """
-        source, format = self._patient.checkpoint, self._format(options)
+        source, format = self._subject.checkpoint, self._format(options)
         arguments: dict[str, Any] = {
             name: value.like if isinstance(value, Reference) else value
             for name, value in options.items()
             if name != "format"
         }
         state = Conversion(**arguments).applied(source, format)
-        refuse_hollow(state)
+        refuse_placeholders(state)
         refuse_empty(state, writer(format).plan(state))
         if options.get("drop_objects"):
             _refuse_lost_weights(source, state, alone=bool(options.get("model_only")))
@@ -357,13 +357,13 @@ class Planner:
         """Return the target format: the option, else safetensors or torch as the source is."""
         if "format" in options:
             return str(options["format"])
-        checkpoint = self._patient.checkpoint
+        checkpoint = self._subject.checkpoint
         flat = format_of(checkpoint.format).tensors_only
         return "safetensors" if flat else "torch-zip"
 
     def _command(self, options: Options, word: str) -> tuple[str, str]:
         """Return the command of a conversion, and its target, which is no other command's."""
-        checkpoint, format = self._patient.checkpoint, self._format(options)
+        checkpoint, format = self._subject.checkpoint, self._format(options)
         target = default_target(checkpoint.path, word or MENDED, format, sharded=True)
         if not (word or shard_of(checkpoint.format)):  # beside an index it would be a second one
             target = f"{target.removesuffix(f'.{MENDED}.safetensors')}.safetensors"

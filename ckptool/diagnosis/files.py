@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ckptool.core.checkpoint import TORCH_REFUSES
 from ckptool.core.model import ByteString
 from ckptool.core.tree import name_of, walk
-from ckptool.diagnosis.complaint import Complaint, Found, Patient, Severity, names_of
+from ckptool.diagnosis.complaint import Complaint, Found, Severity, Subject, names_of
 from ckptool.errors import (
     CheckpointError,
     CorruptFile,
@@ -38,9 +38,9 @@ _COMMAND = re.compile(
 _HEADER = "safetensors says: Error while deserializing header"
 
 
-def layout(patient: Patient) -> Iterator[Found]:
+def layout(subject: Subject) -> Iterator[Found]:
     """Yield what is wrong with how the file is named and laid out."""
-    checkpoint = patient.checkpoint
+    checkpoint = subject.checkpoint
     known = format_of(checkpoint.format)
     if runs := would_run(checkpoint):
         yield _malicious(runs)
@@ -50,14 +50,14 @@ def layout(patient: Patient) -> Iterator[Found]:
         severity: Severity = "fails" if part.certain else "note"
         where = names_of(part.places)
         yield Found(part.kind, severity, part.text, where, why, remedy=part.remedy)
-    yield from _misnamed(patient)
+    yield from _misnamed(subject)
     if known.refusal is not None:
         yield _rewritten(known.refusal.kind, "fails", known.refusal.what, known.refusal.says)
     elif os.path.isdir(checkpoint.path):
         what = "it is a folder: a checkpoint that was unzipped"
         yield _rewritten("folder", "fails", what, A_FOLDER)
-    yield from _refused(patient)
-    yield from _compressed(patient)
+    yield from _refused(subject)
+    yield from _compressed(subject)
     if checkpoint.details.byteorder == "big":
         yield _rewritten(
             "big-endian",
@@ -74,7 +74,7 @@ def layout(patient: Patient) -> Iterator[Found]:
             "torch.load reads all of it into memory; torch.load(mmap=True) says: mmap can only be "
             "used with files saved with `torch.save(..., _use_new_zipfile_serialization=True)",
         )
-    yield from _python2(patient)
+    yield from _python2(subject)
     for text in checkpoint.details.left_behind:
         why = "torch.load does not look at it, and a rewrite does not carry it over"
         yield Found("beside", "note", text, (), why)
@@ -98,9 +98,9 @@ def _malicious(calls: tuple[str, ...]) -> Found:
     )
 
 
-def _misnamed(patient: Patient) -> Iterator[Found]:
+def _misnamed(subject: Subject) -> Iterator[Found]:
     """Yield complaints about a wrong ending, and about a header without `format: pt`."""
-    checkpoint = patient.checkpoint
+    checkpoint = subject.checkpoint
     what = misnamed(checkpoint)
     if what is None:
         if unnamed(checkpoint):
@@ -115,13 +115,13 @@ def _misnamed(patient: Patient) -> Iterator[Found]:
         yield Found("misnamed", "fails", what, (), why, fix={"format": "torch-zip"})
     else:
         why = f"{_HEADER}: header too large; torch.load opens it"
-        fix = {"format": "torch-zip" if patient.is_training else "safetensors"}
+        fix = {"format": "torch-zip" if subject.is_training else "safetensors"}
         yield Found("misnamed", "fails", what, (), why, fix=fix)
 
 
-def _refused(patient: Patient) -> Iterator[Found]:
+def _refused(subject: Subject) -> Iterator[Found]:
     """Yield what torch refuses about zip records and pickle opcodes, whatever the data is."""
-    checkpoint, details = patient.checkpoint, patient.checkpoint.details
+    checkpoint, details = subject.checkpoint, subject.checkpoint.details
     for note in details.notes:
         if note.startswith(TORCH_REFUSES):
             reason = note.removeprefix(TORCH_REFUSES).strip()
@@ -136,7 +136,7 @@ def _refused(patient: Patient) -> Iterator[Found]:
             f"weights_only=True does not read ({'; '.join(texts)})",
             f"torch.load says: Weights only load failed. ... Unsupported operand{operand}",
         )
-    names = outdated_names(checkpoint, patient.blocked)
+    names = outdated_names(checkpoint, subject.blocked)
     if names:
         yield _rewritten(
             "outdated",
@@ -150,13 +150,13 @@ def _refused(patient: Patient) -> Iterator[Found]:
 _ABOUT_PICKLE = ("pickle ", "no torch loads ")
 
 
-def _compressed(patient: Patient) -> Iterator[Found]:
+def _compressed(subject: Subject) -> Iterator[Found]:
     names = [
         name_of(path)
-        for path, tensor in patient.checkpoint.tensors()
+        for path, tensor in subject.checkpoint.tensors()
         if tensor.storage is not None and tensor.storage.compressed
     ]
-    if names and format_of(patient.checkpoint.format).refusal is None:
+    if names and format_of(subject.checkpoint.format).refusal is None:
         yield _rewritten(
             "compressed",
             "misleads",
@@ -167,10 +167,10 @@ def _compressed(patient: Patient) -> Iterator[Found]:
         )
 
 
-def _python2(patient: Patient) -> Iterator[Found]:
+def _python2(subject: Subject) -> Iterator[Found]:
     places = {
         name_of(path): None
-        for path, leaf in walk(patient.checkpoint.root)
+        for path, leaf in walk(subject.checkpoint.root)
         for text in (*path, leaf)
         if type(text) is ByteString and text.raw != text.raw.decode(errors="ignore").encode()
     }
@@ -227,7 +227,7 @@ def _says(error: CheckpointError, path: str) -> str:
     if os.path.isdir(path):
         return A_FOLDER
     if isinstance(error, FileMissing):
-        return "what is in the missing file stays as the model was initialised, or loading fails"
+        return "what is in the missing file stays as the model was initialized, or loading fails"
     if path.lower().endswith(".safetensors"):
         return _HEADER
     head = _head(path)

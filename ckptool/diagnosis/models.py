@@ -14,8 +14,8 @@ from ckptool.core.tree import everything, name_of
 from ckptool.diagnosis.complaint import (
     Choice,
     Found,
-    Patient,
     Severity,
+    Subject,
     names_of,
     quoted,
     unwrapped,
@@ -58,17 +58,17 @@ def is_floating(dtype: str) -> bool:
     return "float" in dtype or "complex" in dtype
 
 
-def level(patient: Patient) -> Iterator[Found]:
+def level(subject: Subject) -> Iterator[Found]:
     """Yield what `load_state_dict(torch.load(FILE))` would not find, or find too much."""
-    model = patient.model
+    model = subject.model
     if model is None:
-        if patient.models:
-            yield _several(patient)
-        elif missing_weights(patient.checkpoint) is None:
-            yield _none(patient)
+        if subject.models:
+            yield _several(subject)
+        elif missing_weights(subject.checkpoint) is None:
+            yield _none(subject)
         return
     if model.path:
-        yield _one_level_down(patient, model)
+        yield _one_level_down(subject, model)
     names = [str(name) for name in values_inside(model.node)]
     if names and model.kind == "state_dict":
         yield Found(
@@ -81,7 +81,7 @@ def level(patient: Patient) -> Iterator[Found]:
             fix={"model_only": True},
         )
     held = unwrapped(model)
-    if N_AVERAGED in held and len(held) > 1 and not patient.is_compared(model):
+    if N_AVERAGED in held and len(held) > 1 and not subject.is_compared(model):
         yield Found(
             "averaged",
             "fails",
@@ -93,12 +93,12 @@ def level(patient: Patient) -> Iterator[Found]:
         )
 
 
-def _one_level_down(patient: Patient, model: Section) -> Found:
+def _one_level_down(subject: Subject, model: Section) -> Found:
     """Return the complaint about weights under a key: a note if a training saved them so."""
-    root = patient.checkpoint.root
+    root = subject.checkpoint.root
     keys = [str(key) for key in root] if isinstance(root, dict) else []
-    beside = patient.is_training
-    key = {"key": patient.key} if patient.key is not None else {}
+    beside = subject.is_training
+    key = {"key": subject.key} if subject.key is not None else {}
     return Found(
         "level",
         "note" if beside else "fails",
@@ -117,16 +117,16 @@ def _way(section: Section) -> str:
     return printable("".join(f"[{key!r}]" for key in section.path))
 
 
-def _several(patient: Patient) -> Found:
-    named = [section for section in patient.models if section.name]
+def _several(subject: Subject) -> Found:
+    named = [section for section in subject.models if section.name]
     shown = [
         f"{section.name or 'the root'} ({counted(len(section.tensors()), 'tensor')})"
-        for section in patient.models
+        for section in subject.models
     ]
     choices = (Choice({"key": one.name, "model_only": True}, _word(one)) for one in named)
     return Found(
         "several-models",
-        "note" if patient.is_training else "fails",
+        "note" if subject.is_training else "fails",
         f"it has {len(shown)} state dicts: choose the one to load",
         names_of(shown, most=20),
         "load_state_dict(torch.load(FILE)) says: Missing key(s) in state_dict",
@@ -140,9 +140,9 @@ def _word(section: Section) -> str:
     return re.sub(r"[^\w-]+", "-", section.name, flags=re.ASCII).strip("-")[:40] or "extracted"
 
 
-def _none(patient: Patient) -> Found:
+def _none(subject: Subject) -> Found:
     """Return the complaint about a file without a model: a note for an optimizer or scheduler."""
-    root, sections = patient.checkpoint.root, patient.checkpoint.sections
+    root, sections = subject.checkpoint.root, subject.checkpoint.sections
     kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in sections]
     named = [kind for kind in kinds if not kind.startswith(("the values", "the state_dict"))]
     states = [part for part in sections if part.kind in ("optimizer", "scheduler")]
@@ -156,8 +156,8 @@ def _none(patient: Patient) -> Found:
     remedy = "take the file that has the weights"
     if states:
         remedy = f"{states[0].kind}.load_state_dict(torch.load(FILE){_way(states[0])}) loads it"
-    elif harmless and patient.blocked:
-        called = calls(patient.checkpoint)
+    elif harmless and subject.blocked:
+        called = calls(subject.checkpoint)
         remedy = (
             f"unpickling the file calls {listed(called)}"
             if called
@@ -187,24 +187,24 @@ def _held(root: Any, tensors: int) -> str:
     return f"a value of type {type(root).__name__}"
 
 
-def objects(patient: Patient) -> Iterator[Found]:
+def objects(subject: Subject) -> Iterator[Found]:
     """Yield what `torch.load` refuses of the tree, or can make only where certain classes are."""
-    refused = list(refusals(patient.checkpoint.root))
+    refused = list(refusals(subject.checkpoint.root))
     modules = [(name_of(path), node) for path, node in refused if model_state(node) is not None]
     whole = {id(node) for _, node in modules}
     others = [(name_of(path), class_of(node)) for path, node in refused if id(node) not in whole]
-    names = patient.checkpoint.details.globals
-    first = next(iter(blocking(names)), None) or next(iter(patient.blocked), "")
+    names = subject.checkpoint.details.globals
+    first = next(iter(blocking(names)), None) or next(iter(subject.blocked), "")
     says = f"Unsupported global: GLOBAL {printable(first)} was not an allowed global by default"
     if first.partition(".")[0] in _BLOCKED:
         says = f"Trying to load unsupported GLOBAL {printable(first)}"
     says = f"torch.load says: Weights only load failed. ... {says}"
     if modules:
         classes = dict.fromkeys(class_of(node) for _, node in modules)
-        known = [*classes, *patient.blocked]
+        known = [*classes, *subject.blocked]
         own = next((one for one in known if one.partition(".")[0] not in _EVERYWHERE), None)
         absent = f"; without the class {printable(own)} nothing else loads it" if own else ""
-        alone = patient.model is not None and patient.model.kind == "module"
+        alone = subject.model is not None and subject.model.kind == "module"
         yield Found(
             "module",
             "fails",
@@ -213,8 +213,8 @@ def objects(patient: Patient) -> Iterator[Found]:
             says + absent,
             fix={"model_only": True} if alone else {"plain": True},
         )
-    if others or (patient.blocked and not modules):
-        classes = dict.fromkeys([kind for _, kind in others] or patient.blocked)
+    if others or (subject.blocked and not modules):
+        classes = dict.fromkeys([kind for _, kind in others] or subject.blocked)
         yield Found(
             "objects",
             "fails",
@@ -224,7 +224,7 @@ def objects(patient: Patient) -> Iterator[Found]:
             remedy=_remedy(classes),
             fix={"plain": True},
         )
-    texts = [text for section in patient.models for text in section.unread]
+    texts = [text for section in subject.models for text in section.unread]
     if texts:
         yield Found(
             "unread",
@@ -234,7 +234,7 @@ def objects(patient: Patient) -> Iterator[Found]:
             "a class with a __getstate__ of its own keeps them in a form that only it reads; "
             "load_state_dict then says: Missing key(s) in state_dict",
             remedy="save model.state_dict() where the model is in memory"
-            if calls(patient.checkpoint)
+            if calls(subject.checkpoint)
             else "load it with torch.load(weights_only=False) where its classes are, and save "
             "model.state_dict()",
         )
@@ -257,9 +257,9 @@ def _remedy(classes: Iterable[str]) -> str:
     return needed_import(classes)
 
 
-def naming(patient: Patient) -> Iterator[Found]:
+def naming(subject: Subject) -> Iterator[Found]:
     """Yield what is wrong with the names; a reference says more than these checks know."""
-    models = [one for one in patient.models if not patient.is_compared(one)]
+    models = [one for one in subject.models if not subject.is_compared(one)]
     yield from _wrappers([section for section in models if section.wrappers])
     yield from _submodules(models)
     for section in models:
@@ -274,8 +274,8 @@ def naming(patient: Patient) -> Iterator[Found]:
                 "strip-module keeps it, because it may be a layer of that name",
                 remedy="if it is a wrapper: ckptool rename with --prefix module.=",
             )
-        yield from _adapters(section, patient.checkpoint.path)
-    yield from _lightning(patient)
+        yield from _adapters(section, subject.checkpoint.path)
+    yield from _lightning(subject)
 
 
 def _wrappers(sections: list[Section]) -> Iterator[Found]:
@@ -364,14 +364,14 @@ def _adapters(section: Section, path: str) -> Iterator[Found]:
     )
 
 
-def _lightning(patient: Patient) -> Iterator[Found]:
+def _lightning(subject: Subject) -> Iterator[Found]:
     """Yield a note if one attribute of a LightningModule begins every name."""
-    root, model = patient.checkpoint.root, patient.model
+    root, model = subject.checkpoint.root, subject.model
     if not isinstance(root, dict) or _LIGHTNING not in root or model is None:
         return
     names = list(unwrapped(model).values())
     parts = {name.partition(".")[0] for name in names}
-    if len(parts) != 1 or not all("." in name for name in names) or patient.is_compared(model):
+    if len(parts) != 1 or not all("." in name for name in names) or subject.is_compared(model):
         return
     prefix = f"{parts.pop()}."
     yield Found(
@@ -386,9 +386,9 @@ def _lightning(patient: Patient) -> Iterator[Found]:
     )
 
 
-def versions(patient: Patient) -> Iterator[Found]:
+def versions(subject: Subject) -> Iterator[Found]:
     """Yield buffers that were cast, and state dicts that lost their `_metadata`."""
-    for section in patient.models:
+    for section in subject.models:
         tensors = named_tensors(section.node)
         cast = [
             name
@@ -407,21 +407,21 @@ def versions(patient: Patient) -> Iterator[Found]:
                 remedy="in code: state[name] = state[name].long(); ckptool cast leaves them out",
             )
         if section.kind == "state_dict" and not _has_metadata(section.node):
-            yield from _norms(patient, tensors)
+            yield from _norms(subject, tensors)
     packed = [
         key
-        for node in everything(patient.checkpoint.root)
+        for node in everything(subject.checkpoint.root)
         if isinstance(node, dict) and not _has_metadata(node)
         for key, value in node.items()
         # a name with a dot: without one it is an attribute of a pickled module
         if isinstance(key, str) and key.endswith("._packed_params") and not isinstance(value, dict)
     ]
     if packed:
-        why = "a quantised layer takes the state for the oldest one: KeyError: 'weight'"
+        why = "a quantized layer takes the state for the oldest one: KeyError: 'weight'"
         yield _lost("fails", packed, why)
 
 
-def _norms(patient: Patient, tensors: dict[str, TensorRef]) -> Iterator[Found]:
+def _norms(subject: Subject, tensors: dict[str, TensorRef]) -> Iterator[Found]:
     """Yield a complaint about BatchNorm without `_metadata`: a missing counter is not loaded."""
     means = [name for name in tensors if name.rpartition(".")[2] == "running_mean"]
     counter = "num_batches_tracked"
@@ -429,7 +429,7 @@ def _norms(patient: Patient, tensors: dict[str, TensorRef]) -> Iterator[Found]:
     why = "BatchNorm takes the state for that of torch before 0.4.1"
     if lack:
         yield _lost("misleads", lack, f"{why}: the model silently keeps the counter that it has")
-    elif means and format_of(patient.checkpoint.format).by_torch:
+    elif means and format_of(subject.checkpoint.format).by_torch:
         yield _lost("note", means, f"{why}, which here changes nothing")
 
 

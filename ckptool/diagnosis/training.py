@@ -18,11 +18,11 @@ from ckptool.core.names import BUFFER_NAMES, bare_names
 from ckptool.core.optimizers import groups_of, has_training_weights, model_of, names_in, shapes_in
 from ckptool.core.sections import Section, named_tensors
 from ckptool.core.tree import distinct
-from ckptool.diagnosis.complaint import Choice, Found, Patient, names_of, quoted, unwrapped
+from ckptool.diagnosis.complaint import Choice, Found, Subject, names_of, quoted, unwrapped
 from ckptool.diagnosis.models import INTEGERS, is_floating
 from ckptool.inspection.info import ema_command
-from ckptool.loading.target import Target
-from ckptool.matching import Cast, MatchReport
+from ckptool.loading.target import ModelTarget
+from ckptool.matching import DtypeChange, MatchReport
 from ckptool.matching.align import is_average_counter
 from ckptool.matching.judging import difference
 from ckptool.matching.known_renames import MERGE
@@ -48,16 +48,16 @@ _OTHER_SIZE = (
 )
 
 
-def fit(patient: Patient) -> Iterator[Found]:
+def fit(subject: Subject) -> Iterator[Found]:
     """Yield what the reference's architecture does not take of the state dict, or lacks.
 
     A command with `like` is proposed only where its result fits the reference strictly.
     """
-    if patient.reference is None or patient.model is None:
+    if subject.reference is None or subject.model is None:
         return
-    target = patient.reference.target
-    report = compared(patient.checkpoint, patient.model, target)
-    like: dict[str, Any] = {"like": patient.reference}
+    target = subject.reference.target
+    report = compared(subject.checkpoint, subject.model, target)
+    like: dict[str, Any] = {"like": subject.reference}
     averages = (name for name, _ in report.kept if is_average_counter(name))
     missing, unexpected = (*report.missing_keys, *averages), report.unexpected_keys
     lost = len(missing) + len(report.mismatched)
@@ -67,8 +67,8 @@ def fit(patient: Patient) -> Iterator[Found]:
         like["allow_unexpected"] = True
     rules = tuple(one.rule for one in report.proposed if one.rule)
     choices = (Choice({**like, "rename": rules}, "fitting"),) if rules else ()
-    remedy = _difference(patient.model, target, report, missing, differs)
-    yield from _renamed(patient.model, report, {} if lost else like)
+    remedy = _difference(subject.model, target, report, missing, differs)
+    yield from _renamed(subject.model, report, {} if lost else like)
     if missing:
         yield Found(
             "missing",
@@ -77,7 +77,7 @@ def fit(patient: Patient) -> Iterator[Found]:
             f"{are(len(missing))} missing",
             names_of(missing),
             f"load_state_dict says: Missing key(s) in state_dict: {quoted(missing[0])}; with "
-            f"strict=False they stay as they were initialised. {_HALF_LOADED}",
+            f"strict=False they stay as they were initialized. {_HALF_LOADED}",
             remedy=remedy,
             choices=choices,
         )
@@ -98,7 +98,7 @@ def fit(patient: Patient) -> Iterator[Found]:
 
 
 def _difference(
-    model: Section, target: Target, report: MatchReport, missing: Sequence[str], differs: str
+    model: Section, target: ModelTarget, report: MatchReport, missing: Sequence[str], differs: str
 ) -> str:
     """Say in one sentence why names differ, and what makes them equal."""
     unexpected = report.unexpected_keys
@@ -218,7 +218,7 @@ def _shapes(report: MatchReport, differs: str) -> Iterator[Found]:
     )
 
 
-def _types(casts: Sequence[Cast]) -> Iterator[Found]:
+def _types(casts: Sequence[DtypeChange]) -> Iterator[Found]:
     truncated = [one for one in casts if is_floating(one.before) and not is_floating(one.after)]
     rounded = [one for one in casts if one not in truncated]
     if truncated:
@@ -245,14 +245,14 @@ def _types(casts: Sequence[Cast]) -> Iterator[Found]:
         )
 
 
-def _kinds(casts: Sequence[Cast]) -> str:
+def _kinds(casts: Sequence[DtypeChange]) -> str:
     return listed(dict.fromkeys(f"{one.before} for {one.after}" for one in casts), most=4)
 
 
-def training(patient: Patient) -> Iterator[Found]:
+def training(subject: Subject) -> Iterator[Found]:
     """Yield what of the optimizers' state would go to another parameter, or to none."""
-    for section in patient.optimizers:
-        if patient.models and has_training_weights(section):
+    for section in subject.optimizers:
+        if subject.models and has_training_weights(section):
             yield Found(
                 "training-weights",
                 "misleads",
@@ -261,15 +261,15 @@ def training(patient: Patient) -> Iterator[Found]:
                 (_where(section),),
                 "load_state_dict loads them without an error, and they evaluate worse than those "
                 "after optimizer.eval()",
-                remedy=f"{ema_command(patient.checkpoint)} writes the weights for evaluation",
+                remedy=f"{ema_command(subject.checkpoint)} writes the weights for evaluation",
             )
-        for found in _complaints(patient, section):
+        for found in _complaints(subject, section):
             # mended by going on without it, where it is clear which model that is
-            fix = {"model_only": True} if patient.model is not None else None
-            yield replace(found, fix=fix, remedy=found.remedy if patient.models else "")
+            fix = {"model_only": True} if subject.model is not None else None
+            yield replace(found, fix=fix, remedy=found.remedy if subject.models else "")
 
 
-def _complaints(patient: Patient, section: Section) -> Iterator[Found]:
+def _complaints(subject: Subject, section: Section) -> Iterator[Found]:
     if section.is_foreign:
         return
     if not section.node["param_groups"]:
@@ -294,8 +294,8 @@ def _complaints(patient: Patient, section: Section) -> Iterator[Found]:
             "the optimizer loads it without an error and never uses it",
             remedy=_ANEW,
         )
-    model = model_of(section, patient.models, patient.optimizers)
-    if model is not None and (patient.model is None or patient.model.holder is model.holder):
+    model = model_of(section, subject.models, subject.optimizers)
+    if model is not None and (subject.model is None or subject.model.holder is model.holder):
         yield from _against_model(section, model)
 
 

@@ -15,17 +15,17 @@ from io import FileIO
 from ckptool.errors import FileBusy, TargetExists, UsageError, WriteDenied, WriteError, warn
 from ckptool.files.beside import beside, journal_path
 from ckptool.files.journal import (
+    hold_edit_lock,
     missing_folders,
     read_journal,
     remove,
     remove_unfinished,
-    undisturbed,
 )
 from ckptool.files.recovery import settle
 from ckptool.files.renames import (
     FINISHED,
     PART,
-    Move,
+    PendingRename,
     finish_renames,
     only_writer,
     rename_all,
@@ -53,7 +53,7 @@ from ckptool.remedies import Remedy
 STEP = 64 << 20
 """Bytes between two calls of the progress, and before writing to the disk begins."""
 SMALL = 64 << 10
-"""A range of up to so many bytes is gathered with its neighbours: one call in place of three."""
+"""A range of up to so many bytes is gathered with its neighbors: one call in place of three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,12 @@ class FileOutput:
         elif self._fd >= 0 and data.source.fd() is not None:
             self._copy_file(data)
         elif self.is_verified:
-            self.copy_checked(data)
+            self.copy_with_crc(data)
         else:
             for block in data.reread():
                 self.write(block)
 
-    def copy_checked(self, data: ByteRange) -> int:
+    def copy_with_crc(self, data: ByteRange) -> int:
         """Copy a range and return its CRC-32.
 
         Raises:
@@ -262,7 +262,7 @@ def atomic_output(
     with worded(os.fspath(path)):
         old = refuse_target(path, overwrite=overwrite)
         settle(target)
-        with undisturbed(target), _folder_of(target) as folder:
+        with hold_edit_lock(target), _folder_of(target) as folder:
             _remove_debris(target)
             check_space(folder, (size or 0) - (shared.length if shared else 0))
             with _temporary_file(target, mode if old is None else 0o600) as file:
@@ -427,7 +427,7 @@ def atomic_set(
 def begun_set(
     path: str,
     target: str,
-    parts: Sequence[Part],
+    parts: Sequence[PendingFile],
     *,
     overwrite: bool,
     keeps: Callable[[str], bool] = lambda name: False,
@@ -461,7 +461,7 @@ def counting_on(progress: Progress | None, done: int, total: int) -> Progress | 
 
 
 @dataclass(slots=True)
-class Part:
+class PendingFile:
     """One file of a set while it is written."""
 
     path: str
@@ -499,18 +499,18 @@ class Part:
             raise WriteError("was announced and not written", file=self.path)
         self.old = refuse_target(self.path, overwrite=overwrite)
 
-    def move(self) -> Move:
+    def move(self) -> PendingRename:
         """Return what is left to do for it."""
         names = os.path.basename(self.temporary), os.path.basename(self.target)
-        return Move(*names, self.inode or 0, self.size, state_of(self.old))
+        return PendingRename(*names, self.inode or 0, self.size, state_of(self.old))
 
 
-def parts_of(target: str, sizes: Mapping[str, int], mode: int | None) -> list[Part]:
+def parts_of(target: str, sizes: Mapping[str, int], mode: int | None) -> list[PendingFile]:
     """Return the files, which lie in one folder, the index last."""
     token, parts = secrets.token_hex(6), []
     for number, (path, size) in enumerate(sizes.items(), 1):
         temporary = beside(target, f".ckptool-{token}-{number:05}.part")
-        part = Part(path, os.path.realpath(path), temporary, size, mode)
+        part = PendingFile(path, os.path.realpath(path), temporary, size, mode)
         if os.path.dirname(part.target) != os.path.dirname(target):
             raise UsageError(
                 f"must be in the folder of the index, {os.path.dirname(target)}",

@@ -9,7 +9,7 @@ from itertools import chain
 from threading import Lock
 
 from ckptool.errors import CorruptFile
-from ckptool.files.source import ByteRange, Told
+from ckptool.files.source import ByteRange, BytesDone
 from ckptool.files.threads import in_order
 
 _POLYNOMIAL = 0xEDB88320
@@ -82,7 +82,7 @@ def crc32c(data: bytes, crc: int = 0) -> int:
     return int(google_crc32c.extend(crc, data))
 
 
-def crc32cs(runs: Sequence[ByteRange], told: Told) -> Iterator[int]:
+def crc32cs(runs: Sequence[ByteRange], told: BytesDone) -> Iterator[int]:
     """Yield the CRC-32C of each run; `told` is called with bytes done, now and then."""
     for run in runs:
         crc = 0
@@ -140,7 +140,7 @@ _WORTH = 4 << 20
 """Bytes in all from which threads are worth their start."""
 
 
-def crc32s(runs: Sequence[ByteRange], told: Told | None = None) -> Iterator[int | CorruptFile]:
+def crc32s(runs: Sequence[ByteRange], told: BytesDone | None = None) -> Iterator[int | CorruptFile]:
     """Yield the CRC-32 of each run, in order; of one that cannot be inflated, the error.
 
     `told` is called with bytes done, now and then.

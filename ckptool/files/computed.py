@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptool.files.source import BLOCK, ByteRange, Source, neighbours
+from ckptool.files.source import BLOCK, ByteRange, Source, neighbors
 from ckptool.files.strided import row_major
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ComputedSource(FilledSource):
         size: int,
         fill: Callable[[int, memoryview], None],
         *,
-        ahead: Ahead | None = None,
+        ahead: ReadAhead | None = None,
     ) -> None:
         """Stand for `size` bytes; `fill(offset, buffer)` puts those from `offset` into `buffer`.
 
@@ -73,7 +73,7 @@ class ComputedSource(FilledSource):
             self._ahead.read_into(self, offset, buffer)
 
 
-class Ahead:
+class ReadAhead:
     """The next blocks of some sources, computed by other threads.
 
     The sources are expected to be read in the order in which they were made, each from front to
@@ -158,7 +158,7 @@ def computed(
     size: int,
     fill: Callable[[int, memoryview], None],
     *,
-    ahead: Ahead | None = None,
+    ahead: ReadAhead | None = None,
 ) -> ByteRange:
     """Return `size` bytes that `fill` computes from others, as `ComputedSource` has them."""
     source = ComputedSource(made_of[0].source.name, size, fill, ahead=ahead)
@@ -236,7 +236,7 @@ class _Rows:
 
 def joined(parts: Sequence[ByteRange]) -> ByteRange:
     """Return the parts as one range: of their own source where they follow each other in it."""
-    runs = neighbours(parts)
+    runs = neighbors(parts)
     if len(runs) == 1:
         return runs[0]
     starts = list(accumulate((run.length for run in runs), initial=0))

@@ -48,7 +48,7 @@ class Patch:
     data: bytes
 
 
-class State(Enum):
+class EditState(Enum):
     """How far an edit went."""
 
     OLD = "the file is as it was before"
@@ -122,7 +122,7 @@ class Edit:
         facts = {key: getattr(self, key) for key in (*_NUMBERS, "tail")}
         return Journal(KIND, facts, (self.old, self.new), self.pid, self.boot)
 
-    def state(self, fd: int, path: str, *, moved: bool = False) -> State:
+    def state(self, fd: int, path: str, *, moved: bool = False) -> EditState:
         """Return how far this edit went in the open file, which is at `path`.
 
         `moved` allows it to be a copy of the file that was edited, if its content is what the edit
@@ -140,16 +140,16 @@ class Edit:
             raise _foreign(path, f"its last bytes before {self.size:,} are others")
         found = read_at(fd, self.offset, min(len(self.new), status.st_size - self.offset))
         if found == self.old and status.st_size == self.size:
-            return State.OLD
+            return EditState.OLD
         if found == self.new and status.st_size == self.new_size:
-            return State.NEW
+            return EditState.NEW
         self._check_sectors(found, path)
-        return State.CUT
+        return EditState.CUT
 
     def _stranger(self, fd: int, path: str) -> CorruptFile:
         """Return the error for a file that is not the one that was edited: a copy of it, say."""
         with suppress(CorruptFile):
-            if self.state(fd, path, moved=True) is State.CUT:
+            if self.state(fd, path, moved=True) is EditState.CUT:
                 return _moved(path)
         return _foreign(path, "another file has taken its place")
 
@@ -260,7 +260,7 @@ def _check_target(source: Source, path: str, fd: int) -> None:
 def _take_back(edit: Edit, path: str, fd: int) -> None:
     """Undo what was done; where the system refuses that too, the journal stays for a recovery."""
     with suppress(OSError, CheckpointError):
-        if edit.state(fd, path) is not State.OLD:
+        if edit.state(fd, path) is not EditState.OLD:
             edit.undo(fd)
         remove_journal(path)
 

@@ -24,13 +24,13 @@ from ckptool.errors import (
     warn,
 )
 from ckptool.files.atomic import STEP, FileOutput, Outputs, counting_on, refuse_taken
-from ckptool.files.http import Part, changed
+from ckptool.files.http import RangeResponse, changed
 from ckptool.files.source import Progress
 from ckptool.words import listed
 
 INSTALL = "pip install fsspec huggingface_hub"
 
-Fetch = Callable[[int, int, str], Part]
+Fetch = Callable[[int, int, str], RangeResponse]
 """Bytes from an offset to another, of the file that still has a tag."""
 
 
@@ -46,13 +46,13 @@ def by_fsspec(path: str) -> Fetch:
         tags = (told.get(key) for key in ("ETag", "etag", "LastModified", "mtime"))
         known = str(next(filter(None, tags), ""))
 
-    def ask(start: int, stop: int, tag: str) -> Part:
+    def ask(start: int, stop: int, tag: str) -> RangeResponse:
         stop = max(min(stop, size), start)
         with asked(path):
             data = system.cat_file(inner, start=start, end=stop) if stop > start else b""
         if len(data) != stop - start:
             raise changed(path)
-        return Part(bytes(data), size, known)
+        return RangeResponse(bytes(data), size, known)
 
     return ask
 

@@ -32,7 +32,7 @@ _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _DOWNLOAD = "download it first: curl -LO URL"
 
 
-class Part(NamedTuple):
+class RangeResponse(NamedTuple):
     """Some bytes of a file, and what the server says of all of it."""
 
     data: bytes
@@ -53,7 +53,7 @@ class _Retry(Exception):
 
 def fetch(
     url: str, start: int, stop: int, *, tag: str = "", headers: Mapping[str, str] | None = None
-) -> Part:
+) -> RangeResponse:
     """Return the bytes from `start` to `stop`, fewer where the file ends before.
 
     Args:
@@ -107,7 +107,7 @@ def _opener() -> urllib.request.OpenerDirector:
     return opener
 
 
-def _ask(url: str, start: int, stop: int, tag: str, headers: Mapping[str, str]) -> Part:
+def _ask(url: str, start: int, stop: int, tag: str, headers: Mapping[str, str]) -> RangeResponse:
     there = _LED.get(url, url) if tag else url
     request = urllib.request.Request(
         quote(urldefrag(there).url, safe="%/:=&?~#+!$,;'@()*[]"),  # as a browser takes it
@@ -132,7 +132,7 @@ def _ask(url: str, start: int, stop: int, tag: str, headers: Mapping[str, str]) 
             raise _refused(url, error, start) from error
 
 
-def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> Part:
+def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> RangeResponse:
     told, status = answer.headers, answer.status
     if told.get("Content-Encoding", "identity").lower() not in ("identity", ""):
         raise UnreadableFile(
@@ -155,7 +155,7 @@ def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> Part:
         data = _exactly(answer, min(stop, size, end) - start)
         if data and end < min(stop, size):
             raise _Retry("the server sends fewer bytes at a time than asked for", 0.0, data)
-        return Part(data, size, now)
+        return RangeResponse(data, size, now)
     length = told.get("Content-Length", "")
     if stop > FROM_THE_START or not re.fullmatch(r"[0-9]{1,18}", length):
         raise UnreadableFile(
@@ -165,7 +165,7 @@ def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> Part:
             hint=_DOWNLOAD,
         )
     size = int(length)
-    return Part(_exactly(answer, min(stop, size))[start:], size, now)
+    return RangeResponse(_exactly(answer, min(stop, size))[start:], size, now)
 
 
 def _exactly(answer: Any, length: int) -> bytes:

@@ -211,7 +211,7 @@ def exclusive(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 @contextmanager
-def undisturbed(path: str) -> Iterator[None]:
+def hold_edit_lock(path: str) -> Iterator[None]:
     """Nobody else edits a file that is about to be replaced: its journal would outlive it.
 
     Nothing is locked where there is no file, where we may not even read it, and where an open

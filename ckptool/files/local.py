@@ -42,9 +42,9 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
         if not edited:
             return open_source(path)
     # Imported here: next to every file is as its last writer left it, and opens at once.
-    from ckptool.files.recovery import open_settled
+    from ckptool.files.recovery import open_recovered
 
-    return open_settled(path)
+    return open_recovered(path)
 
 
 class Place:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from ckptool._lazy import Result
 from ckptool.errors import FileBusy, FileMissing, UsageError, WriteError, warn
 from ckptool.files.beside import has_journal
-from ckptool.files.editing import KIND, Edit, State
+from ckptool.files.editing import KIND, Edit, EditState
 from ckptool.files.journal import exclusive, read_journal, remove_journal, remove_unfinished
-from ckptool.files.renames import FINISHED, settle_set
+from ckptool.files.renames import FINISHED, recover_set
 from ckptool.files.source import FileSource
 from ckptool.files.system import worded
 from ckptool.words import shell
@@ -48,7 +48,7 @@ class Recovery(Result):
         }
 
 
-def open_settled(path: str) -> FileSource:
+def open_recovered(path: str) -> FileSource:
     """Return the file beside which a journal lies, open for reading, set right first.
 
     Raises:
@@ -66,7 +66,7 @@ def open_settled(path: str) -> FileSource:
             _check_access(path)
             _set_right(edit, state, fd)
         except OSError:
-            if state is not State.CUT:
+            if state is not EditState.CUT:
                 return FileSource(path)
             warn(f"{path}: read as its {_before(edit)} and cannot be undone here")
             return FileSource(path, size=edit.size, head=edit.old)
@@ -148,9 +148,9 @@ def recover(
         return Recovery(path, *_outcome(edit, state))
 
 
-def _set_right(edit: Edit, state: State, fd: int) -> None:
+def _set_right(edit: Edit, state: EditState, fd: int) -> None:
     """Undo what was begun; what is whole is kept, for good before the journal goes."""
-    if state is State.CUT:
+    if state is EditState.CUT:
         edit.undo(fd)
     else:
         os.fsync(fd)
@@ -163,9 +163,9 @@ def _leftover(path: str) -> Edit | None:
     return None if journal is None else Edit.from_journal(journal, path)
 
 
-def _outcome(edit: Edit, state: State) -> tuple[str, str]:
+def _outcome(edit: Edit, state: EditState) -> tuple[str, str]:
     """Return the action of a `Recovery`, and its text."""
-    if state is State.NEW:
+    if state is EditState.NEW:
         return "completed", f"the edit of process {edit.pid} that was cut short is all there"
     return "rolled-back", f"rolled back to its {_before(edit)}"
 
@@ -179,7 +179,7 @@ def _finish_set(path: str) -> bool:
     journal = read_journal(path)
     if journal is None or journal.kind == KIND:
         return False
-    _patiently(lambda: settle_set(path, journal))
+    _patiently(lambda: recover_set(path, journal))
     return True
 
 

@@ -14,10 +14,10 @@ from ckptool.files.beside import beside
 from ckptool.files.journal import (
     LOCK,
     Journal,
+    hold_edit_lock,
     lock_file,
     read_journal,
     remove_journal,
-    undisturbed,
     unusable,
     write_journal,
 )
@@ -36,7 +36,7 @@ PART = r"\.ckptool-[0-9a-f]{12}-[0-9]{5,}\.(?:part|whole)"
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class PendingRename:
     """A finished file that gets its name, both names in the folder of the index."""
 
     temporary: str
@@ -47,7 +47,7 @@ class Move:
     """Inode, size and time of the file that has the name before."""
 
     @classmethod
-    def from_facts(cls, facts: Mapping[str, Any], target: str) -> Move:
+    def from_facts(cls, facts: Mapping[str, Any], target: str) -> PendingRename:
         """Return what a journal says of one file.
 
         Raises:
@@ -86,7 +86,7 @@ class Move:
         return status is not None and (status.st_ino, status.st_size) == (self.inode, self.size)
 
 
-def rename_all(target: str, moves: Sequence[Move]) -> None:
+def rename_all(target: str, moves: Sequence[PendingRename]) -> None:
     """Give all files their names, or none; from the journal on, a kill changes nothing about that.
 
     Raises:
@@ -101,7 +101,7 @@ def rename_all(target: str, moves: Sequence[Move]) -> None:
         # nobody is to edit a file that is just being replaced.
         allow_open_files(len(moves))
         for move in moves:
-            stack.enter_context(undisturbed(os.path.join(folder, move.name)))
+            stack.enter_context(hold_edit_lock(os.path.join(folder, move.name)))
         try:
             write_journal(target, Journal(KIND, {"files": [asdict(move) for move in moves]}))
             _carry_out(target, moves)
@@ -136,23 +136,23 @@ def state_of(status: os.stat_result | None) -> tuple[int, ...] | None:
     return None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def _moves(target: str, journal: Journal) -> list[Move]:
+def _moves(target: str, journal: Journal) -> list[PendingRename]:
     try:
         if journal.kind != KIND:
             raise ValueError("of another kind")
-        return [Move.from_facts(facts, target) for facts in journal.facts["files"]]
+        return [PendingRename.from_facts(facts, target) for facts in journal.facts["files"]]
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise unusable(target) from error
 
 
-def _carry_out(target: str, moves: Sequence[Move]) -> None:
+def _carry_out(target: str, moves: Sequence[PendingRename]) -> None:
     folder = os.path.dirname(target)
     for move in moves:
         move.carry_out(folder)
     sync_folder(folder)
 
 
-def _end(target: str, moves: Sequence[Move]) -> None:
+def _end(target: str, moves: Sequence[PendingRename]) -> None:
     """After an interruption: all is taken back, or all is done where an old file is gone already.
 
     Where the system refuses that too, the journal stays for who opens the index next.
@@ -174,7 +174,7 @@ def _status(path: str) -> os.stat_result | None:
         return None
 
 
-def settle_set(path: str | os.PathLike[str], journal: Journal) -> None:
+def recover_set(path: str | os.PathLike[str], journal: Journal) -> None:
     """Finish the write of a set that was cut short when its files were being renamed.
 
     `journal` is what `read_journal` gave for the index at `path`; nothing is done where it has

@@ -17,7 +17,7 @@ from ckptool.errors import FileDenied, FileMissing, TruncatedFile, UnreadableFil
 
 Progress = Callable[[int, int], None]
 """Is called with the bytes done and the bytes in all."""
-Told = Callable[[int], None]
+BytesDone = Callable[[int], None]
 """Is called with the bytes done since the last call, by the thread that asked for the work."""
 
 BLOCK = 4 << 20
@@ -389,7 +389,7 @@ def far_bytes(ranges: Iterable[ByteRange]) -> int:
     return sum(length for _, _, length in known)
 
 
-def neighbours(parts: Iterable[ByteRange]) -> list[ByteRange]:
+def neighbors(parts: Iterable[ByteRange]) -> list[ByteRange]:
     """Return the parts in order, those that follow each other in one source put together."""
     runs: list[ByteRange] = []
     for part in parts:

@@ -4,9 +4,9 @@ from ckptool.formats.base import (
     EditableFormat as EditableFormat,
     Format as Format,
     NewFile as NewFile,
-    Plan as Plan,
     Probe as Probe,
     WritableFormat as WritableFormat,
+    WritePlan as WritePlan,
 )
 from ckptool.formats.opening import (
     Source as Source,
@@ -18,7 +18,7 @@ from ckptool.formats.registry import (
     REGISTRY as REGISTRY,
     TORCH_ENDINGS as TORCH_ENDINGS,
     WRITABLE as WRITABLE,
-    Entry as Entry,
+    RegisteredFormat as RegisteredFormat,
     candidates as candidates,
     format_of as format_of,
     shard_of as shard_of,

@@ -63,7 +63,7 @@ class End(NamedTuple):
     """Offset of the first end record: the directory ends there."""
 
 
-class Entry(NamedTuple):
+class ZipEntry(NamedTuple):
     """One entry of the directory, sizes in bytes."""
 
     name: str
@@ -138,7 +138,7 @@ def _find_end64(data: ByteRange, end: End) -> End | None:
     return End(entries, start, length, offset)
 
 
-def read_directory(data: ByteRange, end: End, limits: Limits) -> list[Entry]:
+def read_directory(data: ByteRange, end: End, limits: Limits) -> list[ZipEntry]:
     """Return the entries in the order of the directory, each within the file.
 
     Raises:
@@ -160,7 +160,7 @@ def read_directory(data: ByteRange, end: End, limits: Limits) -> list[Entry]:
         raise CorruptFile("the zip directory ends within a record's entry") from error
 
 
-def _entries(directory: bytes, end: End) -> Iterator[Entry]:
+def _entries(directory: bytes, end: End) -> Iterator[ZipEntry]:
     position = 0
     unpack, width = CENTRAL.unpack_from, CENTRAL.size
     for number in range(end.entries):
@@ -181,7 +181,7 @@ def _entries(directory: bytes, end: End) -> Iterator[Entry]:
             extra = directory[extra_start : extra_start + extra_length]
             size, packed, header = _widen(name, extra, size, packed, header)
         descriptor = bool(flags & DESCRIPTOR)
-        entry = Entry(name, raw_name, method, crc, packed, size, header, descriptor)
+        entry = ZipEntry(name, raw_name, method, crc, packed, size, header, descriptor)
         odd_method = method not in (STORED, DEFLATED) or (method == STORED and packed != size)
         if odd_method or flags & REFUSED or disk > 1:
             _refuse_record(entry, flags)
@@ -225,7 +225,7 @@ def extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
         position += length
 
 
-def _refuse_record(entry: Entry, flags: int) -> NoReturn:
+def _refuse_record(entry: ZipEntry, flags: int) -> NoReturn:
     method = entry.method
     if flags & REFUSED:
         what = "a patch" if flags & REFUSED == 1 << 5 else "encrypted"
@@ -284,7 +284,9 @@ _CLOSE = 4 << 10
 _DESCRIPTOR_BYTES, _DESCRIPTOR64 = 16, 24
 
 
-def _payload_offsets(data: ByteRange, entries: list[Entry], end: End) -> tuple[dict[int, int], int]:
+def _payload_offsets(
+    data: ByteRange, entries: list[ZipEntry], end: End
+) -> tuple[dict[int, int], int]:
     """Payload offset by header offset, and the bytes that no record accounts for.
 
     Each local header is read: its name must be the directory's, and its record must end before
@@ -327,7 +329,7 @@ class LocalHeaders:
         self.window = b""
         self.start = 0
 
-    def payload(self, entry: Entry, following: int) -> int:
+    def payload(self, entry: ZipEntry, following: int) -> int:
         """Return where the content begins: the local extra field need not be the directory's."""
         header, name = entry.header, entry.raw_name
         length = LOCAL.size + len(name)
@@ -347,14 +349,14 @@ class LocalHeaders:
             raise self._outside(entry)
         return payload
 
-    def _read(self, entry: Entry, length: int, following: int) -> None:
+    def _read(self, entry: ZipEntry, length: int, following: int) -> None:
         if entry.header + length > self.end:
             raise self._outside(entry)
         reach = _WINDOW if following - entry.header < _CLOSE else length
         self.window = self.data.read(entry.header, min(reach, self.end - entry.header))
         self.start = entry.header
 
-    def _outside(self, entry: Entry) -> CorruptFile:
+    def _outside(self, entry: ZipEntry) -> CorruptFile:
         return CorruptFile(
             f"record {entry.name!r} of {entry.packed:,} bytes at offset {entry.header:,} reaches "
             f"beyond the zip directory at {self.end:,}"
@@ -362,7 +364,7 @@ class LocalHeaders:
 
 
 def record_of(
-    data: ByteRange, entry: Entry, payload: int | None, name: str, limits: Limits
+    data: ByteRange, entry: ZipEntry, payload: int | None, name: str, limits: Limits
 ) -> Record:
     """Return the record of an entry; `payload` None: its header says where it begins, when read.
 
@@ -387,7 +389,7 @@ def record_of(
 
 
 def _behind_header(
-    data: ByteRange, entry: Entry, stated: int | None
+    data: ByteRange, entry: ZipEntry, stated: int | None
 ) -> tuple[ByteRange, int | None]:
     """Return what lies behind the local header of an entry, which is read for it, and its CRC."""
     with naming(data.source.name):
@@ -501,12 +503,12 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = (
     return Archive(data.source.name, folder, records, sources, data.length, dead, notes)
 
 
-def check_names(entries: list[Entry], *, exact: bool) -> None:
+def check_names(entries: list[ZipEntry], *, exact: bool) -> None:
     """Refuse two records of one name; torch looks names up without regard to ASCII case."""
     spelled = str if exact else str.lower
     if len({spelled(entry.name) for entry in entries}) == len(entries):
         return
-    seen: dict[str, Entry] = {}
+    seen: dict[str, ZipEntry] = {}
     for entry in entries:
         other = seen.setdefault(spelled(entry.name), entry)
         if other is not entry:
@@ -516,7 +518,7 @@ def check_names(entries: list[Entry], *, exact: bool) -> None:
             )
 
 
-def folder_of(entries: list[Entry]) -> str:
+def folder_of(entries: list[ZipEntry]) -> str:
     """Return the folder with `data.pkl`, if one alone has it; else that of the first entry."""
     holders = {
         entry.name.split("/", 1)[0]
@@ -579,7 +581,7 @@ def read_text(record: Record, most: int) -> str:
 
 
 def counts_of(values: Any, limits: Limits) -> tuple[int, ...]:
-    """Return a shape or strides that JSON has; text and `{"as_int": 3}` are how serialisers spell.
+    """Return a shape or strides that JSON has; text and `{"as_int": 3}` are how serializers spell.
 
     Raises:
         TypeError, ValueError: it is no list of counts, or has too many dimensions.

@@ -1,4 +1,4 @@
-"""What every format offers (recognise, read, some plan a file), and what a check finds wrong."""
+"""What every format offers (recognize, read, some plan a file), and what a check finds wrong."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def needing(package: str, what: str, file: str) -> Iterator[None]:
 
 
 class Probe:
-    """A file or folder that is being recognised; what is asked twice is read once."""
+    """A file or folder that is being recognized; what is asked twice is read once."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class NewFile(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WritePlan:
     """A write that has not begun: new files, or a patch of the source file, or nothing to do."""
 
     format: str
@@ -410,7 +410,7 @@ class Format:
             NotRepresentable: nothing would load the result.
         """
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether the content is of this format; looks at as little as will tell."""
         return False
 
@@ -436,7 +436,7 @@ class Format:
 class WritableFormat(Format):
     """A format that can be written too."""
 
-    def plan(self, checkpoint: Checkpoint) -> Plan:
+    def plan(self, checkpoint: Checkpoint) -> WritePlan:
         """Return what writing `checkpoint` would give; nothing is written yet.
 
         Raises:
@@ -448,7 +448,7 @@ class WritableFormat(Format):
 class EditableFormat(WritableFormat):
     """A format whose files can be changed where they lie."""
 
-    def plan_edit(self, checkpoint: Checkpoint) -> Plan | None:
+    def plan_edit(self, checkpoint: Checkpoint) -> WritePlan | None:
         """Return the plan of an edit that makes the file of `checkpoint` hold it.
 
         None where that takes a new file.
@@ -462,7 +462,7 @@ class EditableFormat(WritableFormat):
 class FolderFormat(EditableFormat):
     """A format of several files in a folder; the paths of its plans are names in there."""
 
-    def plan(self, checkpoint: Checkpoint, most: int | None = None) -> Plan:
+    def plan(self, checkpoint: Checkpoint, most: int | None = None) -> WritePlan:
         """Return what writing `checkpoint` into files of at most `most` bytes each would give.
 
         A single item that is larger has a file of its own.

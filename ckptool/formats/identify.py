@@ -28,7 +28,7 @@ JOBLIB_HINT = (
 )
 
 
-class Finding(NamedTuple):
+class Identification(NamedTuple):
     """What something is, so that "FILE is ..." is a sentence, and the step that helps."""
 
     what: str
@@ -183,15 +183,15 @@ _PICKLED = r"\.(?:joblib|pkl|pickle|sav)(?:\.\w+)?\Z"
 """How names end that joblib.dump was given."""
 _WEIGHTS = r".*\.(?:pth|pt|ckpt|bin|safetensors|th|pth\.tar)|.*/data\.pkl"
 
-_TEXTS: tuple[tuple[str, Finding], ...] = (
-    (r"\Z", Finding("a text of white space alone", _AGAIN)),
+_TEXTS: tuple[tuple[str, Identification], ...] = (
+    (r"\Z", Identification("a text of white space alone", _AGAIN)),
     (
         r"(?:#.*\n)*(?:outs|md5):.*\n(?s:.*)path:",
-        Finding("a DVC pointer, not the file itself", "dvc pull {file}"),
+        Identification("a DVC pointer, not the file itself", "dvc pull {file}"),
     ),
     (
         r"model_checkpoint_path: ",
-        Finding(
+        Identification(
             "the note of a TensorFlow checkpoint on which of its files is the latest",
             "give the folder: ckptool list {folder}",
             UnsupportedFormat,
@@ -199,7 +199,7 @@ _TEXTS: tuple[tuple[str, Finding], ...] = (
     ),
     (
         r"(?:global_step|iter_)?\d+\s*\Z",
-        Finding(
+        Identification(
             "the note of a DeepSpeed or Megatron checkpoint that the latest is {first}",
             "give the folder: ckptool list {folder}",
             UnsupportedFormat,
@@ -207,11 +207,11 @@ _TEXTS: tuple[tuple[str, Finding], ...] = (
     ),
     (
         r"(?:#!.*python|\"\"\"|(?:import|from) \w+)",
-        Finding("a Python script", "run it for the checkpoint that it makes, and give that"),
+        Identification("a Python script", "run it for the checkpoint that it makes, and give that"),
     ),
     (
         r"",
-        Finding(
+        Identification(
             "a text that begins with {first}",
             "if it was downloaded this is the server's answer: download it again",
         ),
@@ -226,7 +226,7 @@ def explain(probe: Probe) -> CheckpointError:
     finding = (
         (_nothing(probe) or _zip(probe) or _tar(probe) or _magic(probe) or _text(probe))
         or _data(probe)
-        or Finding(
+        or Identification(
             f"of no kind that is known; its first bytes are {probe.head[:8].hex(' ')}",
             f"file {shell(probe.path)}",
         )
@@ -234,17 +234,17 @@ def explain(probe: Probe) -> CheckpointError:
     return finding.error(probe.path)
 
 
-def _data(probe: Probe) -> Finding | None:
+def _data(probe: Probe) -> Identification | None:
     """Return what a file is that only its name tells."""
     stem, ending = os.path.splitext(probe.path)
     if ending == ".meta" and os.path.isfile(f"{stem}.index"):
         hint = f"give its index: ckptool list {shell(f'{stem}.index')}"
-        return Finding("the graph of a TensorFlow checkpoint", hint, UnsupportedFormat)
+        return Identification("the graph of a TensorFlow checkpoint", hint, UnsupportedFormat)
     if not re.search(r"\.data-\d{5}-of-\d{5}\Z", probe.path):
         return None
     what = "the data of a TensorFlow checkpoint whose index is missing or cut off"
     name = f"{os.path.basename(probe.path)[:-20]}.index"
-    return Finding(what, f"copy {shell(name)} too", UnsupportedFormat)
+    return Identification(what, f"copy {shell(name)} too", UnsupportedFormat)
 
 
 def _first(probe: Probe, count: int) -> bytes:
@@ -261,24 +261,24 @@ def _filled(text: str, probe: Probe, **more: str) -> str:
     )
 
 
-def _nothing(probe: Probe) -> Finding | None:
+def _nothing(probe: Probe) -> Identification | None:
     """Return what a file is that is empty, hardly begun, or filled with zeros."""
     head = probe.head
     if not head:
         hint = "a save or a download that failed leaves such a file: save or download it again"
-        return Finding("empty: it has no bytes at all", hint, TruncatedFile)
+        return Identification("empty: it has no bytes at all", hint, TruncatedFile)
     if any(magic != head and magic.startswith(head) for magic in _CUT):
         what = f"cut off after {counted(len(head), 'byte')}, in the very mark of its format"
-        return Finding(what, TruncatedFile.usual_hint, TruncatedFile)
+        return Identification(what, TruncatedFile.usual_hint, TruncatedFile)
     if head.strip(b"\0"):
         return None
-    return Finding(
+    return Identification(
         "a file that begins with zero bytes: space was reserved, and its content never written",
         "a download, a copy or a crashed disk leaves such a file: fetch it again",
     )
 
 
-def _zip(probe: Probe) -> Finding | None:
+def _zip(probe: Probe) -> Identification | None:
     """Return what kind of zip it is, with its first names; None if it is no zip."""
     if not probe.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return None
@@ -290,20 +290,20 @@ def _zip(probe: Probe) -> Finding | None:
     names = [entry.name for entry in read_directory(data, end, probe.limits)] if end else []
     for row in ZIP_KINDS:
         if row.first_matches(names):
-            return Finding(row.what, row.hint, row.kind)
+            return Identification(row.what, row.hint, row.kind)
     weights = [name for name in names if re.fullmatch(_WEIGHTS, name)]
     inside = "policy.pth" if "policy.pth" in weights else next(iter(weights), None)
     if inside is None:  # stable-baselines3 has other files of torch before its policy
         what = f"a zip archive of other files: it holds {few(names)}"
-        return Finding(what, _filled("unzip -l {file}", probe))
+        return Identification(what, _filled("unzip -l {file}", probe))
     target = os.path.join(unused(f"{probe.path}.unpacked"), inside.removesuffix("/data.pkl"))
-    return Finding(
+    return Identification(
         f"a zip archive with a checkpoint in it: it holds {few(names)}",
         _filled("unzip {file} -d {unpacked} && ckptool list {inside}", probe, inside=shell(target)),
     )
 
 
-def _tar(probe: Probe) -> Finding | None:
+def _tar(probe: Probe) -> Identification | None:
     """Return what a tar holds; None for anything else. Torch's own of 2017 is a format."""
     from ckptool.formats.torch_tar import is_tar, read_members
 
@@ -314,17 +314,17 @@ def _tar(probe: Probe) -> Finding | None:
         weights = next((name for name in names if name.endswith(".ckpt")), "model_weights.ckpt")
         hint = f"{_UNPACK} {{name}} && ckptool list {{target}}"
         target = shell(os.path.join(unused(f"{probe.path}.unpacked"), weights))
-        return Finding(
+        return Identification(
             "a NeMo model: a tar archive with the checkpoint and its settings in it",
             _filled(hint, probe, name=shell(weights), target=target),
             UnsupportedFormat,
         )
-    return Finding(
+    return Identification(
         f"a tar archive that holds {few(names)}", _filled(f"unpack it: {_UNPACK}", probe)
     )
 
 
-def _magic(probe: Probe) -> Finding | None:
+def _magic(probe: Probe) -> Identification | None:
     """Return what the first bytes, or the last, say that it is; None if they say nothing."""
     head, size = probe.head, probe.opened().size
     ending = probe.opened().read(max(0, size - 8), min(8, size))
@@ -337,11 +337,11 @@ def _magic(probe: Probe) -> Finding | None:
                 hint = f"unpack it: {_UNPACK}"
             elif "> {unpacked}" in hint and re.search(_PICKLED, probe.path):
                 hint = JOBLIB_HINT
-            return Finding(row.what, _filled(hint, probe), row.kind)
+            return Identification(row.what, _filled(hint, probe), row.kind)
     return None
 
 
-def _text(probe: Probe) -> Finding | None:
+def _text(probe: Probe) -> Identification | None:
     """Return what a text is: a pointer, a page, an error answer, an index, a note."""
     raw = _first(probe, _LOOKED_AT)
     is_utf16 = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
@@ -362,31 +362,31 @@ def _text(probe: Probe) -> Finding | None:
     first = quoted(line)
     if probe.path.endswith(".symlink") and line and line.isprintable():
         what = f"a link by composer, a text that names the checkpoint {first}"
-        return Finding(what, f"open that one: ckptool list {shell(line)}", UnsupportedFormat)
+        return Identification(what, f"open that one: ckptool list {shell(line)}", UnsupportedFormat)
     what, hint, kind = next(found for pattern, found in _TEXTS if re.match(pattern, text))
-    return Finding(what.format(first=first), _filled(hint or "", probe), kind)
+    return Identification(what.format(first=first), _filled(hint or "", probe), kind)
 
 
-def _git_lfs(path: str, text: str) -> Finding:
+def _git_lfs(path: str, text: str) -> Identification:
     size = re.search(r"^size (\d{1,18})$", text, re.MULTILINE)
     real = f" (the real one has {int(size[1]) / 2**20:,.1f} MiB)" if size else ""
     folder, name = os.path.split(path)
     place = f"-C {shell(folder)} " if folder else ""
     pattern = "**/" + re.sub(r"[*\[\]\\,]", "?", name)  # --include takes a list of patterns
-    return Finding(
+    return Identification(
         f"a git-lfs pointer, not the file itself{real}",
         f"git lfs install && git {place}lfs pull --include {shell(pattern)}",
     )
 
 
-def _page(text: str) -> Finding:
+def _page(text: str) -> Identification:
     from html import unescape
 
     answer = re.search(r"<(?:Code|Message)>([^<]*)</", text)
     if not re.search(r"<(?:!doctype html|html|head|body|title)\b", text[:2000], re.IGNORECASE):
         if answer:
-            return Finding(f"a server's error answer: {quoted(answer[1])}", _AGAIN)
-        return Finding("an XML document", _ITSELF)
+            return Identification(f"a server's error answer: {quoted(answer[1])}", _AGAIN)
+        return Identification("an XML document", _ITSELF)
     found = re.search(r"<title[^>]{0,100}>(.{0,400}?)</title", text, re.IGNORECASE | re.DOTALL)
     title = " ".join(unescape(found[1]).split()) if found else ""
     named = f" ({quoted(title)})" if title else ""
@@ -396,10 +396,10 @@ def _page(text: str) -> Finding:
             "download it with gdown, or in a browser by `Download anyway`; where too many have "
             "done so, copy the file to your own Drive and download the copy"
         )
-    return Finding(f"an HTML page{named}, not the file itself", hint)
+    return Identification(f"an HTML page{named}, not the file itself", hint)
 
 
-def _json(probe: Probe) -> Finding:
+def _json(probe: Probe) -> Identification:
     import json
 
     found: Any = None
@@ -407,21 +407,23 @@ def _json(probe: Probe) -> Finding:
         found = json.loads(_first(probe, _MOST_JSON))
     except (ValueError, RecursionError):
         hint = _filled("look at it: head {file}", probe)
-        return Finding("a text that begins like JSON and is not JSON", hint)
+        return Identification("a text that begins like JSON and is not JSON", hint)
     if not isinstance(found, dict):
-        return Finding("a JSON document", _ITSELF)
+        return Identification("a JSON document", _ITSELF)
     if "weight_map" in found:  # as an index it would have been read
-        return Finding("an index of shards, where a shard should be", "give the index itself")
+        return Identification(
+            "an index of shards, where a shard should be", "give the index itself"
+        )
     for key in ("error", "message", "detail"):
         if isinstance(found.get(key), (str, dict)):
             answer = found[key] if isinstance(found[key], str) else json.dumps(found[key])
-            return Finding(f"a server's error answer: {quoted(answer, 200)}", _AGAIN)
+            return Identification(f"a server's error answer: {quoted(answer, 200)}", _AGAIN)
     if found.keys() & {"architectures", "model_type", "hidden_size", "_class_name"}:
-        return Finding(
+        return Identification(
             "a model's configuration (JSON), not its weights",
             "give the file with the weights: model.safetensors or pytorch_model.bin",
         )
-    return Finding(f"a JSON document with the keys {few(list(found))}", _ITSELF)
+    return Identification(f"a JSON document with the keys {few(list(found))}", _ITSELF)
 
 
 def unused(path: str, taken: Collection[str] = ()) -> str:
@@ -557,20 +559,20 @@ _BESIDE = re.compile(
 """What the trainers of transformers and accelerate save beside a model."""
 
 
-def _folder(probe: Probe) -> Finding:
+def _folder(probe: Probe) -> Identification:
     names = sorted(probe.entries)
     for row in FOLDER_KINDS:
         matches = row.first_matches(names)
         if matches is not None:
             entry = os.path.join(probe.path, matches[-1])
             hint = row.hint.format(folder=shell(probe.path), entry=shell(entry))
-            return Finding(f"{row.what} (it holds {few(names)})", hint, row.kind)
+            return Identification(f"{row.what} (it holds {few(names)})", hint, row.kind)
     if "model_index.json" in names:
         return _pipeline(probe.path, names)
     return _other_folder(probe.path, names)
 
 
-def _pipeline(path: str, names: list[str]) -> Finding:
+def _pipeline(path: str, names: list[str]) -> Identification:
     """Return a pipeline of diffusers: a model in each of some folders."""
     parts = [
         name
@@ -580,27 +582,31 @@ def _pipeline(path: str, names: list[str]) -> Finding:
     ]
     what = f"a pipeline of diffusers, whose parts with weights are {few(parts, 12)}"
     first = os.path.join(path, parts[0]) if parts else path
-    return Finding(what, f"give one part: ckptool list {shell(first)}", UnsupportedFormat)
+    return Identification(what, f"give one part: ckptool list {shell(first)}", UnsupportedFormat)
 
 
-def _other_folder(path: str, names: list[str]) -> Finding:
+def _other_folder(path: str, names: list[str]) -> Identification:
     """Return a folder of no known kind: whoever gave it may mean a file in it."""
     if not names:
-        return Finding("an empty folder", None)
+        return Identification("an empty folder", None)
     if all(".ckptool-" in name for name in names):
         what = "a folder that ckptool has begun to write, and not finished"
-        return Finding(what, "write it again: the next run removes what is left of this one")
+        return Identification(what, "write it again: the next run removes what is left of this one")
     what = f"a folder that is not a checkpoint: it holds {few(names)}"
     files = [name for name in names[:_MOST_OPENED] if _may_be_checkpoint(os.path.join(path, name))]
     if not files:
-        return Finding(what, "give the checkpoint itself")
+        return Identification(what, "give the checkpoint itself")
     command = f"ckptool list {shell(os.path.join(path, files[0]))}"
     if len(files) == 1:
-        return Finding(f"a folder; the checkpoint is {quoted(files[0])} in it", command)
+        return Identification(f"a folder; the checkpoint is {quoted(files[0])} in it", command)
     if all(map(_BESIDE.fullmatch, files)):
         what = f"a trainer's folder without the model itself: it holds {few(files)}"
-        return Finding(what, f"put the model's file beside them, or give one of them: {command}")
-    return Finding(f"a folder with several checkpoints in it: {few(files)}", f"give one: {command}")
+        return Identification(
+            what, f"put the model's file beside them, or give one of them: {command}"
+        )
+    return Identification(
+        f"a folder with several checkpoints in it: {few(files)}", f"give one: {command}"
+    )
 
 
 def _may_be_checkpoint(path: str) -> bool:

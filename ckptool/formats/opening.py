@@ -140,7 +140,7 @@ def read_probe(probe: Probe) -> Checkpoint | None:
 
 def _read(probe: Probe) -> Checkpoint:
     for known in candidates(probe):
-        if known.recognise(probe):
+        if known.recognize(probe):
             if probe.salvages and not known.can_salvage:
                 raise UsageError(
                     f"is {known.name}: one file of torch.save's or of safetensors can be salvaged",

@@ -36,7 +36,7 @@ class PickleFile(Format):
         "torch.load says: Weights only load failed",
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it states a pickle protocol, or reads as a pickle of protocol 0 or 1."""
         if _WITH_PROTOCOL.match(probe.head):
             return True

@@ -63,7 +63,7 @@ class PT2Archive(Format):
         "torch.export.load gives a program, not a state dict",
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether `archive_format` says pt2, or a program is stored beside its state."""
         archive = probe.ask(open_archive)
         mark = archive.records.get(_FORMAT)

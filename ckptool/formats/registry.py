@@ -11,7 +11,7 @@ from ckptool.errors import UsageError
 from ckptool.formats.base import Format, Probe, WritableFormat
 
 
-class Entry(NamedTuple):
+class RegisteredFormat(NamedTuple):
     """A format that is imported when a file may be of it, so that the others cost nothing.
 
     It has what must be known before that; everything else is said by the format itself.
@@ -43,28 +43,30 @@ class Entry(NamedTuple):
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
 
 REGISTRY = (
-    Entry("dcp", "distributed.dcp", folder=True, writable=True),
-    Entry("dcp-safetensors", "distributed.dcp_safetensors", folder=True),
-    Entry("fsdp-ranks", "distributed.ranks", folder=True),
-    Entry("deepspeed", "distributed.zero", folder=True),
-    Entry("megatron", "distributed.megatron", folder=True),
-    Entry("tensorflow", "foreign.tensorflow", folder=True),
-    Entry("xla-fsdp", "distributed.xla", folder=True),
-    Entry("xla-xser", "distributed.xla", zipped=True, beside=".tensors"),
-    Entry("torch-zip", "torch_zip", zipped=True, writable=True, endings=TORCH_ENDINGS),
-    Entry("torchscript", "torchscript", zipped=True, endings=(".ptl",)),
-    Entry("pt2", "pt2", zipped=True, endings=(".pt2",)),
-    Entry("keras", "foreign.hdf5", zipped=True, endings=(".keras",)),
-    Entry("npz", "foreign.npz", zipped=True, endings=(".npz",)),
-    Entry("safetensors", "safetensors", writable=True, endings=(".safetensors",)),
-    Entry("hdf5", "foreign.hdf5", endings=(".h5", ".hdf5")),
-    Entry("gguf", "foreign.gguf", endings=(".gguf",)),
-    Entry("torch-legacy", "torch_legacy", writable=True, endings=TORCH_ENDINGS),
-    Entry("torch-tar", "torch_tar"),
-    Entry("pickle", "pickle_file", endings=(".pkl",)),
-    Entry("flax", "foreign.flax", endings=(".msgpack",)),
-    Entry("safetensors-sharded", "sharded", indexed=True, writable=True, shard="safetensors"),
-    Entry("torch-sharded", "sharded", indexed=True, writable=True, shard="torch-zip"),
+    RegisteredFormat("dcp", "distributed.dcp", folder=True, writable=True),
+    RegisteredFormat("dcp-safetensors", "distributed.dcp_safetensors", folder=True),
+    RegisteredFormat("fsdp-ranks", "distributed.ranks", folder=True),
+    RegisteredFormat("deepspeed", "distributed.zero", folder=True),
+    RegisteredFormat("megatron", "distributed.megatron", folder=True),
+    RegisteredFormat("tensorflow", "foreign.tensorflow", folder=True),
+    RegisteredFormat("xla-fsdp", "distributed.xla", folder=True),
+    RegisteredFormat("xla-xser", "distributed.xla", zipped=True, beside=".tensors"),
+    RegisteredFormat("torch-zip", "torch_zip", zipped=True, writable=True, endings=TORCH_ENDINGS),
+    RegisteredFormat("torchscript", "torchscript", zipped=True, endings=(".ptl",)),
+    RegisteredFormat("pt2", "pt2", zipped=True, endings=(".pt2",)),
+    RegisteredFormat("keras", "foreign.hdf5", zipped=True, endings=(".keras",)),
+    RegisteredFormat("npz", "foreign.npz", zipped=True, endings=(".npz",)),
+    RegisteredFormat("safetensors", "safetensors", writable=True, endings=(".safetensors",)),
+    RegisteredFormat("hdf5", "foreign.hdf5", endings=(".h5", ".hdf5")),
+    RegisteredFormat("gguf", "foreign.gguf", endings=(".gguf",)),
+    RegisteredFormat("torch-legacy", "torch_legacy", writable=True, endings=TORCH_ENDINGS),
+    RegisteredFormat("torch-tar", "torch_tar"),
+    RegisteredFormat("pickle", "pickle_file", endings=(".pkl",)),
+    RegisteredFormat("flax", "foreign.flax", endings=(".msgpack",)),
+    RegisteredFormat(
+        "safetensors-sharded", "sharded", indexed=True, writable=True, shard="safetensors"
+    ),
+    RegisteredFormat("torch-sharded", "sharded", indexed=True, writable=True, shard="torch-zip"),
 )
 ZIP_MAGIC = b"PK\x03\x04"
 _MEMBER = re.compile(r"\.(metadata|distcp|index|data-\d{5}-of-\d{5})\Z")

@@ -19,20 +19,20 @@ from ckptool.core.model import (
     row_major_strides,
 )
 from ckptool.core.modules import attributes_of, holds_tensors
-from ckptool.core.quantizers import class_scheme, quantised
+from ckptool.core.quantizers import class_scheme, find_quantized
 from ckptool.core.sections import wrapped_names
 from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange, Source
-from ckptool.files.source import MANY, Shared, neighbours
-from ckptool.formats.base import EditableFormat, NewFile, Plan, Probe
+from ckptool.files.source import MANY, Shared, neighbors
+from ckptool.formats.base import EditableFormat, NewFile, Probe, WritePlan
 from ckptool.formats.safetensors_header import (
     FORMAT,
     LENGTH,
     METADATA,
     RESERVED,
-    Entry,
     Header,
+    HeaderEntry,
     check_tiling,
     header_bytes,
     header_text,
@@ -88,7 +88,7 @@ def _check_containers(root: Any, file: str) -> None:
     """Refuse what holds tensors beside its own elements: packed parameters, objects, attributes.
 
     Raises:
-        NotRepresentable: naming them, with the quantiser where that is known.
+        NotRepresentable: naming them, with the quantizer where that is known.
     """
     holders = {
         str(key): inside
@@ -98,7 +98,7 @@ def _check_containers(root: Any, file: str) -> None:
     }
     if not holders:
         return
-    known = quantised(holders)
+    known = find_quantized(holders)
     own = frozenset(wrapped_names(root))
     texts = (
         f"{name} ({f'{known[name].scheme}: ' if name in known else ''}"
@@ -261,12 +261,12 @@ def content_of(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
     )
 
 
-def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, Entry]:
+def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, HeaderEntry]:
     """Each tensor's entry, in the order of the bytes.
 
     The largest elements come first, so that every tensor is aligned; otherwise the order stays.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, HeaderEntry] = {}
     end = 0
     sizes = {name: tensor.itemsize for name, tensor in tensors.items()}
     # By the power of two that divides an element's size: F6 has 3 bytes for 4 elements.
@@ -276,9 +276,9 @@ def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, Entry]:
     return entries
 
 
-def _entry(name: str, tensor: TensorRef, start: int) -> Entry:
+def _entry(name: str, tensor: TensorRef, start: int) -> HeaderEntry:
     code = BY_NAME[tensor.dtype].safetensors or ""
-    return Entry(name, code, _header_shape(tensor), start, start + tensor.nbytes)
+    return HeaderEntry(name, code, _header_shape(tensor), start, start + tensor.nbytes)
 
 
 def _header_shape(tensor: TensorRef) -> tuple[int, ...]:
@@ -290,11 +290,11 @@ def _header_shape(tensor: TensorRef) -> tuple[int, ...]:
 
 
 def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
-    """Yield what to copy and what to stream, in order; neighbours in one file are one copy."""
+    """Yield what to copy and what to stream, in order; neighbors in one file are one copy."""
     written = (tensor for tensor in tensors if tensor.nbytes)
     for verbatim, group in groupby(written, key=attrgetter("is_verbatim")):
         if verbatim:
-            yield from neighbours(tensor.data for tensor in group)
+            yield from neighbors(tensor.data for tensor in group)
         else:
             yield from group
 
@@ -322,7 +322,7 @@ class Safetensors(EditableFormat):
     can_salvage = True
     header_key = "format"
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return a plausible length, then the beginning of a JSON object."""
         head = probe.head
         if len(head) <= LENGTH.size or LENGTH.unpack_from(head)[0] >= _LIKELY_HEADER:
@@ -351,7 +351,7 @@ class Safetensors(EditableFormat):
             sources=(source,),
         )
 
-    def plan(self, checkpoint: Checkpoint) -> Plan:
+    def plan(self, checkpoint: Checkpoint) -> WritePlan:
         """Return the file for a checkpoint whose root is one flat state dict."""
         content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
         written = content.written
@@ -374,7 +374,7 @@ class Safetensors(EditableFormat):
                 else:
                     output.stream(piece.content())
 
-        return Plan(
+        return WritePlan(
             self.name,
             (NewFile(len(head) + nbytes, write, checkpoint, shared=shared),),
             left_out=content.left_out,
@@ -382,7 +382,7 @@ class Safetensors(EditableFormat):
             tensors=len(content.tensors),
         )
 
-    def plan_edit(self, checkpoint: Checkpoint) -> Plan | None:
+    def plan_edit(self, checkpoint: Checkpoint) -> WritePlan | None:
         """Return the header that makes the file hold `checkpoint`; None if that takes a new file.
 
         It does where the header becomes longer, or cannot say something that there is to say, and
@@ -412,7 +412,7 @@ class Safetensors(EditableFormat):
         text = header_text(entries, content.metadata)
         if len(text) > length:
             return None
-        return Plan(
+        return WritePlan(
             self.name,
             patch=Patch(0, LENGTH.pack(length) + text.ljust(length)),
             kept=source.size,
@@ -424,7 +424,7 @@ class Safetensors(EditableFormat):
 SAFETENSORS = Safetensors()
 
 
-def _tensor(entry: Entry, header: Header) -> TensorRef:
+def _tensor(entry: HeaderEntry, header: Header) -> TensorRef:
     dtype = BY_SAFETENSORS[entry.code]
     nbytes = entry.stop - entry.start
     whole = entry.stop <= header.body.length  # not so in a file that is to be salvaged
@@ -434,7 +434,7 @@ def _tensor(entry: Entry, header: Header) -> TensorRef:
     return TensorRef(dtype.name, shape, row_major_strides(shape), 0, storage, "cpu")
 
 
-def _torch_shape(entry: Entry) -> tuple[int, ...]:
+def _torch_shape(entry: HeaderEntry) -> tuple[int, ...]:
     """Return the shape in torch, which counts pairs of F4."""
     if entry.code != "F4":
         return entry.shape

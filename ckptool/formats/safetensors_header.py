@@ -37,7 +37,7 @@ _LONG_NUMBER = re.compile(r"[0-9]{21}")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """One tensor of the header; `start` and `stop` count from the first byte after the header."""
 
     name: str
@@ -51,7 +51,7 @@ class Entry:
 class Header:
     """A header that keeps every rule: the tensors tile the rest of the file exactly."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
     """In the order of the header."""
     metadata: Mapping[str, str]
     body: ByteRange
@@ -113,7 +113,7 @@ def _parsed(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> H
     return Header(entries, metadata, body)
 
 
-def _unused(entries: Iterable[Entry], length: int) -> Iterator[tuple[int, int]]:
+def _unused(entries: Iterable[HeaderEntry], length: int) -> Iterator[tuple[int, int]]:
     """Yield from where to where no tensor has bytes, in the body.
 
     Raises:
@@ -197,7 +197,7 @@ def texts_of(fields: Any, what: str) -> dict[str, str]:
     return fields
 
 
-def _entry(name: str, fields: Any, limits: Limits) -> Entry:
+def _entry(name: str, fields: Any, limits: Limits) -> HeaderEntry:
     """Return one tensor, checked by itself."""
     match fields:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]}:
@@ -223,7 +223,7 @@ def _entry(name: str, fields: Any, limits: Limits) -> Entry:
             f"of {code} and shape {shape} takes {count * bits // 8:,} bytes, "
             f"but its data_offsets span {stop - start:,}",
         )
-    return Entry(name, code, tuple(shape), start, stop)
+    return HeaderEntry(name, code, tuple(shape), start, stop)
 
 
 def _product(name: str, shape: Iterable[int]) -> int:
@@ -240,7 +240,7 @@ def _wrong(name: str, fact: str) -> CorruptFile:
     return CorruptFile(f"tensor '{printable(name)}' {fact}")
 
 
-def check_tiling(entries: Iterable[Entry], length: int) -> None:
+def check_tiling(entries: Iterable[HeaderEntry], length: int) -> None:
     """Refuse tensors that do not cover the rest of the file, each byte once.
 
     Raises:
@@ -264,12 +264,12 @@ def check_tiling(entries: Iterable[Entry], length: int) -> None:
         )
 
 
-def _shown(entry: Entry | None) -> str:
+def _shown(entry: HeaderEntry | None) -> str:
     return f"tensor '{printable(entry.name)}'" if entry else "the header"
 
 
 def header_bytes(
-    entries: Iterable[Entry],
+    entries: Iterable[HeaderEntry],
     metadata: Mapping[str, str],
     *,
     file: str,
@@ -294,7 +294,7 @@ def header_bytes(
     return LENGTH.pack(len(text)) + text
 
 
-def header_text(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+def header_text(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
     """Return the JSON alone."""
     document: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     for entry in entries:

@@ -14,8 +14,8 @@ from ckptool.formats.archive import (
     DESCRIPTOR,
     LOCAL,
     STORED,
-    Entry,
     LocalHeaders,
+    ZipEntry,
     began_again,
     check_names,
     find_end,
@@ -83,7 +83,7 @@ def _last_copy(data: ByteRange) -> ByteRange:
     return data
 
 
-def _entries(data: ByteRange, limits: Limits) -> list[Entry]:
+def _entries(data: ByteRange, limits: Limits) -> list[ZipEntry]:
     try:
         end = find_end(data)
         if end is not None:
@@ -100,7 +100,7 @@ def _entries(data: ByteRange, limits: Limits) -> list[Entry]:
     return entries
 
 
-def _from_the_beginning(data: ByteRange) -> Iterator[Entry]:
+def _from_the_beginning(data: ByteRange) -> Iterator[ZipEntry]:
     """Yield an entry for each local header, as long as one follows the other."""
     position = 0
     while position + LOCAL.size <= data.length:
@@ -119,7 +119,7 @@ def _from_the_beginning(data: ByteRange) -> Iterator[Entry]:
         if stop > data.length:
             return
         text = name.decode("utf-8", "backslashreplace")
-        yield Entry(text, name, method, crc, packed, size, position, bool(flags & DESCRIPTOR))
+        yield ZipEntry(text, name, method, crc, packed, size, position, bool(flags & DESCRIPTOR))
         position = stop
 
 

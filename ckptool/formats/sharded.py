@@ -21,7 +21,7 @@ from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
 from ckptool.formats import identify
 from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, of_files
-from ckptool.formats.identify import Finding
+from ckptool.formats.identify import Identification
 from ckptool.formats.registry import candidates
 from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored, texts_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -123,7 +123,7 @@ def _refuse_several(probe: Probe, indexes: list[ShardIndex]) -> None:
     if len(names) > 1:
         what = f"a folder with several checkpoints: {few(names)}"
         hint = f"give one: ckptool list {shell(os.path.join(probe.path, names[0]))}"
-        raise Finding(what, hint).error(probe.path)
+        raise Identification(what, hint).error(probe.path)
 
 
 def _complete_sets(names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -386,7 +386,7 @@ class Sharded(Format):
         self.by_torch = self.hands_on_crc = "torch-zip" in members
         self.tensors_only = not self.by_torch
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it is an index, or a folder with one, to shards of these formats."""
         index = probe.ask(open_index)
         if index is None:
@@ -456,7 +456,7 @@ def _opened(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format
     with ExitStack() as opened, naming(shard.path):
         opened.callback(shard.close)
         for known in candidates(shard):
-            if not isinstance(known, Sharded) and known.recognise(shard):
+            if not isinstance(known, Sharded) and known.recognize(shard):
                 opened.pop_all()
                 return shard, known
         raise identify.explain(shard)

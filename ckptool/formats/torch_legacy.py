@@ -10,7 +10,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, Source
 from ckptool.files.strided import swapped
-from ckptool.formats.base import NewFile, Plan, Probe, WritableFormat, pickled
+from ckptool.formats.base import NewFile, Probe, WritableFormat, WritePlan, pickled
 from ckptool.formats.legacy_stream import (
     COUNT,
     MACHINE,
@@ -43,7 +43,7 @@ class TorchLegacy(WritableFormat):
     can_salvage = True
     legacy = True
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it begins with the pickled magic number."""
         return MAGIC.match(probe.head) is not None
 
@@ -72,7 +72,7 @@ class TorchLegacy(WritableFormat):
         )
         return Checkpoint(stream.root, self.name, probe.path, details, sources=(source,))
 
-    def plan(self, checkpoint: Checkpoint) -> Plan:
+    def plan(self, checkpoint: Checkpoint) -> WritePlan:
         """Plan a stream that torch reads since 1.0, and older torch if it knows the tensors."""
         from ckptool.symbolic.encoder import encode  # a list needs none of it
 
@@ -109,7 +109,7 @@ class TorchLegacy(WritableFormat):
                     output.stream(swapped(data.blocks(), swap))
 
         size = len(head) + sum(COUNT.size + data.length for data, _, _ in payloads)
-        return Plan(
+        return WritePlan(
             self.name,
             (NewFile(size, write, checkpoint),),
             tensors=sum(1 for _ in checkpoint.tensors()),

@@ -145,7 +145,7 @@ class TorchTar(Format):
         "format",
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it is a tar with the members that torch's had."""
         if not is_tar(probe.head):
             return False

@@ -21,16 +21,16 @@ from ckptool.formats.base import (
     Archive,
     EditableFormat,
     NewFile,
-    Plan,
     Probe,
     Record,
+    WritePlan,
     naming,
     pickled,
 )
 from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.formats.zip_writer import (
     NewRecord,
-    Place,
+    ZipPlace,
     end_records,
     literal,
     plan_sharing_zip,
@@ -64,7 +64,7 @@ def _payload(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
         if is_copied:
             output.copy(data)
             return storage.crc32 or 0
-        return output.copy_checked(data)
+        return output.copy_with_crc(data)
 
     return NewRecord(f"data/{index}", storage.nbytes, write, data if is_copied else None)
 
@@ -143,7 +143,7 @@ class Storages:
         )
 
 
-class Contents(NamedTuple):
+class ZipContents(NamedTuple):
     """An archive's pickle as a tree, with what else its records say."""
 
     unpickled: Unpickled
@@ -152,7 +152,7 @@ class Contents(NamedTuple):
     """The text of `version`, `byteorder`, ... where there is such a record."""
 
 
-def read_contents(archive: Archive, limits: Limits) -> Contents:
+def read_contents(archive: Archive, limits: Limits) -> ZipContents:
     """Read `data.pkl` and the records that state a fact.
 
     Raises:
@@ -165,7 +165,7 @@ def read_contents(archive: Archive, limits: Limits) -> Contents:
     if record is None:
         raise CorruptFile("the archive has no record 'data.pkl'")
     unpickled = unpickle_outer(record.data, limits, persistent_load=storages.load)
-    return Contents(unpickled, storages, facts)
+    return ZipContents(unpickled, storages, facts)
 
 
 def _facts(archive: Archive) -> dict[str, str]:
@@ -211,7 +211,7 @@ def member_of(path: str) -> ByteRange:
     return ByteRange(place.member(path, size), 0, size)
 
 
-def contents_of(probe: Probe) -> Contents:
+def contents_of(probe: Probe) -> ZipContents:
     """Return the contents of the torch zip that a probe looks at.
 
     Raises:
@@ -233,7 +233,7 @@ class TorchZip(EditableFormat):
         "constants.pkl: file not found"
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether there is a `data.pkl`, and no `constants.pkl` as TorchScript has."""
         archive = probe.ask(open_archive)
         return archive.find(PICKLE) is not None and archive.find("constants.pkl") is None
@@ -250,7 +250,7 @@ class TorchZip(EditableFormat):
             sources=archive.sources,
         )
 
-    def plan(self, checkpoint: Checkpoint) -> Plan:
+    def plan(self, checkpoint: Checkpoint) -> WritePlan:
         """Torch's layout but for `.data/serialization_id`, a hash for its own logging."""
         from ckptool.symbolic.encoder import encode  # a list needs none of it
 
@@ -267,14 +267,14 @@ class TorchZip(EditableFormat):
         folder = checkpoint.details.folder
         new = folder and plan_sharing_zip(folder, records, "data/0", ALIGNMENT)
         new = new or plan_zip("archive", records, ALIGNMENT)
-        return Plan(
+        return WritePlan(
             self.name,
             (NewFile(new.size, new.write, checkpoint, shared=new.shared),),
             tensors=sum(1 for _ in checkpoint.tensors()),
             blockers=encoded.blockers,
         )
 
-    def plan_edit(self, checkpoint: Checkpoint) -> Plan | None:
+    def plan_edit(self, checkpoint: Checkpoint) -> WritePlan | None:
         """Return what to append to the file for it to hold `checkpoint`; None: it cannot be done.
 
         It can where the file is a plain zip that torch takes, and every storage is a record of it,
@@ -302,7 +302,7 @@ class TorchZip(EditableFormat):
         if added is None:
             return None
         patch = Patch(data.length, added)
-        return Plan(
+        return WritePlan(
             self.name,
             patch=patch,
             kept=patch.offset,
@@ -314,7 +314,7 @@ class TorchZip(EditableFormat):
 TORCH_ZIP = TorchZip()
 
 
-def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
+def _details(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Details:
     unpickled, used = contents.unpickled, contents.storages.used
     payloads = [record for name, record in archive.records.items() if name.startswith(_PAYLOADS)]
     unused = [record for record in payloads if record.name not in used]
@@ -337,7 +337,7 @@ def _details(archive: Archive, contents: Contents, *, is_zip: bool) -> Details:
     )
 
 
-def refusals(archive: Archive, contents: Contents) -> Iterator[tuple[str, str, str]]:
+def refusals(archive: Archive, contents: ZipContents) -> Iterator[tuple[str, str, str]]:
     """Yield why torch refuses a zip that reads well: kind of problem, record, and a clause."""
     if not archive.folder:
         yield "folder", "", "its records do not stand in a folder"
@@ -348,7 +348,7 @@ def refusals(archive: Archive, contents: Contents) -> Iterator[tuple[str, str, s
         yield "version", "version", f"its version is {version!r}, not between 1 and 10"
 
 
-def _notes(archive: Archive, contents: Contents, *, is_zip: bool) -> Iterator[str]:
+def _notes(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Iterator[str]:
     records = archive.records
     for _, _, text in refusals(archive, contents) if is_zip else ():
         yield f"{TORCH_REFUSES} {text}"
@@ -372,7 +372,7 @@ def records_are(names: list[str]) -> str:
     return f"record{'s' if len(names) > 1 else ''} {few(names, 3)} {are(len(names))}"
 
 
-def _writer(archive: Archive, contents: Contents) -> str:
+def _writer(archive: Archive, contents: ZipContents) -> str:
     """Return which torch lays a file out like this."""
     facts, keys = contents.facts, contents.storages.by_key
     if facts.get("version") == "1":
@@ -411,7 +411,7 @@ def misplaced(archive: Archive, used: Sequence[Record], alignment: int) -> list[
     for position, record in enumerate(used):
         name = f"{archive.folder}/{record.name}".encode("utf-8", "replace")
         header = header if position else record.header_offset
-        place = Place(name, record.data.length, header, alignment)
+        place = ZipPlace(name, record.data.length, header, alignment)
         computed = place.payload if position else record.data.offset
         if computed != record.data.offset:
             wrong.append(record)
@@ -452,7 +452,7 @@ def _edited(
     name of the pickle's record is not in UTF-8.
     """
     end, crc = find_end(data), zlib.crc32(pickle)
-    place = Place(f"{prefix}{old.name}".encode(), len(pickle), data.length, ALIGNMENT)
+    place = ZipPlace(f"{prefix}{old.name}".encode(), len(pickle), data.length, ALIGNMENT)
     entries = dict(raw_entries(data, end)) if end else {}
     if place.name not in entries:
         return None

@@ -109,7 +109,7 @@ class TorchScript(Format):
         "``torch.load``; torch.jit.load gives a module, not a state dict",
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether there is `constants.pkl` beside `data.pkl`, or 1.0's `model.json`."""
         find = probe.ask(open_archive).find
         if find("constants.pkl") is not None and find("data.pkl") is not None:

@@ -60,7 +60,7 @@ def literal(name: str, data: bytes) -> NewRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ZipPlace:
     """Where a record goes; every field of its headers but the CRC follows from that."""
 
     name: bytes
@@ -146,7 +146,7 @@ class Place:
 class NewZip:
     """A zip that is not written yet."""
 
-    records: tuple[tuple[NewRecord, Place], ...]
+    records: tuple[tuple[NewRecord, ZipPlace], ...]
     size: int
     """Bytes of the whole file."""
     shared: Shared | None = None
@@ -230,7 +230,7 @@ def plan_zip(
     for record in records:
         name = f"{folder}/{record.name}".encode()
         congruent = fixed[1] if fixed and fixed[0] == record.name else None
-        place = Place(name, record.size, position, alignment, congruent)
+        place = ZipPlace(name, record.size, position, alignment, congruent)
         placed.append((record, place))
         position = place.end
         directory += len(place.entry(0))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import TORCH_REFUSES, Checkpoint
 from ckptool.core.model import Global, Opaque, StorageRef, TensorRef, children
-from ckptool.core.placeholders import PLACEHOLDERS, hollow
+from ckptool.core.placeholders import PLACEHOLDERS, placeholders_of
 from ckptool.core.sections import CONSTANT, MODEL_KINDS
 from ckptool.core.tree import everything
 from ckptool.dtypes import BY_NAME
@@ -68,7 +68,7 @@ def would_run_of(files: Iterable[str], *, hidden: bool = True) -> tuple[str, ...
     found = [
         scan(file, hidden=hidden) for file in dict.fromkeys(files) if place_of(file).is_file(file)
     ]
-    return tuple(dict.fromkeys(deed.text for one in found for deed in one.runs))
+    return tuple(dict.fromkeys(call.text for one in found for call in one.runs))
 
 
 def calls(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ def missing_weights(checkpoint: Checkpoint) -> Part | None:
     Sources: deepspeed/runtime/engine.py (names of files, `mp_world_size`, placeholders of ZeRO-3),
     torch/distributed/fsdp/_flat_param.py (`_flat_param`), the file names of Megatron and Llama.
     """
-    checks = (_packed, _hollow, _flat_parameters, _rank)
+    checks = (_packed, _placeholders, _flat_parameters, _rank)
     return next((part for check in checks if (part := check(checkpoint)) is not None), None)
 
 
@@ -141,8 +141,8 @@ def _packed(checkpoint: Checkpoint) -> Part | None:
     return Part(text, "save the state dict of the model before torch.jit.freeze", kind="frozen")
 
 
-def _hollow(checkpoint: Checkpoint) -> Part | None:
-    found = hollow(checkpoint)
+def _placeholders(checkpoint: Checkpoint) -> Part | None:
+    found = placeholders_of(checkpoint)
     if found is None:
         return None
     remedy = _gathered(checkpoint.path) if found.remedy == PLACEHOLDERS else found.remedy

@@ -26,7 +26,7 @@ from ckptool.core.tree import Link, name_of, path_of
 from ckptool.dtypes import CODES, PACKED
 from ckptool.errors import LimitExceeded
 from ckptool.inspection.reading import RepeatedBytes, content_hash
-from ckptool.inspection.values import comparable, is_set, set_items, summarise
+from ckptool.inspection.values import comparable, is_set, set_items, summarize
 from ckptool.limits import DEFAULT_LIMITS, Limits
 
 Same = Callable[[TensorRef, TensorRef, bool], bool]
@@ -45,7 +45,7 @@ _NO_PARTS = frozenset({"strided", "numpy", "meta"})
 _IN_HEADER = frozenset({"args", "layout", "size"})
 """Parts that only repeat the header."""
 _QUANTIZER = ("scheme", "scale", "zero_point", "axis")
-"""What torch calls the items of a quantiser (`torch._utils._rebuild_qtensor`)."""
+"""What torch calls the items of a quantizer (`torch._utils._rebuild_qtensor`)."""
 _VALUES = frozenset({"values", "buffer", "_local_tensor"})
 """What holds the values of a tensor made of parts: sparse or jagged, nested, distributed."""
 
@@ -70,7 +70,7 @@ def is_made_of_parts(tensor: TensorRef) -> bool:
 def raw_elements(tensor: TensorRef | StorageRef) -> TensorRef | None:
     """Return the stored elements of a tensor, or the bytes of a storage, as a plain array.
 
-    Those of a quantised tensor are integers, or bytes where several elements share one.
+    Those of a quantized tensor are integers, or bytes where several elements share one.
     None where no run of bytes lies behind it: such a tensor is what its parts are.
     """
     storage = tensor.storage
@@ -176,7 +176,7 @@ class _Comparison:
         (one, mine), (other, others) = _made_of(a, held), _made_of(b, held)
         if one != other:
             in_words = all(isinstance(node, (*_PLAIN, DeviceValue)) for node in (a, b))
-            raise _Differ(*(map(summarise, (a, b)) if in_words else ()))
+            raise _Differ(*(map(summarize, (a, b)) if in_words else ()))
         if isinstance(a, dict):
             steps = _by_key(mine, others)
             if isinstance(a, OrderedMap) and isinstance(b, OrderedMap):
@@ -274,7 +274,7 @@ def _value(value: Any) -> Any:
 
 
 def _parts(tensor: TensorRef) -> list[Part]:
-    """Return parts that do not only repeat the header, the items of a quantiser by name."""
+    """Return parts that do not only repeat the header, the items of a quantizer by name."""
     if tensor.kind in _NO_PARTS:
         return []
     parts = {key: part for key, part in (tensor.parts or {}).items() if key not in _IN_HEADER}

@@ -100,7 +100,7 @@ def examine(
             if index is not None:
                 shards = {name: index.beside(name) for name in index.shards}
                 look.at_set(probe, index.path, shards)
-            elif find := next((find for known, find in _SETS if known.recognise(probe)), None):
+            elif find := next((find for known, find in _SETS if known.recognize(probe)), None):
                 files = find(probe)
                 top = os.path.commonpath(list(map(os.path.dirname, files)))
                 shards = {os.path.relpath(one, top or "."): one for one in files}

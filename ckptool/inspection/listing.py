@@ -20,7 +20,7 @@ from ckptool.inspection.values import (
     documented,
     json_path,
     json_value,
-    summarise,
+    summarize,
     value_of,
 )
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -50,7 +50,7 @@ class TensorRow:
     tied: bool = False
     """Whether another name has the very same elements."""
     digest: str | None = None
-    """Of what is more than elements (sparse, quantised, nested, a subclass's state), where asked;
+    """Of what is more than elements (sparse, quantized, nested, a subclass's state), where asked;
     16 hexadecimal digits of a `Fingerprints`."""
 
     def to_dict(self, *, hashed: bool = False) -> dict[str, Any]:
@@ -104,8 +104,8 @@ class Listing(Result):
     values: tuple[ValueRow, ...]
     objects: tuple[ObjectRow, ...]
     hashed: bool = False
-    quantisers: tuple[str, ...] = ()
-    """The known quantisers of its weights."""
+    quantizers: tuple[str, ...] = ()
+    """The known quantizers of its weights."""
 
     def __len__(self) -> int:
         """Return the number of tensors."""
@@ -210,14 +210,14 @@ def list_tensors(
             values=tuple(values),
             objects=tuple(others),
             hashed=hash,
-            quantisers=tuple(
-                dict.fromkeys(q for part in checkpoint.sections for q in part.quantisers)
+            quantizers=tuple(
+                dict.fromkeys(q for part in checkpoint.sections for q in part.quantizers)
             ),
         )
 
 
 def _object_row(path: Path, leaf: Any) -> ObjectRow:
-    name, words = class_of(leaf), summarise(leaf)
+    name, words = class_of(leaf), summarize(leaf)
     said = "" if words in (name, f"{name} object") else words
     return ObjectRow(json_path(path), name_of(path), name, said)
 

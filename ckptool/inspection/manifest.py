@@ -20,7 +20,7 @@ from ckptool.core.tree import name_of
 from ckptool.errors import CorruptFile, LimitExceeded, UsageError
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
-from ckptool.files.source import Told
+from ckptool.files.source import BytesDone
 from ckptool.formats.base import Findings, Problem
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.inspection.reading import content_hashes
@@ -60,7 +60,7 @@ def manifest_name(file: str, manifest: str) -> str:
 
 
 def hashed_tensors(
-    checkpoint: Checkpoint, limits: Limits = DEFAULT_LIMITS, told: Told | None = None
+    checkpoint: Checkpoint, limits: Limits = DEFAULT_LIMITS, told: BytesDone | None = None
 ) -> tuple[HashedTensor, ...]:
     """Return every listed tensor with its content hash; raises and tells as `content_hashes`."""
     leaves = list(checkpoint.tensors())
@@ -192,7 +192,7 @@ def held_against(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) 
     unhashed = sum(want.sha256 is None and have.sha256 is None for want, have in both)
     if unhashed:
         notes.append(
-            f"{counted(unhashed, 'tensor')} without a content hash, being sparse, quantised or the "
+            f"{counted(unhashed, 'tensor')} without a content hash, being sparse, quantized or the "
             "like: their dtype and shape alone were compared"
         )
     return Findings(tuple(problems), tuple(notes))

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.core.quantizers import LIBRARIES, LOOKS_QUANTIZED, quantised
+from ckptool.core.quantizers import LIBRARIES, LOOKS_QUANTIZED, find_quantized
 from ckptool.errors import CheckpointError
 from ckptool.files.place import is_address
 from ckptool.files.source import FileSource
@@ -50,11 +50,11 @@ def quantizations(checkpoint: Checkpoint) -> Iterator[Quantization]:
 
     The method is that of a configuration, of the header's metadata, or of the table of names.
     """
-    quantized = [section for section in checkpoint.sections if section.quantisers]
+    quantized = [section for section in checkpoint.sections if section.quantizers]
     method, where = _declared(checkpoint) if quantized else ("", "")
     for section in quantized:
-        found = quantised(section.node)
-        for scheme, count in section.quantisers.items():
+        found = find_quantized(section.node)
+        for scheme, count in section.quantizers.items():
             own = {name: one.companions for name, one in found.items() if one.scheme == scheme}
             what, library = scheme, LIBRARIES.get(scheme, "")
             if method:

@@ -8,7 +8,7 @@ from typing import Any
 from ckptool.core.model import Path, TensorRef
 from ckptool.core.tree import name_of
 from ckptool.errors import LimitExceeded
-from ckptool.files.source import Progress, Told
+from ckptool.files.source import BytesDone, Progress
 from ckptool.files.threads import in_order
 from ckptool.limits import Limits
 
@@ -63,7 +63,7 @@ class RepeatedBytes:
 
 
 def content_hashes(
-    leaves: Sequence[tuple[Path, TensorRef]], limits: Limits, told: Told | None = None
+    leaves: Sequence[tuple[Path, TensorRef]], limits: Limits, told: BytesDone | None = None
 ) -> list[str | None]:
     """Return the SHA-256 of the content of each tensor; ties are read once, in two threads.
 
@@ -84,7 +84,7 @@ def content_hashes(
     return [hashes.get(place) for place in places]
 
 
-def _hashes(tensors: Sequence[TensorRef], told: Told | None) -> Iterator[str]:
+def _hashes(tensors: Sequence[TensorRef], told: BytesDone | None) -> Iterator[str]:
     """Yield the hash of each tensor, in order; by threads if they may share the sources."""
     jobs = list(_jobs(tensors))
     divided = all(map(_is_shared, tensors))

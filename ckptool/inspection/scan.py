@@ -28,7 +28,15 @@ from ckptool.formats.identify import MAGICS
 from ckptool.formats.legacy_stream import COUNT, MAGIC_NUMBER
 from ckptool.formats.safetensors_header import read_header
 from ckptool.formats.torch_tar import BLOCK, is_tar, read_members
-from ckptool.inspection.scan_calls import CANNOT_TELL, DATA, RUNS, VERDICTS, Deed, Judge, worst
+from ckptool.inspection.scan_calls import (
+    CANNOT_TELL,
+    DATA,
+    RUNS,
+    VERDICTS,
+    Judge,
+    SuspectCall,
+    worst,
+)
 from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid, storage_type
@@ -103,13 +111,13 @@ class Stream:
     """The record and the archives around it; empty for the file itself."""
     offset: int
     verdict: str
-    deeds: tuple[Deed, ...] = ()
+    calls: tuple[SuspectCall, ...] = ()
     imports: tuple[str, ...] = ()
     """Classes and functions named beyond the allow list of `weights_only=True`."""
     fault: str = ""
     """Why it cannot be followed to its end."""
     told: int = 0
-    """Calls that run something, with those that `deeds` has no room for."""
+    """Calls that run something, with those that `calls` has no room for."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.scan/1`."""
@@ -117,7 +125,7 @@ class Stream:
             "where": self.where,
             "offset": self.offset,
             "verdict": self.verdict,
-            "calls": [deed._asdict() for deed in self.deeds],
+            "calls": [call._asdict() for call in self.calls],
             "calls_in_all": self.told,
             "imports": list(self.imports),
             "fault": self.fault or None,
@@ -153,9 +161,9 @@ class Scan(Result):
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
     @property
-    def runs(self) -> tuple[Deed, ...]:
+    def runs(self) -> tuple[SuspectCall, ...]:
         """The calls that run something."""
-        return tuple(d for stream in self.streams for d in stream.deeds if d.verdict == RUNS)
+        return tuple(d for stream in self.streams for d in stream.calls if d.verdict == RUNS)
 
     def ok(self, *, strict: bool = False) -> bool:
         """Return whether the file may pass a gate; `strict` passes data alone."""
@@ -243,7 +251,7 @@ class _Scanner:
         self.code: list[str] = []
         self.pickles = 0
         self.depth = 0
-        self.judged: dict[bytes, tuple[str, tuple[Deed, ...]]] = {}
+        self.judged: dict[bytes, tuple[str, tuple[SuspectCall, ...]]] = {}
 
     @property
     def verdict(self) -> str:
@@ -308,7 +316,9 @@ class _Scanner:
         is_config = head.lstrip()[:1] == b"{" or head.startswith(b"\x89HDF")
         if is_config and _LAMBDA.search(data.read(0, min(data.length, 16 << 20))):
             text = "keras.layers.Lambda: keras.models.load_model runs the code in it"
-            self.add(Stream(where, 0, RUNS, (Deed(text, 0, "a Keras config", RUNS),), told=1))
+            self.add(
+                Stream(where, 0, RUNS, (SuspectCall(text, 0, "a Keras config", RUNS),), told=1)
+            )
         if (where or self.file).endswith(".py"):
             self.code.append(where or self.file)
 
@@ -383,17 +393,17 @@ class _Scanner:
         both = make(as_joblib=True).watch(start)
         if run.verdict == RUNS:  # for pickle.load, which stops at the raw bytes
             both.verdict = RUNS
-            both.deeds += [deed for deed in run.deeds if deed.verdict == RUNS]
+            both.calls += [call for call in run.calls if call.verdict == RUNS]
         return both
 
     def _note(self, run: Judge, where: str, offset: int) -> None:
         self.pickles += 1
         verdict = worst(run.verdict, CANNOT_TELL if run.failed else DATA)
         if verdict != DATA:
-            deeds = tuple(dict.fromkeys(run.deeds))
-            self.add(Stream(where, offset, verdict, deeds, tuple(run.names), run.fault, run.told))
+            calls = tuple(dict.fromkeys(run.calls))
+            self.add(Stream(where, offset, verdict, calls, tuple(run.names), run.fault, run.told))
 
-    def nested(self, raw: bytes) -> tuple[str, tuple[Deed, ...]]:
+    def nested(self, raw: bytes) -> tuple[str, tuple[SuspectCall, ...]]:
         """Judge bytes that a pickle hands to a function: each run of bytes once."""
         if raw not in self.judged:
             if self.depth >= self.limits.max_nested_pickles or len(self.judged) > _MOST_STREAMS:
@@ -401,9 +411,9 @@ class _Scanner:
             inner = _Scanner(self.file, self.limits)
             inner.depth, inner.judged = self.depth + 1, self.judged
             inner.look(self.memory(raw), "", 1)
-            deeds = tuple(deed for one in inner.streams for deed in one.deeds)[:_MOST_STREAMS]
+            calls = tuple(call for one in inner.streams for call in one.calls)[:_MOST_STREAMS]
             self.pickles += inner.pickles
-            self.judged[raw] = inner.verdict, deeds
+            self.judged[raw] = inner.verdict, calls
         return self.judged[raw]
 
     # Zips

@@ -84,10 +84,10 @@ _FINDERS = frozenset(
 _APPLIER = re.compile(r"(\w+\.)+_rebuild_from_type(_v2)?")
 """Functions of torch, fastai and others that call their first argument, and set a state."""
 _MAPPINGS = ("builtins.dict", "collections.OrderedDict", "collections.defaultdict")
-_MOST_TOLD, _MOST_PARTS = 100, 2_000_000
+_MOST_LISTED, _MOST_PARTS = 100, 2_000_000
 
 
-class Deed(NamedTuple):
+class SuspectCall(NamedTuple):
     """A step that runs something, or that cannot be told."""
 
     text: str
@@ -97,7 +97,7 @@ class Deed(NamedTuple):
     verdict: str
 
 
-_Nested = Callable[[bytes], tuple[str, tuple[Deed, ...]]]
+_Nested = Callable[[bytes], tuple[str, tuple[SuspectCall, ...]]]
 
 
 def worst(*verdicts: str) -> str:
@@ -117,7 +117,7 @@ class Judge(Watcher):
         self.look_into = nested
         self.base = base
         self.verdict = DATA
-        self.deeds: list[Deed] = []
+        self.calls: list[SuspectCall] = []
         self.names: dict[str, None] = {}
         self.told = 0
         """Calls that run something, those that are not kept included."""
@@ -174,21 +174,21 @@ class Judge(Watcher):
         if verdict != self.verdict:
             self.verdict = worst(self.verdict, verdict)
         self.told += verdict == RUNS
-        if verdict in (RUNS, CANNOT_TELL) and len(self.deeds) < _MOST_TOLD:
+        if verdict in (RUNS, CANNOT_TELL) and len(self.calls) < _MOST_LISTED:
             from pickletools import code2op  # type: ignore[attr-defined]  # few files need it
 
             text, opcode = _told(kind, what, items), code2op[chr(self.data[self.at])].name
-            self.deeds.append(Deed(text, self.base + self.at, opcode, verdict))
+            self.calls.append(SuspectCall(text, self.base + self.at, opcode, verdict))
 
     def _look_inside(self, made: Opaque) -> None:
         """Judge pickles among the arguments of a call."""
-        for raw in _bytes_in(made.args) if len(self.deeds) < _MOST_TOLD else ():
-            verdict, deeds = self.look_into(raw)
+        for raw in _bytes_in(made.args) if len(self.calls) < _MOST_LISTED else ():
+            verdict, calls = self.look_into(raw)
             self.verdict = worst(self.verdict, verdict)
-            self.told += sum(deed.verdict == RUNS for deed in deeds)
+            self.told += sum(call.verdict == RUNS for call in calls)
             place = f"in a pickle at {self.base + self.at:,}: "
-            room = max(_MOST_TOLD - len(self.deeds), 0)
-            self.deeds += [deed._replace(opcode=place + deed.opcode) for deed in deeds[:room]]
+            room = max(_MOST_LISTED - len(self.calls), 0)
+            self.calls += [call._replace(opcode=place + call.opcode) for call in calls[:room]]
 
     def judge_call(self, func: Any, args: Any, kwargs: Any = None, *, is_new: bool = False) -> str:
         """Return the verdict on a call, or on `func.__new__` (`is_new`)."""

@@ -17,7 +17,7 @@ from ckptool.core.modules import model_state
 from ckptool.core.tree import name_of, resolve, settled
 from ckptool.dtypes import REAL_PARTS
 from ckptool.errors import without_query
-from ckptool.files.source import Progress, Told
+from ckptool.files.source import BytesDone, Progress
 from ckptool.inspection.equality import type_name
 from ckptool.inspection.listing import TensorRow, tensor_rows
 from ckptool.inspection.reading import Meter, RepeatedBytes
@@ -26,7 +26,7 @@ from ckptool.inspection.values import (
     documented,
     json_path,
     json_value,
-    summarise,
+    summarize,
     value_of,
 )
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -169,7 +169,7 @@ def _tensor(
         head = _head(tensor, count)
         spans = statistics(tensor, Meter(progress, once.nbytes).told)
     [row] = tensor_rows([(path, tensor)])
-    parts = tuple((str(key), summarise(part)) for key, part in (tensor.parts or {}).items())
+    parts = tuple((str(key), summarize(part)) for key, part in (tensor.parts or {}).items())
     return ShownTensor(file, row.path, row.name, row, head, spans, parts)
 
 
@@ -187,7 +187,7 @@ def _head(tensor: TensorRef, count: int) -> tuple[Any, ...]:
 
 def _object(place: tuple[str, tuple[str | int, ...], str], node: Any) -> ShownObject:
     if not isinstance(node, Opaque):
-        return ShownObject(*place, class_of(node), (summarise(node),), (), ())
+        return ShownObject(*place, class_of(node), (summarize(node),), (), ())
     module = model_state(node)
     if module is not None:
         return ShownObject(*place, node.class_name, (), (), _entries(module))
@@ -198,7 +198,7 @@ def _object(place: tuple[str, tuple[str | int, ...], str], node: Any) -> ShownOb
     return ShownObject(
         *place,
         node.class_name,
-        tuple(summarise(argument) for argument in arguments),
+        tuple(summarize(argument) for argument in arguments),
         _entries(attributes),
         tuple(_items(node.steps)),
     )
@@ -208,14 +208,14 @@ def _items(steps: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield the items of an object that is filled like a list, set or dict."""
     for kind, value in steps:
         if kind == "set":
-            yield from ((_key(key), summarise(item)) for key, item in value)
+            yield from ((_key(key), summarize(item)) for key, item in value)
         elif kind in ("append", "add"):
-            yield from ((str(index), summarise(item)) for index, item in enumerate(value))
+            yield from ((str(index), summarize(item)) for index, item in enumerate(value))
 
 
 def _entries(node: Any) -> _Entries:
     pairs = node.items() if isinstance(node, dict) else enumerate(node)
-    return tuple((_key(key), summarise(value)) for key, value in pairs)
+    return tuple((_key(key), summarize(value)) for key, value in pairs)
 
 
 def _key(key: Any) -> str:
@@ -284,7 +284,7 @@ def decode(dtype: str, data: bytes) -> Sequence[Any]:
     return [table[byte] for byte in data]
 
 
-def statistics(tensor: TensorRef, told: Told | None = None) -> Statistics:
+def statistics(tensor: TensorRef, told: BytesDone | None = None) -> Statistics:
     """Read a tensor twice: count NaN and infinities, then span the other elements.
 
     Elements that a stride of zero repeats are read once. Sums are exact for integers. `told` is

@@ -13,8 +13,8 @@ from ckptool._lazy import Result
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Path, TensorRef
 from ckptool.core.names import families
-from ckptool.core.placeholders import hollow, refuse_hollow
-from ckptool.core.quantizers import Quantised, quantised
+from ckptool.core.placeholders import placeholders_of, refuse_placeholders
+from ckptool.core.quantizers import Quantized, find_quantized
 from ckptool.core.sections import MODEL_KINDS
 from ckptool.core.tree import distinct, is_within, name_of, resolve, selected, walk
 from ckptool.errors import NotFound, UnsupportedFormat, UsageError, without_query
@@ -249,11 +249,11 @@ def stats(
                 file=checkpoint.path or None,
                 hint=f"ckptool list {shell(checkpoint.path)}" if checkpoint.path else None,
             )
-        placeholders = hollow(checkpoint)
+        placeholders = placeholders_of(checkpoint)
         if placeholders is not None and placeholders.kind == "part":
             names = set(placeholders.names)
             if any(name_of(path) in names for path, _ in leaves):
-                refuse_hollow(checkpoint)
+                refuse_placeholders(checkpoint)
         rows = list(_measured(leaves, Measurer(bins), limits, progress))
         optimizers = [part.path for part in checkpoint.sections if part.kind == "optimizer"]
         models = [
@@ -276,8 +276,8 @@ def _note_codes(
     """Remark at the first weight of each scheme that the figures are of codes."""
     places = {id(tensor): at for at, (_, tensor) in reversed([*enumerate(leaves)])}
     for part in checkpoint.sections:
-        known = quantised(part.node) if part.kind in MODEL_KINDS else {}
-        first: dict[str, tuple[int, Quantised]] = {}
+        known = find_quantized(part.node) if part.kind in MODEL_KINDS else {}
+        first: dict[str, tuple[int, Quantized]] = {}
         for name, one in known.items():
             if (at := places.get(id(part.node[name]))) is not None and one.companions:
                 first.setdefault(one.scheme, (at, one))

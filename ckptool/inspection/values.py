@@ -81,7 +81,7 @@ def value_of(node: Any) -> tuple[str, Any] | None:
     return (type(node).__name__, node) if is_value(node) else None
 
 
-def summarise(node: Any, most: int = 60) -> str:
+def summarize(node: Any, most: int = 60) -> str:
     """Return a node in a few words: a value's repr, a tensor's type and shape, a length."""
     if isinstance(node, TensorRef):
         return f"tensor {node.dtype} {shape_text(node.shape)} on {node.device}"

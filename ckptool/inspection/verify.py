@@ -54,7 +54,7 @@ class ManifestOutcome:
     problems: tuple[Problem, ...] = ()
     """Files that it lists and that are gone."""
     unhashed: int = 0
-    """Tensors of a written one that have no content hash, being sparse, quantised or the like."""
+    """Tensors of a written one that have no content hash, being sparse, quantized or the like."""
     reason: str | None = None
     """Why it was not written: a `problem` in a file, or an `error` before one was looked at."""
 
@@ -330,17 +330,17 @@ def _identity(path: str) -> _Identity:
 def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
     """Return the test for a part of a folder that is one checkpoint; None for another folder."""
     with suppress(CheckpointError), closing(Probe(folder, limits)) as probe:
-        if DCP.recognise(probe):
+        if DCP.recognize(probe):
             return re.compile(r".+\.(distcp|metadata)|.*(pytorch_model_fsdp|optimizer)_0").fullmatch
-        if DCP_SAFETENSORS.recognise(probe):
+        if DCP_SAFETENSORS.recognize(probe):
             return is_part_file
-        if FSDP_RANKS.recognise(probe):
+        if FSDP_RANKS.recognize(probe):
             return of_model
         if is_step(probe):
             return is_part
         archive = probe.ask(open_archive)
         if archive.records and os.path.realpath(archive.path) == os.path.realpath(folder):
-            is_unzipped = any(known.recognise(probe) for known in candidates(probe))
+            is_unzipped = any(known.recognize(probe) for known in candidates(probe))
             return (lambda path: True) if is_unzipped else None
     return None
 

@@ -17,7 +17,7 @@ from ckptool.files import ByteRange, Source
 from ckptool.files.checksums import crc32s
 from ckptool.files.threads import in_order
 from ckptool.tensors.live import cuts, extent, memory_of, repeats
-from ckptool.tensors.materialise import called, memory_view, torch_dtype
+from ckptool.tensors.materialize import called, memory_view, torch_dtype
 from ckptool.words import shell
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from ckptool.core.sections import model_state_dict, values_inside, wrapped_names
 from ckptool.core.tree import name_of
 from ckptool.errors import LimitExceeded, UsageError, warn
 from ckptool.formats import opened
-from ckptool.tensors import Materialiser, is_one_part, only_a_part, set_attributes
-from ckptool.tensors.materialise import MapLocation
+from ckptool.tensors import Materializer, is_one_part, only_a_part, set_attributes
+from ckptool.tensors.materialize import MapLocation
 from ckptool.transforms.extraction import plain_state_dict
 from ckptool.words import listed, printable
 
@@ -117,10 +117,10 @@ class TreeMaker:
         """Plan the tensors below `root`.
 
         `originals` has what nodes stand for, by their `id`: those are returned as they are. Errors
-        are those of `Materialiser`.
+        are those of `Materializer`.
         """
         self._originals = originals
-        self._tensors = Materialiser(
+        self._tensors = Materializer(
             root, convert=self.node, map_location=map_location, mmap=mmap, dtype=dtype
         )
         self._done: dict[int, tuple[Any, Any]] = {}

@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import uncollected
-from ckptool.core.placeholders import hollow
-from ckptool.core.quantizers import LIBRARIES, quantised
+from ckptool.core.placeholders import placeholders_of
+from ckptool.core.quantizers import LIBRARIES, find_quantized
 from ckptool.errors import (
     CheckpointError,
     DeviceError,
@@ -32,12 +32,12 @@ from ckptool.loading.fill import (
     fill,
     stored_bytes,
 )
-from ckptool.loading.plan import Plan, check_lists, metadata_for, planned
+from ckptool.loading.plan import LoadPlan, check_lists, metadata_for, planned
 from ckptool.loading.ranks import Ranks, ranks_of, sharded, spread_like, without_hidden
 from ckptool.loading.snapshot import Snapshot, held_back, layers, tensors_of
-from ckptool.loading.source import Source, State, stated
+from ckptool.loading.source import Source, StateDict, stated
 from ckptool.loading.target import (
-    Target,
+    ModelTarget,
     loads_by_name,
     overrides_load,
     runs_foreign_code,
@@ -45,12 +45,12 @@ from ckptool.loading.target import (
     target_of,
 )
 from ckptool.matching import Allowance, Allowed, MatchReport
-from ckptool.matching.layouts import Choices
+from ckptool.matching.layouts import TransposeRules
 from ckptool.matching.report import counted
 from ckptool.tensors import require_torch
-from ckptool.tensors.dequantising import dequantized
+from ckptool.tensors.dequantizing import dequantized
 from ckptool.tensors.live import memory_of
-from ckptool.tensors.materialise import MapLocation, Placement
+from ckptool.tensors.materialize import MapLocation, Placement
 from ckptool.transforms.name_rules import Rule
 from ckptool.words import a_class, listed, printable, shell
 
@@ -186,10 +186,10 @@ def load_into(
                 target,
                 rules=rules,
                 prefixes=prefixes,
-                choices=Choices.of(transpose, no_transpose),
+                choices=TransposeRules.of(transpose, no_transpose),
                 assign=bool(assign),
             )
-            without_values = hollow(state.tree, state.section)
+            without_values = placeholders_of(state.tree, state.section)
             if without_values and without_values.kind != "lazy":  # those are missing
                 raise MatchError(
                     without_values.text,
@@ -226,7 +226,7 @@ def load_into(
         return _finished(model, target, loading.plan.report)
 
 
-def _refuse_codes(state: State, target: Target, plan: Plan) -> None:
+def _refuse_codes(state: StateDict, target: ModelTarget, plan: LoadPlan) -> None:
     """Refuse to give the codes of quantized weights to a model as if they were numbers.
 
     A model that takes what the codes need as well knows what they are.
@@ -234,7 +234,7 @@ def _refuse_codes(state: State, target: Target, plan: Plan) -> None:
     Raises:
         MatchError: one would be.
     """
-    known, taken = quantised(state.root), {*plan.pairs.values()}
+    known, taken = find_quantized(state.root), {*plan.pairs.values()}
     for name, own in plan.pairs.items() if known else ():
         found, wanted = known.get(own), target.slots[name].dtype or ""
         if (
@@ -263,9 +263,9 @@ class _Loading:
     def __init__(
         self,
         model: torch.nn.Module,
-        target: Target,
-        state: State,
-        plan: Plan,
+        target: ModelTarget,
+        state: StateDict,
+        plan: LoadPlan,
         optimizer: OptimizerPlan | None,
         allowance: Allowance,
         *,
@@ -589,7 +589,7 @@ def _check_arguments(map_location: Any, optimizer_order: Any, **switches: Any) -
         raise UsageError(f"optimizer_order={optimizer_order!r} is neither None nor 'position'")
 
 
-def _finished(model: torch.nn.Module, target: Target, report: MatchReport) -> MatchReport:
+def _finished(model: torch.nn.Module, target: ModelTarget, report: MatchReport) -> MatchReport:
     """Return the report, with a warning of tensors that are still on the meta device."""
     every = (*model.named_parameters(), *model.named_buffers())
     left = [name for name, tensor in every if tensor.is_meta]

@@ -32,13 +32,13 @@ from ckptool.core.sections import MODEL_KINDS, Section, is_optimizer, optimizer_
 from ckptool.core.tree import everything, name_of, resolve, walk
 from ckptool.errors import MatchError, UsageError
 from ckptool.loading.fill import check_bytes, check_pickles
-from ckptool.loading.plan import Plan, inert
+from ckptool.loading.plan import LoadPlan, inert
 from ckptool.loading.positions import doubt_of, parameters_in
 from ckptool.loading.ranks import is_spread, spread_like, without_hidden
 from ckptool.loading.snapshot import layers
-from ckptool.loading.source import State
-from ckptool.loading.target import Target
-from ckptool.matching import Allowance, Cast, OptimizerReport, Slot, matched
+from ckptool.loading.source import StateDict
+from ckptool.loading.target import ModelTarget
+from ckptool.matching import Allowance, DtypeChange, OptimizerReport, Slot, matched
 from ckptool.matching.report import holds
 from ckptool.remedies import Remedy
 from ckptool.tensors import is_one_part
@@ -137,9 +137,9 @@ class _Saved(NamedTuple):
 def planned_optimizer(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
-    state: State,
-    target: Target,
-    plan: Plan,
+    state: StateDict,
+    target: ModelTarget,
+    plan: LoadPlan,
     *,
     key: Any = None,
     order: str | None = None,
@@ -212,7 +212,7 @@ def planned_optimizer(
     return OptimizerPlan(optimizer, report, _Maker(state, saved, wanted, kept, groups))
 
 
-def _found(state: State, key: Any) -> _Saved:
+def _found(state: StateDict, key: Any) -> _Saved:
     """Return the optimizer in the model's file, else in its own file in the model's folder."""
     names = [] if state.folder is None else _files(state.folder)
     has_own = bool(_optimizers(state.tree))
@@ -280,7 +280,7 @@ class _Wanted:
     """The parameters of the optimizer that is to be filled."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, target: Target
+        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, target: ModelTarget
     ) -> None:
         self.optimizer = optimizer
         groups = optimizer.param_groups
@@ -312,7 +312,7 @@ class _Wanted:
 
 
 def _by_names(
-    saved: _Saved, wanted: _Wanted, state: State, plan: Plan, *, partial: bool
+    saved: _Saved, wanted: _Wanted, state: StateDict, plan: LoadPlan, *, partial: bool
 ) -> list[int | None]:
     """Return the number of the parameter that each name of the file's optimizer leads to.
 
@@ -355,7 +355,7 @@ def _check_order(
     saved: _Saved,
     wanted: _Wanted,
     model: torch.nn.Module,
-    state: State,
+    state: StateDict,
     held: Mapping[str, torch.Tensor | None],
 ) -> None:
     """Refuse positions that do not prove which state belongs to which parameter."""
@@ -377,7 +377,7 @@ def _check_order(
 def _by_position(
     saved: _Saved,
     wanted: _Wanted,
-    state: State,
+    state: StateDict,
     held: Mapping[str, torch.Tensor | None],
     *,
     partial: bool,
@@ -407,7 +407,7 @@ def _by_position(
     return [], [*range(len(keys))]
 
 
-def _schedules(saved: _Saved, state: State) -> Iterator[str]:
+def _schedules(saved: _Saved, state: StateDict) -> Iterator[str]:
     """Yield which schedulers have a value for each group of the file's optimizer."""
     for section in distinct((*state.tree.sections, *saved.tree.sections)):
         nodes = everything(section.node) if section.kind == "scheduler" else ()
@@ -506,7 +506,7 @@ def _objects(saved: _Saved) -> Iterator[str]:
 
 def _casts(
     optimizer: Any, saved: _Saved, wanted: _Wanted, kept: Mapping[int, Any]
-) -> Iterator[Cast]:
+) -> Iterator[DtypeChange]:
     """Yield the casts of torch's own `load_state_dict`: to the parameter's type, but for `step`."""
     import torch
 
@@ -519,10 +519,10 @@ def _casts(
         for path, leaf in walk(saved.state(key)) if parameter.is_floating_point() else ():
             if isinstance(leaf, TensorRef) and leaf.dtype != after and path[-1:] != ("step",):
                 own, is_lossy = saved.place(key, *path), not holds(after, leaf.dtype)
-                yield Cast(name_of((name, *path)), own, leaf.dtype, after, is_lossy)
+                yield DtypeChange(name_of((name, *path)), own, leaf.dtype, after, is_lossy)
 
 
-def _check_casts(casts: Sequence[Cast], allowance: Allowance) -> None:
+def _check_casts(casts: Sequence[DtypeChange], allowance: Allowance) -> None:
     """Refuse casts to types that cannot hold every number, unless the user allows them."""
     lossy = [
         one
@@ -543,7 +543,7 @@ def _check_casts(casts: Sequence[Cast], allowance: Allowance) -> None:
 class _Maker(NamedTuple):
     """The makings of the state dict that the optimizer's own `load_state_dict` takes."""
 
-    state: State
+    state: StateDict
     saved: _Saved
     wanted: _Wanted
     kept: Mapping[int, Any]

@@ -18,12 +18,12 @@ from ckptool.errors import MatchError, NotFound, UsageError
 from ckptool.formats import format_of
 from ckptool.loading.load import unpickled
 from ckptool.loading.ranks import without_hidden
-from ckptool.loading.source import State, stated
-from ckptool.loading.target import REFERENCE, Target, slots_like, target_of
-from ckptool.matching import Allowance, Cast, Match, MatchReport, matched
-from ckptool.matching.layouts import Choices, laid_out, wanted_by
+from ckptool.loading.source import StateDict, stated
+from ckptool.loading.target import REFERENCE, ModelTarget, slots_like, target_of
+from ckptool.matching import Allowance, DtypeChange, Match, MatchReport, matched
+from ckptool.matching.layouts import TransposeRules, laid_out, wanted_by
 from ckptool.matching.report import counted
-from ckptool.tensors import is_one_part, materialise, require_torch
+from ckptool.tensors import is_one_part, materialize, require_torch
 from ckptool.tensors.bytewise import same_elements
 from ckptool.tensors.casting import CHUNK, losses_of
 from ckptool.tensors.live import cuts
@@ -77,7 +77,7 @@ def match(
     """
     require_torch()
     check_lists(rules=rules, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose)
-    choices = Choices.of(transpose, no_transpose)
+    choices = TransposeRules.of(transpose, no_transpose)
     target = target_like(like, key=like_key)
     with stated(state_dict, key=key, wanted=target.slots) as state:
         plan = planned(state, target, rules=rules, prefixes=prefixes, choices=choices)
@@ -97,7 +97,7 @@ def check_lists(**lists: Any) -> None:
             raise UsageError(f"{name}={value!r} is not a list", hint=hint)
 
 
-def target_like(like: Any, *, key: Any = None) -> Target:
+def target_like(like: Any, *, key: Any = None) -> ModelTarget:
     """Return what `like` wants; `key` chooses the state dict where it holds several.
 
     It is a model on any device; a state dict, or a dict of name to shape; a file or an open
@@ -120,7 +120,7 @@ def target_like(like: Any, *, key: Any = None) -> Target:
             return found
     try:
         with stated(like, key=key) as state:
-            return Target(
+            return ModelTarget(
                 state.file or REFERENCE,
                 state.slots,
                 metadata=state.metadata,
@@ -135,7 +135,7 @@ def target_like(like: Any, *, key: Any = None) -> Target:
         raise
 
 
-class Plan(NamedTuple):
+class LoadPlan(NamedTuple):
     """Which entry of a state dict goes where in a model, and the report of it."""
 
     pairs: Mapping[str, str]
@@ -147,7 +147,7 @@ class Plan(NamedTuple):
     unfilled: tuple[str, ...] = ()
     """The model's other names inside such modules: their code may fill them."""
 
-    def with_changes(self, **changes: Any) -> Plan:
+    def with_changes(self, **changes: Any) -> LoadPlan:
         """Return the plan with other fields of its report."""
         return self._replace(report=replace(self.report, **changes))
 
@@ -165,16 +165,16 @@ class Plan(NamedTuple):
 
 @uncollected()
 def planned(
-    state: State,
-    target: Target,
+    state: StateDict,
+    target: ModelTarget,
     *,
     rules: Iterable[Rule | str] = (),
     prefixes: Iterable[str] = (),
-    choices: Choices | None = None,
+    choices: TransposeRules | None = None,
     assign: bool = False,
     by_type: bool = False,
     as_stored: bool = False,
-) -> Plan:
+) -> LoadPlan:
     """Match the names, then compare elements where a cast or a tie may lose some.
 
     Tensors of a file whose layout is not torch's are put in the order of torch's axes in `state`.
@@ -188,7 +188,7 @@ def planned(
         TorchMissing: elements have to be made, and torch is not installed.
         CorruptFile, DeviceError: the elements cannot be read.
     """
-    layout, choices = format_of(state.tree.format).layout, choices or Choices()
+    layout, choices = format_of(state.tree.format).layout, choices or TransposeRules()
     kinds = target.kinds() if layout else None
     is_turned = bool(layout or choices.transpose)
     found = matched(
@@ -205,7 +205,7 @@ def planned(
     if is_turned:
         found = laid_out(found, state.slots, target.slots, kinds, choices)
         state.lay_out(found.report.layouts)
-    plan = Plan(found.pairs, {}, found.report, found)
+    plan = LoadPlan(found.pairs, {}, found.report, found)
     if not as_stored:
         plan = _without_unmade(plan, state, target)
     if target.custom:
@@ -229,7 +229,7 @@ def planned(
     return plan._replace(report=report)
 
 
-def _without_unmade(plan: Plan, state: State, target: Target) -> Plan:
+def _without_unmade(plan: LoadPlan, state: StateDict, target: ModelTarget) -> LoadPlan:
     """Leave out entries that no model can be given: objects, and parameters without elements.
 
     An extra state with an object of a pickle inside would reach the model as something else.
@@ -252,7 +252,7 @@ def _without_unmade(plan: Plan, state: State, target: Target) -> Plan:
     return plan._replace(pairs=pairs, report=report)
 
 
-def _unmade(state: State, own: str, *, is_extra: bool) -> str:
+def _unmade(state: StateDict, own: str, *, is_extra: bool) -> str:
     """Return why nothing can be made of an entry; empty: it can."""
     node = state.root[own]
     if type(node) is TensorRef and state.slots[own].shape is not None and not is_extra:
@@ -276,7 +276,7 @@ def inert(node: Any) -> str:
     return ""
 
 
-def _left_to_torch(plan: Plan, state: State, target: Target) -> Plan:
+def _left_to_torch(plan: LoadPlan, state: StateDict, target: ModelTarget) -> LoadPlan:
     """Leave to torch what does not fit inside modules with loading code of their own.
 
     A tensor that only its class can make is not given to that code.
@@ -313,12 +313,14 @@ def _left_to_torch(plan: Plan, state: State, target: Target) -> Plan:
     return plan._replace(pairs={**plan.pairs}, undecided=undecided, report=report, unfilled=left)
 
 
-def _is_one_part(state: State, own: str) -> bool:
+def _is_one_part(state: StateDict, own: str) -> bool:
     ref = state.ref(own)
     return ref is not None and is_one_part(ref)
 
 
-def metadata_for(state: State, target: Target, plan: Plan) -> OrderedDict[str, Any] | None:
+def metadata_for(
+    state: StateDict, target: ModelTarget, plan: LoadPlan
+) -> OrderedDict[str, Any] | None:
     """Return the file's `_metadata` under the paths of the model's modules; None: it has none.
 
     A version follows the names below its module. A module of the model without names of its own has
@@ -342,7 +344,7 @@ def metadata_for(state: State, target: Target, plan: Plan) -> OrderedDict[str, A
     return made
 
 
-def _judged(state: State, casts: Iterable[Cast]) -> tuple[Cast, ...]:
+def _judged(state: StateDict, casts: Iterable[DtypeChange]) -> tuple[DtypeChange, ...]:
     """Judge casts by their elements, where their types alone could lose something."""
     judged = []
     lost = cache(lambda own, after: loss_of(state.ref(own) or state.value(own), after))
@@ -379,8 +381,8 @@ def _blocks(value: Any) -> Iterator[torch.Tensor] | None:
         is_known = value.dtype not in PACKED and value.dtype not in NOT_IN_TORCH
         if value.has_content and value.is_contiguous and is_known:
             places = cuts(value.sizes, CHUNK)
-            return (materialise(value[at] if at else value).detach() for at in places)
-        value = materialise(value)
+            return (materialize(value[at] if at else value).detach() for at in places)
+        value = materialize(value)
     if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
         return None
     if value.is_quantized or value.is_nested:
@@ -388,7 +390,9 @@ def _blocks(value: Any) -> Iterator[torch.Tensor] | None:
     return (value.detach()[at] for at in cuts(value.shape, CHUNK))
 
 
-def _untied(state: State, target: Target, pairs: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+def _untied(
+    state: StateDict, target: ModelTarget, pairs: Mapping[str, str]
+) -> Iterator[tuple[str, ...]]:
     """Yield names that are one tensor in the model, and have several contents in the file."""
     groups: dict[Hashable, list[str]] = {}
     for name in pairs:
@@ -401,7 +405,7 @@ def _untied(state: State, target: Target, pairs: Mapping[str, str]) -> Iterator[
             yield tuple(names)
 
 
-def _has_same_elements(state: State, one: str, other: str) -> bool:
+def _has_same_elements(state: StateDict, one: str, other: str) -> bool:
     """Return whether two entries have the same elements, byte for byte.
 
     On the meta device, where there are none, they count as the same.

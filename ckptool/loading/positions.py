@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ckptool.core.names import STATISTICS
 from ckptool.core.optimizers import fits_shape
 from ckptool.core.sections import Section
-from ckptool.loading.plan import Plan
-from ckptool.loading.source import State
-from ckptool.loading.target import Target
+from ckptool.loading.plan import LoadPlan
+from ckptool.loading.source import StateDict
+from ckptool.loading.target import ModelTarget
 from ckptool.tensors.live import shape_of
 from ckptool.transforms.schedule_free import keeps_order
 from ckptool.words import counted, printable
@@ -29,7 +29,7 @@ _MISSING = "not set"
 
 
 def parameters_in(
-    state: State, target: Target, plan: Plan, tensors: Mapping[str, torch.Tensor]
+    state: StateDict, target: ModelTarget, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
     """Return the parameters of a file's model by key, in its order, with those of the live model.
 
@@ -60,7 +60,7 @@ def doubt_of(
     keys: Sequence[Any],
     optimizer: Any,
     model: torch.nn.Module,
-    state: State,
+    state: StateDict,
     held: Mapping[str, torch.Tensor | None],
 ) -> str:
     """Return why positions do not prove which state belongs to which parameter; "": they do.

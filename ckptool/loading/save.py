@@ -27,7 +27,7 @@ from ckptool.files.system import worded
 from ckptool.formats import format_of
 from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded, ungathered
 from ckptool.tensors.live import frozen
-from ckptool.tensors.materialise import require_torch
+from ckptool.tensors.materialize import require_torch
 from ckptool.transforms.names import moved_metadata
 from ckptool.words import a_class
 from ckptool.writing import Receipt, save as written, target_format

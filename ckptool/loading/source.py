@@ -32,8 +32,8 @@ from ckptool.matching import Slots, matched, slots_of
 from ckptool.matching.report import Layout
 from ckptool.remedies import Remedy
 from ckptool.tensors import is_one_part, only_a_part, require_torch
-from ckptool.tensors.live import Held, LiveTree, is_array, stand_in
-from ckptool.tensors.materialise import MapLocation
+from ckptool.tensors.live import LiveObject, LiveTree, is_array, stand_in
+from ckptool.tensors.materialize import MapLocation
 from ckptool.transforms.extraction import plain_state_dict
 from ckptool.words import a_class, listed, printable
 
@@ -47,7 +47,7 @@ Source = str | os.PathLike[str] | Checkpoint | Mapping[Any, Any]
 """A file, an open checkpoint, a state dict, or a dict that holds one."""
 
 
-class State:
+class StateDict:
     """One state dict: the names that it has, and how to read them. Made by `stated`."""
 
     def __init__(
@@ -184,7 +184,7 @@ def stated(
     map_location: MapLocation = "cpu",
     mmap: bool = False,
     with_values: bool = False,
-) -> Iterator[State]:
+) -> Iterator[StateDict]:
     """Open the one state dict in `source`, or the one under `key`.
 
     Where there are several and no key, the error proposes first the one that fits `wanted` best.
@@ -204,7 +204,7 @@ def stated(
             section = _chosen(checkpoint, key, wanted)
             if section.unread:
                 warn(f"{checkpoint.path}: the state dict is read without {listed(section.unread)}")
-            state = State(checkpoint, section, map_location=map_location, mmap=mmap)
+            state = StateDict(checkpoint, section, map_location=map_location, mmap=mmap)
             if not isinstance(source, Checkpoint) and os.path.isdir(source):
                 state.folder = os.fsdecode(source)
             with closing(state):
@@ -222,7 +222,7 @@ def stated(
     live = _Live()
     tree = Checkpoint(live.mapping(source, OrderedMap()), MEMORY, "")
     section = _chosen(tree, key, wanted)
-    with closing(State(tree, section, live, map_location=map_location, mmap=mmap)) as state:
+    with closing(StateDict(tree, section, live, map_location=map_location, mmap=mmap)) as state:
         yield state
 
 
@@ -289,7 +289,7 @@ class _Live(LiveTree):
     def below(self, key: Any, node: Any) -> Any:
         """Keep an array that is an extra state as it is: it is the module's own."""
         if is_extra_state(key) and is_array(node):
-            return self.standing_for(node, Held(node))
+            return self.standing_for(node, LiveObject(node))
         return super().below(key, node)
 
     def other(self, node: Any) -> Any:

@@ -27,7 +27,7 @@ REFERENCE = "the reference"
 _HINT = "a model, a state dict, a dict of shapes, names, or the path of a file"
 
 
-class Target(NamedTuple):
+class ModelTarget(NamedTuple):
     """What is to be filled."""
 
     label: str
@@ -53,7 +53,7 @@ class Target(NamedTuple):
         return None
 
 
-def target_of(model: torch.nn.Module) -> Target:
+def target_of(model: torch.nn.Module) -> ModelTarget:
     """Return what `model` wants, as its own `state_dict` names it; no element is read or moved.
 
     Tensors that its `state_dict` leaves out, and torch asks for when it loads, are included. A
@@ -81,7 +81,7 @@ def target_of(model: torch.nn.Module) -> Target:
     label = type(_innermost(model)).__name__
     named = [(without_hidden(path), module) for path, module in modules]
     closed, kinds = (*custom, *_of_today(named)), partial(kinds_of, named)
-    return Target(label, slots, _tensors(live), metadata, custom, closed, kinds)
+    return ModelTarget(label, slots, _tensors(live), metadata, custom, closed, kinds)
 
 
 def _of_today(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[str]:
@@ -165,7 +165,7 @@ def _place(tensor: torch.Tensor) -> Hashable:
 # names or shapes in place of a model
 
 
-def slots_like(like: Any) -> Target | None:
+def slots_like(like: Any) -> ModelTarget | None:
     """Return what names or a dict of shapes want; None for any other mapping.
 
     Raises:
@@ -182,9 +182,9 @@ def slots_like(like: Any) -> Target | None:
         if not isinstance(name, str):
             raise UsageError(f"names are text, and one is a {type(name).__name__}", hint=_HINT)
     if not isinstance(like, Mapping):
-        return Target(REFERENCE, dict.fromkeys(names, Slot()))
+        return ModelTarget(REFERENCE, dict.fromkeys(names, Slot()))
     slots = {name: EXTRA if is_extra_state(name) else Slot(tuple(like[name])) for name in names}
-    return Target(REFERENCE, slots)
+    return ModelTarget(REFERENCE, slots)
 
 
 def _are_shapes(values: Iterable[Any]) -> bool:

@@ -10,7 +10,7 @@ from ckptool.matching.match import Match as Match, matched as matched
 from ckptool.matching.report import (
     EXTRA as EXTRA,
     Ambiguity as Ambiguity,
-    Cast as Cast,
+    DtypeChange as DtypeChange,
     MatchReport as MatchReport,
     Mismatch as Mismatch,
     OptimizerReport as OptimizerReport,

@@ -41,7 +41,7 @@ Names = dict[str, str]
 """Names as they are compared, each with the whole name."""
 
 
-class Step(NamedTuple):
+class AlignmentStep(NamedTuple):
     """A change on the way from the names of the file to those of the model."""
 
     kind: str
@@ -79,11 +79,11 @@ class Proposal(NamedTuple):
 
 class _Form(NamedTuple):
     names: Names
-    steps: tuple[Step, ...] = ()
+    steps: tuple[AlignmentStep, ...] = ()
 
 
 @dataclass
-class Alignment:
+class KeyAlignment:
     """Which name of the file is which of the model."""
 
     have: Mapping[str, Slot]
@@ -92,7 +92,7 @@ class Alignment:
     """The names of the file and of the model without wrapper components and the prefix."""
     today: tuple[Names, Names]
     """The bare names in today's spelling."""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[AlignmentStep, ...] = ()
     """From the file's names to the model's."""
     pairs: dict[str, str] = field(default_factory=dict)
     """Name of the model to name in the file."""
@@ -114,7 +114,7 @@ def align(
     *,
     closed: Collection[str] = (),
     is_ruled: bool = False,
-) -> Alignment:
+) -> KeyAlignment:
     """Pair the names of a file with those of a model, as far as that is certain.
 
     Args:
@@ -206,7 +206,7 @@ def _forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
     last = short = {name: name for name in slots}
     yield _Form(last)
     every = "\n".join(slots)
-    steps: list[Step] = []
+    steps: list[AlignmentStep] = []
     if any(word in every for word in WRAPPERS if word != "module"):
         short = {_WORDS.sub("", name): name for name in slots}
         changed = {full for name, full in short.items() if name != full}
@@ -215,7 +215,7 @@ def _forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
         elif changed:
             words = dict.fromkeys(word for name in changed for word in _WORDS.findall(name))
             text = f"{', '.join(words)} removed"
-            steps.append(Step("wrapper", text, f"{_WORDS.pattern}=>", 0, changed))
+            steps.append(AlignmentStep("wrapper", text, f"{_WORDS.pattern}=>", 0, changed))
     counted = [name for name in short if not _COUNTER.fullmatch(name)]
     front = _MODULES.match(common_module(counted))[0] if counted else ""  # type: ignore[index]
     if front:
@@ -227,9 +227,11 @@ def _forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
             for name, full in short.items()
         }
         if side == 0:
-            steps.append(Step("wrapper", f"{front} removed", f"{part.pattern}=>", 0, changed))
+            steps.append(
+                AlignmentStep("wrapper", f"{front} removed", f"{part.pattern}=>", 0, changed)
+            )
         else:
-            steps.append(Step("wrapper", f"{front} added", f"^=>{front}", 1, changed))
+            steps.append(AlignmentStep("wrapper", f"{front} added", f"^=>{front}", 1, changed))
     if len(short) == len(last) and short.keys() != last.keys():
         last = short
         yield _Form(last, tuple(steps))
@@ -242,7 +244,7 @@ def _forms(slots: Mapping[str, Slot], side: int) -> Iterator[_Form]:
             yield _Form(inner, (*steps, *_inserted(inner, last, side)))
 
 
-def _inserted(short: Names, long: Names, side: int) -> list[Step]:
+def _inserted(short: Names, long: Names, side: int) -> list[AlignmentStep]:
     """Return a step for each place where the long names have wrappers that the short ones lack.
 
     Of the file they come off, the outermost first; of the model they are put in, in that order
@@ -264,7 +266,9 @@ def _inserted(short: Names, long: Names, side: int) -> list[Step]:
             re.findall(f"^{before}", text, re.MULTILINE)
         )
         does = "removed" if side == 0 else "added"
-        steps.append(Step("wrapper", f"{words} {does}", rule if is_exact else "", side, changed))
+        steps.append(
+            AlignmentStep("wrapper", f"{words} {does}", rule if is_exact else "", side, changed)
+        )
     return steps
 
 
@@ -370,7 +374,7 @@ def _prefix(way: _Way, text: str, is_off: bool) -> Prefix:
     return Prefix(text, is_off, names, collides)
 
 
-def _with_prefix(found: Alignment, way: _Way) -> Alignment:
+def _with_prefix(found: KeyAlignment, way: _Way) -> KeyAlignment:
     """Take the prefix with most votes off its side if more than half of the names pair by it.
 
     Half of the smaller side will do where no name is equal, no other prefix has half as many votes,
@@ -419,7 +423,7 @@ def _is_elsewhere(prefix: Prefix, way: _Way) -> bool:
     return 2 * max(paths.values(), default=0) > len(prefix.names)
 
 
-def _paired(way: _Way, prefix: Prefix | None = None) -> Alignment:
+def _paired(way: _Way, prefix: Prefix | None = None) -> KeyAlignment:
     """Pair the names that are equal without the wrappers and the prefix."""
     have, want = way.have, way.want
     sides, respelled = [form.names for form in way.forms], way.respelled
@@ -432,7 +436,7 @@ def _paired(way: _Way, prefix: Prefix | None = None) -> Alignment:
                 sides[side].setdefault(name, full)
         respelled = _respelled(sides[0], sides[1], way.closed)
     mine, theirs = map(_spelled, sides, respelled)
-    found = Alignment(have, want, (sides[0], sides[1]), (mine, theirs))
+    found = KeyAlignment(have, want, (sides[0], sides[1]), (mine, theirs))
     for name, full in theirs.items():
         own = mine.get(name)
         if own is None:
@@ -452,17 +456,19 @@ def _paired(way: _Way, prefix: Prefix | None = None) -> Alignment:
     return found
 
 
-def _prefix_step(prefix: Prefix, names: Names, found: Alignment) -> Step:
+def _prefix_step(prefix: Prefix, names: Names, found: KeyAlignment) -> AlignmentStep:
     text = prefix.text
     changed = {full for name, full in names.items() if name.startswith(text)}
     if prefix.is_off:
         rule = "" if prefix.collides else f"^{escaped(text)}=>"
-        return Step("prefix", f"{text} removed", rule, 0, changed)
+        return AlignmentStep("prefix", f"{text} removed", rule, 0, changed)
     rule = f"^=>{literal(text)}" if changed.issuperset(found.pairs) else ""
-    return Step("prefix", f"{text} added", rule, 1, changed)
+    return AlignmentStep("prefix", f"{text} added", rule, 1, changed)
 
 
-def _known(found: Alignment, side: int, parts: Mapping[str, Respelling]) -> Iterator[Step]:
+def _known(
+    found: KeyAlignment, side: int, parts: Mapping[str, Respelling]
+) -> Iterator[AlignmentStep]:
     """Yield a step for each ending that becomes today's, of a model for each that was today's."""
     groups: dict[tuple[str, str], set[str]] = {}
     for name, part in parts.items():
@@ -476,7 +482,7 @@ def _known(found: Alignment, side: int, parts: Mapping[str, Respelling]) -> Iter
             f".{name}".endswith(f".{before}") for name in names
         ):
             rule = ""
-        yield Step("known", f"{before} -> {after}", rule, side, changed)
+        yield AlignmentStep("known", f"{before} -> {after}", rule, side, changed)
 
 
 def _asking(prefix: Prefix, way: _Way) -> str:
@@ -496,7 +502,7 @@ def _front(names: Iterable[str], bare: Mapping[str, str]) -> str | None:
     return fronts.pop() if len(fronts) == 1 else None
 
 
-def proposals(found: Alignment) -> list[Proposal]:
+def proposals(found: KeyAlignment) -> list[Proposal]:
     """Return rules that would pair more names, for the user to decide; the questions' if any.
 
     A subtree is proposed for another one where both have the same names, numbers and shapes below
@@ -540,7 +546,7 @@ class _Subtree(NamedTuple):
 class _Side:
     """The names of one side, and the subtrees in which nothing is paired, each unlike any other."""
 
-    def __init__(self, found: Alignment, side: int) -> None:
+    def __init__(self, found: KeyAlignment, side: int) -> None:
         pairs = {**found.pairs, **found.mismatched}
         used = pairs.keys() if side else {*pairs.values()}
         slots = found.want if side else found.have
@@ -582,7 +588,7 @@ class _Side:
 
 
 def _as_rules(
-    chosen: Mapping[str, str], found: Alignment, mine: _Side, theirs: _Side
+    chosen: Mapping[str, str], found: KeyAlignment, mine: _Side, theirs: _Side
 ) -> Iterator[Proposal]:
     """Yield a rule for each renamed path, the deepest first."""
     bare = {full: name for name, full in found.bare[0].items()}

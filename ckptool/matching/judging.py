@@ -305,7 +305,7 @@ def difference(
         return MERGE
     # Integers for fractions mean nothing without the scales beside them.
     if unexpected and any("float" in one.after and "int" in one.before for one in report.cast):
-        return "the file's weights are quantised: integers, and their scales under other names"
+        return "the file's weights are quantized: integers, and their scales under other names"
     if lost > most:
         text = f"{lost:,} of the model's {counted(report.names, 'tensor')} are not in the file"
         return f"the architectures differ: {text}"

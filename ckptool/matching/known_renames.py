@@ -38,7 +38,7 @@ ENDINGS: tuple[dict[str, str], ...] = (
 )
 """Endings that belong together: all of one row must be there. `{}` is the name of the weight."""
 _AFFINE = {"gamma": "weight", "beta": "bias"}
-"""The scale and shift of a normalisation in TensorFlow, and in transformers before 2019."""
+"""The scale and shift of a normalization in TensorFlow, and in transformers before 2019."""
 NUMBERED = {
     "vars.0": "weight",
     "vars.1": "bias",

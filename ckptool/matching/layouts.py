@@ -53,7 +53,7 @@ _HINT = (
 )
 
 
-class Choices(NamedTuple):
+class TransposeRules(NamedTuple):
     """What the user says of axes that nothing else decides."""
 
     transpose: tuple[tuple[str, Axes], ...] = ()
@@ -62,7 +62,7 @@ class Choices(NamedTuple):
     """Globs; they come before those of `transpose`."""
 
     @classmethod
-    def of(cls, transpose: Iterable[str], no_transpose: Iterable[str]) -> Choices:
+    def of(cls, transpose: Iterable[str], no_transpose: Iterable[str]) -> TransposeRules:
         """Read `GLOB` and `GLOB=AXES`.
 
         Raises:
@@ -141,7 +141,7 @@ def _class_of(module: Any) -> str:
     return next((name for name in own if name in _TYPES), own[0])
 
 
-def wanted_by(want: Mapping[str, Slot], kinds: Kinds | None, choices: Choices) -> Slots:
+def wanted_by(want: Mapping[str, Slot], kinds: Kinds | None, choices: TransposeRules) -> Slots:
     """Return what a model wants with the shapes that its tensors have in the file.
 
     None stands for a shape that only the name in the file decides, or nothing. Without `kinds` the
@@ -169,7 +169,7 @@ def laid_out(
     have: Mapping[str, Slot],
     want: Mapping[str, Slot],
     kinds: Kinds | None,
-    choices: Choices,
+    choices: TransposeRules,
 ) -> Match:
     """Return a match with the slots of `wanted_by`, with `layouts` in its report.
 
@@ -209,7 +209,9 @@ def laid_out(
     return found._replace(pairs=pairs, report=report)
 
 
-def _decided(name: str, own: str, kinds: Kinds | None, dimensions: int, choices: Choices) -> Layout:
+def _decided(
+    name: str, own: str, kinds: Kinds | None, dimensions: int, choices: TransposeRules
+) -> Layout:
     """Return the axes of a tensor, or why nothing decides them."""
     kind = "" if kinds is None else kinds.get(name, "")
     last = _LAST.split(own.removesuffix(":0"))[-1].removeprefix("_")

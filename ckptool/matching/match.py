@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ckptool.core.names import RULES_HINT, check_collisions
 from ckptool.errors import without_query
-from ckptool.matching.align import Alignment, align, is_average_counter, proposals
+from ckptool.matching.align import KeyAlignment, align, is_average_counter, proposals
 from ckptool.matching.known_renames import BATCHES, FOREIGN, beside, uncounted
 from ckptool.matching.report import (
     Ambiguity,
@@ -26,7 +26,7 @@ _NOT_COUNTED = "files from before torch 0.4.1, and of other libraries, have no s
 _NO_LAYER = "torch asks for no counter of a layer that is not in the file"
 _NO_AVERAGE = "the file is of no average"
 _WAS_AVERAGE = "an AveragedModel counted its models there, and this model is not one"
-_UNCOUNTED = "the model's normalisation counts no batches"
+_UNCOUNTED = "the model's normalization counts no batches"
 _MOST_LEFT = 200
 """Names left over on a side of which some may be the same; of more nobody is asked."""
 
@@ -191,7 +191,7 @@ def _left_out(unused: Sequence[str], pairs: Mapping[str, str]) -> dict[str, str]
 
 
 def _proposed(
-    found: Alignment, origin: Mapping[str, str], missing: Sequence[str], unused: Sequence[str]
+    found: KeyAlignment, origin: Mapping[str, str], missing: Sequence[str], unused: Sequence[str]
 ) -> tuple[tuple[Ambiguity, ...], tuple[Renaming, ...]]:
     """Return the questions that a rule decides, and the rules that would match more."""
     if not missing or not unused:
@@ -219,7 +219,7 @@ def _proposed(
 
 
 def _undecided(
-    found: Alignment, origin: Mapping[str, str], missing: Sequence[str], unused: Sequence[str]
+    found: KeyAlignment, origin: Mapping[str, str], missing: Sequence[str], unused: Sequence[str]
 ) -> tuple[Ambiguity, ...]:
     """Return the few names left over of which some may be the same tensors.
 
@@ -263,7 +263,7 @@ def _may_be(own: str, name: str) -> bool:
 
 
 def _by_steps(
-    found: Alignment, ruled: Mapping[str, str], direct: Mapping[str, str]
+    found: KeyAlignment, ruled: Mapping[str, str], direct: Mapping[str, str]
 ) -> Iterator[Renaming]:
     for step in found.steps:
         names = tuple(

@@ -177,7 +177,7 @@ class Layout(_Row):
 
 
 @dataclass(frozen=True, slots=True)
-class Cast(_Row):
+class DtypeChange(_Row):
     """A tensor whose elements change type on the way into the model."""
 
     name: str
@@ -221,7 +221,7 @@ class OptimizerReport(_Row):
     """Parameters that the optimizer has."""
     problems: tuple[str, ...] = ()
     """What does not fit, a sentence each; none: it does."""
-    cast: tuple[Cast, ...] = ()
+    cast: tuple[DtypeChange, ...] = ()
     notes: tuple[str, ...] = ()
     remedy: Remedy | str = ""
     """What helps against the first of `problems`: arguments of `load_into`, or what to do."""
@@ -255,7 +255,7 @@ class MatchReport(Result):
     layouts: tuple[Layout, ...] = ()
     """Tensors of TensorFlow, Keras or Flax that are transposed, and those of which neither the
     module's type nor the user says whether."""
-    cast: tuple[Cast, ...] = ()
+    cast: tuple[DtypeChange, ...] = ()
     """Tensors that change type on the way."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Names of the model that are one tensor, which is loaded."""
@@ -366,11 +366,11 @@ def counted(want: Mapping[str, Slot], met: Collection[str], kept: Collection[str
 
 def casts_of(
     pairs: Mapping[str, str], have: Mapping[str, Slot], want: Mapping[str, Slot]
-) -> tuple[Cast, ...]:
+) -> tuple[DtypeChange, ...]:
     """Return the changes of element type, in the order of the pairs; types say which lose."""
     casts = []
     for name, own in pairs.items():
         before, after = have[own].dtype, want[name].dtype
         if before != after and before is not None and after is not None:
-            casts.append(Cast(name, own, before, after, not holds(after, before)))
+            casts.append(DtypeChange(name, own, before, after, not holds(after, before)))
     return tuple(casts)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckptool.core.model import Opaque, Storage, TensorRef
 from ckptool.core.quantizers import LOOKS_QUANTIZED
 from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, TreeNode
-from ckptool.inspection.values import shape_text, summarise
+from ckptool.inspection.values import shape_text, summarize
 from ckptool.render.table import apart, table
 from ckptool.render.text import PLAIN, Look, label, shorten, size
 from ckptool.words import clean, counted
@@ -41,10 +41,10 @@ def totals(listing: Listing) -> str:
         parts.append(counted(len(listing.values), "value"))
     if listing.objects:
         parts.append(counted(len(listing.objects), "object"))
-    if listing.quantisers:
-        known = [scheme for scheme in listing.quantisers if scheme != LOOKS_QUANTIZED]
+    if listing.quantizers:
+        known = [scheme for scheme in listing.quantizers if scheme != LOOKS_QUANTIZED]
         parts += [f"quantized: {', '.join(known)}"] if known else []
-        parts += [LOOKS_QUANTIZED] if len(known) < len(listing.quantisers) else []
+        parts += [LOOKS_QUANTIZED] if len(known) < len(listing.quantizers) else []
     return "; ".join(parts)
 
 
@@ -157,7 +157,7 @@ def tensor_line(tensor: TensorRow | TensorRef) -> str:
 
 def object_line(node: Opaque) -> str:
     """Return `pathlib.PosixPath('runs')`, or only the class."""
-    return clean(summarise(node))
+    return clean(summarize(node))
 
 
 def storage_line(storage: Storage) -> str:

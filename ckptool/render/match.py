@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ckptool.core.names import numbered
 from ckptool.inspection.values import shape_text
 from ckptool.matching.judging import Allowance, Judgement
-from ckptool.matching.report import Cast, MatchReport, Renaming
+from ckptool.matching.report import DtypeChange, MatchReport, Renaming
 from ckptool.remedies import Remedy
 from ckptool.render.diff import folded
 from ckptool.render.table import apart, table
@@ -220,7 +220,7 @@ def _renames(found: Iterable[Renaming], fold: bool) -> Iterator[tuple[str, str]]
             yield own, renaming.text if fold else f"{_label(new)} ({renaming.text})"
 
 
-def _change(one: Cast) -> str:
+def _change(one: DtypeChange) -> str:
     lossy = f" (lossy: {one.loss})" if one.loss else " (lossy)"
     return f"{one.before} -> {one.after}{lossy if one.lossy else ''}"
 

@@ -197,33 +197,33 @@ def json_lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The width of the terminal (None: unlimited), and whether ANSI colours are used.
+    """The width of the terminal (None: unlimited), and whether ANSI colors are used.
 
     With `fmt`, a format of `table`, only tables are drawn.
     """
 
     width: int | None = None
-    colour: bool = False
+    color: bool = False
     fmt: str | None = None
 
     def bold(self, text: str) -> str:
         """Return a heading."""
-        return f"\x1b[1m{text}\x1b[0m" if self.colour else text
+        return f"\x1b[1m{text}\x1b[0m" if self.color else text
 
     def faint(self, text: str) -> str:
         """Return a text of less importance."""
-        return f"\x1b[2m{text}\x1b[0m" if self.colour else text
+        return f"\x1b[2m{text}\x1b[0m" if self.color else text
 
     def alarm(self, text: str) -> str:
         """Return a text about a problem."""
-        return f"\x1b[31m{text}\x1b[0m" if self.colour else text
+        return f"\x1b[31m{text}\x1b[0m" if self.color else text
 
 
 PLAIN = Look()
 
 
 def look_of(stream: TextIO) -> Look:
-    """Return the look for a stream: only a terminal has a width, and colours unless NO_COLOR."""
+    """Return the look for a stream: only a terminal has a width, and colors unless NO_COLOR."""
     if not stream.isatty():
         return PLAIN
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"

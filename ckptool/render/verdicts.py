@@ -66,9 +66,9 @@ def _loader(diagnosis: Diagnosis) -> str:
 
 def _block(number: int, complaint: Complaint, look: Look, explain: bool) -> Iterator[str]:
     word = _WORDS[complaint.severity]
-    coloured = look.alarm(word) if complaint.severity == "fails" else look.bold(word)
+    colored = look.alarm(word) if complaint.severity == "fails" else look.bold(word)
     what = wrapped(f"{number}. {word}: {_sentence(complaint.what)}", look.width, indent="   ")
-    yield what[0].replace(word, coloured, 1)
+    yield what[0].replace(word, colored, 1)
     yield from what[1:]
     if explain:
         yield from _fact("where", ", ".join(complaint.where), look)
@@ -175,7 +175,7 @@ def manifest_line(outcome: ManifestOutcome) -> str:
     held = f"{counted(outcome.tensors, 'tensor')} in {counted(outcome.files, 'file')}"
     if outcome.action == "written":
         without = (
-            f"; {outcome.unhashed:,} of them without one: they are sparse, quantised or the like"
+            f"; {outcome.unhashed:,} of them without one: they are sparse, quantized or the like"
             if outcome.unhashed
             else ""
         )
@@ -221,8 +221,8 @@ def scan_lines(found: Scan, look: Look = PLAIN) -> Iterator[str]:
 
 def _lines(stream: Stream) -> Iterator[str]:
     place = f"{clean(stream.where)}, " * bool(stream.where)
-    for deed in stream.deeds:
-        yield f"{place}byte {deed.offset:,}, {deed.opcode}: {clean(deed.text)}"
+    for call in stream.calls:
+        yield f"{place}byte {call.offset:,}, {call.opcode}: {clean(call.text)}"
     if stream.fault:
         yield f"{place}byte {stream.offset:,}: {clean(stream.fault)}"
 

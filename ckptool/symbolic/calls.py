@@ -221,13 +221,13 @@ def _new_object_call(machine: Machine, args: Any) -> Any:
 
 
 def new_object(machine: Machine, cls: Any, args: Any) -> Any:
-    """Return what NEWOBJ leaves: a recognised class made, else an `Opaque`."""
+    """Return what NEWOBJ leaves: a recognized class made, else an `Opaque`."""
     if isinstance(cls, Global) and cls.qualified in ("collections.OrderedDict", "torch.Size"):
-        return RECOGNISED[cls.qualified](machine, args)
+        return RECOGNIZED[cls.qualified](machine, args)
     return Opaque(cls, args, maker="newobj")
 
 
-RECOGNISED: dict[str, Call] = {
+RECOGNIZED: dict[str, Call] = {
     "collections.OrderedDict": _ordered_dict,
     "torch.Size": _size,
     "torch.device": _device,

@@ -166,17 +166,17 @@ class Machine:
             shown = modern_name(module, name)
             found = Global(module, name, shown if shown != f"{module}.{name}" else "")
             self.globals[module, name] = found
-            call = calls.RECOGNISED.get(found.qualified)
+            call = calls.RECOGNIZED.get(found.qualified)
             if call is not None:
                 self.by_id[id(found)] = call
         return found
 
     def call(self, func: Any, args: Any) -> Any:
-        """Return what REDUCE leaves: our own object for a recognised function, else an `Opaque`."""
-        recognised = self.by_id.get(id(func))
-        if recognised is None:
+        """Return what REDUCE leaves: our own object for a recognized function, else an `Opaque`."""
+        recognized = self.by_id.get(id(func))
+        if recognized is None:
             return Opaque(func, args)
-        result = recognised(self, args)
+        result = recognized(self, args)
         return Opaque(func, args) if result is NotImplemented else result
 
     def change(self, kind: str, target: Any, items: Any) -> None:

@@ -37,7 +37,7 @@ class StoragePid(NamedTuple):
     device: str
     """The location tag, an opaque string."""
     numel: int
-    """Elements of `dtype`: bytes, for an untyped storage and the sub-byte quantised types."""
+    """Elements of `dtype`: bytes, for an untyped storage and the sub-byte quantized types."""
     view: tuple[str, int, int] | None = None
     """(key, offset, numel) of a view into the storage, in elements; only before torch 0.4."""
 

@@ -32,7 +32,7 @@ def is_unknown(node: Any) -> bool:
 
 
 class Watcher(Machine):
-    """A machine that recognises no calls: each is reported, and leaves an `Opaque`."""
+    """A machine that recognizes no calls: each is reported, and leaves an `Opaque`."""
 
     __slots__ = ("as_joblib", "at", "cut", "frame_end", "pids")
     handlers: ClassVar = list(HANDLERS)

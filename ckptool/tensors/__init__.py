@@ -1,12 +1,12 @@
-"""Bytes to torch tensors: `materialise` for one, `Materialiser` for a tree of them.
+"""Bytes to torch tensors: `materialize` for one, `Materializer` for a tree of them.
 
 This room and `loading` are the only ones that import torch, inside the functions that need it.
 """
 
-from ckptool.tensors.materialise import (
-    Materialiser as Materialiser,
+from ckptool.tensors.materialize import (
+    Materializer as Materializer,
     is_one_part as is_one_part,
-    materialise as materialise,
+    materialize as materialize,
     only_a_part as only_a_part,
     require_torch as require_torch,
     set_attributes as set_attributes,

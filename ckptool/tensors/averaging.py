@@ -16,10 +16,10 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
-from ckptool.files.computed import Ahead, computed
+from ckptool.files.computed import ReadAhead, computed
 from ckptool.files.source import BLOCK
 from ckptool.tensors.casting import CHUNK, FLOATS, SATURATES, checked, checked_tensor, chunks
-from ckptool.tensors.materialise import materialise, require_torch, torch_dtype
+from ckptool.tensors.materialize import materialize, require_torch, torch_dtype
 from ckptool.words import printable
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Averager:
     def __init__(self) -> None:
         """Torch is imported when the first element is wanted."""
         self._kernels = local()
-        self._ahead = Ahead()
+        self._ahead = ReadAhead()
         self._checked: dict[int, Checked] = {}
         """By the identity of a storage: several tensors may be in it."""
 
@@ -338,7 +338,7 @@ def _mean(tensor: TensorRef) -> bytes:
     for start in range(0, count, step):
         rows, place = min(step, count - start), tensor.offset + start * tensor.stride[0]
         part = replace(tensor, shape=(rows, *rest), offset=place)
-        one = materialise(part).detach() if start else checked_tensor(part)
+        one = materialize(part).detach() if start else checked_tensor(part)
         dtype = one.dtype
         total = total + one.double().sum(0)
     return _bytes((total / count).to(dtype))  # type: ignore[union-attr]

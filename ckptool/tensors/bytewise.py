@@ -12,7 +12,7 @@ from threading import local
 from ckptool.core.model import TensorRef
 from ckptool.dtypes import PACKED
 from ckptool.files import ByteRange
-from ckptool.files.source import Told
+from ckptool.files.source import BytesDone
 from ckptool.files.threads import in_order
 
 _STEP = 512 << 10
@@ -21,7 +21,7 @@ _LARGE = 4 << 20
 """Bytes from which a second thread takes its part."""
 
 
-def same_content(a: TensorRef, b: TensorRef, told: Told | None = None) -> bool:
+def same_content(a: TensorRef, b: TensorRef, told: BytesDone | None = None) -> bool:
     """Return whether two tensors of one dtype and shape, with `has_content`, have equal elements.
 
     Equal as bytes (`TensorRef.content`): NaN is itself, -0.0 is not 0.0. `told` is told the bytes
@@ -94,7 +94,7 @@ def _run(tensor: TensorRef) -> ByteRange | None:
     return packed.data if packed.is_contiguous else None
 
 
-def _same_runs(a: ByteRange, b: ByteRange, told: Told | None) -> bool:
+def _same_runs(a: ByteRange, b: ByteRange, told: BytesDone | None) -> bool:
     buffers = local()
 
     def same(start: int) -> int:
@@ -116,7 +116,7 @@ def _same_runs(a: ByteRange, b: ByteRange, told: Told | None) -> bool:
     return True
 
 
-def _same_streams(a: Iterator[bytes], b: Iterator[bytes], told: Told | None) -> bool:
+def _same_streams(a: Iterator[bytes], b: Iterator[bytes], told: BytesDone | None) -> bool:
     one = other = memoryview(b"")
     while True:
         one, other = one or memoryview(next(a, b"")), other or memoryview(next(b, b""))
@@ -218,7 +218,7 @@ def is_infinity_or_zero(ref: TensorRef) -> bool:
     )
 
 
-def nonfinite(ref: TensorRef, told: Told | None = None) -> tuple[int, int]:
+def nonfinite(ref: TensorRef, told: BytesDone | None = None) -> tuple[int, int]:
     """Return how many elements are NaN, and how many others infinite; parts of a complex count.
 
     Elements that strides repeat are read once and counted each time. `told` is called with the

@@ -16,9 +16,9 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.checksums import Checked
-from ckptool.files.computed import Ahead, computed
+from ckptool.files.computed import ReadAhead, computed
 from ckptool.files.source import BLOCK
-from ckptool.tensors.materialise import materialise, require_torch, torch_dtype
+from ckptool.tensors.materialize import materialize, require_torch, torch_dtype
 from ckptool.words import printable
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Caster:
         *,
         allow_overflow: bool,
         file: str = "",
-        ahead: Ahead | None = None,
+        ahead: ReadAhead | None = None,
     ) -> None:
         """Cast `source` to `target`; `file` is for messages.
 
@@ -100,7 +100,7 @@ class Caster:
         self.lock = Lock()
         """To be held while something is counted."""
         self._file = file or None
-        self._ahead = Ahead() if ahead is None else ahead
+        self._ahead = ReadAhead() if ahead is None else ahead
         self._kernels = local()
 
     def cast(self, storage: Storage, views: Iterable[tuple[str, TensorRef]]) -> Storage:
@@ -159,7 +159,7 @@ def checked_tensor(ref: TensorRef) -> torch.Tensor:
     """Return a tensor, its storage checked before by the CRC-32 that its file states."""
     if ref.storage is not None and ref.storage.data is not None:
         checked(ref.storage, ref.storage.data).check()
-    return materialise(ref).detach()
+    return materialize(ref).detach()
 
 
 class _Run:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from ckptool.core.model import TensorRef
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import UnsupportedFormat, UsageError
-from ckptool.files.source import Told
+from ckptool.files.source import BytesDone
 from ckptool.files.threads import in_order
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
 from ckptool.tensors.bytewise import side_by_side
 from ckptool.tensors.casting import FLOATS
-from ckptool.tensors.materialise import one_thread, require_torch, torch_dtype
+from ckptool.tensors.materialize import one_thread, require_torch, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ class Comparer:
         self._kernels: dict[tuple[str, str], list[_Kernel]] = {}
         """By the two types, those that no thread uses now."""
 
-    def compare(self, a: TensorRef, b: TensorRef, told: Told | None = None) -> Difference:
+    def compare(self, a: TensorRef, b: TensorRef, told: BytesDone | None = None) -> Difference:
         """Compare two tensors of one shape with `has_content`; b is the reference.
 
         Their types may differ, and are among `COMPARED`. Neither is ever in memory as a whole.

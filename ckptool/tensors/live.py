@@ -26,7 +26,7 @@ from ckptool.core.tree import name_of
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, Source
-from ckptool.tensors.materialise import memory_view
+from ckptool.tensors.materialize import memory_view
 from ckptool.words import printable
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _WITHOUT_STORAGE = frozenset(("xla", "maia", "mtia"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Held:
+class LiveObject:
     """The node of an object of the caller's that is neither plain data nor a tensor."""
 
     original: Any
@@ -110,7 +110,7 @@ class LiveTree:
 
     def other(self, node: Any) -> Any:
         """Return the node of an object that is neither plain data nor a plain container."""
-        return self.standing_for(node, Held(node))
+        return self.standing_for(node, LiveObject(node))
 
     def standing_for(self, original: Any, leaf: Any) -> Any:
         """Return `leaf`, and remember what it stands for."""
@@ -172,7 +172,7 @@ class Memory(NamedTuple):
 def memory_of(tensor: torch.Tensor) -> Memory | None:
     """Return the place of a tensor; None where it has no storage of its own, or a freed one.
 
-    Sparse, quantised, nested and lazy tensors have none, nor has a DTensor.
+    Sparse, quantized, nested and lazy tensors have none, nor has a DTensor.
     """
     import torch
 
@@ -377,7 +377,7 @@ class _Frozen(LiveTree):
         return TensorRef(dtype_name(tensor), shape, (), 0, None, "cpu", kind=kind, parts=parts)
 
     def _scales(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Return the quantiser as `Tensor._reduce_ex_internal` writes it."""
+        """Return the quantizer as `Tensor._reduce_ex_internal` writes it."""
         scheme = Global("torch", str(tensor.qscheme()).removeprefix("torch."))
         if scheme.name == "per_tensor_affine":
             return scheme, tensor.q_scale(), tensor.q_zero_point()

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, TypeVar
 from ckptool.core.model import TensorRef
 from ckptool.dtypes import BY_NAME, PACKED
 from ckptool.errors import UsageError
-from ckptool.files.source import Told
+from ckptool.files.source import BytesDone
 from ckptool.files.threads import in_order
 from ckptool.tensors.averaging import ElementBuffer, Elements, elements_of
 from ckptool.tensors.casting import FLOATS
-from ckptool.tensors.materialise import one_thread, require_torch
+from ckptool.tensors.materialize import one_thread, require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +156,7 @@ class Measurer:
         self._kernels: dict[str, list[_Kernel]] = {}
         """By the type of elements, those that no thread uses now."""
 
-    def measure(self, ref: TensorRef, told: Told | None = None) -> Measures:
+    def measure(self, ref: TensorRef, told: BytesDone | None = None) -> Measures:
         """Measure a tensor that has figures (`measurable`); `told` is called with the bytes done.
 
         Elements that a stride of zero repeats are read once.
@@ -186,7 +186,7 @@ class Measurer:
         tell(2 * ref.numel)
         return made if once is ref else made.repeated(ref.numel // max(once.numel, 1))
 
-    def _measured(self, run: Elements, count: int, tell: Told) -> Measures:
+    def _measured(self, run: Elements, count: int, tell: BytesDone) -> Measures:
         extent, moments = _Extent(), Moments()
         for part in self._blocks(_Kernel.extent, run, count, tell):
             extent.add(part)
@@ -214,7 +214,7 @@ class Measurer:
         work: Callable[[_Kernel, Elements, int, int], _T],
         run: Elements,
         count: int,
-        tell: Told,
+        tell: BytesDone,
     ) -> Iterator[_T]:
         """Yield the result of `work` for each chunk, in order; threads share a large run."""
         spare = self._kernels.setdefault(run.dtype, [])

@@ -13,7 +13,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files.computed import computed
 from ckptool.tensors.casting import checked_tensor
-from ckptool.tensors.materialise import require_torch
+from ckptool.tensors.materialize import require_torch
 
 if TYPE_CHECKING:
     import torch

@@ -35,7 +35,7 @@ _NAME = re.compile(r"(last|best|step-(\d{8,}))(\.pth)?")
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far a run has come.
 
     Attributes:
@@ -271,7 +271,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     @contextmanager
-    def begun(self) -> Iterator[Progress]:
+    def begun(self) -> Iterator[TrainingProgress]:
         """Make the folder of the run and lock out other runs; resume the run of `resume`.
 
         The folder must hold no other run; with `overwrite` it is removed. A file of the size of a
@@ -295,10 +295,10 @@ class Checkpoints:
             self._ranks.first(lambda: require_writable(self._config.out, size))
             yield self._begin()
 
-    def _begin(self) -> Progress:
+    def _begin(self) -> TrainingProgress:
         """Resume from the checkpoint of `resume`, and return how far the run has come."""
         origin = self._origin()
-        progress = Progress() if origin is None else self._restored(origin)
+        progress = TrainingProgress() if origin is None else self._restored(origin)
         out = self._config.out
         is_auto = self._config.resume == "auto"  # the checkpoints there are of this run
         overwrite = self._config.overwrite and not (is_auto and origin)
@@ -314,7 +314,7 @@ class Checkpoints:
         seconds = self._config.save_seconds
         return seconds is not None and time.monotonic() - self._saved_at >= seconds
 
-    def numbered(self, progress: Progress) -> None:
+    def numbered(self, progress: TrainingProgress) -> None:
         """Write the checkpoint of this step, and remove the oldest ones beyond `keep`."""
         self.write(f"step-{progress.step:08d}", progress)
         self._saved_at = time.monotonic()
@@ -324,7 +324,7 @@ class Checkpoints:
         """Return the path of `last`, `best` or a numbered checkpoint."""
         return os.path.join(self._config.out, name if self._config.sharded else f"{name}.pth")
 
-    def write(self, name: str, progress: Progress) -> None:
+    def write(self, name: str, progress: TrainingProgress) -> None:
         """Write `last`, `best` or a numbered checkpoint; a file replaces a folder of that name.
 
         Raises:
@@ -391,7 +391,7 @@ class Checkpoints:
             )
         return None, [f"{out} holds no checkpoint to resume from: training begins anew"]
 
-    def _restored(self, path: str) -> Progress:
+    def _restored(self, path: str) -> TrainingProgress:
         """Fill the model and the tuning from `path`, and return how far the run has come.
 
         A file that is not a `full` checkpoint gives the weights, and the optimizer's state if it
@@ -436,12 +436,14 @@ class Checkpoints:
         if optimizer is not None:
             sharded.load_optimizer(path, module, optimizer)
 
-    def _progress(self, values: Mapping[str, Any], path: str) -> Progress:
+    def _progress(self, values: Mapping[str, Any], path: str) -> TrainingProgress:
         if "progress" in values:
-            known = {field.name for field in fields(Progress)}
-            return Progress(**{key: one for key, one in values["progress"].items() if key in known})
+            known = {field.name for field in fields(TrainingProgress)}
+            return TrainingProgress(
+                **{key: one for key, one in values["progress"].items() if key in known}
+            )
         epoch = _number_in(path, "epoch") or 0
-        return Progress(epoch=epoch, step=epoch * self._batches.steps)
+        return TrainingProgress(epoch=epoch, step=epoch * self._batches.steps)
 
     def _fill(self, path: str, values: Mapping[str, Any]) -> list[str]:
         """Fill model and optimizer; return `["optimizer"]` if the file lacks its state."""
@@ -476,7 +478,7 @@ class Checkpoints:
             if then.get(name, now) != now:
                 yield name, then[name], now
 
-    def _reseed(self, values: Mapping[str, Any], progress: Progress) -> list[str]:
+    def _reseed(self, values: Mapping[str, Any], progress: TrainingProgress) -> list[str]:
         """Restore the random state of each process if as many processes saved it.
 
         Otherwise use new seeds: with the first ones the run would draw the same numbers again.
@@ -489,7 +491,7 @@ class Checkpoints:
         seed_all(self._config.seed + world.rank + world.size * progress.step)
         return ["rng"]
 
-    def _tell_differences(self, values: Mapping[str, Any], progress: Progress) -> None:
+    def _tell_differences(self, values: Mapping[str, Any], progress: TrainingProgress) -> None:
         """Report options that differ from the saved run; restart an epoch of other batches."""
         is_by_length = self._config.schedule in ("linear", "cosine")
         names = (*_TELLING, *(("epochs", "max_steps") if is_by_length else ()))

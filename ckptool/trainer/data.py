@@ -352,7 +352,7 @@ def digits(config: TrainConfig) -> TrainData:
 def csv_columns(config: TrainConfig, path: str) -> TrainData:
     """Return a table whose column `config.target`, or the last, is predicted from the others.
 
-    All columns, the target too, are standardised with the mean and deviation (over n) of the
+    All columns, the target too, are standardized with the mean and deviation (over n) of the
     training rows, so that the loss of a model that always predicts the mean is 1. A constant column
     becomes 0. `statistics` has the means and deviations: a model's output y stands for
     `y * target_std + target_mean`.
@@ -378,7 +378,7 @@ def csv_columns(config: TrainConfig, path: str) -> TrainData:
         name = columns[int(bad.nonzero()[0])]
         raise TrainingError(
             f"the numbers in column {printable(name)!r} are too large or too close to each other "
-            "to be standardised",
+            "to be standardized",
             file=path,
         )
     features = [number for number in range(len(columns)) if number != target]

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 
 from ckptool.errors import TrainingError
-from ckptool.trainer.checkpoints import Checkpoints, Progress
+from ckptool.trainer.checkpoints import Checkpoints, TrainingProgress
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data import Batches
 from ckptool.trainer.events import EpochEnded, Note, Observer, Stepped
 from ckptool.trainer.launching import Signals
 from ckptool.trainer.metrics import Metrics, Scalars
-from ckptool.trainer.strategies.base import Step, StepResult, Strategy
+from ckptool.trainer.strategies.base import StepResult, Strategy, TrainingStep
 
 
 class Loop:
@@ -34,7 +34,7 @@ class Loop:
         config: TrainConfig,
         strategy: Strategy,
         batches: Batches,
-        progress: Progress,
+        progress: TrainingProgress,
         checkpoints: Checkpoints,
         observer: Observer,
         signals: Signals,
@@ -99,7 +99,7 @@ class Loop:
             return f"{progress.since_best} epochs have brought no {kind} loss{than}"
         return None
 
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self) -> Iterator[TrainingStep]:
         """Yield the steps left in the epoch; workers prepare their batches ahead."""
         progress, limit = self._progress, self._config.max_steps
         steps = list(self._batches.of_epoch(progress.epoch, progress.position))
@@ -109,7 +109,7 @@ class Loop:
         with self._strategy.feeding(steps, epoch=progress.epoch, first=progress.position):
             for number, batches in enumerate(steps, progress.step + 1):
                 progress.rate = self._strategy.tuning.rate
-                yield Step(number, batches, self._votes)
+                yield TrainingStep(number, batches, self._votes)
 
     @property
     def _votes(self) -> list[float]:
@@ -117,7 +117,7 @@ class Loop:
         is_due = self._strategy.world.rank == 0 and self._checkpoints.is_due
         return [*self._signals.votes, float(is_due)]
 
-    def _asked(self, step: Step, results: list[StepResult]) -> tuple[int | None, bool]:
+    def _asked(self, step: TrainingStep, results: list[StepResult]) -> tuple[int | None, bool]:
         """Return the signal that a process got, and whether a checkpoint is due."""
         votes = results[-1].votes if results else []
         every = self._config.save_every
@@ -183,7 +183,7 @@ class Loop:
         if progress.step and progress.skipped == progress.step:
             raise TrainingError(
                 f"all {progress.step} steps were skipped: their gradients overflowed in fp16",
-                hint="--amp bf16, a lower --lr, or standardised data",
+                hint="--amp bf16, a lower --lr, or standardized data",
             )
         if math.isfinite(progress.best) and not os.path.lexists(self._checkpoints.path("best")):
             self._note(

@@ -139,7 +139,7 @@ def end_if_connected(code: int) -> None:
 
 
 @contextmanager
-def team(call: str, *, undone: str) -> Iterator[Ranks]:
+def group(call: str, *, undone: str) -> Iterator[Ranks]:
     """Connect the processes of a launcher, which wait for each other without a limit.
 
     Args:

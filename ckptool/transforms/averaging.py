@@ -10,7 +10,7 @@ from typing import Any
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import Storage, TensorRef, over_elements, remade, row_major_strides
 from ckptool.core.names import N_AVERAGED, bare_names
-from ckptool.core.placeholders import refuse_hollow
+from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import MODEL_KINDS, Section, model_state_dict, sections
 from ckptool.core.tree import name_of, rebuild, where
 from ckptool.errors import AmbiguousName, NotFound, UsageError
@@ -161,8 +161,8 @@ def average(
         key: The address of the state dict to average, alone.
 
     Raises:
-        NotRepresentable: quantised numbers, which mean something only with their companions;
-            tensors without values (`hollow`).
+        NotRepresentable: quantized numbers, which mean something only with their companions;
+            tensors without values (`placeholders_of`).
         UsageError: too few or many for the mode; tensors of different shapes or kinds; integers
             that differ; tensors that have no plain elements; names that the first file ties, and
             another not.
@@ -175,7 +175,7 @@ def average(
     first, models = _models(checkpoints, key)
     for part, others in models:
         for checkpoint, one in zip(checkpoints, (part, *others), strict=True):
-            refuse_hollow(checkpoint, one)
+            refuse_placeholders(checkpoint, one)
     plan = _Plan(checkpoints, ints, mixing)
     for part, others in models:
         plan.add(part, others)

@@ -22,15 +22,15 @@ from ckptool.core.model import (
     remade,
 )
 from ckptool.core.modules import held_apart, modules_below, own_tensors
-from ckptool.core.placeholders import refuse_hollow
-from ckptool.core.quantizers import MARKERS, OF_OPTIMIZERS, Quantised, quantised
+from ckptool.core.placeholders import refuse_placeholders
+from ckptool.core.quantizers import MARKERS, OF_OPTIMIZERS, Quantized, find_quantized
 from ckptool.core.sections import MODEL_KINDS, only_its_class
 from ckptool.core.tree import everything as every_node, is_within, name_of, rebuild, selected, walk
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
-from ckptool.files.computed import Ahead
+from ckptool.files.computed import ReadAhead
 from ckptool.tensors.casting import FLOATS, Caster, Losses
-from ckptool.tensors.dequantising import PACKED, dequantized
+from ckptool.tensors.dequantizing import PACKED, dequantized
 from ckptool.words import counted, listed, printable, shell
 
 if TYPE_CHECKING:
@@ -193,13 +193,13 @@ def cast(
     """Return a checkpoint whose floating tensors have the type `dtype`, as `.to(dtype)` casts.
 
     A storage is cast as a whole, so that ties, views and strides stay. Integers, booleans, complex
-    and quantised numbers (unless `raw`) keep their type; so does the state of optimizers and
+    and quantized numbers (unless `raw`) keep their type; so does the state of optimizers and
     schedulers, unless `everything` is given. Of `keep` the first glob that matches decides. With
     `dequantize` the scales are left out. `Checkpoint.reports` count the elements that overflowed or
     were rounded when the file is written; without `allow_overflow` that is a `NotRepresentable`.
     Errors: those of `Checkpoint.cast`, and `NotFound` of scales.
     """
-    refuse_hollow(checkpoint)
+    refuse_placeholders(checkpoint)
     rules: dict[str, str | None] = {}
     for glob, wanted in kept(keep):
         rules.setdefault(glob, wanted)
@@ -255,7 +255,7 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
     """Refuse to change tensors (by their identities) that mean something only with others.
 
     Raises:
-        NotRepresentable: one is quantised, or the companion of one that is; or only the class of a
+        NotRepresentable: one is quantized, or the companion of one that is; or only the class of a
             module can tell what it is. `remedy` is what helps against all of these.
     """
 
@@ -270,7 +270,7 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
         for path, one in held_apart(part.holder).items() if part.kind == "module" else ():
             if meets(one):
                 refuse(f"numbers mean something only as they are: {only_its_class(path, one)}")
-    for state, name, found in _quantised(checkpoint):
+    for state, name, found in _quantized(checkpoint):
         if any(meets(state[one]) for one in (name, *found.companions)):
             file = f" {shell(checkpoint.path)}" if checkpoint.path else ""
             plain = f"ckptool cast --dequantize bfloat16{file} makes plain numbers of them"
@@ -282,20 +282,20 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
             )
 
 
-def _quantised(
+def _quantized(
     checkpoint: Checkpoint, *, alone: bool = False
-) -> Iterator[tuple[dict[Any, Any], str, Quantised]]:
-    """Yield each quantised weight, with the dict that it and its companions are in.
+) -> Iterator[tuple[dict[Any, Any], str, Quantized]]:
+    """Yield each quantized weight, with the dict that it and its companions are in.
 
     Only models are judged by shapes; a pickled module as the state dict that it would have.
-    `alone`: also the quantised tensors of torch, which need nothing beside them; a layer's has the
+    `alone`: also the quantized tensors of torch, which need nothing beside them; a layer's has the
     scale of its activations there.
     """
     models = {id(one.node): one for one in checkpoint.sections if one.kind in MODEL_KINDS}
     modules = (one.node for one in models.values() if one.kind == "module")
     for node in chain(every_node(checkpoint.root), modules):
         if isinstance(node, dict):
-            for name, found in quantised(node, by_shape=id(node) in models).items():
+            for name, found in find_quantized(node, by_shape=id(node) in models).items():
                 if next(find_tensors(node[name]), None) is not None:
                     yield node, name, found
             for name, one in node.items() if alone else ():
@@ -303,7 +303,7 @@ def _quantised(
                     stem = str(name).removesuffix("weight")
                     beside = tuple(f"{stem}{end}" for end in ("scale", "zero_point"))
                     known = stem != name and all(key in node for key in beside)
-                    yield node, name, Quantised(f"torch.{one.dtype}", beside if known else ())
+                    yield node, name, Quantized(f"torch.{one.dtype}", beside if known else ())
 
 
 def _elements(tensor: TensorRef) -> TensorRef:
@@ -343,14 +343,14 @@ class _Plan:
 
     checkpoint: Checkpoint
     dtype: str | None
-    """None: only what has been dequantised becomes another."""
+    """None: only what has been dequantized becomes another."""
     rules: dict[str, str | None]
     wanted: dict[int, _Wish] = field(default_factory=dict)
     """By the identity of what holds the elements."""
     scaled: dict[int, str] = field(default_factory=dict)
-    """The types that dequantised storages are to have, by their identity."""
+    """The types that dequantized storages are to have, by their identity."""
     schemes: dict[str, None] = field(default_factory=dict)
-    """The schemes of dequantised weights, and"""
+    """The schemes of dequantized weights, and"""
     gone: dict[str, None] = field(default_factory=dict)
     """the names of what these no longer need."""
     left: set[int] = field(default_factory=set)
@@ -364,17 +364,17 @@ class _Plan:
     _disputed: list[str] = field(default_factory=list)
 
     def dequantize(self, dtype: str) -> None:
-        """Put plain numbers of `dtype` in the place of weights and of what quantised them.
+        """Put plain numbers of `dtype` in the place of weights and of what quantized them.
 
         Raises:
-            NotRepresentable: a weight is quantised otherwise.
-            NotFound: none is quantised.
+            NotRepresentable: a weight is quantized otherwise.
+            NotFound: none is quantized.
         """
         made: dict[tuple[int, ...], dict[str, TensorRef] | None] = {}
         plain: dict[int, dict[str, dict[str, TensorRef]]] = {}
         nodes = {id(node) for node in every_node(self.checkpoint.root)}
         known = set[int]()
-        for state, name, found in _quantised(self.checkpoint, alone=True):
+        for state, name, found in _quantized(self.checkpoint, alone=True):
             if id(state) not in nodes and id(state[name]) in known:
                 continue  # of a pickled module, and made already
             known.add(id(state[name]))
@@ -397,7 +397,7 @@ class _Plan:
             own = plain.setdefault(id(state), {})
             own.update({name: named} | {one: {} for one in left_out})
         if not plain:
-            raise NotFound("there are no quantised weights", file=self.checkpoint.path)
+            raise NotFound("there are no quantized weights", file=self.checkpoint.path)
 
         def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
             own = plain.get(id(old), {})
@@ -443,7 +443,7 @@ class _Plan:
         """Yield a change for everything that is cast, or not, with the reason."""
         if self.scaled:
             count = len(self.scaled)
-            text = f"{_tensors(count)} dequantised ({listed(self.schemes)})"
+            text = f"{_tensors(count)} dequantized ({listed(self.schemes)})"
             left_out = f"; left out: {listed(self.gone)}" if self.gone else ""
             yield Change("dequantize", text + left_out, count)
         pairs = Counter(wish.pair for wish in self.wanted.values() for _ in wish.names)
@@ -494,7 +494,7 @@ class _Work:
     """The new storages, and what was lost in them."""
 
     def __init__(self, plan: _Plan, *, allow_overflow: bool) -> None:
-        ahead, file, wanted = Ahead(), plan.checkpoint.path, plan.wanted.values()
+        ahead, file, wanted = ReadAhead(), plan.checkpoint.path, plan.wanted.values()
         self._plan = plan
         self._originals = Originals(plan.checkpoint.root, (wish.tensor for wish in wanted))
         self._casters = {

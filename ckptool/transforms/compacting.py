@@ -44,7 +44,7 @@ def untie(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint.with_root(root, Change("untie", text, count))
 
 
-_MOST_TOLD = 20
+_MOST_LISTED = 20
 """Storages that have a line of their own."""
 
 
@@ -185,8 +185,8 @@ def _told(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
             if isinstance(part, TensorRef) and part.storage in names:
                 names[part.storage].append(name_of(path))
     order = sorted(trimmed, key=lambda old: trimmed[old].storage.nbytes - old.nbytes)
-    rest = order[_MOST_TOLD:]
-    for group in [*([old] for old in order[:_MOST_TOLD]), *([rest] if rest else [])]:
+    rest = order[_MOST_LISTED:]
+    for group in [*([old] for old in order[:_MOST_LISTED]), *([rest] if rest else [])]:
         what = "the storage" if len(group) == 1 else f"{len(group):,} more storages"
         verb = "goes" if len(group) == 1 else "go"
         users = [name for old in group for name in names[old]]

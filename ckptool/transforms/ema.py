@@ -16,7 +16,7 @@ from ckptool.errors import AmbiguousName, NotFound
 from ckptool.formats.distributed.zero import MASTER, SLICED
 from ckptool.transforms.casting import FLOATING
 from ckptool.transforms.compacting import without_unseen
-from ckptool.transforms.extraction import left_out, plain_state_dict, thinned
+from ckptool.transforms.extraction import left_out, plain_state_dict, without_keys
 from ckptool.transforms.names import distinct
 from ckptool.transforms.schedule_free import weights_for_evaluation
 from ckptool.words import counted, listed, printable, shell
@@ -114,7 +114,7 @@ def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
         litema, inner = _under(_LITEMA, tensors), _under(_AVERAGED, tensors)
         if litema:
             counts = {name: one for name, one in litema.items() if name not in _LITEMA_COUNTS}
-            model = replace(part, node=thinned(part.node, {_LITEMA + name for name in litema}))
+            model = replace(part, node=without_keys(part.node, {_LITEMA + name for name in litema}))
             yield _Average((*part.path, _LITEMA), counts, None, model)
         elif inner:
             online = _under(_ONLINE, tensors)

@@ -12,7 +12,7 @@ from typing import Any
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
 from ckptool.core.modules import holds_tensors, is_module
-from ckptool.core.placeholders import refuse_hollow
+from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import (
     MODEL_KINDS,
     OF_THE_MODEL,
@@ -40,7 +40,7 @@ from ckptool.transforms.name_rules import similar
 from ckptool.transforms.names import remaining_metadata
 from ckptool.words import counted, listed, printable, shell
 
-_MOST_TOLD = 20
+_MOST_LISTED = 20
 """Places that have a sentence of their own."""
 
 
@@ -164,7 +164,7 @@ class _Pruning:
 
         def smaller(node: dict[Any, Any]) -> dict[Any, Any]:
             keys = dropped.get(id(node), ((), ()))[1]
-            return thinned(node, keys) if keys else node
+            return without_keys(node, keys) if keys else node
 
         root = rebuild(self._root, mapping=smaller)
         return root, [*_left_out_of(told), *self._stale(staying)]
@@ -202,7 +202,7 @@ class _Pruning:
                     yield Change("warning", text)
 
 
-def thinned(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
+def without_keys(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, Any]:
     """Return a state dict, or another mapping, without some entries, also in its `_metadata`."""
     made = remade(node, ((key, value) for key, value in node.items() if key not in dropped))
     if isinstance(made, OrderedMap) and isinstance(made.metadata, dict):
@@ -223,11 +223,11 @@ def without(checkpoint: Checkpoint, choose: Callable[[Path], bool]) -> tuple[Any
 
 
 def _left_out_of(told: list[tuple[str, int]]) -> Iterator[Change]:
-    for text, count in told[:_MOST_TOLD]:
+    for text, count in told[:_MOST_LISTED]:
         yield Change("left-out", text, count)
-    if len(told) > _MOST_TOLD:
-        count = sum(count for _, count in told[_MOST_TOLD:])
-        places = counted(len(told) - _MOST_TOLD, "more place")
+    if len(told) > _MOST_LISTED:
+        count = sum(count for _, count in told[_MOST_LISTED:])
+        places = counted(len(told) - _MOST_LISTED, "more place")
         yield Change("left-out", f"{counted(count, 'name')} in {places}", count)
 
 
@@ -387,7 +387,7 @@ def extract(
     if any(globs):
         part = _chosen(checkpoint, part, base, *globs)
     if model_only or key is not None:  # these are called weights; a copy of the file is not
-        refuse_hollow(part)
+        refuse_placeholders(part)
     if all(change.kind == "warning" for change in part.changes[len(checkpoint.changes) :]):
         return part
     cut = without_unseen(checkpoint, part) if trim else part

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import TensorRef, over_elements, row_major_strides
 from ckptool.core.names import PEFT
-from ckptool.core.placeholders import refuse_hollow
+from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import Section, model_state_dict, named_tensors
 from ckptool.errors import LimitExceeded, NotFound, NotRepresentable, UsageError
 from ckptool.files.place import place_of
@@ -77,13 +77,13 @@ def merge_lora(
     Raises:
         NotFound: a tensor of an adapter has no counterpart in the base.
         UsageError: the scale is not known; shapes do not fit.
-        NotRepresentable: an adapter of another kind (LoHa, LoKr, ...); a base that is quantised.
+        NotRepresentable: an adapter of another kind (LoHa, LoKr, ...); a base that is quantized.
     """
     scales = tuple(map(float, scale)) or (1.0,)
     count = max(len(adapters), 1)
     if len(scales) not in (1, count) or not all(map(math.isfinite, scales)):
         raise UsageError(f"scale takes one finite number, or one for each of {count} adapters")
-    refuse_hollow(base)
+    refuse_placeholders(base)
     part = model_state_dict(base, key)
     if adapters:
         _refuse_adapted(base, part)

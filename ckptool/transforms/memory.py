@@ -12,7 +12,7 @@ from ckptool.core.checkpoint import MEMORY, Checkpoint
 from ckptool.core.model import Opaque, OrderedMap, TensorRef
 from ckptool.core.tree import everything, rebuild
 from ckptool.errors import DeviceError, warn
-from ckptool.tensors.live import Held, LiveTree, is_array, stand_in
+from ckptool.tensors.live import LiveObject, LiveTree, is_array, stand_in
 from ckptool.transforms.devices import Rules
 
 
@@ -77,7 +77,7 @@ class _Live(LiveTree):
             return self.mapping(node, OrderedMap())
         if isinstance(node, dict):
             items = [(key, self.node(value)) for key, value in node.items()]
-            return Opaque(Held(node), steps=[("set", items)])
+            return Opaque(LiveObject(node), steps=[("set", items)])
         if torch is not None and isinstance(node, torch.Tensor):
             return self.standing_for(node, stand_in(node))
         if is_array(node):

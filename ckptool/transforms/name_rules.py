@@ -154,7 +154,7 @@ def rules_of(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[
     return checked
 
 
-class Step(NamedTuple):
+class RuleMatch(NamedTuple):
     """One rule that matched a name."""
 
     rule: int
@@ -169,7 +169,7 @@ class AppliedRules:
         """Apply the rules in order; `file` is what errors name."""
         self.rules = list(rules)
         self.file = file
-        self.steps: dict[str, list[Step]] = {}
+        self.steps: dict[str, list[RuleMatch]] = {}
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
         """Return the new name of each.
@@ -194,13 +194,13 @@ class AppliedRules:
         steps = self.steps[name]
         return steps[-1].new if steps else name
 
-    def run(self, name: str) -> list[Step]:
+    def run(self, name: str) -> list[RuleMatch]:
         """Return what the rules do to a name, without remembering it."""
-        steps: list[Step] = []
+        steps: list[RuleMatch] = []
         for at, rule in enumerate(self.rules):
             new = rule.apply(name)
             if new is not None:
-                steps.append(Step(at, name, new))
+                steps.append(RuleMatch(at, name, new))
                 name = new
         return steps
 

@@ -37,7 +37,7 @@ from ckptool.core.sections import (
 )
 from ckptool.core.tree import everything, rebuild, where
 from ckptool.errors import NameCollision, NotFound, UsageError
-from ckptool.transforms.name_rules import AppliedRules, Rule, Step, rules_of
+from ckptool.transforms.name_rules import AppliedRules, Rule, RuleMatch, rules_of
 from ckptool.words import counted, listed, printable, shell
 
 Targets = dict[Any, int]
@@ -496,7 +496,7 @@ class _Renaming(AppliedRules):
     def __init__(self, rules: list[Rule], file: str) -> None:
         super().__init__(rules, file)
         self._changed = [0 for _ in rules]
-        self._examples: list[Step | None] = [None for _ in rules]
+        self._examples: list[RuleMatch | None] = [None for _ in rules]
 
     def renamed(self, names: Iterable[str]) -> dict[str, str]:
         """Return the names that change, old to new; what each rule does to them is counted."""

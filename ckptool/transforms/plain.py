@@ -28,7 +28,7 @@ from ckptool.core.modules import (
     module_state,
     modules_below,
 )
-from ckptool.core.placeholders import refuse_hollow
+from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import MODEL_KINDS, Section, only_its_class
 from ckptool.core.tree import everything, held_items, mentions, path_of, rebuild, where
 from ckptool.errors import NotRepresentable
@@ -332,10 +332,10 @@ def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
 
     Raises:
         NotRepresentable: something remains and `drop` is not given; the message names all of it.
-            Or tensors have no values (`hollow`).
+            Or tensors have no values (`placeholders_of`).
     """
     checkpoint = checkpoint.settled()
-    refuse_hollow(checkpoint)
+    refuse_placeholders(checkpoint)
     result = _with_forms(checkpoint, _plain_forms(checkpoint, partly=drop))
     if drop:
         return _dropped(result, hint=None)

@@ -68,7 +68,7 @@ def resized(
         UsageError: a rule is none, matches nothing, or does not fit a tensor; the tensors are in a
             pickled module; there is the state of an optimizer, which would no longer fit.
         NameCollision: a name is there already.
-        NotRepresentable: a tensor is quantised, or has no elements that can be computed with.
+        NotRepresentable: a tensor is quantized, or has no elements that can be computed with.
     """
     kinds: tuple[tuple[Iterable[str], Callable[[str], _Step]], ...] = (
         (resize, _resizing),

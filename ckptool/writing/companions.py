@@ -13,7 +13,7 @@ from ckptool.errors import FileMissing
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.atomic import FileOutput
 from ckptool.files.place import place_of
-from ckptool.formats.base import NewFile, Plan
+from ckptool.formats.base import NewFile, WritePlan
 from ckptool.words import listed
 from ckptool.writing.configuration import Edited, edited
 
@@ -52,13 +52,13 @@ def folder_of_companions(checkpoint: Checkpoint) -> str | None:
 
 
 def with_companions(
-    plan: Plan,
+    plan: WritePlan,
     path: str,
     folder: str | os.PathLike[str],
     checkpoint: Checkpoint,
     *,
     found: bool = False,
-) -> tuple[Plan, Sequence[Change]]:
+) -> tuple[WritePlan, Sequence[Change]]:
     """Return `plan` with the files of `folder` beside the weights, which are at `path` if alone.
 
     The copy of `config.json` follows the changes of `checkpoint`; what it states and the file did

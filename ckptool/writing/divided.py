@@ -16,19 +16,19 @@ from typing import Protocol, TypeVar
 
 from ckptool.core.tree import name_of
 from ckptool.errors import UnreadableFile
-from ckptool.files.atomic import Part, begun_set, counting_on, parts_of, refuse_target
+from ckptool.files.atomic import PendingFile, begun_set, counting_on, parts_of, refuse_target
 from ckptool.files.beside import beside
 from ckptool.files.journal import read_journal
-from ckptool.files.renames import rename_all, settle_set
+from ckptool.files.renames import recover_set, rename_all
 from ckptool.files.system import worded
-from ckptool.formats.base import NewFile, Plan
+from ckptool.formats.base import NewFile, WritePlan
 from ckptool.writing.job import Job
 from ckptool.writing.verification import source_check, verify_file
 
 _Result = TypeVar("_Result")
 
 
-class Team(Protocol):
+class WriterGroup(Protocol):
     """The processes that make the same calls in the same order; `loading.ranks.Ranks` is one."""
 
     @property
@@ -49,22 +49,22 @@ class Team(Protocol):
         """Return what each process gives, in the order of their numbers."""
 
 
-def write_divided(plan: Plan, job: Job, team: Team, options: str) -> None:
+def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -> None:
     """Write the files of a plan, those of each process by itself, and their index last.
 
     Args:
         plan: With an index; the same in every process.
         job: As `save` has it.
-        team: The processes.
+        group: The processes.
         options: What else the bytes depend on: with the plan it names what is being written.
 
     Raises:
         As `save`, in every process what is raised in one.
     """
-    _check_same_sources(job, team)
+    _check_same_sources(job, group)
     target = os.path.realpath(plan.index)
     parts = parts_of(target, {file.path: file.size for file in plan.files}, job.mode)
-    token = team.first(lambda: _token(plan, job, options))
+    token = group.first(lambda: _token(plan, job, options))
     names = {
         part.path: beside(target, f".ckptool-{token}-{number:05}.whole")
         for number, part in enumerate(parts[:-1], 1)
@@ -84,36 +84,36 @@ def write_divided(plan: Plan, job: Job, team: Team, options: str) -> None:
         return frozenset(part.path for part in whole)
 
     with ExitStack() as stack:
-        whole = team.first(begin)
+        whole = group.first(begin)
         left = [part for part in parts[:-1] if part.path not in whole]
-        shares = _shares(left, len(team.all(0)))
-        with team.reached():
+        shares = _shares(left, len(group.all(0)))
+        with group.reached():
             files = {file.path: file for file in plan.files}
-            own = [(files[one.path], one) for one in shares[team.own]]
-            _write(job, own, names, plan.format, team)
-        team.first(lambda: _finish(plan, target, parts, names, job))
+            own = [(files[one.path], one) for one in shares[group.own]]
+            _write(job, own, names, plan.format, group)
+        group.first(lambda: _finish(plan, target, parts, names, job))
 
 
-def finish_divided(plan: Plan, job: Job, options: str) -> bool:
+def finish_divided(plan: WritePlan, job: Job, options: str) -> bool:
     """Finish the same write, if a kill has cut short its renames; return whether one had.
 
     Raises:
-        As `settle_set`.
+        As `recover_set`.
     """
     journal = read_journal(os.path.realpath(plan.index))
     if journal is None or f".ckptool-{_token(plan, job, options)}-" not in str(journal.facts):
         return False
-    settle_set(plan.index, journal)
+    recover_set(plan.index, journal)
     return True
 
 
-def _check_same_sources(job: Job, team: Team) -> None:
+def _check_same_sources(job: Job, group: WriterGroup) -> None:
     """Refuse sources that are not the same files in all processes.
 
     Raises:
         UnreadableFile: naming the first.
     """
-    seen = team.all([source.version() for source in job.checkpoint.sources])
+    seen = group.all([source.version() for source in job.checkpoint.sources])
     for number, source in enumerate(job.checkpoint.sources):
         if len({versions[number] for versions in seen}) > 1:
             raise UnreadableFile(
@@ -124,7 +124,7 @@ def _check_same_sources(job: Job, team: Team) -> None:
             )
 
 
-def _token(plan: Plan, job: Job, options: str) -> str:
+def _token(plan: WritePlan, job: Job, options: str) -> str:
     """Return what another write of a write has not: its sources, its options and its files."""
     checkpoint, known = job.checkpoint, [options]
     known += (f"{source.name} {source.version()}" for source in checkpoint.sources)
@@ -146,9 +146,9 @@ def _size(path: str) -> int | None:
         return None
 
 
-def _shares(parts: Sequence[Part], count: int) -> list[list[Part]]:
+def _shares(parts: Sequence[PendingFile], count: int) -> list[list[PendingFile]]:
     """Deal the files out, the largest first, each to the process that has the fewest bytes."""
-    shares: list[list[Part]] = [[] for _ in range(count)]
+    shares: list[list[PendingFile]] = [[] for _ in range(count)]
     for part in sorted(parts, key=lambda part: -part.size):
         min(shares, key=lambda share: sum(one.size for one in share)).append(part)
     return shares
@@ -156,10 +156,10 @@ def _shares(parts: Sequence[Part], count: int) -> list[list[Part]]:
 
 def _write(
     job: Job,
-    own: Sequence[tuple[NewFile, Part]],
+    own: Sequence[tuple[NewFile, PendingFile]],
     names: Mapping[str, str],
     format: str,
-    team: Team,
+    group: WriterGroup,
 ) -> None:
     """Write the files of this process; after a failure of another one, no further file."""
     total, done = sum(part.size for _, part in own), 0
@@ -168,7 +168,7 @@ def _write(
     held = job.checkpoint.with_root(roots)
     with job.reading(), source_check(held, format) as check_sources:
         for file, part in own:
-            if team.has_failed:
+            if group.has_failed:
                 return
             part.old = refuse_target(part.path, overwrite=job.may_replace)
             part.reserve()
@@ -184,7 +184,7 @@ def _write(
 
 
 def _finish(
-    plan: Plan, target: str, parts: Sequence[Part], names: Mapping[str, str], job: Job
+    plan: WritePlan, target: str, parts: Sequence[PendingFile], names: Mapping[str, str], job: Job
 ) -> None:
     """Write the index and give all files their names, as process 0."""
     index = parts[-1]

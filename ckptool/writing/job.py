@@ -16,7 +16,7 @@ from ckptool.files.journal import leads_to
 from ckptool.files.place import place_of
 from ckptool.files.source import Progress
 from ckptool.files.system import announce_read
-from ckptool.formats.base import Plan
+from ckptool.formats.base import WritePlan
 from ckptool.writing.target import check_still_there
 from ckptool.writing.verification import source_check, verify, verify_file
 
@@ -88,7 +88,7 @@ class Job:
             raise
 
 
-def carry_out(plan: Plan, job: Job) -> None:
+def carry_out(plan: WritePlan, job: Job) -> None:
     """Execute `plan`, whole or not at all; errors as `save`."""
     if plan.files:
         _write_files(plan, job)
@@ -109,7 +109,7 @@ def carry_out(plan: Plan, job: Job) -> None:
     apply_patch(job.checkpoint.sources[0], plan.patch, path=job.path, check=check)
 
 
-def _write_files(plan: Plan, job: Job) -> None:
+def _write_files(plan: WritePlan, job: Job) -> None:
     """Write new files beside their targets, reading the sources from front to back; rename them."""
     outputs: list[FileOutput] = []
     for fd in job.open_files():

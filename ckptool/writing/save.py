@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptool._lazy import Result
 from ckptool.core.checkpoint import Change, Checkpoint, alone
-from ckptool.core.placeholders import hollow, refuse_hollow
+from ckptool.core.placeholders import placeholders_of, refuse_placeholders
 from ckptool.core.sections import what_there_is
 from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError, without_query
 from ckptool.files import Source
@@ -18,12 +18,12 @@ from ckptool.files.computed import ComputedSource
 from ckptool.files.place import is_address, place_of
 from ckptool.files.source import Progress, far_bytes
 from ckptool.formats import format_of, shard_of, writer
-from ckptool.formats.base import EditableFormat, FolderFormat, Plan
+from ckptool.formats.base import EditableFormat, FolderFormat, WritePlan
 from ckptool.remedies import Remedy
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
 from ckptool.words import counted, listed
-from ckptool.writing.divided import Team, finish_divided, write_divided
+from ckptool.writing.divided import WriterGroup, finish_divided, write_divided
 from ckptool.writing.job import Job, carry_out
 from ckptool.writing.sharding import parse_size, plan_shards
 from ckptool.writing.target import (
@@ -119,7 +119,7 @@ def save(
     files_from: str | os.PathLike[str] | None = None,
     to_folder: bool = False,
     progress: Progress | None = None,
-    team: Team | None = None,
+    group: WriterGroup | None = None,
     options: str = "",
 ) -> Receipt:
     """Write `checkpoint` to `path`, whole or not at all.
@@ -128,7 +128,7 @@ def save(
     and the errors are those of `Checkpoint.save`. Missing folders are made; a link's target is
     replaced and the link stays. See `target_format` for the default of `format`. `files_from` is
     the folder whose configuration, tokenizer and processor files are copied beside the weights;
-    with `to_folder` these are looked for in the folder that the source is. A `team` of processes
+    with `to_folder` these are looked for in the folder that the source is. A `group` of processes
     writes together: each calls this in the same way, and `options`, what was asked for in words of
     any kind, are what such a write is known by again.
     """
@@ -143,7 +143,7 @@ def save(
     format_of(checkpoint.format).refuse_unusable(checkpoint)
     if format_of(name).flat:
         checkpoint = _only_state_dict(checkpoint)
-        refuse_hollow(checkpoint)
+        refuse_placeholders(checkpoint)
     else:
         checkpoint = checkpoint.settled()
     if format_of(name).index_name and checkpoint.root is not checkpoint.original:
@@ -165,13 +165,13 @@ def save(
         checkpoint = checkpoint.with_root(checkpoint.root, *more)
         job = replace(job, checkpoint=checkpoint)
     is_divided = plan.index and not (dry_run or is_far)
-    if team and is_divided and team.first(lambda: finish_divided(plan, job, options)):
-        return _receipt(plan, job, team, dry_run=False)
+    if group and is_divided and group.first(lambda: finish_divided(plan, job, options)):
+        return _receipt(plan, job, group, dry_run=False)
     for file in plan.files if plan.index else ():
         check_target(checkpoint, file.path, overwrite=overwrite, in_place=in_place)
     refuse_empty(checkpoint, plan)
     notes = [*plan.notes, *remarks(checkpoint, path, format, name)]
-    if found := hollow(checkpoint):
+    if found := placeholders_of(checkpoint):
         notes.append(f"{found.text}; {found.remedy}")
     if all(change.kind != "fit" for change in checkpoint.changes):
         notes += format_of(checkpoint.format).layout_notes(checkpoint)
@@ -184,14 +184,14 @@ def save(
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
         _refuse_loss(checkpoint, plan)
     if not dry_run:
-        if team is None:
+        if group is None:
             carry_out(plan, job)
         elif plan.index and len(plan.files) > 2 and not is_far:
-            write_divided(plan, job, team, options)
+            write_divided(plan, job, group, options)
         else:
-            team.all(0)  # that each has seen what is there before the first writes
-            team.first(lambda: carry_out(plan, job))
-    return _receipt(plan, job, team, dry_run=dry_run)
+            group.all(0)  # that each has seen what is there before the first writes
+            group.first(lambda: carry_out(plan, job))
+    return _receipt(plan, job, group, dry_run=dry_run)
 
 
 def _file_of(
@@ -212,7 +212,7 @@ def _planned(
     *,
     anew: bool,
     indexed: bool,
-) -> Plan:
+) -> WritePlan:
     """Plan an edit of the source if that will do, unless `anew`; else a new file, or shards."""
     plan = None if anew else _in_place(checkpoint, path, format)
     if plan is not None:
@@ -233,8 +233,8 @@ def _planned(
 
 
 def _accompanied(
-    plan: Plan, job: Job, files_from: str | os.PathLike[str] | None, *, to_folder: bool
-) -> tuple[Plan, Sequence[Change]]:
+    plan: WritePlan, job: Job, files_from: str | os.PathLike[str] | None, *, to_folder: bool
+) -> tuple[WritePlan, Sequence[Change]]:
     """Return the plan with the files that belong next to the weights in a folder, and warnings."""
     from ckptool.writing.companions import folder_of_companions, with_companions
 
@@ -250,7 +250,7 @@ def _accompanied(
     return with_companions(plan, job.path, folder, job.checkpoint, found=found)
 
 
-def _room(plan: Plan, path: str | os.PathLike[str]) -> str:
+def _room(plan: WritePlan, path: str | os.PathLike[str]) -> str:
     """Return how much is to be written, and how much the disk holds."""
     files = counted(len(plan.files), "file")
     if is_address(path):
@@ -272,14 +272,16 @@ def _from_afar(checkpoint: Checkpoint, *, dry_run: bool) -> Iterator[str]:
         yield f"{data:,} bytes of tensors would be fetched"
 
 
-def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str) -> Plan | None:
+def _in_place(
+    checkpoint: Checkpoint, path: str | os.PathLike[str], format: str
+) -> WritePlan | None:
     """Return the edit that makes the source hold the checkpoint; None where that takes a new file.
 
     A file with several names gets a new one: the journal of an edit lies beside one name only.
     """
     if checkpoint.root is checkpoint.original and format == checkpoint.format:
         tensors, refused = sum(1 for _ in checkpoint.tensors()), blockers(checkpoint.root)
-        return Plan(format, kept=checkpoint.details.size, tensors=tensors, blockers=refused)
+        return WritePlan(format, kept=checkpoint.details.size, tensors=tensors, blockers=refused)
     known = format_of(format) if format == checkpoint.format else None
     if not isinstance(known, EditableFormat) or not is_a_source(path, checkpoint.sources):
         return None
@@ -291,7 +293,7 @@ def _in_place(checkpoint: Checkpoint, path: str | os.PathLike[str], format: str)
     return plan and replace(plan, left_out=tuple(_not_carried(checkpoint)))
 
 
-def _placed(plan: Plan, path: str | os.PathLike[str]) -> Plan:
+def _placed(plan: WritePlan, path: str | os.PathLike[str]) -> WritePlan:
     """Return the plan of a folder with the paths of its files, of which `path` is the index."""
     folder = os.path.dirname(path)
     files = (file._replace(path=os.path.join(folder, file.path)) for file in plan.files)
@@ -309,7 +311,7 @@ def _sharded(
     max_shard_size: int | str | None,
     *,
     indexed: bool,
-) -> Plan:
+) -> WritePlan:
     """Shards and an index, or, if not `indexed`, the one file that all of it fits in.
 
     Shards that the new index names no more stay, and are named.
@@ -334,9 +336,9 @@ def _sharded(
     return replace(plan, notes=(*plan.notes, stays)) if gone else plan
 
 
-def _receipt(plan: Plan, job: Job, team: Team | None, *, dry_run: bool) -> Receipt:
+def _receipt(plan: WritePlan, job: Job, group: WriterGroup | None, *, dry_run: bool) -> Receipt:
     reports = () if dry_run else job.checkpoint.reports
-    gather = team.all if team is not None and plan.index else alone
+    gather = group.all if group is not None and plan.index else alone
     return Receipt(
         path=plan.index or job.path,
         format=plan.format,
@@ -358,7 +360,7 @@ def _receipt(plan: Plan, job: Job, team: Team | None, *, dry_run: bool) -> Recei
     )
 
 
-def _reformatted(checkpoint: Checkpoint, plan: Plan) -> Iterator[Change]:
+def _reformatted(checkpoint: Checkpoint, plan: WritePlan) -> Iterator[Change]:
     """Yield the change of format, or within one format of the pickle protocol."""
     protocol = checkpoint.details.protocol
     if plan.format != checkpoint.format and not checkpoint.in_memory:
@@ -387,7 +389,7 @@ def _only_state_dict(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
 
-def refuse_empty(checkpoint: Checkpoint, plan: Plan) -> None:
+def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
     """Refuse a result without what was asked for: its numbers, or anything at all.
 
     Raises:
@@ -413,7 +415,7 @@ def refuse_empty(checkpoint: Checkpoint, plan: Plan) -> None:
         )
 
 
-def _refuse_left_out(checkpoint: Checkpoint, plan: Plan, *, strict: bool) -> None:
+def _refuse_left_out(checkpoint: Checkpoint, plan: WritePlan, *, strict: bool) -> None:
     wanted = {change.text for change in checkpoint.changes if change.wanted}
     lost = [text for text in plan.left_out if text not in wanted]
     if strict and lost:
@@ -424,7 +426,7 @@ def _refuse_left_out(checkpoint: Checkpoint, plan: Plan, *, strict: bool) -> Non
         )
 
 
-def _refuse_loss(checkpoint: Checkpoint, plan: Plan) -> None:
+def _refuse_loss(checkpoint: Checkpoint, plan: WritePlan) -> None:
     """Refuse a change in place that loses something unasked: there is no other copy."""
     lost = "; ".join(plan.left_out)
     if plan.format != checkpoint.format:

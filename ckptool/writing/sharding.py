@@ -21,7 +21,7 @@ from ckptool.core.model import Opaque, OrderedMap, Storage, StorageRef, TensorRe
 from ckptool.core.tree import everything
 from ckptool.errors import NotRepresentable, UsageError
 from ckptool.formats import format_of, shard_of, writer
-from ckptool.formats.base import NewFile, Plan
+from ckptool.formats.base import NewFile, WritePlan
 from ckptool.formats.safetensors_header import FORMAT, metadata_of
 from ckptool.writing.target import INDEX, split
 
@@ -60,7 +60,7 @@ def plan_shards(
     max_shard_size: int | None = None,
     indexed: bool = False,
     same_files: bool = False,
-) -> Plan:
+) -> WritePlan:
     """Return the files for a checkpoint whose root is one flat state dict.
 
     The tensors go to the shards in their order; a shard ends where the next tensor would make it
@@ -103,7 +103,7 @@ def _plan_files(
     index: str,
     parts: _Parts,
     files: Mapping[str, Sequence[str]],
-) -> Plan:
+) -> WritePlan:
     """Return the plan of `files`, each with the names that it is to hold, and of their `index`."""
     planned = writer(shard_of(format)).plan
     plans = [planned(part) for part in _shards(checkpoint, files.values())]
@@ -112,7 +112,7 @@ def _plan_files(
     metadata = {**parts.metadata, "total_size": sum(size for size, _ in parts.groups)}
     index_of = {"metadata": metadata, "weight_map": {name: places[name] for name in parts.held}}
     text = f"{json.dumps(index_of, indent=2)}\n".encode()
-    return Plan(
+    return WritePlan(
         format,
         (*shards, NewFile(len(text), lambda output: output.write(text), path=index)),
         tensors=sum(plan.tensors for plan in plans),

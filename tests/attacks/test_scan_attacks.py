@@ -29,7 +29,7 @@ def judged(tmp_path, data, name="file.bin"):
 
 
 def texts(found):
-    return [deed.text for stream in found.streams for deed in stream.deeds]
+    return [call.text for stream in found.streams for call in stream.calls]
 
 
 def is_found(found, part):

@@ -116,7 +116,7 @@ def test_torch_is_imported_only_where_something_is_cast(process, saved, tmp_path
     assert "torch" in done.err
 
 
-def test_quantised_weights_are_refused_dequantised_or_cast_raw(ckptool, saved, tmp_path):
+def test_quantized_weights_are_refused_dequantized_or_cast_raw(ckptool, saved, tmp_path):
     weight = torch.randn(3, 3).to(torch.float8_e4m3fn)
     source = saved(w=weight, w_scale_inv=torch.full((1, 1), 0.5))
     for verb in (

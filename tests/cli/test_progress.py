@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from ckptool.cli.console import Progress
+from ckptool.cli.console import ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -30,7 +30,7 @@ def clock():
 
 def test_nothing_is_drawn_in_the_first_half_second(clock):
     stream = Terminal()
-    with Progress(stream=stream, clock=clock) as bar:
+    with ProgressBar(stream=stream, clock=clock) as bar:
         clock.now += 0.49
         bar(1, 10)
     assert stream.getvalue() == ""
@@ -38,7 +38,7 @@ def test_nothing_is_drawn_in_the_first_half_second(clock):
 
 def test_then_bytes_done_of_total_and_in_the_end_nothing(clock):
     stream = Terminal()
-    with Progress(stream=stream, clock=clock) as bar:
+    with ProgressBar(stream=stream, clock=clock) as bar:
         clock.now += 0.6
         bar(512, 1024)
         drawn = stream.getvalue()
@@ -48,7 +48,7 @@ def test_then_bytes_done_of_total_and_in_the_end_nothing(clock):
 
 def test_the_phase_and_the_time_that_is_left(clock):
     stream = Terminal()
-    with Progress(stream=stream, clock=clock, phases=("writing", "reading back")) as bar:
+    with ProgressBar(stream=stream, clock=clock, phases=("writing", "reading back")) as bar:
         for seconds, done in ((10, 1 << 29), (10, 1 << 30), (1, 1 << 20)):
             clock.now += seconds
             bar(done, 1 << 30)
@@ -65,7 +65,7 @@ def test_the_phase_and_the_time_that_is_left(clock):
 
 def test_a_text_stands_in_the_place_of_bytes_and_a_wiped_bar_comes_again(clock):
     stream = Terminal()
-    with Progress(stream=stream, clock=clock) as bar:
+    with ProgressBar(stream=stream, clock=clock) as bar:
         clock.now += 1
         bar(1, 2, "step 1 of 2")
         bar.wipe()
@@ -81,7 +81,7 @@ def test_a_text_stands_in_the_place_of_bytes_and_a_wiped_bar_comes_again(clock):
 
 def test_it_is_not_drawn_more_often_than_anyone_can_read(clock):
     stream = Terminal()
-    with Progress(stream=stream, clock=clock) as bar:
+    with ProgressBar(stream=stream, clock=clock) as bar:
         clock.now += 0.6
         for done in range(1000):
             bar(done, 1000)
@@ -90,7 +90,7 @@ def test_it_is_not_drawn_more_often_than_anyone_can_read(clock):
 
 def test_a_shorter_line_covers_a_longer_one(clock):
     stream = Terminal()
-    bar = Progress(stream=stream, clock=clock)
+    bar = ProgressBar(stream=stream, clock=clock)
     clock.now += 1
     bar(1023, 4096)
     clock.now += 1
@@ -103,7 +103,7 @@ def test_a_shorter_line_covers_a_longer_one(clock):
 def test_it_fits_the_terminal(clock, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
-    with Progress(stream=stream, clock=clock) as bar:
+    with ProgressBar(stream=stream, clock=clock) as bar:
         for done in (1, 1 << 29, 1 << 30):
             clock.now += 1
             bar(done, 3 << 30)
@@ -114,7 +114,7 @@ def test_it_fits_the_terminal(clock, monkeypatch, columns):
 
 def test_a_terminal_made_narrower_gets_shorter_lines(clock, monkeypatch):
     stream = Terminal()
-    bar = Progress(stream=stream, clock=clock)
+    bar = ProgressBar(stream=stream, clock=clock)
     for columns in ("70", "40"):
         monkeypatch.setenv("COLUMNS", columns)
         clock.now += 1
@@ -124,7 +124,7 @@ def test_a_terminal_made_narrower_gets_shorter_lines(clock, monkeypatch):
 
 def test_nothing_of_nothing_is_done(clock):
     stream = Terminal()
-    bar = Progress(stream=stream, clock=clock)
+    bar = ProgressBar(stream=stream, clock=clock)
     clock.now += 1
     bar(0, 0)
     assert "#" * 24 in stream.getvalue()
@@ -132,7 +132,7 @@ def test_nothing_of_nothing_is_done(clock):
 
 @pytest.mark.parametrize(("stream", "quiet"), [(io.StringIO(), False), (Terminal(), True)])
 def test_never_in_a_pipe_nor_when_quiet(clock, stream, quiet):
-    with Progress(stream=stream, quiet=quiet, clock=clock) as bar:
+    with ProgressBar(stream=stream, quiet=quiet, clock=clock) as bar:
         clock.now += 10
         bar(1, 2)
     assert stream.getvalue() == ""

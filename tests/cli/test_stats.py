@@ -68,7 +68,7 @@ def test_folded_rows_in_the_document(ckptool, odd):
     [
         (["--key", "nothing"], "nothing named 'nothing'"),
         (["--bins", "0"], "--bins"),
-        (["--sort", "colour"], "--sort"),
+        (["--sort", "color"], "--sort"),
         (["--json", "--fmt", "csv"], "--fmt and --json cannot be combined"),
     ],
 )

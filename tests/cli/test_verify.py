@@ -136,7 +136,7 @@ def test_tensors_without_a_hash_are_told_when_a_manifest_is_written(ckptool, tmp
     path, sums = tmp_path / "model.pth", tmp_path / "sums.json"
     torch.save({"a": torch.ones(2), "s": torch.eye(2).to_sparse()}, path)
     done = ckptool("verify", "--json", path, "--manifest", sums)
-    assert "2 tensors in 1 file; 1 of them without one: they are sparse, quantised" in done.err
+    assert "2 tensors in 1 file; 1 of them without one: they are sparse, quantized" in done.err
     assert done.document["manifest"]["unhashed"] == 1
 
 

@@ -41,7 +41,7 @@ STRUCTURES = {
 """Tensors whose second is another by what is no value."""
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantised and sparse tensors
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantized and sparse tensors
 class TestKinds:
     """Tensors that are made of parts."""
 
@@ -69,7 +69,7 @@ class TestKinds:
         assert (row.what, row.status, row.difference) == (("kind",), "T", None)
 
     @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32])
-    def test_quantised(self, compare, dtype):
+    def test_quantized(self, compare, dtype):
         weight = torch.tensor([[0.5, 1.0], [2.0, 3.0]])
         a = torch.quantize_per_tensor(weight, 0.5, 3, dtype)
         assert compare({"l.a": a}, {"l.a": a.clone()}).identical
@@ -92,7 +92,7 @@ class TestKinds:
         (row,) = compare({"l.a": a}, {"l.a": b}).changed
         assert (row.what, row.place, row.change) == (("value",), None, ("3 entries", "2 entries"))
 
-    def test_quantised_per_channel(self, compare):
+    def test_quantized_per_channel(self, compare):
         weight = torch.ones(2, 2)
 
         def made(scale):

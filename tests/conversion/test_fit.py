@@ -11,7 +11,7 @@ import ckptool
 from ckptool.conversion.fit import fitted
 from ckptool.core.sections import model_state_dict
 from ckptool.errors import MatchError, NameCollision, NotFound, NotRepresentable
-from ckptool.loading.target import Target
+from ckptool.loading.target import ModelTarget
 from ckptool.matching import Allowance, slots_of
 
 
@@ -53,7 +53,7 @@ def made(tmp_path):
 def slots(made):
     def of(model):
         made_of = made(model.state_dict(), f"{id(model)}.pth")
-        return Target("", slots_of(model_state_dict(made_of)))
+        return ModelTarget("", slots_of(model_state_dict(made_of)))
 
     return of
 

@@ -56,7 +56,7 @@ def test_names_order_and_shapes_are_those_of_state_dict(tmp_path, wrap, protocol
 
 
 def torch_classes():
-    """Every module class that torch has loaded, those of quantisation as well."""
+    """Every module class that torch has loaded, those of quantization as well."""
     for name in ("qat", "quantized", "quantized.dynamic"):
         importlib.import_module(f"torch.ao.nn.intrinsic.{name}")
     todo, found = [torch.nn.Module], set()
@@ -164,7 +164,7 @@ def test_a_compiled_module_is_the_call_that_pickles_it():
 
 
 class OwnState(torch.nn.Linear):
-    """A layer that pickles itself in a way of its own, as torch's quantised ones do."""
+    """A layer that pickles itself in a way of its own, as torch's quantized ones do."""
 
     def __getstate__(self):
         return (self.in_features, self.out_features, dict(self.state_dict()))

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 import ckptool
 from ckptool.cli import main
-from ckptool.core.placeholders import hollow
+from ckptool.core.placeholders import placeholders_of
 from ckptool.errors import MatchError, NotRepresentable
 from tests.sources import PROJECT
 
@@ -55,7 +55,7 @@ def tensors(path, key):
 
 def said(path):
     with ckptool.open(path) as checkpoint:
-        found = hollow(checkpoint)
+        found = placeholders_of(checkpoint)
     return found and found.text
 
 

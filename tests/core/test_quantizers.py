@@ -1,4 +1,4 @@
-"""The known quantisers, by what their own libraries have written: `fixtures/quantised/`."""
+"""The known quantizers, by what their own libraries have written: `fixtures/quantised/`."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.core.quantizers import LOOKS_QUANTIZED, quantised
+from ckptool.core.quantizers import LOOKS_QUANTIZED, find_quantized
 from ckptool.diagnosis.diagnose import doctor
 from ckptool.errors import CheckpointError, MatchError, NotRepresentable
 from ckptool.formats import open_checkpoint
@@ -20,14 +20,14 @@ from tests.sources import PROJECT
 from tests.trees import scalar, tensor
 
 FIXTURES = PROJECT / "fixtures"
-QUANTISED = FIXTURES / "quantised"
-ANSWERS = json.loads((QUANTISED / "answers.json").read_text())
+QUANTIZED = FIXTURES / "quantised"
+ANSWERS = json.loads((QUANTIZED / "answers.json").read_text())
 AO, BNB4, BNB8 = "torch.ao packed parameters", "bitsandbytes 4 bit", "bitsandbytes 8 bit"
 SCHEMES = {
     "ao_dynamic": AO, "ao_static": AO, "bnb4": BNB4, "bnb8": BNB8, "torchao": "torchao",
 }  # fmt: skip
 
-every_file = pytest.mark.parametrize("name", sorted(path.name for path in QUANTISED.glob("*.pth")))
+every_file = pytest.mark.parametrize("name", sorted(path.name for path in QUANTIZED.glob("*.pth")))
 every_module = pytest.mark.parametrize("name", sorted(ANSWERS))
 
 
@@ -36,9 +36,9 @@ def scheme_of(name):
 
 
 @every_file
-def test_the_quantiser_is_named(name):
-    with open_checkpoint(QUANTISED / name) as checkpoint:
-        assert list_tensors(checkpoint).quantisers == (scheme_of(name),)
+def test_the_quantizer_is_named(name):
+    with open_checkpoint(QUANTIZED / name) as checkpoint:
+        assert list_tensors(checkpoint).quantizers == (scheme_of(name),)
         assert any(
             f" quantized: {scheme_of(name)}; " in note and note.endswith(("loads it", "loads them"))
             for note in info(checkpoint).notes
@@ -46,11 +46,11 @@ def test_the_quantiser_is_named(name):
 
 
 @every_module
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantised tensors
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantized tensors
 def test_every_tensor_that_the_library_saves_is_listed(name):
     """But for numbers among the attributes, of which the library makes tensors."""
     found = set()
-    with open_checkpoint(QUANTISED / name) as checkpoint:
+    with open_checkpoint(QUANTIZED / name) as checkpoint:
         for _, ref in checkpoint.tensors():
             made = ref.torch().detach()
             made = (made.int_repr() if made.is_quantized else made).contiguous()
@@ -69,20 +69,20 @@ def test_every_tensor_that_the_library_saves_is_listed(name):
 @pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
 def test_a_module_becomes_no_state_dict_without_what_its_class_saves(tmp_path, name, target):
     with pytest.raises(NotRepresentable, match=scheme_of(name)):
-        ckptool.convert(QUANTISED / name, tmp_path / target, model_only=True)
+        ckptool.convert(QUANTIZED / name, tmp_path / target, model_only=True)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["bnb4_whole.pth", "bnb8_whole.pth", "ao_static_whole.pth"])
 def test_what_only_the_class_saves_goes_where_that_is_asked_for(tmp_path, name):
     target = tmp_path / "out.safetensors"
-    receipt = ckptool.convert(QUANTISED / name, target, drop_objects=True)
+    receipt = ckptool.convert(QUANTIZED / name, target, drop_objects=True)
     assert any(scheme_of(name) in text for text in receipt.left_out)
     assert load_file(target).keys() <= ANSWERS[name].keys()
 
 
 def test_packed_parameters_are_not_left_out_in_passing(tmp_path):
-    source, target = QUANTISED / "ao_dynamic_state.pth", tmp_path / "out.safetensors"
+    source, target = QUANTIZED / "ao_dynamic_state.pth", tmp_path / "out.safetensors"
     with pytest.raises(NotRepresentable, match=f"{AO}: 2 tensors inside") as caught:
         ckptool.convert(source, target)
     assert "--exclude '*_packed_params'" in caught.value.hint
@@ -91,14 +91,14 @@ def test_packed_parameters_are_not_left_out_in_passing(tmp_path):
     assert any("_packed_params" in text for text in receipt.left_out)
     ckptool.convert(source, tmp_path / "out.pth", model_only=True)
     copy = torch.load(tmp_path / "out.pth")
-    model = torch.load(QUANTISED / "ao_dynamic_whole.pth", weights_only=False)
+    model = torch.load(QUANTIZED / "ao_dynamic_whole.pth", weights_only=False)
     assert model.load_state_dict(copy) == ([], [])
 
 
-def test_a_dynamically_quantised_module_alone_is_no_hollow_state_dict(tmp_path):
+def test_a_dynamically_quantized_module_alone_is_no_hollow_state_dict(tmp_path):
     with pytest.raises(NotRepresentable, match="no tensor is left; the file has the mod"):
         ckptool.convert(
-            QUANTISED / "ao_dynamic_whole.pth",
+            QUANTIZED / "ao_dynamic_whole.pth",
             tmp_path / "out.pth",
             model_only=True,
             drop_objects=True,
@@ -107,7 +107,7 @@ def test_a_dynamically_quantised_module_alone_is_no_hollow_state_dict(tmp_path):
 
 
 def test_a_tensor_of_a_class_of_torchao_is_called_that(tmp_path):
-    source = QUANTISED / "torchao_state.pth"
+    source = QUANTIZED / "torchao_state.pth"
     with pytest.raises(NotRepresentable, match=r"Int8Tensor \(torchao\)") as caught:
         ckptool.convert(source, tmp_path / "out.safetensors")
     assert "dequantize" in caught.value.hint
@@ -132,7 +132,7 @@ def test_a_tensor_of_a_class_of_torchao_is_called_that(tmp_path):
 def test_a_scheme_is_known_by_names(names, weight, scheme, companions):
     dtype = "float8_e4m3fn" if "fp8" in scheme else "int32"
     state = {name: tensor() for name in names.split()} | {weight: tensor(dtype=dtype)}
-    found = quantised({"other.weight": tensor(), **state})
+    found = find_quantized({"other.weight": tensor(), **state})
     wanted = tuple(f"l.{name}" for name in companions.split())
     assert found == {weight: (scheme, wanted)}
 
@@ -141,7 +141,7 @@ def test_a_scheme_is_known_by_names(names, weight, scheme, companions):
     "names", ["l.weight l.weight_scale", "l.SCB", "l.qzeros l.scales", "norm.scale logit_scale"]
 )
 def test_names_alone_do_not_make_a_scheme(names):
-    assert quantised({name: tensor() for name in names.split()}) == {}
+    assert find_quantized({name: tensor() for name in names.split()}) == {}
 
 
 def test_a_dtensor_of_which_the_file_has_all_is_unwrapped(tmp_path):
@@ -187,14 +187,14 @@ def test_schemes_of_vllm_and_others_are_known_by_their_names(
     state = {weight: torch.ones(32, 8).to(dtype), **{name: torch.ones(1) for name in beside}}
     torch.save(state, tmp_path / "f.pth")
     with open_checkpoint(tmp_path / "f.pth") as checkpoint:
-        assert quantised(checkpoint.root) == {weight: (scheme, tuple(beside))}
+        assert find_quantized(checkpoint.root) == {weight: (scheme, tuple(beside))}
     with pytest.raises(NotRepresentable, match="is quantized"):
         ckptool.convert(tmp_path / "f.pth", tmp_path / "out.pth", cast="float16")
 
 
 @every_file
-def test_numbers_of_a_quantiser_are_neither_cast_nor_averaged(tmp_path, name):
-    source = QUANTISED / name
+def test_numbers_of_a_quantizer_are_neither_cast_nor_averaged(tmp_path, name):
+    source = QUANTIZED / name
     with pytest.raises(NotRepresentable, match=scheme_of(name)) as caught:
         ckptool.convert(source, tmp_path / "out.pth", cast="float16")
     assert "--raw" in caught.value.hint
@@ -245,19 +245,19 @@ def state_of(shapes):
 @pytest.mark.parametrize("layout", BY_SHAPE)
 def test_codes_with_scales_of_fitting_shape_look_quantized(layout):
     codes, *scales = (name for name in BY_SHAPE[layout] if not name.endswith("bias"))
-    assert quantised(state_of(BY_SHAPE[layout])) == {codes: (LOOKS_QUANTIZED, tuple(scales))}
+    assert find_quantized(state_of(BY_SHAPE[layout])) == {codes: (LOOKS_QUANTIZED, tuple(scales))}
 
 
 def test_scales_belong_to_the_codes_with_whose_name_theirs_begins():
     state = {f"e.w{at}_{what}": one for at in (1, 2) for what, one in BY_SHAPE["rows"].items()}
     state = {name.replace("l.", ""): one for name, one in state.items()}
-    found = {name: one.companions for name, one in quantised(state_of(state)).items()}
+    found = {name: one.companions for name, one in find_quantized(state_of(state)).items()}
     assert found == {"e.w1_codes": ("e.w1_s",), "e.w2_codes": ("e.w2_s",)}
 
 
 def test_a_scale_at_the_root_is_named_as_its_codes():
     state = {"proj": ("int8", (8, 8)), "proj_s": ("float32", (8,)), "a.weight": ("float32", (8,))}
-    assert quantised(state_of(state)) == {"proj": (LOOKS_QUANTIZED, ("proj_s",))}
+    assert find_quantized(state_of(state)) == {"proj": (LOOKS_QUANTIZED, ("proj_s",))}
 
 
 ORDINARY = {
@@ -293,7 +293,7 @@ ORDINARY = {
 
 @pytest.mark.parametrize("model", ORDINARY)
 def test_integers_and_fp8_of_ordinary_models_do_not_look_quantized(model):
-    found = quantised(state_of(ORDINARY[model]))
+    found = find_quantized(state_of(ORDINARY[model]))
     assert [one for one in found.values() if one.scheme == LOOKS_QUANTIZED] == []
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ckptool.diagnosis import doctor
-from ckptool.diagnosis.complaint import Patient
+from ckptool.diagnosis.complaint import Subject
 from ckptool.diagnosis.contents import placement
 from tests.diagnosis.faults import Net, healthy, leftover, run, trained, training_run
 from tests.trees import checkpoint, tensor
@@ -33,7 +33,7 @@ def test_lost_versions_are_a_note_where_all_is_there(complaint):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_lost_versions_fail_in_quantised_layers(complaint):
+def test_lost_versions_fail_in_quantized_layers(complaint):
     layer = torch.ao.nn.quantized.Linear(2, 2)
     state = layer.state_dict()
     assert complaint("metadata", state) is None
@@ -214,5 +214,5 @@ def test_the_zip_of_stable_baselines_names_the_policy(tmp_path):
 )
 def test_some_tensors_on_a_gpu_are_not_all(devices, says):
     root = {str(at): tensor(device=device) for at, device in enumerate(devices)}
-    (found,) = placement(Patient(checkpoint(root), devices=("cpu", "cuda:0")))
+    (found,) = placement(Subject(checkpoint(root), devices=("cpu", "cuda:0")))
     assert (found.kind, found.what) == ("one-gpu", f"{says} are on cuda:0")

@@ -48,7 +48,7 @@ def test_a_wrapper_comes_off_by_a_rule_that_can_be_read(diagnosed):
     assert shlex.split(command)[-1] == r"^module\.=>"
 
 
-def test_the_scales_of_quantised_weights_are_not_left_out(diagnosed):
+def test_the_scales_of_quantized_weights_are_not_left_out(diagnosed):
     more = healthy()
     more["head.weight"] = more["head.weight"].to(torch.int8)
     more["head.SCB"] = torch.ones(1)

@@ -89,7 +89,7 @@ def test_other_names_in_the_same_order_are_no_complaint(diagnosed, before):
 
 
 def test_any_tensor_may_be_a_parameter(complaint):
-    """Those of quantisers are: 70 may be optimized where 34 look like it."""
+    """Those of quantizers are: 70 may be optimized where 34 look like it."""
     root = {**training_run(), "optimizer": too_many()["optimizer"]}
     found = complaint("optimizer-size", root)
     assert "10 parameters, and the model has 9 tensors" in found.what

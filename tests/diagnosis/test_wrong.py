@@ -24,7 +24,7 @@ from ckptool.cli import main
 from ckptool.core.checkpoint import Checkpoint, Details
 from ckptool.core.model import Global, Opaque
 from ckptool.diagnosis import doctor
-from ckptool.diagnosis.complaint import Patient
+from ckptool.diagnosis.complaint import Subject
 from ckptool.diagnosis.diagnose import Planner
 from ckptool.diagnosis.models import objects
 from ckptool.formats import open_checkpoint
@@ -159,12 +159,12 @@ def test_no_plan_makes_a_state_dict_without_its_packed_weights(name):
     assert "would lack what only its class saves" in whole.remedy
 
 
-def quantised(folder, finish):
-    """A TorchScript of a quantised model."""
+def find_quantized(folder, finish):
+    """A TorchScript of a quantized model."""
     net = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
     net = torch.ao.quantization.quantize_dynamic(net, {torch.nn.Linear}, dtype=torch.qint8)
-    torch.jit.save(finish(torch.jit.script(net)), folder / "quantised.pt")
-    return folder / "quantised.pt"
+    torch.jit.save(finish(torch.jit.script(net)), folder / "quantized.pt")
+    return folder / "quantized.pt"
 
 
 def optimized(folder):
@@ -188,8 +188,8 @@ def frozen(folder):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda folder: quantised(folder, lambda net: net), "its weights are packed"),
-        (lambda folder: quantised(folder, torch.jit.freeze), "its weights are packed"),
+        (lambda folder: find_quantized(folder, lambda net: net), "its weights are packed"),
+        (lambda folder: find_quantized(folder, torch.jit.freeze), "its weights are packed"),
         (optimized, "weights are missing"),
         (frozen, "torch.jit.freeze took the keys of 2 tensors"),
     ],
@@ -218,8 +218,8 @@ def test_constants_without_a_value_are_counted(tmp_path):
 
 def test_only_the_weights_that_go_with_objects_are_counted():
     with open_checkpoint(WRONG.parent / "quantised" / "torchao_state.pth") as checkpoint:
-        patient = Patient(checkpoint)
-        plan = Planner(patient, objects(patient)).plan()
+        subject = Subject(checkpoint)
+        plan = Planner(subject, objects(subject)).plan()
     assert plan.command is None
     assert plan.obstacle == (
         "2 tensors of the weights would go with the objects: 0.weight, 2.weight"

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from ckptool.errors import TruncatedFile
 from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
-from ckptool.files.computed import WORTH, Ahead, ComputedSource, gathered, joined
+from ckptool.files.computed import WORTH, ComputedSource, ReadAhead, gathered, joined
 from ckptool.files.source import BLOCK
 from ckptool.files.strided import row_major
 from ckptool.files.threads import in_order
@@ -50,7 +50,7 @@ def patterned(size, calls, parallel=True):
         calls.append((threading.current_thread() is threading.main_thread(), offset, len(buffer)))
         buffer[:] = bytes(at % 251 for at in range(offset, offset + len(buffer)))
 
-    return ComputedSource("model.pth", size, fill, ahead=Ahead() if parallel else None)
+    return ComputedSource("model.pth", size, fill, ahead=ReadAhead() if parallel else None)
 
 
 def test_the_next_blocks_are_computed_by_other_threads():
@@ -84,7 +84,7 @@ def test_an_error_ahead_is_raised_where_its_block_is_read():
         if offset:
             raise ValueError("beyond the first block")
 
-    source = ComputedSource("model.pth", 4 * WORTH, fill, ahead=Ahead())
+    source = ComputedSource("model.pth", 4 * WORTH, fill, ahead=ReadAhead())
     source.read(0, WORTH)
     with pytest.raises(ValueError, match="beyond"):
         source.read(WORTH, WORTH)
@@ -102,7 +102,7 @@ def test_plain_bytes_may_be_read_by_several_threads(tmp_path):
 
 
 def test_the_sources_that_come_next_are_computed_too():
-    calls, ahead, sources = [], Ahead(), []
+    calls, ahead, sources = [], ReadAhead(), []
     for size in (WORTH, 10, WORTH + 1, WORTH):
         fill = patterned(size, calls).fill
         sources.append(ComputedSource("model.pth", size, fill, ahead=ahead))
@@ -114,7 +114,7 @@ def test_the_sources_that_come_next_are_computed_too():
 
 
 def test_nothing_is_computed_twice_where_a_source_ends_within_a_block():
-    calls, ahead, sources = [], Ahead(), []
+    calls, ahead, sources = [], ReadAhead(), []
     sizes = (2 * BLOCK + 3 * WORTH, BLOCK + WORTH, 5, 3 * BLOCK, 2 * WORTH)
     for number, size in enumerate(sizes):
 
@@ -135,7 +135,7 @@ def test_nothing_is_computed_twice_where_a_source_ends_within_a_block():
 
 
 def test_sources_that_are_read_in_another_order_are_right_and_looked_at_alone():
-    calls, ahead = [], Ahead()
+    calls, ahead = [], ReadAhead()
     fill = patterned(WORTH, calls).fill
     sources = [ComputedSource("model.pth", WORTH, fill, ahead=ahead) for _ in range(40)]
     wanted = bytes(at % 251 for at in range(WORTH))

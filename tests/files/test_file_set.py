@@ -24,7 +24,7 @@ from ckptool.files.atomic import atomic_set
 from ckptool.files.beside import has_journal, journal_path
 from ckptool.files.editing import Edit, Patch
 from ckptool.files.journal import read_journal, write_journal
-from ckptool.files.renames import settle_set
+from ckptool.files.renames import recover_set
 from tests.files.sets import (
     FEWER,
     INDEX,
@@ -346,7 +346,7 @@ def test_a_rename_that_is_refused_for_good_leaves_the_journal(old, monkeypatch):
         with pytest.raises(WriteDenied):
             write(old, NEW, overwrite=True)
     assert has_journal(str(old / INDEX))
-    settle_set(old / INDEX, read_journal(str(old / INDEX)))
+    recover_set(old / INDEX, read_journal(str(old / INDEX)))
     assert content(old) == OLD | NEW
 
 
@@ -369,7 +369,7 @@ def test_a_journal_that_cannot_be_removed_is_removed_by_the_next(old, monkeypatc
         patch.setattr(renames, "remove_journal", refuse)
         write(old, NEW, overwrite=True)
     assert has_journal(str(old / INDEX))
-    settle_set(str(old / INDEX), read_journal(str(old / INDEX)))
+    recover_set(str(old / INDEX), read_journal(str(old / INDEX)))
     assert content(old) == OLD | NEW
 
 
@@ -470,7 +470,7 @@ def test_a_reader_does_not_take_a_living_writer_for_dead(old, monkeypatch):
     def read_meanwhile(source, target):
         if source.endswith(".part"):
             with pytest.raises(FileBusy, match=f"process {os.getpid()}") as caught:
-                settle_set(old / INDEX, read_journal(str(old / INDEX)))
+                recover_set(old / INDEX, read_journal(str(old / INDEX)))
             refused.append(caught)
         replace(source, target)
 

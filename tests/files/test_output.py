@@ -32,7 +32,7 @@ def target(tmp_path_factory):
 
 pieces = st.lists(
     st.tuples(
-        st.sampled_from(["write", "copy", "copy_checked", "stream"]),
+        st.sampled_from(["write", "copy", "copy_with_crc", "stream"]),
         st.booleans(),
         st.integers(0, 1000),
         st.sampled_from([0, 1, 100, 5000, 65_536, 65_537, 100_000]),
@@ -48,8 +48,8 @@ def put(out, source, kind, start, length):
         return out.write(data.read())
     if kind == "copy":
         return out.copy(data)
-    if kind == "copy_checked":
-        return out.copy_checked(data)
+    if kind == "copy_with_crc":
+        return out.copy_with_crc(data)
     return out.stream(data.blocks(777))
 
 
@@ -71,7 +71,7 @@ def test_pieces_in_order(ranges, target, block, todo):
     assert target.read() == expected
 
 
-@pytest.mark.parametrize("kind", ["write", "copy", "copy_checked", "stream"])
+@pytest.mark.parametrize("kind", ["write", "copy", "copy_with_crc", "stream"])
 def test_more_than_planned_is_refused(ranges, target, kind):
     for length in (101, 70_000):
         out = FileOutput(target.fileno(), 100)
@@ -97,7 +97,7 @@ def test_progress_ends_with_all(ranges, target, monkeypatch):
     assert told == [(done, 100_200) for done in (30_100, 60_100, 90_100, 100_200)]
 
 
-@pytest.mark.parametrize("kind", ["copy", "copy_checked", "stream"])
+@pytest.mark.parametrize("kind", ["copy", "copy_with_crc", "stream"])
 def test_a_source_that_becomes_shorter(tmp_path, target, kind):
     path = tmp_path / "source"
     path.write_bytes(CONTENT)

@@ -625,12 +625,12 @@ def test_the_journal_of_a_set_is_for_the_set(path, exists, monkeypatch):
     write_journal(path, Journal("set", {"files": []}))
     settled_sets = []
 
-    def settle_set(target, journal):
+    def recover_set(target, journal):
         settled_sets.append((target, journal.kind))
         rewrite_new(path)
         os.unlink(journal_path(target))
 
-    monkeypatch.setattr(recovery, "settle_set", settle_set)
+    monkeypatch.setattr(recovery, "recover_set", recover_set)
     if exists:
         rewrite_new(path)
     assert settled(path) == b"index"

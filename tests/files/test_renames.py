@@ -9,7 +9,7 @@ from ckptool.errors import CheckpointWarning, CorruptFile, TargetExists, WriteDe
 from ckptool.files.journal import Journal, write_journal
 from ckptool.files.local import open_source
 from ckptool.files.recovery import recover
-from ckptool.files.renames import settle_set
+from ckptool.files.renames import recover_set
 from tests.files.sets import FEWER, INDEX, NEW, OLD, content, killed, lay, needs_posix, write
 
 
@@ -81,16 +81,16 @@ def test_a_killed_write_is_finished_by_a_link_to_the_index(old, tmp_path_factory
     journal = killed(old, NEW, 2, overwrite=True)
     link = tmp_path_factory.mktemp("links") / "latest.json"
     link.symlink_to(old / INDEX)
-    settle_set(link, journal)
+    recover_set(link, journal)
     assert content(old) == OLD | NEW
 
 
 @needs_posix
 def test_what_was_settled_meanwhile_is_left_alone(old):
     journal = killed(old, NEW, 2, overwrite=True)
-    settle_set(old / INDEX, journal)
+    recover_set(old / INDEX, journal)
     write(old, FEWER, overwrite=True)
-    settle_set(old / INDEX, journal)
+    recover_set(old / INDEX, journal)
     assert content(old) == OLD | NEW | FEWER
 
 
@@ -117,7 +117,7 @@ def test_a_file_of_somebody_else_is_never_touched(scenes, change):
             change(folder / name)
             before = content(folder)
             with pytest.raises(CorruptFile, match=f"{name} has been changed") as caught:
-                settle_set(folder / INDEX, journal)
+                recover_set(folder / INDEX, journal)
             assert caught.value.file == str(folder / INDEX)
             assert caught.value.hint == f"ckptool recover --discard {folder / INDEX}"
             assert content(folder) == before, (name, renamed)
@@ -130,7 +130,7 @@ def test_a_finished_file_that_is_gone(scenes):
         (temporary,) = folder.glob(f".*-{number + 1:05}.part")
         temporary.unlink()
         with pytest.raises(CorruptFile, match=f"{list(NEW)[number]} has been changed or removed"):
-            settle_set(folder / INDEX, journal)
+            recover_set(folder / INDEX, journal)
         assert {name: (folder / name).read_bytes() for name in OLD} == OLD, number
 
 
@@ -138,7 +138,7 @@ def test_a_finished_file_that_is_gone(scenes):
 def test_an_old_file_that_was_removed_is_no_obstacle(old):
     journal = killed(old, NEW, 1, overwrite=True)
     (old / "model-2.bin").unlink()
-    settle_set(old / INDEX, journal)
+    recover_set(old / INDEX, journal)
     assert content(old) == OLD | NEW
 
 
@@ -169,7 +169,7 @@ def test_a_journal_of_nobody_we_know(old):
         write_journal(str(old / INDEX), journal)
         before = content(old)
         with pytest.raises(CorruptFile, match="not written by this version") as caught:
-            settle_set(old / INDEX, journal)
+            recover_set(old / INDEX, journal)
         assert caught.value.hint == f"ckptool recover --discard {old / INDEX}"
         with pytest.raises(CorruptFile):
             write(old, NEW, overwrite=True)
@@ -186,6 +186,6 @@ def test_a_folder_in_which_nothing_can_be_renamed(old, monkeypatch):
 
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(WriteDenied, match="does not let us finish it") as caught:
-        settle_set(old / INDEX, journal)
+        recover_set(old / INDEX, journal)
     assert "recover" in caught.value.hint
     assert content(old) == before

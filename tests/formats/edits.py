@@ -100,7 +100,7 @@ def meta_offsets(path):
         warnings.simplefilter("ignore")
         try:
             return offsets(torch.load(path, map_location="meta", weights_only=False))
-        except NotImplementedError:  # quantised and nested tensors, on the meta device
+        except NotImplementedError:  # quantized and nested tensors, on the meta device
             return None
 
 

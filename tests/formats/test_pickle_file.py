@@ -29,12 +29,12 @@ class TestContract(FormatContract):
 
 
 @pytest.fixture
-def recognised(tmp_path):
+def recognized(tmp_path):
     def look(data):
         path = tmp_path / "it.pkl"
         path.write_bytes(data)
         probe = Probe(path, DEFAULT_LIMITS)
-        answer = PICKLE.recognise(probe)
+        answer = PICKLE.recognize(probe)
         probe.close()
         return answer
 
@@ -50,7 +50,7 @@ def read(tmp_path):
         path.write_bytes(data)
         probe = Probe(path, limits)
         opened.append(probe)
-        assert PICKLE.recognise(probe)
+        assert PICKLE.recognize(probe)
         return PICKLE.read(probe)
 
     yield read_bytes
@@ -112,18 +112,18 @@ def test_what_follows_the_pickle_is_a_note(read):
     assert one.details.left_behind == ("1 byte behind the pickle is not read",)
 
 
-def test_other_content_is_not_taken(recognised):
+def test_other_content_is_not_taken(recognized):
     for data in [
         b"", b"(c) 2020 The authors. All rights reserved.\n", b"(see README)\n.", b"[]",
         b"[section]\nkey = value\n", b"{}", b"I1\n.", b"N.", b"cos\nsystem\n.", b"cat\nfood\n",
         b"}{", b"((((((((((((((((", b"\x80\x01}.", b"\x80\x06}.", b"PK\x03\x04", b"text",
     ]:  # fmt: skip
-        assert not recognised(data), data
+        assert not recognized(data), data
 
 
-def test_a_pickle_that_states_no_protocol_is_taken_if_it_reads_as_one(recognised):
+def test_a_pickle_that_states_no_protocol_is_taken_if_it_reads_as_one(recognized):
     for data in [b"(dp0\n.", b"}.", b"(lp0\nI1\na.", b"].", b"(t."]:
-        assert recognised(data), data
+        assert recognized(data), data
 
 
 def test_nothing_of_it_runs(read, tmp_path):

@@ -231,6 +231,6 @@ def test_a_description_that_breaks_the_form_is_refused(tmp_path, exported):
 
 
 def test_other_zips_are_not_taken_for_pt2(fixtures, tmp_path):
-    assert not PT2.recognise(Probe(fixtures / "torch-2.13.0/scripted.pt", DEFAULT_LIMITS))
+    assert not PT2.recognize(Probe(fixtures / "torch-2.13.0/scripted.pt", DEFAULT_LIMITS))
     keras = save(tmp_path, build([("archive_format", b"keras"), ("config.json", b"{}")]))
-    assert not PT2.recognise(Probe(keras, DEFAULT_LIMITS))
+    assert not PT2.recognize(Probe(keras, DEFAULT_LIMITS))

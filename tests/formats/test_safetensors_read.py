@@ -234,9 +234,9 @@ def test_a_broken_rule(tmp_path):
 
 
 def test_an_array_is_no_header():
-    """Recognised by its beginning, so it is another error: not a checkpoint at all."""
+    """Recognized by its beginning, so it is another error: not a checkpoint at all."""
     head = struct.pack("<Q", 2) + b"[]"
-    assert not SAFETENSORS.recognise(_Head(head))
+    assert not SAFETENSORS.recognize(_Head(head))
 
 
 @pytest.mark.parametrize("kept", [-1, -8])
@@ -283,9 +283,9 @@ class _Head:
         (b'{"metadata": {"total', False), (b"PK\x03\x04", False),
     ],
 )  # fmt: skip
-def test_recognised_by_content(head, answer):
-    assert SAFETENSORS.recognise(_Head(head)) is answer
+def test_recognized_by_content(head, answer):
+    assert SAFETENSORS.recognize(_Head(head)) is answer
 
 
-def test_a_folder_is_not_recognised(tmp_path):
-    assert not SAFETENSORS.recognise(Probe(tmp_path, DEFAULT_LIMITS))
+def test_a_folder_is_not_recognized(tmp_path):
+    assert not SAFETENSORS.recognize(Probe(tmp_path, DEFAULT_LIMITS))

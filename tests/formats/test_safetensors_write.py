@@ -432,7 +432,7 @@ class Recorder:
         self.calls.append(("stream", sum(map(len, blocks))))
 
 
-def test_neighbours_are_one_copy(tmp_path):
+def test_neighbors_are_one_copy(tmp_path):
     tensors = {f"t{i}": torch.full((4,), float(i)) for i in range(10)}
     save_file(tensors, tmp_path / "in.safetensors")
     with open_checkpoint(tmp_path / "in.safetensors") as checkpoint:

@@ -491,7 +491,7 @@ def test_a_folder_is_opened_though_the_write_of_its_index_was_cut_short(shards, 
         shards.with_suffix(".new").rename(shards)
         os.unlink(shards.parent / f".{shards.name}.ckptool-journal")
 
-    monkeypatch.setattr("ckptool.files.recovery.settle_set", settle)
+    monkeypatch.setattr("ckptool.files.recovery.recover_set", settle)
     shards.rename(shards.with_suffix(".new"))
     write_journal(str(shards), Journal("set", {}))
     with pytest.warns(ckptool.CheckpointWarning), open_checkpoint(shards.parent) as checkpoint:

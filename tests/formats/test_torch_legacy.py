@@ -302,7 +302,7 @@ def test_another_version_is_named(file, version):
 
 def test_another_magic_number_is_another_format(file):
     probe = Probe(file(stream({}, [], [], magic=0x1950A86A20F9469CFC6D)), DEFAULT_LIMITS)
-    assert not TORCH_LEGACY.recognise(probe)
+    assert not TORCH_LEGACY.recognize(probe)
     probe.close()
 
 

@@ -128,7 +128,7 @@ def test_the_first_tar_had_no_locations(file):
 
 def test_another_tar_is_not_taken(file):
     probe = Probe(file(tarred({"a.txt": b"a", "pickle": b"b"})), DEFAULT_LIMITS)
-    assert not TORCH_TAR.recognise(probe)
+    assert not TORCH_TAR.recognize(probe)
     probe.close()
 
 

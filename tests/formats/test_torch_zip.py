@@ -91,8 +91,8 @@ def test_the_writer_is_told_from_the_layout(fixtures, name, writer):
 
 
 def test_torchscript_is_not_taken_for_a_saved_file(fixtures):
-    assert not TORCH_ZIP.recognise(Probe(fixtures / "torch-2.13.0/scripted.pt", DEFAULT_LIMITS))
-    assert not TORCH_ZIP.recognise(Probe(fixtures / "torch-1.4.0/odd.pth", DEFAULT_LIMITS))
+    assert not TORCH_ZIP.recognize(Probe(fixtures / "torch-2.13.0/scripted.pt", DEFAULT_LIMITS))
+    assert not TORCH_ZIP.recognize(Probe(fixtures / "torch-1.4.0/odd.pth", DEFAULT_LIMITS))
 
 
 def test_an_unzipped_folder_reads_as_the_file_it_was(fixtures, tmp_path):

@@ -58,8 +58,8 @@ def test_where_old_torch_wrote_no_buffer_names_every_tensor_is_listed(fixtures, 
 
 
 def test_a_saved_file_is_not_taken_for_torchscript(fixtures):
-    assert not TORCHSCRIPT.recognise(Probe(fixtures / "torch-2.13.0/odd.pth", DEFAULT_LIMITS))
-    assert not TORCHSCRIPT.recognise(Probe(fixtures / "torch-1.4.0/odd.pth", DEFAULT_LIMITS))
+    assert not TORCHSCRIPT.recognize(Probe(fixtures / "torch-2.13.0/odd.pth", DEFAULT_LIMITS))
+    assert not TORCHSCRIPT.recognize(Probe(fixtures / "torch-1.4.0/odd.pth", DEFAULT_LIMITS))
 
 
 class Inner(nn.Module):

@@ -25,7 +25,7 @@ class Tiles(Format):
     flat = True
     refusal = Refusal("tiles", "it is a folder of tiles", "torch.load says: no")
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         return INDEX in probe.entries
 
     def read(self, probe: Probe) -> Checkpoint:

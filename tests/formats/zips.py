@@ -11,7 +11,7 @@ import torch
 
 from ckptool.errors import CheckpointError
 from ckptool.files import ByteRange, MemorySource
-from ckptool.formats import Plan
+from ckptool.formats import WritePlan
 from ckptool.formats.archive import zip_archive
 from ckptool.formats.base import Probe
 from ckptool.limits import DEFAULT_LIMITS
@@ -126,10 +126,10 @@ def archive(data, limits=DEFAULT_LIMITS):
 
 
 def read(form, path, limits=DEFAULT_LIMITS):
-    """What a format reads from `path`, once it has recognised it."""
+    """What a format reads from `path`, once it has recognized it."""
     probe = Probe(path, limits)
     try:
-        assert form.recognise(probe)
+        assert form.recognize(probe)
         return form.read(probe)
     except CheckpointError:
         probe.close()
@@ -199,7 +199,7 @@ class Sink:
         self.copied += data.length
         self.data += data.read()
 
-    def copy_checked(self, data):
+    def copy_with_crc(self, data):
         return self.stream(data.blocks())
 
     def stream(self, blocks):
@@ -218,7 +218,7 @@ class Holes:
         self.tell = file.tell
         self.write = file.write
 
-    def copy_checked(self, data):
+    def copy_with_crc(self, data):
         return self.skip(data.length)
 
     def skip(self, size):
@@ -229,7 +229,7 @@ class Holes:
 def written(plan):
     """The bytes that the plan of one file writes, or of a zip; they are as many as it said."""
     sink = Sink()
-    (plan.files[0] if isinstance(plan, Plan) else plan).write(sink)
+    (plan.files[0] if isinstance(plan, WritePlan) else plan).write(sink)
     assert len(sink.data) == plan.size
     return bytes(sink.data)
 

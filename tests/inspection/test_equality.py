@@ -228,8 +228,8 @@ def test_tensors_inside_are_asked_about():
     assert difference({"w": one}, {"w": other}, same, listed=listed) is None
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantised tensors
-def test_quantised_elements_are_their_integers(tmp_path):
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantized tensors
+def test_quantized_elements_are_their_integers(tmp_path):
     weight = torch.quantize_per_tensor(torch.tensor([0.5, 1.0]), 0.5, 3, torch.qint8)
     torch.save(weight, tmp_path / "q.pth")
     with ckptool.open(tmp_path / "q.pth") as checkpoint:

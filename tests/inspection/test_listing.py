@@ -57,10 +57,10 @@ def test_the_hash_is_of_the_elements_in_row_major_order(saved):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_sparse_and_quantised_tensors_have_no_hash(saved):
+def test_sparse_and_quantized_tensors_have_no_hash(saved):
     sparse = torch.eye(2).to_sparse()
-    quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    rows = by_name(saved({"sparse": sparse, "quantised": quantised}, hash=True))
+    find_quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    rows = by_name(saved({"sparse": sparse, "quantised": find_quantized}, hash=True))
     assert rows["sparse"].kind == "sparse_coo"
     assert rows["quantised"].kind == "quantized"
     assert {row.sha256 for row in rows.values()} == {None}

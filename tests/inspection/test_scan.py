@@ -45,7 +45,7 @@ def test_no_fixture_runs_anything_but_the_one_that_does():
     assert set(found.values()) == {"cannot tell"}
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -61,7 +61,7 @@ def printed(first: int, *rest, last=3, **more) -> str: ...
 
 
 HONEST = [
-    Colour.RED,
+    Color.RED,
     Grown([1, 2]),
     Failure("x", 1),
     KeyError("x"),

@@ -252,8 +252,8 @@ def test_sorting(tmp_path):
     assert order["zeros"][0] == "a"
     assert order["nan"][0] == order["flags"][0] == "nan"
     assert order["elements"] == ["s", "nan", "a", "b", "none"]
-    with pytest.raises(UsageError, match="cannot sort by 'colour'"):
-        found.sorted_by("colour")
+    with pytest.raises(UsageError, match="cannot sort by 'color'"):
+        found.sorted_by("color")
 
 
 def test_folded_figures_are_those_of_all_elements(tmp_path):

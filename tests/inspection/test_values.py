@@ -3,7 +3,7 @@
 import math
 
 from ckptool.core.model import DeviceValue, Global, Opaque, OrderedMap, Size
-from ckptool.inspection.values import class_of, json_value, shape_text, summarise
+from ckptool.inspection.values import class_of, json_value, shape_text, summarize
 from tests.inspection.handmade import floats, tensor
 
 
@@ -38,7 +38,7 @@ def test_a_node_in_a_few_words():
         (Opaque(Global("builtins", "set"), args=([],)), "set of 0"),
         ("text", "'text'"),
     ]:  # fmt: skip
-        assert summarise(node) == words, node
+        assert summarize(node) == words, node
 
 
 def test_words_are_few_however_long_the_value():
@@ -48,7 +48,7 @@ def test_words_are_few_however_long_the_value():
         [10**1000],
         Opaque(Global("a", "b"), args=("y" * 999,)),
     ):
-        assert len(summarise(node)) <= 60
+        assert len(summarize(node)) <= 60
 
 
 def test_a_ragged_dimension_is_a_question_mark():

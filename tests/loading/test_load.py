@@ -590,11 +590,11 @@ def test_what_was_loaded_can_be_saved_and_loaded_safely(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_a_quantised_model_in_a_wrapper_loads_into_the_bare_one(tmp_path):
+def test_a_quantized_model_in_a_wrapper_loads_into_the_bare_one(tmp_path):
     """Its layers keep a dtype among their entries, whose names must follow the tensors'."""
     from torch.ao.quantization import quantize_dynamic
 
     bare = quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(3, 4)), {torch.nn.Linear})
-    torch.save(torch.nn.DataParallel(bare).state_dict(), tmp_path / "quantised.pth")
-    found = ckptool.load_state_dict(tmp_path / "quantised.pth")
+    torch.save(torch.nn.DataParallel(bare).state_dict(), tmp_path / "quantized.pth")
+    found = ckptool.load_state_dict(tmp_path / "quantized.pth")
     assert str(bare.load_state_dict(found)) == "<All keys matched successfully>"

@@ -427,7 +427,7 @@ def test_a_subclass_of_parameter_takes_what_it_is_given(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_sparse_and_quantised_buffers(tmp_path):
+def test_sparse_and_quantized_buffers(tmp_path):
     def made(value):
         model = nn.Module()
         model.register_buffer("sparse", (torch.eye(3) * value).to_sparse())
@@ -598,7 +598,7 @@ def test_views_load_as_torch_loads_them_whether_the_file_has_one_content_or_two(
     assert torch.equal(model.v, view(numbers))
 
 
-def test_neighbours_do_not_overlap():
+def test_neighbors_do_not_overlap():
     flat = torch.zeros(8)
     model = nn.ParameterList([nn.Parameter(flat[:4]), nn.Parameter(flat[4:])])
     assert load_into(model, {"0": torch.ones(4), "1": torch.zeros(4)}).fits

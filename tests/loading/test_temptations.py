@@ -98,17 +98,17 @@ WRONG = {
         {"module.w": (3, 3)}, {"w": (3, 3), "module.w": (3, 3)},
     ),
     "an outer layer alone": ({"w": (3, 3)}, {"w": (3, 3), "module.w": (3, 3)}),
-    "a normalised weight for a plain one": (
+    "a normalized weight for a plain one": (
         {**BODY, "fc.weight_g": (3, 1), "fc.weight_v": (3, 3)}, {**BODY, "fc.weight": (3, 3)},
     ),
-    "a new normalised weight for a plain one": (
+    "a new normalized weight for a plain one": (
         {
             **BODY, "fc.parametrizations.weight.original0": (3, 1),
             "fc.parametrizations.weight.original1": (3, 3),
         },
         {**BODY, "fc.weight": (3, 3)},
     ),
-    "a plain weight for a normalised one": (
+    "a plain weight for a normalized one": (
         {**BODY, "fc.weight": (3, 3)}, {**BODY, "fc.weight_g": (3, 1), "fc.weight_v": (3, 3)},
     ),
     "a spectral weight for a plain one": (

@@ -107,7 +107,7 @@ def test_what_torch_copies_into_no_other_type_is_refused(device, make, stored, t
     before = Untouched(model)
     for allowed in (False, True):
         if device == "meta" and allowed:
-            continue  # torch dequantises what it makes for the meta device
+            continue  # torch dequantizes what it makes for the meta device
         with pytest.raises(MatchError):
             load_into(model, source, allow_lossy_cast=allowed)
         before.check()
@@ -115,11 +115,11 @@ def test_what_torch_copies_into_no_other_type_is_refused(device, make, stored, t
 
 @old
 def test_a_hook_may_do_what_torch_does_not():
-    def dequantised(state, prefix, *_):
+    def dequantized(state, prefix, *_):
         state["weight"] = state["weight"].dequantize()
 
     model = nn.Linear(3, 2)
-    model._register_load_state_dict_pre_hook(dequantised)
+    model._register_load_state_dict_pre_hook(dequantized)
     load_into(model, {"weight": per_tensor(), "bias": torch.ones(2)}, allow_lossy_cast=True)
     assert torch.allclose(model.weight, torch.ones(2, 3))
 
@@ -140,7 +140,7 @@ def test_what_is_assigned_is_of_its_own_type():
 
 
 @old
-def test_numbers_are_quantised_where_torch_does_that():
+def test_numbers_are_quantized_where_torch_does_that():
     model = nn.Module()
     model.register_buffer("codes", per_tensor().clone())
     load_into(model, {"codes": torch.zeros(2, 3)}, allow_lossy_cast=True, min_coverage=0)

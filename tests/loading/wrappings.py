@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 
 class Block(nn.Module):
-    """Equal in shape to its neighbours."""
+    """Equal in shape to its neighbors."""
 
     def __init__(self):
         super().__init__()

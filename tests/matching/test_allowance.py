@@ -8,7 +8,7 @@ from ckptool.errors import MatchError, UsageError
 from ckptool.matching import (
     Allowance,
     Ambiguity,
-    Cast,
+    DtypeChange,
     MatchReport,
     Mismatch,
     OptimizerReport,
@@ -48,7 +48,7 @@ def test_what_fits_is_accepted():
         {"loaded": 0},
         {"loaded": 50},
         {"missing_keys": ["a"]},
-        {"cast": (Cast("a", "a", "float32", "float16", lossy=True),)},
+        {"cast": (DtypeChange("a", "a", "float32", "float16", lossy=True),)},
         {"optimizer": OptimizerReport("names", 0, 2, ("one",))},
         {"untied": (("a", "b"),)},
         {"ambiguous": (Ambiguity(("a",), ("b",)),)},
@@ -92,8 +92,8 @@ def test_another_shape_is_allowed_by_either_name_and_not_by_strict():
 
 
 def test_only_lossy_casts_are_refused():
-    exact = Cast("a", "a", "bfloat16", "float32", lossy=False)
-    lossy = Cast("b", "b", "float32", "float16", lossy=True, loss="2 of 4 overflow")
+    exact = DtypeChange("a", "a", "bfloat16", "float32", lossy=False)
+    lossy = DtypeChange("b", "b", "float32", "float16", lossy=True, loss="2 of 4 overflow")
     found = report(cast=(exact, lossy))
     (problem,) = Allowance(strict=False).judged(found).problems
     assert problem.text == ("1 tensor is changed by a cast: b float32 -> float16 (2 of 4 overflow)")

@@ -343,12 +343,12 @@ def test_its_version_is_looked_up_by_its_path_in_the_file():
     assert report.missing_keys == ["norm.num_batches_tracked"]
 
 
-def test_a_counter_called_so_of_no_normalisation_is_missing():
+def test_a_counter_called_so_of_no_normalization_is_missing():
     report = matched(slots(["a"]), slots(["a", "b.num_batches_tracked"])).report
     assert report.missing_keys == ["b.num_batches_tracked"]
 
 
-def test_a_frozen_normalisation_leaves_the_counter_out():
+def test_a_frozen_normalization_leaves_the_counter_out():
     want = dict(NET)
     del want["norm.num_batches_tracked"]
     report = matched(slots(before("module.")), slots(want)).report

@@ -13,7 +13,7 @@ from ckptool.core.sections import sections
 from ckptool.matching import (
     EXTRA,
     Ambiguity,
-    Cast,
+    DtypeChange,
     MatchReport,
     Mismatch,
     OptimizerReport,
@@ -39,7 +39,7 @@ def test_every_field_is_in_the_document():
         unexpected_keys=["b"],
         mismatched=(Mismatch("c", "m.c", (None, 2), (3,)),),
         renamed=(Renaming("prefix", "m. taken off", (("m.c", "c"),)),),
-        cast=(Cast("d", "d", "float32", "float16", True, "1 of 2 overflow"),),
+        cast=(DtypeChange("d", "d", "float32", "float16", True, "1 of 2 overflow"),),
         tied=(("e", "f"),),
         untied=(("g", "h"),),
         overlapping=(Overlap(("j", "k"), "j"),),

@@ -43,7 +43,7 @@ Aliases: {aliases}. Every command takes `-h` and `--help`.
 | environment | |
 |---|---|
 | `CKPTOOL_DEBUG=1` | the traceback of an error |
-| `NO_COLOR` | no colour, as everywhere |
+| `NO_COLOR` | no color, as everywhere |
 
 ## Completion
 

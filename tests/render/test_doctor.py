@@ -85,7 +85,7 @@ def test_a_command_of_other_programs_stays_whole():
     assert f"  {command}" in lines(found, Look(width=40))
 
 
-def test_colour_is_for_a_terminal():
+def test_color_is_for_a_terminal():
     assert any("\x1b[31merror\x1b[0m" in line for line in lines(diagnosis(), Look(80, True)))
 
 

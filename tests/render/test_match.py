@@ -7,7 +7,7 @@ from dataclasses import replace
 from ckptool.matching import (
     Allowance,
     Ambiguity,
-    Cast,
+    DtypeChange,
     Judgement,
     MatchReport,
     Mismatch,
@@ -74,7 +74,7 @@ def test_each_status_is_explained_with_what_helps():
         missing_keys=["a"],
         unexpected_keys=["b"],
         mismatched=(Mismatch("c", "c", (1,), (2,)),),
-        cast=(Cast("d", "d", "float32", "float16", lossy=True),),
+        cast=(DtypeChange("d", "d", "float32", "float16", lossy=True),),
     )
     library, options = (list(note_lines(found, PLAIN, options=value)) for value in (False, True))
     words = ("missing", "unexpected", "mismatched", "lossy_cast")
@@ -106,9 +106,13 @@ def test_a_rename_is_a_row_for_its_rule():
 
 
 def test_casts_of_the_same_types_are_one_row_unless_more_is_known():
-    casts = [Cast(name, name, "float32", "float16", lossy=True) for name in (*LAYERS, "fc.bias")]
-    casts.append(Cast("norm", "norm", "float32", "float16", lossy=True, loss="3 of 64 overflow"))
-    casts.append(Cast("out", "out", "bfloat16", "float32", lossy=False))
+    casts = [
+        DtypeChange(name, name, "float32", "float16", lossy=True) for name in (*LAYERS, "fc.bias")
+    ]
+    casts.append(
+        DtypeChange("norm", "norm", "float32", "float16", lossy=True, loss="3 of 64 overflow")
+    )
+    casts.append(DtypeChange("out", "out", "bfloat16", "float32", lossy=False))
     found = report(parameters=981, cast=tuple(casts))
     shown = [line.split(" | ") for line in lines(found) if "| CAST " in line]
     assert [[cell.strip() for cell in row] for row in shown] == [
@@ -119,7 +123,9 @@ def test_casts_of_the_same_types_are_one_row_unless_more_is_known():
 
 
 def test_exact_casts_alone_need_no_permission():
-    found = report(parameters=981, cast=(Cast("a", "a", "bfloat16", "float32", lossy=False),))
+    found = report(
+        parameters=981, cast=(DtypeChange("a", "a", "bfloat16", "float32", lossy=False),)
+    )
     assert found.fits
     assert "allow" not in str(found)
 
@@ -218,7 +224,7 @@ def test_nothing_of_a_file_reaches_the_terminal_raw():
         unexpected_keys=[EVIL, "x"],
         mismatched=(Mismatch(EVIL, EVIL, (1,), (2,)),),
         renamed=(Renaming(EVIL, EVIL, ((EVIL, EVIL),), EVIL),),
-        cast=(Cast(EVIL, EVIL, EVIL, EVIL, True, EVIL),),
+        cast=(DtypeChange(EVIL, EVIL, EVIL, EVIL, True, EVIL),),
         tied=((EVIL, EVIL),),
         ambiguous=(Ambiguity(("x",), (EVIL,), (EVIL,)),),
         kept=((EVIL, EVIL),),
@@ -275,7 +281,7 @@ def test_a_question_is_not_said_to_have_several_answers():
 
 
 def test_where_all_of_the_model_is_met_the_first_line_has_the_reason():
-    cast = Cast("a.w", "a.w", "float64", "float32", lossy=True, loss="2 of 4 overflow")
+    cast = DtypeChange("a.w", "a.w", "float64", "float32", lossy=True, loss="2 of 4 overflow")
     found = report(cast=(cast,), names=9, fitting=9)
     reason = "1 tensor is changed by a cast: a.w float64 -> float32 (2 of 4 overflow)"
     assert str(found).splitlines()[0] == f"model.pth does not fit Net: {reason}"

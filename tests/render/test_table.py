@@ -81,7 +81,7 @@ def test_a_terminal_too_narrow_still_shows_something():
     assert "..." in lines([["name" * 30, "10 B"]], Look(width=5))[1]
 
 
-def test_only_the_header_is_coloured():
-    found = lines([["a", "b"]], Look(colour=True))
+def test_only_the_header_is_colored():
+    found = lines([["a", "b"]], Look(color=True))
     assert found[0].startswith("\x1b[1m")
     assert "\x1b" not in found[1]

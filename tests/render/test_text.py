@@ -90,14 +90,14 @@ def test_a_pipe_is_plain_and_endless():
     assert look_of(io.StringIO()) == PLAIN
 
 
-def test_a_terminal_has_colour():
-    assert look_of(Terminal()).colour
+def test_a_terminal_has_color():
+    assert look_of(Terminal()).color
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_colour_can_be_refused(monkeypatch, name, value):
+def test_color_can_be_refused(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    assert not look_of(Terminal()).colour
+    assert not look_of(Terminal()).color
     assert look_of(Terminal()).alarm("x") == "x"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.soak.targets import TARGETS
-from tests.soak.thinning import thinned
+from tests.soak.thinning import without_keys
 from tests.sources import PROJECT
 
 CORPUS = Path(__file__).with_name("corpus")
@@ -73,7 +73,7 @@ def fuzz(name, seconds, above):
     inputs = [path.read_bytes() for path in grown.iterdir()]
     with ProcessPoolExecutor(1, get_context("spawn")) as alone:
         small = [data for data in inputs if len(data) <= KEPT]
-        keep(name, alone.submit(thinned, name, small).result())
+        keep(name, alone.submit(without_keys, name, small).result())
     for path in wrong:
         print(f"{name}: {path} went wrong", file=sys.stderr)
     counts = (told[one] for one in ("inputs", "crashes", "hangs", "slowest", "peak"))

@@ -9,7 +9,7 @@ from tests.soak.targets import TARGETS, prepare
 from tests.sources import PACKAGE
 
 
-def thinned(name, inputs):
+def without_keys(name, inputs):
     """The inputs, smaller ones first, that go where neither a seed nor one before them went."""
     target = TARGETS[name]
     with tempfile.TemporaryDirectory() as folder:

@@ -43,7 +43,7 @@ def test_plain_data_survives_and_uses_accepted_opcodes_alone(tree):
         assert {opcode.name for opcode, _, _ in pickletools.genops(data)} <= ACCEPTED, protocol
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -104,7 +104,7 @@ OBJECTS = [
     collections.defaultdict(list, {1: [2]}),
     collections.deque([1, 2], maxlen=5),
     Point(1, 2),
-    Colour.RED,
+    Color.RED,
     Outer.Inner(),
     Slots(),
     WithKeywords(size=3),

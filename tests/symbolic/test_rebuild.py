@@ -129,7 +129,7 @@ junk = st.recursive(
 )
 
 
-@pytest.mark.parametrize("qualified", sorted(calls.RECOGNISED))
+@pytest.mark.parametrize("qualified", sorted(calls.RECOGNIZED))
 @settings(max_examples=40)
 @given(args=st.lists(junk | st.just(STORAGE) | st.just(tensor(2)), max_size=9))
 def test_wrong_arguments_make_an_error_or_an_object(qualified, args):

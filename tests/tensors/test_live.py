@@ -161,7 +161,7 @@ def test_all_of_a_storage_in_another_order_is_not_copied():
     assert not frozen([turned, torch.ones(3, 1, 4).permute(2, 1, 0)], instead={}, file="f").changes
 
 
-class Colour(enum.IntEnum):
+class Color(enum.IntEnum):
     RED = 1
 
 
@@ -184,7 +184,7 @@ REFUSED_TREES = {
     "namespace": (argparse.Namespace(a=1), "argparse.Namespace", "vars(args)"),
     "dataclass": (Settings(), "Settings", "dataclasses.asdict(args)"),
     "named tuple": (Pair(1, 2), "Pair", "args._asdict()"),
-    "enumeration": (Colour.RED, "Colour", "args.value"),
+    "enumeration": (Color.RED, "Color", "args.value"),
     "path": (pathlib.PurePosixPath("a"), "PurePosixPath", "str(args)"),
     "date": (datetime.date(2024, 1, 1), "datetime.date", "str(args)"),
     "array": (numpy.zeros(2), "numpy.ndarray", "args.tolist()"),
@@ -230,7 +230,7 @@ def test_a_place_is_an_address(tmp_path):
         ({"a.b": (object(),)}, "config/a.b/0: object"),
         ({3: object()}, "config/3: object"),
         ({"a\x1b[2J": object()}, r"config/a\x1b[2J: object"),
-        ({Colour.RED: 1}, "Colour"),
+        ({Color.RED: 1}, "Color"),
         ({torch.ones(1): 1}, "is a key, and no plain one"),
         ({object()}, "object"),
     ]:

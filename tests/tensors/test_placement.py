@@ -7,7 +7,7 @@ import torch
 
 import ckptool
 from ckptool.errors import DeviceError
-from ckptool.tensors import materialise
+from ckptool.tensors import materialize
 from tests.tensors.judge import assert_same
 from tests.tensors.refs import floats
 
@@ -61,13 +61,13 @@ def test_the_default_is_the_cpu(fixtures):
 
 
 def test_meta_reads_nothing(fixtures, monkeypatch):
-    monkeypatch.setattr(import_module("ckptool.tensors.materialise"), "_fill", None)
+    monkeypatch.setattr(import_module("ckptool.tensors.materialize"), "_fill", None)
     made = ckptool.load(fixtures / "torch-2.13.0" / "dp.pth", map_location="meta")
     assert {tensor.device.type for tensor in made.values()} == {"meta"}
 
 
 def test_a_missing_device_is_found_out_before_anything_is_read(fixtures, monkeypatch):
-    monkeypatch.setattr(import_module("ckptool.tensors.materialise"), "_fill", None)
+    monkeypatch.setattr(import_module("ckptool.tensors.materialize"), "_fill", None)
     with pytest.raises(DeviceError):
         ckptool.load(fixtures / "torch-2.13.0" / "dp_cuda3.pth", map_location=None)
 
@@ -83,6 +83,6 @@ def test_a_function_may_give_a_typed_storage_as_older_code_does(fixtures):
 
 def test_what_is_no_map_location_is_refused():
     with pytest.raises(DeviceError, match="int"):
-        materialise(floats(1), map_location=3)
+        materialize(floats(1), map_location=3)
     with pytest.raises(DeviceError, match="str in place of a storage"):
-        materialise(floats(1), map_location=lambda storage, tag: "cpu")
+        materialize(floats(1), map_location=lambda storage, tag: "cpu")

@@ -11,7 +11,7 @@ from ckptool.core.model import Global, Storage, TensorRef
 from ckptool.errors import CorruptFile, TruncatedFile, UsageError
 from ckptool.files import ByteRange, FileSource, InflatedSource
 from ckptool.tensors import statistics
-from ckptool.tensors.materialise import one_thread
+from ckptool.tensors.materialize import one_thread
 from ckptool.tensors.statistics import Histogram, Measurer, measurable
 from tests.tensors import samples
 from tests.tensors.refs import composed, tensor

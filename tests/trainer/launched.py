@@ -83,10 +83,10 @@ def main():
         wait_for_ever()
     # torch, for which the others need not wait
     from ckptool.trainer.processes import end_if_connected
-    from tests.trainer.runs import Told, net, run
+    from tests.trainer.runs import BytesDone, net, run
 
     epochs = 1_000_000 if HOW == "forever" else 3
-    result = run(OUT, Told(under_way), strategy="ddp", model=net(), epochs=epochs)
+    result = run(OUT, BytesDone(under_way), strategy="ddp", model=net(), epochs=epochs)
     code = 0 if result.stopped is None else 128 + result.stopped
     end_if_connected(code)  # as the command line
     return code

@@ -10,7 +10,7 @@ from ckptool.errors import CheckpointError
 from ckptool.trainer import Observer, TrainConfig, TrainData, Trainer
 
 
-class Told(Observer):
+class BytesDone(Observer):
     """Keeps every event; `act` is called with each, and may raise."""
 
     def __init__(self, act=lambda event: None):
@@ -44,7 +44,7 @@ def when(act, name, **wanted):
         if type(event).__name__ == name and values == wanted:
             act(event)
 
-    return Told(tell)
+    return BytesDone(tell)
 
 
 def crash_at(step):
@@ -85,7 +85,7 @@ def run(out, observer=None, **options):
 
 def losses_of(out, **options):
     """The loss of each step of a run, then the validation loss of each epoch."""
-    told = Told()
+    told = BytesDone()
     run(out, told, **options)
     steps, epochs = told.of("Stepped"), told.of("EpochEnded")
     return [one.loss for one in steps] + [one.val_loss for one in epochs]
@@ -93,7 +93,7 @@ def losses_of(out, **options):
 
 def refusal(out, told=None, **options):
     """The error of a run that fails, and how many steps it took."""
-    told = told or Told()
+    told = told or BytesDone()
     try:
         run(out, told, **options)
     except CheckpointError as error:

@@ -19,7 +19,7 @@ from ckptool.errors import CheckpointError
 from ckptool.trainer import Trainer
 from ckptool.trainer.strategies import parameter_server
 from ckptool.trainer.strategies.parameter_server import InFlight
-from tests.trainer.runs import Told, config, net, run
+from tests.trainer.runs import BytesDone, config, net, run
 from tests.trainer.served_cases import EVERYTHING, EXACT, LIMITS
 
 FRIEDMAN = {"data": "friedman", "model": "mlp:64", "epochs": 40, "schedule": "cosine"}
@@ -75,7 +75,7 @@ class Watched(InFlight):
 
 def served(case, out, *, model=None, act=lambda event: None, **options):
     """One run, with whatever comes of it in the records of this process."""
-    told, record = Told(act), {"case": case}
+    told, record = BytesDone(act), {"case": case}
     if "strategy" not in options:
         options = {"strategy": "parameter-server", "staleness": 0, **options}
         if options.get("updates"):

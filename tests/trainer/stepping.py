@@ -10,7 +10,7 @@ import sys
 
 import torch.distributed as dist
 
-from tests.trainer.runs import Told, run
+from tests.trainer.runs import BytesDone, run
 
 
 def told(event):
@@ -24,6 +24,6 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.init_process_group("gloo")  # one for all runs
     for out, options in json.loads(sys.argv[1]).items():
-        run(out, Told(told), **options)
+        run(out, BytesDone(told), **options)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -12,7 +12,7 @@ from ckptool.trainer import checkpoints as folder
 from tests.files.sets import needs_posix, needs_refusals
 from tests.forks import ended, finished, wait_for
 from tests.trainer.ranks import stepping
-from tests.trainer.runs import Told, held, lines, run
+from tests.trainer.runs import BytesDone, held, lines, run
 
 
 def names(out):
@@ -108,7 +108,7 @@ def test_an_earlier_step_is_gone_on_from_where_nothing_of_later_ones_is_there(tm
     origin = str(tmp_path / "step-00000002.pth")
     with pytest.raises(TrainingError, match="holds checkpoints of later steps than 2: "):
         run(tmp_path, resume=origin)
-    told = Told()
+    told = BytesDone()
     run(tmp_path, told, resume=origin, overwrite=True, epochs=1)
     assert told.of("Resumed")[0].step == 2
     assert names(tmp_path) == [
@@ -161,7 +161,7 @@ def test_a_run_does_not_begin_where_another_is_under_way(tmp_path, under_way):
 def test_a_killed_run_is_in_nobody_s_way(tmp_path, under_way):
     under_way.kill()
     under_way.join()
-    told = Told()
+    told = BytesDone()
     run(tmp_path / "out", told, resume="auto", epochs=3)
     assert told.of("Resumed")[0].step >= 4
     assert not [name for name in names(tmp_path / "out") if "lock" in name]
@@ -192,7 +192,7 @@ def stepless():
     def act(event):
         assert type(event).__name__ not in ("Stepped", "Started")
 
-    return Told(act)
+    return BytesDone(act)
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from ckptool.errors import CheckpointError, TargetExists, TrainingError, UsageError
 from ckptool.trainer import TrainData
 from ckptool.trainer.data import Batches
-from tests.trainer.runs import Told, data, differences, held, lines, net, run, when
+from tests.trainer.runs import BytesDone, data, differences, held, lines, net, run, when
 
 
 def files(out):
@@ -21,7 +21,7 @@ def files(out):
 
 
 def test_the_figures_are_means_over_samples(tmp_path):
-    model, given, told = net(dropout=0.0), data(), Told()
+    model, given, told = net(dropout=0.0), data(), BytesDone()
     run(tmp_path, told, model=model, given=given, epochs=1, lr=1e-30)
     (line,) = lines(tmp_path)
     for name, rows in (("train_loss", given.train), ("val_loss", given.validation)):
@@ -57,7 +57,7 @@ def test_the_best_is_not_overwritten_by_the_weights_that_come_after(tmp_path):
             kept.update({name: one.clone() for name, one in model.state_dict().items()})
 
     model = net()
-    run(tmp_path, Told(act), model=model, epochs=4, lr=0.5)
+    run(tmp_path, BytesDone(act), model=model, epochs=4, lr=0.5)
     assert not differences(dict(held(tmp_path / "best.pth")["state_dict"]), kept)
 
 
@@ -99,7 +99,7 @@ def test_every_so_many_seconds(tmp_path, monkeypatch):
 
 
 def test_training_ends_where_nothing_becomes_better(tmp_path):
-    told = Told()
+    told = BytesDone()
     result = run(tmp_path, told, epochs=20, patience=2, lr=1e-12)
     assert result.epoch == 3
     assert told.notes == [
@@ -110,7 +110,7 @@ def test_training_ends_where_nothing_becomes_better(tmp_path):
 
 @pytest.mark.parametrize(("limit", "epochs"), [(1, 0), (3, 1), (4, 1), (6, 2), (99, 3)])
 def test_the_last_step_is_evaluated_and_saved(tmp_path, limit, epochs):
-    told = Told()
+    told = BytesDone()
     result = run(tmp_path, told, max_steps=limit)
     step = min(limit, 9)
     assert (result.epoch, result.step) == (epochs, step)
@@ -207,7 +207,7 @@ def test_an_infinite_gradient_of_fp16_is_skipped(tmp_path):
     model = nn.Linear(3, 1)
     with torch.no_grad():
         model.weight.fill_(30.0)
-    told = Told()
+    told = BytesDone()
     result = run(tmp_path, told, model=model, amp="fp16", schedule="linear", ema=0.5)
     tree = held(tmp_path / "last.pth")
     assert result.step == 9
@@ -225,7 +225,7 @@ def test_a_run_whose_steps_were_all_skipped_has_failed(tmp_path):
     model = nn.Linear(3, 1)
     with torch.no_grad():
         model.weight.fill_(30.0)
-    told = Told()
+    told = BytesDone()
     with pytest.raises(TrainingError, match=r"^all 3 steps were skipped: their grad") as caught:
         run(tmp_path, told, model=model, amp="fp16", epochs=1)
     assert "--amp bf16" in caught.value.hint
@@ -239,7 +239,7 @@ def test_a_validation_loss_that_is_no_number_is_no_best_one(tmp_path):
     given = data()
     held_out = TensorDataset(given.validation.tensors[0] * math.nan, given.validation.tensors[1])
     given = TrainData(given.train, held_out, given.loss, (3,), 1)
-    told = Told()
+    told = BytesDone()
     result = run(tmp_path, told, given=given, epochs=9, patience=2)
     assert [line["val_loss"] for line in lines(tmp_path)] == [None, None]
     assert told.notes == [
@@ -334,6 +334,6 @@ def test_a_compiled_model_is_the_same_one(tmp_path):
 
 
 def test_an_observer_is_told_how_far_the_validation_is(tmp_path):
-    told = Told()
+    told = BytesDone()
     run(tmp_path, told, epochs=1)
     assert [(one.done, one.samples) for one in told.of("Validating")] == [(0, 6), (4, 6)]

@@ -11,8 +11,8 @@ import ckptool
 from ckptool.errors import CorruptFile, FileMissing, MatchError, TrainingError
 from ckptool.trainer import Trainer
 from tests.trainer.runs import (
+    BytesDone,
     Crash,
-    Told,
     assert_same_run,
     config,
     crash_at,
@@ -39,7 +39,7 @@ def cut_off(out, *, step=6, **options):
 def resumed(out, told=None, **options):
     """The weights that a run begins with which goes on, and takes no step."""
     model = net(seed=5)
-    told = told or Told()
+    told = told or BytesDone()
 
     def begun(event):
         told.tell(event)
@@ -47,12 +47,12 @@ def resumed(out, told=None, **options):
             raise Crash
 
     with pytest.raises(Crash):
-        run(out, Told(begun), model=model, **options)
+        run(out, BytesDone(begun), model=model, **options)
     return model
 
 
 def test_auto_begins_anew_where_nothing_is_there(tmp_path):
-    told = Told()
+    told = BytesDone()
     run(tmp_path / "a", told, resume="auto", epochs=1)
     assert told.notes == [
         f"{tmp_path / 'a'} holds no checkpoint to resume from: training begins anew"
@@ -74,22 +74,22 @@ def test_auto_begins_anew_where_a_run_ended_before_its_first_checkpoint(tmp_path
 
 def test_auto_takes_the_newest(tmp_path):
     cut_off(tmp_path, step=6)  # after the end of an epoch with step 3
-    told = Told()
+    told = BytesDone()
     run(tmp_path, told, resume="auto")
     assert told.of("Resumed")[0].path == str(tmp_path / "step-00000005.pth")
     assert without(told) == ()
     assert told.notes == []
-    told = Told()
+    told = BytesDone()
     run(tmp_path, told, resume="auto", epochs=4)
     assert told.of("Resumed")[0].path == str(tmp_path / "last.pth")
 
 
 def test_the_folder_of_a_run_is_its_newest_checkpoint(tmp_path):
     cut_off(tmp_path / "a", step=6)
-    told = Told()
+    told = BytesDone()
     run(tmp_path / "b", told, resume=tmp_path / "a")
     assert told.of("Resumed")[0].path == str(tmp_path / "a" / "step-00000005.pth")
-    told = Told()
+    told = BytesDone()
     run(tmp_path / "b", told, resume=tmp_path / "b", epochs=4)
     assert told.of("Resumed")[0].path == str(tmp_path / "b" / "last.pth")
 
@@ -112,7 +112,7 @@ def test_auto_passes_over_what_is_damaged(tmp_path, whole):
         out = shutil.copytree(tmp_path / "begun", tmp_path / damage)
         path = out / "step-00000005.pth"
         path.write_bytes(left)
-        told = Told()
+        told = BytesDone()
         run(out, told, resume="auto", save_every=1, keep=9)
         (note,) = told.notes
         assert note.startswith(f"{path}: "), damage
@@ -128,7 +128,7 @@ def test_auto_says_where_all_are_damaged(tmp_path):
     with pytest.raises(TrainingError, match=r"no checkpoint in .* can be read: "):
         run(tmp_path, resume="auto")
     assert (tmp_path / "last.pth").read_bytes() == b"PK"
-    told = Told()
+    told = BytesDone()
     run(tmp_path, told, resume="auto", overwrite=True, epochs=1)
     assert told.notes[0].endswith("training begins anew")
     assert held(tmp_path / "last.pth")["epoch"] == 1
@@ -199,7 +199,7 @@ def test_where_the_run_is_not_known_it_is_told_how_to_see_the_difference(tmp_pat
 
 def test_what_is_done_otherwise_is_told_with_both_values(tmp_path):
     run(tmp_path, epochs=1)
-    told = Told()
+    told = BytesDone()
     other = {"seed": 4, "batch_size": 5, "clip": 0.5, "save_every": 100, "keep": 2}
     run(tmp_path, told, resume="auto", epochs=2, **other)
     assert told.notes == [
@@ -209,14 +209,14 @@ def test_what_is_done_otherwise_is_told_with_both_values(tmp_path):
 
 def test_how_long_it_is_to_be_is_told_where_the_rate_follows_from_it(tmp_path):
     run(tmp_path, epochs=1, schedule="linear")
-    told = Told()
+    told = BytesDone()
     run(tmp_path, told, resume="auto", epochs=2, schedule="linear")
     assert told.notes == ["options differ from the saved run: epochs 1 -> 2"]
 
 
 def test_an_epoch_of_other_batches_begins_anew(tmp_path):
     cut_off(tmp_path)
-    told = Told()
+    told = BytesDone()
     run(tmp_path, told, resume="auto", epochs=2, given=data(30))
     assert told.notes == ["epoch 2 begins anew: its batches have changed"]
     assert [event.samples for event in told.of("Stepped")] == [8, 8, 8, 6]
@@ -228,7 +228,7 @@ def test_wrapped_gives_weights_and_optimizer(tmp_path, optimizer):
     options = {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0}
     run(tmp_path / "full", epochs=2, model=alike(), **options)
     run(tmp_path / "wrapped", save="wrapped", epochs=1, model=alike(), **options)
-    told = Told()
+    told = BytesDone()
     path = str(tmp_path / "wrapped" / "last.pth")
     run(tmp_path / "on", told, resume=path, epochs=2, model=alike(), **options)
     assert without(told) == ("scheduler", "rng", "progress")
@@ -254,7 +254,7 @@ def test_weights_alone_begin_an_epoch(tmp_path, kind):
     if kind == "foreign":
         tree = {"net": {f"module.{key}": one for key, one in model.state_dict().items()}}
         torch.save({**tree, "epoch": 7}, path := tmp_path / "theirs.pt")
-    told = Told()
+    told = BytesDone()
     loaded = resumed(tmp_path / "b", told, resume=path, ema=0.9, amp="fp16", epochs=9)
     assert not differences(loaded.state_dict(), model.state_dict())
     assert without(told) == ("optimizer", "scheduler", "scaler", "ema", "rng", "progress")
@@ -263,7 +263,7 @@ def test_weights_alone_begin_an_epoch(tmp_path, kind):
 
 def test_another_optimizer_begins_anew(tmp_path):
     run(tmp_path, epochs=1)
-    told = Told()
+    told = BytesDone()
     run(tmp_path, told, resume="auto", epochs=2, optimizer="sgd")
     assert without(told) == ("optimizer",)
     assert told.notes == ["options differ from the saved run: optimizer adam -> sgd"]
@@ -272,7 +272,7 @@ def test_another_optimizer_begins_anew(tmp_path):
 def test_what_an_earlier_run_did_without_begins_with_its_weights(tmp_path):
     model = net()
     run(tmp_path, model=model, epochs=1)
-    told = Told()
+    told = BytesDone()
     run(tmp_path, told, resume="auto", epochs=2, ema=0.0)
     assert without(told) == ("ema",)
     after = held(tmp_path / "last.pth")
@@ -285,7 +285,7 @@ def test_random_numbers_of_other_processes_are_of_no_use(tmp_path):
     tree = torch.load(path, weights_only=True)
     tree["rng"] *= 2
     torch.save(tree, path)
-    told = Told()
+    told = BytesDone()
     run(tmp_path, told, resume="auto", epochs=2)
     assert without(told) == ("rng",)
 
@@ -294,7 +294,7 @@ def test_random_numbers_of_other_processes_are_of_no_use(tmp_path):
 def test_a_run_that_is_done_says_so(tmp_path, options):
     result = run(tmp_path, **options)
     before = (tmp_path / "last.pth").read_bytes(), (tmp_path / "metrics.jsonl").read_bytes()
-    told = Told()
+    told = BytesDone()
     assert run(tmp_path, told, resume="auto", **options) == result
     (note,) = told.notes
     assert note.startswith("nothing is left to train: ")
@@ -316,7 +316,7 @@ def test_figures_of_epochs_that_come_again_go(tmp_path, whole):
 @pytest.mark.parametrize(("there", "back"), [("single", "dp"), ("dp", "single"), ("dp", "dp")])
 def test_strategies_go_on_from_each_other(tmp_path, whole, there, back):
     cut_off(tmp_path / "cut", strategy=there)
-    told = Told()
+    told = BytesDone()
     run(tmp_path / "cut", told, resume="auto", strategy=back, save_every=1, keep=9)
     assert without(told) == ()
     assert_same_run(whole, tmp_path / "cut")
@@ -325,13 +325,13 @@ def test_strategies_go_on_from_each_other(tmp_path, whole, there, back):
 def test_a_run_that_goes_on_elsewhere_says_where_the_best_epoch_is(tmp_path):
     first, then = tmp_path / "first", tmp_path / "then"
     run(first, epochs=2, lr=0.01)
-    told = Told()
+    told = BytesDone()
     run(then, told, epochs=3, resume=str(first / "last.pth"), lr=1e6)
     assert not (then / "best.pth").exists()
     assert any(
         "best.pth is in the folder that the run was resumed from" in one for one in told.notes
     )
-    told = Told()
+    told = BytesDone()
     run(tmp_path / "better", told, epochs=3, resume=str(first / "last.pth"), lr=0.01)
     assert (tmp_path / "better" / "best.pth").exists()
     assert not any("best.pth" in one for one in told.notes)

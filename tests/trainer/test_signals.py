@@ -11,7 +11,7 @@ import pytest
 
 from ckptool.trainer.launching import Signals
 from tests.sources import PROJECT
-from tests.trainer.runs import Told, assert_same_run, run, when
+from tests.trainer.runs import BytesDone, assert_same_run, run, when
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
 BOTH = (signal.SIGTERM, signal.SIGINT)
@@ -77,7 +77,7 @@ def test_a_launcher_sends_ctrl_c_again(tmp_path, monkeypatch):
 def test_a_run_in_another_thread_takes_no_signals(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     seen = []
-    told = Told(lambda event: seen.append(signal.getsignal(signal.SIGINT)))
+    told = BytesDone(lambda event: seen.append(signal.getsignal(signal.SIGINT)))
     thread = threading.Thread(target=run, args=(tmp_path, told), kwargs={"epochs": 1})
     thread.start()
     thread.join(timeout=60)

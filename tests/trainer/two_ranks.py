@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from ckptool.trainer import TrainData
 from tests.trainer.ranks import main
-from tests.trainer.runs import Told, data, net, refusal, run, when
+from tests.trainer.runs import BytesDone, data, net, refusal, run, when
 
 
 def rank():
@@ -28,7 +28,7 @@ def kinds(folder):
 
 def there_and_back(folder):
     """A crash in two processes goes on in each by itself, and what that saved in two again."""
-    told = Told()
+    told = BytesDone()
     run(folder / "there", strategy="ddp", max_steps=4, model=net(dropout=0.0))
     if rank() == 0:
         os.rename(folder / "there" / "last.pth", folder / "there" / "moved.pth")
@@ -113,7 +113,7 @@ def by_the_clock_of_the_first(folder):
 
 def batch_norm(folder):
     """Of each process's share, which is told; torch has one of all for GPUs alone."""
-    told = Told()
+    told = BytesDone()
     model = torch.nn.Sequential(
         torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
     )

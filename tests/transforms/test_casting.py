@@ -523,7 +523,7 @@ def test_weights_times_their_scales_as_their_makers_have_them(memory_path, shape
         assert found["n.weight"].dtype == torch.float16
 
 
-def test_threads_may_read_one_dequantised_weight(tmp_path):
+def test_threads_may_read_one_dequantized_weight(tmp_path):
     weight, scale = torch.randn(1024, 512).to(torch.float8_e4m3fn), torch.rand(8, 4)
     state = {"a.weight": weight, "a.weight_scale_inv": scale}
     with saved(tmp_path / "m.pth", state) as checkpoint, ThreadPoolExecutor(8) as pool:
@@ -537,7 +537,7 @@ def test_threads_may_read_one_dequantised_weight(tmp_path):
     rows=st.integers(0, 300), columns=st.integers(0, 300), start=st.integers(0, 2),
     kind=st.sampled_from(["blocks", "rows", "one"]),
 )  # fmt: skip
-def test_any_part_of_dequantised_weights_is_that_part_of_all(rows, columns, start, kind):
+def test_any_part_of_dequantized_weights_is_that_part_of_all(rows, columns, start, kind):
     scales = {"blocks": (-(-rows // 128), -(-columns // 128)), "rows": (rows, 1), "one": ()}[kind]
     weight = torch.randn(rows, columns).to(torch.float8_e4m3fn)
     scale = torch.rand(scales)
@@ -559,7 +559,7 @@ def test_any_part_of_dequantised_weights_is_that_part_of_all(rows, columns, star
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": ["*.weight"]}, {"keep": ["*_inv"]}])
-def test_quantised_numbers_are_not_cast_without_what_they_mean_something_with(tmp_path, options):
+def test_quantized_numbers_are_not_cast_without_what_they_mean_something_with(tmp_path, options):
     state = {
         "a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn),
         "a.weight_scale_inv": torch.ones(1, 1),
@@ -583,7 +583,7 @@ def test_both_kept_or_without_scales_they_are_cast_as_ever(tmp_path):
     assert made["a_scale"].dtype == torch.float32
 
 
-def test_the_rest_is_cast_to_another_type_than_what_is_dequantised(tmp_path):
+def test_the_rest_is_cast_to_another_type_than_what_is_dequantized(tmp_path):
     state = {
         "a": torch.ones(2, 2).to(torch.float8_e4m3fn), "a_scale": torch.full((), 3.0),
         "n": torch.ones(2), "i": torch.ones(2, dtype=torch.int64),
@@ -596,7 +596,7 @@ def test_the_rest_is_cast_to_another_type_than_what_is_dequantised(tmp_path):
     }  # fmt: skip
     assert made["a"].eq(3).all()
     assert texts(receipt.changes, "dequantize") == [
-        "1 tensor dequantised (fp8 with scales); left out: a_scale"
+        "1 tensor dequantized (fp8 with scales); left out: a_scale"
     ]
 
 
@@ -622,7 +622,7 @@ def test_scales_laid_out_otherwise_are_refused(tmp_path, scales):
         cast(checkpoint, dequantize="bfloat16")
 
 
-def test_other_quantised_weights_are_refused_by_name(tmp_path):
+def test_other_quantized_weights_are_refused_by_name(tmp_path):
     state = {
         "l.qweight": torch.ones(2, 2, dtype=torch.int32),
         "l.g_idx": torch.zeros(2, dtype=torch.int32),
@@ -667,7 +667,7 @@ def test_damaged_weights_or_scales_are_told_and_nothing_written(tmp_path, which,
 
 def test_dequantize_is_refused_where_there_is_nothing_for_it(tmp_path):
     with saved(tmp_path / "m.pth", {"w": torch.ones(2)}) as checkpoint:
-        with pytest.raises(NotFound, match="no quantised weights"):
+        with pytest.raises(NotFound, match="no quantized weights"):
             cast(checkpoint, dequantize="bfloat16")
         with pytest.raises(UsageError):
             cast(checkpoint)
@@ -685,7 +685,7 @@ def test_scales_of_other_names_are_scales_too(tmp_path, name, scales):
 
 
 def test_only_what_works_is_proposed(tmp_path):
-    """Experts in three dimensions with blocks of scales are not dequantised."""
+    """Experts in three dimensions with blocks of scales are not dequantized."""
     weight = torch.ones(2, 256, 256).to(torch.float8_e4m3fn)
     state = {"experts": weight, "experts_scale_inv": torch.ones(2, 2, 2)}
     with (

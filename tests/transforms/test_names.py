@@ -66,7 +66,7 @@ def test_nothing_to_change_gives_the_same_checkpoint():
 def test_metadata_and_plain_values_and_extra_state():
     model = state_dict(["module.a.w"], metadata=["", "module", "module.a"])
     model["module.a._extra_state"] = {"scale": 1}
-    model["module.a.dtype"] = None  # of a module that `_metadata` has: a quantised layer's
+    model["module.a.dtype"] = None  # of a module that `_metadata` has: a quantized layer's
     model["module.note.epoch"] = model["epoch"] = "plain"
     made = strip(model).root
     assert list(made) == ["a.w", "a._extra_state", "a.dtype", "module.note.epoch", "epoch"]

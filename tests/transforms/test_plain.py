@@ -24,7 +24,7 @@ from hypothesis import given, strategies as st
 
 import ckptool
 from ckptool.core.model import Global, Opaque, OrderedMap, Wrapping
-from ckptool.core.placeholders import hollow
+from ckptool.core.placeholders import placeholders_of
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, MemorySource
 from ckptool.symbolic import unpickle
@@ -50,7 +50,7 @@ def loaded(result, folder):
     """What torch reads from a file of it."""
     result.save(folder / "out.pth", format="torch-zip", overwrite=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of quantised tensors
+        warnings.simplefilter("ignore", UserWarning)  # of quantized tensors
         return torch.load(folder / "out.pth", weights_only=True, map_location="cpu")
 
 
@@ -99,7 +99,7 @@ def refused_because(change, path, source):
         return "all of it is one object"
     if path.stem.startswith(_LOST[change]):
         return "would lose its"
-    return "no values" if change is without_rest and hollow(source) else None
+    return "no values" if change is without_rest and placeholders_of(source) else None
 
 
 def test_objects_become_what_python_has_for_them(tmp_path):

@@ -79,7 +79,7 @@ def test_a_swap_by_a_table():
 def test_extra_states_follow_and_values_beside_do_not():
     model = state_dict(["a.w"], metadata=["", "a"])
     model["a._extra_state"] = {"scale": 1}
-    model["a.dtype"] = None  # of a module that `_metadata` has: a quantised layer's
+    model["a.dtype"] = None  # of a module that `_metadata` has: a quantized layer's
     model["a.x.epoch"] = model["aside"] = "plain"
     made = renamed(model, "^a=>b").root
     assert list(made) == ["b.w", "b._extra_state", "b.dtype", "a.x.epoch", "aside"]

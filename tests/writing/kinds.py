@@ -1,6 +1,6 @@
 """Every kind of write, each on its own files: what is there before, what is run, what is right.
 
-The tensors are larger than what is gathered with its neighbours, so that the kernel copies them.
+The tensors are larger than what is gathered with its neighbors, so that the kernel copies them.
 """
 
 import os

@@ -114,7 +114,7 @@ def test_a_dry_run_says_how_much_and_how_much_is_free(beside, ranks, tmp_path):
 
 
 @pytest.mark.parametrize("dequantize", [None, "bfloat16"])
-def test_a_configuration_that_still_says_quantised_is_named(beside, fixtures, tmp_path, dequantize):
+def test_a_configuration_that_still_says_quantized_is_named(beside, fixtures, tmp_path, dequantize):
     config = {**CONFIG, "quantization_config": {"load_in_4bit": True}}
     (beside / "config.json").write_text(json.dumps(config))
     notes = ckptool.convert(

@@ -10,7 +10,7 @@ import torch
 import ckptool
 from ckptool.errors import TargetExists, UnreadableFile
 from ckptool.files import atomic, renames
-from ckptool.files.renames import Move
+from ckptool.files.renames import PendingRename
 from ckptool.formats import open_checkpoint
 from ckptool.writing import divided, save
 
@@ -43,9 +43,9 @@ def model(tmp_path):
     return tmp_path / "m.pth"
 
 
-def write(model, index, team):
+def write(model, index, group):
     with open_checkpoint(str(model)) as checkpoint:
-        return save(checkpoint, str(index), max_shard_size="10KB", team=team)
+        return save(checkpoint, str(index), max_shard_size="10KB", group=group)
 
 
 def interrupted(monkeypatch, after):
@@ -76,7 +76,11 @@ def test_room_is_asked_for_what_is_not_whole_yet(model, tmp_path, monkeypatch):
 
 
 def test_the_same_write_finishes_renames_that_a_kill_cut_short(model, tmp_path, monkeypatch):
-    index, carry_out, moved = tmp_path / "out" / "m.safetensors.index.json", Move.carry_out, []
+    index, carry_out, moved = (
+        tmp_path / "out" / "m.safetensors.index.json",
+        PendingRename.carry_out,
+        [],
+    )
     with monkeypatch.context() as patched:
 
         def killed(move, folder):
@@ -85,13 +89,13 @@ def test_the_same_write_finishes_renames_that_a_kill_cut_short(model, tmp_path, 
             moved.append(os.path.join(folder, move.name))
             carry_out(move, folder)
 
-        patched.setattr(Move, "carry_out", killed)
+        patched.setattr(PendingRename, "carry_out", killed)
         patched.setattr(renames, "_end", lambda target, moves: None)
         with pytest.raises(KeyboardInterrupt):
             write(model, index, Alone())
     assert not index.exists()
     with pytest.raises(TargetExists, match="exists already"), open_checkpoint(model) as checkpoint:
-        save(checkpoint, str(index), max_shard_size="10KB", team=Alone(), options="others")
+        save(checkpoint, str(index), max_shard_size="10KB", group=Alone(), options="others")
     assert not index.exists()
     inodes = [os.stat(path).st_ino for path in moved]
     receipt = write(model, index, Alone())

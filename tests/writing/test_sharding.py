@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import OrderedMap, Storage, TensorRef
 from ckptool.errors import NotRepresentable, UsageError
-from ckptool.formats import NewFile, Plan, open_checkpoint
+from ckptool.formats import NewFile, WritePlan, open_checkpoint
 from ckptool.inspection.listing import list_tensors
 from ckptool.writing import target_format
 from ckptool.writing.sharding import DEFAULT_SIZE, parse_size, plan_shards
@@ -508,7 +508,7 @@ def test_time_grows_with_the_tensors_alone(monkeypatch):
     class Writer:
         def plan(self, checkpoint):
             planned.append(list(checkpoint.root))
-            return Plan("torch-zip", (NewFile(0, print, checkpoint),))
+            return WritePlan("torch-zip", (NewFile(0, print, checkpoint),))
 
     monkeypatch.setattr("ckptool.writing.sharding.writer", lambda name: Writer())
     found = plan(Checkpoint(root, "memory", ""), 1600, format="torch-sharded")

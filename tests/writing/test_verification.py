@@ -19,7 +19,7 @@ from ckptool.writing.verification import verify
 ONE_FILE = [name for name in WRITABLE if not (shard_of(name) or format_of(name).index_name)]
 
 BIG = 70_000
-"""Elements that are copied by the kernel, not gathered with their neighbours."""
+"""Elements that are copied by the kernel, not gathered with their neighbors."""
 
 
 @pytest.fixture

@@ -28,14 +28,14 @@ from ckptool.formats.sharded import open_index, total_size_notes
 from ckptool.formats.torch_tar import BLOCK, read_members
 from ckptool.formats.torch_zip import (
     PICKLE,
-    Contents,
+    ZipContents,
     alignment_of,
     contents_of,
     misplaced,
     refusals,
 )
 from ckptool.limits import Limits
-from ckptool.symbolic.calls import RECOGNISED
+from ckptool.symbolic.calls import RECOGNIZED
 from ckptool.words import are, counted, listed, printable
 
 _BARE_PICKLES = ("torch-legacy", "torch-tar", "pickle")
@@ -44,7 +44,7 @@ _BARE_PICKLES = ("torch-legacy", "torch-tar", "pickle")
 
 def structure(probe: Probe) -> Findings:
     """Return what can be said of a file that may not be readable: zip headers and checksums."""
-    folder = next((known for known in folder_formats(probe) if known.recognise(probe)), None)
+    folder = next((known for known in folder_formats(probe) if known.recognize(probe)), None)
     return _archive_findings(probe) if folder is None else folder.findings(probe)
 
 
@@ -95,7 +95,7 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
 
 
 _KNOWN = frozenset(
-    {*RECOGNISED, "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"}
+    {*RECOGNIZED, "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"}
 )
 _NAMES = frozenset(
     own for own in (name.rpartition(".")[2] for name in _KNOWN) if own.startswith(("_re", "enc"))
@@ -320,7 +320,7 @@ def _notes(archive: Archive, unstated: int) -> Iterator[str]:
         )
 
 
-def _torch_zip_findings(contents: Contents, *, unzipped: bool) -> Findings:
+def _torch_zip_findings(contents: ZipContents, *, unzipped: bool) -> Findings:
     """Return what torch refuses, or reads otherwise, of a zip that reads well."""
     archive, problems = contents.storages.archive, list[Problem]()
     record = archive.find(PICKLE)
@@ -337,7 +337,7 @@ def _torch_zip_findings(contents: Contents, *, unzipped: bool) -> Findings:
     return Findings(tuple(problems))
 
 
-def _compressed(contents: Contents) -> Iterator[Problem]:
+def _compressed(contents: ZipContents) -> Iterator[Problem]:
     keys = [key for key, storage in contents.storages.by_key.items() if storage.compressed]
     if keys:
         yield Problem(
@@ -348,7 +348,7 @@ def _compressed(contents: Contents) -> Iterator[Problem]:
         )
 
 
-def _misplaced(archive: Archive, contents: Contents) -> Iterator[Problem]:
+def _misplaced(archive: Archive, contents: ZipContents) -> Iterator[Problem]:
     """Find where `.format_version` makes torch compute other offsets than those of the records."""
     is_far = any(source.is_far for source in archive.sources)  # no local header has been read
     if contents.facts.get(".format_version", "") < "1" or is_far:

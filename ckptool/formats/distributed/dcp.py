@@ -27,10 +27,10 @@ from ckptool.formats.base import (
     Checksum,
     Findings,
     FolderFormat,
-    Plan,
     Probe,
     Problem,
     Record,
+    WritePlan,
     check_limit,
     naming,
     needing,
@@ -113,7 +113,7 @@ class Dcp(FolderFormat):
         "it is a folder of torch.distributed.checkpoint, written by several processes"
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it is a folder with an index of DCP, that index, or one of its shards."""
         return bool(_indexes(probe))
 
@@ -157,13 +157,13 @@ class Dcp(FolderFormat):
             ),
         )
 
-    def plan(self, checkpoint: Checkpoint, most: int | None = None) -> Plan:
+    def plan(self, checkpoint: Checkpoint, most: int | None = None) -> WritePlan:
         """Plan `.metadata`, and files of at most `most` bytes; paths are those in the folder."""
         from ckptool.formats.distributed.dcp_writer import plan_folder  # reading needs none of it
 
         return plan_folder(checkpoint, self, most)
 
-    def plan_edit(self, checkpoint: Checkpoint) -> Plan:
+    def plan_edit(self, checkpoint: Checkpoint) -> WritePlan:
         """Plan `.metadata` anew over the items that are there."""
         from ckptool.formats.distributed.dcp_writer import plan_edit, refused
 
@@ -222,7 +222,7 @@ def _beside(folder: str, probe: Probe) -> Checkpoint | None:
     inner = Probe(path, probe.limits)
     probe.on_close(inner.close)
     with naming(path):
-        found = TORCH_ZIP.read(inner) if TORCH_ZIP.recognise(inner) else None
+        found = TORCH_ZIP.read(inner) if TORCH_ZIP.recognize(inner) else None
     if found is None or not isinstance(found.root, dict):
         inner.close()
         return None

@@ -37,7 +37,7 @@ class DcpSafetensors(Format):
         "it is a folder of safetensors files with parts of tensors (torch.distributed.checkpoint)"
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it is a folder with files that are called as DCP calls them."""
         return any(map(is_part_file, probe.entries))
 

@@ -17,7 +17,7 @@ from ckptool.core.model import Global, Opaque, Path, Size, TensorRef, plain_tens
 from ckptool.core.tree import everything, name_of
 from ckptool.errors import NotRepresentable
 from ckptool.files.place import place_of
-from ckptool.formats.base import FolderFormat, Member, NewFile, Plan
+from ckptool.formats.base import FolderFormat, Member, NewFile, WritePlan
 from ckptool.formats.distributed.placements import row_major_data
 from ckptool.formats.safetensors import left_out
 from ckptool.formats.torch_zip import TORCH_ZIP
@@ -35,7 +35,7 @@ _Stops = Callable[[Path, Any], bool]
 """Whether a node is one item, whatever it holds."""
 
 
-def plan_folder(checkpoint: Checkpoint, format: FolderFormat, most: int | None) -> Plan:
+def plan_folder(checkpoint: Checkpoint, format: FolderFormat, most: int | None) -> WritePlan:
     """Plan an index, and its files of at most `most` bytes each, unless one item has more.
 
     Raises:
@@ -66,7 +66,7 @@ def plan_folder(checkpoint: Checkpoint, format: FolderFormat, most: int | None) 
     return replace(files.plan(format, index), left_out=tuple(_left_out(checkpoint.root, entries)))
 
 
-def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Plan:
+def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> WritePlan:
     """Plan the index of a folder anew, so that it leads to the items that are there.
 
     What changed inside a value is written into a file of its own.
@@ -180,13 +180,13 @@ class _Files:
             },
         )
 
-    def plan(self, format: FolderFormat, index: Opaque) -> Plan:
+    def plan(self, format: FolderFormat, index: Opaque) -> WritePlan:
         """Return the plan of the files and of their index."""
         new = [self._file(number, items) for number, items in enumerate(self._files)]
         data = encode(index).data
         new.append(NewFile(len(data), lambda output: output.write(data), path=format.index_name))
         tensors = sum(1 for _ in self._checkpoint.tensors())
-        return Plan(format.name, tuple(new), tensors=tensors)
+        return WritePlan(format.name, tuple(new), tensors=tensors)
 
     def _file(self, number: int, items: list[tuple[NewFile, Member]]) -> NewFile:
         def write(output: FileOutput) -> None:

@@ -26,7 +26,7 @@ class Megatron(Format):
     resumes = False
     refusal = of_many_files("it is a folder of Megatron's ranks: each has a part of every matrix")
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it has a file in the folder of each rank, and no ranks of a pipeline."""
         return bool(rank_files(probe))
 

@@ -46,7 +46,7 @@ def check_ranks(held: Collection[int], world: int, called: str, folder: str, hin
         raise CorruptFile(what, file=folder, hint=ONE_SAVE)
 
 
-class Part(NamedTuple):
+class LocalShard(NamedTuple):
     """A part of a whole tensor in the file of one rank."""
 
     local: TensorRef
@@ -75,7 +75,7 @@ class Part(NamedTuple):
             yield Tile(starts, size, row_major_data(view, "its part", file))
 
 
-def parts_of(every: Sequence[TensorRef]) -> list[list[Part]]:
+def parts_of(every: Sequence[TensorRef]) -> list[list[LocalShard]]:
     """Return the parts that each rank, from 0 on, holds of one tensor.
 
     Raises:
@@ -91,7 +91,7 @@ def parts_of(every: Sequence[TensorRef]) -> list[list[Part]]:
     sizes = [max(axis) + 1 for axis in zip(*(place for _, _, place in specs), strict=True)]
     shape = every[0].sizes
     return [
-        [Part(local, owned_rows(shape, zip(steps, sizes, place, strict=True)))]
+        [LocalShard(local, owned_rows(shape, zip(steps, sizes, place, strict=True)))]
         for local, _, place in specs
     ]
 
@@ -111,7 +111,7 @@ def _spec(one: TensorRef, rank: int) -> tuple[TensorRef, list[tuple[str, Any]], 
     return local, [(getattr(s, "class_name", ""), attributes_of(s)) for s in steps], place
 
 
-def _shards(one: TensorRef) -> Iterator[Part]:
+def _shards(one: TensorRef) -> Iterator[LocalShard]:
     """Yield the parts of a ShardedTensor that a rank holds."""
     match (one.parts or {}).get("state"):
         case (list() as shards, *_):
@@ -123,7 +123,9 @@ def _shards(one: TensorRef) -> Iterator[Part]:
         offsets, sizes = sizes_of(place.get("shard_offsets")), sizes_of(place.get("shard_sizes"))
         if not isinstance(local, TensorRef) or not len(offsets) == len(sizes) == len(one.shape):
             raise UnsupportedFormat("its ShardedTensor has another form")
-        yield Part(local, tuple(((at, at + n),) for at, n in zip(offsets, sizes, strict=True)))
+        yield LocalShard(
+            local, tuple(((at, at + n),) for at, n in zip(offsets, sizes, strict=True))
+        )
 
 
 def owned_rows(

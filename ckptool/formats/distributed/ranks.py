@@ -17,7 +17,7 @@ from ckptool.core.tree import name_of, rebuild, walk
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files.tiled import Tile, tiled
 from ckptool.formats.base import Format, Probe, of_files, of_many_files
-from ckptool.formats.distributed.placements import ONE_SAVE, Part, check_ranks, parts_of
+from ckptool.formats.distributed.placements import ONE_SAVE, LocalShard, check_ranks, parts_of
 from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.words import counted, few, listed, printable, shell
 
@@ -41,7 +41,7 @@ class FsdpRanks(Format):
     name = "fsdp-ranks"
     refusal = of_many_files("it is a folder of FSDP's rank files: each has a part of every tensor")
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it is a folder with rank files of a model or an optimizer."""
         return any(map(set_of, probe.entries))
 
@@ -174,7 +174,7 @@ def _check_alike(ranks: Sequence[Checkpoint], one: Checkpoint, first: Any, other
 def _whole(
     ranks: Sequence[Checkpoint],
     first: TensorRef,
-    every: Sequence[Sequence[Part]],
+    every: Sequence[Sequence[LocalShard]],
     storages: dict[Any, Storage],
 ) -> TensorRef:
     """Return a tensor joined from what each rank holds of it; ties share a storage."""

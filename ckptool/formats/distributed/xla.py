@@ -45,9 +45,9 @@ class XlaXser(Format):
         "was not an allowed global by default",
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it is a file of torch.save's, with references to tensors."""
-        if not TORCH_ZIP.recognise(probe):
+        if not TORCH_ZIP.recognize(probe):
             return False
         return any(map(_is_reference, everything(TORCH_ZIP.read(probe).root)))
 
@@ -96,7 +96,7 @@ class XlaFsdp(Format):
         "it is a folder of rank files of torch_xla's FSDP: each has a part of every parameter"
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it is a folder of rank files, the first of which says how it was cut."""
         paths = rank_files(probe)
         if not paths:

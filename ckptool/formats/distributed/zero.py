@@ -127,7 +127,7 @@ class DeepSpeed(Format):
         "it is a folder of DeepSpeed's: each rank's file has slices of the parameters"
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it is the folder of a run of DeepSpeed, or of one step of it."""
         return probe.ask(_folder) is not None
 

@@ -56,7 +56,7 @@ class Flax(Format):
         "torch.load says: Weights only load failed; flax.serialization.msgpack_restore reads it",
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it begins as a map whose first key is a name."""
         return _MAP_OF_NAMES.match(probe.head) is not None
 

@@ -1,4 +1,4 @@
-"""GGUF, the file of llama.cpp: plain tensors as they lie, quantised ones as the float32 they mean.
+"""GGUF, the file of llama.cpp: plain tensors as they lie, quantized ones as the float32 they mean.
 
 Source: ggml/docs/gguf.md and gguf-py/gguf/constants.py (types and the sizes of their blocks).
 Version 1 has shorter counts, and a big-endian file all of them turned around: both are refused.
@@ -51,7 +51,7 @@ _PLAIN = {
     28: "float64",
     30: "bfloat16",
 }
-_QUANTISED = {
+_QUANTIZED = {
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
@@ -81,7 +81,7 @@ class Gguf(Format):
         "torch.load says: Weights only load failed; the gguf package reads it, and llama.cpp",
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it begins with the magic."""
         return probe.head.startswith(_MAGIC)
 
@@ -168,28 +168,28 @@ class _Header(Cursor):
 
 def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
     elements, plain = prod(one.shape), _PLAIN.get(one.type)
-    if plain is None and one.type not in _QUANTISED:
+    if plain is None and one.type not in _QUANTIZED:
         what = f"tensor {printable(one.name)!r} is of type {one.type}, which is not known"
         raise UnsupportedFormat(what)
-    name, block, size = _QUANTISED.get(one.type) or (plain, 1, BY_NAME[str(plain)].itemsize)
+    name, block, size = _QUANTIZED.get(one.type) or (plain, 1, BY_NAME[str(plain)].itemsize)
     if one.shape[-1:] and one.shape[-1] % block:
         what = f"tensor {printable(one.name)!r} has rows of {one.shape[-1]}, in blocks of {block}"
         raise CorruptFile(what)
     with naming(source.name, f"tensor {printable(one.name)!r}"):
         data = ByteRange(source, start + one.offset, elements // block * size)
     if plain is None:
-        fill = partial(_dequantised, data, str(name), block, size)
+        fill = partial(_dequantized, data, str(name), block, size)
         made = ComputedSource(source.name, elements * 4, fill)
         made.made_of = (data,)
         data = ByteRange(made, 0, made.size)
     return plain_tensor(one.name, plain or "float32", one.shape, data)
 
 
-def _dequantised(
+def _dequantized(
     data: ByteRange, name: str, block: int, size: int, offset: int, buffer: memoryview
 ) -> None:
     """Fill `buffer` with float32 from `offset` (bytes) on, by the blocks that it touches."""
-    with needing("gguf", f"its tensors are quantised ({name})", data.source.name):
+    with needing("gguf", f"its tensors are quantized ({name})", data.source.name):
         import numpy
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -198,7 +198,7 @@ def _dequantised(
     try:
         found = dequantize(raw.reshape(-1, size), GGMLQuantizationType[name])
     except (KeyError, NotImplementedError) as error:
-        what = f"its tensors are quantised as {name}, which the package gguf does not read"
+        what = f"its tensors are quantized as {name}, which the package gguf does not read"
         raise UnsupportedFormat(what, file=data.source.name) from error
     content = memoryview(found.astype("<f4").tobytes())
     begin = offset - first * 4 * block
@@ -206,9 +206,9 @@ def _dequantised(
 
 
 def _notes(entries: list[_Entry]) -> list[str]:
-    types = Counter(_QUANTISED[one.type][0] for one in entries if one.type in _QUANTISED)
+    types = Counter(_QUANTIZED[one.type][0] for one in entries if one.type in _QUANTIZED)
     if not types:
         return []
     count = counted(sum(types.values()), "tensor")
     each = listed(f"{name} ({number:,})" for name, number in types.most_common())
-    return [f"{count} are quantised, {each}: they are read as the float32 that they mean"]
+    return [f"{count} are quantized, {each}: they are read as the float32 that they mean"]

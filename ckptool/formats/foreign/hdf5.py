@@ -47,7 +47,7 @@ class Hdf5(Format):
         "torch.load says: Weights only load failed; h5py reads the weights, Keras the whole model",
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it begins with the signature."""
         return probe.head.startswith(_MAGIC)
 
@@ -63,7 +63,7 @@ class Keras(Hdf5):
 
     name = "keras"
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it is a zip of a model's configuration and its weights."""
         return {_WEIGHTS, _CONFIG} <= probe.ask(open_archive).records.keys()
 

@@ -112,7 +112,7 @@ class NumpyArchive(Format):
         "torch.load refuses archives that it did not write; numpy.load opens this one",
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it is a zip in which every record is called after an array."""
         names = probe.ask(open_archive).records
         return not probe.is_folder and bool(names) and all(one.endswith(ARRAY) for one in names)

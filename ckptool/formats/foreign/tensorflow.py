@@ -113,7 +113,7 @@ class TensorFlow(Format):
         "torch.load refuses files that it did not write; ckptool convert makes one of it",
     )
 
-    def recognise(self, probe: Probe) -> bool:
+    def recognize(self, probe: Probe) -> bool:
         """Return whether it is an index, a data file beside one, or a folder with one."""
         return bool(_indexes(probe))
 

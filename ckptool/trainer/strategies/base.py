@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from ckptool.trainer.tuning import Tuning
 
 DIVERGED = (
-    "a lower --lr, --clip 1, or standardised data; the checkpoints of earlier steps are unchanged"
+    "a lower --lr, --clip 1, or standardized data; the checkpoints of earlier steps are unchanged"
 )
 """The hint for losses, gradients and weights that are not finite."""
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """A step of the optimizer to take.
 
     Attributes:
@@ -157,7 +157,7 @@ class Strategy:
         """Return the context of one batch: only the last batch of a step exchanges gradients."""
         return nullcontext()
 
-    def step(self, step: Step) -> list[StepResult]:
+    def step(self, step: TrainingStep) -> list[StepResult]:
         """Do the forward pass, the backward pass and the optimizer's step for some batches.
 
         Return the steps that are finished: this one, or for a parameter server maybe earlier ones.
@@ -167,7 +167,7 @@ class Strategy:
         """
         return [self.update(step, self.backward(step))]
 
-    def backward(self, step: Step) -> float:
+    def backward(self, step: TrainingStep) -> float:
         """Compute the gradients of this process's rows, and return the sum of their losses."""
         loss_sum = 0.0
         for position, rows in enumerate(step.batches):
@@ -180,7 +180,7 @@ class Strategy:
             loss_sum += loss.item() * len(mine)
         return loss_sum
 
-    def update(self, step: Step, loss_sum: float) -> StepResult:
+    def update(self, step: TrainingStep, loss_sum: float) -> StepResult:
         """Apply the gradients, and sum losses and votes over the processes.
 
         Raises:

@@ -18,7 +18,7 @@ from ckptool.trainer.strategies.base import Strategy
 from ckptool.trainer.tuning import random_state, restore_random_state
 
 _TRIAL = 2
-"""The number of samples of a trial; normalisation over a batch needs more than one."""
+"""The number of samples of a trial; normalization over a batch needs more than one."""
 
 
 class DataParallel(Strategy):

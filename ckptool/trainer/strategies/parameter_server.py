@@ -24,7 +24,7 @@ from ckptool.trainer.data import share
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.launching import not_met
 from ckptool.trainer.processes import TIMEOUT, launched_as, local_rank, meeting_point
-from ckptool.trainer.strategies.base import Step, StepResult, Strategy
+from ckptool.trainer.strategies.base import StepResult, Strategy, TrainingStep
 from ckptool.trainer.tuning import seed_all
 
 _SERVER = "server"  # torch's shutdown is led by the first name in alphabetical order
@@ -84,7 +84,7 @@ class Task:
     `part` is the number of the part, and how many parts each batch has.
     """
 
-    step: Step
+    step: TrainingStep
     state: Sequence[torch.Tensor]
     scaler: Mapping[str, Any]
     part: tuple[int, int] = (0, 1)
@@ -241,7 +241,7 @@ class ParameterServer(Strategy):
         is_split = self.config.updates == "synchronous"
         self._parts = self.processes - 1 if is_split else 1
         self._in_flight = InFlight(0 if is_split else self.config.staleness)
-        self._handed_out: dict[int, tuple[Step, float, dict[int, Answer]]] = {}
+        self._handed_out: dict[int, tuple[TrainingStep, float, dict[int, Answer]]] = {}
         self._free = set(range(1, self.processes))
         self._result: Any = None
         failure = None
@@ -283,7 +283,7 @@ class ParameterServer(Strategy):
 
     # The server.
 
-    def step(self, step: Step) -> list[StepResult]:
+    def step(self, step: TrainingStep) -> list[StepResult]:
         """Hand out a step, and wait until another one can be handed out.
 
         Raises:
@@ -291,7 +291,7 @@ class ParameterServer(Strategy):
             PeerLost: a worker has failed, or is gone.
         """
         scaler = self.tuning.scaler
-        scaler.scale(torch.zeros(()))  # the scaler initialises its scale with the first loss
+        scaler.scale(torch.zeros(()))  # the scaler initializes its scale with the first loss
         self._in_flight.begin(step.number)
         self._handed_out[step.number] = step, scaler.get_scale(), {}
         state = [one.detach().clone() for one in self._state()]  # the next update is in place

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer.data import moved
 from ckptool.trainer.events import Note
-from ckptool.trainer.strategies.base import Step, StepResult, Strategy
+from ckptool.trainer.strategies.base import StepResult, Strategy, TrainingStep
 
 _CPU = torch.device("cpu")
 
@@ -114,7 +114,7 @@ class Xla(Strategy):
         yield
         self._xla.sync()
 
-    def update(self, step: Step, loss_sum: float) -> StepResult:
+    def update(self, step: TrainingStep, loss_sum: float) -> StepResult:
         """Apply the gradients, and run the program."""
         result = super().update(step, loss_sum)
         self._xla.sync()

@@ -448,13 +448,13 @@ def test_eight_bit_states_are_left_out(run):
     folder = run("z2-fp32")
     before = hashes(folder)
 
-    def quantise(own):
+    def quantize(own):
         for state in own["base_optimizer_state"]["state"].values():
             del state["exp_avg"], state["exp_avg_sq"]
             state.update(state1=torch.ones(99, dtype=torch.uint8), absmax1=torch.ones(1))
 
     for path in folder.rglob("*optim_states.pt"):
-        changed(folder, path.name, quantise)
+        changed(folder, path.name, quantize)
     assert hashes(folder) == {key: one for key, one in before.items() if "/exp_avg" not in key}
 
 

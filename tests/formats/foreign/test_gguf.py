@@ -45,22 +45,22 @@ def made(tmp_path):
 
 
 @pytest.fixture
-def quantised(fixtures):
+def find_quantized(fixtures):
     return fixtures / "gguf/quantised.gguf"
 
 
-def test_quantised_tensors_are_converted_to_what_they_mean(quantised, tmp_path):
-    state = ckptool.load_state_dict(quantised)
-    assert main(["convert", str(quantised), str(tmp_path / "m.safetensors")]) == 0
-    assert main(["convert", str(quantised), str(tmp_path / "m.pth")]) == 0
+def test_quantized_tensors_are_converted_to_what_they_mean(find_quantized, tmp_path):
+    state = ckptool.load_state_dict(find_quantized)
+    assert main(["convert", str(find_quantized), str(tmp_path / "m.safetensors")]) == 0
+    assert main(["convert", str(find_quantized), str(tmp_path / "m.pth")]) == 0
     for found in (load_file(tmp_path / "m.safetensors"), torch.load(tmp_path / "m.pth")):
         assert found.keys() == state.keys()
         assert all(found[name].equal(state[name]) for name in state)
 
 
-def test_any_run_of_a_quantised_tensor_is_that_of_the_whole(quantised):
+def test_any_run_of_a_quantized_tensor_is_that_of_the_whole(find_quantized):
     chance = random.Random(3)
-    with open_checkpoint(quantised) as checkpoint:
+    with open_checkpoint(find_quantized) as checkpoint:
         for _, tensor in checkpoint.tensors():
             whole = tensor.data.read()
             for _ in range(20):
@@ -69,12 +69,12 @@ def test_any_run_of_a_quantised_tensor_is_that_of_the_whole(quantised):
                 assert tensor.data.read(start, length) == whole[start : start + length]
 
 
-def test_without_the_package_the_names_are_there(quantised, tmp_path, monkeypatch, capfd):
+def test_without_the_package_the_names_are_there(find_quantized, tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert main(["list", str(quantised)]) == 0
-    assert main(["info", str(quantised)]) == 0
-    assert "13 tensors are quantised, Q8_0 (1)" in capfd.readouterr().out
-    assert main(["convert", str(quantised), str(tmp_path / "m.pth")]) == 2
+    assert main(["list", str(find_quantized)]) == 0
+    assert main(["info", str(find_quantized)]) == 0
+    assert "13 tensors are quantized, Q8_0 (1)" in capfd.readouterr().out
+    assert main(["convert", str(find_quantized), str(tmp_path / "m.pth")]) == 2
     assert "pip install gguf" in capfd.readouterr().err
 
 

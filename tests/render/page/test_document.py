@@ -139,9 +139,9 @@ def test_the_same_file_gives_the_same_page():
     assert drawn(root).source == drawn(root).source
 
 
-def luminance(colour):
+def luminance(color):
     """As WCAG 2 has it."""
-    shares = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    shares = [int(color[n : n + 2], 16) / 255 for n in (1, 3, 5)]
     linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
     return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
 
@@ -157,12 +157,12 @@ def test_every_text_stands_out():
         dict(re.findall(r"--(\w+): (#\w{6});", block))
         for block in re.findall(r":root \{\n(.*?)\n *(?:font|\})", style, re.DOTALL)[:2]
     )
-    for colours in (light, {**light, **dark}):
-        for ground in (colours["page"], colours["card"]):
+    for colors in (light, {**light, **dark}):
+        for ground in (colors["page"], colors["card"]):
             for name in ("text", "faint", "link", *"MTADR"):
-                assert contrast(colours[name], ground) >= 4.5, name
+                assert contrast(colors[name], ground) >= 4.5, name
         for hue in range(8):
-            assert contrast(colours[f"hue{hue}"], "#ffffff") >= 4.5
+            assert contrast(colors[f"hue{hue}"], "#ffffff") >= 4.5
 
 
 HOSTILE = [

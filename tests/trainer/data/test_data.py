@@ -17,7 +17,7 @@ import ckptool
 from ckptool.errors import FileDenied, FileMissing, TrainingError, UsageError
 from ckptool.trainer import TrainConfig, TrainData, Trainer
 from ckptool.trainer.data import collated, data_of, prepared, read_table, split
-from tests.trainer.runs import Told, assert_same_run, config, run
+from tests.trainer.runs import BytesDone, assert_same_run, config, run
 
 Pair = collections.namedtuple("Pair", "inputs targets")
 
@@ -136,7 +136,7 @@ def test_a_loss_that_there_is_not_is_told(loss):
 def test_a_loss_that_is_given_takes_the_place_of_that_of_the_data(tmp_path):
     chosen = config(tmp_path, max_steps=1, overwrite=True)
     given = data_of(chosen)
-    one, other = Told(), Told()
+    one, other = BytesDone(), BytesDone()
     Trainer(chosen, data=given, observer=one).fit()
     Trainer(chosen, data=given, loss="l1_loss", observer=other).fit()
     assert one.of("Stepped")[0].loss > 2 * other.of("Stepped")[0].loss
@@ -337,7 +337,7 @@ def test_every_row_is_in_one_of_the_parts_and_the_seed_says_in_which(write):
     assert torch.equal(data(path).train.tensors[0], data(path, seed=0).train.tensors[0])
 
 
-def test_the_part_to_learn_from_is_standardised_with_its_own_statistics(write):
+def test_the_part_to_learn_from_is_standardized_with_its_own_statistics(write):
     found = data(write(**columns()))
     for values in (found.train.tensors[0], found.train.tensors[1]):
         torch.testing.assert_close(values.mean(0), torch.zeros_like(values[0]))

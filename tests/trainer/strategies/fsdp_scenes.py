@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.trainer.ranks import main
-from tests.trainer.runs import Crash, Told, crash_at, losses_of, net, refusal, run
+from tests.trainer.runs import BytesDone, Crash, crash_at, losses_of, net, refusal, run
 
 EXACT = {"dtype": "float64", "epochs": 7, "max_steps": 20}
 """Three steps an epoch of 4 + 4 samples, the last of 4 + 2: of three processes one has none."""
@@ -71,7 +71,7 @@ def cut(out, step, model, **options):
     """A run that crashes at a step, and goes on."""
     with contextlib.suppress(Crash):
         run(out, crash_at(step), model=model(), **options)
-    told = Told()
+    told = BytesDone()
     run(out, told, model=model(), resume="auto", **options)
     return told.notes
 
@@ -122,7 +122,7 @@ def damaged(folder):
     (newest / "__0_0.distcp").unlink(missing_ok=True)
     torch.distributed.barrier()
     refused_here = error(folder / "elsewhere", resume=str(newest), **RESUMING)
-    told = Told()
+    told = BytesDone()
     run(out, told, strategy="fsdp", sharded=True, resume="auto", **RESUMING)
     return {"error": refused_here, "notes": told.notes, "newest": str(newest)}
 

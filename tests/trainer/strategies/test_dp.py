@@ -11,7 +11,7 @@ from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.events import Observer
 from ckptool.trainer.strategies.data_parallel import DataParallel
-from tests.trainer.runs import Told, run
+from tests.trainer.runs import BytesDone, run
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -21,7 +21,7 @@ def dp(**options):
 
 
 def test_each_batch_is_told_from_inside_and_outside_and_the_model_keeps_no_hook(tmp_path):
-    told = Told()
+    told = BytesDone()
     model = nn.Linear(3, 1)
     run(tmp_path, told, model=model, strategy="dp", trace_batches=True, epochs=1, save="module")
     traced = [(one.outside, one.inputs, one.outputs) for one in told.of("Traced")]
@@ -43,7 +43,7 @@ def test_gpus_and_the_cpu():
 
 @needs_gpu
 def test_replicas_on_a_gpu(tmp_path):
-    told = Told()
+    told = BytesDone()
     run(tmp_path, told, strategy="dp", device="cuda", trace_batches=True, epochs=1)
     assert {one.device for one in told.of("Traced") if not one.outside} == {
         f"cuda:{number}" for number in range(min(4, torch.cuda.device_count()))

@@ -9,7 +9,7 @@ import ckptool
 from ckptool.errors import TrainingError
 from tests.trainer.ranks import by_ranks, needs_gloo
 from tests.trainer.runs import (
-    Told,
+    BytesDone,
     assert_same_run,
     differences,
     held,
@@ -125,7 +125,7 @@ def test_parts_that_were_gathered_load_into_a_plain_model_and_optimizer(folder, 
     ids=lambda options: options["strategy"],
 )
 def test_one_process_goes_on_from_a_folder(tmp_path, folder, two, alone, strategy):
-    told = Told()
+    told = BytesDone()
     half = {**AGREEING["all"], "resume": str(folder / "two" / "half")}
     run(tmp_path, told, model=net(dropout=0.0), **half, **strategy)
     assert told.of("Resumed")[0].without == ("rng",)

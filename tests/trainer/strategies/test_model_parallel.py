@@ -10,7 +10,7 @@ from torch import nn
 from ckptool.errors import TrainingError
 from ckptool.trainer.strategies.base import blocks_of
 from ckptool.trainer.strategies.model_parallel import stages
-from tests.trainer.runs import Crash, Told, crash_at, differences, held, losses_of, net, run
+from tests.trainer.runs import BytesDone, Crash, crash_at, differences, held, losses_of, net, run
 from tests.trainer.strategies.fsdp_scenes import AGREEING, tied
 
 TWO = {"strategy": "model-parallel", "devices": ("cpu", "cpu")}
@@ -36,7 +36,7 @@ def test_a_run_goes_on_over_other_devices(tmp_path):
 
 
 def test_every_stage_tells_what_it_is_given_and_gives(tmp_path):
-    told = Told()
+    told = BytesDone()
     run(tmp_path, told, max_steps=1, trace_batches=True, **TWO)
     inside = [event for event in told.of("Traced") if not event.outside]
     assert [(event.inputs, event.outputs) for event in inside[:2]] == [
@@ -95,7 +95,7 @@ class Shared(nn.Module):
 
 
 def test_layers_that_share_a_parameter_are_on_one_device(tmp_path):
-    told = Told()
+    told = BytesDone()
     run(tmp_path, told, model=Shared(), max_steps=1, trace_batches=True, **TWO)
     inside = [event for event in told.of("Traced") if not event.outside]
     assert [event.inputs[1] for event in inside[:3]] == [3, 30, 3]

@@ -12,7 +12,7 @@ from torch import nn
 from ckptool.errors import TrainingError, UsageError
 from ckptool.trainer.devices import devices_here
 from tests.trainer.agreeing import KINDS, losses
-from tests.trainer.runs import Told, assert_same_run, data, net, run
+from tests.trainer.runs import BytesDone, assert_same_run, data, net, run
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="it is installed")
@@ -39,7 +39,7 @@ class TestWithTorchXla:
 
     @pytest.mark.parametrize("kind", ["full", "wrapped", "unwrapped", "module"])
     def test_what_it_saves_is_of_the_cpu(self, tmp_path, kind, count):
-        told = Told()
+        told = BytesDone()
         run(tmp_path, told, strategy="xla", device="auto", save=kind, epochs=1, model=net())
         assert told.notes[0] == f"there is no TPU: torch_xla computes on {count} x CPU"
         assert told.of("Started")[0].devices == tuple(f"xla:{number}" for number in range(count))

@@ -1,4 +1,4 @@
-"""Weights of quantisers as plain numbers, in float32, computed when they are read."""
+"""Weights of quantizers as plain numbers, in float32, computed when they are read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckptool.core.model import Global, Storage, TensorRef, row_major_strides
-from ckptool.core.quantizers import Quantised
+from ckptool.core.quantizers import Quantized
 from ckptool.dtypes import BY_NAME, CODES
 from ckptool.files.computed import computed
 from ckptool.tensors.casting import CHUNK, checked, chunks
-from ckptool.tensors.materialise import require_torch, torch_dtype
+from ckptool.tensors.materialize import require_torch, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +29,12 @@ _PER_127 = 7.874015718698502e-3
 
 
 def dequantized(
-    state: Mapping[Any, Any], name: str, found: Quantised
+    state: Mapping[Any, Any], name: str, found: Quantized
 ) -> dict[str, TensorRef] | None:
     """Return the weight of a state dict as the numbers that it stands for, under the name "".
 
     Packed parameters (a name that ends with `PACKED`) become `weight` and `bias` in its place.
-    None: the quantiser is not among those that are known here, or has another layout.
+    None: the quantizer is not among those that are known here, or has another layout.
     """
     packed = state[name]
     match packed:
@@ -102,7 +102,7 @@ def _four_bit(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef |
     """Return what `dequantize_4bit` of bitsandbytes makes: two elements a byte, high bits first.
 
     An element is its entry of `quant_map` times the `absmax` of its block. With nested maps
-    `absmax` is quantised, a byte a block, after `nested_offset` was taken off.
+    `absmax` is quantized, a byte a block, after `nested_offset` was taken off.
     """
     facts, codes, absmax = _facts(beside), beside.get("quant_map"), beside["absmax"]
     shape, block = facts.get("shape", 0), facts.get("blocksize", 0)
@@ -196,7 +196,7 @@ def _affine(tensor: Any) -> TensorRef | None:
 
 
 def _codes(tensor: TensorRef) -> TensorRef:
-    """Return the integers of a quantised tensor of torch, in row-major order."""
+    """Return the integers of a quantized tensor of torch, in row-major order."""
     codes = replace(tensor, dtype=CODES.get(tensor.dtype, tensor.dtype), kind="strided", parts=None)
     storage = codes.storage
     if codes.dtype == tensor.dtype or storage is None or storage.data is None:

@@ -499,7 +499,7 @@ def _check_jagged(values: Any, offsets: Any, lengths: Any, ragged: Any) -> None:
         raise ValueError(f"its offsets leave the {extent:,} rows of its values")
 
 
-def materialise(
+def materialize(
     ref: TensorRef,
     *,
     map_location: MapLocation = "cpu",
@@ -508,13 +508,13 @@ def materialise(
 ) -> torch.Tensor:
     """Make the tensor of `ref`; options as `ckptool.load_state_dict`.
 
-    Tensors that share a storage share it only where one `Materialiser` makes them all.
+    Tensors that share a storage share it only where one `Materializer` makes them all.
     """
-    maker = Materialiser(ref, map_location=map_location, mmap=mmap, dtype=dtype)
+    maker = Materializer(ref, map_location=map_location, mmap=mmap, dtype=dtype)
     return maker.tensor(ref)
 
 
-class Materialiser:
+class Materializer:
     """Makes the tensors of one tree: each `TensorRef` once, each storage once."""
 
     def __init__(
@@ -598,7 +598,7 @@ class Materialiser:
 
         casts = cast and self._dtype is not None and BY_NAME[ref.dtype].floating
         dtype = torch_dtype(self._dtype if casts and self._dtype else ref.dtype, file=_file(ref))
-        # The scales of a quantised tensor are no weights: they keep their type.
+        # The scales of a quantized tensor are no weights: they keep their type.
         parts = self._parts(ref, name, cast=cast and ref.kind != "quantized")
         storage, offset = None, 0
         if ref.storage is not None:

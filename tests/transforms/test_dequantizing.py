@@ -1,4 +1,4 @@
-"""Weights of quantisers as plain numbers, beside what their own libraries make of them."""
+"""Weights of quantizers as plain numbers, beside what their own libraries make of them."""
 
 import json
 from dataclasses import replace
@@ -13,12 +13,12 @@ from ckptool.formats import open_checkpoint
 from ckptool.transforms import cast
 from ckptool.writing import save
 
-QUANTISED = Path(__file__).parent.parent.parent / "fixtures" / "quantised"
-ANSWERS = load_file(QUANTISED / "dequantised.safetensors")
+QUANTIZED = Path(__file__).parent.parent.parent / "fixtures" / "quantised"
+ANSWERS = load_file(QUANTIZED / "dequantised.safetensors")
 FILES = {"bnb4.safetensors": "bitsandbytes 4 bit", "bnb8.safetensors": "bitsandbytes 8 bit"}
 
 
-def dequantised(source, target, dtype="float32"):
+def dequantized(source, target, dtype="float32"):
     """What a library reads of the result, and the receipt."""
     with open_checkpoint(source) as checkpoint:
         receipt = save(cast(checkpoint, dequantize=dtype), target)
@@ -35,8 +35,8 @@ def dequantised(source, target, dtype="float32"):
     ],
 )
 def test_every_weight_is_what_its_own_library_makes_of_it(tmp_path, name, dtype, target):
-    source = load_file(QUANTISED / name)
-    made, receipt = dequantised(QUANTISED / name, tmp_path / target, dtype)
+    source = load_file(QUANTIZED / name)
+    made, receipt = dequantized(QUANTIZED / name, tmp_path / target, dtype)
     judged = 0
     for key in source.keys() & ANSWERS.keys():
         wanted = ANSWERS[key]
@@ -51,7 +51,7 @@ def test_every_weight_is_what_its_own_library_makes_of_it(tmp_path, name, dtype,
     assert all(torch.equal(made[key], source[key]) for key in biases)
     (told,) = (change.text for change in receipt.changes if change.kind == "dequantize")
     count = len(source.keys() & ANSWERS.keys())
-    assert told.startswith(f"{count} tensors dequantised ({FILES[name]}); left out: ")
+    assert told.startswith(f"{count} tensors dequantized ({FILES[name]}); left out: ")
 
 
 @pytest.mark.parametrize("code", ["nf4", "fp4"])
@@ -120,7 +120,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize("changed", DAMAGED)
 def test_4_bit_weights_whose_parts_do_not_fit_are_refused(tmp_path, changed):
-    state = load_file(QUANTISED / "bnb4.safetensors")
+    state = load_file(QUANTIZED / "bnb4.safetensors")
     state |= {f"{FIRST}.{name}": value for name, value in changed.items()}
     state = {name: value for name, value in state.items() if value is not None}
     save_file(state, tmp_path / "m.safetensors")
@@ -144,7 +144,7 @@ def test_4_bit_weights_whose_parts_do_not_fit_are_refused(tmp_path, changed):
     ],
 )
 def test_8_bit_weights_in_tiles_or_that_do_not_fit_are_refused(tmp_path, name, value):
-    save_file(load_file(QUANTISED / "bnb8.safetensors") | {name: value}, tmp_path / "m.safetensors")
+    save_file(load_file(QUANTIZED / "bnb8.safetensors") | {name: value}, tmp_path / "m.safetensors")
     with (
         open_checkpoint(tmp_path / "m.safetensors") as checkpoint,
         pytest.raises(
@@ -157,19 +157,19 @@ def test_8_bit_weights_in_tiles_or_that_do_not_fit_are_refused(tmp_path, name, v
 @pytest.mark.parametrize("name", ["bnb4_state.pth", "bnb8_state.pth"])
 def test_a_plain_cast_names_the_command(tmp_path, name):
     with (
-        open_checkpoint(QUANTISED / name) as checkpoint,
+        open_checkpoint(QUANTIZED / name) as checkpoint,
         pytest.raises(NotRepresentable) as caught,
     ):
         cast(checkpoint, "bfloat16")
     assert "ckptool cast --dequantize bfloat16" in caught.value.hint
-    made, _ = dequantised(QUANTISED / name, tmp_path / "o.safetensors", "bfloat16")
+    made, _ = dequantized(QUANTIZED / name, tmp_path / "o.safetensors", "bfloat16")
     assert made.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert made["0.weight"].shape == (16, 16)
 
 
 @pytest.mark.parametrize("name", ["w.absmax", "w.quant_map", "w"])
 def test_damage_to_any_part_is_told_and_nothing_is_written(tmp_path, name):
-    state = load_file(QUANTISED / "bnb4.safetensors")
+    state = load_file(QUANTIZED / "bnb4.safetensors")
     state = {
         name.replace("fp4.flat.float16.weight", "w"): value
         for name, value in state.items()
@@ -186,22 +186,22 @@ def test_damage_to_any_part_is_told_and_nothing_is_written(tmp_path, name):
     assert not (tmp_path / "o.pth").exists()
 
 
-LAYOUTS = QUANTISED / "torchao_layouts.pth"
+LAYOUTS = QUANTIZED / "torchao_layouts.pth"
 TORCHAO = ["row", "tensor", "half", "dynamic", "group", "group16", "axis", "float8", "float8wide"]
 
 
 def test_tensors_of_torchao_are_what_its_dequantize_makes(tmp_path):
     answers = {name: ANSWERS[name] for name in (f"{one}.weight" for one in TORCHAO)}
     for dtype in {wanted.dtype for wanted in answers.values()}:
-        made, receipt = dequantised(LAYOUTS, tmp_path / f"{dtype}.safetensors", dtype)
+        made, receipt = dequantized(LAYOUTS, tmp_path / f"{dtype}.safetensors", dtype)
         assert made.keys() == answers.keys()
         for name, wanted in answers.items():
             assert wanted.dtype != dtype or torch.equal(made[name], wanted), name
-        assert "9 tensors dequantised (torchao)" in {change.text for change in receipt.changes}
+        assert "9 tensors dequantized (torchao)" in {change.text for change in receipt.changes}
 
 
-def quantised_tensors():
-    """Of each type that torch quantises to, per tensor, per channel, with zeros that are floats."""
+def quantized_tensors():
+    """Of each type that torch quantizes to, per tensor, per channel, with zeros that are floats."""
     torch.manual_seed(6)
     for dtype in (torch.qint8, torch.quint8, torch.qint32):
         zero = 117 if dtype == torch.quint8 else -9
@@ -225,23 +225,23 @@ def quantised_tensors():
     yield torch.quantize_per_tensor(torch.tensor(3.0), 0.1, 2, torch.qint8)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantised tensors
-def test_quantised_tensors_of_torch_are_what_its_dequantize_makes(tmp_path):
-    state = {f"t{at}": one for at, one in enumerate(quantised_tensors())}
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about quantized tensors
+def test_quantized_tensors_of_torch_are_what_its_dequantize_makes(tmp_path):
+    state = {f"t{at}": one for at, one in enumerate(quantized_tensors())}
     torch.save({"model": state, "epoch": 3}, tmp_path / "m.pth")
-    made, receipt = dequantised(tmp_path / "m.pth", tmp_path / "out.pth")
+    made, receipt = dequantized(tmp_path / "m.pth", tmp_path / "out.pth")
     assert made["epoch"] == 3
     assert made["model"].keys() == state.keys()
     for name, one in state.items():
         assert torch.equal(made["model"][name], one.dequantize()), (name, one.dtype, one.qscheme())
         assert made["model"][name].shape == one.shape
     (told,) = (change.text for change in receipt.changes if change.kind == "dequantize")
-    assert told.startswith(f"{len(state)} tensors dequantised (torch.qint8, torch.quint8, torch.q")
+    assert told.startswith(f"{len(state)} tensors dequantized (torch.qint8, torch.quint8, torch.q")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_damage_to_quantised_tensors_of_torch_is_told(tmp_path, layout):
+def test_damage_to_quantized_tensors_of_torch_is_told(tmp_path, layout):
     image = torch.randn(8, 5, 3, 3).contiguous(memory_format=layout)
     one = torch.quantize_per_tensor(image, 0.1, 2, torch.qint8)
     torch.save({"w": one}, tmp_path / "m.pth")
@@ -250,14 +250,14 @@ def test_damage_to_quantised_tensors_of_torch_is_told(tmp_path, layout):
     content[content.index(codes.numpy().tobytes()) + 9] ^= 1
     (tmp_path / "m.pth").write_bytes(content)
     with pytest.raises(CorruptFile, match="is damaged"):
-        dequantised(tmp_path / "m.pth", tmp_path / "o.safetensors")
+        dequantized(tmp_path / "m.pth", tmp_path / "o.safetensors")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", ["ao_dynamic_state.pth", "ao_static_state.pth"])
 def test_layers_of_torch_ao_become_those_of_the_plain_model(tmp_path, name):
-    source = torch.load(QUANTISED / name, weights_only=False)
-    made, receipt = dequantised(QUANTISED / name, tmp_path / "o.safetensors")
+    source = torch.load(QUANTIZED / name, weights_only=False)
+    made, receipt = dequantized(QUANTIZED / name, tmp_path / "o.safetensors")
     wanted = {}
     for key, value in source.items():
         if key.endswith("._packed_params._packed_params"):
@@ -299,5 +299,5 @@ def test_a_tensor_of_torchao_whose_parts_do_not_fit_is_refused(tmp_path, part):
 
 @pytest.mark.parametrize("name", ["bnb4_whole.pth", "bnb8_whole.pth", "ao_dynamic_whole.pth"])
 def test_what_only_the_class_of_a_module_knows_is_refused(tmp_path, name):
-    with open_checkpoint(QUANTISED / name) as checkpoint, pytest.raises(CheckpointError):
+    with open_checkpoint(QUANTIZED / name) as checkpoint, pytest.raises(CheckpointError):
         cast(checkpoint, dequantize="bfloat16")

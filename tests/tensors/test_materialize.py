@@ -23,8 +23,8 @@ from ckptool.errors import (
     UsageError,
 )
 from ckptool.formats import open_checkpoint
-from ckptool.tensors import Materialiser, materialise, require_torch, set_attributes
-from ckptool.tensors.materialise import called
+from ckptool.tensors import Materializer, materialize, require_torch, set_attributes
+from ckptool.tensors.materialize import called
 from tests.tensors.judge import assert_same
 from tests.tensors.refs import composed, floats, ints, storage, tensor, torch_global
 from tests.tensors.samples import DTYPES, SAMPLES, of_dtype
@@ -77,7 +77,7 @@ def test_a_tensor_ref_makes_itself(tmp_path):
 def test_a_small_view_reads_its_own_bytes_only(tmp_path):
     file = saved(tmp_path / "f.pt", {"row": torch.arange(1000.0).reshape(100, 10)[50]})
     with open_checkpoint(file) as checkpoint:
-        made = materialise(checkpoint["row"])
+        made = materialize(checkpoint["row"])
     assert torch.equal(made, torch.arange(500.0, 510.0))
     assert made.untyped_storage().nbytes() < 200
 
@@ -94,17 +94,17 @@ def test_views_of_one_storage_share_what_they_reach(tmp_path):
 def test_a_ref_is_one_tensor(tmp_path):
     file = saved(tmp_path / "f.pt", {"w": torch.zeros(2)})
     with open_checkpoint(file) as checkpoint:
-        maker = Materialiser(checkpoint.root)
+        maker = Materializer(checkpoint.root)
         assert maker.tensor(checkpoint["w"]) is maker.tensor(checkpoint["w"])
 
 
 def test_a_subclass_with_a_storage_becomes_a_plain_tensor_with_its_attributes(tmp_path):
-    class Labelled(torch.Tensor):
+    class Labeled(torch.Tensor):
         pass
 
-    Labelled.__module__, Labelled.__qualname__ = "tests.tensors.test_materialise", "Labelled"
-    globals()["Labelled"] = Labelled
-    tensor = torch.arange(3.0).as_subclass(Labelled)
+    Labeled.__module__, Labeled.__qualname__ = "tests.tensors.test_materialize", "Labelled"
+    globals()["Labelled"] = Labeled
+    tensor = torch.arange(3.0).as_subclass(Labeled)
     tensor.label = "cat"
     made = ckptool.load(saved(tmp_path / "f.pt", {"t": tensor}))["t"]
     assert type(made) is torch.Tensor
@@ -132,7 +132,7 @@ def test_torch_missing_is_one_sentence_with_the_command(tmp_path, monkeypatch):
     with open_checkpoint(file) as checkpoint:
         monkeypatch.setitem(sys.modules, "torch", None)
         with pytest.raises(TorchMissing) as caught:
-            materialise(checkpoint["w"])
+            materialize(checkpoint["w"])
     assert "without torch: " in str(caught.value)
     assert caught.value.hint == "pip install torch"
 
@@ -182,7 +182,7 @@ def test_the_default_device_of_the_user_changes_no_figures(tmp_path):
         assert torch.equal(torch.load(tmp_path / f"q-{device}.pth")["l.weight"], small.float() / 2)
 
 
-MODULE = import_module("ckptool.tensors.materialise")  # the room has a function of that name
+MODULE = import_module("ckptool.tensors.materialize")  # the room has a function of that name
 
 MAPS = Path("/proc/self/maps")
 
@@ -205,18 +205,18 @@ def test_big_endian_bytes_are_turned():
         [False, True],
     ):
         ref = tensor(struct.pack(layout, *values), dtype, (3,), byteorder="big")
-        assert materialise(ref, mmap=mmap).tolist() == list(values), (dtype, mmap)
+        assert materialize(ref, mmap=mmap).tolist() == list(values), (dtype, mmap)
 
 
 def test_big_endian_complex_numbers_are_turned_by_halves():
     ref = tensor(struct.pack(">4f", 1, 2, 3, 4), "complex64", (2,), byteorder="big")
-    assert materialise(ref).tolist() == [1 + 2j, 3 + 4j]
+    assert materialize(ref).tolist() == [1 + 2j, 3 + 4j]
 
 
 def test_big_endian_views_share_their_storage():
     whole = tensor(struct.pack(">4f", 0, 1, 2, 3), "float32", (4,), byteorder="big")
     part = whole[2:]
-    maker = Materialiser([whole, part])
+    maker = Materializer([whole, part])
     maker.tensor(whole)[2] = 9
     assert maker.tensor(part).tolist() == [9, 3]
 
@@ -319,7 +319,7 @@ def test_casts_keep_ties_and_views_and_leave_integers_alone(tmp_path):
     }  # fmt: skip
     file = saved(tmp_path / "f.pt", tree)
     with open_checkpoint(file) as checkpoint:
-        maker = Materialiser(checkpoint.root, dtype=torch.bfloat16)
+        maker = Materializer(checkpoint.root, dtype=torch.bfloat16)
         made = {name: maker.tensor(checkpoint[name]) for name in tree}
     for name, tensor_ in made.items():
         theirs = tree[name]
@@ -335,7 +335,7 @@ def test_casts_keep_ties_and_views_and_leave_integers_alone(tmp_path):
 def test_casts_reach_the_values_of_sparse_tensors_but_not_scales(tmp_path):
     tree = {"s": SAMPLES["sparse"]()["csr"], "q": SAMPLES["quantized"]()["channel"]}
     with open_checkpoint(saved(tmp_path / "f.pt", tree)) as checkpoint:
-        maker = Materialiser(checkpoint.root, dtype="torch.float16")
+        maker = Materializer(checkpoint.root, dtype="torch.float16")
         sparse, quantized = maker.tensor(checkpoint["s"]), maker.tensor(checkpoint["q"])
     assert sparse.dtype is torch.float16
     assert torch.equal(sparse.to_dense().float(), tree["s"].to_dense())
@@ -346,7 +346,7 @@ def test_casts_reach_the_values_of_sparse_tensors_but_not_scales(tmp_path):
 @pytest.mark.parametrize("dtype", ["int8", torch.int64, "float23", "nn", 3])
 def test_only_floating_types_can_be_asked_for(dtype):
     with pytest.raises(UsageError, match="not a floating element type"):
-        materialise(floats(1), dtype=dtype)
+        materialize(floats(1), dtype=dtype)
 
 
 def test_a_type_that_torch_cannot_cast_is_named(monkeypatch):
@@ -354,13 +354,13 @@ def test_a_type_that_torch_cannot_cast_is_named(monkeypatch):
     if not hasattr(torch, "float4_e2m1fn_x2"):
         pytest.skip("needs the type")
     with pytest.raises(UnsupportedFormat, match="float4_e2m1fn_x2"):
-        Materialiser(ref, dtype="float32").tensor(ref, "w")
+        Materializer(ref, dtype="float32").tensor(ref, "w")
 
 
 def test_a_type_that_torch_lacks_is_named(monkeypatch):
     monkeypatch.delattr(torch, "uint16")
     with pytest.raises(UnsupportedFormat, match="uint16") as caught:
-        materialise(tensor(bytes(4), "uint16", (2,)))
+        materialize(tensor(bytes(4), "uint16", (2,)))
     assert "upgrade" in caught.value.hint
 
 
@@ -368,7 +368,7 @@ def test_no_memory_is_said_as_such(monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    maker = Materialiser(ref := floats(1, 2))
+    maker = Materializer(ref := floats(1, 2))
     monkeypatch.setattr(MODULE, "_moved", lambda made, target: made)
     monkeypatch.setattr(torch, "UntypedStorage", refuse)
     with pytest.raises(MemoryError, match="8 bytes"):
@@ -377,7 +377,7 @@ def test_no_memory_is_said_as_such(monkeypatch):
 
 def test_a_storage_on_meta_has_no_bytes():
     nowhere = Storage("0", None, 8, "meta")
-    made = materialise(TensorRef("float32", (2,), (1,), 0, nowhere, "meta"))
+    made = materialize(TensorRef("float32", (2,), (1,), 0, nowhere, "meta"))
     assert (made.device.type, made.shape) == ("meta", (2,))
 
 
@@ -385,7 +385,7 @@ def test_types_that_look_at_one_storage_share_it():
     held = storage(struct.pack("<4f", 0, 1, 2, 3))
     one = TensorRef("float32", (4,), (1,), 0, held, "cpu")
     other = TensorRef("uint8", (16,), (1,), 0, held, "cpu")
-    maker = Materialiser([one, other])
+    maker = Materializer([one, other])
     maker.tensor(other).zero_()
     assert maker.tensor(one).tolist() == [0, 0, 0, 0]
 
@@ -428,7 +428,7 @@ PER_CHANNEL = torch_global("per_channel_affine")
 )
 def test_parts_that_do_not_fit(ref, reason):
     with pytest.raises(CorruptFile, match=reason) as caught:
-        materialise(ref)
+        materialize(ref)
     assert "made.pt" in str(caught.value)
 
 
@@ -440,7 +440,7 @@ def nested(sizes, strides, offsets, buffer=None):
 
 def test_a_nested_tensor_inside_its_buffer_is_made():
     ref = nested(ints(2, 4, shape=(2, 1)), ints(1, 1, shape=(2, 1)), ints(0, 2))
-    assert [part.tolist() for part in materialise(ref).unbind()] == [[0, 1], [2, 3, 4, 5]]
+    assert [part.tolist() for part in materialize(ref).unbind()] == [[0, 1], [2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_a_nested_tensor_inside_its_buffer_is_made():
 )  # fmt: skip
 def test_a_nested_tensor_may_not_leave_its_buffer(ref, reason):
     with pytest.raises(CorruptFile, match=reason):
-        materialise(ref)
+        materialize(ref)
 
 
 def jagged(offsets, *, lengths=None, ragged=1):
@@ -474,7 +474,7 @@ def jagged(offsets, *, lengths=None, ragged=1):
 
 
 def test_a_jagged_tensor_inside_its_values_is_made():
-    assert [len(part) for part in materialise(jagged(ints(0, 1, 4))).unbind()] == [1, 3]
+    assert [len(part) for part in materialize(jagged(ints(0, 1, 4))).unbind()] == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -492,48 +492,48 @@ def test_a_jagged_tensor_inside_its_values_is_made():
 )
 def test_a_jagged_tensor_may_not_leave_its_values(ref, reason):
     with pytest.raises(CorruptFile, match=reason):
-        materialise(ref)
+        materialize(ref)
 
 
 def test_scales_as_lists_are_those_of_old_files():
-    made = materialise(quantized((PER_CHANNEL, [0.5, 2.0], [0, 1], 0)))
+    made = materialize(quantized((PER_CHANNEL, [0.5, 2.0], [0, 1], 0)))
     assert made.q_per_channel_scales().tolist() == [0.5, 2.0]
     assert made.q_per_channel_zero_points().tolist() == [0, 1]
 
 
 def test_a_zero_stride_costs_no_memory():
-    """Four bytes that claim to be a tensor of 2**60 elements, quantised or not."""
+    """Four bytes that claim to be a tensor of 2**60 elements, quantized or not."""
     plain = tensor(bytes(4), "float32", (1 << 60,), stride=(0,))
-    assert materialise(plain).shape == (1 << 60,)
+    assert materialize(plain).shape == (1 << 60,)
     scale = (torch_global("per_tensor_affine"), 0.1, 0)
     ref = tensor(
         bytes(1), "qint8", (1 << 60,), stride=(0,), kind="quantized", parts={"quantizer": scale}
     )
-    assert materialise(ref).shape == (1 << 60,)
+    assert materialize(ref).shape == (1 << 60,)
 
 
 def test_negative_strides_and_gradients_of_integers_are_refused():
     with pytest.raises(CorruptFile, match="stride"):
-        materialise(tensor(bytes(8), "float32", (2,), stride=(-1,), offset=1))
+        materialize(tensor(bytes(8), "float32", (2,), stride=(-1,), offset=1))
     with pytest.raises(CorruptFile, match="floating"):
-        materialise(tensor(bytes(8), "int32", (2,), requires_grad=True))
+        materialize(tensor(bytes(8), "int32", (2,), requires_grad=True))
 
 
 def test_what_torch_cannot_put_on_meta_says_so():
     ref = quantized((PER_CHANNEL, [0.1, 0.2], [0, 0], 0))
     with pytest.raises(DeviceError, match="quantized") as caught:
-        materialise(ref, map_location="meta")
+        materialize(ref, map_location="meta")
     assert "cpu" in caught.value.hint
 
 
 def test_sparse_on_meta_keeps_its_shape():
     parts = {"indices": ints(0, 1, shape=(2, 1)), "values": floats(1)}
-    made = materialise(composed("sparse_coo", (2, 2), parts), map_location="meta")
+    made = materialize(composed("sparse_coo", (2, 2), parts), map_location="meta")
     assert (made.layout, made.shape, made.device.type) == (torch.sparse_coo, (2, 2), "meta")
 
 
 def test_a_torch_without_jagged_tensors_says_so(monkeypatch):
     monkeypatch.delattr(torch.nested, "nested_tensor_from_jagged")
     with pytest.raises(UnsupportedFormat, match="jagged") as caught:
-        materialise(jagged(ints(0, 1, 4)))
+        materialize(jagged(ints(0, 1, 4)))
     assert "upgrade" in caught.value.hint
