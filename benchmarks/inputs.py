@@ -105,7 +105,7 @@ def zero(folder: Path, size: int) -> None:
         torch.save({"optimizer_state_dict": own}, folder / f"bf16_{at}_optim_states.pt")
 
 
-def placeholders_of(path: Path, size: int) -> None:
+def hollow(path: Path, size: int) -> None:
     """A file of `size` bytes and 225 tensors that takes no room: its tensors are holes."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -239,7 +239,7 @@ if __name__ == "__main__":
     kinds = {
         "files": files,
         "folder": folder,
-        "hollow": placeholders_of,
+        "hollow": hollow,
         "large": large,
         "many": many,
         "renamed": renamed,

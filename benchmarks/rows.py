@@ -48,7 +48,7 @@ class Row:
     peak_beside: bool = False
     edits: bool = False
     """The source is edited: what each run appends to it is cut off again."""
-    placeholders_of: bool = False
+    hollow: bool = False
     """The source takes no room, and fills no cache."""
     growth: Growth | None = None
 
@@ -104,7 +104,7 @@ def run_row(row: Row, repeats: int) -> Result:
 
     def before() -> None:
         clear(row, length)
-        if not (row.edits or row.placeholders_of):  # an edit reads the header alone
+        if not (row.edits or row.hollow):  # an edit reads the header alone
             warm(row.source)
             if row.second is not None:
                 warm(row.second)

@@ -76,13 +76,13 @@ def rows(inputs: Inputs) -> tuple[Row, ...]:
 
 def far_rows(inputs: Inputs) -> Iterator[Row]:
     """Files on another machine, 50 ms and 100 MB/s away."""
-    placeholders_of, shards = inputs.edited[HOLLOW], inputs.shards / "model.safetensors.index.json"
+    hollow, shards = inputs.edited[HOLLOW], inputs.shards / "model.safetensors.index.json"
     yield Row(
         f"`list` over http, {words(HOLLOW)}",
-        placeholders_of,
-        (Command.far("list", placeholders_of),),
+        hollow,
+        (Command.far("list", hollow),),
         most_seconds=0.5,
-        placeholders_of=True,
+        hollow=True,
     )
     yield Row(
         "`list` over http, an index of 64 shards",
@@ -114,7 +114,7 @@ def list_rows(inputs: Inputs) -> Iterator[Row]:
             most_seconds=0.15,
             most_bytes=40 * MB,
             growth=Growth("list", "bytes", size),
-            placeholders_of=is_hollow(size),
+            hollow=is_hollow(size),
         )
     for count, path in inputs.many.items():
         alone = Command.program("torch.load(mmap=True) alone", idioms.LOAD_MAPPED, path)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from ckptool.comparison.diff import Diff
     from ckptool.conversion import Conversion
     from ckptool.core.checkpoint import Change, Checkpoint, Details
+    from ckptool.core.finding import Finding
     from ckptool.core.model import Opaque, Storage, TensorRef
     from ckptool.diagnosis import Complaint, Diagnosis
     from ckptool.files.recovery import Recovery
-    from ckptool.formats.base import Problem
     from ckptool.inspection.examining import Verdict
     from ckptool.inspection.info import Info
     from ckptool.inspection.listing import Listing
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ckptool.writing import Receipt
 
 __all__ = [
-    "Change", "Checkpoint", "Complaint", "Conversion", "Details", "Diagnosis", "Diff", "Info",
-    "Limits", "Listing", "MatchReport", "Opaque", "PageReceipt", "Problem", "Receipt", "Recovery",
+    "Change", "Checkpoint", "Complaint", "Conversion", "Details", "Diagnosis", "Diff", "Finding",
+    "Info", "Limits", "Listing", "MatchReport", "Opaque", "PageReceipt", "Receipt", "Recovery",
     "Scan", "Stats", "Storage", "TensorRef", "Verdict",
 ]  # fmt: skip
 
@@ -38,7 +38,7 @@ _HOMES = {
     "conversion": ("Conversion",),
     "diagnosis": ("Complaint", "Diagnosis"),
     "files.recovery": ("Recovery",),
-    "formats.base": ("Problem",),
+    "core.finding": ("Finding",),
     "comparison.diff": ("Diff",),
     "inspection.examining": ("Verdict",),
     "inspection.info": ("Info",),

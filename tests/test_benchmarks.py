@@ -9,7 +9,7 @@ import pytest
 import ckptool
 from benchmarks.__main__ import make
 from benchmarks.decoder import decoder
-from benchmarks.inputs import large, many, placeholders_of, renamed, shapes, single, zero
+from benchmarks.inputs import large, many, hollow, renamed, shapes, single, zero
 from benchmarks.kept import Kept
 from benchmarks.report import steps, table
 from benchmarks.rows import MB, Growth, Result, Row, clear
@@ -77,7 +77,7 @@ def test_the_folder_of_deepspeed_is_read(tmp_path):
 def test_a_hollow_file_is_large_and_takes_no_room(tmp_path):
     import torch
 
-    placeholders_of(tmp_path / "hollow.pth", 10**12)
+    hollow(tmp_path / "hollow.pth", 10**12)
     status = (tmp_path / "hollow.pth").stat()
     assert status.st_size > 0.9 * 10**12
     assert status.st_blocks * 512 < 10 * MB

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.finding import Finding
 from ckptool.core.model import Opaque
 from ckptool.core.sections import MODEL_KINDS, Section
 from ckptool.core.tree import name_of, walk
@@ -19,18 +20,7 @@ PLACEHOLDERS = "DeepSpeed's folder has the weights: ckptool convert FOLDER OUT -
 _LAZY = "torch.nn.parameter.Uninitialized"
 
 
-class Hollow(NamedTuple):
-    """What is wrong with a checkpoint whose tensors have no values."""
-
-    kind: str
-    """`lazy`, `meta` or `part`, as doctor's complaint."""
-    text: str
-    remedy: str
-    names: tuple[str, ...]
-    """The addresses of the tensors."""
-
-
-def placeholders_of(checkpoint: Checkpoint, section: Section | None = None) -> Hollow | None:
+def placeholders_of(checkpoint: Checkpoint, section: Section | None = None) -> Finding | None:
     """Return which tensors of a checkpoint, or of one section, have no values; None if all have.
 
     A state dict has placeholders if tensors named `weight` have the shape (0,), and these are more
@@ -44,13 +34,13 @@ def placeholders_of(checkpoint: Checkpoint, section: Section | None = None) -> H
     if lazy:
         count = counted(len(lazy), "lazy parameter")
         text = f"there are no values for {count}: the model never ran"
-        return Hollow("lazy", text, "run the model once, and save it again", tuple(lazy))
+        return Finding("lazy", text, tuple(lazy), hint="run the model once, and save it again")
     meta = [path for path, one in tensors if "meta" in (one.kind, one.device)]
     if meta:
         text = f"there are no values for {len(meta):,} of {counted(len(tensors), 'tensor')}: "
         text += "meta tensors have only a shape"
         remedy = "save it again from a model whose tensors have values"
-        return Hollow("meta", text, remedy, tuple(map(name_of, meta)))
+        return Finding("meta", text, tuple(map(name_of, meta)), hint=remedy)
     if not any(one.shape == (0,) for _, one in tensors):
         return None
     shapes = dict(_stated_shapes(checkpoint.original or checkpoint.root))
@@ -65,7 +55,7 @@ def placeholders_of(checkpoint: Checkpoint, section: Section | None = None) -> H
         if none > whole or any(shapes.get(path[-1], (0,)) != (0,) for path in empty):
             text = f"it holds placeholders instead of weights: {len(empty):,} of "
             text += f"{counted(len(tensors), 'tensor')} have the shape (0,), as ZeRO-3 saves them"
-            return Hollow("part", text, PLACEHOLDERS, tuple(map(name_of, empty)))
+            return Finding("part", text, tuple(map(name_of, empty)), hint=PLACEHOLDERS)
     return None
 
 
@@ -82,7 +72,7 @@ def refuse_placeholders(
     """
     found = placeholders_of(checkpoint, section)
     if found is not None and found.kind in kinds:
-        raise NotRepresentable(found.text, file=checkpoint.path or None, hint=found.remedy)
+        raise NotRepresentable(found.text, file=checkpoint.path or None, hint=found.hint)
 
 
 def _is_lazy(node: Any) -> bool:

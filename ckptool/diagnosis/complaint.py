@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from ckptool.conversion import Like
 from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.finding import Finding
 from ckptool.core.names import bare_names, families
 from ckptool.core.sections import (
     Section,
@@ -17,45 +18,14 @@ from ckptool.core.sections import (
     only_model,
     wrapped_names,
 )
-from ckptool.inspection.values import documented
 from ckptool.loading.target import ModelTarget
 from ckptool.symbolic.encoder import blockers
 from ckptool.words import printable
 
-Severity = Literal["fails", "misleads", "note"]
 Options = Mapping[str, Any]
 """Arguments of `Conversion`; `format` is that of the target."""
 
 _MOST_PLACES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Complaint:
-    """One reason why a plain `torch.load` and `load_state_dict` fail or mislead.
-
-    `severity` is `fails` (an exception somewhere on the way), `misleads` (it seems to work), or
-    `note` (works, and worth knowing).
-    """
-
-    kind: str
-    """One word for programs: `wrappers`, `adapter`, ..."""
-    severity: Severity
-    what: str
-    """What the file is or has, one sentence without a full stop."""
-    where: tuple[str, ...]
-    """Addresses, repeated layers folded, at most some; `and 12 more` where there are more."""
-    why: str
-    """What happens, with the text of torch's own error."""
-    commands: tuple[str, ...] = ()
-    """The command of the plan, where it mends this."""
-    alternatives: tuple[str, ...] = ()
-    """Commands apart from the plan, of which one may be chosen."""
-    remedy: str = ""
-    """What helps where no command does, or beside it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the complaint as an entry of `ckptool.doctor/1`."""
-        return documented(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +39,39 @@ class Choice:
     word: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Found(Complaint):
-    """A complaint before there is a plan, and the conversion that mends it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Complaint(Finding):
+    """One reason why a plain `torch.load` and `load_state_dict` fail or mislead.
 
-    fix: Options | None = field(default=None, kw_only=True)
-    """None where no command helps, empty where any rewrite does."""
-    choices: tuple[Choice, ...] = field(default=(), kw_only=True)
-    resume: Options | None = field(default=None, kw_only=True)
+    `text` is what the file is or has, `where` its paths, repeated layers folded, at most some
+    (`and 12 more` where there are more), `hint` what helps where no command does, or next to it.
+    """
+
+    why: str
+    """What happens, with the text of torch's own error."""
+    commands: tuple[str, ...] = ()
+    """The command of the plan, where it fixes this."""
+    alternatives: tuple[str, ...] = ()
+    """Commands apart from the plan, of which one may be chosen."""
+    fix: Options | None = None
+    """The conversion that fixes it: None where no command helps, empty where any rewrite does."""
+    choices: tuple[Choice, ...] = ()
+    """Conversions of which one may be chosen in place of `fix`."""
+    resume: Options | None = None
     """What fixes it for a training that resumes with the reference, where `fix` drops that."""
 
-    def answered(
-        self, commands: tuple[str, ...], alternatives: tuple[str, ...], remedy: str
-    ) -> Complaint:
-        """Return the complaint with what the plan has against it."""
-        kind, what, where = self.kind, self.what, self.where
-        return Complaint(kind, self.severity, what, where, self.why, commands, alternatives, remedy)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the complaint as an entry of `ckptool.doctor/1`."""
+        return {
+            "kind": self.kind,
+            "severity": self.severity,
+            "what": self.text,
+            "where": list(self.where),
+            "why": self.why,
+            "commands": list(self.commands),
+            "alternatives": list(self.alternatives),
+            "remedy": self.hint or "",
+        }
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -16,13 +16,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import takewhile
 
+from ckptool.core.finding import Finding, Severity
 from ckptool.core.sections import named_tensors
 from ckptool.core.tree import name_of, ties
-from ckptool.diagnosis.complaint import Choice, Found, Options, Severity, Subject, names_of, quoted
+from ckptool.diagnosis.complaint import Choice, Complaint, Options, Subject, names_of, quoted
 from ckptool.errors import UsageError
 from ckptool.files.source import Progress
 from ckptool.formats import format_of
-from ckptool.formats.base import Problem
 from ckptool.formats.safetensors import overlapping_names
 from ckptool.inspection.blockers import ANYWHERE, restored_devices
 from ckptool.inspection.quantization import quantizations
@@ -77,7 +77,7 @@ _NAMED = ("hpu", "xpu", "mtia")
 _FIRST = {"cuda": "cuda:0"}
 
 
-def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Iterator[Found]:
+def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Iterator[Complaint]:
     """Yield what is wrong with the bytes, all of which are read."""
     from ckptool.inspection.unwritten import unwritten
     from ckptool.inspection.verify import verify  # reading takes more than a header
@@ -92,23 +92,25 @@ def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Itera
             more = f", and {counted(len(found) - 1, 'problem')} more" if len(found) > 1 else ""
             what, where = f"{front}{found[0].text}{more}", _places(found)
             fix: Options | None = None if remedy else {}
-            yield Found(kind, severity, what, where, why, remedy=remedy, fix=fix)
+            yield Complaint(kind, what, where, hint=remedy, severity=severity, why=why, fix=fix)
     text = unwritten(subject.checkpoint)
     if text is not None:
         why = "it loads without an error, and these weights are zero"
-        yield Found("unwritten", "misleads", text, (), why, remedy="download or copy it again")
+        yield Complaint(
+            "unwritten", text, hint="download or copy it again", severity="misleads", why=why
+        )
     meant = _meant({one.place for one in problems if one.kind == "inf"}, subject)
     for kind, word in (("nan", "NaN"), ("infinite", "infinite values")):
         found = [one for one in problems if one.kind == kind[:3] and _counts(subject, one.place)]
         found = [one for one in found if one.kind == "nan" or one.place not in meant]
         if found:
-            yield Found(
+            yield Complaint(
                 kind,
-                "misleads",
                 f"{counted(len(found), 'tensor')} with {word}: {found[0].text}",
                 _places(found),
-                "it loads without an error, and the model computes NaN",
-                remedy="no command restores the numbers: take an earlier checkpoint",
+                hint="no command restores the numbers: take an earlier checkpoint",
+                severity="misleads",
+                why="it loads without an error, and the model computes NaN",
             )
 
 
@@ -136,11 +138,11 @@ def _counts(subject: Subject, name: str) -> bool:
     return not parts or any(not part or name.startswith(f"{part}/") for part in parts)
 
 
-def _places(problems: Iterable[Problem]) -> tuple[str, ...]:
+def _places(problems: Iterable[Finding]) -> tuple[str, ...]:
     return names_of(dict.fromkeys(one.place for one in problems if one.place))
 
 
-def memory(subject: Subject) -> Iterator[Found]:
+def memory(subject: Subject) -> Iterator[Complaint]:
     """Yield what takes more bytes than it should, or shares them."""
     if format_of(subject.checkpoint.format).tensors_only:
         yield from _aliases(subject)
@@ -149,21 +151,22 @@ def memory(subject: Subject) -> Iterator[Found]:
     yield from _not_for_safetensors(subject)
 
 
-def quantization(subject: Subject) -> Iterator[Found]:
+def quantization(subject: Subject) -> Iterator[Complaint]:
     """Yield what is quantized, and how it becomes plain numbers where ckptool can do that."""
     for found in quantizations(subject.checkpoint):
-        yield Found(
+        yield Complaint(
             "quantized",
-            "note",
             str(found),
             names_of(found.names),
-            "load_state_dict into a model of plain layers rejects the keys and shapes, or copies "
+            severity="note",
+            why="load_state_dict into a model of plain layers rejects the keys and shapes, or "
+            "copies "
             "codes for weights",
             choices=(Choice({"dequantize": "bfloat16"}, "plain"),),
         )
 
 
-def _bloat(subject: Subject) -> Iterator[Found]:
+def _bloat(subject: Subject) -> Iterator[Complaint]:
     details = subject.checkpoint.details
     held, reached = storage_use(subject.checkpoint.root)
     unseen, dead = held - reached, details.dead_bytes
@@ -178,18 +181,19 @@ def _bloat(subject: Subject) -> Iterator[Found]:
             for path, one in subject.checkpoint.tensors()
             if one.storage is not None and one.storage.nbytes - one.nbytes >= _LEAST_UNSEEN
         )
-        yield Found(
+        yield Complaint(
             "bloat",
-            "misleads",
             " and ".join(facts),
             names_of(views),
-            "torch.save writes the whole storage of a view (big[:10] takes as much space as big), "
+            severity="misleads",
+            why="torch.save writes the whole storage of a view (big[:10] takes as much space as "
+            "big), "
             "and torch.load reads all of it into memory",
             fix={"compact": True},
         )
 
 
-def _aliases(subject: Subject) -> Iterator[Found]:
+def _aliases(subject: Subject) -> Iterator[Complaint]:
     """Yield a complaint about names that a safetensors file has only as ties in its metadata."""
     kept = {
         name: str(one.storage.key)
@@ -198,19 +202,18 @@ def _aliases(subject: Subject) -> Iterator[Found]:
         if one.storage is not None and one.storage.key != name
     }
     if kept:
-        yield Found(
+        yield Complaint(
             "aliases",
-            "fails",
             f"{counted(len(kept), 'tied name')} stored only in the metadata of the file",
             names_of(f"{printable(name)} = {printable(other)}" for name, other in kept.items()),
-            "load_state_dict(safetensors.torch.load_file(FILE)) says: Missing key(s) in "
+            why="load_state_dict(safetensors.torch.load_file(FILE)) says: Missing key(s) in "
             f"state_dict: {quoted(next(iter(kept)))}; safetensors.torch.load_model knows of them",
             fix={"format": "torch-zip"},
             choices=(Choice({"ties": "copy"}),),
         )
 
 
-def _not_for_safetensors(subject: Subject) -> Iterator[Found]:
+def _not_for_safetensors(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about weights that `safetensors.torch.save_file` refuses."""
     model = subject.model
     if model is None:
@@ -220,12 +223,12 @@ def _not_for_safetensors(subject: Subject) -> Iterator[Found]:
     keyed = {"key": model.name} if model.path and subject.key is not None else {}
     choices = (Choice({**keyed, **({"ties": "copy"} if tied else {})}),)
     if tied:
-        yield Found(
+        yield Complaint(
             "ties",
-            "note",
             "tied weights: one tensor has several names",
             names_of(" = ".join(map(printable, names)) for names in tied),
-            "torch.load keeps the tie; safetensors.torch.save_file says: Some tensors share "
+            severity="note",
+            why="torch.load keeps the tie; safetensors.torch.save_file says: Some tensors share "
             "memory, this will lead to duplicate memory on disk and potential differences when "
             "loading them again",
             choices=choices,
@@ -234,17 +237,17 @@ def _not_for_safetensors(subject: Subject) -> Iterator[Found]:
     scattered = [name for name, one in tensors.items() if not one.is_contiguous]
     shared = [name for name in overlapping_names(tensors) if name not in several]
     if scattered or shared:
-        yield Found(
+        yield Complaint(
             "views",
-            "note",
             "tensors are views: they are not contiguous, or share bytes with others",
             names_of(dict.fromkeys((*scattered, *shared))),
-            "torch.load keeps them as they are; safetensors.torch.save_file refuses them",
+            severity="note",
+            why="torch.load keeps them as they are; safetensors.torch.save_file refuses them",
             choices=choices,
         )
 
 
-def placement(subject: Subject) -> Iterator[Found]:
+def placement(subject: Subject) -> Iterator[Complaint]:
     """Yield what is wrong with where the tensors are to be restored.
 
     The texts are those of torch/serialization.py (`_deserialize`, `validate_cuda_device`).
@@ -256,13 +259,12 @@ def placement(subject: Subject) -> Iterator[Found]:
     if missing:
         names = _names(subject, missing)
         gpus = sum(tag.startswith("cuda:") for tag in subject.devices)
-        yield Found(
+        yield Complaint(
             "device",
-            "fails",
             f"{counted(len(names), 'tensor')} on {listed(missing)}: this machine has "
             f"{listed(subject.devices)}",
             names_of(names),
-            f"torch.load says: {_error(missing[0], gpus)}",
+            why=f"torch.load says: {_error(missing[0], gpus)}",
             fix={"to": "cpu"},
         )
     wide = [
@@ -271,25 +273,26 @@ def placement(subject: Subject) -> Iterator[Found]:
         if one.dtype in ("float64", "complex128")
     ]
     if wide and "mps" in subject.devices:
-        yield Found(
+        yield Complaint(
             "device",
-            "note",
             f"{counted(len(wide), 'tensor')} of float64, which mps does not have",
             names_of(wide),
-            "torch.load(FILE, map_location='mps') says: Cannot convert a MPS Tensor to float64 "
+            hint="ckptool cast FILE --dtype float32",
+            severity="note",
+            why="torch.load(FILE, map_location='mps') says: Cannot convert a MPS Tensor to float64 "
             "dtype as the MPS framework doesn't support float64. Please use float32 instead.",
-            remedy="ckptool cast FILE --dtype float32",
         )
     if len(tags) == 1 and tags[0].partition(":")[0] == "cuda":
         tag, names = printable(tags[0]), _names(subject, tags)
         every = sum(1 for _, one in subject.checkpoint.tensors() if one.kind != "numpy")
         who = "all" if len(names) == every else f"{len(names):,} of {every:,}"
-        yield Found(
+        yield Complaint(
             "one-gpu",
-            "misleads",
             f"{who} tensors are on {tag}",
             names_of(names),
-            f"without map_location every rank of a DDP run loads the file onto {tag}, which then "
+            severity="misleads",
+            why=f"without map_location every rank of a DDP run loads the file onto {tag}, which "
+            "then "
             "runs out of memory (CUDA out of memory after a resume)",
             fix={"to": "cpu"},
         )

@@ -15,7 +15,7 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import MODEL_KINDS
 from ckptool.core.tree import name_of
-from ckptool.diagnosis.complaint import Choice, Complaint, Found, Options, Reference, Subject
+from ckptool.diagnosis.complaint import Choice, Complaint, Options, Reference, Subject
 from ckptool.diagnosis.contents import (
     damage,
     devices_here,
@@ -175,7 +175,7 @@ def _wanted(like: Like) -> ModelTarget:
         ) from error
 
 
-def _assembled(subject: Subject, found: list[Found]) -> Diagnosis:
+def _assembled(subject: Subject, found: list[Complaint]) -> Diagnosis:
     """Build the diagnosis; a damaged or partial file gets no command."""
     hopeless = any(one.kind in _HOPELESS for one in found)
     planner = Planner(subject, [] if hopeless else found)
@@ -189,10 +189,10 @@ def _assembled(subject: Subject, found: list[Found]) -> Diagnosis:
             else "no command helps: the file lacks what it would need"
         )
     complaints = [_answered(one, planner, plan, first) for one in found]
-    if any(one.remedy.startswith(_UNMENDED) for one in complaints):
+    if any((one.hint or "").startswith(_UNMENDED) for one in complaints):
         rest = "no command for this alone: the file would still not load"
         complaints = [
-            replace(one, commands=(), remedy=one.remedy or rest) if one.commands else one
+            replace(one, commands=(), hint=one.hint or rest) if one.commands else one
             for one in complaints
         ]
         plan = FixPlan()
@@ -228,18 +228,18 @@ def _code(subject: Subject) -> str:
     return f"ckptool.load_into(model, {file!r}{optimizer}{key}){epoch}"
 
 
-def _answered(found: Found, planner: Planner, plan: FixPlan, first: str) -> Complaint:
+def _answered(found: Complaint, planner: Planner, plan: FixPlan, first: str) -> Complaint:
     """Return a complaint with its commands, or with what must come first (`first`)."""
     if first:
-        return found.answered((), (), found.remedy or (first if found.fix is not None else ""))
+        return replace(found, hint=found.hint or (first if found.fix is not None else None))
     tried = [planner.choice(one, plan) for one in found.choices]
     others = tuple(dict.fromkeys(command for command in tried if command is not None))
-    remedy = found.remedy
     if plan.command is not None and found.kind in plan.mended:
-        return found.answered((plan.command,), others, remedy)
-    if found.fix is not None and not others and not remedy:
-        remedy = _UNMENDED + (f": {plan.obstacle}" if plan.obstacle else "")
-    return found.answered((), others, remedy)
+        return replace(found, commands=(plan.command,), alternatives=others)
+    hint = found.hint
+    if found.fix is not None and not others and not hint:
+        hint = _UNMENDED + (f": {plan.obstacle}" if plan.obstacle else "")
+    return replace(found, alternatives=others, hint=hint)
 
 
 def _urgency(complaint: Complaint) -> tuple[int, int, bool]:
@@ -279,7 +279,7 @@ class Planner:
     header succeeds: one with `like` succeeds only if the result fits the reference.
     """
 
-    def __init__(self, subject: Subject, found: Iterable[Found]) -> None:
+    def __init__(self, subject: Subject, found: Iterable[Complaint]) -> None:
         """Take what the checks found."""
         self._subject = subject
         self._fixes = sorted((one for one in found if one.fix is not None), key=_place)
@@ -388,7 +388,7 @@ def _merged(options: Options, more: Options) -> dict[str, Any]:
     return made
 
 
-def _place(one: Found) -> int:
+def _place(one: Complaint) -> int:
     return min((_ORDER.index(name) for name in one.fix or () if name in _ORDER), default=99)
 
 

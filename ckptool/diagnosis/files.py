@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckptool.core.checkpoint import TORCH_REFUSES
+from ckptool.core.finding import Severity
 from ckptool.core.model import ByteString
 from ckptool.core.tree import name_of, walk
-from ckptool.diagnosis.complaint import Complaint, Found, Severity, Subject, names_of
+from ckptool.diagnosis.complaint import Complaint, Subject, names_of
 from ckptool.errors import (
     CheckpointError,
     CorruptFile,
@@ -38,7 +40,7 @@ _COMMAND = re.compile(
 _HEADER = "safetensors says: Error while deserializing header"
 
 
-def layout(subject: Subject) -> Iterator[Found]:
+def layout(subject: Subject) -> Iterator[Complaint]:
     """Yield what is wrong with how the file is named and laid out."""
     checkpoint = subject.checkpoint
     known = format_of(checkpoint.format)
@@ -47,9 +49,10 @@ def layout(subject: Subject) -> Iterator[Found]:
     part = missing_weights(checkpoint)
     if part is not None:
         why = "load_state_dict fails on names or shapes, or loads a model that was never trained"
-        severity: Severity = "fails" if part.certain else "note"
-        where = names_of(part.places)
-        yield Found(part.kind, severity, part.text, where, why, remedy=part.remedy)
+        where = names_of(part.where)
+        yield Complaint(
+            part.kind, part.text, where, hint=part.hint, severity=part.severity, why=why
+        )
     yield from _misnamed(subject)
     if known.refusal is not None:
         yield _rewritten(known.refusal.kind, "fails", known.refusal.what, known.refusal.says)
@@ -77,28 +80,27 @@ def layout(subject: Subject) -> Iterator[Found]:
     yield from _python2(subject)
     for text in checkpoint.details.left_behind:
         why = "torch.load does not look at it, and a rewrite does not carry it over"
-        yield Found("beside", "note", text, (), why)
+        yield Complaint("beside", text, severity="note", why=why)
 
 
 def _rewritten(
     kind: str, severity: Severity, what: str, why: str, where: tuple[str, ...] = ()
-) -> Found:
-    return Found(kind, severity, what, where, why, fix={})
+) -> Complaint:
+    return Complaint(kind, what, where, severity=severity, why=why, fix={})
 
 
-def _malicious(calls: tuple[str, ...]) -> Found:
-    return Found(
+def _malicious(calls: tuple[str, ...]) -> Complaint:
+    return Complaint(
         "malicious",
-        "fails",
         f"loading it would run {listed(calls)}",
         calls,
-        "torch.load(weights_only=False), and pickle.load, run it; ckptool never does",
-        remedy="take the weights alone, or none of it",
+        hint="take the weights alone, or none of it",
+        why="torch.load(weights_only=False), and pickle.load, run it; ckptool never does",
         fix={"plain": True},
     )
 
 
-def _misnamed(subject: Subject) -> Iterator[Found]:
+def _misnamed(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about a wrong ending, and about a header without `format: pt`."""
     checkpoint = subject.checkpoint
     what = misnamed(checkpoint)
@@ -112,14 +114,14 @@ def _misnamed(subject: Subject) -> Iterator[Found]:
             yield _rewritten("format-unnamed", "note", what, why)
     elif format_of(checkpoint.format).tensors_only:
         why = f"{_operand(_head(checkpoint.path)[:1])}; with the ending .safetensors it loads"
-        yield Found("misnamed", "fails", what, (), why, fix={"format": "torch-zip"})
+        yield Complaint("misnamed", what, why=why, fix={"format": "torch-zip"})
     else:
         why = f"{_HEADER}: header too large; torch.load opens it"
         fix = {"format": "torch-zip" if subject.is_training else "safetensors"}
-        yield Found("misnamed", "fails", what, (), why, fix=fix)
+        yield Complaint("misnamed", what, why=why, fix=fix)
 
 
-def _refused(subject: Subject) -> Iterator[Found]:
+def _refused(subject: Subject) -> Iterator[Complaint]:
     """Yield what torch refuses about zip records and pickle opcodes, whatever the data is."""
     checkpoint, details = subject.checkpoint, subject.checkpoint.details
     for note in details.notes:
@@ -150,7 +152,7 @@ def _refused(subject: Subject) -> Iterator[Found]:
 _ABOUT_PICKLE = ("pickle ", "no torch loads ")
 
 
-def _compressed(subject: Subject) -> Iterator[Found]:
+def _compressed(subject: Subject) -> Iterator[Complaint]:
     names = [
         name_of(path)
         for path, tensor in subject.checkpoint.tensors()
@@ -167,7 +169,7 @@ def _compressed(subject: Subject) -> Iterator[Found]:
         )
 
 
-def _python2(subject: Subject) -> Iterator[Found]:
+def _python2(subject: Subject) -> Iterator[Complaint]:
     places = {
         name_of(path): None
         for path, leaf in walk(subject.checkpoint.root)
@@ -200,16 +202,15 @@ def unopened(error: CheckpointError, path: str) -> Iterator[Complaint]:
     command = _COMMAND.search(error.hint or "")
     yield Complaint(
         _kind(error),
-        "fails",
         what if what == error.message else f"it is {what}",
         (error.file,) if error.file and error.file != path else (),
-        _says(error, path),
-        (command[1],) if command else (),
-        remedy="" if command else error.hint or "download, copy or save it again",
+        hint=None if command else error.hint or "download, copy or save it again",
+        why=_says(error, path),
+        commands=(command[1],) if command else (),
     )
     found = would_run_of([path])
     if found:
-        yield _malicious(found).answered((), (), "take none of it")
+        yield replace(_malicious(found), hint="take none of it")
 
 
 def _kind(error: CheckpointError) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ckptool.core.finding import Severity
 from ckptool.core.model import Opaque, OrderedMap, TensorRef, find_tensors
 from ckptool.core.modules import model_state
 from ckptool.core.names import N_AVERAGED, PEFT, counts, strip_names, wrapped_in_part
@@ -13,8 +14,7 @@ from ckptool.core.sections import Section, named_tensors, values_inside, wrapped
 from ckptool.core.tree import everything, name_of
 from ckptool.diagnosis.complaint import (
     Choice,
-    Found,
-    Severity,
+    Complaint,
     Subject,
     names_of,
     quoted,
@@ -58,7 +58,7 @@ def is_floating(dtype: str) -> bool:
     return "float" in dtype or "complex" in dtype
 
 
-def level(subject: Subject) -> Iterator[Found]:
+def level(subject: Subject) -> Iterator[Complaint]:
     """Yield what `load_state_dict(torch.load(FILE))` would not find, or find too much."""
     model = subject.model
     if model is None:
@@ -71,43 +71,42 @@ def level(subject: Subject) -> Iterator[Found]:
         yield _one_level_down(subject, model)
     names = [str(name) for name in values_inside(model.node)]
     if names and model.kind == "state_dict":
-        yield Found(
+        yield Complaint(
             "values-inside",
-            "fails",
             f"the state dict has values among its tensors: {listed(names)}",
             names_of(names),
-            "load_state_dict says: Unexpected key(s) in state_dict: ... " + quoted(names[0]),
-            remedy="ckptool.load_state_dict leaves them out, and so does a safetensors file",
+            hint="ckptool.load_state_dict leaves them out, and so does a safetensors file",
+            why="load_state_dict says: Unexpected key(s) in state_dict: ... " + quoted(names[0]),
             fix={"model_only": True},
         )
     held = unwrapped(model)
     if N_AVERAGED in held and len(held) > 1 and not subject.is_compared(model):
-        yield Found(
+        yield Complaint(
             "averaged",
-            "fails",
             f"{N_AVERAGED} says that an AveragedModel was saved",
             (N_AVERAGED,),
-            f'load_state_dict into the model says: Unexpected key(s) in state_dict: "{N_AVERAGED}"'
+            why="load_state_dict into the model says: Unexpected key(s) in state_dict: "
+            f'"{N_AVERAGED}"'
             "; an AveragedModel loads it, with module. before the names",
             fix={"exclude": (name_of((*model.path, N_AVERAGED)),)},
         )
 
 
-def _one_level_down(subject: Subject, model: Section) -> Found:
+def _one_level_down(subject: Subject, model: Section) -> Complaint:
     """Return the complaint about weights under a key: a note if a training saved them so."""
     root = subject.checkpoint.root
     keys = [str(key) for key in root] if isinstance(root, dict) else []
     beside = subject.is_training
     key = {"key": subject.key} if subject.key is not None else {}
-    return Found(
+    return Complaint(
         "level",
-        "note" if beside else "fails",
         f"the weights are under the key {printable(model.name)}"
         + (", next to the training state" if beside else ""),
         (printable(model.name),),
-        "load_state_dict(torch.load(FILE)) says: "
+        hint=f"in code: torch.load(FILE){_way(model)}",
+        severity="note" if beside else "fails",
+        why="load_state_dict(torch.load(FILE)) says: "
         + (f"Unexpected key(s) in state_dict: ... {quoted(keys[0])}" if keys else _NO_DICT),
-        remedy=f"in code: torch.load(FILE){_way(model)}",
         fix={**key, "model_only": True},
     )
 
@@ -117,20 +116,20 @@ def _way(section: Section) -> str:
     return printable("".join(f"[{key!r}]" for key in section.path))
 
 
-def _several(subject: Subject) -> Found:
+def _several(subject: Subject) -> Complaint:
     named = [section for section in subject.models if section.name]
     shown = [
         f"{section.name or 'the root'} ({counted(len(section.tensors()), 'tensor')})"
         for section in subject.models
     ]
     choices = (Choice({"key": one.name, "model_only": True}, _word(one)) for one in named)
-    return Found(
+    return Complaint(
         "several-models",
-        "note" if subject.is_training else "fails",
         f"it has {len(shown)} state dicts: choose the one to load",
         names_of(shown, most=20),
-        "load_state_dict(torch.load(FILE)) says: Missing key(s) in state_dict",
-        remedy="--key NAME chooses one, here and in ckptool convert",
+        hint="--key NAME chooses one, here and in ckptool convert",
+        severity="note" if subject.is_training else "fails",
+        why="load_state_dict(torch.load(FILE)) says: Missing key(s) in state_dict",
         choices=tuple(choices),
     )
 
@@ -140,7 +139,7 @@ def _word(section: Section) -> str:
     return re.sub(r"[^\w-]+", "-", section.name, flags=re.ASCII).strip("-")[:40] or "extracted"
 
 
-def _none(subject: Subject) -> Found:
+def _none(subject: Subject) -> Complaint:
     """Return the complaint about a file without a model: a note for an optimizer or scheduler."""
     root, sections = subject.checkpoint.root, subject.checkpoint.sections
     kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in sections]
@@ -164,14 +163,14 @@ def _none(subject: Subject) -> Found:
             else "torch.load(FILE, weights_only=False) loads it, if you trust whoever made it"
         )
     says = "Missing key(s) in state_dict" if isinstance(root, dict) else _NO_DICT
-    return Found(
+    return Complaint(
         "no-model",
-        "note" if harmless else "fails",
         "there is no state dict of a model in it, but "
         + (listed(named, most=4) if named else _held(root, len(found))),
         names_of(kinds),
-        f"load_state_dict(torch.load(FILE)) says: {says}",
-        remedy=remedy,
+        hint=remedy,
+        severity="note" if harmless else "fails",
+        why=f"load_state_dict(torch.load(FILE)) says: {says}",
     )
 
 
@@ -187,7 +186,7 @@ def _held(root: Any, tensors: int) -> str:
     return f"a value of type {type(root).__name__}"
 
 
-def objects(subject: Subject) -> Iterator[Found]:
+def objects(subject: Subject) -> Iterator[Complaint]:
     """Yield what `torch.load` refuses of the tree, or can make only where certain classes are."""
     refused = list(refusals(subject.checkpoint.root))
     modules = [(name_of(path), node) for path, node in refused if model_state(node) is not None]
@@ -205,47 +204,45 @@ def objects(subject: Subject) -> Iterator[Found]:
         own = next((one for one in known if one.partition(".")[0] not in _EVERYWHERE), None)
         absent = f"; without the class {printable(own)} nothing else loads it" if own else ""
         alone = subject.model is not None and subject.model.kind == "module"
-        yield Found(
+        yield Complaint(
             "module",
-            "fails",
             f"the model itself was pickled, not its state_dict: {listed(classes)}",
             names_of(name or "the root" for name, _ in modules),
-            says + absent,
+            why=says + absent,
             fix={"model_only": True} if alone else {"plain": True},
         )
     if others or (subject.blocked and not modules):
         classes = dict.fromkeys([kind for _, kind in others] or subject.blocked)
-        yield Found(
+        yield Complaint(
             "objects",
-            "fails",
             f"it holds objects that weights_only=True refuses: {listed(classes)}",
             names_of((f"{name or 'the root'} ({kind})" for name, kind in others), most=20),
-            f"{says}; weights_only=False, which it proposes, runs any code in the file",
-            remedy=_remedy(classes),
+            hint=_remedy(classes),
+            why=f"{says}; weights_only=False, which it proposes, runs any code in the file",
             fix={"plain": True},
         )
     texts = [text for section in subject.models for text in section.unread]
     if texts:
-        yield Found(
+        yield Complaint(
             "unread",
-            "misleads",
             "a state dict made of the pickled model would lack weights",
             names_of(texts),
-            "a class with a __getstate__ of its own keeps them in a form that only it reads; "
-            "load_state_dict then says: Missing key(s) in state_dict",
-            remedy="save model.state_dict() where the model is in memory"
+            hint="save model.state_dict() where the model is in memory"
             if calls(subject.checkpoint)
             else "load it with torch.load(weights_only=False) where its classes are, and save "
             "model.state_dict()",
+            severity="misleads",
+            why="a class with a __getstate__ of its own keeps them in a form that only it reads; "
+            "load_state_dict then says: Missing key(s) in state_dict",
         )
     numpy = [name for name in names if name.startswith("numpy._core.")]
     if numpy:
-        yield Found(
+        yield Complaint(
             "numpy",
-            "note",
             f"numpy 2 pickled something in it ({listed(numpy)})",
-            (),
-            "torch.load(weights_only=False) with numpy 1 ends with: No module named 'numpy._core'",
+            severity="note",
+            why="torch.load(weights_only=False) with numpy 1 ends with: No module named "
+            "'numpy._core'",
             fix={"plain": True},
         )
 
@@ -257,7 +254,7 @@ def _remedy(classes: Iterable[str]) -> str:
     return needed_import(classes)
 
 
-def naming(subject: Subject) -> Iterator[Found]:
+def naming(subject: Subject) -> Iterator[Complaint]:
     """Yield what is wrong with the names; a reference says more than these checks know."""
     models = [one for one in subject.models if not subject.is_compared(one)]
     yield from _wrappers([section for section in models if section.wrappers])
@@ -265,35 +262,35 @@ def naming(subject: Subject) -> Iterator[Found]:
     for section in models:
         within, others = wrapped_in_part(unwrapped(section).values())
         if within:
-            yield Found(
+            yield Complaint(
                 "wrapped-in-part",
-                "note",
                 f"{counted(len(within), 'name')} {'starts' if len(within) == 1 else 'start'} with "
                 f'"module.", and {printable(others[0])} does not',
                 names_of(within),
-                "strip-module keeps it, because it may be a layer of that name",
-                remedy="if it is a wrapper: ckptool rename with --prefix module.=",
+                hint="if it is a wrapper: ckptool rename with --prefix module.=",
+                severity="note",
+                why="strip-module keeps it, because it may be a layer of that name",
             )
         yield from _adapters(section, subject.checkpoint.path)
     yield from _lightning(subject)
 
 
-def _wrappers(sections: list[Section]) -> Iterator[Found]:
+def _wrappers(sections: list[Section]) -> Iterator[Complaint]:
     if not sections:
         return
     kinds = dict.fromkeys(word for section in sections for word in section.wrappers)
     names = [name for section in sections for name in wrapped_names(section.node) if counts(name)]
-    yield Found(
+    yield Complaint(
         "wrappers",
-        "fails",
         f"the names in {listed(section.name or 'the root' for section in sections)} have the "
         f"wrapper prefix{'es' if len(kinds) > 1 else ''} "
         f"{listed(f'{word}.' for word in kinds)}",
         names_of(names),
-        "load_state_dict of the unwrapped model says: Missing key(s) in state_dict: ... Unexpected "
+        hint=_collision(sections),
+        why="load_state_dict of the unwrapped model says: Missing key(s) in state_dict: ... "
+        "Unexpected "
         f"key(s) in state_dict: {quoted(names[0])}; with strict=False it loads nothing, "
         "without an error",
-        remedy=_collision(sections),
         fix={"wrappers": "strip"},
     )
 
@@ -308,7 +305,7 @@ def _collision(sections: Iterable[Section]) -> str:
     return ""
 
 
-def _submodules(models: list[Section]) -> Iterator[Found]:
+def _submodules(models: list[Section]) -> Iterator[Complaint]:
     names = [name for section in models for name in unwrapped(section).values()]
     paths = wrapped_submodules(filter(counts, names))[:_MOST_PARTS]
     if not paths:
@@ -316,20 +313,19 @@ def _submodules(models: list[Section]) -> Iterator[Found]:
     before = tuple(f"{path}.module." for path in paths)
     own = [name for name in names if name.startswith(before)]
     rules = (rf"^{escaped(path)}\.module\.=>{literal(path)}." for path in paths)
-    yield Found(
+    yield Complaint(
         "submodule-wrapper",
-        "fails",
         f'every name below {listed(map(printable, paths), most=3)} starts with "module.": '
         "DataParallel wrapped a part of the model",
         names_of(own),
-        "load_state_dict of the unwrapped model says: Unexpected key(s) in state_dict: ... "
+        why="load_state_dict of the unwrapped model says: Unexpected key(s) in state_dict: ... "
         f"{quoted(own[0])}; a model that has a layer of that name loads it (--like "
         "REFERENCE knows)",
         fix={"rename": tuple(rules)},
     )
 
 
-def _adapters(section: Section, path: str) -> Iterator[Found]:
+def _adapters(section: Section, path: str) -> Iterator[Complaint]:
     """Yield a complaint about PEFT's prefix `base_model.model.` and its `base_layer` components."""
     every = [name for name in wrapped_names(section.node) if counts(name)]
     names = [name for name in every if name.startswith(PEFT)]
@@ -352,19 +348,19 @@ def _adapters(section: Section, path: str) -> Iterator[Found]:
             "its lora_alpha; its PeftModel loads it as it is"
         )
     shown = wrapped or adapted or names
-    yield Found(
+    yield Complaint(
         "adapter",
-        "note" if own and not wrapped else "fails",
         f"the names are those of PEFT: {kind}",
         names_of(shown),
-        "load_state_dict into the model says: Unexpected key(s) in state_dict: ... "
+        hint=remedy,
+        severity="note" if own and not wrapped else "fails",
+        why="load_state_dict into the model says: Unexpected key(s) in state_dict: ... "
         f"{quoted(shown[0])}; with strict=False an adapter is not applied, without an error",
-        remedy=remedy,
         fix=None if own else {"rename": (f"^{escaped(PEFT)}=>",)},
     )
 
 
-def _lightning(subject: Subject) -> Iterator[Found]:
+def _lightning(subject: Subject) -> Iterator[Complaint]:
     """Yield a note if one attribute of a LightningModule begins every name."""
     root, model = subject.checkpoint.root, subject.model
     if not isinstance(root, dict) or _LIGHTNING not in root or model is None:
@@ -374,19 +370,19 @@ def _lightning(subject: Subject) -> Iterator[Found]:
     if len(parts) != 1 or not all("." in name for name in names) or subject.is_compared(model):
         return
     prefix = f"{parts.pop()}."
-    yield Found(
+    yield Complaint(
         "lightning",
-        "note",
         f"every name begins with {printable(prefix)}, the attribute of the LightningModule that "
         "holds the model",
         names_of(names),
-        "it loads into that LightningModule; load_state_dict into the model alone says: "
+        severity="note",
+        why="it loads into that LightningModule; load_state_dict into the model alone says: "
         f"Unexpected key(s) in state_dict: ... {quoted(names[0])}",
         choices=(Choice({"rename": (f"^{escaped(prefix)}=>",)}, "renamed"),),
     )
 
 
-def versions(subject: Subject) -> Iterator[Found]:
+def versions(subject: Subject) -> Iterator[Complaint]:
     """Yield buffers that were cast, and state dicts that lost their `_metadata`."""
     for section in subject.models:
         tensors = named_tensors(section.node)
@@ -397,14 +393,15 @@ def versions(subject: Subject) -> Iterator[Found]:
         ]
         if cast:
             kinds = dict.fromkeys(tensors[name].dtype for name in cast)
-            yield Found(
+            yield Complaint(
                 "cast-buffers",
-                "misleads",
                 f"buffers that count or index were cast to {', '.join(kinds)}",
                 names_of(cast),
-                "load_state_dict copies them into the model's integer buffers without an error: "
+                hint="in code: state[name] = state[name].long(); ckptool cast leaves them out",
+                severity="misleads",
+                why="load_state_dict copies them into the model's integer buffers without an "
+                "error: "
                 "float16 counts to 2048, bfloat16 to 256, and fractions are cut off",
-                remedy="in code: state[name] = state[name].long(); ckptool cast leaves them out",
             )
         if section.kind == "state_dict" and not _has_metadata(section.node):
             yield from _norms(subject, tensors)
@@ -421,7 +418,7 @@ def versions(subject: Subject) -> Iterator[Found]:
         yield _lost("fails", packed, why)
 
 
-def _norms(subject: Subject, tensors: dict[str, TensorRef]) -> Iterator[Found]:
+def _norms(subject: Subject, tensors: dict[str, TensorRef]) -> Iterator[Complaint]:
     """Yield a complaint about BatchNorm without `_metadata`: a missing counter is not loaded."""
     means = [name for name in tensors if name.rpartition(".")[2] == "running_mean"]
     counter = "num_batches_tracked"
@@ -437,12 +434,12 @@ def _has_metadata(node: Any) -> bool:
     return isinstance(node, OrderedMap) and bool(node.metadata)
 
 
-def _lost(severity: Severity, names: Iterable[str], why: str) -> Found:
-    return Found(
+def _lost(severity: Severity, names: Iterable[str], why: str) -> Complaint:
+    return Complaint(
         "metadata",
-        severity,
         "the state dict has lost its _metadata, the versions of its modules",
         names_of(names),
-        f"{{k: v for k, v in state.items()}} and safetensors drop it; {why}",
-        remedy="save model.state_dict() unchanged, where the model is in memory",
+        hint="save model.state_dict() unchanged, where the model is in memory",
+        severity=severity,
+        why=f"{{k: v for k, v in state.items()}} and safetensors drop it; {why}",
     )

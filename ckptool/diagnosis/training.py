@@ -18,7 +18,7 @@ from ckptool.core.names import BUFFER_NAMES, bare_names
 from ckptool.core.optimizers import groups_of, has_training_weights, model_of, names_in, shapes_in
 from ckptool.core.sections import Section, named_tensors
 from ckptool.core.tree import distinct
-from ckptool.diagnosis.complaint import Choice, Found, Subject, names_of, quoted, unwrapped
+from ckptool.diagnosis.complaint import Choice, Complaint, Subject, names_of, quoted, unwrapped
 from ckptool.diagnosis.models import INTEGERS, is_floating
 from ckptool.inspection.info import ema_command
 from ckptool.loading.target import ModelTarget
@@ -48,7 +48,7 @@ _OTHER_SIZE = (
 )
 
 
-def fit(subject: Subject) -> Iterator[Found]:
+def fit(subject: Subject) -> Iterator[Complaint]:
     """Yield what the reference's architecture does not take of the state dict, or lacks.
 
     A command with `like` is proposed only where its result fits the reference strictly.
@@ -70,27 +70,25 @@ def fit(subject: Subject) -> Iterator[Found]:
     remedy = _difference(subject.model, target, report, missing, differs)
     yield from _renamed(subject.model, report, {} if lost else like)
     if missing:
-        yield Found(
+        yield Complaint(
             "missing",
-            "fails",
             f"{counted(len(missing), 'tensor')} of the {report.names:,} in the reference "
             f"{are(len(missing))} missing",
             names_of(missing),
-            f"load_state_dict says: Missing key(s) in state_dict: {quoted(missing[0])}; with "
+            hint=remedy,
+            why=f"load_state_dict says: Missing key(s) in state_dict: {quoted(missing[0])}; with "
             f"strict=False they stay as they were initialized. {_HALF_LOADED}",
-            remedy=remedy,
             choices=choices,
         )
     if unexpected:
-        yield Found(
+        yield Complaint(
             "unexpected",
-            "fails",
             f"{counted(len(unexpected), 'tensor')} in it {are(len(unexpected))} not in the "
             "reference",
             names_of(unexpected),
-            "load_state_dict says: Unexpected key(s) in state_dict: ... "
+            hint="" if missing else remedy,
+            why="load_state_dict says: Unexpected key(s) in state_dict: ... "
             f"{quoted(unexpected[0])}; with strict=False they are left out. {_HALF_LOADED}",
-            remedy="" if missing else remedy,
             fix=like if alone else None,
         )
     yield from _shapes(report, "" if missing else differs)
@@ -163,7 +161,9 @@ def _joined(whole: Mapping[str, Shape], parts: Mapping[str, Shape]) -> tuple[str
     return None
 
 
-def _renamed(model: Section, report: MatchReport, fix: dict[str, Any] | None) -> Iterator[Found]:
+def _renamed(
+    model: Section, report: MatchReport, fix: dict[str, Any] | None
+) -> Iterator[Complaint]:
     """Yield a complaint about names that rules turn into those of the reference."""
     pairs: dict[str, str] = {}
     texts = []
@@ -182,12 +182,11 @@ def _renamed(model: Section, report: MatchReport, fix: dict[str, Any] | None) ->
         fix = {"rename": rules} if all(rules) else None
     bare = unwrapped(model)
     is_stripped = report.fits and all(bare.get(own) == new for own, new in pairs.items())
-    yield Found(
+    yield Complaint(
         "wrappers" if kinds == {"wrapper"} else "renamed",
-        "fails",
         f"names differ from the reference: {listed(texts, most=3)}",
         names_of(pairs),
-        f"load_state_dict says: Missing key(s) in state_dict: ... "
+        why=f"load_state_dict says: Missing key(s) in state_dict: ... "
         f"{quoted([*pairs.values()][-1])}; with strict=False they are left out, without "
         "an error",
         fix=fix,
@@ -195,53 +194,53 @@ def _renamed(model: Section, report: MatchReport, fix: dict[str, Any] | None) ->
     )
 
 
-def _shapes(report: MatchReport, differs: str) -> Iterator[Found]:
+def _shapes(report: MatchReport, differs: str) -> Iterator[Complaint]:
     wrong = report.mismatched
     if not wrong:
         return
     first, names = wrong[0], [one.name for one in wrong]
     resized = any("pos" in one.name and len(one.shape) == len(one.wanted) for one in wrong)
     shown = (f"{one.name} {list(one.shape)} for {list(one.wanted)}" for one in wrong)
-    yield Found(
+    yield Complaint(
         "size-mismatch",
-        "fails",
         f"{counted(len(wrong), 'tensor')} with another shape than in the reference: "
         f"{listed(shown, most=3)}",
         names_of(names),
-        f"load_state_dict says: size mismatch for {first.name}: copying a param with shape "
-        f"torch.Size({list(first.shape)}) from checkpoint, the shape in current model is "
-        f"torch.Size({list(first.wanted)}); strict=False does not skip it. {_HALF_LOADED}",
-        remedy=differs
+        hint=differs
         or ("resize position embeddings (torch.nn.functional.interpolate), or " * resized)
         + "delete them from the state dict and load with strict=False: the model keeps its own "
         + listed(names_of(names, most=2)),
+        why=f"load_state_dict says: size mismatch for {first.name}: copying a param with shape "
+        f"torch.Size({list(first.shape)}) from checkpoint, the shape in current model is "
+        f"torch.Size({list(first.wanted)}); strict=False does not skip it. {_HALF_LOADED}",
     )
 
 
-def _types(casts: Sequence[DtypeChange]) -> Iterator[Found]:
+def _types(casts: Sequence[DtypeChange]) -> Iterator[Complaint]:
     truncated = [one for one in casts if is_floating(one.before) and not is_floating(one.after)]
     rounded = [one for one in casts if one not in truncated]
     if truncated:
-        yield Found(
+        yield Complaint(
             "cast-to-integer",
-            "misleads",
             f"{counted(len(truncated), 'tensor')} with fractions go into integer or boolean "
             f"buffers: {_kinds(truncated)}",
             names_of(one.name for one in truncated),
-            "load_state_dict copies them without an error: 2.87 becomes 2, inf the smallest "
+            hint="in code: state[name] = state[name].long(), if the values are whole",
+            severity="misleads",
+            why="load_state_dict copies them without an error: 2.87 becomes 2, inf the smallest "
             "integer, anything but 0 True",
-            remedy="in code: state[name] = state[name].long(), if the values are whole",
         )
     if rounded:
-        yield Found(
+        yield Complaint(
             "dtype",
-            "note",
             f"{counted(len(rounded), 'tensor')} with another type than in the reference: "
             f"{_kinds(rounded)}",
             names_of(one.name for one in rounded),
-            "load_state_dict casts to the model's type without an error; values that are too large "
+            hint="ckptool cast counts what overflows, underflows and loses precision",
+            severity="note",
+            why="load_state_dict casts to the model's type without an error; values that are "
+            "too large "
             "become inf (65,520 and more in float16)",
-            remedy="ckptool cast counts what overflows, underflows and loses precision",
         )
 
 
@@ -249,50 +248,50 @@ def _kinds(casts: Sequence[DtypeChange]) -> str:
     return listed(dict.fromkeys(f"{one.before} for {one.after}" for one in casts), most=4)
 
 
-def training(subject: Subject) -> Iterator[Found]:
+def training(subject: Subject) -> Iterator[Complaint]:
     """Yield what of the optimizers' state would go to another parameter, or to none."""
     for section in subject.optimizers:
         if subject.models and has_training_weights(section):
-            yield Found(
+            yield Complaint(
                 "training-weights",
-                "misleads",
                 "the optimizer is schedule-free and was saved in train mode: the model has "
                 "training weights",
                 (_where(section),),
-                "load_state_dict loads them without an error, and they evaluate worse than those "
+                hint=f"{ema_command(subject.checkpoint)} writes the weights for evaluation",
+                severity="misleads",
+                why="load_state_dict loads them without an error, and they evaluate worse than "
+                "those "
                 "after optimizer.eval()",
-                remedy=f"{ema_command(subject.checkpoint)} writes the weights for evaluation",
             )
         for found in _complaints(subject, section):
             # mended by going on without it, where it is clear which model that is
             fix = {"model_only": True} if subject.model is not None else None
-            yield replace(found, fix=fix, remedy=found.remedy if subject.models else "")
+            yield replace(found, fix=fix, hint=found.hint if subject.models else None)
 
 
-def _complaints(subject: Subject, section: Section) -> Iterator[Found]:
+def _complaints(subject: Subject, section: Section) -> Iterator[Complaint]:
     if section.is_foreign:
         return
     if not section.node["param_groups"]:
-        yield Found(
+        yield Complaint(
             "optimizer-groups",
-            "fails",
             "the optimizer has no parameter group",
             (f"{_where(section)}/param_groups",),
-            f"load_state_dict of the optimizer says: {_OTHER_NUMBER}",
-            remedy=_ANEW,
+            hint=_ANEW,
+            why=f"load_state_dict of the optimizer says: {_OTHER_NUMBER}",
         )
         return
     known = {key for group in groups_of(section) for key in group}
     gone = [key for key in section.node["state"] if key not in known]
     if gone:
-        yield Found(
+        yield Complaint(
             "optimizer-leftover",
-            "misleads",
             f"the optimizer keeps the state of {counted(len(gone), 'parameter')} that its groups "
             "do not have",
             names_of(f"{_where(section)}/state/{key}" for key in gone),
-            "the optimizer loads it without an error and never uses it",
-            remedy=_ANEW,
+            hint=_ANEW,
+            severity="misleads",
+            why="the optimizer loads it without an error and never uses it",
         )
     model = model_of(section, subject.models, subject.optimizers)
     if model is not None and (subject.model is None or subject.model.holder is model.holder):
@@ -316,7 +315,7 @@ def _where(section: Section) -> str:
     return printable(section.name) or "the root"
 
 
-def _against_model(section: Section, model: Section) -> Iterator[Found]:
+def _against_model(section: Section, model: Section) -> Iterator[Complaint]:
     """Compare an optimizer's state with the parameters of its model, as any tensor may be one."""
     once = distinct(((name,), value) for name, value in named_tensors(model.node).items())
     tensors = {str(path[0]): tensor for path, tensor in once}
@@ -342,26 +341,25 @@ def _against_model(section: Section, model: Section) -> Iterator[Found]:
             yield _permuted(wrong, names or list(weights))
 
 
-def _misfit(section: Section, what: str) -> Found:
-    return Found(
+def _misfit(section: Section, what: str) -> Complaint:
+    return Complaint(
         "optimizer-size",
-        "fails",
         what,
         (_where(section),),
-        f"load_state_dict of the optimizer says: {_OTHER_SIZE}; or step() fails on a size",
-        remedy=_ANEW,
+        hint=_ANEW,
+        why=f"load_state_dict of the optimizer says: {_OTHER_SIZE}; or step() fails on a size",
     )
 
 
-def _permuted(wrong: list[int], names: Sequence[str]) -> Found:
-    return Found(
+def _permuted(wrong: list[int], names: Sequence[str]) -> Complaint:
+    return Complaint(
         "optimizer-order",
-        "misleads",
         "the optimizer lists its parameters in a different order from the model: "
         f"{counted(len(wrong), 'state')} with other shapes than the parameters in their place",
         names_of(names[at] for at in wrong),
-        "load_state_dict of the optimizer goes by position and checks no shape: parameters get "
-        "the moments of other parameters, and step() fails or, with equal shapes, uses them",
-        remedy="build the optimizer with its parameters in the order that it was saved in; without "
+        hint="build the optimizer with its parameters in the order that it was saved in; without "
         "the optimizer the weights load",
+        severity="misleads",
+        why="load_state_dict of the optimizer goes by position and checks no shape: parameters get "
+        "the moments of other parameters, and step() fails or, with equal shapes, uses them",
     )

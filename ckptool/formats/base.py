@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptool.core.checkpoint import MEMORY, Checkpoint, Details
+from ckptool.core.finding import Finding
 from ckptool.core.model import find_tensors
 from ckptool.errors import (
     CheckpointError,
@@ -37,24 +38,6 @@ OPAQUE_CONSTANTS = "used by its code, and not stored in the file (mkldnn constan
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong.
-
-    `kind` is a word for programs, `place` the record, tensor or shard (empty: the file as a
-    whole), `text` a clause for people without a full stop, `hint` the step that helps.
-    """
-
-    kind: str
-    place: str
-    text: str
-    hint: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the entry of `ckptool.verify/1`."""
-        return {"kind": self.kind, "place": self.place, "text": self.text, "hint": self.hint}
-
-
-@dataclass(frozen=True, slots=True)
 class Checksum:
     """Bytes, and the CRC-32 that the file states of them."""
 
@@ -69,7 +52,7 @@ class Checksum:
 class Findings:
     """What a look at the structure of a file gave, and what remains to be computed."""
 
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     checksums: tuple[Checksum, ...] = ()
     records: int = 0

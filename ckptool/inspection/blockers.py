@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptool.core.checkpoint import TORCH_REFUSES, Checkpoint
+from ckptool.core.finding import Finding
 from ckptool.core.model import Global, Opaque, StorageRef, TensorRef, children
 from ckptool.core.placeholders import PLACEHOLDERS, placeholders_of
 from ckptool.core.sections import CONSTANT, MODEL_KINDS
@@ -33,18 +34,6 @@ _COUNTED = re.compile(r"(mp_rank_|consolidated\.)(\d+)")
 """Names of the files of Megatron, DeepSpeed and Llama, one for each rank."""
 ANYWHERE = frozenset({"cpu", "meta"})
 """Device tags that load on every machine."""
-
-
-class Part(NamedTuple):
-    """What a file lacks of a model."""
-
-    text: str
-    """What it holds instead, one sentence, and how that is known."""
-    remedy: str
-    certain: bool = True
-    """False where nothing but the name of the file says so."""
-    kind: str = "part"
-    places: tuple[str, ...] = ()
 
 
 def would_run(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -109,7 +98,7 @@ def unnamed(checkpoint: Checkpoint) -> bool:
     return bool(key) and key not in checkpoint.details.header
 
 
-def missing_weights(checkpoint: Checkpoint) -> Part | None:
+def missing_weights(checkpoint: Checkpoint) -> Finding | None:
     """Return which weights are missing from the file, or None if it is complete.
 
     Sources: deepspeed/runtime/engine.py (names of files, `mp_world_size`, placeholders of ZeRO-3),
@@ -119,34 +108,35 @@ def missing_weights(checkpoint: Checkpoint) -> Part | None:
     return next((part for check in checks if (part := check(checkpoint)) is not None), None)
 
 
-def _packed(checkpoint: Checkpoint) -> Part | None:
+def _packed(checkpoint: Checkpoint) -> Finding | None:
     """Detect TorchScript weights that are packed, without keys, or were never written."""
     details = checkpoint.details
     if any(OPAQUE_CONSTANTS in text for text in details.left_behind):
-        return Part(
+        return Finding(
+            "part",
             "weights are missing: torch.jit.optimize_for_inference does not write those it packs",
-            "save the model again before optimize_for_inference",
+            hint="save the model again before optimize_for_inference",
         )
     if not format_of(checkpoint.format).is_program:
         return None
     named = (*details.globals, *blockers(checkpoint.root))
     if has_packed_weights(checkpoint.root) or any(name.startswith(PACKED) for name in named):
-        return Part(PACKED_WEIGHTS, RUN_IT, kind="packed")
+        return Finding("packed", PACKED_WEIGHTS, hint=RUN_IT)
     keys = list(checkpoint.root) if isinstance(checkpoint.root, dict) else []
     names = [key for key in keys if str(key).startswith(CONSTANT)]
     if not names:
         return None
     text = f"torch.jit.freeze took the keys of {counted(len(names), 'tensor')}: the file has them "
     text += f"as constants of its program, such as {names[0]}"
-    return Part(text, "save the state dict of the model before torch.jit.freeze", kind="frozen")
+    return Finding("frozen", text, hint="save the state dict of the model before torch.jit.freeze")
 
 
-def _placeholders(checkpoint: Checkpoint) -> Part | None:
+def _placeholders(checkpoint: Checkpoint) -> Finding | None:
     found = placeholders_of(checkpoint)
     if found is None:
         return None
-    remedy = _gathered(checkpoint.path) if found.remedy == PLACEHOLDERS else found.remedy
-    return Part(found.text, remedy, kind=found.kind, places=found.names)
+    hint = _gathered(checkpoint.path) if found.hint == PLACEHOLDERS else found.hint
+    return Finding(found.kind, found.text, found.where, hint=hint)
 
 
 def _gathered(path: str) -> str:
@@ -155,7 +145,7 @@ def _gathered(path: str) -> str:
     return PLACEHOLDERS.replace("FOLDER", folder)
 
 
-def _flat_parameters(checkpoint: Checkpoint) -> Part | None:
+def _flat_parameters(checkpoint: Checkpoint) -> Finding | None:
     names = [
         name
         for section in checkpoint.sections
@@ -167,36 +157,36 @@ def _flat_parameters(checkpoint: Checkpoint) -> Part | None:
         return None
     text = "FSDP saved its flat parameters: the model's own names and shapes are gone"
     remedy = "save it again with StateDictType.FULL_STATE_DICT where it was trained"
-    return Part(text, remedy, kind="flat-parameters", places=tuple(names))
+    return Finding("flat-parameters", text, tuple(names), hint=remedy)
 
 
-def _rank(checkpoint: Checkpoint) -> Part | None:
+def _rank(checkpoint: Checkpoint) -> Finding | None:
     """Detect one rank's file of several, by its content, its name or the files beside it."""
     folder, name = os.path.split(checkpoint.path.rstrip("/"))
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     if len(root) > 1 and all(map(is_rank, root)):
         remedy = f"ckptool convert {shell(checkpoint.path)} OUT --model-only --concat 'GLOB=DIM'"
         text = f"it holds the parts that {len(root)} ranks have of each matrix"
-        return Part(text, f"joined by {remedy}")
+        return Finding("part", text, hint=f"joined by {remedy}")
     size, found = root.get("mp_world_size"), _COUNTED.search(name)
     if _ZERO.search(name):
         text = "it holds one process's part of an optimizer's state: its name says so"
-        return Part(text, _gathered(checkpoint.path))
+        return Finding("part", text, hint=_gathered(checkpoint.path))
     if type(size) is int and size > 1:
         text = f"it holds one of {size} parts of each matrix: its mp_world_size is {size}"
-        return Part(text, _GATHER)
+        return Finding("part", text, hint=_GATHER)
     if type(size) is int:
         return None
     parts = set_of(name) and any(one.is_spread and not one.whole for _, one in checkpoint.tensors())
     if parts or SHARDING_INFO in checkpoint.details.header:
         remedy = f"its folder opens with the parts of all ranks joined: {printable(folder or '.')}"
-        return Part("it holds the part that one rank has of each tensor", remedy)
+        return Finding("part", "it holds the part that one rank has of each tensor", hint=remedy)
     total = _OF_TOTAL.search(name)
     if total and not shard_of(checkpoint.format):
         count = int(total["n"] or total["n2"])
         if count > 1:
             remedy = "open its folder, or the index of the shards beside it; or gather all parts"
-            return Part(f"it holds one part of {count:,}: its name says so", remedy)
+            return Finding("part", f"it holds one part of {count:,}: its name says so", hint=remedy)
     if not found:
         return None
     word, number = found[1], found[2]
@@ -208,8 +198,10 @@ def _rank(checkpoint: Checkpoint) -> Part | None:
         why = f"its name counts from 0 to {number}"
     else:
         text = f"it may hold one part of several: its name counts ({word}{number})"
-        return Part(text, "look for the others where it comes from", certain=False)
-    return Part(f"it holds one part of several: {why}", _GATHER)
+        return Finding(
+            "part", text, hint="look for the others where it comes from", severity="note"
+        )
+    return Finding("part", f"it holds one part of several: {why}", hint=_GATHER)
 
 
 def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptool._lazy import Result
 from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.finding import Finding
 from ckptool.core.model import Path, TensorRef
 from ckptool.core.tree import distinct, name_of
 from ckptool.errors import (
@@ -30,7 +31,7 @@ from ckptool.files import ByteRange, InflatedSource, Source
 from ckptool.files.checksums import crc32cs, crc32s
 from ckptool.files.source import BLOCK, Progress
 from ckptool.formats import checks, read_probe
-from ckptool.formats.base import Checksum, Findings, Probe, Problem
+from ckptool.formats.base import Checksum, Findings, Probe
 from ckptool.formats.distributed.dcp_safetensors import DCP_SAFETENSORS, part_files
 from ckptool.formats.distributed.megatron import MEGATRON, rank_files as megatron_rank_files
 from ckptool.formats.distributed.ranks import FSDP_RANKS, rank_files
@@ -169,11 +170,11 @@ class _Look:
             where = "its name" if blob[1] == own else "the name of the file it links to"
             text = f"its SHA-256 is {found}, expected {blob[1]} ({where})"
             hint = "delete the file and download it again"
-            self.add(problems=(Problem("name", "", text, hint),))
+            self.add(problems=(Finding("name", text, hint=hint),))
         else:
             text = f"its SHA-256 begins with {found}, not with {named[1]}, as its name has it"
             hint = "torch.hub names files so: download it again, unless it was changed on purpose"
-            self.add(problems=(Problem("name", "", text, hint),))
+            self.add(problems=(Finding("name", text, hint=hint),))
 
     def at_set(self, probe: Probe, path: str, shards: Mapping[str, str]) -> None:
         """Look at each shard of an index, or each rank's file, then at what they are together."""
@@ -202,7 +203,7 @@ class _Look:
         found = look.verdict
         self.add(
             problems=tuple(
-                replace(one, place=f"{name}: {one.place}" if one.place else name)
+                replace(one, where=(f"{name}: {one.place}" if one.place else name,))
                 for one in found.problems
             ),
             notes=tuple(f"{name}: {note}" for note in found.notes),
@@ -231,7 +232,7 @@ class _Look:
             self.take(checks.content(checkpoint, probe))
             part = None if self.is_shard else missing_weights(checkpoint)
             if part is not None:
-                self.add(notes=(f"{part.text}; {part.remedy}",))
+                self.add(notes=(f"{part.text}; {part.hint}",))
             if not self.is_shard and (text := unwritten(checkpoint)):
                 self.add(notes=(text,))
             tensors = list(checkpoint.tensors())
@@ -266,7 +267,7 @@ class _Look:
             for kind, word, count in (("nan", "NaN", nan), ("inf", "infinite", infinite)):
                 if count:
                     text = f"{count:,} of {counted(elements, 'element')} {are(count)} {word}"
-                    self.add(problems=(Problem(kind, name_of(path), text),))
+                    self.add(problems=(Finding(kind, text, (name_of(path),)),))
 
     def add(self, **more: Any) -> None:
         """Add to problems, notes and counts of the verdict."""
@@ -290,7 +291,7 @@ class _Look:
         text = error.message
         if error.file is not None and text.startswith(f"{error.file} is "):
             text = "it" + text.removeprefix(error.file)
-        self.add(problems=(Problem(kind, "", text, error.hint),))
+        self.add(problems=(Finding(kind, text, hint=error.hint),))
 
     def sum_up(self, checksums: Sequence[Checksum]) -> list[_Wrong]:
         """Compute checksums; those that are not what they should be."""
@@ -300,12 +301,12 @@ class _Look:
         wrong = []
         for one, crc in zip(checksums, found, strict=True):
             if isinstance(crc, CorruptFile):
-                self.add(problems=(Problem("checksum", one.place, crc.message),))
+                self.add(problems=(Finding("checksum", crc.message, (one.place,)),))
             elif crc != one.crc32:
                 wrong.append((one, crc))
             elif not _ends_well(one.data.source):
                 text = "its compressed bytes have no end mark, or more behind it"
-                self.add(problems=(Problem("corrupt", one.place, text),))
+                self.add(problems=(Finding("corrupt", text, (one.place,)),))
         self.add(summed=len(checksums), checked=meter.total)
         return wrong
 
@@ -324,7 +325,7 @@ def _numbers(tensor: TensorRef) -> list[TensorRef]:
     return [part for part in parts if part.has_content and is_floating(part.dtype)]
 
 
-def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> tuple[Problem, ...]:
+def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> tuple[Finding, ...]:
     """Return the records whose checksum is wrong, with the tensors in them."""
     if not wrong:
         return ()
@@ -340,7 +341,7 @@ def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> tuple[Pr
         text = f"its bytes are not those that were written: {kind} {found:08x}, not {stated:08x}"
         inside = names.get((id(data.source), data.offset))
         text += f"; in it {are(len(inside))} {listed(inside, 3)}" if inside else ""
-        problems.append(Problem("checksum", checksum.place, text))
+        problems.append(Finding("checksum", text, (checksum.place,)))
     return tuple(problems)
 
 
@@ -372,7 +373,7 @@ class Verdict(Result):
     file: str
     """As it was given."""
     format: str = ""
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[Finding, ...] = ()
     """What is wrong, in the order of the file; empty: nothing was found."""
     notes: tuple[str, ...] = ()
     """Sentences on what could not be checked, and what is worth knowing."""

@@ -152,7 +152,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
     choices = tuple(model.name for model in models) if models and not only_model(models) else ()
     stuck = bool(objects) and not (alone or plain)
     commands: dict[str, str] = {}
-    if not (stuck or (part is not None and part.certain)):
+    if not (stuck or (part is not None and part.severity == "fails")):
         trains = not {"optimizer", "scheduler"}.isdisjoint(section.kind for section in sections)
         commands = load_commands(
             without_query(checkpoint.path),
@@ -165,7 +165,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
             averaged=any(N_AVERAGED in model.node and len(model.node) > 1 for model in models),
             resume=plain if alone and trains and known.resumes else (),
         )
-    notes = [] if part is None else [f"{part.text}; {part.remedy}"]
+    notes = [] if part is None else [f"{part.text}; {part.hint}"]
     if name is None and unnamed(checkpoint):
         command = convert_command(checkpoint.path, default_target(checkpoint.path, "named"), {})
         notes.append(
@@ -214,7 +214,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
         commands=commands,
         would_run=would_run(checkpoint),
         training=training_in(checkpoint),
-        part=part.text if part is not None and part.certain else "",
+        part=part.text if part is not None and part.severity == "fails" else "",
     )
 
 

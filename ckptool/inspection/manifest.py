@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.finding import Finding
 from ckptool.core.names import bare_names
 from ckptool.core.tree import name_of
 from ckptool.errors import CorruptFile, LimitExceeded, UsageError
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
 from ckptool.files.source import BytesDone
-from ckptool.formats.base import Findings, Problem
+from ckptool.formats.base import Findings
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.inspection.reading import content_hashes
 from ckptool.inspection.values import documented, json_path, shape_text
@@ -166,7 +167,7 @@ def held_against(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) 
         moved = moved or place != other
         common = [name for name in ours[place] if name in theirs[other]]
         both.extend((ours[place].pop(name), theirs[other].pop(name)) for name in common)
-    problems, notes = list[Problem](), list[str]()
+    problems, notes = list[Finding](), list[str]()
     renamed = [(want.name, have.name) for want, have in both if want.name != have.name]
     if renamed:
         old, new = (listed([name]) for name in renamed[0])
@@ -184,7 +185,7 @@ def held_against(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) 
             if moved and place not in paired:
                 elsewhere[name_of(place[:1])] += len(group)
             else:
-                problems += (Problem(kind, one.name, text) for one in group.values())
+                problems += (Finding(kind, text, (one.name,)) for one in group.values())
         for name, count in (+elsewhere).items():
             notes.append(f"{counted(count, 'tensor')} of {listed([name])} {are(count)} {where}")
     for pair in both:
@@ -198,18 +199,18 @@ def held_against(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) 
     return Findings(tuple(problems), tuple(notes))
 
 
-def _differences(want: HashedTensor, have: HashedTensor) -> Iterator[Problem]:
+def _differences(want: HashedTensor, have: HashedTensor) -> Iterator[Finding]:
     if want.dtype != have.dtype:
         text = f"it has the dtype {have.dtype}, in the manifest {want.dtype}"
-        yield Problem("dtype", have.name, text)
+        yield Finding("dtype", text, (have.name,))
     if want.shape != have.shape:
         text = (
             f"it has the shape {shape_text(have.shape)}, in the manifest {shape_text(want.shape)}"
         )
-        yield Problem("shape", have.name, text)
+        yield Finding("shape", text, (have.name,))
     elif want.dtype == have.dtype and want.sha256 != have.sha256:
         text = "its content is not what the manifest says: other elements, by SHA-256"
-        yield Problem("content", have.name, text)
+        yield Finding("content", text, (have.name,))
 
 
 def _groups(tensors: Iterable[HashedTensor], taken: Container[_Place]) -> dict[_Place, _Group]:

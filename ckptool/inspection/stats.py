@@ -251,7 +251,7 @@ def stats(
             )
         placeholders = placeholders_of(checkpoint)
         if placeholders is not None and placeholders.kind == "part":
-            names = set(placeholders.names)
+            names = set(placeholders.where)
             if any(name_of(path) in names for path, _ in leaves):
                 refuse_placeholders(checkpoint)
         rows = list(_measured(leaves, Measurer(bins), limits, progress))

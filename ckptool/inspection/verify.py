@@ -1,6 +1,6 @@
 """Whether checkpoints are intact: one, several, all in a folder; with a manifest or without.
 
-What is wrong is a `Problem` in a `Verdict`, also what keeps a file from being opened. What keeps it
+What is wrong is a `Finding` in a `Verdict`, also what keeps a file from being opened. What keeps it
 from being looked at (no such file, no permission, a kind that is not read) is an error.
 In a folder a checkpoint is known by its content, or by a name that only checkpoints have. `.bin`
 and `.pkl` are names that any file may have: a damaged file of such a name is reported if its whole
@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 from os.path import islink
 from typing import Any
 
+from ckptool.core.finding import Finding
 from ckptool.errors import CheckpointError, UnsupportedFormat
 from ckptool.files import FileSource
 from ckptool.files.source import Progress
 from ckptool.formats import candidates
 from ckptool.formats.archive import open_archive
-from ckptool.formats.base import Findings, Probe, Problem
+from ckptool.formats.base import Findings, Probe
 from ckptool.formats.distributed.dcp import DCP
 from ckptool.formats.distributed.dcp_safetensors import DCP_SAFETENSORS, is_part_file
 from ckptool.formats.distributed.ranks import FSDP_RANKS, of_model
@@ -51,7 +52,7 @@ class ManifestOutcome:
     action: str
     files: int
     tensors: int
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[Finding, ...] = ()
     """Files that it lists and that are gone."""
     unhashed: int = 0
     """Tensors of a written one that have no content hash, being sparse, quantized or the like."""
@@ -128,7 +129,7 @@ class Verifier:
         for path in given:
             inside = checkpoints_in(path, self.limits) if os.path.isdir(path) else [path]
             alone = len(given) == len(inside) == 1
-            told, unread = False, dict[str, list[Problem]]()
+            told, unread = False, dict[str, list[Finding]]()
             for one in inside:
                 result = self._tried(one, alone=alone)
                 if one == path or should_be_one(one) or not _is_other(result):
@@ -137,7 +138,9 @@ class Verifier:
                 elif isinstance(result, UnsupportedFormat):
                     folder, name = os.path.split(one)
                     text = f"not looked at: it {result.message.removeprefix(one).lstrip()}"
-                    unread.setdefault(folder, []).append(Problem("unread", name, text, result.hint))
+                    unread.setdefault(folder, []).append(
+                        Finding("unread", text, (name,), hint=result.hint)
+                    )
             if not told:
                 yield self._tried(path, alone=alone)
             else:
@@ -186,7 +189,7 @@ class Verifier:
         wanted = self._listed.get(name)
         if wanted is None:
             text = f"the manifest does not list it: there is no {name!r} in it"
-            found = Findings((Problem("manifest", "", text),))
+            found = Findings((Finding("manifest", text),))
         else:
             found = held_against(wanted, tensors)
         return replace(
@@ -218,11 +221,11 @@ class Verifier:
             self.manifest, "written", len(self._seen), tensors, unhashed=unhashed
         )
 
-    def _gone(self, manifest: str) -> Iterator[Problem]:
+    def _gone(self, manifest: str) -> Iterator[Finding]:
         folder = os.path.dirname(manifest)
         for name in self._listed:
             if name not in self._seen and not os.path.exists(os.path.join(folder, name)):
-                yield Problem("missing", name, "the manifest lists it, and it is gone")
+                yield Finding("missing", "the manifest lists it, and it is gone", (name,))
 
 
 def _is_other(result: Verdict | CheckpointError) -> bool:

@@ -194,7 +194,7 @@ def load_into(
                 raise MatchError(
                     without_values.text,
                     file=state.file or None,
-                    hint=without_values.remedy,
+                    hint=without_values.hint,
                     report=plan.report,
                 )
             _refuse_codes(state, target, plan)

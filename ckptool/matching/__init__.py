@@ -4,7 +4,7 @@ from ckptool.matching.judging import (
     Allowance as Allowance,
     Allowed as Allowed,
     Judgement as Judgement,
-    Problem as Problem,
+    MatchFinding as MatchFinding,
 )
 from ckptool.matching.match import Match as Match, matched as matched
 from ckptool.matching.report import (

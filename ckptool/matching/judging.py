@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import lru_cache
 from glob import escape as escaped_glob
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ckptool.core.finding import Finding
 from ckptool.core.names import families
 from ckptool.errors import MatchError, UsageError
 from ckptool.matching.align import common_module
@@ -56,22 +57,22 @@ _UNTIED = Remedy(
 )
 
 
-class Problem(NamedTuple):
-    """A reason to refuse, and what would help."""
+@dataclass(frozen=True, slots=True)
+class MatchFinding(Finding):
+    """A reason to refuse a match, on one line with the keys folded.
 
-    kind: str
-    """`missing`, `unexpected`, `mismatched`, `untied`, `ambiguous`, `layout`,
-    `lossy-cast`, `coverage`, `optimizer`."""
-    text: str
-    """One line, names folded."""
-    remedy: Remedy = _NONE
+    Its kind is `missing`, `unexpected`, `mismatched`, `untied`, `ambiguous`, `layout`,
+    `lossy-cast`, `coverage` or `optimizer`.
+    """
+
+    remedy: Remedy = field(default=_NONE, kw_only=True)
     """The arguments of `load_into` that help."""
 
 
 class Judgement(NamedTuple):
     """Why a report is refused, the most telling first; no problems: it is accepted."""
 
-    problems: tuple[Problem, ...]
+    problems: tuple[MatchFinding, ...]
     remedy: Remedy
     """What helps against all of them."""
 
@@ -178,7 +179,7 @@ class Allowance:
                 ),
                 _untied(report),
                 _left("lossy-cast", lossy, "changed by a cast"),
-                [Problem("coverage", short)] if is_short else (),
+                [MatchFinding("coverage", short)] if is_short else (),
                 _optimizer(report),
             )
         )
@@ -315,33 +316,33 @@ def difference(
     return ""
 
 
-def _nothing(report: MatchReport) -> Iterator[Problem]:
+def _nothing(report: MatchReport) -> Iterator[MatchFinding]:
     if report.mismatched:
         text = "nothing is left to load: what the two have in common is of another shape"
         note = " where the model is to stay as it is"
-        yield Problem("coverage", text, Remedy((("min_coverage", 0),), note))
+        yield MatchFinding("coverage", text, remedy=Remedy((("min_coverage", 0),), note))
     elif report.fitting:
         text = (
             f"the file has none of the model's parameters: only {report.fitting:,} of its other "
             "tensors match"
         )
-        yield Problem("coverage", text, _OTHER)
+        yield MatchFinding("coverage", text, remedy=_OTHER)
     else:
         own, wanted = _folded(report.unexpected_keys, 2), _folded(report.missing_keys, 2)
         own = own if report.unexpected_keys else "no tensors"
         text = f"no name matches: the file has {own}; the model has {wanted}"
-        yield Problem("coverage", text, _OTHER)
+        yield MatchFinding("coverage", text, remedy=_OTHER)
 
 
-def _ambiguous(unclear: Sequence[Ambiguity], remedy: Remedy) -> Iterator[Problem]:
+def _ambiguous(unclear: Sequence[Ambiguity], remedy: Remedy) -> Iterator[MatchFinding]:
     if unclear:
         first, others = unclear[0], len(unclear) - 1
         more = f", and {counted(others, 'other question')}" if others else ""
         text = f"not guessed: {_folded(first.names)} may be {_folded(first.candidates)}{more}"
-        yield Problem("ambiguous", text, remedy)
+        yield MatchFinding("ambiguous", text, remedy=remedy)
 
 
-def _layout(report: MatchReport) -> Iterator[Problem]:
+def _layout(report: MatchReport) -> Iterator[MatchFinding]:
     if report.undecided:
         reasons: dict[str, list[str]] = {}
         for one in report.undecided:
@@ -355,34 +356,34 @@ def _layout(report: MatchReport) -> Iterator[Problem]:
         )
         many = counted(len(report.undecided), "tensor")
         text = f"the order of axes is not known of {many}: {listed(texts, most=3)}"
-        yield Problem("layout", text, remedy)
+        yield MatchFinding("layout", text, remedy=remedy)
 
 
 def _left(
     kind: str, rows: Sequence[tuple[str, str]], what: str, *, is_allowed: bool = True, most: int = 3
-) -> Iterator[Problem]:
+) -> Iterator[MatchFinding]:
     """Yield a problem for tensors, given as names and what is said of each."""
     if rows:
         many = f"{counted(len(rows), 'tensor')} {are(len(rows))}"
         argument = f"allow_{kind.replace('-', '_')}"
         remedy = _allowing(argument, [name for name, _ in rows]) if is_allowed else _NONE
-        yield Problem(kind, f"{many} {what}: {_listed(rows, most)}", remedy)
+        yield MatchFinding(kind, f"{many} {what}: {_listed(rows, most)}", remedy=remedy)
 
 
-def _optimizer(report: MatchReport) -> Iterator[Problem]:
+def _optimizer(report: MatchReport) -> Iterator[MatchFinding]:
     found = report.optimizer
     if found is None:
         return
     remedy = Remedy(note=found.remedy) if isinstance(found.remedy, str) else found.remedy
     for text in found.problems:
-        yield Problem("optimizer", text, remedy)
+        yield MatchFinding("optimizer", text, remedy=remedy)
         remedy = _NONE
 
 
-def _untied(report: MatchReport) -> Iterator[Problem]:
+def _untied(report: MatchReport) -> Iterator[MatchFinding]:
     for names in report.untied:
         text = f"{_folded(names)} are one tensor in the model, and differ in the file"
-        yield Problem("untied", text, _UNTIED)
+        yield MatchFinding("untied", text, remedy=_UNTIED)
 
 
 def _share(report: MatchReport) -> str:

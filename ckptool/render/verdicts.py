@@ -67,7 +67,7 @@ def _loader(diagnosis: Diagnosis) -> str:
 def _block(number: int, complaint: Complaint, look: Look, explain: bool) -> Iterator[str]:
     word = _WORDS[complaint.severity]
     colored = look.alarm(word) if complaint.severity == "fails" else look.bold(word)
-    what = wrapped(f"{number}. {word}: {_sentence(complaint.what)}", look.width, indent="   ")
+    what = wrapped(f"{number}. {word}: {_sentence(complaint.text)}", look.width, indent="   ")
     yield what[0].replace(word, colored, 1)
     yield from what[1:]
     if explain:
@@ -77,7 +77,7 @@ def _block(number: int, complaint: Complaint, look: Look, explain: bool) -> Iter
         why = _sentence(complaint.why.partition("; ")[0])
         yield from wrapped(f"   {why}", look.width, indent="   ")
     if explain or not (complaint.commands or complaint.alternatives):
-        yield from _fact("hint", complaint.remedy, look)
+        yield from _fact("hint", complaint.hint or "", look)
 
 
 def _fact(name: str, text: str, look: Look) -> Iterator[str]:

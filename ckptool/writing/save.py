@@ -172,7 +172,7 @@ def save(
     refuse_empty(checkpoint, plan)
     notes = [*plan.notes, *remarks(checkpoint, path, format, name)]
     if found := placeholders_of(checkpoint):
-        notes.append(f"{found.text}; {found.remedy}")
+        notes.append(f"{found.text}; {found.hint}")
     if all(change.kind != "fit" for change in checkpoint.changes):
         notes += format_of(checkpoint.format).layout_notes(checkpoint)
     if any(source.is_far for source in checkpoint.sources):

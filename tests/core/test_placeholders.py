@@ -126,7 +126,7 @@ def test_info_verify_and_doctor_say_so_without_a_command(file):
     assert (found.part, found.commands) == (text, {})
     assert any(text in note for note in ckptool.verify(file).notes)
     diagnosis = ckptool.doctor(file, devices="cpu")
-    (complaint,) = [one for one in diagnosis.complaints if one.what == text]
+    (complaint,) = [one for one in diagnosis.complaints if one.text == text]
     assert complaint.severity == "fails"
     assert not any(one.commands or one.alternatives for one in diagnosis.complaints)
     assert (diagnosis.commands, diagnosis.all_at_once, diagnosis.resume) == ((), None, None)

@@ -346,7 +346,7 @@ def written_by(request, tmp_path):
 
 def test_files_of_other_libraries_are_named_with_what_loads_them(written_by):
     scheme, library, path = written_by
-    texts = [*info(path).notes, *(one.what for one in doctor(path).complaints)]
+    texts = [*info(path).notes, *(one.text for one in doctor(path).complaints)]
     assert len([text for text in texts if scheme in text and library in text]) == 2
     assert doctor(path).ok
     remarks = [text for one in ckptool.stats(path).tensors for text in one.remarks]

@@ -46,7 +46,7 @@ def test_lost_versions_fail_in_quantized_layers(complaint):
 def test_counters_that_were_cast_mislead(complaint):
     found = complaint("cast-buffers", {name: v.half() for name, v in healthy().items()})
     assert (found.severity, found.where) == ("misleads", ("features.1.num_batches_tracked",))
-    assert "float16" in found.what
+    assert "float16" in found.text
 
 
 def test_an_adapter_is_for_peft(complaint):
@@ -54,7 +54,7 @@ def test_an_adapter_is_for_peft(complaint):
     root = OrderedDict((f"base_model.model.q.{name}", torch.ones(2, 2)) for name in names)
     found = complaint("adapter", root)
     assert (found.severity, found.commands) == ("note", ())
-    assert "peft" in found.remedy
+    assert "peft" in found.hint
 
 
 def test_flat_parameters_of_fsdp_are_named(complaint):
@@ -66,7 +66,7 @@ def test_wrappers_that_cannot_come_off_have_no_command(diagnosed):
     root = OrderedDict({"_orig_mod.a.w": torch.ones(2), "a.w": torch.ones(2)})
     (found,) = diagnosed(root).complaints
     assert (found.kind, found.commands) == ("wrappers", ())
-    assert "would both be named" in found.remedy
+    assert "would both be named" in found.hint
 
 
 def test_meta_tensors_fail(complaint):
@@ -79,7 +79,7 @@ def test_lazy_parameters_fail(complaint):
     for root in (net.state_dict(), {"model": net.state_dict()}, {"net": net}):
         found = complaint("lazy", root)
         assert (found.severity, found.commands) == ("fails", ())
-        assert found.what.endswith("2 lazy parameters: the model never ran")
+        assert found.text.endswith("2 lazy parameters: the model never ran")
 
 
 def test_the_state_of_a_training_without_a_model_is_a_note(complaint):
@@ -108,7 +108,7 @@ def test_what_no_model_takes_is_named(complaint, root, says):
     found = complaint("no-model", root)
     severity = "note" if isinstance(root, (int, str)) else "fails"  # which loads as it is
     assert (found.severity, found.commands) == (severity, ())
-    assert found.what.endswith(f"but {says}")
+    assert found.text.endswith(f"but {says}")
     assert str(caught.value).partition(",")[0] in found.why or isinstance(root, dict)
 
 
@@ -137,14 +137,14 @@ def test_objects_without_a_plain_form_that_carry_weights_have_no_command(fixture
     found = doctor(fixtures / "distributed" / "dtensor_0_of_2.pth", quick=True)
     (objects,) = [one for one in found.complaints if one.kind == "objects"]
     assert (objects.commands, found.commands) == ((), ())
-    assert "gather" in objects.remedy
+    assert "gather" in objects.hint
 
 
 def test_a_module_before_most_names_is_a_note(complaint):
     root = {"module.w": torch.ones(2), "module.b": torch.ones(2), "queue": torch.ones(3)}
     found = complaint("wrapped-in-part", root)
     assert (found.severity, found.where) == ("note", ("module.w", "module.b"))
-    assert "--prefix module.=" in found.remedy
+    assert "--prefix module.=" in found.hint
 
 
 def graph():
@@ -159,7 +159,7 @@ def split():
 def test_dicts_of_arrays_are_no_state_dicts_to_choose_from(complaint, make):
     root = {"a": make(), "b": make()}
     assert complaint("several-models", root) is None
-    assert complaint("no-model", root).what.endswith("a dict of 2 entries, with 4 tensors")
+    assert complaint("no-model", root).text.endswith("a dict of 2 entries, with 4 tensors")
     two = {"a": {"w": torch.ones(3)}, "ema": {"w": torch.ones(3)}}
     assert complaint("several-models", two) is not None
 
@@ -180,8 +180,8 @@ def test_a_list_is_no_state_dict(complaint):
 
 def test_an_optimizer_alone_has_no_weights_to_go_on_with(complaint):
     found = complaint("optimizer-leftover", leftover()["optimizer"])
-    assert found.remedy == ""
-    assert "the weights load" in complaint("optimizer-leftover", leftover()).remedy
+    assert not found.hint
+    assert "the weights load" in complaint("optimizer-leftover", leftover()).hint
 
 
 def test_mps_has_no_float64(complaint):
@@ -194,7 +194,7 @@ def test_mps_has_no_float64(complaint):
 def test_tensors_of_torchao_load_after_its_import(fixtures):
     path = fixtures / "quantised" / "torchao_state.pth"
     (found,) = [one for one in doctor(path, devices=["cpu"]).complaints if one.kind == "objects"]
-    assert found.remedy.startswith("import torchao first")
+    assert found.hint.startswith("import torchao first")
     assert found.commands == ()
 
 
@@ -206,7 +206,7 @@ def test_the_zip_of_stable_baselines_names_the_policy(tmp_path):
             with archive.open(f"{name}.pth", "w") as file:
                 torch.save(part, file)
     (found,) = doctor(tmp_path / "ppo.zip").complaints
-    assert (found.commands or (found.remedy,))[0].endswith("/policy.pth")
+    assert (found.commands or (found.hint,))[0].endswith("/policy.pth")
 
 
 @pytest.mark.parametrize(
@@ -215,4 +215,4 @@ def test_the_zip_of_stable_baselines_names_the_policy(tmp_path):
 def test_some_tensors_on_a_gpu_are_not_all(devices, says):
     root = {str(at): tensor(device=device) for at, device in enumerate(devices)}
     (found,) = placement(Subject(checkpoint(root), devices=("cpu", "cuda:0")))
-    assert (found.kind, found.what) == ("one-gpu", f"{says} are on cuda:0")
+    assert (found.kind, found.text) == ("one-gpu", f"{says} are on cuda:0")

@@ -113,7 +113,7 @@ def test_names_that_are_spelled_otherwise_are_left_to_the_rules_that_match_propo
     found = diagnosed(root, like=wanted)
     fails = [one.kind for one in found.complaints if one.severity == "fails"]
     assert fails == ["wrappers", "missing", "unexpected"]
-    assert "ckptool match FILE --like REFERENCE shows the rules" in found.complaints[1].remedy
+    assert "ckptool match FILE --like REFERENCE shows the rules" in found.complaints[1].hint
 
 
 def test_names_that_could_be_either_are_missing_and_unexpected(diagnosed):
@@ -172,7 +172,7 @@ def test_a_model_in_memory_is_a_reference(tmp_path):
     torch.save(parts, tmp_path / "model.pth")
     whole = torch.nn.ModuleDict({"qkv": torch.nn.Linear(4, 12, bias=False)})
     found = doctor(tmp_path / "model.pth", like=whole, quick=True)
-    assert "qkv.weight = torch.cat([q.weight, k.weight, v.weight])" in found.complaints[0].remedy
+    assert "qkv.weight = torch.cat([q.weight, k.weight, v.weight])" in found.complaints[0].hint
 
 
 @pytest.mark.parametrize("like", [{"a": 1}, {"model": healthy(), "ema": healthy()}])

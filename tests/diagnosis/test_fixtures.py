@@ -82,7 +82,7 @@ def check_plan(path, found):
         for one in found.complaints
         if one.severity == "fails" and not one.commands and one.kind not in CHOICES
     ]
-    assert all(one.remedy for one in left)
+    assert all((one.hint or "") for one in left)
     assert left or loads(target)  # some load in a process that has imported what they need
     if found.target is not None:
         found_again = kinds(diagnosis(target))
@@ -143,4 +143,4 @@ def test_a_part_of_deepspeeds_names_what_gathers_it():
     path = FIXTURES / "foreign" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     found = diagnosis(path)
     command = f"ckptool convert {path.parent} OUT --model-only"
-    assert any(command in one.remedy for one in found.complaints)
+    assert any(command in (one.hint or "") for one in found.complaints)

@@ -89,15 +89,15 @@ PARTS = {
 def test_a_part_is_called_one_and_no_command_makes_a_model_of_it(name):
     found = examined(WRONG / name)
     (part,) = [one for one in found.complaints if one.kind == "part"]
-    assert re.search(PARTS[name], part.what)
-    assert (part.severity, bool(part.remedy)) == ("fails", True)
+    assert re.search(PARTS[name], part.text)
+    assert (part.severity, bool(part.hint)) == ("fails", True)
     assert not any(one.commands or one.alternatives for one in found.complaints)
     assert (found.commands, found.all_at_once, found.resume) == ((), None, None)
     said = summary(WRONG / name)
     assert said.commands == {}
-    assert said.part == part.what
-    assert any(part.what in note for note in said.notes)
-    assert any(part.what in note for note in verify(WRONG / name).notes)
+    assert said.part == part.text
+    assert any(part.text in note for note in said.notes)
+    assert any(part.text in note for note in verify(WRONG / name).notes)
 
 
 def test_a_counted_name_is_a_part_where_the_next_lies_beside_it(tmp_path):
@@ -106,7 +106,7 @@ def test_a_counted_name_is_a_part_where_the_next_lies_beside_it(tmp_path):
     assert (found.kind, found.severity) == ("part", "note")
     shutil.copy(path, tmp_path / "consolidated.01.pth")
     (found,) = examined(path).complaints
-    assert (found.severity, "consolidated.01.pth lies beside it" in found.what) == ("fails", True)
+    assert (found.severity, "consolidated.01.pth lies beside it" in found.text) == ("fails", True)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "training.pth"])
@@ -156,7 +156,7 @@ def test_no_plan_makes_a_state_dict_without_its_packed_weights(name):
     assert (found.commands, found.all_at_once) == ((), None)
     assert not any(one.kind == "metadata" for one in found.complaints)
     (whole,) = [one for one in found.complaints if one.kind == "module"]
-    assert "would lack what only its class saves" in whole.remedy
+    assert "would lack what only its class saves" in whole.hint
 
 
 def find_quantized(folder, finish):
@@ -198,13 +198,13 @@ def frozen(folder):
 def test_a_program_that_alone_reads_its_weights_gets_no_command(tmp_path, make, says):
     path = make(tmp_path)
     found = examined(path)
-    assert found.complaints[0].what.startswith(says)
+    assert found.complaints[0].text.startswith(says)
     assert (found.commands, found.resume) == ((), None)
     assert not any(one.commands or one.alternatives for one in found.complaints)
     said = summary(path)
-    assert (said.commands, said.part) == ({}, found.complaints[0].what)
+    assert (said.commands, said.part) == ({}, found.complaints[0].text)
     if found.complaints[0].kind != "part":  # the file itself is as it was written
-        assert not any("intact file" in one.remedy for one in found.complaints)
+        assert not any("intact file" in (one.hint or "") for one in found.complaints)
         assert not any(one.kind == "state_dict" for one in said.sections)
 
 
@@ -238,8 +238,8 @@ def test_what_a_trainer_saves_beside_the_model_is_not_called_a_failed_model(tmp_
     (none,) = [one for one in found.complaints if one.kind == "no-model"]
     assert (none.severity, found.ok) == ("note", False)
     is_called = make is random_states
-    assert ("weights_only=False" in none.remedy) != is_called
-    assert ("multiarray._reconstruct" in none.remedy) == is_called
+    assert ("weights_only=False" in n(one.hint or "")) != is_called
+    assert ("multiarray._reconstruct" in n(one.hint or "")) == is_called
     assert torch.load(tmp_path / "beside.pth", weights_only=False)
     run(found.all_at_once)
     assert torch.load(found.target).keys()
@@ -291,7 +291,7 @@ def test_torchaos_tensors_load_after_its_import():
     path = WRONG.parent / "quantised" / "torchao_state.pth"
     needed = "import torchao first: it allows its own classes, and torch.load(FILE) then loads"
     assert needed in summary(path).notes
-    assert [one.remedy for one in examined(path).complaints if one.remedy] == [needed]
+    assert [(one.hint or "") for one in examined(path).complaints if one.hint] == [needed]
 
 
 @pytest.mark.parametrize("key", [None, "opt"])
@@ -301,11 +301,11 @@ def test_an_optimizer_is_loaded_from_where_it_is(tmp_path, key):
     torch.save(state if key is None else {key: state}, tmp_path / "opt.pt")
     (found,) = examined(tmp_path / "opt.pt").complaints
     way = "" if key is None else "['opt']"
-    assert found.remedy == f"optimizer.load_state_dict(torch.load(FILE){way}) loads it"
+    assert found.hint == f"optimizer.load_state_dict(torch.load(FILE){way}) loads it"
 
 
 def test_a_pickle_that_runs_a_program_is_never_to_be_trusted():
-    said = [one.remedy for one in examined(WRONG / "malicious.pth").complaints]
+    said = [(one.hint or "") for one in examined(WRONG / "malicious.pth").complaints]
     assert not any("weights_only=False" in text for text in said)
 
 
@@ -363,7 +363,7 @@ def test_a_safetensors_file_is_for_its_own_loader(capsys, tmp_path):
 def test_a_model_with_its_adapters_is_for_peft():
     (found,) = examined(WRONG / "peft.pth").complaints
     assert (found.kind, found.severity, found.commands) == ("adapter", "fails", ())
-    assert f"ckptool merge-lora {WRONG / 'peft.pth'} -o OUT --alpha N" in found.remedy
+    assert f"ckptool merge-lora {WRONG / 'peft.pth'} -o OUT --alpha N" in found.hint
 
 
 def test_a_pickle_that_runs_a_program_is_called_that_first(capsys, tmp_path):

@@ -129,7 +129,10 @@ QUOTA = (
 
 def test_a_text(content):
     for text, words in [
-        ("<!DOCTYPE html><title>404 - Not\n Found &amp; more</title>", "'404 - Not Found & more'"),
+        (
+            "<!DOCTYPE html><title>404 - Not\n Found &amp; more</title>",
+            "'404 - Not Found & more'",
+        ),
         ("\n\n  <html lang='en'>", "an HTML page, not the file itself"),
         ("\ufeff<!doctype HTML>", "an HTML page"),
         ("<head><title>x", "an HTML page"),

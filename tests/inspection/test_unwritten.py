@@ -28,7 +28,7 @@ def test_zeros_to_the_end_that_begin_inside_a_tensor_are_named(tmp_path):
     assert verdict.ok
     assert "l3.weight, l4.weight, l5.weight" in verdict.notes[0]
     assert (complaint.kind, complaint.severity) == ("unwritten", "misleads")
-    assert "l3.weight, l4.weight, l5.weight" in complaint.what
+    assert "l3.weight, l4.weight, l5.weight" in complaint.text
 
 
 @pytest.mark.parametrize(

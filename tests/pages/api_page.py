@@ -29,7 +29,7 @@ PARTS = {
             "scan",
             "Scan",
         ),
-        *("Problem", "doctor", "Diagnosis", "Complaint", "report", "PageReceipt"),
+        *("Finding", "doctor", "Diagnosis", "Complaint", "report", "PageReceipt"),
     ],
     "Changes": [
         *("strip_module", "add_module", "rename", "remap", "convert", "Conversion", "average"),

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.finding import Finding
 from ckptool.core.model import Global, Opaque, StorageRef, TensorRef
 from ckptool.core.tree import everything
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.formats.archive import open_archive
-from ckptool.formats.base import Archive, Checksum, Findings, Probe, Problem
+from ckptool.formats.base import Archive, Checksum, Findings, Probe
 from ckptool.formats.checks.zip_headers import header_problems
 from ckptool.formats.legacy_stream import (
     MACHINE,
@@ -54,7 +55,7 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
     Raises:
         CheckpointError: the file is not what it was when it was read.
     """
-    details, problems, limits = checkpoint.details, list[Problem](), probe.limits
+    details, problems, limits = checkpoint.details, list[Finding](), probe.limits
     if checkpoint.format in _BARE_PICKLES or probe.is_folder:
         problems += _pickle_problems(checkpoint)
     if not details.framed:
@@ -62,7 +63,7 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
             "a frame of its pickle does not end where it says: pickle reads beyond its end, or "
             "asks for all memory"
         )
-        problems.append(Problem("pickle", "", text))
+        problems.append(Finding("pickle", text))
     found = Findings(tuple(problems), details.unreferenced)
     match checkpoint.format:
         case "torch-zip":
@@ -73,7 +74,7 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
             return found + Findings(notes=details.left_behind)
         case "safetensors-sharded" | "torch-sharded" if index := probe.ask(open_index):
             texts = total_size_notes(index, checkpoint.root)
-            return found + Findings(tuple(Problem("total-size", "", text) for text in texts))
+            return found + Findings(tuple(Finding("total-size", text) for text in texts))
     if probe.source is None:
         return found
     data = ByteRange(probe.source, 0, probe.source.size)
@@ -89,7 +90,7 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
         case "safetensors":
             differs = disagreement(probe.source, limits)
             if differs is not None:
-                found += Findings((Problem("library", "", differs),))
+                found += Findings((Finding("library", differs),))
             return found + _safetensors_findings(probe.source)
     return found
 
@@ -106,17 +107,17 @@ _MODULES = frozenset(
 _ARRAYS = frozenset({"ndarray", "matrix", "memmap", "recarray"})
 
 
-def _pickle_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
+def _pickle_problems(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield what no pickler can have written, each function once."""
     if not checkpoint.details.tidy:
         text = "its pickle leaves gaps in its memo, or objects on its stack, which no pickler does"
-        yield Problem("pickle", "", text)
+        yield Finding("pickle", text)
     told: set[str] = set()
     for node in everything(checkpoint.root):
         for name, fact in _oddities(node):
             if name not in told:
                 told.add(name)
-                yield Problem("pickle", "", f"its pickle calls {printable(name)} {fact}")
+                yield Finding("pickle", f"its pickle calls {printable(name)} {fact}")
 
 
 def _oddities(node: Any) -> Iterator[tuple[str, str]]:
@@ -183,7 +184,7 @@ _MOST_BEHIND = 100
 _PART = 1 << 20
 
 
-def _machine_faults(data: ByteRange, limits: Limits) -> Iterator[Problem]:
+def _machine_faults(data: ByteRange, limits: Limits) -> Iterator[Finding]:
     """Yield what is wrong with the pickle between version and object, which every torch skips."""
     magic = MAGIC.match(data.read(0, min(MAGIC_BYTES, data.length)))
     if magic is None:
@@ -191,8 +192,8 @@ def _machine_faults(data: ByteRange, limits: Limits) -> Iterator[Problem]:
     start = unpickle_record(data, magic.end(), limits).end
     facts = unpickle_record(data, start, limits).root
     if not _is_machine(facts):
-        yield Problem(
-            "header", "", f"the facts about the writer's machine at offset {start:,} are damaged"
+        yield Finding(
+            "header", f"the facts about the writer's machine at offset {start:,} are damaged"
         )
 
 
@@ -211,7 +212,7 @@ def _behind(data: ByteRange, end: int, limits: Limits, magic: int) -> Findings:
     except CheckpointError:
         rest = data.length - position
         where = f"behind its end at offset {position:,}"
-        return Findings((Problem("trailing", "", f"{counted(rest, 'byte')} {where} are not read"),))
+        return Findings((Finding("trailing", f"{counted(rest, 'byte')} {where} are not read"),))
     if not more:
         return Findings()
     what = "torch.save stream" if magic else "pickle"
@@ -241,21 +242,21 @@ def _tar_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Fin
     if checkpoint.details.dead_bytes:
         dead = checkpoint.details.dead_bytes
         text = f"{counted(dead, 'byte')} in its members {are(dead)} not read"
-        problems.append(Problem("trailing", "", text))
+        problems.append(Finding("trailing", text))
     members = read_members(source, limits)
     end = 0
     for name, member in members.items():
         stop = member.offset + member.length
         padded = -(-stop // BLOCK) * BLOCK
         if padded > source.size:
-            problems.append(Problem("truncated", name, "its last block is cut short"))
+            problems.append(Finding("truncated", "its last block is cut short", (name,)))
             return Findings(tuple(problems))
         if source.read(stop, padded - stop).strip(b"\0"):
-            problems.append(Problem("padding", name, "what fills its last block is not zero"))
+            problems.append(Finding("padding", "what fills its last block is not zero", (name,)))
         end = max(end, padded)
     if any(block.strip(b"\0") for block in ByteRange(source, end, source.size - end).blocks(_PART)):
         rest = counted(source.size - end, "byte")
-        problems.append(Problem("trailing", "", f"{rest} behind its last member are not zero"))
+        problems.append(Finding("trailing", f"{rest} behind its last member are not zero"))
     return Findings(tuple(problems))
 
 
@@ -265,11 +266,9 @@ def _safetensors_findings(source: Source) -> Findings:
     text = source.read(LENGTH.size, length)
     problems = []
     if not text.startswith(b"{"):
-        problems.append(Problem("header", "", "its header does not begin with {, as it must"))
+        problems.append(Finding("header", "its header does not begin with {, as it must"))
     if text.rstrip(b" ")[-1:] != b"}":
-        problems.append(
-            Problem("padding", "", "its header is padded with something else than spaces")
-        )
+        problems.append(Finding("padding", "its header is padded with something else than spaces"))
     note = f"its tensors begin at {LENGTH.size + length:,}, which is not a multiple of 8"
     return Findings(tuple(problems), () if length % LENGTH.size == 0 else (note,))
 
@@ -291,7 +290,7 @@ def _archive_findings(probe: Probe) -> Findings:
     if not archive.sources:
         return Findings()
     stated = [record for record in archive.records.values() if record.crc32 is not None]
-    foreign = tuple(Problem("foreign", "", text) for text in archive.notes)
+    foreign = tuple(Finding("foreign", text) for text in archive.notes)
     return Findings(
         (*header_problems(whole), *foreign),
         tuple(_notes(archive, len(archive.records) - len(stated))),
@@ -322,14 +321,14 @@ def _notes(archive: Archive, unstated: int) -> Iterator[str]:
 
 def _torch_zip_findings(contents: ZipContents, *, unzipped: bool) -> Findings:
     """Return what torch refuses, or reads otherwise, of a zip that reads well."""
-    archive, problems = contents.storages.archive, list[Problem]()
+    archive, problems = contents.storages.archive, list[Finding]()
     record = archive.find(PICKLE)
     if record is not None and (rest := record.data.length - contents.unpickled.end):
         text = f"{counted(rest, 'byte')} behind the end of its pickle are not read"
-        problems.append(Problem("trailing", _place(archive, record.name), text))
+        problems.append(Finding("trailing", text, (_place(archive, record.name),)))
     if not unzipped:
         problems += [
-            Problem(kind, record and _place(archive, record), f"{text}: torch refuses it")
+            Finding(kind, f"{text}: torch refuses it", (record and _place(archive, record),))
             for kind, record, text in refusals(archive, contents)
         ]
         problems += _compressed(contents)
@@ -337,29 +336,28 @@ def _torch_zip_findings(contents: ZipContents, *, unzipped: bool) -> Findings:
     return Findings(tuple(problems))
 
 
-def _compressed(contents: ZipContents) -> Iterator[Problem]:
+def _compressed(contents: ZipContents) -> Iterator[Finding]:
     keys = [key for key, storage in contents.storages.by_key.items() if storage.compressed]
     if keys:
-        yield Problem(
+        yield Finding(
             "compressed",
-            "",
             f"{counted(len(keys), 'storage')} compressed ({listed(keys, 3)}): mapped with "
             "torch.load(mmap=True) they are garbage; any rewrite stores them plainly",
         )
 
 
-def _misplaced(archive: Archive, contents: ZipContents) -> Iterator[Problem]:
+def _misplaced(archive: Archive, contents: ZipContents) -> Iterator[Finding]:
     """Find where `.format_version` makes torch compute other offsets than those of the records."""
     is_far = any(source.is_far for source in archive.sources)  # no local header has been read
     if contents.facts.get(".format_version", "") < "1" or is_far:
         return
     alignment = alignment_of(contents.facts.get(".storage_alignment"))
     if alignment is None:
-        yield Problem(
+        yield Finding(
             "offsets",
-            _place(archive, ".storage_alignment"),
             "it should state an alignment as a number, from which torch computes where storages "
             "begin",
+            (_place(archive, ".storage_alignment"),),
         )
         return
     storages = contents.storages.by_key
@@ -367,11 +365,11 @@ def _misplaced(archive: Archive, contents: ZipContents) -> Iterator[Problem]:
     used = [record for record in found if record is not None and not record.compressed]
     wrong = misplaced(archive, used, alignment)
     if wrong:
-        yield Problem(
+        yield Finding(
             "offsets",
-            _place(archive, wrong[0].name),
             "the record .format_version has torch compute where storages begin, and "
             f"{len(wrong):,} of {counted(len(used), 'storage')} begin elsewhere: "
             "torch.load(map_location='meta') and readers that compute offsets get wrong ones; "
             "any rewrite mends it",
+            (_place(archive, wrong[0].name),),
         )

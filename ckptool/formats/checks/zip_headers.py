@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ckptool.core.finding import Finding
 from ckptool.errors import CheckpointError
 from ckptool.files import ByteRange
 from ckptool.formats.archive import (
@@ -25,7 +26,6 @@ from ckptool.formats.archive import (
     find_end,
     raw_entries,
 )
-from ckptool.formats.base import Problem
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.words import counted
 
@@ -162,7 +162,7 @@ _TORCHS_END = 0x031E
 """The version that torch's writer states in the 64-bit end record."""
 
 
-def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Problem, ...]:
+def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Finding, ...]:
     """Yield every contradiction between the headers of a zip; none if its end is not found.
 
     What the reader refuses is told by opening the file, and not looked for here. `refused`: only
@@ -184,7 +184,7 @@ def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Problem,
     headers = [_local_header(data, entry.header, len(entry.name)) for entry in entries]
     by_torch = _is_torchs(entries, headers)
     problems = [
-        Problem("header", entry.name.decode("utf-8", "backslashreplace"), text)
+        Finding("header", text, (entry.name.decode("utf-8", "backslashreplace"),))
         for entry, local in zip(entries, headers, strict=True)
         for text in _entry_faults(data, entry, local, by_torch)
     ]
@@ -283,22 +283,22 @@ def _torchs_faults(entry: _Central, local: _Local) -> Iterator[str]:
         yield "the padding before its bytes is damaged"
 
 
-def _end_problems(data: ByteRange, end: End, by_torch: bool) -> Iterator[Problem]:
+def _end_problems(data: ByteRange, end: End, by_torch: bool) -> Iterator[Finding]:
     """Yield what is wrong with the records behind the directory, and behind them."""
     tail = data.read(end.start)
     found = tail.rfind(b"PK\x05\x06", 0, len(tail) - END.size + 4)
     _, disk, first_disk, _, _, _, _, comment = END.unpack_from(tail, found)
     rest = len(tail) - found - END.size - comment
     if rest > 0:
-        yield Problem("trailing", "", f"{counted(rest, 'byte')} behind its end belong to nothing")
+        yield Finding("trailing", f"{counted(rest, 'byte')} behind its end belong to nothing")
     elif rest < 0:
-        yield Problem("end", "", f"its comment of {comment:,} bytes is cut short by {-rest:,}")
+        yield Finding("end", f"its comment of {comment:,} bytes is cut short by {-rest:,}")
     if found == 0:
         return
     locator = LOCATOR.unpack_from(tail, found - LOCATOR.size)
     if (disk, first_disk, locator[1], locator[3]) != (0, 0, 0, 1):
-        yield Problem("end", "", "its end records speak of several disks")
+        yield Finding("end", "its end records speak of several disks")
     made_by, needed = _END64_VERSIONS.unpack_from(tail)
     if needed != _ZIP64_VERSION or (by_torch and made_by != _TORCHS_END):
         text = f"its 64-bit end record states the versions {made_by:,} and {needed:,}"
-        yield Problem("end", "", text)
+        yield Finding("end", text)

@@ -16,6 +16,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.finding import Finding
 from ckptool.core.model import MAX_ELEMENTS, Global, Opaque, TensorRef, plain_tensor
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
@@ -28,7 +29,6 @@ from ckptool.formats.base import (
     Findings,
     FolderFormat,
     Probe,
-    Problem,
     Record,
     WritePlan,
     check_limit,
@@ -190,7 +190,7 @@ class Dcp(FolderFormat):
                 if chunk is not None:
                     _elements(name, index.tensors[name].dtype, chunk, probe.limits, found)
             except CheckpointError as error:
-                problems.append(Problem("corrupt", place, error.message, error.hint))
+                problems.append(Finding("corrupt", error.message, (place,), hint=error.hint))
                 continue
             count += len(found.records)
             for one in found.records.values():

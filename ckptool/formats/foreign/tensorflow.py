@@ -17,6 +17,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint, Details
+from ckptool.core.finding import Finding
 from ckptool.core.model import Global, Opaque, OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.core.sections import OF_THE_MODEL
 from ckptool.dtypes import BY_NAME
@@ -32,7 +33,6 @@ from ckptool.formats.base import (
     Findings,
     Format,
     Probe,
-    Problem,
     Refusal,
     check_limit,
     naming,
@@ -164,7 +164,7 @@ class TensorFlow(Format):
             return Findings()
         found = list(data.checksums())
         return Findings(
-            tuple(one for one in found if isinstance(one, Problem)),
+            tuple(one for one in found if isinstance(one, Finding)),
             checksums=tuple(one for one in found if isinstance(one, Checksum)),
         )
 
@@ -371,7 +371,7 @@ class _Data:
         widths = (length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths)
         return lengths, b"".join(widths) + raw[at:]
 
-    def checksums(self) -> Iterator[Checksum | Problem]:
+    def checksums(self) -> Iterator[Checksum | Finding]:
         """Yield the CRC-32C that the index states of each text, tensor or part; why it has none."""
         for key, entry in self._index.entries.items():
             if entry.slices:
@@ -382,7 +382,7 @@ class _Data:
                     raw = self._strings(key, entry)[1]
                     data = ByteRange(MemorySource(raw, data.source.name), 0, len(raw))
             except CheckpointError as error:
-                yield Problem("corrupt", _shown(key), error.message, error.hint)
+                yield Finding("corrupt", error.message, (_shown(key),), hint=error.hint)
                 continue
             yield Checksum(_shown(key), data, unmasked(entry.crc32c), castagnoli=True)
 
