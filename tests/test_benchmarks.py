@@ -9,7 +9,7 @@ import pytest
 import ckptool
 from benchmarks.__main__ import make
 from benchmarks.decoder import decoder
-from benchmarks.inputs import large, many, hollow, renamed, shapes, single, zero
+from benchmarks.inputs import hollow, large, many, renamed, shapes, single, zero
 from benchmarks.kept import Kept
 from benchmarks.report import steps, table
 from benchmarks.rows import MB, Growth, Result, Row, clear

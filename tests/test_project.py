@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 
 import pytest
 
@@ -154,3 +155,14 @@ sys.exit(subprocess.run([sys.executable, "-c", look], capture_output=True).stdou
 def test_what_ignores_signals_starts_no_test_that_does():
     done = subprocess.run([sys.executable, "-c", IGNORED], cwd=PROJECT, check=False)
     assert done.returncode == 0
+
+
+def test_a_public_class_name_stands_for_one_class():
+    names = Counter(
+        node.name
+        for tree in trees().values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert names
+    assert [name for name, count in names.items() if count > 1] == []

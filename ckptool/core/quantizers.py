@@ -3,11 +3,12 @@
 `find_quantized` has the whole rule. Shapes and types decide; a table adds by which names and
 classes each known quantizer is recognized, and which library loads it. Sources:
 torch/ao/nn/quantized, bitsandbytes/nn/modules.py and functional.py (`QuantState.as_dict`),
-torchao/quantization, AutoGPTQ and AutoAWQ (`WQLinear`), the files of DeepSeek-V3 (`weight_scale_inv`; `scale` in those that its
-inference/convert.py writes), of compressed-tensors (`weight_scale`, `weight_packed`), of ComfyUI
-(`scale_weight`, comfy/ops.py), of TensorRT Model Optimizer (NVFP4), of gpt-oss (MXFP4), of HQQ, of
-optimum-quanto (`QBytesTensor.save_to_state_dict`), of torchao
-(prototype/safetensors: `flatten_tensor_state_dict`) and of MLX (`QuantizedLinear`).
+torchao/quantization, AutoGPTQ and AutoAWQ (`WQLinear`), the files of DeepSeek-V3
+(`weight_scale_inv`; `scale` in those that its inference/convert.py writes), of compressed-tensors
+(`weight_scale`, `weight_packed`), of ComfyUI (`scale_weight`, comfy/ops.py), of TensorRT Model
+Optimizer (NVFP4), of gpt-oss (MXFP4), of HQQ, of optimum-quanto
+(`QBytesTensor.save_to_state_dict`), of torchao (prototype/safetensors: `flatten_tensor_state_dict`)
+and of MLX (`QuantizedLinear`).
 """
 
 from __future__ import annotations

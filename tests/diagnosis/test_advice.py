@@ -129,7 +129,7 @@ def test_a_difference_that_no_command_mends_is_explained(diagnosed, model, refer
         reference.load_state_dict(model.state_dict(), strict=True)
     found = diagnosed(model.state_dict(), like=reference.state_dict())
     assert list(run(found)) == []
-    assert re.search(says, " ".join((one.hint or "") for one in found.complaints))
+    assert re.search(says, " ".join(one.hint or "" for one in found.complaints))
 
 
 def test_what_the_sentences_say_makes_it_right(diagnosed):

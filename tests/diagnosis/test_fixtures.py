@@ -82,7 +82,7 @@ def check_plan(path, found):
         for one in found.complaints
         if one.severity == "fails" and not one.commands and one.kind not in CHOICES
     ]
-    assert all((one.hint or "") for one in left)
+    assert all(one.hint for one in left)
     assert left or loads(target)  # some load in a process that has imported what they need
     if found.target is not None:
         found_again = kinds(diagnosis(target))
