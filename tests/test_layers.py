@@ -44,6 +44,7 @@ INSIDE = {
         "tree",
         "names",
         "sections",
+        "finding",
         "placeholders",
         "optimizers",
     ],

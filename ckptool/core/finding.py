@@ -23,6 +23,7 @@ class Finding:
     hint: str | None = None
     """What helps."""
     severity: Severity = "fails"
+    """`fails`, `misleads` or `note`."""
 
     @property
     def place(self) -> str:

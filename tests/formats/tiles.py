@@ -71,7 +71,7 @@ TILES = Tiles()
 
 def register(monkeypatch) -> None:
     """Let ckptool know of the format, as a line in the registry would."""
-    entry = registry.Entry("tiles", "tiles", folder=True)
+    entry = registry.RegisteredFormat("tiles", "tiles", folder=True)
     monkeypatch.setitem(sys.modules, "ckptool.formats.tiles", sys.modules[__name__])
     monkeypatch.setattr(registry, "REGISTRY", (entry, *registry.REGISTRY))
 
