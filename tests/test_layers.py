@@ -22,6 +22,7 @@ ROOMS = [
     "formats",
     "tensors",
     "transforms",
+    "recipes",
     "matching",
     "writing",
     "inspection",

@@ -1,6 +1,5 @@
 """What every process of a run imports; it takes seconds, which a process that is forked has not."""
 
-import gc
 from contextlib import suppress
 
 import torch._dynamo
@@ -15,6 +14,3 @@ import ckptool.trainer.trainer
 from tests.trainer import agreeing, runs
 
 __all__ = ["agreeing", "ckptool", "runs", "torch"]
-
-gc.collect()
-gc.freeze()  # else the first collection in a fork copies all that the others share

@@ -1,0 +1,229 @@
+"""Parameters of a recipe: numbers that are given, from a configuration, or computed of others."""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Opaque
+from ckptool.errors import UsageError
+from ckptool.files.place import place_of
+from ckptool.recipes.axes import MAX_SIZE
+from ckptool.words import listed, printable
+
+_MOST_BYTES = 1 << 20
+"""Of a configuration."""
+_MOST_TEXT = 200
+_CHECKPOINT = "checkpoint"
+_KEY = re.compile(r"([\w-]+\.json|checkpoint):(\w+(?:\.\w+)*)", re.ASCII)
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_OPERATORS: dict[type[ast.operator], tuple[str, Callable[[int, int], int]]] = {
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.FloorDiv: ("//", operator.floordiv),
+}
+
+
+class ConfigKey(NamedTuple):
+    """A key of a JSON file next to the weights, or of the checkpoint itself."""
+
+    file: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """An expression over numbers and other parameters."""
+
+    text: str
+    tree: ast.expr = field(compare=False)
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters in it."""
+        return {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+
+
+Term: TypeAlias = "int | ConfigKey | Arithmetic"
+
+
+def parse_term(value: object) -> Term:
+    """Return one way to a parameter.
+
+    Raises:
+        UsageError: the value is none.
+    """
+    if type(value) is int and 0 <= value < MAX_SIZE:
+        return value
+    if not isinstance(value, str) or len(value) > _MOST_TEXT:
+        raise UsageError(f"{printable(str(value))!r} is not a parameter", hint=_HINT)
+    if ":" in value:
+        found = _KEY.fullmatch(value.strip())
+        if found is None:
+            raise UsageError(f"{printable(value)!r} is not a key of a file", hint=_HINT)
+        return ConfigKey(found[1], tuple(found[2].split(".")))
+    try:
+        tree = ast.parse(value.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise UsageError(f"{printable(value)!r} is not arithmetic", hint=_HINT) from None
+    if not _is_arithmetic(tree):
+        raise UsageError(f"{printable(value)!r} is not arithmetic", hint=_HINT)
+    return Arithmetic(value.strip(), tree)
+
+
+_HINT = "write a number, config.json:KEY, checkpoint:KEY, or + - * // of parameters and numbers"
+
+
+def _is_arithmetic(node: ast.expr) -> bool:
+    if isinstance(node, ast.BinOp):
+        return (
+            type(node.op) in _OPERATORS and _is_arithmetic(node.left) and _is_arithmetic(node.right)
+        )
+    is_number = isinstance(node, ast.Constant) and type(node.value) is int
+    return is_number or (isinstance(node, ast.Name) and _NAME.fullmatch(node.id) is not None)
+
+
+def refuse_cycles(params: Mapping[str, Sequence[Term]]) -> None:
+    """Refuse parameters that are computed from themselves.
+
+    Raises:
+        UsageError: naming one.
+    """
+    needs = {
+        name: {one for term in terms if isinstance(term, Arithmetic) for one in term.names}
+        for name, terms in params.items()
+    }
+    settled = True
+    while settled:
+        done = [name for name, others in needs.items() if not others & needs.keys()]
+        settled = bool(done)
+        for name in done:
+            del needs[name]
+    if needs:
+        raise UsageError(f"the parameters {listed(needs)} are computed from each other")
+
+
+class Params:
+    """The parameters of one run, found when they are asked for."""
+
+    def __init__(
+        self,
+        terms: Mapping[str, Sequence[Term]],
+        given: Mapping[str, int | str],
+        checkpoint: Checkpoint,
+        configs: Iterable[Path],
+    ) -> None:
+        """Take the recipe's parameters, those that the user gave, and where configurations are."""
+        path = checkpoint.path
+        near = [path, os.path.dirname(path)] if path else []
+        self._places = [*near, *map(os.fspath, configs)]
+        self._checkpoint = checkpoint
+        self._files: dict[str, Mapping[str, Any]] = {}
+        self.values = {name: _given(name, value) for name, value in given.items()}
+        self.given = tuple(self.values)
+        """Those that the user gave."""
+        self.origins = dict.fromkeys(self.values, "")
+        for name in _ordered(terms):
+            for term in terms[name] if name not in self.values else ():
+                value = self._value(name, term)
+                if value is not None:
+                    if not 0 <= value < MAX_SIZE:
+                        raise UsageError(f"the parameter {name} would be {value:,}")
+                    self.values[name] = value
+                    self.origins[name] = term.file if isinstance(term, ConfigKey) else ""
+                    break
+
+    def _value(self, name: str, term: Term) -> int | None:
+        if isinstance(term, int):
+            return term
+        if isinstance(term, Arithmetic):
+            return self._computed(term) if term.names <= self.values.keys() else None
+        node: Any = self._file(term.file)
+        for key in term.keys:
+            node = _attributes(node).get(key)
+        if node is None or (type(node) is int and 0 <= node < MAX_SIZE):
+            return node
+        where = f"{term.file}: {'.'.join(term.keys)}"
+        text = f"{where} is {printable(repr(node))}, expected a whole number"
+        raise UsageError(text, hint=f"add --param {name}=NUMBER")
+
+    def _computed(self, term: Arithmetic) -> int:
+        def value(node: ast.expr) -> int:
+            if isinstance(node, ast.BinOp):
+                made = _OPERATORS[type(node.op)][1](value(node.left), value(node.right))
+                if abs(made) > MAX_SIZE:
+                    raise UsageError(f"{term.text!r} is out of range")
+                return made
+            return (
+                self.values[node.id] if isinstance(node, ast.Name) else int(ast.literal_eval(node))
+            )
+
+        try:
+            return value(term.tree)
+        except ZeroDivisionError:
+            raise UsageError(f"{term.text!r} divides by zero") from None
+
+    def _file(self, name: str) -> Mapping[str, Any]:
+        if name == _CHECKPOINT:
+            root = self._checkpoint.root
+            ranks = list(_attributes(root).values())
+            first = _attributes(ranks[0]) if ranks and all(map(_attributes, ranks)) else {}
+            return {**first, **_attributes(root)}
+        if name not in self._files:
+            self._files[name] = self._read(name)
+        return self._files[name]
+
+    def _read(self, name: str) -> Mapping[str, Any]:
+        for base in self._places:
+            path = base if os.path.basename(base) == name else os.path.join(base, name)
+            place = place_of(path)
+            if not place.is_file(path):
+                continue
+            source = place.open(path)
+            try:
+                found = json.loads(source.read(0, min(source.size, _MOST_BYTES + 1)))
+            except (ValueError, RecursionError):
+                found = None
+            finally:
+                source.close()
+            if not isinstance(found, dict):
+                raise UsageError("is not a JSON object", file=path)
+            return found
+        return {}
+
+
+def _attributes(node: Any) -> Mapping[Any, Any]:
+    return node.attributes if isinstance(node, Opaque) else node if isinstance(node, dict) else {}
+
+
+def _given(name: str, value: int | str) -> int:
+    text = str(value).strip()
+    if type(value) is bool or not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII):
+        text = f"the parameter {printable(name)} is {printable(str(value))!r}, expected a number"
+        raise UsageError(text, hint=f"write --param {printable(name)}=NUMBER")
+    return int(text)
+
+
+def _ordered(terms: Mapping[str, Sequence[Term]]) -> list[str]:
+    """Return the names of parameters, each after those that it is computed from."""
+    done: dict[str, None] = {}
+
+    def visit(name: str) -> None:
+        for term in terms[name] if name not in done else ():
+            for one in sorted(term.names) if isinstance(term, Arithmetic) else ():
+                if one in terms:
+                    visit(one)
+        done[name] = None
+
+    for name in terms:
+        visit(name)
+    return list(done)

@@ -1,0 +1,281 @@
+"""A checkpoint in another layout, by a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptool._lazy import uncollected
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import OrderedMap, TensorRef, remade
+from ckptool.core.names import RULES_HINT, families
+from ckptool.core.sections import MODEL_KINDS, Section, model_state_dict, named_tensors
+from ckptool.core.tree import is_within, name_of
+from ckptool.errors import CheckpointError, NameCollision, UsageError
+from ckptool.recipes.assembling import Piece, assembled, check_movable, row_major
+from ckptool.recipes.axes import Shape
+from ckptool.recipes.params import Params
+from ckptool.recipes.planning import Plan, Sketch, Sketches, differences, fits_keys, plan
+from ckptool.recipes.recipe import Recipe, all_shipped
+from ckptool.recipes.several import prefix_of
+from ckptool.tensors.bytewise import same_elements
+from ckptool.transforms.casting import optimizer_tensors, refuse_apart
+from ckptool.transforms.names import NamePlan, moved_metadata
+from ckptool.words import counted, listed, printable, shell
+
+
+class _Tensors:
+    """A maker of tensors over byte ranges of a checkpoint's."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self.moved: set[int] = set()
+        """The identities of tensors whose elements an equation takes."""
+        self._rows: dict[int, tuple[TensorRef, TensorRef]] = {}
+
+    def prepare(self, key: str, tensor: TensorRef, *, in_rows: bool = False) -> TensorRef:
+        """Return a tensor that pieces can be taken of; `in_rows`: over its elements in a row."""
+        self.moved.add(id(tensor))
+        check_movable(key, tensor, self._file)
+        swapped = tensor.storage is not None and tensor.storage.byteorder == "big"
+        if not (in_rows or tensor.flags or swapped):
+            return tensor
+        if id(tensor) not in self._rows:
+            self._rows[id(tensor)] = tensor, row_major(key, tensor, self._file)
+        return self._rows[id(tensor)][1]
+
+    def make(
+        self,
+        key: str,
+        shape: Shape,
+        pieces: Sequence[Piece],
+        members: Sequence[TensorRef],
+        place: Any,
+    ) -> TensorRef:
+        """Return the tensor that pieces of some members make, one piece of each."""
+        return assembled(key, shape, pieces, members, self._file)
+
+    def is_same(self, one: TensorRef, other: TensorRef) -> bool:
+        """Return whether two tensors of one dtype and shape have the same elements."""
+        return (one.place is not None and one.place == other.place) or same_elements(one, other)
+
+
+@uncollected()
+def relayout(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    params: Mapping[str, int | str],
+    *,
+    configs: Sequence[Path] = (),
+) -> Checkpoint:
+    """Return a checkpoint in the layout that a recipe leads to, over the bytes of the source.
+
+    Without paths in the recipe, the model's state dict changes in its place; else the result has
+    nothing but the tensors of the recipe. Changes state what became of the tensors, what is left
+    out, and whether the recipe leads back.
+
+    Args:
+        checkpoint: The source.
+        recipe: The recipe, reversed to go back.
+        params: Parameters by name, before those of the recipe.
+        configs: Folders or files to read `config.json` and its like from, after the source's own.
+
+    Raises:
+        UsageError: the recipe does not fit: a rule matches nothing, no rule takes a tensor, a
+            member of a group is missing or differs, nothing decides a size, a shape does not fit;
+            or there is the state of an optimizer, which cannot follow.
+        NameCollision: two tensors get one key.
+        NotRepresentable: a tensor has no plain elements, or is quantized.
+    """
+    checkpoint, file = checkpoint.settled(), checkpoint.path
+    if unknown := sorted(params.keys() - recipe.words):
+        text = f"the recipe {printable(recipe.name)} has no parameter {listed(unknown)}"
+        raise UsageError(text, hint=f"it has {listed(sorted(filter(None, recipe.words)), 20)}")
+    found = Params(recipe.params, params, checkpoint, configs)
+    section = None if recipe.uses_paths else model_state_dict(checkpoint)
+    tensors = _by_path(checkpoint, recipe) if section is None else named_tensors(section.node)
+    maker = _Tensors(file)
+    made = plan(recipe, tensors, found.values, maker, file)
+    if maker.moved:
+        refuse_apart(checkpoint, maker.moved)
+    changes = [*_changes(checkpoint, recipe, made, found), _way_back(recipe, made, found)]
+    if section is None or recipe.reversed().uses_paths:
+        others = _others(checkpoint, section)
+        return checkpoint.with_root(_nested(made.tensors), *changes, *others)
+    return _in_place(checkpoint, recipe, section, made, changes)
+
+
+def _by_path(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, TensorRef]:
+    """Return the tensors by their paths; outside of state dicts only those that a rule takes."""
+    models = [one.path for one in checkpoint.sections if one.kind in MODEL_KINDS]
+    apart = optimizer_tensors(checkpoint)
+    rules = (rule for rules in recipe.passes for rule in rules)
+    every = [*recipe.drop[0], *(one for rule in rules for one in rule.left)]
+    wanted = [one for one in every if "/" in one.text]
+    found: dict[str, TensorRef] = {}
+    for path, tensor in checkpoint.tensors():
+        name = name_of(path)
+        is_own = any(is_within(path, one) for one in models)
+        if path not in apart and (is_own or any(one.covers(name) for one in wanted)):
+            if name in found:
+                _ = checkpoint.by_name  # which refuses two tensors of one name
+            found[name] = tensor
+    return found
+
+
+def _in_place(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    section: Section,
+    made: Plan[TensorRef],
+    changes: Sequence[Change],
+) -> Checkpoint:
+    """Return the checkpoint with other entries in one state dict; the optimizer follows."""
+    root, file = checkpoint.root, checkpoint.path
+    holder = section.holder if section.path else root
+    hint = f"ckptool convert {shell(file)} OUT --model-only takes the weights alone"
+    if not isinstance(holder, dict):
+        raise UsageError("the weights are in a pickled module or object", file=file, hint=hint)
+    own, dropped = named_tensors(section.node), set(made.dropped)
+    others = {
+        key: one
+        for key, one in holder.items()
+        if key not in own
+        and not (isinstance(key, str) and any(p.covers(key) for p in recipe.drop[0]))
+    }
+    if both := made.tensors.keys() & others.keys():
+        text = f"a tensor would get the key {listed(sorted(both))}, which a value has"
+        raise NameCollision(text, file=file or None)
+    new = remade(holder, {**made.tensors, **others})
+    renamed = made.renamed()
+    names = NamePlan(file, RULES_HINT)
+    names.instead[id(holder)] = new
+    if isinstance(new, OrderedMap) and isinstance(new.metadata, dict):
+        kept = {old: key for old, key in renamed.items() if old not in dropped}
+        new.attributes = {**new.attributes, "_metadata": moved_metadata(new.metadata, kept)}
+    if made.is_one_to_one:
+        names.note(own, {old: key for old, key in renamed.items() if old != key})
+        names.follow(root, checkpoint.sections, lambda _: {})
+    elif optimizer_tensors(checkpoint) or any(
+        one.kind == "optimizer" for one in checkpoint.sections
+    ):
+        text = "has an optimizer, whose state would not fit parameters of another layout"
+        raise UsageError(text, file=file or None, hint=hint)
+    names.changes[:0] = changes
+    return names.applied(checkpoint)
+
+
+def _nested(tensors: Mapping[str, TensorRef]) -> OrderedMap:
+    """Return tensors in the dicts that the `/` of their keys lead through.
+
+    Raises:
+        NameCollision: a key is that of a tensor and of a dict.
+    """
+    root = OrderedMap()
+    for key, tensor in tensors.items():
+        *path, name = key.split("/")
+        holder = root
+        for one in path:
+            holder = holder.setdefault(one, OrderedMap())
+            if not isinstance(holder, dict):
+                break
+        if not isinstance(holder, dict) or name in holder:
+            raise NameCollision(f"{printable(key)!r} leads through a tensor, or is a dict too")
+        holder[name] = tensor
+    return root
+
+
+def _others(checkpoint: Checkpoint, section: Section | None) -> Iterator[Change]:
+    """Yield changes for what is not in the layout: optimizers, values, other state dicts."""
+    for kind, noun in (("optimizer", "optimizer"), ("scheduler", "scheduler"), ("values", "value")):
+        parts = [one for one in checkpoint.sections if one.kind == kind]
+        if kind == "values":
+            names = [name_of(path[:2]) for one in parts for path in one.node]
+        else:
+            names = [one.name for one in parts]
+        if names:
+            labels = [one.label for one in families((name, None) for name in dict.fromkeys(names))]
+            yield Change("left-out", f"{listed(labels, most=20)} ({noun})", len(names))
+    if section is not None:
+        parts = [one for one in checkpoint.sections if one.kind in MODEL_KINDS]
+        for one in parts:
+            if one.holder is not section.holder and one.path != section.path:
+                text = f"the {one.kind} {printable(one.name)}"
+                yield Change("left-out", f"{text} ({counted(len(one.tensors()), 'tensor')})", 1)
+
+
+def _changes(
+    checkpoint: Checkpoint, recipe: Recipe, made: Plan[TensorRef], found: Params
+) -> Iterator[Change]:
+    """Yield what the recipe did, for the receipt."""
+    direction = " (reversed)" if recipe.is_reversed else ""
+    known = [
+        f"{name} {value}" + (f" from {found.origins[name]}" if found.origins.get(name) else "")
+        for name, value in found.values.items()
+    ]
+    count, new = len(made.source), len(made.tensors)
+    text = (
+        f"{printable(recipe.name)}{direction}: rearranged {counted(count, 'tensor')} into {new:,}"
+    )
+    yield Change("recipe", text + (f" ({', '.join(known)})" if known else ""), count)
+    for outcome, rules in zip(made.outcomes, recipe.passes, strict=True):
+        for rule in rules:
+            taken, became = outcome.counts.get(rule.number, (0, 0))
+            uses = {use.equation for use in outcome.taken.values() if use.rule == rule.number}
+            ways = [rule.equations[at].text for at in sorted(uses) if at >= 0]
+            if taken and not rule.renames:
+                how = f", {'; '.join(ways)}" if ways else ", the same in all"
+                text = f"{rule.text}: {counted(taken, 'tensor')} became {became:,}{how}"
+                yield Change("recipe", text, taken)
+    for key, of in made.untied.items() if not made.aliases else ():
+        yield Change("recipe", f"left {printable(key)} out: it is tied to {printable(of)}", 1)
+    if made.dropped:
+        labels = [one.label for one in families((key, None) for key in made.dropped)]
+        text = f"{listed(labels, most=20)} (dropped by the recipe)"
+        yield Change("left-out", text, len(made.dropped), wanted=True)
+
+
+def _way_back(recipe: Recipe, made: Plan[TensorRef], found: Params) -> Change:
+    """Return the change that states whether the recipe leads back, planned over keys and shapes."""
+    sketches = {
+        key: Sketch(one.dtype, one.sizes, one.stride, one.place or id(one))
+        for key, one in made.tensors.items()
+    }
+    params = {**found.values, **made.needed}
+    why = None
+    if made.disputed:
+        why = f"no one number would do for {listed(sorted(made.disputed))}"
+    else:
+        try:
+            back = plan(recipe.reversed(), sketches, params, Sketches())
+            why = next(differences(made, back), None)
+        except CheckpointError as error:
+            why = error.message
+    if why is not None:
+        return Change("reversible", f"not reversible: {why}")
+    given = {**{name: found.values[name] for name in found.given}, **made.needed}
+    option = "" if recipe.is_reversed else " with --reverse"
+    words = "".join(f" --param {name}={value}" for name, value in given.items())
+    text = f"reversible{option}{words}"
+    if made.dropped:
+        text += f", but for {counted(len(made.dropped), 'dropped tensor')}"
+    if made.has_padding:
+        text += ", if the padding was zeros"
+    return Change("reversible", text, 1)
+
+
+def looks_like(shapes: Mapping[str, Any]) -> str | None:
+    """Return the shipped recipe of which all rules match keys, with nothing left over.
+
+    `NAME`, or `NAME --reverse`; None if there is none, or there are several.
+    """
+    found = []
+    for recipe in all_shipped():
+        for one, words in ((recipe, recipe.name), (recipe.reversed(), f"{recipe.name} --reverse")):
+            before = prefix_of(one)
+            if any(
+                fits_keys(one, [p + key for key in shapes]) for p in dict.fromkeys(("", before))
+            ):
+                found.append(words)
+    return found[0] if len(found) == 1 else None

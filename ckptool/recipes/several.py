@@ -1,0 +1,106 @@
+"""Layouts of several files: the tensors of each file stand below what its name tells of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import OrderedMap
+from ckptool.errors import FileMissing, NotFound, UsageError
+from ckptool.files.place import place_of
+from ckptool.formats.base import of_files
+from ckptool.recipes.names import Pattern
+from ckptool.recipes.recipe import Recipe
+from ckptool.words import counted, printable
+
+
+def _patterns(recipe: Recipe) -> tuple[Pattern, Pattern]:
+    """Return the pattern of the files' names, and that of what stands before the keys of each."""
+    if recipe.files is None:
+        text = f"the recipe {printable(recipe.name)} is not one of several files"
+        raise UsageError(text, hint='files = "consolidated.{rank:02}.pth" in the recipe')
+    name = Pattern.parse(recipe.files)
+    count = len(name.variables)
+    return name, Pattern("/".join("{}" * count), ("", *["/"] * (count - 1), ""), name.variables)
+
+
+def prefix_of(recipe: Recipe) -> str:
+    """Return what stands before the keys of the first file; nothing, if there is one file."""
+    if recipe.files is None or recipe.is_reversed:
+        return ""
+    name, before = _patterns(recipe)
+    return before.fill(dict.fromkeys(name.names, "0")) + "/"
+
+
+def open_files(
+    folder: str | os.PathLike[str], recipe: Recipe, open_one: Callable[[str], Checkpoint]
+) -> Checkpoint:
+    """Return the checkpoint of all files of a folder that a recipe names.
+
+    The tree of `consolidated.01.pth` is below `01`. `folder` may be one of the files.
+
+    Raises:
+        FileMissing: there is no such file, or one of them is missing.
+        UsageError: the recipe has no `files`.
+    """
+    pattern, before = _patterns(recipe)
+    path = os.fspath(folder)
+    place = place_of(path)
+    if not place.is_folder(path):
+        path = os.path.dirname(path)
+    found = {}
+    for name in place.names(path):
+        if (values := pattern.match(name)) is not None:
+            found[tuple(int(values[one.name]) for one in pattern.variables)] = name
+    if not found:
+        raise FileMissing(f"the folder has no file {recipe.files}", file=path or None)
+    words = [one.name for one in pattern.variables]
+    most = len(found) + 1  # among so many one is missing, however large a number is
+    for number in product(*(range(min(max(axis) + 1, most)) for axis in zip(*found, strict=True))):
+        if number not in found:
+            name = pattern.fill({w: str(n) for w, n in zip(words, number, strict=True)})
+            raise FileMissing(f"the folder has no {name}", file=path or None, hint="copy it too")
+    root, files = OrderedMap(), []
+    with ExitStack() as stack:
+        for number, name in sorted(found.items()):
+            files.append(stack.enter_context(open_one(os.path.join(path, name))))
+            key = before.fill({w: str(n) for w, n in zip(words, number, strict=True)})
+            *outer, last = key.split("/")
+            holder: Any = root
+            for one in outer:
+                holder = holder.setdefault(one, OrderedMap())
+            holder[last] = files[-1].root
+        stack.pop_all()
+    what = f"{counted(len(files), 'file')}: {recipe.files}"
+    made = Checkpoint(root, files[0].format, path, original=root)
+    return of_files(files, made, notes=(what, *files[0].details.notes))
+
+
+def split_files(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Checkpoint]:
+    """Return the checkpoint of each file, by its name, of a layout of several files.
+
+    Raises:
+        NotFound: something is below no number of a file.
+        UsageError: the recipe has no `files`.
+    """
+    pattern, before = _patterns(recipe)
+    nodes: dict[str, Any] = {"": checkpoint.root}
+    for _ in pattern.variables:
+        nodes = {
+            f"{name}/{key}" if name else str(key): inside
+            for name, node in nodes.items()
+            for key, inside in (node.items() if isinstance(node, dict) else ())
+        }
+    made = {}
+    for name, node in nodes.items():
+        values = before.match(name)
+        if values is None or not isinstance(node, dict):
+            text = f"{printable(name)!r} belongs to no file {recipe.files}"
+            raise NotFound(text, file=checkpoint.path or None)
+        made[pattern.fill(values)] = replace(checkpoint, root=node)
+    return made
