@@ -1,5 +1,6 @@
 """What every test may ask for."""
 
+import gc
 import os
 import shutil
 import signal
@@ -62,6 +63,12 @@ def pytest_runtest_protocol(item):
     finally:
         if os.name == "posix":
             signal.alarm(0)
+
+
+def pytest_collection_finish():
+    """Keep what is there by now out of every collection of garbage, here and in forks."""
+    gc.collect()
+    gc.freeze()
 
 
 _MOST_REASONS = 10

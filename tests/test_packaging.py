@@ -95,6 +95,8 @@ def test_the_wheel_has_the_package_its_types_and_nothing_else(built):
     (wheel,) = built[0].glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (script,) = (name for name in archive.namelist() if name.endswith("/entry_points.txt"))
+        assert "ckptool = ckptool.cli:main" in archive.read(script).decode().splitlines()
     assert names == built[1]
     assert "ckptool/py.typed" in names
 

@@ -1,14 +1,11 @@
 """What the project promises about itself: its package, its version, its public names."""
 
 import ast
-import configparser
 import importlib.metadata
-import io
 import os
 import re
 import subprocess
 import sys
-import zipfile
 from collections import Counter
 
 import pytest
@@ -28,20 +25,6 @@ CODE_MODULES = {
     "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "runpy",
     "subprocess", "code", "codeop", "imp", "pydoc",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory):
-    """The built wheel, from a copy so that the tree stays clean."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "ckptool"):
-        os.symlink(PROJECT / name, source / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-    command += ["--no-build-isolation", "--wheel-dir", str(source / "dist"), str(source)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    (built,) = (source / "dist").glob("*.whl")
-    with zipfile.ZipFile(built) as archive:
-        yield archive
 
 
 def test_the_public_names_exist():
@@ -79,23 +62,6 @@ def test_the_installed_version_is_that_of_the_source():
 
 def changelog():
     return (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8")
-
-
-def test_the_wheel_ships_the_package_and_its_types(wheel):
-    names = set(wheel.namelist())
-    assert "ckptool/py.typed" in names
-    assert {f"ckptool/{file}" for file in trees()} <= names
-    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
-    assets = (PROJECT / "ckptool/render/page/assets").iterdir()
-    assert {str(file.relative_to(PROJECT)) for file in assets} <= names
-
-
-def test_the_wheel_states_version_and_command(wheel):
-    (folder,) = {n.split("/")[0] for n in wheel.namelist() if ".dist-info/" in n}
-    entries = configparser.ConfigParser()
-    entries.read_file(io.StringIO(wheel.read(f"{folder}/entry_points.txt").decode()))
-    assert entries["console_scripts"]["ckptool"] == "ckptool.cli:main"
-    assert f"\nVersion: {__version__}\n" in wheel.read(f"{folder}/METADATA").decode()
 
 
 TORCH_MODULE = re.compile(r"import_module\('torch(_xla)?[.\w]*'\)")

@@ -74,10 +74,11 @@ def process(tmp_path):
 
 
 EACH_IN_A_FORK = """
-import json, os, sys, torch
+import gc, json, os, sys, torch
 from ckptool.cli import main
 
 codes = []
+gc.freeze()
 for words in json.loads(sys.argv[1]):
     if not os.fork():
         code = main(words)

@@ -444,13 +444,6 @@ def test_a_model_of_the_users_code_is_a_reference_for_names(ckptool, folder):
     net().load_state_dict(torch.load("out.pth", weights_only=True))
 
 
-def test_a_dry_run_writes_nothing(ckptool, folder):
-    done = ckptool("convert", "model.pth", "out.pth", "--like", "ref.pth", "--dry-run")
-    assert done.code == 0
-    assert "would write out.pth" in done.err
-    assert not os.path.exists("out.pth")
-
-
 def test_convert_refuses_names_that_are_one_tensor_in_the_model_and_differ(ckptool, tmp_path):
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     torch.save({f"net.{name}": value for name, value in model.state_dict().items()}, tmp_path / "f")

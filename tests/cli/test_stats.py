@@ -78,14 +78,6 @@ def test_wrong_usage(ckptool, odd, arguments, words):
     assert words in done.err
 
 
-def test_a_file_that_is_none(ckptool, tmp_path):
-    path = tmp_path / "page.pth"
-    path.write_text("<!DOCTYPE html>")
-    done = ckptool("stats", path)
-    assert done.code == 2
-    assert "HTML" in done.err
-
-
 def test_without_torch_it_says_what_to_install(process, odd, tmp_path):
     (tmp_path / "shadow/torch").mkdir(parents=True)
     (tmp_path / "shadow/torch/__init__.py").write_text("raise ModuleNotFoundError('no torch')\n")

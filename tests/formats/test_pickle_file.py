@@ -17,7 +17,7 @@ from ckptool.core.model import Opaque, OrderedMap
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
 from ckptool.formats.base import Probe
 from ckptool.formats.pickle_file import PICKLE
-from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.limits import DEFAULT_LIMITS
 from tests.formats.contract import FormatContract
 from tests.formats.legacy_streams import Called, stream
 from tests.formats.zips import values
@@ -152,11 +152,6 @@ def test_a_storage_in_a_pickle_that_lies_is_damage_of_the_file(tmp_path):
     path.write_bytes(pickle.dumps(Called(torch.storage._load_from_bytes, lying)))
     with pytest.raises(CorruptFile, match=r"it\.pkl: .*should have 3 elements"):
         ckptool.open(path)
-
-
-def test_a_limit_is_kept(read):
-    with pytest.raises(CheckpointError):
-        read(pickle.dumps({"a": 1 << 9000}, 2), Limits(max_integer_bytes=64))
 
 
 JOBLIB = base64.b85decode(

@@ -288,13 +288,6 @@ def test_a_cut_index(written):
             open_checkpoint(prefix)
 
 
-def test_a_cut_index_is_none(written):
-    prefix = written({b"a": entry_of()})
-    written(prefix.with_suffix(".index").read_bytes()[:-1])
-    with pytest.raises(ckptool.CheckpointError):
-        open_checkpoint(prefix)
-
-
 ENDLESS = b"\xff" * 11
 WRONG = {
     "a number in the index has no end": entry_of(more=b"\x38" + ENDLESS),
