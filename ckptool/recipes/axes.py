@@ -234,13 +234,14 @@ def _count_parts(expression: Expression) -> int:
     return prod(map(_count_parts, _inside(expression)))
 
 
-def _names(dimensions: Iterable[Expression]) -> set[str]:
-    found: set[str] = set()
+def _names(dimensions: Iterable[Expression]) -> dict[str, None]:
+    """Return the axes in their order, so that messages do not change from run to run."""
+    found: dict[str, None] = {}
     for one in dimensions:
         if not isinstance(one, str):
             found |= _names(_inside(one))
         elif one != "..." and not one.isdigit():
-            found.add(one.rstrip("'"))
+            found[one.rstrip("'")] = None
     return found
 
 
@@ -259,8 +260,8 @@ def size_of(expression: Expression, sizes: Mapping[str, int]) -> int:
     return sum(every) if isinstance(expression, Sum) else prod(every)
 
 
-def _unknown(expression: Expression, sizes: Mapping[str, int]) -> set[str]:
-    return {name for name in _names((expression,)) if name not in sizes}
+def _unknown(expression: Expression, sizes: Mapping[str, int]) -> list[str]:
+    return [name for name in _names((expression,)) if name not in sizes]
 
 
 def _settle(expression: Expression, size: int, tensor: int, sizes: dict[str, int]) -> bool:

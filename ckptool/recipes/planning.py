@@ -243,6 +243,9 @@ class _Planner(Generic[T]):
             first = listed(left, most=5)
             hint = '--exclude GLOB leaves tensors out; rest = "keep" in the recipe keeps them'
             raise self._error(f"{text}: {first}", hint)
+        if source and untouched == source.keys():
+            text = f"no tensor matches a rule of {printable(recipe.name)}"
+            raise self._error(f"{text}; the file has {listed(source, most=5)}")
         for key, of in recipe.tied[1].items():
             if key in now and of in now and now[key].place == now[of].place is not None:
                 self._plan.untied[key] = of

@@ -210,6 +210,15 @@ def test_a_tensor_of_another_architecture_is_refused(tmp_path):
         relayout(checkpoint, Recipe.load("vit-timm-to-hf"), {})
 
 
+def test_a_file_of_which_no_rule_takes_a_tensor_is_refused(tmp_path):
+    save_file({"encoder.weight": torch.ones(2)}, tmp_path / "other.safetensors")
+    with (
+        open_checkpoint(tmp_path / "other.safetensors") as checkpoint,
+        pytest.raises(UsageError, match="a rule of qkv-fused; the file has encoder"),
+    ):
+        relayout(checkpoint, Recipe.load("qkv-fused"), {})
+
+
 def test_experts_of_gpt_oss_are_not_cut_as_those_of_qwen(tmp_path):
     state = {
         "model.layers.0.mlp.experts.gate_up_proj": torch.zeros(2, 6, 10),
