@@ -8,9 +8,10 @@ the order of the target, and moved to its places by slices with a step, which Py
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ckptool.core.model import Storage, TensorRef, over_elements, row_major_strides
 from ckptool.dtypes import PACKED
@@ -22,8 +23,9 @@ from ckptool.files.strided import FORMATS, UNITS, row_major as blocks_of
 from ckptool.formats.distributed.placements import row_major_data
 from ckptool.words import printable
 
-_WIDE = 4 * BLOCK
-"""Bytes that are put together at once where runs are short: the reads of a source get longer."""
+_WIDE, _WORTH = 4 * BLOCK, 256 << 10
+"""Bytes that are put together at once where runs are short, so that reads of a source get longer;
+and from how many on that is done: who wants fewer takes a sample."""
 _TILE, _ROWS = 512 << 10, 512
 """Bytes of a tile, and its most elements along the axis of a slice."""
 _LONG = 4096
@@ -94,11 +96,22 @@ def row_major(key: str, tensor: TensorRef, file: str) -> TensorRef:
     return _over(tensor, key, tensor.sizes, data)
 
 
+class LastBlock:
+    """What has been put together last: one block for all tensors of a checkpoint."""
+
+    def __init__(self) -> None:
+        """Keep nothing yet."""
+        self.of: object = None
+        self.begin = 0
+        self.data = bytearray()
+
+
 def assembled(
     key: str,
     shape: tuple[int, ...],
     pieces: Sequence[Piece],
     members: Sequence[TensorRef],
+    last: LastBlock,
     file: str,
 ) -> TensorRef:
     """Return the tensor that pieces of members, one for each, make; what is in no piece is zero."""
@@ -106,12 +119,12 @@ def assembled(
     pairs = [(one, of) for one, of in zip(pieces, members, strict=True) if one.numel]
     is_whole = sum(one.numel for one, _ in pairs) == prod(shape)
     if len(pairs) == 1 and is_whole and pairs[0][0].is_run and pairs[0][0].numel == first.numel:
-        return over_elements(first, shape=shape, stride=row_major_strides(shape))
+        return _reshaped(first, shape)
     if is_whole and all(one.is_run for one, _ in pairs):
         pairs.sort(key=lambda pair: pair[0].place)
         data = joined([_run(*pair) for pair in pairs] or [_stored(first).slice(0, 0)])
     else:
-        work = _Assembly(pairs, first.itemsize, prod(shape), has_gaps=not is_whole)
+        work = _Assembly(pairs, first.itemsize, prod(shape), last)
         source = FilledSource(file, prod(shape) * first.itemsize, work.fill)
         source.made_of = [_stored(of) for _, of in pairs]
         source.rearranges = True
@@ -127,10 +140,14 @@ def _stored(tensor: TensorRef) -> ByteRange:
 
 def _over(tensor: TensorRef, key: str, shape: tuple[int, ...], data: ByteRange) -> TensorRef:
     """Return the tensor with another shape and elements, in row-major order."""
-    return over_elements(
-        tensor, shape=shape, stride=row_major_strides(shape), offset=0, flags=(),
-        storage=Storage(key, data, data.length, tensor.device),
-    )  # fmt: skip
+    storage = Storage(key, data, data.length, tensor.device)
+    return _reshaped(tensor, shape, offset=0, flags=(), storage=storage)
+
+
+def _reshaped(tensor: TensorRef, shape: tuple[int, ...], **place: Any) -> TensorRef:
+    if tensor.kind == "numpy":  # its pickle has the old shape
+        tensor = replace(tensor, kind="strided", parts=None)
+    return over_elements(tensor, shape=shape, stride=row_major_strides(shape), **place)
 
 
 def _run(piece: Piece, tensor: TensorRef) -> ByteRange:
@@ -155,36 +172,32 @@ _Pair: TypeAlias = "tuple[Piece, TensorRef]"
 class _Assembly:
     """The pieces of one tensor, of which any bytes can be read."""
 
-    def __init__(self, pairs: Sequence[_Pair], itemsize: int, size: int, *, has_gaps: bool) -> None:
+    def __init__(self, pairs: Sequence[_Pair], itemsize: int, size: int, last: LastBlock) -> None:
         boxes = (_Box(_stored(of), of.offset + one.start, one.place, one.axes) for one, of in pairs)
         self._boxes = sorted(boxes, key=lambda box: box.place)
-        self._itemsize, self._size, self._has_gaps = itemsize, size, has_gaps
+        self._itemsize, self._size, self._last = itemsize, size, last
         inner = [box.axes[-1] for box in self._boxes if box.axes]
         runs = (axis.size if axis[1:] == (1, 1) else 1 for axis in inner)
         self._is_short = min(runs, default=1) * itemsize < _LONG
-        self._kept = 0, bytearray()
-        """The first element of what has been put together last, and its bytes."""
 
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `offset`; what is read next is put together with it."""
-        size, done = self._itemsize, 0
+        size, last, done = self._itemsize, self._last, 0
         while done < len(buffer):
-            begin, held = self._kept
-            start = offset + done - begin * size
-            if not 0 <= start < len(held):
-                begin, start = divmod(offset + done, size)
-                held = self._block(begin, len(buffer) - done + start)
-            part = memoryview(held)[start : start + len(buffer) - done]
+            start = offset + done - last.begin * size
+            if last.of is not self or not 0 <= start < len(last.data):
+                last.begin, start = divmod(offset + done, size)
+                last.of, last.data = self, self._block(last.begin, len(buffer) - done + start)
+            part = memoryview(last.data)[start : start + len(buffer) - done]
             buffer[done : done + len(part)] = part
             done += len(part)
-            is_used_up = start + len(part) == len(held)  # else each of many tensors holds a block
-            self._kept = (0, bytearray()) if is_used_up else (begin, held)
+            if start + len(part) == len(last.data):
+                last.of, last.data = None, bytearray()
 
     def _block(self, begin: int, wanted: int) -> bytearray:
         """Return the bytes of elements from `begin` on, as many as are put together at once."""
-        most = (
-            _WIDE if self._is_short else min(-(-wanted // self._itemsize) * self._itemsize, BLOCK)
-        )
+        exact = min(-(-wanted // self._itemsize) * self._itemsize, BLOCK)
+        most = _WIDE if self._is_short and wanted >= _WORTH else exact
         end = min(begin + max(most // self._itemsize, 1), self._size)
         made = bytearray((end - begin) * self._itemsize)
         for box in self._boxes:

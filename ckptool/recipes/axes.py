@@ -62,6 +62,11 @@ class Part(NamedTuple):
     """By name: the size, the dimension, and the step in that dimension."""
 
     @property
+    def numel(self) -> int:
+        """Its elements."""
+        return prod(size for size, _, _ in self.axes.values())
+
+    @property
     def is_padding(self) -> bool:
         """Whether an axis says that it counts for nothing."""
         return any(name.startswith("_") for name in self.axes)
@@ -101,17 +106,17 @@ class Equation:
     @property
     def axes(self) -> frozenset[str]:
         """The names of all axes."""
-        return frozenset().union(*map(_names, (*self.left, *self.right)))
+        return frozenset().union(*map(axes_of, (*self.left, *self.right)))
 
     @cached_property
     def left_axes(self) -> frozenset[str]:
         """The names of the axes on the left."""
-        return frozenset().union(*map(_names, self.left))
+        return frozenset().union(*map(axes_of, self.left))
 
     @cached_property
     def right_axes(self) -> frozenset[str]:
         """The names of the axes on the right."""
-        return frozenset().union(*map(_names, self.right))
+        return frozenset().union(*map(axes_of, self.right))
 
     def spread(self, dimensions: Sequence[int]) -> Equation:
         """Return the equation with axes `~0`, `~1`, ... for `...`, by the dimensions of the left.
@@ -234,12 +239,12 @@ def _count_parts(expression: Expression) -> int:
     return prod(map(_count_parts, _inside(expression)))
 
 
-def _names(dimensions: Iterable[Expression]) -> dict[str, None]:
-    """Return the axes in their order, so that messages do not change from run to run."""
+def axes_of(dimensions: Iterable[Expression]) -> dict[str, None]:
+    """Return the names of all axes in some dimensions, in the order in which they are written."""
     found: dict[str, None] = {}
     for one in dimensions:
         if not isinstance(one, str):
-            found |= _names(_inside(one))
+            found |= axes_of(_inside(one))
         elif one != "..." and not one.isdigit():
             found[one.rstrip("'")] = None
     return found
@@ -261,7 +266,7 @@ def size_of(expression: Expression, sizes: Mapping[str, int]) -> int:
 
 
 def _unknown(expression: Expression, sizes: Mapping[str, int]) -> list[str]:
-    return [name for name in _names((expression,)) if name not in sizes]
+    return [name for name in axes_of((expression,)) if name not in sizes]
 
 
 def _settle(expression: Expression, size: int, tensor: int, sizes: dict[str, int]) -> bool:
@@ -271,7 +276,7 @@ def _settle(expression: Expression, size: int, tensor: int, sizes: dict[str, int
         return False
     words = _words((expression,))
     if free:
-        (name,) = free
+        [name] = free
         low = size_of(expression, {**sizes, name: 0})
         step = size_of(expression, {**sizes, name: 1}) - low
         if step <= 0 or size < low or (size - low) % step:

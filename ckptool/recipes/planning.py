@@ -14,7 +14,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptool.core.model import MAX_ELEMENTS, row_major_strides
 from ckptool.errors import LimitExceeded, NameCollision, UsageError
-from ckptool.limits import DEFAULT_LIMITS
 from ckptool.recipes.assembling import BoxAxis, Piece, ordered
 from ckptool.recipes.axes import Equation, Misfit, Part, Shape
 from ckptool.recipes.names import MAX_KEY, Pattern, Values, is_number
@@ -22,6 +21,8 @@ from ckptool.recipes.recipe import Recipe, RecipeRule
 from ckptool.transforms.name_rules import similar
 from ckptool.words import counted, listed, printable
 
+_MOST_PIECES = 2_000_000
+"""Parts of tensors that a plan has memory for."""
 _SAME = Equation.parse("... -> ...")
 """What a rule without axes does, for messages."""
 
@@ -345,7 +346,8 @@ class _Planner(Generic[T]):
         """Return which equation a group fits, and the tensors that are made of it."""
         rule, counts = group.rule, self._counts(group)
         firsts = [held[(0,) * len(next(iter(held)))] for held in group.members]
-        self._check_alike(group, firsts)
+        if not rule.takes_single or len(firsts) > 1:
+            self._check_alike(group, firsts)
         misfits: list[UsageError] = []
         for at, equation in enumerate(rule.equations or (None,)):
             sizes = {**self._params, **counts}
@@ -426,7 +428,8 @@ class _Planner(Generic[T]):
         if template is None:
             template = self._template(rule, equation, views, counts, sizes)
             self._templates[name] = template
-        self._check_same(group, equation.right_axes)
+        if not rule.takes_single:
+            self._check_same(group, equation.right_axes)
         made = []
         for at, (shape, every) in enumerate(zip(template.shapes, template.pieces, strict=True)):
             for number, pieces in every.items():
@@ -484,8 +487,8 @@ class _Planner(Generic[T]):
     def _claim(self, count: int) -> None:
         """Count pieces and tensors, before there is memory for them."""
         self._pieces += count
-        if self._pieces > DEFAULT_LIMITS.max_records:
-            text = f"the recipe makes more than {DEFAULT_LIMITS.max_records:,} tensors or parts"
+        if self._pieces > _MOST_PIECES:
+            text = f"the recipe makes more than {_MOST_PIECES:,} tensors or parts of tensors"
             raise LimitExceeded(text, file=self._file, hint="give smaller numbers with --param")
 
     def _template(
@@ -545,7 +548,8 @@ class _Planner(Generic[T]):
         sizes: Mapping[str, int],
     ) -> None:
         """Note the parameters without which the way back could not be planned."""
-        if any(one.is_padding for parts in equation.left_parts(sizes) for one in parts):
+        parts = (one for parts in equation.left_parts(sizes) for one in parts)
+        if any(part.is_padding and part.numel for part in parts):
             self._plan.has_padding = True
         self._note([name for name in counts if name not in equation.right_axes], counts)
         try:

@@ -9,13 +9,13 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ckptool.errors import UnreadableFile, UsageError
 from ckptool.files.source import FileSource
-from ckptool.recipes.axes import Equation, Misfit, pairs
+from ckptool.recipes.axes import Equation, Misfit, axes_of, pairs
 from ckptool.recipes.names import Pattern, patterns
 from ckptool.recipes.params import Term, parse_term, refuse_cycles
 from ckptool.words import listed, printable
@@ -131,8 +131,14 @@ class RecipeRule:
                 text = f"the equation {equation.text!r} has {len(side)} tensors on a side"
                 raise UsageError(f"{text} where the rule has {len(keys)}: {self.text}")
         try:
+            for names, side in ((self.stacked, equation.left), (self.unstacked, equation.right)):
+                for own, dimensions in zip(names, side, strict=True):
+                    if twice := [name for name in axes_of(dimensions) if name in own]:
+                        raise Misfit(f"{listed(twice)} is a variable of the key and an axis")
             spread = equation.spread([len(one) for one in equation.left])
-            list(self.paired(spread, dict.fromkeys(spread.axes, 2)))
+            made = {pair[2] for pair in self.paired(spread, dict.fromkeys(spread.axes, 2))}
+            if len(made) < len(self.right):
+                raise Misfit("a tensor on the right has nothing but padding")
         except Misfit as misfit:
             text = f"the equation {equation.text!r} is wrong: {misfit.text}"
             raise UsageError(f"{text}, in {self.text}") from None
@@ -434,6 +440,7 @@ def shipped_recipes() -> tuple[tuple[str, str], ...]:
     return tuple((one.name, one.about) for one in all_shipped())
 
 
+@cache
 def all_shipped() -> list[Recipe]:
     """Return the recipes that come with ckptool, by their names."""
     return [Recipe.load(path.stem) for path in sorted(_SHIPPED.glob("*.toml"))]

@@ -13,7 +13,7 @@ from ckptool.core.names import RULES_HINT, families
 from ckptool.core.sections import MODEL_KINDS, Section, model_state_dict, named_tensors
 from ckptool.core.tree import is_within, name_of
 from ckptool.errors import CheckpointError, NameCollision, UsageError
-from ckptool.recipes.assembling import Piece, assembled, check_movable, row_major
+from ckptool.recipes.assembling import LastBlock, Piece, assembled, check_movable, row_major
 from ckptool.recipes.axes import Shape
 from ckptool.recipes.params import Params
 from ckptool.recipes.planning import Plan, Sketch, Sketches, differences, fits_keys, plan
@@ -29,7 +29,7 @@ class _Tensors:
     """A maker of tensors over byte ranges of a checkpoint's."""
 
     def __init__(self, file: str) -> None:
-        self._file = file
+        self._file, self._last = file, LastBlock()
         self.moved: set[int] = set()
         """The identities of tensors whose elements an equation takes."""
         self._rows: dict[int, tuple[TensorRef, TensorRef]] = {}
@@ -54,7 +54,7 @@ class _Tensors:
         place: Any,
     ) -> TensorRef:
         """Return the tensor that pieces of some members make, one piece of each."""
-        return assembled(key, shape, pieces, members, self._file)
+        return assembled(key, shape, pieces, members, self._last, self._file)
 
     def is_same(self, one: TensorRef, other: TensorRef) -> bool:
         """Return whether two tensors of one dtype and shape have the same elements."""
@@ -192,6 +192,7 @@ def _others(checkpoint: Checkpoint, section: Section | None) -> Iterator[Change]
         parts = [one for one in checkpoint.sections if one.kind == kind]
         if kind == "values":
             names = [name_of(path[:2]) for one in parts for path in one.node]
+            names += [name for one in checkpoint.sections for name in _values_in(one)]
         else:
             names = [one.name for one in parts]
         if names:
@@ -203,6 +204,14 @@ def _others(checkpoint: Checkpoint, section: Section | None) -> Iterator[Change]
             if one.holder is not section.holder and one.path != section.path:
                 text = f"the {one.kind} {printable(one.name)}"
                 yield Change("left-out", f"{text} ({counted(len(one.tensors()), 'tensor')})", 1)
+
+
+def _values_in(section: Section) -> list[str]:
+    """Return the paths of what is no tensor in a state dict."""
+    if section.kind not in MODEL_KINDS:
+        return []
+    items = section.node.items()
+    return [name_of((*section.path, k)) for k, one in items if not isinstance(one, TensorRef)]
 
 
 def _changes(

@@ -4,6 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -438,6 +439,19 @@ def test_lazily_conjugated_and_big_endian_elements_are_read_right(tmp_path):
         {},
     )
     assert torch.equal(made.by_name["c"].torch(), torch.cat([whole.conj(), whole]).t())
+
+
+def test_arrays_and_parameters_are_read_as_tensors_and_keep_what_they_are(tmp_path):
+    weight = torch.nn.Parameter(numbers(2, 3))
+    source = opened(tmp_path, {"a.w": numpy.arange(6.0).reshape(2, 3), "b.w": weight})
+    for axes, expected in (("i o -> o i", weight.t()), ("i o -> (i o)", weight.flatten())):
+        made = relayout(source, Recipe.of_rule("{n}.w", "{n}.v", axes), {})
+        made.save(tmp_path / "out.pth", overwrite=True)
+        found = torch.load(tmp_path / "out.pth")
+        assert isinstance(found["b.v"], torch.nn.Parameter)
+        assert torch.equal(found["b.v"], expected)
+        assert found["a.v"].shape == expected.shape
+        assert found["a.v"].dtype == torch.float64
 
 
 def test_a_plan_that_makes_too_much_is_refused(tmp_path):
