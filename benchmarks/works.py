@@ -415,7 +415,7 @@ def match_rows(many: dict[int, Path], renamed: Path) -> Iterator[Row]:
     yield Row(
         f"`match --like` another file, {count:,} names",
         many[count],
-        (Command.ckptool("match", many[count], "--like", renamed, "--map", RULE), idiom),
+        (Command.ckptool("match", many[count], "--like", renamed, "--rename", RULE), idiom),
         second=renamed,
         beside=idiom.label,
         most_times=1.0,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from ckptool import transforms
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
-from ckptool.formats import Source, open_checkpoint, opened
+from ckptool.formats import Source, opened
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.transforms import Rule
-from ckptool.words import a_class
+from ckptool.transforms import Rename, Rule, Strip, Wrap, remapping
+from ckptool.transforms.step import opened_and_changed
 from ckptool.writing import Receipt, save
 
 if TYPE_CHECKING:
@@ -43,19 +43,9 @@ def open(
         LimitExceeded: the file asks for more than `limits` allows.
         NotFound: with `master`: there are no masters.
     """
-    return _opened(path, lambda one: transforms.with_masters(one) if master else one, limits)
-
-
-def _opened(
-    path: str | os.PathLike[str],
-    change: Callable[[Checkpoint], Checkpoint],
-    limits: Limits = DEFAULT_LIMITS,
-) -> Checkpoint:
-    """Return the checkpoint of a file, changed; closed again where that is refused."""
-    with ExitStack() as stack:
-        made = change(stack.enter_context(open_checkpoint(path, limits=limits)))
-        stack.pop_all()
-    return made
+    return opened_and_changed(
+        path, lambda one: transforms.Masters()(one) if master else one, limits=limits
+    )
 
 
 def report(
@@ -218,21 +208,6 @@ def merge_lora(
         )
 
 
-def _changed(
-    state: Source | Mapping[Any, Any], change: Callable[[Checkpoint], Checkpoint]
-) -> Checkpoint | dict[Any, Any]:
-    if isinstance(state, Checkpoint):
-        return change(state)
-    if isinstance(state, (str, os.PathLike)):
-        return _opened(state, change)
-    if not isinstance(state, Mapping):
-        raise UsageError(
-            f"a path, a state dict or an open checkpoint is wanted, not {a_class(state)}",
-            hint="a model: model.state_dict()",
-        )
-    return transforms.changed_dict(state, change)
-
-
 @overload
 def strip_module(
     state: Source, *, only: Words = ..., levels: int | None = ..., at: str | None = ...
@@ -264,7 +239,7 @@ def strip_module(
         NotFound: no key starts with the path `at`.
         UsageError: `only` is not a known wrapper, or `levels` is less than 1.
     """
-    return _changed(state, lambda one: one.strip_module(only=only, levels=levels, at=at))
+    return Strip(only, levels, at)(state)
 
 
 @overload
@@ -295,31 +270,29 @@ def add_module(
         NotFound: there is nothing at `key`, or no key starts with the path `at`.
         UsageError: `wrapper` is not a known wrapper.
     """
-    return _changed(state, lambda one: one.add_module(wrapper=wrapper, at=at, key=key))
+    return Wrap(wrapper, at, key)(state)
 
 
 @overload
-def remap(state: Source, rules: Mapping[str, str]) -> Checkpoint: ...
+def remap(state: Source, rules: str | Mapping[str, str]) -> Checkpoint: ...
 @overload
-def remap(state: Mapping[Any, Any], rules: Mapping[str, str]) -> dict[Any, Any]: ...
+def remap(state: Mapping[Any, Any], rules: str | Mapping[str, str]) -> dict[Any, Any]: ...
 def remap(
-    state: Source | Mapping[Any, Any], rules: Mapping[str, str]
+    state: Source | Mapping[Any, Any], rules: str | Mapping[str, str]
 ) -> Checkpoint | dict[Any, Any]:
     """Return a checkpoint or a new dict on other devices: the rules apply all at once.
 
-    Examples of rules: `{"cuda:1": "cuda:0"}`, `{"cuda:*": "cpu"}`, `{"*": "cpu"}`. In a checkpoint
-    the device tags are rewritten; the tensors of a dict in memory are moved.
+    Examples of rules: `"cpu"`, `{"cuda:1": "cuda:0"}`, `{"cuda:*": "cpu"}`. In a checkpoint the
+    device tags are rewritten; the tensors of a dict in memory are moved.
 
     Args:
         state: As of `strip_module`.
-        rules: A mapping of a device or a pattern to the new device.
+        rules: The device of all tensors, or a mapping of a device or a pattern to the new device.
 
     Raises:
         DeviceError: a word is not a device, or a tensor cannot be moved.
     """
-    if isinstance(state, Mapping):
-        return transforms.remap_dict(state, rules)
-    return _changed(state, lambda one: one.remap(rules))
+    return remapping(rules)(state)
 
 
 @overload
@@ -352,4 +325,4 @@ def rename(
         NotFound: there is nothing at `key`.
         UsageError: a text is not a rule, or a rule leaves nothing of a key.
     """
-    return _changed(state, lambda one: one.rename(rules, prefixes=prefixes, key=key))
+    return Rename(rules, prefixes, key)(state)

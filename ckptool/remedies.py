@@ -35,7 +35,7 @@ class Remedy(NamedTuple):
         return bool(self.arguments or self.note or self.lead or self.instead)
 
     def __str__(self) -> str:
-        """`rules=['a=>b'], allow_missing=True`, or of two ways each in backticks of its own."""
+        """`rename=['a=>b'], allow_missing=True`, or of two ways each in backticks of its own."""
         return self.told(lambda name, given: f"{name}={_value(given)}", ", ")
 
     def told(

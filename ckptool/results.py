@@ -1,4 +1,4 @@
-"""Every public class that is no error: what the functions of `ckptool` return and take.
+"""Every public class that is no error: what the functions return and take, and the steps.
 
 They print as their pages on the command line do, and have one line as their `repr`.
 """
@@ -11,7 +11,7 @@ from ckptool._lazy import importer
 
 if TYPE_CHECKING:
     from ckptool.comparison.diff import Diff
-    from ckptool.conversion import Conversion
+    from ckptool.conversion.fit import Fit
     from ckptool.core.checkpoint import Change, Checkpoint, Details
     from ckptool.core.finding import Finding
     from ckptool.core.model import Opaque, Storage, TensorRef
@@ -25,17 +25,36 @@ if TYPE_CHECKING:
     from ckptool.limits import Limits
     from ckptool.matching import MatchReport
     from ckptool.render.page import PageReceipt
+    from ckptool.transforms import (
+        Cast,
+        Compact,
+        Flatten,
+        Masters,
+        Nest,
+        Plain,
+        Remap,
+        Rename,
+        Reshape,
+        Salvage,
+        Step,
+        Strip,
+        Take,
+        Untie,
+        Wrap,
+    )  # fmt: skip
     from ckptool.writing import Receipt
 
 __all__ = [
-    "Change", "Checkpoint", "Complaint", "Conversion", "Details", "Diagnosis", "Diff", "Finding",
-    "Info", "Limits", "Listing", "MatchReport", "Opaque", "PageReceipt", "Receipt", "Recovery",
-    "Scan", "Stats", "Storage", "TensorRef", "Verdict",
+    "Cast", "Change", "Checkpoint", "Compact", "Complaint", "Details", "Diagnosis", "Diff",
+    "Finding", "Fit", "Flatten", "Info", "Limits", "Listing", "Masters", "MatchReport", "Nest",
+    "Opaque", "PageReceipt", "Plain", "Receipt", "Recovery", "Remap", "Rename", "Reshape",
+    "Salvage", "Scan", "Stats", "Step", "Storage", "Strip", "Take", "TensorRef", "Untie",
+    "Verdict", "Wrap",
 ]  # fmt: skip
 
 _HOMES = {
     "core.checkpoint": ("Change", "Checkpoint", "Details"),
-    "conversion": ("Conversion",),
+    "conversion.fit": ("Fit",),
     "diagnosis": ("Complaint", "Diagnosis"),
     "files.recovery": ("Recovery",),
     "core.finding": ("Finding",),
@@ -49,6 +68,23 @@ _HOMES = {
     "matching": ("MatchReport",),
     "core.model": ("Opaque", "Storage", "TensorRef"),
     "render.page": ("PageReceipt",),
+    "transforms": (
+        "Cast",
+        "Compact",
+        "Flatten",
+        "Masters",
+        "Nest",
+        "Plain",
+        "Remap",
+        "Rename",
+        "Reshape",
+        "Salvage",
+        "Step",
+        "Strip",
+        "Take",
+        "Untie",
+        "Wrap",
+    ),
     "writing": ("Receipt",),
 }
 

@@ -120,7 +120,7 @@ def test_names_of_the_many_are_those_of_the_renamed_after_a_rule(tmp_path):
 
     renamed(tmp_path / "renamed.pth", 7)
     state = {f"module.layers.{index}.weight": torch.rand(2, 3) for index in range(7)}
-    _, report = ckptool.match(state, tmp_path / "renamed.pth", rules=[RULE])
+    _, report = ckptool.match(state, tmp_path / "renamed.pth", rename=[RULE])
     assert (report.fitting, report.names) == (7, 7)
 
 

@@ -26,7 +26,7 @@ with ckptool.open("model.pth") as checkpoint:
     for path, tensor in checkpoint.tensors():
         reveal_type(tensor.shape)
     written: ckptool.Receipt = checkpoint.strip_module().remap({"*": "cpu"}).save("ready.pth")
-size: int = ckptool.convert("model.pth", "model.safetensors", wrappers="strip").size
+size: int = ckptool.convert("model.pth", "model.safetensors", ckptool.Strip()).size
 found: ckptool.Diff = ckptool.diff("a.pth", "b.pth")
 reveal_type(found.identical)
 try:
@@ -163,7 +163,7 @@ WITH_TORCH = {
     "diff": "diff a.pth b.pth --rtol 0.1",
     "match": "match a.pth --like torch.nn:Identity",
     "doctor": "doctor a.pth --like torch.nn:Identity",
-    "convert": "convert a.pth 8.pth --cast bfloat16",
+    "convert": "convert a.pth 8.pth --dtype bfloat16",
     "cast": "cast a.pth --dtype bfloat16 -o 9.pth",
     "average": "average a.pth b.pth -o 10.pth",
     "merge-lora": "merge-lora base.safetensors plain -o 11.safetensors",

@@ -8,7 +8,7 @@ import pytest
 from ckptool.errors import AmbiguousName, CheckpointError, MatchError, UsageError
 from ckptool.remedies import Remedy, literal, together
 
-ODD = ["plain", "it's", 'a "b"', "back\\slash", "ends\\", "\x1b[31m", "x'], rules=['y", "\\d'", ""]
+ODD = ["plain", "it's", 'a "b"', "back\\slash", "ends\\", "\x1b[31m", "x'], rename=['y", "\\d'", ""]
 
 
 def called(text):
@@ -28,10 +28,10 @@ def test_a_pattern_keeps_its_backslashes():
 
 def test_the_text_is_the_arguments_of_a_call():
     remedy = Remedy(
-        (("rules", tuple(ODD)), ("allow_missing", True), ("key", "a'b"), ("min_coverage", 0))
+        (("rename", tuple(ODD)), ("allow_missing", True), ("key", "a'b"), ("min_coverage", 0))
     )
     assert called(str(remedy)) == {
-        "rules": ODD, "allow_missing": True, "key": "a'b", "min_coverage": 0,
+        "rename": ODD, "allow_missing": True, "key": "a'b", "min_coverage": 0,
     }  # fmt: skip
 
 
@@ -55,10 +55,10 @@ def test_a_function_may_call_an_argument_otherwise():
 
 
 def test_several_are_given_at_once():
-    one = Remedy((("rules", ("a=>b",)), ("allow_missing", "x.*")), " (so)")
-    two = Remedy((("rules", ("c=>d",)), ("allow_missing", ("y", "x.*")), ("min_coverage", 0)))
+    one = Remedy((("rename", ("a=>b",)), ("allow_missing", "x.*")), " (so)")
+    two = Remedy((("rename", ("c=>d",)), ("allow_missing", ("y", "x.*")), ("min_coverage", 0)))
     assert together([one, two, Remedy(note="ask")]) == Remedy(
-        (("rules", ("a=>b", "c=>d")), ("allow_missing", ("x.*", "y")), ("min_coverage", 0)),
+        (("rename", ("a=>b", "c=>d")), ("allow_missing", ("x.*", "y")), ("min_coverage", 0)),
         " (so), ask",
     )
     assert together([Remedy((("allow_missing", True),)), two]).arguments[0][1] is True

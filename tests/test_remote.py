@@ -27,6 +27,7 @@ from ckptool.errors import (
 from ckptool.files import http
 from ckptool.files.remote import _repository
 from ckptool.inspection.scan import files_below
+from tests.conversions import convert_by_options
 from tests.servers import SHA, Handler, serving
 from tests.sources import PROJECT
 
@@ -134,7 +135,7 @@ def test_a_chunk_of_a_folder_of_processes_takes_one_request(served, tmp_path):
 
 def test_an_extract_fetches_what_it_takes(large, served, tmp_path):
     with ckptool.open(f"{served.url}/large.pth") as checkpoint:
-        checkpoint.extract(include=["l.30.w"]).save(tmp_path / "one.pth")
+        checkpoint.then(ckptool.Take(include=["l.30.w"])).save(tmp_path / "one.pth")
     assert torch.equal(torch.load(tmp_path / "one.pth")["l.30.w"], torch.load(large)["l.30.w"])
     assert served.bytes < 400_000 + 4 * http_window()
 
@@ -190,14 +191,14 @@ def test_a_rehearsal_says_what_would_be_fetched(large, served, tmp_path):
     def told(**options):
         before = served.bytes
         target = tmp_path / "x.safetensors"
-        notes = ckptool.convert(f"{served.url}/large.pth", target, dry_run=True, **options).notes
+        notes = convert_by_options(f"{served.url}/large.pth", target, dry_run=True, **options).notes
         assert served.bytes - before < 400_000
         return [note for note in notes if "would be fetched" in note]
 
     one = 400_000
     assert told() == [f"{60 * one:,} bytes of tensors would be fetched"]
     assert told(include=["l.30.w"]) == [f"{one:,} bytes of tensors would be fetched"]
-    assert told(cast="bfloat16") == [f"{60 * one:,} bytes of tensors would be fetched"]
+    assert told(dtype="bfloat16") == [f"{60 * one:,} bytes of tensors would be fetched"]
 
 
 def test_damage_is_noticed_while_it_is_copied(large, served, tmp_path):

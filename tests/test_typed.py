@@ -41,7 +41,7 @@ RIGHT = {
     'ckptool.load("a.pth", lambda storage, tag: storage)': "Any",
     'ckptool.load_state_dict("a.pth", torch.device("cpu"), key="ema", wrappers="keep", '
     "dtype=torch.half, mmap=True)": "OrderedDict[str, Any]",
-    'ckptool.load_into(model, "a.pth", strict=False, optimizer=optimizer, rules=["a=>b"], '
+    'ckptool.load_into(model, "a.pth", strict=False, optimizer=optimizer, rename=["a=>b"], '
     'allow_missing=["fc.*"], map_location=None)': "MatchReport",
     'ckptool.match(state, model, prefixes=["a=b"])[0]': "OrderedDict[str, Any]",
     'ckptool.match("a.pth", "b.pth", like_key="ema")[1].fits': "bool",
@@ -49,7 +49,7 @@ RIGHT = {
     "ckptool.info(checkpoint).devices": "Mapping[str, int]",
     'ckptool.list_tensors("a.pth", hash=True, exclude=["a"]).tensors[0].sha256': "str | None",
     'ckptool.stats("a.pth", bins=9, key="ema", progress=told)': "Stats",
-    'ckptool.diff("a.pth", checkpoint, rules=["a=>b"], quick=True, max_diffs=3).identical': "bool",
+    'ckptool.diff("a.pth", checkpoint, rename=["a=>b"], quick=True, max_diffs=3).identical': "bool",
     'ckptool.verify("a.pth", values=True, manifest="sums.json", progress=told).ok': "bool",
     'ckptool.scan("a.pth").ok(strict=True)': "bool",
     'ckptool.doctor("a.pth", like="b.pth", devices=["cpu"]).commands': "tuple[str, ...]",
@@ -64,17 +64,18 @@ RIGHT = {
     'ckptool.list_tensors("a.pth")["a"].nbytes': "int",
     '[row.dtype for row in ckptool.list_tensors("a.pth")[:2]]': "list[str]",
     'ckptool.rename(state, ["a=>b"], prefixes=["c=d"], key="ema")': "dict[Any, Any]",
-    'ckptool.convert("a.pth", "b.safetensors", wrappers="strip", cast=torch.half, '
-    'keep={"*.bias": None}, like=model, allow_missing=True, max_shard_size="5GB")': "Receipt",
+    'ckptool.convert("a.pth", "b.safetensors", ckptool.Fit(model, allow_missing=True), '
+    'ckptool.Cast(torch.half, keep={"*.bias": None}), max_shard_size="5GB")': "Receipt",
     'ckptool.average(["a.pth", checkpoint], "b.pth", ints="first", overwrite=True)': "Receipt",
     'ckptool.merge_lora("a.pth", ["b", checkpoint], "c.pth", scale=[1, 0.5])': "Receipt",
     'ckptool.recover("a.pth", discard=True).action': "str",
     "checkpoint.strip_module(levels=1)": "Checkpoint",
     'checkpoint.add_module(at="backbone")': "Checkpoint",
     'checkpoint.rename(["a=>b"], key="ema")': "Checkpoint",
-    'checkpoint.extract(include=["*.weight"], model_only=True)': "Checkpoint",
-    'checkpoint.remap({"*": "cpu"}).compact().to_plain(drop=True).drop_objects()': "Checkpoint",
-    'checkpoint.cast("bfloat16", keep=["*.bias"], everything=True)': "Checkpoint",
+    'checkpoint.then(ckptool.Take(include=["*.weight"], model_only=True))': "Checkpoint",
+    'checkpoint.remap("cpu").then(ckptool.Compact(), ckptool.Plain(False, True))': "Checkpoint",
+    'ckptool.Cast("bfloat16", keep=["*.bias"], cast_optimizer=True)(checkpoint)': "Checkpoint",
+    "ckptool.Strip()(state)": "dict[Any, Any]",
     'checkpoint.save("b.pth", format="torch-zip", in_place=True, verify=True)': "Receipt",
     'tensor.torch(map_location="cuda:0", dtype="float32", mmap=True)': "Tensor",
 }  # fmt: skip
@@ -106,15 +107,16 @@ WRONG = {
     'ckptool.remap(checkpoint, ["cpu"])': OVERLOAD,
     'ckptool.rename(state, prefixes=[1])': "has incompatible type",
     'ckptool.convert("a.pth", "b.pth", color="red")': KEYWORD,
-    'ckptool.convert("a.pth", "b.pth", like=3)': TYPE,
+    'ckptool.convert("a.pth", "b.pth", ckptool.Fit(3))': TYPE,
+    'ckptool.convert("a.pth", "b.pth", cast="bfloat16")': KEYWORD,
     'ckptool.average(["a.pth"], "b.pth", overwrit=True)': KEYWORD,
     'ckptool.merge_lora("a.pth", ["b"], "c.pth", scales=[1])': KEYWORD,
     'ckptool.recover("a.pth", discard="yes")': TYPE,
     'checkpoint.strip_module(onyl="module")': KEYWORD,
     "checkpoint.add_module(at=3)": TYPE,
     'checkpoint.rename(["a=>b"], keys="ema")': KEYWORD,
-    'checkpoint.extract(includes=["*"])': KEYWORD,
-    "checkpoint.cast(16)": TYPE,
+    'checkpoint.then(ckptool.Take(includes=["*"]))': KEYWORD,
+    "checkpoint.then(ckptool.Cast(16))": TYPE,
     'checkpoint.save("b.pth", force=True)': KEYWORD,
     'tensor.torch(device="cpu")': KEYWORD,
 }  # fmt: skip
@@ -168,7 +170,7 @@ def test_a_public_signature_names_its_arguments(name):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_help_of_a_public_function_begins_with_a_verb_and_has_every_argument(name):
     function = getattr(ckptool, name)
-    text = inspect.getdoc(function)
+    text = (inspect.getdoc(function) or "").replace("    *", "    ")
     arguments = inspect.signature(function).parameters
     assert text.partition(" ")[0] in VERBS
     assert [one for one in arguments if not re.search(rf"^    {one}: ", text, re.M)] == []

@@ -33,7 +33,7 @@ def model(fixtures):
 
 @pytest.fixture
 def weights(model, tmp_path):
-    ckptool.convert(model, tmp_path / "weights.safetensors", model_only=True)
+    ckptool.convert(model, tmp_path / "weights.safetensors", ckptool.Take(model_only=True))
     return tmp_path / "weights.safetensors"
 
 
@@ -55,15 +55,15 @@ def names(system, folder=""):
 
 def test_a_file_is_written_as_on_this_disk(model, memory, tmp_path):
     for name in ("x.safetensors", "x.pth"):
-        receipt = ckptool.convert(model, f"memory://run/{name}", model_only=True)
-        ckptool.convert(model, tmp_path / name, model_only=True)
+        receipt = ckptool.convert(model, f"memory://run/{name}", ckptool.Take(model_only=True))
+        ckptool.convert(model, tmp_path / name, ckptool.Take(model_only=True))
         assert memory.cat(f"/run/{name}") == (tmp_path / name).read_bytes()
         assert (receipt.path, receipt.verified) == (f"memory://run/{name}", False)
 
 
 def test_a_set_is_written_with_its_index_last(model, weights, memory):
     index = "memory://run/model.safetensors.index.json"
-    receipt = ckptool.convert(model, index, model_only=True, max_shard_size="600")
+    receipt = ckptool.convert(model, index, ckptool.Take(model_only=True), max_shard_size="600")
     assert names(memory) == sorted(os.path.basename(path) for path, _ in receipt.files)
     assert len(receipt.files) > 2
     times = {one["name"]: one["created"] for one in memory.find("/run", detail=True).values()}
@@ -75,9 +75,9 @@ def test_what_is_there_is_replaced_where_that_is_asked_for_alone(model, memory):
     ckptool.convert(model, "memory://run/x.pth")
     before = memory.cat("/run/x.pth")
     with pytest.raises(TargetExists, match="exists already"):
-        ckptool.convert(model, "memory://run/x.pth", model_only=True)
+        ckptool.convert(model, "memory://run/x.pth", ckptool.Take(model_only=True))
     assert memory.cat("/run/x.pth") == before
-    ckptool.convert(model, "memory://run/x.pth", model_only=True, overwrite=True)
+    ckptool.convert(model, "memory://run/x.pth", ckptool.Take(model_only=True), overwrite=True)
     assert memory.cat("/run/x.pth") != before
     with pytest.raises(TargetExists, match="is a folder"):
         ckptool.convert(model, "memory://run", overwrite=True)
@@ -114,7 +114,11 @@ def test_of_a_set_that_ends_early_what_is_there_is_named(model, memory):
         pytest.warns(CheckpointWarning, match=r"was not written; .* are there: memory://.*-00001-"),
     ):
         ckptool.convert(
-            model, index, model_only=True, max_shard_size="600", progress=interrupted(0.5)
+            model,
+            index,
+            ckptool.Take(model_only=True),
+            max_shard_size="600",
+            progress=interrupted(0.5),
         )
     left = names(memory)
     assert left
@@ -132,12 +136,12 @@ def test_what_a_file_system_refuses_is_a_sentence(model, memory, monkeypatch):
 
 def test_s3_is_read_written_and_listed(model, weights, s3, tmp_path):
     address = "s3://bucket/run/model.safetensors.index.json"
-    ckptool.convert(model, address, model_only=True, max_shard_size="600")
+    ckptool.convert(model, address, ckptool.Take(model_only=True), max_shard_size="600")
     ckptool.convert(address, tmp_path / "back.pth")
     assert ckptool.diff(weights, tmp_path / "back.pth").identical
     assert ckptool.list_tensors("s3://bucket/run").tensors
     with pytest.raises(TargetExists):
-        ckptool.convert(model, address, model_only=True, max_shard_size="600")
+        ckptool.convert(model, address, ckptool.Take(model_only=True), max_shard_size="600")
     with pytest.raises(CheckpointError, match="there is no such file"):
         ckptool.list_tensors("s3://bucket/run/nothing.pth")
     with pytest.raises(WriteError):

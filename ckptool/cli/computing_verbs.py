@@ -24,7 +24,7 @@ from ckptool.cli.options import (
 )
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.errors import UsageError
-from ckptool.transforms import average, cast, floating_type, merge_lora, with_masters
+from ckptool.transforms import Cast, Masters, average, floating_type, merge_lora
 
 
 @verb(
@@ -43,7 +43,7 @@ from ckptool.transforms import average, cast, floating_type, merge_lora, with_ma
     "Cast matching tensors to this type instead, or not at all; repeatable, the first match "
     "decides.",
 )
-@flag("--all", "Cast optimizer state, too.", "everything")
+@flag("--cast-optimizer", "Cast optimizer state, too.")
 @flag(
     "--allow-overflow",
     "Write values that are too large for the type as torch does: inf, NaN or the largest.",
@@ -58,7 +58,7 @@ def cast_command(
     dequantize: str | None,
     raw: bool,
     keep: tuple[str, ...],
-    everything: bool,
+    cast_optimizer: bool,
     allow_overflow: bool,
     workers: int | None,
     target: OutputOptions,
@@ -79,18 +79,17 @@ def cast_command(
     if word is None:
         raise UsageError("cast needs a type", hint="--dtype bfloat16")
     name = floating_type(word)
-    rules = parsed_keep(keep)
+    step = Cast(
+        dtype,
+        keep=parsed_keep(keep),
+        cast_optimizer=cast_optimizer,
+        allow_overflow=allow_overflow,
+        dequantize=dequantize,
+        raw=raw,
+    )
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        made = cast(
-            with_masters(checkpoint) if master else checkpoint,
-            dtype,
-            keep=rules,
-            everything=everything,
-            allow_overflow=allow_overflow,
-            dequantize=dequantize,
-            raw=raw,
-        )
+        made = checkpoint.then(*([Masters()] if master else []), step)
         if target.dry_run and made.root is not checkpoint.root:
             text = "a dry run computes no values, so it cannot tell whether any overflows"
             made = made.with_root(made.root, Change("note", text))

@@ -21,6 +21,7 @@ import click
 
 from ckptool.cli.group import cli
 from ckptool.errors import CheckpointError, CheckpointWarning, WorkerFailed
+from ckptool.renamed import RENAMED_OPTIONS
 from ckptool.render.text import (
     Look,
     as_options,
@@ -400,6 +401,10 @@ def _usage_in_words(error: click.ClickException) -> tuple[str, str | None]:
     context = error.ctx if isinstance(error, click.UsageError) else None
     hint = f"{context.command_path} --help" if context else None
     if isinstance(error, click.NoSuchOption):
+        verb = context.info_name if context else None
+        now = RENAMED_OPTIONS.get((verb or "", error.option_name))
+        if now is not None:
+            return error.format_message().partition(" Did you")[0], f"it is now called {now}"
         from difflib import get_close_matches
 
         near = error.possibilities or []  # click counts the dashes: --json for --to

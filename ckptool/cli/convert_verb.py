@@ -29,13 +29,15 @@ from ckptool.cli.options import (
     verb,
     visible_option,
 )
-from ckptool.conversion import Conversion
+from ckptool.cli.renaming import RulesInOrder, rename_options
+from ckptool.conversion import converted, steps_of
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
+from ckptool.transforms import Rule
 from ckptool.writing import in_folder, is_folder, target_format
 
 
-class _Convert(Allowing, Sectioned):
+class _Convert(Allowing, RulesInOrder, Sectioned):
     begins = MappingProxyType(
         {
             "salvage": "What is taken",
@@ -53,7 +55,7 @@ class _Convert(Allowing, Sectioned):
     "ckptool convert model.pth model.safetensors",
     "ckptool convert model.pth laptop.pth --wrappers strip --to cpu",
     "ckptool convert whole.pth weights.pth --model-only --plain",
-    "ckptool convert model.pth small.safetensors --cast bfloat16 --keep '*.norm.*=float32'",
+    "ckptool convert model.pth small.safetensors --dtype bfloat16 --keep '*.norm.*=float32'",
     "ckptool convert model.pth model.safetensors --max-shard-size 5GB",
     "ckptool convert model.safetensors.index.json merged.safetensors",
     "ckptool convert part1.safetensors part2.safetensors -o whole.safetensors",
@@ -75,12 +77,14 @@ class _Convert(Allowing, Sectioned):
 )
 @click.option("--key", metavar="NAME", help="The state dict to take, if there are several.")
 @glob_options
+@flag("--ema", "The averaged weights, under the names of the model that they are an average of.")
 @click.option(
     "--wrappers",
     type=click.Choice(["strip", "keep"]),
     help="Remove or keep prefixes such as module. [default: strip for safetensors, else keep]",
 )
-@repeatable("--rename", "'REGEX=>REPL'", "Rename tensors; repeatable, in order.")
+@click.option("--at", metavar="PATH", help="Remove the wrapper of this submodule, as features.")
+@rename_options("a name")
 @repeatable(
     "--resize",
     "GLOB=ROWS[:zero]",
@@ -114,15 +118,15 @@ class _Convert(Allowing, Sectioned):
     show_default=True,
     help="Write tied tensors once, or each with its own bytes.",
 )
-@dtype_option("--cast", "Cast floating-point tensors to this type: bfloat16, float16.")
-@repeatable("--keep", "GLOB[=DTYPE]", "Except these from --cast; repeatable.")
+@dtype_option("--dtype", "Cast floating-point tensors to this type: bfloat16, float16.")
+@repeatable("--keep", "GLOB[=DTYPE]", "Except these from --dtype; repeatable.")
 @quantized_options
 @flag("--cast-optimizer", "Cast optimizer state, too.")
 @flag("--allow-overflow", "Cast values too large for the type, too.")
 @flag("--compact", "Trim storages to the part that tensors use.")
 @click.option("--to", metavar="DEVICE", help="Move all tensors to it: cpu, cuda:0.")
 @repeatable(
-    "--device-map", "A=B", "Move tensors on device A to device B; cuda:* is any index. Repeatable."
+    "--map", "A=B", "Move tensors on device A to device B; cuda:* is any index. Repeatable."
 )
 @visible_option
 @click.option("-o", "--output", type=PATH, help="The same as DESTINATION.")
@@ -138,7 +142,8 @@ class _Convert(Allowing, Sectioned):
 @target_options(place=False)
 def command(
     sources: tuple[str, ...],
-    device_map: tuple[str, ...],
+    map: tuple[str, ...],
+    rules: list[Rule],
     keep: tuple[str, ...],
     max_shard_size: str | None,
     files_from: str | None,
@@ -159,26 +164,29 @@ def command(
     If DESTINATION is a folder, convert writes model.safetensors in it, as from_pretrained reads
     it, and copies config.json, the tokenizer and other such files from --files-from or from a
     SOURCE that is a folder of ranks. The copy of config.json follows --dequantize, --resize and
-    --cast. --format dcp writes a folder that torch.distributed.checkpoint.load reads.
+    --dtype. --format dcp writes a folder that torch.distributed.checkpoint.load reads.
     """
     if target.output is None and len(sources) < 2:
         raise UsageError("convert needs one file to write", hint="ckptool convert A B, or A -o B")
     *files, destination = [*sources, target.output] if target.output else sources
     to_folder = is_folder(destination)  # one that a worker makes is none
     path = in_folder(destination, target.format)
-    conversion = Conversion(
-        salvage=salvage,
-        device_map=parsed_rules(device_map),
-        keep=tuple(parsed_keep(keep)),
-        like=None if like is None else referred(like),
-        **changes,
+    steps = steps_of(
+        {
+            "salvage": salvage,
+            "map": parsed_rules(map),
+            "keep": tuple(parsed_keep(keep)),
+            "like": None if like is None else referred(like),
+            "rename": rules,
+            **changes,
+        }
     )
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
         sharded = max_shard_size is not None
         name = target_format(checkpoint, path, target.format, sharded=sharded)
         with in_options():
-            return conversion.applied(checkpoint, name)
+            return converted(checkpoint, steps, name)
 
     def write() -> None:
         receipt = write_changed(

@@ -8,13 +8,14 @@ from typing import Any
 import click
 
 from ckptool.cli.console import Screen, settle
-from ckptool.cli.options import PATH, flag, repeatable, screen_options, verb
+from ckptool.cli.options import PATH, flag, screen_options, verb
+from ckptool.cli.renaming import RulesInOrder, rename_options
 from ckptool.comparison.diff import diff
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.render.diff import diff_lines, note_lines, stat_lines, status_lines
-from ckptool.transforms import regex_rule
+from ckptool.transforms import Rule
 
 _NOTHING = ("/dev/null", os.devnull)
 """The paths that git gives to a difftool in place of a file that is new or deleted."""
@@ -26,18 +27,14 @@ _NOTHING = ("/dev/null", os.devnull)
     "ckptool diff model.pth model.safetensors --quick",
     "ckptool diff a.pth b.pth --key state_dict --atol 1e-6",
     "ckptool diff model.pth half.safetensors --ignore-dtype",
-    r"ckptool diff a.pth b.pth --map '^encoder\.=>backbone.' --stat",
+    r"ckptool diff a.pth b.pth --rename '^encoder\.=>backbone.' --stat",
     finding="they differ",
+    cls=RulesInOrder,
 )
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @flag("--strict-names", "Compare names with their wrapper prefixes.")
-@repeatable(
-    "--map",
-    "REGEX=>REPL",
-    "Rename tensors of A, without wrapper prefixes, to those of B; repeatable.",
-    "regexes",
-)
+@rename_options("a name of A, without wrapper prefixes,")
 @click.option("--key", metavar="NAME", help="Compare only what is below this path.")
 @flag("--structure", "Compare names, types and shapes, but no values.")
 @flag("--quick", "Compare CRC-32 sums if both files have them; no figures.")
@@ -67,7 +64,7 @@ _NOTHING = ("/dev/null", os.devnull)
 def command(
     a: str,
     b: str,
-    regexes: tuple[str, ...],
+    rules: list[Rule],
     stat: bool,
     name_status: bool,
     no_fold: bool,
@@ -85,9 +82,8 @@ def command(
     given = [name for name, wanted in shown.items() if wanted]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} cannot be combined")
-    rules = [regex_rule(text) for text in regexes]
     with _opened(a) as one, _opened(b) as other, screen.progress() as progress:
-        found = diff(one, other, rules=rules, progress=progress, **how)
+        found = diff(one, other, rename=rules, progress=progress, **how)
     settle(0 if found.identical else 1)
     look = screen.look
     if (name_status or screen.fmt) and not screen.as_json:

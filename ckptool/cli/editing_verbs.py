@@ -9,7 +9,6 @@ import click
 from ckptool.cli.changing import write_changed
 from ckptool.cli.console import Screen
 from ckptool.cli.options import (
-    PATH,
     OutputOptions,
     completed_by,
     file_argument,
@@ -21,6 +20,7 @@ from ckptool.cli.options import (
     verb,
     visible_option,
 )
+from ckptool.cli.renaming import RulesInOrder, rename_options
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.names import WRAPPERS
 from ckptool.errors import UsageError
@@ -28,16 +28,12 @@ from ckptool.files.recovery import recover
 from ckptool.render.receipt import recovery_lines
 from ckptool.render.text import size
 from ckptool.transforms import (
-    add_module,
-    compact,
-    prefix_rule,
-    read_map_file,
-    regex_rule,
-    remap,
-    rename,
-    strip_module,
-    table_rule,
-    visible_devices as renumber,
+    Compact,
+    Remap,
+    Rename,
+    Rule,
+    Strip,
+    Wrap,
 )
 from ckptool.words import clean, listed
 
@@ -70,7 +66,7 @@ def strip_module_command(
     """
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        changed = strip_module(checkpoint, only=only or None, levels=levels, at=at)
+        changed = checkpoint.then(Strip(only or None, levels, at))
         none = Change("warning", f"no name has the prefix {listed(only or ['of a wrapper'])}")
         return changed if changed.changes else changed.with_root(changed.root, none)
 
@@ -90,80 +86,34 @@ def add_module_command(file: str, at: str | None, target: OutputOptions) -> None
     Every state dict of the file is changed, with its _metadata and optimizer state that is keyed
     by name. The result of model.pth goes to model.wrapped.pth.
     """
-    write_changed(file, lambda found: add_module(found, at=at), target, word="wrapped")
-
-
-_ORDER = "ckptool.rename.order"
-
-
-class _InOrder(click.Command):
-    """A command that keeps the order of options of different names, which click does not."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the words twice, the first time for the order."""
-        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
-        ctx.meta[_ORDER] = [parameter.name for parameter in order]
-        return super().parse_args(ctx, args)
+    write_changed(file, Wrap(at=at), target, word="wrapped")
 
 
 @verb(
     "rename",
     "ckptool rename model.pth --prefix backbone=encoder",
     "ckptool rename model.pth --prefix model.=",
-    r"ckptool rename model.pth --map '\.gamma$=>.weight' --map '\.beta$=>.bias'",
-    "ckptool rename model.pth --map-file names.json -o renamed.pth",
-    cls=_InOrder,
+    r"ckptool rename model.pth --rename '\.gamma$=>.weight' --rename '\.beta$=>.bias'",
+    "ckptool rename model.pth --rename-file names.json -o renamed.pth",
+    cls=RulesInOrder,
 )
 @file_argument
-@repeatable(
-    "--map",
-    "REGEX=>REPL",
-    r"Replace the part of a name that matches; groups are \1 or \g<name>. Repeatable.",
-    "regexes",
-)
-@repeatable(
-    "--map-file",
-    "FILE",
-    "Read old and new names, whole, from a JSON object or two columns. Repeatable.",
-    "files",
-    type=PATH,
-)
-@repeatable(
-    "--prefix",
-    "OLD=NEW",
-    "Replace whole components at the front; model.= removes, =model. adds. Repeatable.",
-    "prefixes",
-)
+@rename_options("a name")
 @click.option("--key", metavar="NAME", help="Change only this state dict. Default: all of them.")
 @target_options()
-@click.pass_context
-def rename_command(
-    context: click.Context,
-    file: str,
-    regexes: tuple[str, ...],
-    files: tuple[str, ...],
-    prefixes: tuple[str, ...],
-    key: str | None,
-    target: OutputOptions,
-) -> None:
+def rename_command(file: str, key: str | None, rules: list[Rule], target: OutputOptions) -> None:
     """Rename tensors by regular expressions, prefixes or a table.
 
     Rules are applied in the order in which they are given, each to the result of the one before.
     _metadata and optimizer state that is keyed by name follow. The result of model.pth goes to
     model.renamed.pth.
     """
-    rules = {
-        "regexes": map(regex_rule, regexes),
-        "files": (table_rule(read_map_file(path), path) for path in files),
-        "prefixes": map(prefix_rule, prefixes),
-    }
-    ordered = [next(rules[name]) for name in context.meta[_ORDER] if name in rules]
-    if not ordered:
+    if not rules:
         raise UsageError(
-            "rename takes at least one of --map, --map-file and --prefix",
+            "rename takes at least one of --rename, --rename-file and --prefix",
             hint="ckptool rename FILE --prefix backbone=encoder",
         )
-    write_changed(file, lambda found: rename(found, ordered, key=key), target, word="renamed")
+    write_changed(file, Rename(rules, key=key), target, word="renamed")
 
 
 @verb(
@@ -201,14 +151,8 @@ def remap_command(
             "remap takes exactly one of --to, --map and --visible-devices",
             hint="ckptool remap --to cpu FILE",
         )
-    mapping = {"*": device} if device is not None else parsed_rules(rules)
-
-    def change(checkpoint: Checkpoint) -> Checkpoint:
-        if visible_devices is None:
-            return remap(checkpoint, mapping)
-        return renumber(checkpoint, visible_devices)
-
-    write_changed(file, change, target, word=device.replace(":", "") if device else "remapped")
+    step = Remap(device, parsed_rules(rules), visible_devices)
+    write_changed(file, step, target, word=device.replace(":", "") if device else "remapped")
 
 
 _NOTHING = Change("compact", "nothing to compact: tensors use every byte")
@@ -235,7 +179,7 @@ def compact_command(file: str, target: OutputOptions) -> None:
     def change(checkpoint: Checkpoint) -> Checkpoint:
         nonlocal before
         before = checkpoint.details.size
-        found = compact(checkpoint)
+        found = checkpoint.then(Compact())
         return checkpoint.with_root(found.root, _NOTHING) if found is checkpoint else found
 
     receipt = write_changed(file, change, target, word="compact", rewrite=True)

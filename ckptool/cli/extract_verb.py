@@ -17,10 +17,10 @@ from ckptool.cli.options import (
     target_options,
     verb,
 )
-from ckptool.conversion import without_objects
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
-from ckptool.transforms import extract, with_averages, with_masters
+from ckptool.transforms import Masters, Plain, Take
+from ckptool.transforms.extraction import kept_in
 
 
 @verb(
@@ -65,9 +65,14 @@ def command(
             hint="ckptool extract FILE --ema",
         )
 
+    steps = [Masters()] if master else []
+    take = Take(**what, ema=ema)
+
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        checkpoint = with_averages(checkpoint) if ema else checkpoint
-        checkpoint = with_masters(checkpoint) if master else checkpoint
-        return without_objects(extract(checkpoint, **what), plain=plain, drop=drop_objects)
+        whole = checkpoint.then(*steps)
+        part = whole.then(take)
+        if any(one.kind != "warning" for one in part.changes[len(whole.changes) :]):
+            part = part.with_root(part.root, kept_in(whole, part))
+        return part.then(Plain(plain, drop_objects)) if plain or drop_objects else part
 
     write_changed(file, change, target, word="extracted", rewrite=True)

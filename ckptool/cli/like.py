@@ -101,14 +101,14 @@ def in_options() -> Iterator[None]:
     except MatchError as error:
         error.message = error.message.replace("\n", "; ")
         if error.remedy is not None:
-            error.advise(_for_new_names(error.remedy).with_names({"rules": "rename"}))
+            error.advise(_for_new_names(error.remedy))
         raise
 
 
 def _for_new_names(remedy: Remedy) -> Remedy:
     """Return the remedy with the names that the rules give to what is allowed."""
     given = dict(remedy.arguments)
-    rules, names = given.get("rules"), given.get("allow_unexpected")
+    rules, names = given.get("rename"), given.get("allow_unexpected")
     if isinstance(rules, tuple) and isinstance(names, tuple):
         for rule in map(regex_rule, rules):
             names = tuple(rule.apply(name) or name for name in names)

@@ -10,7 +10,8 @@ import click
 
 from ckptool.cli.console import Screen, print_document, print_lines, settle
 from ckptool.cli.like import Allowing, allowance_options, referred
-from ckptool.cli.options import PATH, file_argument, flag, repeatable, screen_options, verb
+from ckptool.cli.options import PATH, file_argument, flag, screen_options, verb
+from ckptool.cli.renaming import RulesInOrder, rename_options
 from ckptool.formats.identify import unused
 from ckptool.loading.plan import planned, target_like
 from ckptool.loading.source import StateDict, stated
@@ -20,9 +21,13 @@ from ckptool.matching.layouts import TransposeRules
 from ckptool.remedies import Remedy
 from ckptool.render.match import advice_lines, match_lines, note_lines
 from ckptool.render.text import as_options, option_words
-from ckptool.transforms import regex_rule
+from ckptool.transforms import Rule
 from ckptool.words import as_argument
 from ckptool.writing.target import default_target
+
+
+class _Match(Allowing, RulesInOrder):
+    pass
 
 
 @verb(
@@ -30,9 +35,9 @@ from ckptool.writing.target import default_target
     "ckptool match model.pth --like reference.pth",
     "ckptool match model.pth --like mypackage.models:build",
     "ckptool match model.pth --like reference.pth --allow-missing 'head.*' --min-coverage 0.9",
-    r"ckptool match model.pth --like reference.pth --map '^backbone\.=>encoder.'",
+    r"ckptool match model.pth --like reference.pth --rename '^backbone\.=>encoder.'",
     finding="it does not fit",
-    cls=Allowing,
+    cls=_Match,
 )
 @file_argument
 @click.option(
@@ -46,13 +51,7 @@ from ckptool.writing.target import default_target
 @click.option(
     "--like-key", metavar="NAME", help="The state dict of REFERENCE, if there are several."
 )
-@repeatable("--map", "REGEX=>REPL", "Rename tensors of FILE first; repeatable.", "regexes")
-@repeatable(
-    "--prefix",
-    "OLD=NEW",
-    "Replace whole components at the front, after --map; model.= removes. Repeatable.",
-    "prefixes",
-)
+@rename_options("a name of FILE, first,")
 @allowance_options()
 @flag("--no-fold", "Show a row for each tensor; do not fold layers.")
 @screen_options(fmt=True)
@@ -61,8 +60,7 @@ def command(
     like: str,
     key: str | None,
     like_key: str | None,
-    regexes: tuple[str, ...],
-    prefixes: tuple[str, ...],
+    rules: list[Rule],
     transpose: tuple[str, ...],
     no_transpose: tuple[str, ...],
     min_coverage: float | None,
@@ -73,7 +71,7 @@ def command(
     """Check whether a checkpoint fits a model, and with which renames.
 
     Wrapper prefixes such as "module.", one common prefix, and names that torch itself has changed
-    match without a rule. Any other rename is only proposed: apply it with --map. Of a REFERENCE
+    match without a rule. Any other rename is only proposed: apply it with --rename. Of a REFERENCE
     that is a file only the header is read, without torch. MODULE:FACTORY is imported from the
     current folder and called without arguments, on the meta device if possible.
     ckptool.load_into loads what matches; ckptool convert --like writes it under the model's names.
@@ -85,12 +83,11 @@ def command(
         plan = planned(
             state,
             wanted,
-            rules=regexes,
-            prefixes=prefixes,
+            rename=rules,
             choices=TransposeRules.of(transpose, no_transpose),
             by_type=by_type,
         )
-        applied = tuple(_applied(regexes, state))
+        applied = tuple(_applied(rules, state))
         is_module = state.section.kind == "module"
     report = plan.report
     globs = {name.removeprefix("allow_"): given for name, given in allowed.items()}
@@ -118,7 +115,7 @@ def command(
         "model_only": is_module,
     }
     command = ""
-    if not prefixes and _is_for_convert(report):
+    if all(rule.regex for rule in rules) and _is_for_convert(report):
         target = unused(default_target(file, "fitted"))
         options = Remedy(tuple((name, one) for name, one in given.items() if one is not None))
         words = ["ckptool", "convert", as_argument(file), as_argument(target)]
@@ -126,14 +123,13 @@ def command(
     print_lines(advice_lines(judgement, look, command=command))
 
 
-def _applied(regexes: Iterable[str], state: StateDict) -> Iterator[str]:
-    """Yield the rules that some name of the file matches."""
+def _applied(rules: Iterable[Rule], state: StateDict) -> Iterator[str]:
+    """Yield the regexes that some name of the file matches."""
     names = list(state.slots)
-    for regex in regexes:
-        rule = regex_rule(regex)
+    for rule in rules:
         news = [rule.apply(name) for name in names]
         if any(new is not None for new in news):
-            yield regex
+            yield rule.text
             names = [name if new is None else new for name, new in zip(names, news, strict=True)]
 
 

@@ -109,7 +109,7 @@ def _config_options(command: Any) -> Any:
 
 
 def _option(field: Field[Any], texts: Mapping[str, str]) -> Any:
-    name = field.name.replace("_", "-")
+    name = "force" if field.name == "overwrite" else field.name.replace("_", "-")
     default = None if field.name in _DEFAULTS or field.default is MISSING else field.default
     given: dict[str, Any] = {"default": default, "help": texts.get(field.name, "")}
     if field.name in _DEFAULTS:

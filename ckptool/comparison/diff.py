@@ -29,6 +29,7 @@ from ckptool.inspection.equality import (
 from ckptool.inspection.reading import Meter
 from ckptool.inspection.values import documented, is_set, json_value, summarize, value_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.renamed import renamed_arguments
 from ckptool.transforms.name_rules import Rule, rules_of
 from ckptool.words import counted
 
@@ -223,12 +224,13 @@ TAGS = frozenset({"device", "requires_grad"})
 STATUSES = "ADMRT"
 
 
+@renamed_arguments(rules="it is now called rename")
 def diff(
     a: Source,
     b: Source,
     *,
     strict_names: bool = False,
-    rules: Iterable[str | Rule] = (),
+    rename: Iterable[str | Rule] = (),
     key: Any = None,
     structure: bool = False,
     quick: bool = False,
@@ -250,7 +252,7 @@ def diff(
         a: A path, or an open checkpoint.
         b: The checkpoint to compare `a` with.
         strict_names: Compare keys with their wrapper prefixes.
-        rules: `REGEX=>REPL` each: rename the keys of `a` to those of `b`.
+        rename: `REGEX=>REPL` each: rename the keys of `a` to those of `b`.
         key: The address of the only part to compare.
         structure: Compare keys, types, dtypes and shapes only; read no values.
         quick: Compare the CRC-32 and size where both files state them; compute no figures.
@@ -270,7 +272,7 @@ def diff(
         NotFound: there is nothing at `key`.
         UsageError: a text is not a rule, or arguments exclude each other.
     """
-    made = rules_of(rules)
+    made = rules_of(rename)
     tolerant = atol is not None or rtol is not None
     if structure and quick:
         raise UsageError(

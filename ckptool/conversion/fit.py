@@ -1,64 +1,131 @@
-"""The step of `convert` that `like` asks for: the names made those of a model, where it fits."""
+"""The step that gives a checkpoint the keys of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import Opaque, remade
 from ckptool.core.names import bare_names
+from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import MODEL_KINDS, Section, is_flat, model_state_dict, wrapped_names
 from ckptool.core.tree import where
 from ckptool.errors import NameCollision, NotRepresentable
-from ckptool.loading.plan import LoadPlan, planned
+from ckptool.loading.plan import LoadPlan, planned, target_like
 from ckptool.loading.source import StateDict
 from ckptool.loading.target import ModelTarget
-from ckptool.matching import Allowance, MatchReport
+from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.matching.layouts import TransposeRules
 from ckptool.remedies import Remedy
 from ckptool.transforms.names import NamePlan, distinct
+from ckptool.transforms.step import Step, listed_option
 from ckptool.words import counted, listed, printable
+
+if TYPE_CHECKING:
+    import torch
+
+Like: TypeAlias = (
+    "torch.nn.Module | Mapping[str, Any] | Iterable[str] | os.PathLike[str] | Checkpoint"
+)
+"""A path, an open checkpoint, a model, a state dict, shapes by name, or names."""
 
 _HINT = "ckptool match says which names fit, and by which rules"
 
 
-def fitted(
-    checkpoint: Checkpoint,
-    like: ModelTarget,
-    *,
-    allowance: Allowance | None = None,
-    choices: TransposeRules | None = None,
-) -> Checkpoint:
-    """Rename every state dict of the checkpoint to the names of a model.
+@dataclass(frozen=True, eq=False, repr=False)
+class Reference:
+    """The model that a file is to load into, and its name in a command."""
 
-    `_metadata` follows, and so do optimizers that hold names; the order of the file and the dtypes
-    stay. A name of the model that is tied to one which the file has is put behind that. What the
-    model does not take, and tensors of another shape, are left out where that is allowed. What a
-    module's own loading takes has the name under which it does.
+    like: Like
+    """An open checkpoint, a model or a state dict."""
+    word: str
+    """Its name in a command."""
+    target: ModelTarget
+    """What it wants."""
 
-    Args:
-        checkpoint: Open.
-        like: What the model has.
-        allowance: What may differ; casts are allowed whatever it says.
-        choices: What is transposed, where the modules' types do not say.
+    def __str__(self) -> str:
+        """Return its name in a command."""
+        return self.word
 
-    Raises:
-        MatchError: a state dict does not fit; it carries the report.
-        NotFound: there is no state dict.
-        NotRepresentable: a pickled module would need other names, and its class names its parts.
-        NameCollision: two entries would get one name.
+
+@dataclass(frozen=True)
+class Fit(Step):
+    """Give every state dict the keys of a model; the order of the file and the dtypes stay.
+
+    `_metadata` follows, and so do optimizers that hold names. A key of the model that is tied to
+    one which the file has is put behind that. What the model does not take, and tensors of another
+    shape, are left out where that is allowed. What a module's own loading takes has the key under
+    which it does.
     """
-    plan = NamePlan(checkpoint.path, _HINT)
-    every = distinct(checkpoint.sections)
-    namings = _namings(checkpoint, every, like, choices)
-    _check(namings, replace(allowance or Allowance(), lossy_cast=True))
-    for naming in namings:
-        naming.enter(plan)
-    plan.follow(checkpoint.root, every, lambda own: _as_bare(own, namings))
-    return plan.applied(checkpoint)
+
+    on_files: ClassVar[str] = "ckptool.load_into(model, state_dict) loads it"
+
+    like: Like | Reference
+    """A file, a model, or a state dict whose keys the result gets."""
+    like_key: str | None = None
+    """The path of the state dict of `like`, if it has several."""
+    transpose: Iterable[str] = ()
+    """Globs of keys of `like`; see `ckptool.match`."""
+    no_transpose: Iterable[str] = ()
+    """Globs of keys of `like`; see `ckptool.match`."""
+    allow_missing: Allowed = None
+    """True, or globs of the keys of `like` that may be missing."""
+    allow_unexpected: Allowed = None
+    """True, or globs of the keys to leave out because `like` lacks them."""
+    allow_mismatched: Allowed = False
+    """True, or globs of the keys to leave out because the shape differs."""
+    min_coverage: float | None = None
+    """The least share of the parameters of `like` that must be there, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            UsageError: what is transposed is no list of globs.
+        """
+        for name in ("transpose", "no_transpose"):
+            object.__setattr__(self, name, listed_option(name, getattr(self, name)))
+        self._transposed()
+
+    def _transposed(self) -> TransposeRules:
+        return TransposeRules.of(self.transpose, self.no_transpose)
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with the keys of the model.
+
+        Raises:
+            MatchError: a state dict does not fit; it carries the report.
+            NotFound: there is no state dict.
+            NotRepresentable: a pickled module would need other keys, and its class names its
+                parts; or tensors are placeholders.
+            NameCollision: two entries would get one key.
+        """
+        # A lazy parameter is missing in the model, which may be allowed.
+        refuse_placeholders(checkpoint, kinds=("meta", "part"))
+        allowance = Allowance(
+            missing=self.allow_missing,
+            unexpected=self.allow_unexpected,
+            mismatched=self.allow_mismatched,
+            lossy_cast=True,
+            min_coverage=self.min_coverage,
+        )
+        plan = NamePlan(checkpoint.path, _HINT)
+        every = distinct(checkpoint.sections)
+        like = self.like
+        if isinstance(like, Reference):
+            wanted = like.target
+        else:
+            wanted = target_like(like, key=self.like_key)
+        namings = _namings(checkpoint, every, wanted, self._transposed())
+        _check(namings, allowance)
+        for naming in namings:
+            naming.enter(plan)
+        plan.follow(checkpoint.root, every, lambda own: _as_bare(own, namings))
+        return plan.applied(checkpoint)
 
 
 def compared(checkpoint: Checkpoint, part: Section, like: ModelTarget) -> MatchReport:

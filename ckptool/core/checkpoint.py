@@ -14,11 +14,9 @@ from ckptool.core.model import Path, TensorRef
 from ckptool.files import Source
 
 if TYPE_CHECKING:
-    import torch
-
     from ckptool.core.sections import Section
-    from ckptool.transforms.casting import Keep
     from ckptool.transforms.name_rules import Rule
+    from ckptool.transforms.step import Step
     from ckptool.writing import Receipt
 
 MEMORY = "memory"
@@ -47,6 +45,8 @@ class Change:
     """What a configuration may state of it: the rows of a resized tensor, the type of cast ones,"""
     now: Any = None
     """and what it is to state now."""
+    of_storages: bool = False
+    """True if it says something only of a format that has storages."""
 
 
 Gather = Callable[[Any], "list[Any]"]
@@ -99,6 +99,16 @@ class Details:
     """Free text of the file's header (safetensors' `__metadata__`) that the tree does not hold."""
     late: bool = False
     """Whether the tree holds values that are read when they are asked for (`Opaque.find`)."""
+
+
+_NOW_STEPS = {
+    "cast": "Cast(...)",
+    "compact": "Compact()",
+    "drop_objects": "Plain(plain=False, drop_objects=True)",
+    "extract": "Take(...)",
+    "to_plain": "Plain()",
+}
+"""Methods of before, each with the step in its place."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -214,6 +224,16 @@ class Checkpoint(Result):
         """Return a copy with another tree; `changes` say what is different."""
         return replace(self, root=root, changes=(*self.changes, *changes))
 
+    def then(self, *steps: Step) -> Checkpoint:
+        """Return the checkpoint after some steps, such as `ckptool.Strip()`, in this order.
+
+        Raises:
+            CheckpointError: a step cannot be done; the checkpoint is as it was.
+        """
+        from ckptool.transforms import changed
+
+        return changed(self, steps)
+
     def strip_module(
         self,
         *,
@@ -225,9 +245,9 @@ class Checkpoint(Result):
 
         Arguments and errors are those of `ckptool.strip_module`.
         """
-        from ckptool.transforms import strip_module
+        from ckptool.transforms import Strip
 
-        return strip_module(self, only=only, levels=levels, at=at)
+        return Strip(only, levels, at)(self)
 
     def add_module(
         self, *, wrapper: str = "module", at: str | None = None, key: Any = None
@@ -236,9 +256,9 @@ class Checkpoint(Result):
 
         Arguments and errors are those of `ckptool.add_module`.
         """
-        from ckptool.transforms import add_module
+        from ckptool.transforms import Wrap
 
-        return add_module(self, wrapper=wrapper, at=at, key=key)
+        return Wrap(wrapper, at, key)(self)
 
     def rename(
         self,
@@ -251,122 +271,27 @@ class Checkpoint(Result):
 
         Arguments and errors are those of `ckptool.rename`.
         """
-        from ckptool.transforms import rename
+        from ckptool.transforms import Rename
 
-        return rename(self, rules, prefixes=prefixes, key=key)
+        return Rename(rules, prefixes, key)(self)
 
-    def extract(
-        self,
-        *,
-        key: Any = None,
-        include: Iterable[str] = (),
-        exclude: Iterable[str] = (),
-        model_only: bool = False,
-        ema: bool = False,
-        trim: bool = True,
-    ) -> Checkpoint:
-        """Return a part of the checkpoint; `changes` name everything that is left out.
-
-        Args:
-            key: The address of the section, container or tensor that becomes the root.
-            include: Globs of the tensors to keep; default: all.
-            exclude: Globs of the tensors to leave out.
-            model_only: Keep only the state dict of the model.
-            ema: Take the averaged weights, under the names of the model that they are of; alone,
-                or with `include` and `exclude`.
-            trim: Drop the bytes of a storage that only removed tensors use.
-
-        Raises:
-            AmbiguousName: several nodes have the address `key`; or there are several state dicts.
-            NotFound: there is nothing at `key`, a glob matches nothing, or nothing would be left.
-            UsageError: `key` is a plain value; or a list or an object would lose some tensors.
-        """
-        from ckptool.transforms import extract, with_averages
-
-        return extract(
-            with_averages(self) if ema else self,
-            key=key,
-            include=include,
-            exclude=exclude,
-            model_only=model_only,
-            trim=trim,
-        )
-
-    def remap(self, rules: Mapping[str, str]) -> Checkpoint:
-        """Return a checkpoint with device tags rewritten by rules such as `{"cuda:*": "cpu"}`.
+    def remap(self, rules: str | Mapping[str, str]) -> Checkpoint:
+        """Return a checkpoint on other devices: on one, or by rules such as `{"cuda:*": "cpu"}`.
 
         Raises:
             DeviceError: a word is not a device, or a tensor cannot be moved.
         """
-        from ckptool.transforms import remap
+        from ckptool.transforms import remapping
 
-        return remap(self, rules)
+        return remapping(rules)(self)
 
-    def compact(self) -> Checkpoint:
-        """Return a checkpoint whose storages have only the bytes that tensors use."""
-        from ckptool.transforms import compact
+    if not TYPE_CHECKING:
 
-        return compact(self)
-
-    def to_plain(self, *, drop: bool = False) -> Checkpoint:
-        """Return a checkpoint whose objects are plain data: dicts, lists, numbers, tensors.
-
-        Args:
-            drop: Leave out the objects that have no plain form.
-
-        Raises:
-            NotRepresentable: an object has no plain form; the message names all of them.
-        """
-        from ckptool.transforms import to_plain
-
-        return to_plain(self, drop=drop)
-
-    def drop_objects(self) -> Checkpoint:
-        """Return a checkpoint without the objects that `torch.load(weights_only=True)` refuses.
-
-        Raises:
-            NotRepresentable: nothing, or no tensor of the model, would be left.
-        """
-        from ckptool.transforms import drop_objects
-
-        return drop_objects(self)
-
-    def cast(
-        self,
-        dtype: str | torch.dtype | None = None,
-        *,
-        keep: Keep = (),
-        everything: bool = False,
-        allow_overflow: bool = False,
-        dequantize: str | torch.dtype | None = None,
-        raw: bool = False,
-    ) -> Checkpoint:
-        """Return a checkpoint with floating tensors of another type; bytes are cast when written.
-
-        Args:
-            dtype: The type to cast to. None with `dequantize`: other tensors keep their type.
-            keep: Exceptions: globs, or globs with types (`{"*.norm.*": "float32"}`).
-            everything: Cast the state of optimizers too.
-            allow_overflow: Write elements that the type cannot hold as torch casts them.
-            dequantize: The type of quantized weights, which become plain numbers.
-            raw: Cast quantized numbers as plain numbers.
-
-        Raises:
-            UsageError: `dtype`, or a type in `keep`, is not a floating type.
-            NotRepresentable: quantized numbers would be cast without their scales, or cannot be
-                dequantized.
-        """
-        from ckptool.transforms import cast
-
-        return cast(
-            self,
-            dtype,
-            keep=keep,
-            everything=everything,
-            allow_overflow=allow_overflow,
-            dequantize=dequantize,
-            raw=raw,
-        )
+        def __getattr__(self, name: str) -> Any:
+            """Name the step that took the place of a method."""
+            step = _NOW_STEPS.get(name)
+            hint = f": it is checkpoint.then(ckptool.{step})" if step else ""
+            raise AttributeError(f"Checkpoint has no attribute {name!r}{hint}", name=name, obj=self)
 
     def save(
         self,

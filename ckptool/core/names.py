@@ -43,7 +43,7 @@ N_AVERAGED = "n_averaged"
 RULES_HINT = "make the rules narrower, or rename one of the two to something else first"
 COLLISION_HINT = "take fewer levels off, or only one kind of wrapper"
 
-Rename = Callable[[str], str]
+Renamer = Callable[[str], str]
 
 
 class StripResult(NamedTuple):
@@ -55,7 +55,7 @@ class StripResult(NamedTuple):
     """How many times an outermost component went."""
     wrappers: tuple[str, ...]
     """The kinds that went, outermost first, each once."""
-    rename_module: Rename
+    rename_module: Renamer
     """The same done to the path of a module, as `_metadata` has them."""
 
 
@@ -193,7 +193,7 @@ def wrapped_in_part(
     return (within, others) if is_part else ([], [])
 
 
-def prefixed(wrapper: str, at: str | None = None) -> Rename:
+def prefixed(wrapper: str, at: str | None = None) -> Renamer:
     """Return the rename that puts `wrapper` around the model, or around its submodule `at`.
 
     Raises:
@@ -210,7 +210,7 @@ def prefixed(wrapper: str, at: str | None = None) -> Rename:
     return rename
 
 
-def add_name(wrapper: str, at: str | None = None) -> Rename:
+def add_name(wrapper: str, at: str | None = None) -> Renamer:
     """Return the rename of module paths that goes with `prefixed`."""
     rename = prefixed(wrapper, at)
     return lambda path: rename(f"{path}." if path else "").removesuffix(".")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ckptool.conversion import Like
+from ckptool.conversion.fit import Reference
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.finding import Finding
 from ckptool.core.names import bare_names, families
@@ -18,12 +18,11 @@ from ckptool.core.sections import (
     only_model,
     wrapped_names,
 )
-from ckptool.loading.target import ModelTarget
 from ckptool.symbolic.encoder import blockers
+from ckptool.transforms import Step
 from ckptool.words import printable
 
-Options = Mapping[str, Any]
-"""Arguments of `Conversion`; `format` is that of the target."""
+Steps = tuple[Step, ...]
 
 _MOST_PLACES = 8
 
@@ -35,7 +34,7 @@ class Choice:
     Without a word the target is a safetensors file of the source's name.
     """
 
-    options: Options
+    steps: Steps
     word: str = ""
 
 
@@ -53,11 +52,13 @@ class Complaint(Finding):
     """The command of the plan, where it fixes this."""
     alternatives: tuple[str, ...] = ()
     """Commands apart from the plan, of which one may be chosen."""
-    fix: Options | None = None
-    """The conversion that fixes it: None where no command helps, empty where any rewrite does."""
+    fix: Steps | None = None
+    """The steps that fix it: None where no command helps, empty where any rewrite does."""
+    format: str | None = None
+    """The format in which it is no more."""
     choices: tuple[Choice, ...] = ()
     """Conversions of which one may be chosen in place of `fix`."""
-    resume: Options | None = None
+    resume: Steps | None = None
     """What fixes it for a training that resumes with the reference, where `fix` drops that."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,22 +73,6 @@ class Complaint(Finding):
             "alternatives": list(self.alternatives),
             "remedy": self.hint or "",
         }
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Reference:
-    """The model that a file is to load into."""
-
-    like: Like
-    """An open checkpoint, a model or a state dict."""
-    word: str
-    """Its name in a command."""
-    target: ModelTarget
-    """What it wants."""
-
-    def __str__(self) -> str:
-        """Return its name in a command."""
-        return self.word
 
 
 @dataclass(frozen=True, eq=False)

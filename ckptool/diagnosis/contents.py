@@ -19,7 +19,7 @@ from itertools import takewhile
 from ckptool.core.finding import Finding, Severity
 from ckptool.core.sections import named_tensors
 from ckptool.core.tree import name_of, ties
-from ckptool.diagnosis.complaint import Choice, Complaint, Options, Subject, names_of, quoted
+from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject, names_of, quoted
 from ckptool.errors import UsageError
 from ckptool.files.source import Progress
 from ckptool.formats import format_of
@@ -27,6 +27,7 @@ from ckptool.formats.safetensors import overlapping_names
 from ckptool.inspection.blockers import ANYWHERE, restored_devices
 from ckptool.inspection.quantization import quantizations
 from ckptool.limits import Limits
+from ckptool.transforms import Cast, Compact, Remap, Take, Untie
 from ckptool.transforms.compacting import storage_use
 from ckptool.transforms.devices import CARRIED
 from ckptool.words import counted, listed, printable
@@ -91,7 +92,7 @@ def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Itera
             front = "it is damaged: " if kind == "damaged" else ""
             more = f", and {counted(len(found) - 1, 'problem')} more" if len(found) > 1 else ""
             what, where = f"{front}{found[0].text}{more}", _places(found)
-            fix: Options | None = None if remedy else {}
+            fix: Steps | None = None if remedy else ()
             yield Complaint(kind, what, where, hint=remedy, severity=severity, why=why, fix=fix)
     text = unwritten(subject.checkpoint)
     if text is not None:
@@ -162,7 +163,7 @@ def quantization(subject: Subject) -> Iterator[Complaint]:
             why="load_state_dict into a model of plain layers rejects the keys and shapes, or "
             "copies "
             "codes for weights",
-            choices=(Choice({"dequantize": "bfloat16"}, "plain"),),
+            choices=(Choice((Cast(dequantize="bfloat16"),), "plain"),),
         )
 
 
@@ -189,7 +190,7 @@ def _bloat(subject: Subject) -> Iterator[Complaint]:
             why="torch.save writes the whole storage of a view (big[:10] takes as much space as "
             "big), "
             "and torch.load reads all of it into memory",
-            fix={"compact": True},
+            fix=(Compact(),),
         )
 
 
@@ -208,8 +209,9 @@ def _aliases(subject: Subject) -> Iterator[Complaint]:
             names_of(f"{printable(name)} = {printable(other)}" for name, other in kept.items()),
             why="load_state_dict(safetensors.torch.load_file(FILE)) says: Missing key(s) in "
             f"state_dict: {quoted(next(iter(kept)))}; safetensors.torch.load_model knows of them",
-            fix={"format": "torch-zip"},
-            choices=(Choice({"ties": "copy"}),),
+            fix=(),
+            format="torch-zip",
+            choices=(Choice((Untie(),)),),
         )
 
 
@@ -220,8 +222,8 @@ def _not_for_safetensors(subject: Subject) -> Iterator[Complaint]:
         return
     tensors = {name: one for name, one in named_tensors(model.node).items() if one.has_content}
     tied = ties(((name,), one) for name, one in tensors.items())
-    keyed = {"key": model.name} if model.path and subject.key is not None else {}
-    choices = (Choice({**keyed, **({"ties": "copy"} if tied else {})}),)
+    keyed = (Take(model.name),) if model.path and subject.key is not None else ()
+    choices = (Choice((*keyed, *([Untie()] if tied else []))),)
     if tied:
         yield Complaint(
             "ties",
@@ -265,7 +267,7 @@ def placement(subject: Subject) -> Iterator[Complaint]:
             f"{listed(subject.devices)}",
             names_of(names),
             why=f"torch.load says: {_error(missing[0], gpus)}",
-            fix={"to": "cpu"},
+            fix=(Remap("cpu"),),
         )
     wide = [
         name_of(path)
@@ -294,7 +296,7 @@ def placement(subject: Subject) -> Iterator[Complaint]:
             why=f"without map_location every rank of a DDP run loads the file onto {tag}, which "
             "then "
             "runs out of memory (CUDA out of memory after a resume)",
-            fix={"to": "cpu"},
+            fix=(Remap("cpu"),),
         )
 
 

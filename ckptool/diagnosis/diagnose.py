@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ckptool._lazy import Result
-from ckptool.conversion import Conversion, Like
-from ckptool.conversion.fit import compared
+from ckptool.conversion import Like, converted
+from ckptool.conversion.fit import Fit, Reference, compared
+from ckptool.conversion.steps import STEPS
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import MODEL_KINDS
 from ckptool.core.tree import name_of
-from ckptool.diagnosis.complaint import Choice, Complaint, Options, Reference, Subject
+from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject
 from ckptool.diagnosis.contents import (
     damage,
     devices_here,
@@ -44,6 +45,7 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.loading.plan import target_like
 from ckptool.loading.target import ModelTarget
 from ckptool.symbolic.encoder import blockers
+from ckptool.transforms import Plain, Rename, Step, Strip, Take
 from ckptool.transforms.plain import is_refused
 from ckptool.words import as_argument, counted, listed, shell
 from ckptool.writing.save import refuse_empty
@@ -250,12 +252,8 @@ def _urgency(complaint: Complaint) -> tuple[int, int, bool]:
 
 MENDED, RESUMED = "mended", "resume"
 """The words before the ending of the file that a plan writes."""
-_ORDER = ("format", "key", "model_only", "exclude", "wrappers", "rename", "like", "plain", "to",
-          "compact")  # fmt: skip
-"""The order in which options are tried; a complaint that any rewrite mends comes last."""
-
-_OF_A_MODEL = frozenset({"key", "model_only", "exclude", "wrappers", "rename", "like", "format"})
-"""Options after which the training that saved the file cannot resume from it."""
+_OF_A_MODEL = (Take, Strip, Rename, Fit)
+"""Steps after which the training that saved the file cannot resume from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,19 +262,21 @@ class FixPlan:
 
     command: str | None = None
     target: str = ""
-    options: Options = field(default_factory=dict)
+    steps: Steps = ()
+    format: str | None = None
+    """None: safetensors or torch, as the source is."""
     mended: frozenset[str] = frozenset()
     """Kinds of complaint that are not in the target."""
     obstacle: str = ""
-    """What stood in the way of the first option that could not be taken."""
+    """What stood in the way of the first step that could not be taken."""
 
 
 class Planner:
-    """Makes plans for one patient: each is one `convert` that mends what can be mended.
+    """Makes plans for one file: each is one `convert` that fixes what can be fixed.
 
-    Each complaint names the options of `Conversion` that mend it; a test proves this over all
-    fixtures. They are added one complaint after the other, and stay where the conversion of the
-    header succeeds: one with `like` succeeds only if the result fits the reference.
+    Each complaint names the steps that fix it; a test proves this over all fixtures. They are
+    added one complaint after the other, and stay where the conversion of the header succeeds: one
+    with `Fit` succeeds only if the result fits the reference.
     """
 
     def __init__(self, subject: Subject, found: Iterable[Complaint]) -> None:
@@ -284,112 +284,134 @@ class Planner:
         self._subject = subject
         self._fixes = sorted((one for one in found if one.fix is not None), key=_place)
         self._taken: set[str] = set()
-        self._commands: dict[str, str] = {}
+        self._commands: dict[tuple[str, ...], str] = {}
 
     def plan(self, *, resume: bool = False) -> FixPlan:
-        """Return the conversion that mends most; `resume` keeps all that training needs."""
-        options: dict[str, Any] | None = None
+        """Return the conversion that fixes most; `resume` keeps all that training needs."""
+        plan: FixPlan | None = None
         state = self._subject.checkpoint
         mended: set[str] = set()
         obstacle = ""
         for one in self._fixes:
-            fix: Options = one.fix or {}
-            if resume and not _OF_A_MODEL.isdisjoint(fix):
+            fix, format = one.fix or (), one.format
+            if resume and (format or any(isinstance(step, _OF_A_MODEL) for step in fix)):
                 if one.resume is None:
                     continue
-                fix = one.resume
-            if options is not None and fix.get("plain") and not blockers(state.root):
+                fix, format = one.resume, None
+            is_plain = any(isinstance(step, Plain) for step in fix)
+            if plan is not None and is_plain and not blockers(state.root):
                 mended.add(one.kind)  # the objects are gone with what was left out
                 continue
-            for more in (fix, {**fix, "drop_objects": True})[: 1 + ("plain" in fix)]:
-                merged = _merged(options or {}, more)
+            for more in (fix, (Plain(drop_objects=True),))[: 1 + is_plain]:
+                merged = FixPlan(
+                    steps=_merged(plan.steps if plan else (), more),
+                    format=(plan and plan.format) or format,
+                )
                 try:
-                    state = state if merged == options else self._applied(merged)
+                    state = state if merged == plan else self._applied(merged)
                 except CheckpointError as error:
                     problem = error.message
                     continue
-                options = merged
+                plan = merged
                 mended.add(one.kind)
                 break
             else:
                 obstacle = obstacle or problem
-        if options is None:
+        if plan is None:
             return FixPlan(obstacle=obstacle)
-        command, target = self._command(options, RESUMED if resume else MENDED)
-        return FixPlan(command, target, options, frozenset(mended), obstacle)
+        command, target = self._command(plan, RESUMED if resume else MENDED)
+        return replace(
+            plan, command=command, target=target, mended=frozenset(mended), obstacle=obstacle
+        )
 
     def choice(self, choice: Choice, plan: FixPlan) -> str | None:
         """Return the command of a choice combined with the plan, or None if it would fail.
 
         The command reads the source: the plan need not have run.
         """
-        chosen = {} if choice.word else {"format": "safetensors"}
-        for base in (plan.options, {}):
-            options = _merged({**base, **chosen}, choice.options)
-            known = repr(sorted(options.items(), key=str))
+        for base in (plan, FixPlan()):
+            format = base.format if choice.word else "safetensors"
+            chosen = FixPlan(steps=_merged(base.steps, choice.steps), format=format)
+            known = (str(format), *(word for step in chosen.steps for word in step.words()))
             with suppress(CheckpointError):
                 if known not in self._commands:
-                    self._applied(options)
-                    self._commands[known], _ = self._command(options, choice.word)
+                    self._applied(chosen)
+                    self._commands[known], _ = self._command(chosen, choice.word)
                 return self._commands[known]
         return None
 
-    def _applied(self, options: Options) -> Checkpoint:
+    def _applied(self, plan: FixPlan) -> Checkpoint:
         """Convert the header.
 
         Raises:
             CheckpointError: it cannot be done, or written, or would lose weights with objects.
         """
-        source, format = self._subject.checkpoint, self._format(options)
-        arguments: dict[str, Any] = {
-            name: value.like if isinstance(value, Reference) else value
-            for name, value in options.items()
-            if name != "format"
-        }
-        state = Conversion(**arguments).applied(source, format)
+        source, format = self._subject.checkpoint, self._format(plan)
+        state = converted(source, plan.steps, format)
         refuse_placeholders(state)
         refuse_empty(state, writer(format).plan(state))
-        if options.get("drop_objects"):
-            _refuse_lost_weights(source, state, alone=bool(options.get("model_only")))
+        if any(isinstance(step, Plain) and step.drop_objects for step in plan.steps):
+            alone = any(isinstance(step, Take) and step.model_only for step in plan.steps)
+            _refuse_lost_weights(source, state, alone=alone)
         return state
 
-    def _format(self, options: Options) -> str:
-        """Return the target format: the option, else safetensors or torch as the source is."""
-        if "format" in options:
-            return str(options["format"])
+    def _format(self, plan: FixPlan) -> str:
+        """Return the target format: that of the plan, else safetensors or torch as the source."""
+        if plan.format is not None:
+            return plan.format
         checkpoint = self._subject.checkpoint
         flat = format_of(checkpoint.format).tensors_only
         return "safetensors" if flat else "torch-zip"
 
-    def _command(self, options: Options, word: str) -> tuple[str, str]:
+    def _command(self, plan: FixPlan, word: str) -> tuple[str, str]:
         """Return the command of a conversion, and its target, which is no other command's."""
-        checkpoint, format = self._subject.checkpoint, self._format(options)
+        checkpoint, format = self._subject.checkpoint, self._format(plan)
         target = default_target(checkpoint.path, word or MENDED, format, sharded=True)
         if not (word or shard_of(checkpoint.format)):  # beside an index it would be a second one
             target = f"{target.removesuffix(f'.{MENDED}.safetensors')}.safetensors"
         target = unused(target, self._taken)
         self._taken.add(target)
-        shown = {name: value for name, value in options.items() if name != "format"}
-        if target_format(checkpoint, target) != format:
-            shown = {"format": format, **shown}
-        return convert_command(checkpoint.path, target, shown), target
+        chosen = format if target_format(checkpoint, target) != format else None
+        return convert_command(checkpoint.path, target, plan.steps, format=chosen), target
 
 
-def _merged(options: Options, more: Options) -> dict[str, Any]:
-    """Return both options; patterns and rules are concatenated without duplicates."""
-    made = dict(options)
-    for name, value in more.items():
-        old = made.get(name, ())
-        if isinstance(value, tuple):
-            value = tuple(dict.fromkeys((*old, *value)))
-        made[name] = old if name == "format" and old else value
-    if "like" in made:  # the names are the reference's, wrappers and all
-        made.pop("wrappers", None)
-    return made
+def _merged(steps: Iterable[Step], more: Iterable[Step]) -> Steps:
+    """Return both in the order of `STEPS`, one of each kind: their lists are put together.
+
+    With `Fit` the keys are the reference's, wrappers and all.
+    """
+    made: dict[type[Step], Step] = {}
+    for step in (*steps, *more):
+        kind = type(step)
+        made[kind] = _joined(made[kind], step) if kind in made else step
+    if Fit in made:
+        made.pop(Strip, None)
+        if isinstance(take := made.get(Take), Take):
+            made[Take] = replace(take, lazy=True)
+    return tuple(made[kind] for kind in STEPS if kind in made)
 
 
-def _place(one: Complaint) -> int:
-    return min((_ORDER.index(name) for name in one.fix or () if name in _ORDER), default=99)
+def _joined(one: Step, other: Step) -> Step:
+    """Return a step with the options of both; the other's win, and lists are put together."""
+    given: dict[str, Any] = {}
+    for field in fields(one):
+        old, new = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(new, tuple):
+            new = tuple(dict.fromkeys((*old, *new)))
+        given[field.name] = old if new == field.default else new
+    return replace(one, **given)
+
+
+def _place(one: Complaint) -> tuple[int, bool]:
+    """Return where a complaint is tried: by its format, then its steps; any rewrite comes last.
+
+    The model is taken before some of its tensors are left out.
+    """
+    if one.format:
+        return -1, False
+    steps = one.fix or ()
+    part = any(isinstance(step, Take) and not (step.key or step.model_only) for step in steps)
+    return min((STEPS.index(type(step)) for step in steps), default=len(STEPS)), part
 
 
 def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, alone: bool) -> None:

@@ -31,6 +31,7 @@ from ckptool.inspection.blockers import (
     would_run,
     would_run_of,
 )
+from ckptool.transforms import Plain
 from ckptool.words import listed, printable
 
 _COMMAND = re.compile(
@@ -86,7 +87,7 @@ def layout(subject: Subject) -> Iterator[Complaint]:
 def _rewritten(
     kind: str, severity: Severity, what: str, why: str, where: tuple[str, ...] = ()
 ) -> Complaint:
-    return Complaint(kind, what, where, severity=severity, why=why, fix={})
+    return Complaint(kind, what, where, severity=severity, why=why, fix=())
 
 
 def _malicious(calls: tuple[str, ...]) -> Complaint:
@@ -96,7 +97,7 @@ def _malicious(calls: tuple[str, ...]) -> Complaint:
         calls,
         hint="take the weights alone, or none of it",
         why="torch.load(weights_only=False), and pickle.load, run it; ckptool never does",
-        fix={"plain": True},
+        fix=(Plain(),),
     )
 
 
@@ -114,11 +115,11 @@ def _misnamed(subject: Subject) -> Iterator[Complaint]:
             yield _rewritten("format-unnamed", "note", what, why)
     elif format_of(checkpoint.format).tensors_only:
         why = f"{_operand(_head(checkpoint.path)[:1])}; with the ending .safetensors it loads"
-        yield Complaint("misnamed", what, why=why, fix={"format": "torch-zip"})
+        yield Complaint("misnamed", what, why=why, fix=(), format="torch-zip")
     else:
         why = f"{_HEADER}: header too large; torch.load opens it"
-        fix = {"format": "torch-zip" if subject.is_training else "safetensors"}
-        yield Complaint("misnamed", what, why=why, fix=fix)
+        format = "torch-zip" if subject.is_training else "safetensors"
+        yield Complaint("misnamed", what, why=why, fix=(), format=format)
 
 
 def _refused(subject: Subject) -> Iterator[Complaint]:

@@ -26,6 +26,7 @@ from ckptool.inspection.blockers import calls, missing_weights, needed_import
 from ckptool.matching.align import escaped, literal, wrapped_submodules
 from ckptool.matching.known_renames import ADAPTER
 from ckptool.symbolic.encoder import blocking
+from ckptool.transforms import Plain, Rename, Strip, Take
 from ckptool.transforms.plain import class_of, refusals
 from ckptool.words import counted, listed, printable, shell
 
@@ -77,7 +78,7 @@ def level(subject: Subject) -> Iterator[Complaint]:
             names_of(names),
             hint="ckptool.load_state_dict leaves them out, and so does a safetensors file",
             why="load_state_dict says: Unexpected key(s) in state_dict: ... " + quoted(names[0]),
-            fix={"model_only": True},
+            fix=(Take(model_only=True),),
         )
     held = unwrapped(model)
     if N_AVERAGED in held and len(held) > 1 and not subject.is_compared(model):
@@ -88,7 +89,7 @@ def level(subject: Subject) -> Iterator[Complaint]:
             why="load_state_dict into the model says: Unexpected key(s) in state_dict: "
             f'"{N_AVERAGED}"'
             "; an AveragedModel loads it, with module. before the names",
-            fix={"exclude": (name_of((*model.path, N_AVERAGED)),)},
+            fix=(Take(exclude=(name_of((*model.path, N_AVERAGED)),)),),
         )
 
 
@@ -97,7 +98,6 @@ def _one_level_down(subject: Subject, model: Section) -> Complaint:
     root = subject.checkpoint.root
     keys = [str(key) for key in root] if isinstance(root, dict) else []
     beside = subject.is_training
-    key = {"key": subject.key} if subject.key is not None else {}
     return Complaint(
         "level",
         f"the weights are under the key {printable(model.name)}"
@@ -107,7 +107,7 @@ def _one_level_down(subject: Subject, model: Section) -> Complaint:
         severity="note" if beside else "fails",
         why="load_state_dict(torch.load(FILE)) says: "
         + (f"Unexpected key(s) in state_dict: ... {quoted(keys[0])}" if keys else _NO_DICT),
-        fix={**key, "model_only": True},
+        fix=(Take(subject.key, model_only=True),),
     )
 
 
@@ -122,7 +122,7 @@ def _several(subject: Subject) -> Complaint:
         f"{section.name or 'the root'} ({counted(len(section.tensors()), 'tensor')})"
         for section in subject.models
     ]
-    choices = (Choice({"key": one.name, "model_only": True}, _word(one)) for one in named)
+    choices = (Choice((Take(one.name, model_only=True),), _word(one)) for one in named)
     return Complaint(
         "several-models",
         f"it has {len(shown)} state dicts: choose the one to load",
@@ -209,7 +209,7 @@ def objects(subject: Subject) -> Iterator[Complaint]:
             f"the model itself was pickled, not its state_dict: {listed(classes)}",
             names_of(name or "the root" for name, _ in modules),
             why=says + absent,
-            fix={"model_only": True} if alone else {"plain": True},
+            fix=(Take(model_only=True),) if alone else (Plain(),),
         )
     if others or (subject.blocked and not modules):
         classes = dict.fromkeys([kind for _, kind in others] or subject.blocked)
@@ -219,7 +219,7 @@ def objects(subject: Subject) -> Iterator[Complaint]:
             names_of((f"{name or 'the root'} ({kind})" for name, kind in others), most=20),
             hint=_remedy(classes),
             why=f"{says}; weights_only=False, which it proposes, runs any code in the file",
-            fix={"plain": True},
+            fix=(Plain(),),
         )
     texts = [text for section in subject.models for text in section.unread]
     if texts:
@@ -243,7 +243,7 @@ def objects(subject: Subject) -> Iterator[Complaint]:
             severity="note",
             why="torch.load(weights_only=False) with numpy 1 ends with: No module named "
             "'numpy._core'",
-            fix={"plain": True},
+            fix=(Plain(),),
         )
 
 
@@ -291,7 +291,7 @@ def _wrappers(sections: list[Section]) -> Iterator[Complaint]:
         "Unexpected "
         f"key(s) in state_dict: {quoted(names[0])}; with strict=False it loads nothing, "
         "without an error",
-        fix={"wrappers": "strip"},
+        fix=(Strip(),),
     )
 
 
@@ -321,7 +321,7 @@ def _submodules(models: list[Section]) -> Iterator[Complaint]:
         why="load_state_dict of the unwrapped model says: Unexpected key(s) in state_dict: ... "
         f"{quoted(own[0])}; a model that has a layer of that name loads it (--like "
         "REFERENCE knows)",
-        fix={"rename": tuple(rules)},
+        fix=(Rename(tuple(rules)),),
     )
 
 
@@ -356,7 +356,7 @@ def _adapters(section: Section, path: str) -> Iterator[Complaint]:
         severity="note" if own and not wrapped else "fails",
         why="load_state_dict into the model says: Unexpected key(s) in state_dict: ... "
         f"{quoted(shown[0])}; with strict=False an adapter is not applied, without an error",
-        fix=None if own else {"rename": (f"^{escaped(PEFT)}=>",)},
+        fix=None if own else (Rename((f"^{escaped(PEFT)}=>",)),),
     )
 
 
@@ -378,7 +378,7 @@ def _lightning(subject: Subject) -> Iterator[Complaint]:
         severity="note",
         why="it loads into that LightningModule; load_state_dict into the model alone says: "
         f"Unexpected key(s) in state_dict: ... {quoted(names[0])}",
-        choices=(Choice({"rename": (f"^{escaped(prefix)}=>",)}, "renamed"),),
+        choices=(Choice((Rename((f"^{escaped(prefix)}=>",)),), "renamed"),),
     )
 
 

@@ -10,15 +10,22 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from ckptool.conversion.fit import compared
+from ckptool.conversion.fit import Fit, compared
 from ckptool.core.model import Shape, TensorRef
 from ckptool.core.names import BUFFER_NAMES, bare_names
 from ckptool.core.optimizers import groups_of, has_training_weights, model_of, names_in, shapes_in
 from ckptool.core.sections import Section, named_tensors
 from ckptool.core.tree import distinct
-from ckptool.diagnosis.complaint import Choice, Complaint, Subject, names_of, quoted, unwrapped
+from ckptool.diagnosis.complaint import (
+    Choice,
+    Complaint,
+    Steps,
+    Subject,
+    names_of,
+    quoted,
+    unwrapped,
+)
 from ckptool.diagnosis.models import INTEGERS, is_floating
 from ckptool.inspection.info import ema_command
 from ckptool.loading.target import ModelTarget
@@ -26,6 +33,7 @@ from ckptool.matching import DtypeChange, MatchReport
 from ckptool.matching.align import is_average_counter
 from ckptool.matching.judging import difference
 from ckptool.matching.known_renames import MERGE
+from ckptool.transforms import Rename, Strip, Take
 from ckptool.words import are, counted, listed, printable
 
 _HALF_LOADED = (
@@ -57,18 +65,17 @@ def fit(subject: Subject) -> Iterator[Complaint]:
         return
     target = subject.reference.target
     report = compared(subject.checkpoint, subject.model, target)
-    like: dict[str, Any] = {"like": subject.reference}
     averages = (name for name, _ in report.kept if is_average_counter(name))
     missing, unexpected = (*report.missing_keys, *averages), report.unexpected_keys
     lost = len(missing) + len(report.mismatched)
     differs = difference(report, lost, unexpected)
     alone = not (lost or differs)
-    if unexpected and alone:
-        like["allow_unexpected"] = True
+    allowed = True if unexpected and alone else None
+    like = (Fit(subject.reference, allow_unexpected=allowed),)
     rules = tuple(one.rule for one in report.proposed if one.rule)
-    choices = (Choice({**like, "rename": rules}, "fitting"),) if rules else ()
+    choices = (Choice((Rename(rules), *like), "fitting"),) if rules else ()
     remedy = _difference(subject.model, target, report, missing, differs)
-    yield from _renamed(subject.model, report, {} if lost else like)
+    yield from _renamed(subject.model, report, () if lost else like)
     if missing:
         yield Complaint(
             "missing",
@@ -161,9 +168,7 @@ def _joined(whole: Mapping[str, Shape], parts: Mapping[str, Shape]) -> tuple[str
     return None
 
 
-def _renamed(
-    model: Section, report: MatchReport, fix: dict[str, Any] | None
-) -> Iterator[Complaint]:
+def _renamed(model: Section, report: MatchReport, fix: Steps | None) -> Iterator[Complaint]:
     """Yield a complaint about names that rules turn into those of the reference."""
     pairs: dict[str, str] = {}
     texts = []
@@ -179,7 +184,7 @@ def _renamed(
     kinds = {one.kind for one in report.renamed}
     rules = tuple(one.rule for one in report.renamed)
     if not fix:  # the names alone: what is missing has a sentence of its own
-        fix = {"rename": rules} if all(rules) else None
+        fix = (Rename(rules),) if all(rules) else None
     bare = unwrapped(model)
     is_stripped = report.fits and all(bare.get(own) == new for own, new in pairs.items())
     yield Complaint(
@@ -190,7 +195,7 @@ def _renamed(
         f"{quoted([*pairs.values()][-1])}; with strict=False they are left out, without "
         "an error",
         fix=fix,
-        resume={"wrappers": "strip"} if is_stripped else None,
+        resume=(Strip(),) if is_stripped else None,
     )
 
 
@@ -265,7 +270,7 @@ def training(subject: Subject) -> Iterator[Complaint]:
             )
         for found in _complaints(subject, section):
             # mended by going on without it, where it is clear which model that is
-            fix = {"model_only": True} if subject.model is not None else None
+            fix = (Take(model_only=True),) if subject.model is not None else None
             yield replace(found, fix=fix, hint=found.hint if subject.models else None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -32,7 +32,7 @@ from ckptool.inspection.blockers import (
 from ckptool.inspection.quantization import quantizations
 from ckptool.inspection.values import documented, json_path
 from ckptool.symbolic.encoder import blockers
-from ckptool.transforms import to_plain
+from ckptool.transforms import Plain, Remap, Step, Strip, Take
 from ckptool.transforms.compacting import storage_use
 from ckptool.transforms.extraction import plain_state_dict
 from ckptool.words import are, as_argument, counted, listed, printable
@@ -148,9 +148,9 @@ def _summary(checkpoint: Checkpoint) -> Info:
     alone = bool(objects) and any(
         not blockers(plain_state_dict(checkpoint, model)) and not model.unread for model in models
     )
-    plain = _plain(checkpoint) if objects else ()
+    plain = _plain(checkpoint) if objects else None
     choices = tuple(model.name for model in models) if models and not only_model(models) else ()
-    stuck = bool(objects) and not (alone or plain)
+    stuck = bool(objects) and not alone and plain is None
     commands: dict[str, str] = {}
     if not (stuck or (part is not None and part.severity == "fails")):
         trains = not {"optimizer", "scheduler"}.isdisjoint(section.kind for section in sections)
@@ -160,14 +160,14 @@ def _summary(checkpoint: Checkpoint) -> Info:
             strip=any(section.wrappers for section in models),
             rewrite=bool(layout) or name is not None,
             model_only=alone,
-            plain=not alone and bool(plain),
+            plain=not alone and plain is not None,
             choices=choices,
             averaged=any(N_AVERAGED in model.node and len(model.node) > 1 for model in models),
-            resume=plain if alone and trains and known.resumes else (),
+            resume=plain if alone and trains and known.resumes else None,
         )
     notes = [] if part is None else [f"{part.text}; {part.hint}"]
     if name is None and unnamed(checkpoint):
-        command = convert_command(checkpoint.path, default_target(checkpoint.path, "named"), {})
+        command = convert_command(checkpoint.path, default_target(checkpoint.path, "named"), [])
         notes.append(
             "its header does not say format: pt, which transformers and mlx ask for: "
             f"{command} adds it"
@@ -266,16 +266,16 @@ def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
     )
 
 
-def _plain(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the options, tried on the header, that make plain data and keep all weights."""
-    for drop, options in ((False, ("plain",)), (True, ("plain", "drop_objects"))):
+def _plain(checkpoint: Checkpoint) -> Plain | None:
+    """Return the step, tried on the header, that makes plain data and keeps all weights."""
+    for step in (Plain(), Plain(drop_objects=True)):
         try:
-            made = to_plain(checkpoint, drop=drop)
+            made = step(checkpoint)
         except CheckpointError:
             continue
         if len(weights(made.root)) >= len(weights(checkpoint.root)):
-            return options
-    return ()
+            return step
+    return None
 
 
 CHOICE = "NAME"
@@ -293,7 +293,7 @@ def load_commands(
     choices: Sequence[str] = (),
     plain: bool = False,
     averaged: bool = False,
-    resume: Sequence[str] = (),
+    resume: Plain | None = None,
 ) -> dict[str, str]:
     """Return shell commands for a machine with one GPU (`one_gpu`), without (`cpu`), to `resume`.
 
@@ -308,46 +308,41 @@ def load_commands(
         choices: The model state dicts, where there are several: the user chooses.
         plain: Objects block `weights_only=True`, and there is no model.
         averaged: The counter of an `AveragedModel` is next to the keys, wrapped or not.
-        resume: Options of `convert` that make plain data of all that a training saved.
+        resume: The step that makes plain data of all that a training saved.
     """
     commands: dict[str, str] = {}
     for machine, allowed in (("one_gpu", _ONE_GPU), ("cpu", ANYWHERE)):
         away = [tag for tag in devices if tag not in allowed]
         to = "cpu" if away and machine == "cpu" else None
-        maps = tuple(_to_first_gpu(away)) if machine == "one_gpu" else ()
+        rules = _to_first_gpu(away) if machine == "one_gpu" else {}
+        moves = [Remap(to, rules)] if away else []
         if rewrite or model_only or plain or averaged or (strip and away):
-            options = {
-                "wrappers": strip and "strip",
-                "exclude": averaged and "*n_averaged",
-                "to": to,
-                "device_map": maps,
-                "model_only": model_only,
-                "plain": plain,
-                "drop_objects": plain,
-                "key": model_only and bool(choices) and CHOICE,
-            }
-            commands[machine] = _conversion(file, (to or "cuda0") if away else "plain", options)
+            steps = [
+                *([Strip()] if strip else []),
+                *([Take(exclude=["*n_averaged"])] if averaged else []),
+                *moves,
+                *([Take(model_only=True)] if model_only else []),
+                *([Plain(drop_objects=True)] if plain else []),
+                *([Take(CHOICE)] if model_only and choices else []),
+            ]
+            commands[machine] = _conversion(file, (to or "cuda0") if away else "plain", steps)
         elif away:
-            words = _words({"map": maps, "to": to})
+            words = moves[0].words()
             commands[machine] = _joined("remap", *words, as_argument(file))
         elif strip:
             commands[machine] = _joined("strip-module", as_argument(file))
-    if resume:
-        commands["resume"] = _conversion(file, "resume", dict.fromkeys(resume, True))
+    if resume is not None:
+        commands["resume"] = _conversion(file, "resume", [resume])
     return commands
 
 
-def convert_command(file: str, target: str, options: Mapping[str, Any]) -> str:
-    """Return the shell command of a conversion with these arguments of `ckptool.convert`."""
-    return _joined("convert", as_argument(file), as_argument(target), *_words(options))
-
-
-def _words(options: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in options.items():
-        for one in value if isinstance(value, tuple) else (value,):
-            if one:
-                yield f"--{name.replace('_', '-')}"
-                yield from () if one is True else (str(one),)
+def convert_command(
+    file: str, target: str, steps: Iterable[Step], *, format: str | None = None
+) -> str:
+    """Return the shell command of a conversion in some steps."""
+    words = [word for step in steps for word in step.words()]
+    chosen = () if format is None else ("--format", format)
+    return _joined("convert", as_argument(file), as_argument(target), *chosen, *words)
 
 
 def _joined(*words: str) -> str:
@@ -375,13 +370,12 @@ def waste_notes(file: str, unseen: int, dead: int) -> tuple[str, ...]:
     return (f"{' and '.join(facts)}: {command} leaves them out",) if facts else ()
 
 
-def _to_first_gpu(tags: Sequence[str]) -> list[str]:
+def _to_first_gpu(tags: Sequence[str]) -> dict[str, str]:
     gpus = [tag for tag in tags if tag.startswith("cuda:")]
-    others = [f"{tag}=cuda:0" for tag in tags if not tag.startswith("cuda:")]
-    named = ["cuda:*=cuda:0"] if len(gpus) > 1 else [f"{tag}=cuda:0" for tag in gpus]
-    return [*named, *others]
+    others = [tag for tag in tags if not tag.startswith("cuda:")]
+    return dict.fromkeys([*(["cuda:*"] if len(gpus) > 1 else gpus), *others], "cuda:0")
 
 
-def _conversion(file: str, word: str, options: Mapping[str, Any]) -> str:
+def _conversion(file: str, word: str, steps: Iterable[Step]) -> str:
     target = default_target(file, word, DEFAULT, sharded=True)
-    return convert_command(file, target, options)
+    return convert_command(file, target, steps)

@@ -47,6 +47,7 @@ from ckptool.loading.target import (
 from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.matching.layouts import TransposeRules
 from ckptool.matching.report import counted
+from ckptool.renamed import renamed_arguments
 from ckptool.tensors import require_torch
 from ckptool.tensors.dequantizing import dequantized
 from ckptool.tensors.live import memory_of
@@ -72,6 +73,7 @@ _OPTIMIZER_ONLY = (
 )
 
 
+@renamed_arguments(rules="it is now called rename")
 def load_into(
     model: torch.nn.Module,
     source: Source,
@@ -82,7 +84,7 @@ def load_into(
     allow_mismatched: Allowed = False,
     allow_lossy_cast: Allowed = False,
     min_coverage: float | None = None,
-    rules: Iterable[Rule | str] = (),
+    rename: Iterable[Rule | str] = (),
     prefixes: Iterable[str] = (),
     transpose: Iterable[str] = (),
     no_transpose: Iterable[str] = (),
@@ -114,8 +116,8 @@ def load_into(
         allow_mismatched: True, or globs of keys to skip if the shape differs.
         allow_lossy_cast: True, or globs of keys whose numbers may change with the type.
         min_coverage: The least share of the model's parameters that must be loaded, 0 to 1.
-        rules: `REGEX=>REPL` each, applied to the file's keys first.
-        prefixes: `OLD=NEW` each, applied after `rules`.
+        rename: `REGEX=>REPL` each, applied to the file's keys first.
+        prefixes: `OLD=NEW` each, applied after `rename`.
         transpose: As of `ckptool.match`.
         no_transpose: As of `ckptool.match`.
         map_location: The device of assigned tensors, as in `torch.load`.
@@ -135,7 +137,7 @@ def load_into(
             quantized weights would be taken for numbers.
         UnreadableFile: the file cannot be opened, or differs from its checksums (`CorruptFile`).
         NotFound: there is no state dict, or none at `key` (`AmbiguousName`: there are several).
-        NameCollision: `rules` give two keys the same name.
+        NameCollision: `rename` gives two keys the same name.
         DeviceError: `map_location` names a device that is not available.
         UsageError: an argument has a wrong type or value.
     """
@@ -152,7 +154,7 @@ def load_into(
         held.enter_context(uncollected())
         with together.reached(), _trainable():
             check_lists(
-                rules=rules, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose
+                rename=rename, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose
             )
             _check_arguments(map_location, optimizer_order, assign=assign, verify=verify)
             allowance = Allowance(
@@ -184,7 +186,7 @@ def load_into(
             plan = planned(
                 state,
                 target,
-                rules=rules,
+                rename=rename,
                 prefixes=prefixes,
                 choices=TransposeRules.of(transpose, no_transpose),
                 assign=bool(assign),

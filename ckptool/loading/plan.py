@@ -23,6 +23,7 @@ from ckptool.loading.target import REFERENCE, ModelTarget, slots_like, target_of
 from ckptool.matching import Allowance, DtypeChange, Match, MatchReport, matched
 from ckptool.matching.layouts import TransposeRules, laid_out, wanted_by
 from ckptool.matching.report import counted
+from ckptool.renamed import renamed_arguments
 from ckptool.tensors import is_one_part, materialize, require_torch
 from ckptool.tensors.bytewise import same_elements
 from ckptool.tensors.casting import CHUNK, losses_of
@@ -38,11 +39,12 @@ _UNMADE = "which is not made from a file"
 
 
 @uncollected()
+@renamed_arguments(rules="it is now called rename")
 def match(
     state_dict: Mapping[Any, Any] | str | os.PathLike[str] | Checkpoint,
     like: torch.nn.Module | Mapping[str, Any] | Iterable[str] | os.PathLike[str] | Checkpoint,
     *,
-    rules: Iterable[Rule | str] = (),
+    rename: Iterable[Rule | str] = (),
     prefixes: Iterable[str] = (),
     transpose: Iterable[str] = (),
     no_transpose: Iterable[str] = (),
@@ -60,8 +62,8 @@ def match(
         state_dict: A state dict, a dict that contains one, a file, or an open checkpoint.
         like: A model on any device, or its stand-in: a state dict, a dict of names to shapes, a
             list of names, the path of a reference file, or an open checkpoint.
-        rules: `REGEX=>REPL` each, applied to the keys of `state_dict` first.
-        prefixes: `OLD=NEW` each, applied after `rules` to whole components at the front of a key.
+        rename: `REGEX=>REPL` each, applied to the keys of `state_dict` first.
+        prefixes: `OLD=NEW` each, applied after `rename` to whole components at the front of a key.
         transpose: Globs of the model's keys whose tensors a file of TensorFlow, Keras or Flax has
             as [..., in, out], or with the axes: `"depthwise.*=2,3,0,1"`.
         no_transpose: Globs of the model's keys whose tensors in such a file have torch's axes.
@@ -76,11 +78,11 @@ def match(
         UnsupportedFormat: the file has only one rank's part of a DTensor or ShardedTensor.
     """
     require_torch()
-    check_lists(rules=rules, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose)
+    check_lists(rename=rename, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose)
     choices = TransposeRules.of(transpose, no_transpose)
     target = target_like(like, key=like_key)
     with stated(state_dict, key=key, wanted=target.slots) as state:
-        plan = planned(state, target, rules=rules, prefixes=prefixes, choices=choices)
+        plan = planned(state, target, rename=rename, prefixes=prefixes, choices=choices)
         every = {**plan.pairs, **plan.undecided}
         fitting = OrderedDict((name, state.value(own)) for name, own in every.items())
         metadata = metadata_for(state, target, plan)
@@ -168,7 +170,7 @@ def planned(
     state: StateDict,
     target: ModelTarget,
     *,
-    rules: Iterable[Rule | str] = (),
+    rename: Iterable[Rule | str] = (),
     prefixes: Iterable[str] = (),
     choices: TransposeRules | None = None,
     assign: bool = False,
@@ -194,7 +196,7 @@ def planned(
     found = matched(
         state.slots,
         wanted_by(target.slots, kinds, choices) if is_turned else target.slots,
-        rules=rules_of(rules, prefixes),
+        rules=rules_of(rename, prefixes),
         metadata=state.metadata,
         closed=target.closed,
         foreign=bool(layout),

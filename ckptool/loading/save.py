@@ -16,7 +16,7 @@ from ckptool.core.model import OrderedMap
 from ckptool.core.names import (
     N_AVERAGED,
     WRAPPERS,
-    Rename,
+    Renamer,
     bare_names as without_wrappers,
     check_collisions,
     strip_names,
@@ -28,6 +28,7 @@ from ckptool.formats import format_of
 from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded, ungathered
 from ckptool.tensors.live import frozen
 from ckptool.tensors.materialize import require_torch
+from ckptool.transforms import Compact
 from ckptool.transforms.names import moved_metadata
 from ckptool.words import a_class
 from ckptool.writing import Receipt, save as written, target_format
@@ -148,7 +149,7 @@ def _write(
     *,
     overwrite: bool,
 ) -> Receipt:
-    checkpoint = frozen(tree, instead=instead, file=path)
+    checkpoint = Compact()(frozen(tree, instead=instead, file=path))
     _mark(checkpoint, noted)
     is_flat = format_of(target_format(checkpoint, path)).flat
     left_out: tuple[str, ...] = ()
@@ -303,7 +304,7 @@ class _States:
         return instead
 
     def _take_module(
-        self, node: Any, model: torch.nn.Module, bare: Rename, counted_by: Sequence[str] = ()
+        self, node: Any, model: torch.nn.Module, bare: Renamer, counted_by: Sequence[str] = ()
     ) -> Iterable[Any]:
         """Return the state dict of a module, which stands for `node`; or have it gathered later."""
         self._modules.append(model)
@@ -428,7 +429,7 @@ def _parameters_of(optimizer: Any) -> list[Any]:
 # names without wrappers
 
 
-def bare_names(model: torch.nn.Module, *, averages: bool = True) -> Rename:
+def bare_names(model: torch.nn.Module, *, averages: bool = True) -> Renamer:
     """Return the rename of tensor names and module paths that removes all wrappers of `model`.
 
     A child that is called `module` is a wrapped model only in a wrapper of a known class: a layer
@@ -455,7 +456,7 @@ def bare_names(model: torch.nn.Module, *, averages: bool = True) -> Rename:
     return bare
 
 
-def _counters(model: torch.nn.Module, bare: Rename) -> list[str]:
+def _counters(model: torch.nn.Module, bare: Renamer) -> list[str]:
     """Return the names of the counters that an `AveragedModel` among the wrappers keeps."""
     return [
         f"{path}.{N_AVERAGED}".lstrip(".")
@@ -470,8 +471,8 @@ def _is_one_of(names: Collection[str], module: torch.nn.Module) -> bool:
 
 def _renamed_state(
     state: Mapping[Any, Any],
-    rename: Rename,
-    rename_module: Rename | None = None,
+    rename: Renamer,
+    rename_module: Renamer | None = None,
     *,
     without: Collection[str] = (),
 ) -> OrderedDict[Any, Any]:

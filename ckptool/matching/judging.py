@@ -35,7 +35,7 @@ _LONGEST = 160
 """Characters of a name or glob in a hint."""
 _SMALL = 0.001
 _NONE = Remedy()
-_ANY_RULE = Remedy((("rules", ("REGEX=>REPL",)),), to_fill_in=True)
+_ANY_RULE = Remedy((("rename", ("REGEX=>REPL",)),), to_fill_in=True)
 _OTHER = Remedy(
     lead="the file may be for another model; ",
     instead=(
@@ -161,7 +161,7 @@ class Allowance:
             for proposed in (_chosen(report, unclear) if refused or is_nothing else [()])
         ]
         usable = [way for way in ways if way.arguments]
-        has_rules = any(name == "rules" for way in usable for name, _ in way.arguments)
+        has_rules = any(name == "rename" for way in usable for name, _ in way.arguments)
         is_allowed = bool(usable) and not (has_rules or is_nothing or is_short)
         question = usable[0]._replace(instead=tuple(usable[1:])) if has_rules else _NONE
         problems = tuple(
@@ -274,7 +274,7 @@ def _way(
     lost = len(missing) + len(left[2])
     if text := difference(report, lost, unexpected, is_renamed=bool(proposed)):
         return Remedy(note=f"{text}{after if text != MERGE else ''}")
-    remedies = [Remedy((("rules", tuple(one.rule for one in proposed)),))] if proposed else []
+    remedies = [Remedy((("rename", tuple(one.rule for one in proposed)),))] if proposed else []
     notes = []
     for argument, names, text in (
         ("allow_mismatched", left[2], "the model keeps its own"),

@@ -144,7 +144,7 @@ class Renaming(_Row):
     names: tuple[tuple[str, str], ...]
     """Name in the file and name in the model."""
     rule: str = ""
-    """The same as `REGEX=>REPL` for `rename --map`; empty where no single one does it."""
+    """The same as `REGEX=>REPL` for `rename --rename`; empty where no single one does it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as `ckptool.match/1` has it; `rule` is null if no single one does it."""

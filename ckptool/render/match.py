@@ -113,7 +113,9 @@ def note_lines(
 def _deciding(report: MatchReport) -> str:
     """Return the rule that decides an ambiguity, unless it is for one layer of several."""
     rules = [rule for one in report.ambiguous for rule in one.rules]
-    return f"`{clean(str(Remedy((('rules', tuple(rules[:1])),))))}`" if rules else "a rule of yours"
+    return (
+        f"`{clean(str(Remedy((('rename', tuple(rules[:1])),))))}`" if rules else "a rule of yours"
+    )
 
 
 def _is_plain(report: MatchReport) -> bool:

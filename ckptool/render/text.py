@@ -243,7 +243,7 @@ def columns_of(stream: TextIO) -> int | None:
 
 _WITH_EQUALS = ("--allow-", "--min-")
 """Options written with `=`, because the word behind `--allow-missing` may be the file."""
-_OPTIONS = {"rules": "--map", "overwrite": "--force"}
+_OPTIONS = {"overwrite": "--force"}
 """Options that are not called as the argument of the library is."""
 
 

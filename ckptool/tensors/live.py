@@ -221,7 +221,7 @@ def cuts(shape: Sequence[int], most: int) -> Iterator[tuple[Any, ...]]:
 def frozen(root: Any, *, instead: Mapping[int, Any], file: str) -> Checkpoint:
     """Return the checkpoint that is to become `file`; no tensor is copied or moved yet.
 
-    Shared objects and storages stay shared; storages are cut down to what tensors see. `instead`
+    Shared objects and storages stay shared. `instead`
     replaces some objects, by their `id`. Tensors become detached ones on the CPU.
 
     Raises:
@@ -233,7 +233,7 @@ def frozen(root: Any, *, instead: Mapping[int, Any], file: str) -> Checkpoint:
     except RecursionError as error:
         text = "containers are nested deeper than Python's stack"
         raise NotRepresentable(text, file=file) from error
-    return checkpoint.compact()
+    return checkpoint
 
 
 class _Frozen(LiveTree):

@@ -186,7 +186,7 @@ def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bo
         what = f"checkpoints of later steps than {step}" if is_within else "an earlier run"
         raise TrainingError(
             f"{folder} holds {what}: {listed(names, 3)}",
-            hint="--resume auto goes on from the newest, --overwrite removes them, another --out "
+            hint="--resume auto goes on from the newest, --force removes them, another --out "
             "keeps them",
         )
 
@@ -387,7 +387,7 @@ class Checkpoints:
         if damaged and not (self._config.overwrite and is_auto):
             raise TrainingError(
                 f"no checkpoint in {out} can be read: {damaged[0]}",
-                hint="ckptool recover saves what can be read; --overwrite begins anew",
+                hint="ckptool recover saves what can be read; --force begins anew",
             )
         return None, [f"{out} holds no checkpoint to resume from: training begins anew"]
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from ckptool.core.checkpoint import Change, Checkpoint, Gather
 from ckptool.core.model import (
@@ -31,6 +31,7 @@ from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import ReadAhead
 from ckptool.tensors.casting import FLOATS, Caster, Losses
 from ckptool.tensors.dequantizing import PACKED, dequantized
+from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
 
 if TYPE_CHECKING:
@@ -180,47 +181,88 @@ def floating_type(word: Any) -> str:
     return name
 
 
-def cast(
-    checkpoint: Checkpoint,
-    dtype: str | torch.dtype | None = None,
-    *,
-    keep: Keep = (),
-    everything: bool = False,
-    allow_overflow: bool = False,
-    dequantize: str | torch.dtype | None = None,
-    raw: bool = False,
-) -> Checkpoint:
-    """Return a checkpoint whose floating tensors have the type `dtype`, as `.to(dtype)` casts.
+@dataclass(frozen=True)
+class Cast(Step):
+    """Cast floating-point tensors to another type, as `.to(dtype)` does.
 
-    A storage is cast as a whole, so that ties, views and strides stay. Integers, booleans, complex
-    and quantized numbers (unless `raw`) keep their type; so does the state of optimizers and
-    schedulers, unless `everything` is given. Of `keep` the first glob that matches decides. With
-    `dequantize` the scales are left out. `Checkpoint.reports` count the elements that overflowed or
-    were rounded when the file is written; without `allow_overflow` that is a `NotRepresentable`.
-    Errors: those of `Checkpoint.cast`, and `NotFound` of scales.
+    A storage is cast as a whole, so that ties, views and strides stay; the bytes are cast when they
+    are written. Integers, booleans, complex and quantized numbers (unless `raw`) keep their type;
+    so does the state of optimizers and schedulers, unless `cast_optimizer` is given. With
+    `dequantize` the scales are left out.
     """
-    refuse_placeholders(checkpoint)
-    rules: dict[str, str | None] = {}
-    for glob, wanted in kept(keep):
-        rules.setdefault(glob, wanted)
-    spared = set() if everything else optimizer_tensors(checkpoint)
-    to = None if dtype is None and dequantize is not None else floating_type(dtype)
-    plan = _Plan(_with_own(checkpoint, spared), to, rules)
-    if dequantize is not None:
-        plan.dequantize(floating_type(dequantize))
-    plan.choose(spared)
-    if not raw:
-        refuse_apart(
-            plan.checkpoint, {*plan.wanted, *plan.left}, "--raw takes them as plain numbers"
+
+    on_files: ClassVar[str] = "tensors in memory have .to(dtype)"
+
+    dtype: str | torch.dtype | None = None
+    """The type to cast to. None with `dequantize`: other tensors keep their type."""
+    keep: Keep = ()
+    """Exceptions: globs, or globs with types (`{"*.norm.*": "float32"}`); the first decides."""
+    cast_optimizer: bool = False
+    """Cast the state of optimizers too."""
+    allow_overflow: bool = False
+    """Write elements that the type cannot hold as torch casts them."""
+    dequantize: str | torch.dtype | None = None
+    """The type of quantized weights, which become plain numbers."""
+    raw: bool = False
+    """Cast quantized numbers as plain numbers."""
+
+    def __post_init__(self) -> None:
+        """Check the types.
+
+        Raises:
+            UsageError: there is no type; or one, also in `keep`, is not a floating type.
+        """
+        if self.dtype is None and self.dequantize is None:
+            raise UsageError("Cast needs dtype or dequantize", hint="--dtype bfloat16")
+        for word in (self.dtype, self.dequantize):
+            if word is not None:
+                floating_type(word)
+        object.__setattr__(self, "keep", kept(self.keep))
+
+    def words(self) -> Iterator[str]:
+        """Yield the words that ask `convert` for this step."""
+        exceptions = (f"{glob}={dtype}" if dtype else glob for glob, dtype in kept(self.keep))
+        yield from replace(self, keep=()).words() if self.keep else super().words()
+        for one in exceptions:
+            yield from ("--keep", one)
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with other types.
+
+        `Checkpoint.reports` count the elements that overflowed or were rounded when the file is
+        written; without `allow_overflow` an overflow is a `NotRepresentable`.
+
+        Raises:
+            NotRepresentable: quantized numbers would be cast without their scales, or cannot be
+                dequantized.
+            NotFound: with `dequantize`: nothing is quantized.
+        """
+        refuse_placeholders(checkpoint)
+        rules: dict[str, str | None] = {}
+        for glob, wanted in kept(self.keep):
+            rules.setdefault(glob, wanted)
+        spared = set() if self.cast_optimizer else optimizer_tensors(checkpoint)
+        to = (
+            None
+            if self.dtype is None and self.dequantize is not None
+            else floating_type(self.dtype)
         )
-    changes = list(plan.changes())
-    if not plan.wanted and not plan.scaled:
-        told = [change for change in changes if change.kind == "warning" or not plan.fixed]
-        return checkpoint.with_root(checkpoint.root, *told) if told else checkpoint
-    work = _Work(plan, allow_overflow=allow_overflow)
-    root = rebuild(plan.checkpoint.root, work.leaf)
-    made = checkpoint.with_root(root, *changes, *plan.parted())
-    return replace(made, reports=(*made.reports, work.report))
+        plan = _Plan(_with_own(checkpoint, spared), to, rules)
+        if self.dequantize is not None:
+            plan.dequantize(floating_type(self.dequantize))
+        plan.choose(spared)
+        if not self.raw:
+            refuse_apart(
+                plan.checkpoint, {*plan.wanted, *plan.left}, "--raw takes them as plain numbers"
+            )
+        changes = list(plan.changes())
+        if not plan.wanted and not plan.scaled:
+            told = [change for change in changes if change.kind == "warning" or not plan.fixed]
+            return checkpoint.with_root(checkpoint.root, *told) if told else checkpoint
+        work = _Work(plan, allow_overflow=self.allow_overflow)
+        root = rebuild(plan.checkpoint.root, work.leaf)
+        made = checkpoint.with_root(root, *changes, *plan.parted())
+        return replace(made, reports=(*made.reports, work.report))
 
 
 def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
@@ -465,7 +507,9 @@ class _Plan:
             text = f"not cast: {_tensors(count)} of other types ({listed(self._other)})"
             yield Change("keep", text, count)
         if self._optimizers:
-            text = f"not cast: {_tensors(self._optimizers)} of optimizers (--all casts them too)"
+            text = (
+                f"not cast: {_tensors(self._optimizers)} of optimizers (cast by --cast-optimizer)"
+            )
             yield Change("keep", text, self._optimizers)
         if self._left:
             text = f"left as they are: {listed(self._left)}"

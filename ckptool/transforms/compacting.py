@@ -7,62 +7,77 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import Storage, StorageRef, TensorRef, over_elements, remade
 from ckptool.core.tree import everything, name_of, rebuild, walk
 from ckptool.files import MemorySource
 from ckptool.files.computed import joined
+from ckptool.transforms.step import Step
 from ckptool.words import counted, listed
 
 
-def untie(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint in which every tied name has bytes of its own.
+@dataclass(frozen=True)
+class Untie(Step):
+    """Give every tied key bytes of its own.
 
-    Tied are tensors of one `place`: the first name keeps its storage. Views that only share memory
+    Tied are tensors of one `place`: the first key keeps its storage. Views that only share memory
     stay views.
     """
-    seen: set[Any] = set()
-    count = 0
 
-    def with_own(mapping: dict[Any, Any]) -> dict[Any, Any]:
-        nonlocal count
-        items, before = dict(mapping), count
-        for key, value in mapping.items():
-            if isinstance(value, TensorRef) and value.storage is not None:
-                if value.place in seen:
-                    items[key] = replace(value, storage=replace(value.storage))
-                    count += 1
-                seen.add(value.place)
-        return mapping if count == before else remade(mapping, items)
+    flag: ClassVar[str] = "ties=copy"
+    on_files: ClassVar[str] = "clone the tensors: {key: tensor.clone() for key, tensor in ...}"
 
-    root = rebuild(checkpoint.root, mapping=with_own)
-    if not count:
-        return checkpoint
-    text = f"ties resolved: {count} more of the names have bytes of their own"
-    return checkpoint.with_root(root, Change("untie", text, count))
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint without ties; itself if there are none."""
+        seen: set[Any] = set()
+        count = 0
+
+        def with_own(mapping: dict[Any, Any]) -> dict[Any, Any]:
+            nonlocal count
+            items, before = dict(mapping), count
+            for key, value in mapping.items():
+                if isinstance(value, TensorRef) and value.storage is not None:
+                    if value.place in seen:
+                        items[key] = replace(value, storage=replace(value.storage))
+                        count += 1
+                    seen.add(value.place)
+            return mapping if count == before else remade(mapping, items)
+
+        root = rebuild(checkpoint.root, mapping=with_own)
+        if not count:
+            return checkpoint
+        text = f"ties resolved: {count} more of the names have bytes of their own"
+        return checkpoint.with_root(root, Change("untie", text, count))
 
 
 _MOST_LISTED = 20
 """Storages that have a line of their own."""
 
 
-def compact(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose storages have only the bytes that tensors span.
+@dataclass(frozen=True)
+class Compact(Step):
+    """Trim storages to the bytes that tensors span.
 
     Shared bytes stay shared, and every tensor keeps its stride: a column of a matrix keeps the
     bytes from its first element to its last. Storages that are values themselves, arrays inside the
     pickle, and types whose elements share bytes do not change. Bytes that nothing in the file
     refers to are dropped too; the changes count them.
     """
-    trimmed = _plans(checkpoint.root)
-    if not trimmed and not checkpoint.details.dead_bytes:
-        return checkpoint
-    root = _moved(checkpoint.root, trimmed) if trimmed else checkpoint.root
-    changes = (*_told(checkpoint.root, trimmed), *_totals(checkpoint, trimmed))
-    settled = replace(checkpoint, details=replace(checkpoint.details, unreferenced=()))
-    return settled.with_root(root, *changes)
+
+    flag: ClassVar[str] = "compact"
+    on_files: ClassVar[str] = "clone the tensors: {key: tensor.clone() for key, tensor in ...}"
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with trimmed storages; itself if there is nothing to trim."""
+        trimmed = _plans(checkpoint.root)
+        if not trimmed and not checkpoint.details.dead_bytes:
+            return checkpoint
+        root = _moved(checkpoint.root, trimmed) if trimmed else checkpoint.root
+        changes = (*_told(checkpoint.root, trimmed), *_totals(checkpoint, trimmed))
+        settled = replace(checkpoint, details=replace(checkpoint.details, unreferenced=()))
+        return settled.with_root(root, *changes)
 
 
 def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:
@@ -80,7 +95,7 @@ def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:
     root = _moved(after.root, trimmed)
     what = f"{_sizes(trimmed)}, without what only the tensors left out saw"
     text = f"{counted(len(trimmed), 'storage')} cut down from {what}"
-    return after.with_root(root, Change("compact", text, len(trimmed)))
+    return after.with_root(root, Change("compact", text, len(trimmed), of_storages=True))
 
 
 Span = tuple[int, int]

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import DeviceValue, Opaque, Storage, StorageRef, TensorRef
 from ckptool.core.tree import everything, name_of, rebuild, walk
 from ckptool.errors import DeviceError, UsageError
+from ckptool.transforms.step import Step, listed_option
 from ckptool.words import listed, printable
 
 _WORD = re.compile(r"(?!gpu\b)[a-z_]+(:\d+)?", re.ASCII)
@@ -84,18 +85,80 @@ def _tags_of(node: Any) -> Iterator[str]:
         yield node.tag
 
 
-def remap(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
-    """Rewrite device tags: of storages, tensors, `torch.device` values; in objects as well.
+@dataclass(frozen=True)
+class Remap(Step):
+    """Move tensors to other devices: `to` all of them, by a `map`, or as `visible_devices` says.
 
-    `rules` maps a tag (`cuda:1`), a kind (`cuda:*`) or everything (`*`) to a device; all apply at
-    once, so that `{"cuda:0": "cuda:1", "cuda:1": "cuda:0"}` swaps. Meta tensors and numpy arrays
-    stay what they are. Tensors of a TPU become ordinary ones where they go to another kind of
-    device, and ordinary ones are carried where they go to a TPU.
-
-    Raises:
-        DeviceError: a target is not a device; or a rule concerns a tensor that cannot be moved (a
-            DTensor's mesh, a ShardedTensor's process group).
+    In a file the device tags are rewritten: of storages, tensors and `torch.device` values, in
+    objects as well. The tensors of a dict in memory are moved. Meta tensors and numpy arrays stay
+    what they are. Tensors of a TPU become ordinary ones where they go to another kind of device,
+    and ordinary ones are carried where they go to a TPU.
     """
+
+    to: str | None = None
+    """The device of all tensors."""
+    map: Mapping[str, str] = field(default_factory=dict)
+    """The new device of each device (`cuda:1`), of all of a kind (`cuda:*`) or of all (`*`); all
+    at once, so that `{"cuda:0": "cuda:1", "cuda:1": "cuda:0"}` swaps two."""
+    visible_devices: Iterable[int] | None = None
+    """Renumber as `CUDA_VISIBLE_DEVICES` does: the first of these becomes `cuda:0`, and so on."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            DeviceError: a target is not a device, or a pattern is none that is known.
+            UsageError: none or several are given; or the visible devices are empty, repeat a
+                number, or have a negative one.
+        """
+        given = (self.to is not None, bool(self.map), self.visible_devices is not None)
+        if sum(given) > 1:
+            raise UsageError(
+                "choose one device for all (to), rules for some (map) or visible devices",
+                hint="--map '*=cpu' is the rule for all others",
+            )
+        if self.visible_devices is not None:
+            numbers = listed_option("visible_devices", self.visible_devices)
+            if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0:
+                raise UsageError("the visible devices are a list of different numbers, such as 0,2")
+            object.__setattr__(self, "visible_devices", numbers)
+        Rules(self._rules)
+
+    @property
+    def _rules(self) -> dict[str, str]:
+        return dict(self.map) if self.to is None else {"*": self.to}
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with its device tags rewritten.
+
+        Raises:
+            DeviceError: a tensor cannot be moved (a DTensor's mesh, a ShardedTensor's process
+                group), or is on none of the visible devices.
+        """
+        if self.visible_devices is not None:
+            return _renumbered(checkpoint, tuple(self.visible_devices))
+        return _remapped(checkpoint, self._rules)
+
+    def applied_to_dict(self, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return a new dict whose tensors are moved; those that stay are the same objects.
+
+        Raises:
+            DeviceError: torch cannot use a device here.
+        """
+        from ckptool.transforms.memory import remap_dict  # only dicts need live tensors
+
+        numbers = self.visible_devices or ()
+        new = {f"cuda:{number}": f"cuda:{at}" for at, number in enumerate(numbers)}
+        return remap_dict(mapping, Rules(new or self._rules))
+
+
+def remapping(rules: str | Mapping[str, str]) -> Remap:
+    """Return the step of rules, or of one device for all."""
+    return Remap(to=rules) if isinstance(rules, str) else Remap(map=rules)
+
+
+def _remapped(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
+    """Return the checkpoint with device tags rewritten, also in objects."""
     decide = Rules(rules)
     tags = device_tags(checkpoint.root)
     listed_tags = Counter(tag for _, tensor in checkpoint.tensors() for tag in _tags_of(tensor))
@@ -114,16 +177,8 @@ def remap(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
     return checkpoint.with_root(rebuild(checkpoint.root, _Mover(decide).move), *changes, *warnings)
 
 
-def visible_devices(checkpoint: Checkpoint, physical: Iterable[int]) -> Checkpoint:
-    """Renumber as `CUDA_VISIBLE_DEVICES` does: the first of `physical` becomes `cuda:0`, and so on.
-
-    Raises:
-        DeviceError: a `cuda` tag of the checkpoint is not among them.
-        UsageError: the list is empty, repeats a number, or has a negative one.
-    """
-    numbers = list(physical)
-    if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0:
-        raise UsageError("the visible devices are a list of different numbers, such as 0,2")
+def _renumbered(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
+    """Return the checkpoint with the devices renumbered as `CUDA_VISIBLE_DEVICES` does."""
     new = {f"cuda:{number}": f"cuda:{at}" for at, number in enumerate(numbers)}
     tags = [tag for tag in device_tags(checkpoint.root) if tag.startswith("cuda:")]
     missing = [tag for tag in tags if tag not in new]
@@ -135,7 +190,7 @@ def visible_devices(checkpoint: Checkpoint, physical: Iterable[int]) -> Checkpoi
             hint="list every device of the file, in the order that they are to have",
         )
     rules = {tag: new[tag] for tag in tags if new[tag] != tag}
-    return remap(checkpoint, rules) if rules else checkpoint
+    return _remapped(checkpoint, rules) if rules else checkpoint
 
 
 class _Mover:

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
 from ckptool.core.modules import holds_tensors, is_module
-from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import (
     MODEL_KINDS,
     OF_THE_MODEL,
@@ -35,9 +34,9 @@ from ckptool.core.tree import (
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.files.source import MemorySource
 from ckptool.formats import format_of
-from ckptool.transforms.compacting import without_unseen
 from ckptool.transforms.name_rules import similar
 from ckptool.transforms.names import remaining_metadata
+from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
 
 _MOST_LISTED = 20
@@ -363,38 +362,7 @@ def _group(leaf: Any) -> str:
     return "values" if plain else "objects"
 
 
-def extract(
-    checkpoint: Checkpoint,
-    *,
-    key: Any = None,
-    include: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    model_only: bool = False,
-    trim: bool = True,
-) -> Checkpoint:
-    """Return a part of the checkpoint; changes of kind `left-out` name everything else.
-
-    Plain values stay unless `model_only`. A container that needs a removed tensor is removed as a
-    whole; a single tensor at `key` becomes a dict of one, a pickled module its state dict. Globs of
-    `include` and `exclude` with a `/` are compared with the original names. If nothing is removed
-    and nothing to `trim`, the result is the same checkpoint. Errors: those of `Checkpoint.extract`.
-    """
-    for given in (include, exclude):
-        if isinstance(given, str):
-            raise UsageError(f"a list of globs is wanted, not {given!r}", hint=f"[{given!r}]")
-    globs = tuple(include), tuple(exclude)
-    part, base = _part(checkpoint, key, model_only)
-    if any(globs):
-        part = _chosen(checkpoint, part, base, *globs)
-    if model_only or key is not None:  # these are called weights; a copy of the file is not
-        refuse_placeholders(part)
-    if all(change.kind == "warning" for change in part.changes[len(checkpoint.changes) :]):
-        return part
-    cut = without_unseen(checkpoint, part) if trim else part
-    return cut.with_root(cut.root, *_totals(checkpoint, cut))
-
-
-def _part(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpoint, Path]:
+def part_of(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpoint, Path]:
     """Return the part that `key` and `model_only` choose, and the path that its root had."""
     if key == "":
         raise UsageError(
@@ -411,11 +379,15 @@ def _part(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpoin
     if node is checkpoint.root:
         return checkpoint, ()
     name = printable(name_of(path))
+    for section in checkpoint.sections:
+        is_made = section.kind == "module" or any(one.is_spread for _, one in section.tensors())
+        if section.path == path and section.kind in MODEL_KINDS and is_made:
+            alone = _state_dict_alone(checkpoint, section)
+            return alone.with_root(alone.root, Change("extract", f"{name} becomes the root")), path
     left_out = list(beside(checkpoint.root, path, node))
     if isinstance(node, TensorRef):
-        alone = {name_of(path[-1:]): node}
         change = Change("extract", f"the tensor {name} alone, in a dict", 1)
-        return checkpoint.with_root(alone, change, *left_out), path[:-1]
+        return checkpoint.with_root({name_of(path[-1:]): node}, change, *left_out), path[:-1]
     made = checkpoint.with_root(node, Change("extract", f"{name} becomes the root"), *left_out)
     return made, path
 
@@ -441,7 +413,7 @@ def _may_be_root(node: Any) -> bool:
     return isinstance(node, (dict, list, tuple, TensorRef))
 
 
-def _chosen(
+def chosen_of(
     checkpoint: Checkpoint,
     part: Checkpoint,
     base: Path,
@@ -485,45 +457,54 @@ def _chosen(
     return part.with_root(root, *changes, *warnings)
 
 
-def _totals(before: Checkpoint, after: Checkpoint) -> Iterator[Change]:
-    """Yield how many tensors and bytes are kept."""
+def kept_in(before: Checkpoint, after: Checkpoint) -> Change:
+    """Return how many tensors and bytes of a checkpoint are kept."""
     every, kept = ([tensor for _, tensor in one.tensors()] for one in (before, after))
     text = f"{len(kept):,} of {len(every):,} tensors kept"
-    yield Change("extract", f"{text}, {_bytes(kept):,} of {_bytes(every):,} bytes", len(kept))
+    return Change("extract", f"{text}, {_bytes(kept):,} of {_bytes(every):,} bytes", len(kept))
 
 
 def _bytes(tensors: Iterable[TensorRef]) -> int:
     return sum({tensor.place or id(tensor): tensor.nbytes for tensor in tensors}.values())
 
 
-def salvaged(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint, opened to be salvaged, without the tensors whose bytes are not there.
+@dataclass(frozen=True)
+class Salvage(Step):
+    """Take the intact tensors of a damaged or truncated file, and leave out the others.
 
     An optimizer goes whole, as its state is of no use without a part of it.
-
-    Raises:
-        NotFound: no tensor is whole.
-        UsageError: a list or an object would lose some of its tensors.
     """
-    every = list(checkpoint.tensors())
-    lost = [path for path, tensor in every if any(map(_is_lost, everything(tensor)))]
-    parts = (part for _, tensor in every for part in everything(tensor))
-    storages = (part.storage for part in parts if isinstance(part, TensorRef))
-    unsummed = (one.data.source for one in storages
-                if one and one.data and one.nbytes and one.crc32 is None)  # fmt: skip
-    is_unsummed = not all(isinstance(source, MemorySource) for source in unsummed)
-    how = "; the file has no checksums, so only lengths were checked" if is_unsummed else ""
-    if not lost and every:
-        text = f"{counted(len(every), 'tensor')}, each of them whole{how}"
-        return checkpoint.with_root(checkpoint.root, Change("salvage", text))
-    gone = {path[:length] for path in lost for length in range(1, len(path) + 1)}
-    root, changes = without(checkpoint, lambda path: path not in gone)
-    if root is None or not every:  # damage may leave no tensor, and all that is left is whole
-        raise NotFound("no tensor of it is whole", file=checkpoint.path)
-    left = checkpoint.with_root(root, *changes)
-    count = sum(1 for _ in left.tensors())
-    text = f"{count:,} of {counted(len(every), 'tensor')} salvaged, {len(lost):,} damaged{how}"
-    return left.with_root(root, Change("salvage", text, len(lost)))
+
+    opens_damaged: ClassVar[bool] = True
+    flag: ClassVar[str] = "salvage"
+    on_files: ClassVar[str] = "what is in memory is not damaged"
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint, opened to be salvaged, without tensors whose bytes are missing.
+
+        Raises:
+            NotFound: no tensor is intact.
+            UsageError: a list or an object would lose some of its tensors.
+        """
+        every = list(checkpoint.tensors())
+        lost = [path for path, tensor in every if any(map(_is_lost, everything(tensor)))]
+        parts = (part for _, tensor in every for part in everything(tensor))
+        storages = (part.storage for part in parts if isinstance(part, TensorRef))
+        unsummed = (one.data.source for one in storages
+                    if one and one.data and one.nbytes and one.crc32 is None)  # fmt: skip
+        is_unsummed = not all(isinstance(source, MemorySource) for source in unsummed)
+        how = "; the file has no checksums, so only lengths were checked" if is_unsummed else ""
+        if not lost and every:
+            text = f"{counted(len(every), 'tensor')}, each of them whole{how}"
+            return checkpoint.with_root(checkpoint.root, Change("salvage", text))
+        gone = {path[:length] for path in lost for length in range(1, len(path) + 1)}
+        root, changes = without(checkpoint, lambda path: path not in gone)
+        if root is None or not every:  # damage may leave no tensor, and all that is left is whole
+            raise NotFound("no tensor of it is whole", file=checkpoint.path)
+        left = checkpoint.with_root(root, *changes)
+        count = sum(1 for _ in left.tensors())
+        text = f"{count:,} of {counted(len(every), 'tensor')} salvaged, {len(lost):,} damaged{how}"
+        return left.with_root(root, Change("salvage", text, len(lost)))
 
 
 def _is_lost(tensor: object) -> bool:

@@ -23,7 +23,7 @@ from ckptool.files.place import place_of
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.tensors.lora import Factors, Merger
 from ckptool.transforms.casting import FLOATING, refuse_apart
-from ckptool.transforms.names import rename, with_items
+from ckptool.transforms.names import Rename, with_items
 from ckptool.words import counted, listed, printable, shell
 
 _DOWN = r"lora_A|lora_embedding_A|lora[._](?:linear_layer\.)?down"
@@ -106,7 +106,7 @@ def merge_lora(
         text = "the optimizer still has the state of the adapter, which is merged"
         result = result.with_root(result.root, Change("warning", text))
     rules = [rule for rule in _TAKEN_OFF if any(re.search(rule[:-2], name) for name, _ in items)]
-    return rename(result, rules, key=key)
+    return Rename(rules, key=key)(result)
 
 
 def _refuse_adapted(base: Checkpoint, part: Section) -> None:

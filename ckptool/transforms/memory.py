@@ -13,7 +13,6 @@ from ckptool.core.model import Opaque, OrderedMap, TensorRef
 from ckptool.core.tree import everything, rebuild
 from ckptool.errors import DeviceError, warn
 from ckptool.tensors.live import LiveObject, LiveTree, is_array, stand_in
-from ckptool.transforms.devices import Rules
 
 
 def changed_dict(
@@ -36,10 +35,12 @@ def changed_dict(
     return made
 
 
-def remap_dict(state_dict: Mapping[Any, Any], rules: Mapping[str, str]) -> OrderedDict[Any, Any]:
-    """Return a new dict whose tensors, and `torch.device` values, are where `rules` send them.
+def remap_dict(
+    state_dict: Mapping[Any, Any], decide: Callable[[str], str]
+) -> OrderedDict[Any, Any]:
+    """Return a new dict whose tensors, and `torch.device` values, are where `decide` sends them.
 
-    Rules as `devices.remap`. Tensors that share a storage share the new one; those that stay are
+    Tensors that share a storage share the new one; those that stay are
     the same objects. The argument is not touched; modules and other objects are not looked into.
 
     Raises:
@@ -48,7 +49,7 @@ def remap_dict(state_dict: Mapping[Any, Any], rules: Mapping[str, str]) -> Order
     live = _Live()
     root = live.checkpoint(state_dict).root
     originals = live.originals
-    relocation = _Relocation(Rules(rules), [originals.get(id(node)) for node in everything(root)])
+    relocation = _Relocation(decide, [originals.get(id(node)) for node in everything(root)])
 
     def move(node: Any) -> Any:
         original = originals.get(id(node))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import Opaque, OrderedMap, remade
@@ -16,7 +16,7 @@ from ckptool.core.names import (
     COLLISION_HINT,
     RULES_HINT,
     WRAPPERS,
-    Rename,
+    Renamer,
     StripResult,
     add_name,
     check_collisions,
@@ -38,6 +38,7 @@ from ckptool.core.sections import (
 from ckptool.core.tree import everything, rebuild, where
 from ckptool.errors import NameCollision, NotFound, UsageError
 from ckptool.transforms.name_rules import AppliedRules, Rule, RuleMatch, rules_of
+from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
 
 Targets = dict[Any, int]
@@ -54,7 +55,7 @@ _OWN_STAYS, _MOVES, _STAYS, _LOOSE_MOVES, _LOOSE_STAYS = range(5)
 
 
 def moved_metadata(
-    metadata: dict[Any, Any], names: Mapping[str, str], rename_module: Rename | None = None
+    metadata: dict[Any, Any], names: Mapping[str, str], rename_module: Renamer | None = None
 ) -> dict[Any, Any]:
     """`_metadata` under the new paths.
 
@@ -101,7 +102,7 @@ def _followed(metadata: Container[Any], names: Mapping[str, str]) -> dict[str, T
     return found
 
 
-def _with_nearest(names: Mapping[str, str]) -> Rename:
+def _with_nearest(names: Mapping[str, str]) -> Renamer:
     above_names = {""}  # `_metadata` need not have them all
     for name in names:
         path = _parent(name)
@@ -132,7 +133,7 @@ def _without_merged(
     return remaining_metadata(metadata, names, (one for one in names if _parent(one) in own))
 
 
-def _loose(path: Any, rename_module: Rename) -> Targets:
+def _loose(path: Any, rename_module: Renamer) -> Targets:
     new = rename_module(path) if isinstance(path, str) else path
     return {new: _LOOSE_STAYS if new == path else _LOOSE_MOVES}
 
@@ -229,7 +230,7 @@ class NamePlan:
         part: Section,
         names: list[str],
         renamed: dict[str, str],
-        rename_module: Rename | None = None,
+        rename_module: Renamer | None = None,
     ) -> None:
         """Plan a state dict under its new names, `_metadata` too.
 
@@ -360,7 +361,7 @@ def distinct(parts: Iterable[Section]) -> list[Section]:
     return list({id(part.holder): part for part in reversed(list(parts))}.values())[::-1]
 
 
-def changed(names: Iterable[str], rename: Rename) -> dict[str, str]:
+def changed(names: Iterable[str], rename: Renamer) -> dict[str, str]:
     """Old name to new, of the names that `rename` changes."""
     return {name: new for name in names if (new := rename(name)) != name}
 
@@ -457,37 +458,62 @@ _BELOW = "z"
 """Stands for a name below a module that has none."""
 
 
-def rename(
-    checkpoint: Checkpoint,
-    rules: Iterable[Rule | str] = (),
-    *,
-    prefixes: Iterable[str] = (),
-    key: Any = None,
-) -> Checkpoint:
-    """Rename the keys of every state dict, or of the state dict at `key`.
+@dataclass(frozen=True)
+class Rename(Step):
+    r"""Rename the keys of every state dict, or of the state dict at `key`.
 
-    Rules apply in order, each to the result of the rule before: `REGEX=>REPL`, or the result of
-    `regex_rule`, `prefix_rule` or `table_rule`; then the `prefixes`, `OLD=NEW`. `_metadata` and the
-    names in optimizers follow. A pickled module does not change, and causes a warning; so does a
-    rule that matches nothing. If there is nothing to change, the result is the same checkpoint.
-    Errors: those of `ckptool.rename`.
+    Rules apply in order, each to the result of the rule before. `_metadata` and the names in
+    optimizers follow. A pickled module does not change, and causes a warning; so does a rule that
+    matches nothing.
     """
-    checkpoint = checkpoint.settled()
-    made = _Renaming(rules_of(rules, prefixes), checkpoint.path)
-    plan = NamePlan(checkpoint.path, RULES_HINT)
-    every = distinct(checkpoint.sections)
-    for part in every if key is None else [model_state_dict(checkpoint, key)]:
-        names = wrapped_names(part.node)
-        if part.kind == "state_dict":
-            plan.rename(part, names, made.renamed(names), made.module)
-        elif part.kind == "module":
-            for name in names:
-                made.new(name)
-            plan.changes.append(stays(part))
-    plan.follow(checkpoint.root, every, lambda own: made.renamed(own) if key is None else {})
-    plan.changes[:0] = made.changes()
-    plan.changes.extend(Change("warning", text) for text in made.idle())
-    return plan.applied(checkpoint)
+
+    options: ClassVar[Mapping[str, str]] = {"rules": "rename", "prefixes": "prefix", "key": ""}
+
+    rules: Iterable[str | Rule] = ()
+    r"""`REGEX=>REPL` each, `^backbone\.=>encoder.`, or a rule made by `table_rule` and its like."""
+    prefixes: Iterable[str] = ()
+    """`OLD=NEW` each, applied after `rules` to whole components at the front of a key."""
+    key: Any = None
+    """The path of the only state dict to change."""
+
+    def __post_init__(self) -> None:
+        """Make the rules.
+
+        Raises:
+            UsageError: a text is not a rule, or a rule leaves nothing of a key.
+        """
+        for name in ("rules", "prefixes"):
+            given = getattr(self, name)
+            single = isinstance(given, (str, Rule))  # which is refused below
+            object.__setattr__(self, name, given if single else tuple(given))
+        rules_of(self.rules, self.prefixes)
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with renamed keys.
+
+        Raises:
+            NameCollision: two keys would become the same.
+            NotFound: there is nothing at `key`.
+            UsageError: a rule leaves nothing of a key.
+        """
+        checkpoint = checkpoint.settled()
+        made = _Renaming(rules_of(self.rules, self.prefixes), checkpoint.path)
+        plan = NamePlan(checkpoint.path, RULES_HINT)
+        every = distinct(checkpoint.sections)
+        for part in every if self.key is None else [model_state_dict(checkpoint, self.key)]:
+            names = wrapped_names(part.node)
+            if part.kind == "state_dict":
+                plan.rename(part, names, made.renamed(names), made.module)
+            elif part.kind == "module":
+                for name in names:
+                    made.new(name)
+                plan.changes.append(stays(part))
+        plan.follow(
+            checkpoint.root, every, lambda own: made.renamed(own) if self.key is None else {}
+        )
+        plan.changes[:0] = made.changes()
+        plan.changes.extend(Change("warning", text) for text in made.idle())
+        return plan.applied(checkpoint)
 
 
 class _Renaming(AppliedRules):
@@ -531,68 +557,126 @@ class _Renaming(AppliedRules):
                 yield Change("rename", text, count)
 
 
-def strip_module(
-    checkpoint: Checkpoint,
-    *,
-    only: str | Sequence[str] | None = None,
-    levels: int | None = None,
-    at: str | None = None,
-) -> Checkpoint:
-    """Remove wrapper prefixes from the keys of every state dict.
+@dataclass(frozen=True)
+class Strip(Step):
+    """Remove wrapper prefixes, such as `module.` and `_orig_mod.`, from every state dict.
 
     `_metadata` and the names in optimizers follow. A pickled wrapper module is replaced by the
-    module inside. If there is nothing to change or to report, the result is the same checkpoint.
-    What `only`, `levels` and `at` take, and the errors: as of `ckptool.strip_module`.
+    module inside.
     """
-    checkpoint = checkpoint.settled()  # the names in an optimizer may lie in files of their own
-    plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
-    options: dict[str, Any] = {"only": only, "levels": levels, "at": at}
-    parts = distinct(checkpoint.sections)
-    _check_path(checkpoint, parts, at)
-    for part in parts:
-        names = wrapped_names(part.node)
-        if part.kind == "state_dict":
-            result = strip_names(names, **options)
-            plan.rename(part, names, result.renamed, result.rename_module)
-            if result.renamed:
-                plan.changes.append(_stripped(part, result, result.renamed))
-            if at is None:
-                left = [result.renamed.get(name, name) for name in names]
-                plan.changes.extend(_kept_in_part(part, left, only))
-        elif part.kind == "module":
-            found = unwrapped_modules(part.holder, **options)
-            plan.instead.update(found.instead)
-            plan.note(names, found.renamed)
-            if found.instead and found.wanted is not None:
-                plan.changes.append(_stripped(part, found.wanted, found.renamed))
-            if found.keeps:
-                text = f"the pickled module at {where(part.path)} keeps names that look wrapped"
-                plan.changes.append(Change("warning", f"{text}: its class has them", len(names)))
-    plan.follow(checkpoint.root, parts, lambda own: strip_names(own, **options).renamed)
-    return plan.applied(checkpoint)
+
+    options: ClassVar[Mapping[str, str]] = {"only": "", "levels": ""}
+
+    only: str | Sequence[str] | None = None
+    """Remove only wrappers of this kind, or of these kinds."""
+    levels: int | None = None
+    """Remove at most this many levels; 0 keeps them all."""
+    at: str | None = None
+    """Remove the wrapper of the submodule with this path."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            UsageError: `only` is not a known wrapper, or `levels` is less than 0.
+        """
+        strip_names((), **{**self._options, "levels": self.levels or None})
+
+    def words(self) -> Iterator[str]:
+        """Yield the words that ask `convert` for this step."""
+        if self.at is None:
+            yield from ("--wrappers", "keep" if self.levels == 0 else "strip")
+        yield from super().words()
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"only": self.only, "levels": self.levels, "at": self.at}
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint without wrapper prefixes; itself if there is nothing to report.
+
+        Raises:
+            NameCollision: two keys would become the same.
+            NotFound: no key starts with the path `at`.
+        """
+        if self.levels == 0:
+            return checkpoint
+        checkpoint = checkpoint.settled()  # the names in an optimizer may lie in files of their own
+        plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
+        options = self._options
+        parts = distinct(checkpoint.sections)
+        _check_path(checkpoint, parts, self.at)
+        for part in parts:
+            names = wrapped_names(part.node)
+            if part.kind == "state_dict":
+                result = strip_names(names, **options)
+                plan.rename(part, names, result.renamed, result.rename_module)
+                if result.renamed:
+                    plan.changes.append(_stripped(part, result, result.renamed))
+                if self.at is None:
+                    left = [result.renamed.get(name, name) for name in names]
+                    plan.changes.extend(_kept_in_part(part, left, self.only))
+            elif part.kind == "module":
+                found = unwrapped_modules(part.holder, **options)
+                plan.instead.update(found.instead)
+                plan.note(names, found.renamed)
+                if found.instead and found.wanted is not None:
+                    plan.changes.append(_stripped(part, found.wanted, found.renamed))
+                if found.keeps:
+                    text = f"the pickled module at {where(part.path)} keeps names that look wrapped"
+                    plan.changes.append(
+                        Change("warning", f"{text}: its class has them", len(names))
+                    )
+        plan.follow(checkpoint.root, parts, lambda own: strip_names(own, **options).renamed)
+        return plan.applied(checkpoint)
 
 
-def add_module(
-    checkpoint: Checkpoint, *, wrapper: str = "module", at: str | None = None, key: Any = None
-) -> Checkpoint:
+@dataclass(frozen=True)
+class Wrap(Step):
     """Add a wrapper prefix to the keys of every state dict, or of the state dict at `key`.
 
-    `at` wraps only the submodule with that path. Keys that have the prefix get it again, with a
-    warning among the changes. A pickled module does not change, and causes a warning too. Errors:
-    those of `ckptool.add_module`.
+    Keys that have the prefix get it again, with a warning. A pickled module does not change, and
+    causes a warning too.
     """
-    checkpoint = checkpoint.settled()
-    plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
-    rename, every = prefixed(wrapper, at), distinct(checkpoint.sections)
-    parts = every if key is None else [model_state_dict(checkpoint, key)]
-    _check_path(checkpoint, parts, at)
-    for part in parts:
-        if part.kind == "state_dict":
-            _add(plan, part, wrapper, at)
-        elif part.kind == "module":
-            plan.changes.append(stays(part))
-    plan.follow(checkpoint.root, every, lambda own: changed(own, rename) if key is None else {})
-    return plan.applied(checkpoint)
+
+    options: ClassVar[Mapping[str, str]] = {"wrapper": "", "at": "", "key": ""}
+
+    wrapper: str = "module"
+    """The component to add."""
+    at: str | None = None
+    """Wrap only the submodule with this path."""
+    key: Any = None
+    """The path of the only state dict to change."""
+
+    def __post_init__(self) -> None:
+        """Check the wrapper.
+
+        Raises:
+            UsageError: it is not a known wrapper.
+        """
+        prefixed(self.wrapper, self.at)
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with wrapped keys.
+
+        Raises:
+            NameCollision: two keys would become the same.
+            NotFound: there is nothing at `key`, or no key starts with the path `at`.
+        """
+        checkpoint = checkpoint.settled()
+        plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
+        rename, every = prefixed(self.wrapper, self.at), distinct(checkpoint.sections)
+        parts = every if self.key is None else [model_state_dict(checkpoint, self.key)]
+        _check_path(checkpoint, parts, self.at)
+        for part in parts:
+            if part.kind == "state_dict":
+                _add(plan, part, self.wrapper, self.at)
+            elif part.kind == "module":
+                plan.changes.append(stays(part))
+        plan.follow(
+            checkpoint.root, every, lambda own: changed(own, rename) if self.key is None else {}
+        )
+        return plan.applied(checkpoint)
 
 
 def _check_path(checkpoint: Checkpoint, parts: list[Section], at: str | None) -> None:

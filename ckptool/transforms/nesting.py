@@ -2,56 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef
 from ckptool.core.tree import walk, where
 from ckptool.errors import NameCollision, NotRepresentable
+from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable
 
 
-def flattened(checkpoint: Checkpoint, separator: str = ".") -> Checkpoint:
-    """Return a checkpoint whose root is one dict: tensors and values under their whole names.
+@dataclass(frozen=True)
+class Flatten(Step):
+    """Make nested dicts and lists one dict: tensors and values under their whole paths."""
 
-    Keys on the way to a tensor, and places in a list, are joined by `separator`.
+    options: ClassVar[Mapping[str, str]] = {"separator": "flatten"}
 
-    Raises:
-        NameCollision: two would get one name.
-        NotRepresentable: tensors are in an object, whose class would be lost.
-    """
-    root, lost = OrderedMap(), list[str]()
+    separator: str = "."
+    """What joins the keys on the way to a tensor, and places in a list."""
 
-    def enter(path: Path, node: Any) -> bool:
-        here = where(path)
-        if isinstance(node, Opaque):
-            raise NotRepresentable(
-                f"{here} is an object of class {printable(node.class_name)}, which has tensors",
-                file=checkpoint.path or None,
-                hint="--plain makes plain data of objects where it can; --key takes one part",
-            )
-        if isinstance(node, OrderedMap) and node.attributes:
-            lost.append(f"the attributes of {here}: {listed(map(str, node.attributes))}")
-        if not node and path:
-            lost.append(f"{here}, which is empty")
-        return True
+    def words(self) -> Iterator[str]:
+        """Yield the words that ask `convert` for this step."""
+        yield f"--flatten={self.separator}"
 
-    for path, leaf in walk(checkpoint.root, enter=enter):
-        name = separator.join(map(str, path))
-        if name in root:
-            raise NameCollision(
-                f"two entries would be called {printable(name)!r}",
-                file=checkpoint.path or None,
-                hint="choose another separator: --flatten /",
-            )
-        root[name] = leaf
-    count = sum(isinstance(leaf, TensorRef) for leaf in root.values())
-    text = f"{counted(count, 'tensor')} in one flat dict, keys joined by {separator!r}"
-    left_out = [Change("left-out", one, 1) for one in lost]
-    return checkpoint.with_root(root, Change("flatten", text, count), *left_out)
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with one dict as its root.
+
+        Raises:
+            NameCollision: two would get one key.
+            NotRepresentable: tensors are in an object, whose class would be lost.
+        """
+        root, lost = OrderedMap(), list[str]()
+
+        def enter(path: Path, node: Any) -> bool:
+            here = where(path)
+            if isinstance(node, Opaque):
+                raise NotRepresentable(
+                    f"{here} is an object of class {printable(node.class_name)}, which has tensors",
+                    file=checkpoint.path or None,
+                    hint="--plain makes plain data of objects where it can; --key takes one part",
+                )
+            if isinstance(node, OrderedMap) and node.attributes:
+                lost.append(f"the attributes of {here}: {listed(map(str, node.attributes))}")
+            if not node and path:
+                lost.append(f"{here}, which is empty")
+            return True
+
+        for path, leaf in walk(checkpoint.root, enter=enter):
+            name = self.separator.join(map(str, path))
+            if name in root:
+                raise NameCollision(
+                    f"two entries would be called {printable(name)!r}",
+                    file=checkpoint.path or None,
+                    hint="choose another separator: --flatten /",
+                )
+            root[name] = leaf
+        count = sum(isinstance(leaf, TensorRef) for leaf in root.values())
+        text = f"{counted(count, 'tensor')} in one flat dict, keys joined by {self.separator!r}"
+        left_out = [Change("left-out", one, 1) for one in lost]
+        return checkpoint.with_root(root, Change("flatten", text, count), *left_out)
 
 
-def nested(checkpoint: Checkpoint, key: str) -> Checkpoint:
-    """Return a checkpoint whose root is a dict with the tree under `key` alone."""
-    root: dict[str, Any] = {key: checkpoint.root}
-    return checkpoint.with_root(root, Change("nest", f"all of it put under {printable(key)!r}"))
+@dataclass(frozen=True)
+class Nest(Step):
+    """Put everything under one key; a tensor that stands alone gets it as its name."""
+
+    options: ClassVar[Mapping[str, str]] = {"key": "nest"}
+
+    key: str
+    """The key."""
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with a dict of one key as its root."""
+        text = f"all of it put under {printable(self.key)!r}"
+        return checkpoint.with_root({self.key: checkpoint.root}, Change("nest", text))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import (
@@ -31,10 +31,11 @@ from ckptool.core.modules import (
 from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import MODEL_KINDS, Section, only_its_class
 from ckptool.core.tree import everything, held_items, mentions, path_of, rebuild, where
-from ckptool.errors import NotRepresentable
+from ckptool.errors import NotRepresentable, UsageError
 from ckptool.symbolic.encoder import blocking
 from ckptool.symbolic.text import raw_bytes
 from ckptool.transforms.extraction import plain_state_dict
+from ckptool.transforms.step import Step, option_words
 from ckptool.words import counted, listed, printable
 
 _COUNTER = "collections.Counter"
@@ -318,50 +319,81 @@ _SETS = ("builtins.set", "builtins.frozenset")
 _MOST_NAMED = 20
 
 
-def to_plain(checkpoint: Checkpoint, *, drop: bool = False) -> Checkpoint:
-    """Return a checkpoint whose objects are plain data, if they lose nothing but their class.
+@dataclass(frozen=True)
+class Plain(Step):
+    """Turn objects into plain data (`plain`), or leave them out (`drop_objects`).
 
-    numpy scalars become numbers, arrays tensors; objects that are only their attributes
-    (`argparse.Namespace`, dataclasses) dicts; classes derived from dict or list dicts and lists;
-    paths text; a pickled module its `state_dict()`, unless it holds tensors that this has not
-    (attributes, buffers that do not persist). A member of an Enum and other objects made of one
-    value remain, as that value is not the object; a namedtuple remains, as the names of its fields
-    are in its class. What was shared stays shared. The changes name the attributes of modules that
-    go with their class. With `drop`, what remains is left out (`drop_objects`), and of a module
-    the tensors that its state dict has not.
+    With `plain`, numpy scalars become numbers, arrays tensors; objects that are only their
+    attributes (`argparse.Namespace`, dataclasses) dicts; classes derived from dict or list dicts
+    and lists; paths text; a pickled module its `state_dict()`, unless it holds tensors that this
+    has not (attributes, buffers that do not persist). A member of an Enum and other objects made of
+    one value remain, as that value is not the object; a namedtuple remains, as the names of its
+    fields are in its class. What was shared stays shared. The changes name the attributes of
+    modules that go with their class.
 
-    Raises:
-        NotRepresentable: something remains and `drop` is not given; the message names all of it.
-            Or tensors have no values (`placeholders_of`).
+    With `drop_objects`, what has no plain form is left out (without `plain`: every object that
+    `torch.load(weights_only=True)` refuses). An entry of a dict or set is removed if its key or its
+    value is an object; in a list or tuple None takes the place of the object. Tensors stay: arrays
+    and tensor subclasses become plain tensors, a namedtuple becomes a tuple.
     """
-    checkpoint = checkpoint.settled()
-    refuse_placeholders(checkpoint)
-    result = _with_forms(checkpoint, _plain_forms(checkpoint, partly=drop))
-    if drop:
-        return _dropped(result, hint=None)
-    remaining = [_remaining(path, node) for path, node in refusals(result.root)]
-    if remaining:
-        verb = "has" if len(remaining) == 1 else "have"
-        raise NotRepresentable(
-            f"{len(remaining):,} of its objects {verb} no plain form that loses nothing: "
-            f"{listed(remaining, _MOST_NAMED)}",
-            file=checkpoint.path or None,
-            hint="--drop-objects leaves them out",
+
+    selects: ClassVar[bool] = True
+    on_files: ClassVar[str] = "the objects of a dict in memory are its own"
+
+    plain: bool = True
+    """Turn objects into plain data."""
+    drop_objects: bool = False
+    """Leave out objects, with `plain` those without a plain form."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            UsageError: neither is given.
+        """
+        if not (self.plain or self.drop_objects):
+            raise UsageError("Plain needs plain or drop_objects")
+
+    def words(self) -> Iterator[str]:
+        """Yield the words that ask `convert` for this step."""
+        for name in ("plain", "drop_objects"):
+            if getattr(self, name):
+                yield from option_words(name, True)
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint without objects.
+
+        Raises:
+            NotRepresentable: something has no plain form and `drop_objects` is not given (the
+                message names all of it); nothing, or no tensor of the model, would be left; or
+                tensors have no values.
+        """
+        if not self.drop_objects:
+            return self._converted(checkpoint)
+        made = (
+            self._converted(checkpoint)
+            if self.plain
+            else _dropped(checkpoint, hint="--plain converts objects to plain data")
         )
-    return result
+        asked = tuple(replace(one, wanted=one.wanted or one.needed) for one in made.changes)
+        return made if asked == made.changes else replace(made, changes=asked)
 
-
-def drop_objects(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint without the objects that `torch.load(weights_only=True)` refuses.
-
-    The changes name each of them. An entry of a dict or set is removed if its key or its value is
-    an object; in a list or tuple None takes the place of the object. Tensors stay: arrays and
-    tensor subclasses become plain tensors, a namedtuple becomes a tuple.
-
-    Raises:
-        NotRepresentable: nothing, no tensor, or no tensor of the model, would be left.
-    """
-    return _dropped(checkpoint, hint="--plain converts objects to plain data")
+    def _converted(self, checkpoint: Checkpoint) -> Checkpoint:
+        checkpoint = checkpoint.settled()
+        refuse_placeholders(checkpoint)
+        result = _with_forms(checkpoint, _plain_forms(checkpoint, partly=self.drop_objects))
+        if self.drop_objects:
+            return _dropped(result, hint=None)
+        remaining = [_remaining(path, node) for path, node in refusals(result.root)]
+        if remaining:
+            verb = "has" if len(remaining) == 1 else "have"
+            raise NotRepresentable(
+                f"{len(remaining):,} of its objects {verb} no plain form that loses nothing: "
+                f"{listed(remaining, _MOST_NAMED)}",
+                file=checkpoint.path or None,
+                hint="--drop-objects leaves them out",
+            )
+        return result
 
 
 def _dropped(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isqrt, prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import (
@@ -32,6 +33,7 @@ from ckptool.tensors.averaging import interpolated, more_rows
 from ckptool.tensors.bytewise import same_elements
 from ckptool.transforms.casting import FLOATING, optimizer_tensors, refuse_apart, tensors_placed
 from ckptool.transforms.names import distinct, with_items
+from ckptool.transforms.step import Step, listed_option
 from ckptool.words import counted, few, listed, printable, shell
 
 _PREFIX = 5
@@ -51,35 +53,57 @@ _One: TypeAlias = "Callable[[str, TensorRef, str], tuple[TensorRef, str]]"
 """A tensor of another shape, and what was done to it."""
 
 
-def resized(
-    checkpoint: Checkpoint,
-    *,
-    resize: Iterable[str] = (),
-    interpolate_pos: Iterable[str] = (),
-    split: Iterable[str] = (),
-    fuse: Iterable[str] = (),
-) -> Checkpoint:
-    """Return a checkpoint with other shapes in its state dicts, rule by rule in this order.
+@dataclass(frozen=True)
+class Reshape(Step):
+    """Give tensors of the model other shapes, rule by rule in the order of the fields.
 
-    Rules: `GLOB=ROWS` and `GLOB=ROWS:zero`, `GLOB=HxW`, `WHOLE=>PART,PART@DIM`,
-    `PART,PART=>WHOLE@DIM`. A tensor that is tied to one that is resized changes with it.
-
-    Raises:
-        UsageError: a rule is none, matches nothing, or does not fit a tensor; the tensors are in a
-            pickled module; there is the state of an optimizer, which would no longer fit.
-        NameCollision: a name is there already.
-        NotRepresentable: a tensor is quantized, or has no elements that can be computed with.
+    A tensor that is tied to one that is resized changes with it.
     """
-    kinds: tuple[tuple[Iterable[str], Callable[[str], _Step]], ...] = (
-        (resize, _resizing),
-        (interpolate_pos, _interpolating),
-        (split, _splitting),
-        (fuse, _fusing),
-    )
-    steps = [(rule, kind(rule)) for rules, kind in kinds for rule in rules]
-    for rule, step in steps:
-        checkpoint = _after(checkpoint, rule, step)
-    return checkpoint
+
+    on_files: ClassVar[str] = "its results are computed when a file is written"
+
+    resize: Iterable[str] = ()
+    """`GLOB=ROWS` each: rows are cut, or added as the mean of the others, or, with
+    `GLOB=ROWS:zero`, zero."""
+    interpolate_pos: Iterable[str] = ()
+    """`GLOB=HxW` each: position embeddings of a ViT for another grid of patches, as timm makes
+    them."""
+    split: Iterable[str] = ()
+    """`*.qkv=>*.q,*.k,*.v@DIM` each: equal parts along a dimension."""
+    fuse: Iterable[str] = ()
+    """`*.q,*.k,*.v=>*.qkv@DIM` each: the parts joined."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            UsageError: a rule is none, or a text is in place of a list of rules.
+        """
+        for name in ("resize", "interpolate_pos", "split", "fuse"):
+            object.__setattr__(self, name, listed_option(name, getattr(self, name)))
+        self._steps()
+
+    def _steps(self) -> list[tuple[str, _Step]]:
+        kinds: tuple[tuple[Iterable[str], Callable[[str], _Step]], ...] = (
+            (self.resize, _resizing),
+            (self.interpolate_pos, _interpolating),
+            (self.split, _splitting),
+            (self.fuse, _fusing),
+        )
+        return [(rule, kind(rule)) for rules, kind in kinds for rule in rules]
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with other shapes.
+
+        Raises:
+            UsageError: a rule matches nothing, or does not fit a tensor; the tensors are in a
+                pickled module; there is the state of an optimizer, which would no longer fit.
+            NameCollision: a key is there already.
+            NotRepresentable: a tensor is quantized, or has no elements that can be computed with.
+        """
+        for rule, step in self._steps():
+            checkpoint = _after(checkpoint, rule, step)
+        return checkpoint
 
 
 def _after(checkpoint: Checkpoint, rule: str, step: _Step) -> Checkpoint:
@@ -293,56 +317,81 @@ def _distinct(work: _Work, file: str) -> _Work:
     return work
 
 
-def concatenated(checkpoint: Checkpoint, rules: Iterable[str]) -> Checkpoint:
-    """Return the tree of the first rank, with the tensors of its model joined from all ranks.
+@dataclass(frozen=True)
+class Concat(Step):
+    """Take the tree of the first rank of Megatron, with the tensors joined from all ranks.
 
-    A rule is a glob with a dimension, `*.linear_qkv.weight=0`; the first that matches counts.
     Other tensors of the ranks (optimizer, random generators) are left out.
-
-    Raises:
-        UsageError: a rule is none, or matches nothing; there are no ranks; or these differ in
-            their names, in a tensor that no rule names, or in another dimension.
     """
-    file, places = checkpoint.path, [_place(rule) for rule in rules]
-    ranks = checkpoint.root if isinstance(checkpoint.root, dict) else {}
-    if not ranks or not all(map(is_rank, ranks)):
-        hint = "give the folder of one iteration, which has a folder mp_rank_00"
-        raise UsageError("holds no ranks of Megatron's to concatenate", file=file, hint=hint)
-    trees = [root if isinstance(root, dict) else {} for root in ranks.values()]
-    models = [dict(checkpoint.with_root({"model": one.get("model")}).tensors()) for one in trees]
-    apart = {name_of(path) for one in models for path in one.keys() ^ models[0].keys()}
-    if apart:
-        raise UsageError(f"has tensors that not all ranks have: {few(sorted(apart))}", file=file)
-    fused, whole, differing = dict[tuple[int, ...], TensorRef](), dict[Path, TensorRef](), []
-    for path, first in models[0].items():
-        every = [one[path] for one in models]
-        dim = next((dim for glob, dim in places if selected(path, (glob,))), None)
-        if dim is not None:
-            key = (dim, *map(id, every))  # ties stay
-            if key not in fused:
-                fused[key] = _along(name_of(path), every, dim, file)
-            whole[path] = fused[key]
-        elif not all(_same(first, one) for one in every[1:]):
-            differing.append(name_of(path))
-    if differing:
-        what = f"and no rule says how to join them: {_kinds(differing)}"
-        hint = "--concat 'GLOB=DIM' for each kind: the dimension along which Megatron split it"
-        text = f"its ranks differ in {counted(len(differing), 'tensor')}, {what}"
-        raise UsageError(text, file=file, hint=hint)
-    for glob, _ in places:
-        if not any(selected(path, (glob,)) for path in whole):
-            raise UsageError(f"no tensor of the model matches {printable(glob)!r}", file=file)
-    lost = [key for key, one in trees[0].items() if key != "model" and any(find_tensors([one]))]
-    root = remade(trees[0], ((key, one) for key, one in trees[0].items() if key not in lost))
-    text = f"{counted(len(whole), 'tensor')} joined from {counted(len(ranks), 'rank')}"
-    changes = [Change("concat", text, len(whole))]
-    if once := [name_of(path) for path in models[0] if path not in whole]:
-        text = f"taken once, as all ranks have the same: {_kinds(once)}"
-        changes.append(Change("keep", text, len(once)))
-    if lost:
-        text = f"what each rank has of its own: {listed(map(printable, map(str, lost)))}"
-        changes.append(Change("left-out", text, len(lost)))
-    return checkpoint.with_root(tensors_placed(root, whole), *changes)
+
+    on_files: ClassVar[str] = "the ranks are in the folder of a Megatron iteration"
+
+    options: ClassVar[Mapping[str, str]] = {"rules": "concat"}
+
+    rules: Iterable[str]
+    """`GLOB=DIM` each: the dimension along which the ranks split tensors; the first decides."""
+
+    def __post_init__(self) -> None:
+        """Check the rules.
+
+        Raises:
+            UsageError: one is not a glob with a dimension.
+        """
+        object.__setattr__(self, "rules", listed_option("concat", self.rules))
+        for rule in self.rules:
+            _place(rule)
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with the ranks joined.
+
+        Raises:
+            UsageError: a rule matches nothing; there are no ranks; or these differ in their keys,
+                in a tensor that no rule names, or in another dimension.
+        """
+        file, places = checkpoint.path, [_place(rule) for rule in self.rules]
+        ranks = checkpoint.root if isinstance(checkpoint.root, dict) else {}
+        if not ranks or not all(map(is_rank, ranks)):
+            hint = "give the folder of one iteration, which has a folder mp_rank_00"
+            raise UsageError("holds no ranks of Megatron's to concatenate", file=file, hint=hint)
+        trees = [root if isinstance(root, dict) else {} for root in ranks.values()]
+        models = [
+            dict(checkpoint.with_root({"model": one.get("model")}).tensors()) for one in trees
+        ]
+        apart = {name_of(path) for one in models for path in one.keys() ^ models[0].keys()}
+        if apart:
+            raise UsageError(
+                f"has tensors that not all ranks have: {few(sorted(apart))}", file=file
+            )
+        fused, whole, differing = dict[tuple[int, ...], TensorRef](), dict[Path, TensorRef](), []
+        for path, first in models[0].items():
+            every = [one[path] for one in models]
+            dim = next((dim for glob, dim in places if selected(path, (glob,))), None)
+            if dim is not None:
+                key = (dim, *map(id, every))  # ties stay
+                if key not in fused:
+                    fused[key] = _along(name_of(path), every, dim, file)
+                whole[path] = fused[key]
+            elif not all(_same(first, one) for one in every[1:]):
+                differing.append(name_of(path))
+        if differing:
+            what = f"and no rule says how to join them: {_kinds(differing)}"
+            hint = "--concat 'GLOB=DIM' for each kind: the dimension along which Megatron split it"
+            text = f"its ranks differ in {counted(len(differing), 'tensor')}, {what}"
+            raise UsageError(text, file=file, hint=hint)
+        for glob, _ in places:
+            if not any(selected(path, (glob,)) for path in whole):
+                raise UsageError(f"no tensor of the model matches {printable(glob)!r}", file=file)
+        lost = [key for key, one in trees[0].items() if key != "model" and any(find_tensors([one]))]
+        root = remade(trees[0], ((key, one) for key, one in trees[0].items() if key not in lost))
+        text = f"{counted(len(whole), 'tensor')} joined from {counted(len(ranks), 'rank')}"
+        changes = [Change("concat", text, len(whole))]
+        if once := [name_of(path) for path in models[0] if path not in whole]:
+            text = f"taken once, as all ranks have the same: {_kinds(once)}"
+            changes.append(Change("keep", text, len(once)))
+        if lost:
+            text = f"what each rank has of its own: {listed(map(printable, map(str, lost)))}"
+            changes.append(Change("left-out", text, len(lost)))
+        return checkpoint.with_root(tensors_placed(root, whole), *changes)
 
 
 def _kinds(names: Iterable[str]) -> str:

@@ -85,7 +85,7 @@ def test_values_are_completed(monkeypatch, capsys):
     monkeypatch.setenv("_CKPTOOL_COMPLETE", "bash_complete")
     for words, shown in (
         ("cast model.pth --dtype bf", "bfloat16"),
-        ("convert a b --cast float8_e5m2f", "float8_e5m2fnuz"),
+        ("convert a b --dtype float8_e5m2f", "float8_e5m2fnuz"),
         ("list model.pth --fmt markd", "markdown"),
         ("strip-module model.pth --only _orig", "_orig_mod"),
         ("convert a b --like epoch", "file,"),  # the shell knows its files

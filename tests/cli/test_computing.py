@@ -86,7 +86,7 @@ def test_keep_and_all(ckptool, saved, tmp_path):
         {"model": {"a.w": weights, "n.w": weights * 2}, "optimizer": {"exp_avg": weights * 3}},
         tmp_path / "m.pth",
     )
-    options = ["--dtype", "float16", "--keep", "n.*", "--all"]
+    options = ["--dtype", "float16", "--keep", "n.*", "--cast-optimizer"]
     done = ckptool("cast", tmp_path / "m.pth", *options)
     assert done.code == 0, done.err
     made = torch.load(tmp_path / "m.float16.pth")
@@ -121,7 +121,7 @@ def test_quantized_weights_are_refused_dequantized_or_cast_raw(ckptool, saved, t
     source = saved(w=weight, w_scale_inv=torch.full((1, 1), 0.5))
     for verb in (
         ("cast", source, "--dtype", "bf16"),
-        ("convert", source, tmp_path / "x.pth", "--cast", "bf16"),
+        ("convert", source, tmp_path / "x.pth", "--dtype", "bf16"),
         ("average", source, source, "-o", tmp_path / "x.pth"),
     ):
         done = ckptool(*verb)

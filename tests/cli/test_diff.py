@@ -100,7 +100,7 @@ def test_names_are_compared_as_they_are_or_as_they_are_mapped(ckptool, files):
     assert "D\tstate_dict/fc.bias" in strict.out
     tensors("c.pth", **{"enc.w": torch.zeros(2)})
     tensors("d.pth", **{"backbone.w": torch.zeros(2)})
-    assert ckptool("diff", "c.pth", "d.pth", "--map", "^enc=>backbone").code == 0
+    assert ckptool("diff", "c.pth", "d.pth", "--rename", "^enc=>backbone").code == 0
 
 
 def test_layers_are_one_row_unless_asked(ckptool, tmp_path):
@@ -190,7 +190,7 @@ def test_options_that_make_no_sense_are_wrong_usage(ckptool, files):
         ["--atol", "-1"],
         ["--rtol", "nan"],
         ["--max-diffs", "-1"],
-        ["--map", "no arrow"],
+        ["--rename", "no arrow"],
         ["--key", "nowhere"],
         ["--fmt", "word"],
     ):

@@ -13,7 +13,7 @@ from tests.forks import ended, finished, start
 from tests.sources import PROJECT
 
 DEADLINE = 240
-CHANGED = ["--max-shard-size", "40KB", "--cast", "bfloat16"]
+CHANGED = ["--max-shard-size", "40KB", "--dtype", "bfloat16"]
 
 PROGRAM = """
 import os, sys
@@ -87,8 +87,8 @@ def test_workers_write_and_tell_what_one_process_does(model, tmp_path):
     one = ckptool.convert(
         model,
         tmp_path / "one" / "m.safetensors.index.json",
+        ckptool.Cast("bfloat16"),
         max_shard_size="40KB",
-        cast="bfloat16",
     )
     index = tmp_path / "two" / "m.safetensors.index.json"
     ran = ckptool_does("convert", model, index, *CHANGED, "--workers", 2, "--json")
@@ -110,7 +110,7 @@ def test_shards_are_cast_by_workers(model, tmp_path):
     index = tmp_path / "whole" / "m.safetensors.index.json"
     ckptool.convert(model, index, max_shard_size="80KB")
     with ckptool.open(index) as checkpoint:
-        checkpoint.cast("float16").save(tmp_path / "one" / index.name)
+        checkpoint.then(ckptool.Cast("float16")).save(tmp_path / "one" / index.name)
     target = tmp_path / "two" / index.name
     ckptool_does("cast", index, "--dtype", "float16", "-o", target, "--workers", 2)
     assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
@@ -126,7 +126,7 @@ def test_what_one_process_cannot_write_fails_in_all(model, tmp_path):
     state["l.19.w"][0] = 1e30
     torch.save(state, model)
     words = ["convert", model, tmp_path / "m.safetensors.index.json", "--max-shard-size", "40KB"]
-    ran = ckptool_does(*words, "--cast", "float16", "--workers", 2, exit_code=2)
+    ran = ckptool_does(*words, "--dtype", "float16", "--workers", 2, exit_code=2)
     assert "l.19.w' cannot be cast" in ran.stderr
     assert ran.stderr.count("cannot be cast") == 1
     assert "Traceback" not in ran.stderr
@@ -163,7 +163,7 @@ def test_an_old_set_keeps_its_names_until_the_new_one_is_whole(model, program, t
     index = tmp_path / "out" / "m.safetensors.index.json"
     ckptool.convert(model, index, max_shard_size="20KB")
     before = files_in(tmp_path / "out")
-    words = ["convert", model, index, "--max-shard-size", "20KB", "--cast", "float16", "--force"]
+    words = ["convert", model, index, "--max-shard-size", "20KB", "--dtype", "float16", "--force"]
     torchrun(words, program, step="kill=1:2")
     now = files_in(tmp_path / "out")
     assert {name: now[name] for name in before} == before

@@ -190,9 +190,9 @@ def test_convert_to_torch_keeps_everything_and_does_what_it_is_told(ckptool, tag
 
 def test_convert_takes_device_rules(ckptool, tagged):
     target = tagged.with_name("out.pth")
-    assert ckptool("convert", tagged, target, "--device-map", "cuda:3=cuda:0").code == 0
+    assert ckptool("convert", tagged, target, "--map", "cuda:3=cuda:0").code == 0
     assert devices(ckptool, target) == {"cuda:0"}
-    done = ckptool("convert", tagged, target, "--force", "--to", "cpu", "--device-map", "a=b")
+    done = ckptool("convert", tagged, target, "--force", "--to", "cpu", "--map", "a=b")
     assert done.code == 2
     done = ckptool("convert", tagged, target, "--force", "--visible-devices", "0,3")
     assert devices(ckptool, target) == {"cuda:1"}
@@ -323,13 +323,13 @@ def test_damage_is_told_and_nothing_is_written(ckptool, damaged, tmp_path):
         ("convert", "o.safetensors", ()),
         ("convert", "o.pth", ("--format", "torch-legacy")),
         ("convert", "o.safetensors.index.json", ("--max-shard-size", "1MB")),
-        ("convert", "o.safetensors", ("--cast", "bfloat16")),
+        ("convert", "o.safetensors", ("--dtype", "bfloat16")),
         ("convert", "o.pth", ("--compact",)),
-        ("convert", "o.pth", ("--cast", "bfloat16", "--no-verify")),
+        ("convert", "o.pth", ("--dtype", "bfloat16", "--no-verify")),
         ("convert", "o.safetensors", ("--no-verify",)),
         ("strip-module", "o.safetensors", ()),
         ("add-module", "o.safetensors", ()),
-        ("rename", "o.safetensors", ("--map", "b=>d")),
+        ("rename", "o.safetensors", ("--rename", "b=>d")),
         ("remap", "o.safetensors", ("--to", "cpu")),
         ("extract", "o.safetensors", ("--include", "*b")),
         ("compact", "o.pth", ()),
@@ -415,7 +415,7 @@ def test_big_endian_numbers_are_checked_though_they_are_turned(ckptool, tmp_path
 @pytest.mark.parametrize("verb", ["extract", "cast"])
 def test_verbs_take_the_masters_of_deepspeed(ckptool, fixtures, verb, tmp_path):
     target = tmp_path / "out.pth"
-    words = ["--dtype", "float64", "--all"] if verb == "cast" else ["--model-only"]
+    words = ["--dtype", "float64", "--cast-optimizer"] if verb == "cast" else ["--model-only"]
     run = ckptool(verb, fixtures / "zero" / "z2-bf16", "--master", *words, "-o", target)
     assert (run.code, "8 weights became the fp32 masters" in run.err) == (0, True)
 
@@ -472,7 +472,16 @@ class Renamed(torch.nn.Module):
         self.flat = torch.nn.Flatten()
 
 
-RULES = ["--prefix", "0=stem", "--map", r"^1\.=>norm.", "--prefix", "2=act", "--prefix", "3.=flat."]
+RULES = [
+    "--prefix",
+    "0=stem",
+    "--rename",
+    r"^1\.=>norm.",
+    "--prefix",
+    "2=act",
+    "--prefix",
+    "3.=flat.",
+]
 
 
 def test_the_result_loads_into_the_other_model_metadata_and_all(ckptool, named, tmp_path):
@@ -499,19 +508,19 @@ def test_the_order_of_different_options_counts(ckptool, tmp_path):
     torch.save({"a.w": torch.ones(1)}, source)
     table.write_text("b.w c.w\n")
     rules = {
-        "--map": ["--map", "^c=>d"], "--prefix": ["--prefix", "a=b"],
-        "--map-file": ["--map-file", table],
+        "--rename": ["--rename", "^c=>d"], "--prefix": ["--prefix", "a=b"],
+        "--rename-file": ["--rename-file", table],
     }  # fmt: skip
     for order, name in (
-        (["--prefix", "--map-file", "--map"], "d.w"),
-        (["--map", "--prefix", "--map-file"], "c.w"),
-        (["--map-file", "--map", "--prefix"], "b.w"),
+        (["--prefix", "--rename-file", "--rename"], "d.w"),
+        (["--rename", "--prefix", "--rename-file"], "c.w"),
+        (["--rename-file", "--rename", "--prefix"], "b.w"),
     ):
         options = [word for option in order for word in rules[option]]
         done = ckptool("rename", *options, source, "-o", tmp_path / "out.pth", "--force")
         assert done.code == 0
         assert list(torch.load(tmp_path / "out.pth")) == [name]
-    repeated = ["--map=a=>x", "--prefix=x=y", "--map=y=>z", "--prefix=z=last"]
+    repeated = ["--rename=a=>x", "--prefix=x=y", "--rename=y=>z", "--prefix=z=last"]
     ckptool("rename", source, *repeated, "-o", tmp_path / "out.pth", "--force")
     assert list(torch.load(tmp_path / "out.pth")) == ["last.w"]
 
@@ -520,7 +529,7 @@ def test_a_json_table(ckptool, tmp_path):
     source, table = tmp_path / "m.safetensors", tmp_path / "names.json"
     save_file({"a": torch.ones(1), "b": torch.zeros(1)}, source)
     table.write_text(json.dumps({"a": "b", "b": "a", "c": "d"}))
-    done = ckptool("rename", source, "--map-file", table)
+    done = ckptool("rename", source, "--rename-file", table)
     assert done.code == 0
     assert "warning: 1 of the 3 names in " in done.err
     made = load_file(tmp_path / "m.renamed.safetensors")
@@ -531,22 +540,25 @@ def test_only_one_state_dict(ckptool, tmp_path):
     state = {"a.w": torch.ones(1)}
     torch.save({"model": state, "ema": dict(state)}, tmp_path / "m.pth")
     out = tmp_path / "out.pth"
-    ckptool("rename", tmp_path / "m.pth", "--key", "ema", "--map", "a=>b", "-o", out)
+    ckptool("rename", tmp_path / "m.pth", "--key", "ema", "--rename", "a=>b", "-o", out)
     made = torch.load(out)
     assert (list(made["model"]), list(made["ema"])) == (["a.w"], ["b.w"])
 
 
 def test_what_cannot_be_is_refused_and_nothing_is_written(ckptool, model):
     for options, message in (
-        ([], "at least one of --map, --map-file and --prefix"),
-        (["--map", "conv=bn"], "'conv=bn' is not a rule REGEX=>REPL"),
-        (["--map", "(=>x"], "'(' is not a regular expression: "),
-        (["--map", r"a=>\1"], "invalid group reference 1"),
+        ([], "at least one of --rename, --rename-file and --prefix"),
+        (["--rename", "conv=bn"], "'conv=bn' is not a rule REGEX=>REPL"),
+        (["--rename", "(=>x"], "'(' is not a regular expression: "),
+        (["--rename", r"a=>\1"], "invalid group reference 1"),
         (["--prefix", "module"], "'module' is not a rule OLD=NEW"),
-        (["--map-file", "nowhere.txt"], "nowhere.txt: there is no such file"),
-        (["--map", ".*=>"], "nothing would be left of the name 'module.conv1.weight'"),
-        (["--map", "weight|bias=>w"], "'module.conv1.weight' and 'module.conv1.bias' would both"),
-        (["--map", "a=>b", "--key", "nothing"], "there is nothing named 'nothing'"),
+        (["--rename-file", "nowhere.txt"], "nowhere.txt: there is no such file"),
+        (["--rename", ".*=>"], "nothing would be left of the name 'module.conv1.weight'"),
+        (
+            ["--rename", "weight|bias=>w"],
+            "'module.conv1.weight' and 'module.conv1.bias' would both",
+        ),
+        (["--rename", "a=>b", "--key", "nothing"], "there is nothing named 'nothing'"),
         (["--prefix", "module=a/b"], "'a/b.conv1.weight' has a / in it"),  # no address
     ):
         done = ckptool("rename", model, *options)

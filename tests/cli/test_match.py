@@ -155,7 +155,7 @@ def test_types_that_lose_are_a_finding_and_others_are_not(ckptool, folder):
 
 def test_rules_of_the_user_come_first(ckptool, folder):
     torch.save({f"a.b{n}": v for n, v in net().state_dict().items()}, "odd.pth")
-    assert ckptool("match", "odd.pth", "--like", "ref.pth", "--map", r"^a\.b=>").code == 0
+    assert ckptool("match", "odd.pth", "--like", "ref.pth", "--rename", r"^a\.b=>").code == 0
     done = ckptool("match", "model.pth", "--like", "outer.pth", "--prefix", "module=encoder")
     assert done.code == 0
     assert "encoder. added" not in done.out
@@ -166,14 +166,14 @@ def test_the_command_that_writes_it_says_all_that_was_said(ckptool, folder):
     torch.save({"a": odd, "b": {"w.x": torch.ones(2)}}, "odd.pth")
     torch.save({"c": net().state_dict(), "d": {"w.x": torch.ones(3)}}, "refs.pth")
     done = ckptool("match", "odd.pth", "--like", "refs.pth", "--key", "a", "--like-key", "c",
-                   "--map", r"^x\.b=>", "--allow-missing=q.*")  # fmt: skip
+                   "--rename", r"^x\.b=>", "--allow-missing=q.*")  # fmt: skip
     command = shlex.split(done.out.splitlines()[-1])
     assert ckptool(*command[1:]).code == 0
     net().load_state_dict(torch.load("odd.fitted.pth", weights_only=True))
 
 
 def test_a_rule_that_matches_nothing_is_told_and_not_repeated(ckptool, folder):
-    words = ["--map", "^nothing=>fc", "--map", r"^module\.=>x.", "--map", r"^x\.=>module."]
+    words = ["--rename", "^nothing=>fc", "--rename", r"^module\.=>x.", "--rename", r"^x\.=>module."]
     done = ckptool("match", "model.pth", "--like", "ref.pth", *words)
     assert "^nothing=>fc matched no name" in done.out
     (command,) = [line for line in done.out.splitlines() if "ckptool convert" in line]
@@ -255,10 +255,10 @@ def test_what_goes_wrong_in_the_code_is_a_sentence(ckptool, folder, monkeypatch)
 @pytest.mark.parametrize(
     ("own", "wanted"),
     [
-        ("x'", "rules='"),
-        ("rules='", "x'"),
+        ("x'", "rename='"),
+        ("rename='", "x'"),
         ("allow_missing=['", "x']"),
-        ("rules=['a=>b'], x", 'allow_unexpected=["\\x'),
+        ("rename=['a=>b'], x", 'allow_unexpected=["\\x'),
     ],
 )
 def test_names_that_look_like_arguments_are_names(ckptool, tmp_path, own, wanted):
@@ -271,7 +271,7 @@ def test_names_that_look_like_arguments_are_names(ckptool, tmp_path, own, wanted
         assert "unexpected error" not in done.err
 
 
-WORDS = ("rules", "key", "like_key", "min_coverage", "strict", "prefixes", "optimizer_order", *(
+WORDS = ("rename", "key", "like_key", "min_coverage", "strict", "prefixes", "optimizer_order", *(
     f"allow_{what}" for what in ("missing", "unexpected", "mismatched", "lossy_cast")
 ))  # fmt: skip
 
@@ -291,7 +291,7 @@ def test_words_of_the_library_and_the_command_line_are_names(ckptool, tmp_path, 
 
 def test_an_option_that_is_advised_has_the_name_as_the_file_has_it(ckptool, tmp_path):
     file, reference = tmp_path / "f.pth", tmp_path / "r.pth"
-    own = ["rules='^a=>b', allow_missing=True; key='x'", "it's $HOME", "--json", "\x1b#0m"]
+    own = ["rename='^a=>b', allow_missing=True; key='x'", "it's $HOME", "--json", "\x1b#0m"]
     rest = {f"b.{number}": torch.ones(3) for number in range(30)}
     torch.save({**dict.fromkeys(own[:3], torch.ones(2)), **rest}, file)
     torch.save({own[3]: torch.ones(4), **rest}, reference)
@@ -317,7 +317,7 @@ def test_what_is_proposed_is_enough(ckptool, tmp_path):
     *_, hint = done.out.splitlines()
     assert "PROPOSED" in done.out
     assert hint == (
-        "hint: `--map '^encoder_q\\.=>encoder.' --allow-missing=fc --allow-unexpected=queue` "
+        "hint: `--rename '^encoder_q\\.=>encoder.' --allow-missing=fc --allow-unexpected=queue` "
         "(the model keeps its own fc; left out: queue)"
     )
     remedy = ckptool("match", *words, "--json").document["remedy"]

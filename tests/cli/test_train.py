@@ -47,7 +47,8 @@ def options():
 def test_every_field_of_the_configuration_is_an_option_of_its_name_with_its_default():
     for field in fields(TrainConfig):
         option = options()[field.name]
-        assert f"--{field.name.replace('_', '-')}" in option.opts
+        name = "force" if field.name == "overwrite" else field.name.replace("_", "-")
+        assert f"--{name}" in option.opts
         assert len(option.help) > 5
         if field.name not in ("out", "batch_size"):
             assert option.default == field.default
@@ -175,7 +176,7 @@ def test_quiet_leaves_the_epochs_alone_and_a_second_run_is_refused(ckptool, out)
     done = ckptool("train", "--out", out, "--epochs", 1)
     assert done.code == 2
     assert "hint: --resume auto" in done.err
-    assert ckptool("train", "--out", out, "--epochs", 1, "--overwrite").code == 0
+    assert ckptool("train", "--out", out, "--epochs", 1, "--force").code == 0
 
 
 def test_batches_are_traced_in_the_words_of_the_tutorial(ckptool, out):

@@ -421,8 +421,8 @@ def test_without_torch_there_are_no_figures(compare, monkeypatch):
         {"max_diffs": -1},
         {"atol": -1.0},
         {"rtol": math.nan},
-        {"rules": ["no rule"]},
-        {"rules": "a=>b"},
+        {"rename": ["no rule"]},
+        {"rename": "a=>b"},
     ],
 )
 def test_options_that_do_not_fit_are_refused(compare, options):
@@ -464,7 +464,7 @@ def test_a_view_that_repeats_bytes_without_end_is_refused():
 
 def test_rules_rename(compare):
     a, b = {"old.w": torch.ones(2)}, {"new.w": torch.zeros(2)}
-    assert whats(compare(a, b, rules=["^old=>new"])) == {"old.w": ("value",)}
+    assert whats(compare(a, b, rename=["^old=>new"])) == {"old.w": ("value",)}
 
 
 def test_the_document_has_what_the_contract_says(compare):

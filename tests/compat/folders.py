@@ -54,11 +54,11 @@ def folders(home: Path, *, saved: bool) -> dict[str, dict[str, Any]]:
     """Return folders, one written and one edited in place, with what torch must find in them."""
     torch.save(state("module.", optimizer=saved), home / "run.pth")
     written, edited = home / f"written-{saved}", home / f"edited-{saved}"
-    ckptool.convert(home / "run.pth", written, format="dcp", wrappers="keep")
+    ckptool.convert(home / "run.pth", written, ckptool.Strip(levels=0), format="dcp")
     if saved:
         dcp.save(state("module.", optimizer=saved), checkpoint_id=edited, no_dist=True)
     else:
-        ckptool.convert(home / "run.pth", edited, format="dcp", wrappers="keep")
+        ckptool.convert(home / "run.pth", edited, ckptool.Strip(levels=0), format="dcp")
     with ckptool.open(edited) as checkpoint:
         checkpoint.strip_module().save(edited, in_place=True)
     return {

@@ -48,7 +48,7 @@ CALLS = {
     "report": "report FILE -o out.html",
     "strip-module": "strip-module FILE -o out.pth",
     "add-module": "add-module FILE -o wrapped.pth",
-    "rename": r"rename FILE --map (^|\.)weight$=>\1kernel -o renamed.pth",
+    "rename": r"rename FILE --rename (^|\.)weight$=>\1kernel -o renamed.pth",
     "remap": "remap FILE --to cpu -o out.pth",
     "cast": "cast FILE --dtype bfloat16 -o out.pth",
     "extract": "extract FILE --model-only -o out.pth",

@@ -90,7 +90,12 @@ def write(fixture: str, format: str, folder: Path) -> Written | str:
             edit(source, target)
         else:
             ckptool.convert(
-                source, target, wrappers="strip", to="cpu", format=format, model_only=whole_module
+                source,
+                target,
+                ckptool.Take(model_only=whole_module),
+                ckptool.Strip(),
+                ckptool.Remap("cpu"),
+                format=format,
             )
     except (ckptool.CheckpointError, ckptool.UsageError) as error:
         return f"not written: {type(error).__name__}"

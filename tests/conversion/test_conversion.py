@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from safetensors.torch import load_file
 
 import ckptool
-from ckptool.conversion import Conversion
+from ckptool.conversion import converted
 from ckptool.errors import CheckpointError, MatchError, NotRepresentable, UsageError
+from tests.conversions import convert_by_options
 
 
 @pytest.fixture
@@ -45,15 +46,14 @@ def test_all_of_it_in_one_pass(source, tmp_path):
     receipt = ckptool.convert(
         source,
         tmp_path / "out.pth",
-        wrappers="strip",
-        rename=["^head=>classifier"],
-        plain=True,
-        cast="bfloat16",
-        keep={"*.bias": None, "tied.*": "float16"},
-        exclude=["steps", "module.steps"],
-        compact=True,
-        ties="copy",
-        to="cuda:1",
+        ckptool.Take(exclude=["steps", "module.steps"]),
+        ckptool.Strip(),
+        ckptool.Rename(["^head=>classifier"]),
+        ckptool.Plain(),
+        ckptool.Untie(),
+        ckptool.Cast("bfloat16", keep={"*.bias": None, "tied.*": "float16"}),
+        ckptool.Compact(),
+        ckptool.Remap("cuda:1"),
         verify=True,
     )
     assert receipt.verified
@@ -77,10 +77,9 @@ def test_a_cast_into_shards_of_the_part_that_was_chosen(source, tmp_path, name):
     ckptool.convert(
         source,
         tmp_path / "set" / name,
-        include=["*.weight"],
-        wrappers="strip",
-        model_only=True,
-        cast="float16",
+        ckptool.Take(include=["*.weight"], model_only=True),
+        ckptool.Strip(),
+        ckptool.Cast("float16"),
         max_shard_size=40,
     )
     found = {}
@@ -101,11 +100,13 @@ def test_a_cast_into_shards_of_the_part_that_was_chosen(source, tmp_path, name):
 def test_what_was_asked_to_be_left_out_is_no_loss(source, tmp_path):
     whole = {"wrappers": "strip", "strict": True}
     with pytest.raises(NotRepresentable, match="epoch"):
-        ckptool.convert(source, tmp_path / "out.safetensors", **whole)
-    receipt = ckptool.convert(source, tmp_path / "out.safetensors", key="state_dict", **whole)
+        convert_by_options(source, tmp_path / "out.safetensors", **whole)
+    receipt = convert_by_options(source, tmp_path / "out.safetensors", key="state_dict", **whole)
     assert any("epoch" in text for text in receipt.left_out)
-    ckptool.convert(source, tmp_path / "some.pth", exclude=["*.bias"], strict=True)
-    ckptool.convert(source, tmp_path / "plain.pth", drop_objects=True, strict=True)
+    ckptool.convert(source, tmp_path / "some.pth", ckptool.Take(exclude=["*.bias"]), strict=True)
+    ckptool.convert(
+        source, tmp_path / "plain.pth", ckptool.Plain(drop_objects=True, plain=False), strict=True
+    )
     assert "args" not in torch.load(tmp_path / "plain.pth", weights_only=True)
 
 
@@ -114,16 +115,16 @@ def test_what_was_asked_to_be_left_out_is_no_loss(source, tmp_path):
     [
         ({"wrappers": "peel"}, "'strip' or 'keep'"),
         ({"ties": "cut"}, "'keep' or 'copy'"),
-        ({"to": "cpu", "device_map": {"cuda:0": "cpu"}}, "not both"),
-        ({"to": "cpu", "visible_devices": [0]}, "not both"),
-        ({"keep": {"*": None}}, "there is none"),
-        ({"cast_optimizer": True}, "there is none"),
-        ({"allow_overflow": True}, "there is none"),
-        ({"include": "*.weight"}, "takes a list"),
+        ({"to": "cpu", "map": {"cuda:0": "cpu"}}, "choose one device"),
+        ({"to": "cpu", "visible_devices": [0]}, "choose one device"),
+        ({"keep": {"*": None}}, "needs dtype"),
+        ({"cast_optimizer": True}, "needs dtype"),
+        ({"allow_overflow": True}, "needs dtype"),
+        ({"include": "*.weight"}, "a list of globs"),
         ({"rename": ["a"]}, "REGEX=>REPL"),
-        ({"cast": "float12"}, "float12"),
+        ({"dtype": "float12"}, "float12"),
         ({"max_shard_size": "5 apples"}, "5 apples"),
-        ({"like": "ref.pth", "wrappers": "keep"}, "leave out wrappers"),
+        ({"like": "ref.pth", "wrappers": "keep"}, "leave out --wrappers"),
         ({"like_key": "ema"}, "there is none"),
         ({"allow_missing": ["a"]}, "there is none"),
         ({"min_coverage": 0.5}, "there is none"),
@@ -131,25 +132,25 @@ def test_what_was_asked_to_be_left_out_is_no_loss(source, tmp_path):
 )
 def test_what_does_not_go_together_is_refused(source, tmp_path, options, words):
     with pytest.raises(UsageError, match=words):
-        ckptool.convert(source, tmp_path / "out.pth", **options)
+        convert_by_options(source, tmp_path / "out.pth", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
 
 
 def test_a_conversion_is_applied_to_an_open_checkpoint(source):
     with ckptool.open(source) as checkpoint:
-        changed = Conversion(wrappers="strip", key="state_dict").applied(checkpoint, "torch-zip")
-        assert "body.weight" in changed.root
-        assert Conversion().applied(checkpoint, "torch-zip") is checkpoint
+        steps = [ckptool.Take("state_dict"), ckptool.Strip()]
+        assert "body.weight" in converted(checkpoint, steps, "torch-zip").root
+        assert converted(checkpoint, [], "torch-zip") is checkpoint
 
 
 def test_names_are_made_those_of_a_reference(source, tmp_path):
     like = {"body.weight": (4, 8), "body.bias": (4,), "steps": ()}
     with pytest.raises(MatchError, match=r"head\.weight") as caught:
-        ckptool.convert(source, tmp_path / "out.safetensors", like=like)
+        ckptool.convert(source, tmp_path / "out.safetensors", ckptool.Fit(like))
     assert caught.value.report.unexpected_keys == ["module.head.weight", "module.tied.weight"]
     assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
     receipt = ckptool.convert(
-        source, tmp_path / "out.safetensors", like=like, allow_unexpected=["module.*"]
+        source, tmp_path / "out.safetensors", ckptool.Fit(like, allow_unexpected=["module.*"])
     )
     assert any("module.head.weight" in text for text in receipt.left_out)
     assert load_file(tmp_path / "out.safetensors").keys() == like.keys()
@@ -162,18 +163,20 @@ def test_bytes_that_only_what_is_left_out_saw_are_left_out(tmp_path, options):
     big = torch.randn(1000, 100)
     torch.save({"head": big[:2], "part": {"a": big[2:4]}, "rest": big}, tmp_path / "in.pth")
     target = tmp_path / "out.pth"
-    receipt = ckptool.convert(tmp_path / "in.pth", target, **options)
+    receipt = convert_by_options(tmp_path / "in.pth", target, **options)
     assert target.stat().st_size < 4000
     cut = [one for one in receipt.changes if "cut down from 400,000 to 800 bytes" in one.text]
     assert len(cut) == 1
     assert not any("ckptool compact" in one.text for one in receipt.changes)
-    plain = ckptool.convert(tmp_path / "in.pth", tmp_path / "out.safetensors", key="part")
+    plain = ckptool.convert(
+        tmp_path / "in.pth", tmp_path / "out.safetensors", ckptool.Take(key="part")
+    )
     assert not any("cut down" in one.text for one in plain.changes)
 
 
 def test_where_nothing_is_left_out_storages_stay_as_they_are(tmp_path):
     torch.save({"model": {"a.b": torch.randn(1000)[:2]}, "epoch": 1}, tmp_path / "in.pth")
-    ckptool.convert(tmp_path / "in.pth", tmp_path / "out.pth", model_only=True)
+    ckptool.convert(tmp_path / "in.pth", tmp_path / "out.pth", ckptool.Take(model_only=True))
     assert torch.load(tmp_path / "out.pth")["a.b"].untyped_storage().nbytes() == 4000
 
 
@@ -182,7 +185,7 @@ def test_where_nothing_is_left_out_storages_stay_as_they_are(tmp_path):
 def test_a_result_with_nothing_in_it_is_refused(tmp_path, content, target):
     torch.save(content, tmp_path / "in.pth")
     with pytest.raises(CheckpointError, match=r"the result would be empty|no state dict"):
-        ckptool.convert(tmp_path / "in.pth", tmp_path / target, model_only=True)
+        ckptool.convert(tmp_path / "in.pth", tmp_path / target, ckptool.Take(model_only=True))
     assert [path.name for path in tmp_path.iterdir()] == ["in.pth"]
 
 
@@ -280,7 +283,7 @@ def test_every_tensor_is_in_the_result_or_named_as_left_out(entries, beside, cha
         source, result = Path(folder) / "in.pth", Path(folder) / target
         torch.save(tree, source)
         try:
-            receipt = ckptool.convert(source, result, **changes)
+            receipt = convert_by_options(source, result, **changes)
         except CheckpointError:
             assert not result.exists()
             return

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.conversion.fit import fitted
+from ckptool.conversion.fit import Fit, Reference
 from ckptool.core.sections import model_state_dict
 from ckptool.errors import MatchError, NameCollision, NotFound, NotRepresentable
 from ckptool.loading.target import ModelTarget
@@ -28,6 +28,17 @@ class Outer(nn.Module):
     def __init__(self, inner):
         super().__init__()
         self.encoder = inner
+
+
+def fitted(checkpoint, target, allowance=None):
+    given = allowance or Allowance()
+    return Fit(
+        Reference(None, "", target),
+        allow_missing=given.missing,
+        allow_unexpected=given.unexpected,
+        allow_mismatched=given.mismatched,
+        min_coverage=given.min_coverage,
+    )(checkpoint)
 
 
 def net():

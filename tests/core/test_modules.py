@@ -12,7 +12,8 @@ from ckptool.core.model import Global, Opaque
 from ckptool.core.modules import child_modules, is_module, module_state, own_tensors
 from ckptool.errors import LimitExceeded, NameCollision
 from ckptool.limits import Limits
-from ckptool.transforms import single_state_dict, strip_module
+from ckptool.transforms import Strip, single_state_dict
+from tests.conversions import convert_by_options
 from tests.trees import checkpoint, module, opened, parallel, tensor
 
 
@@ -36,7 +37,7 @@ def test_a_wrapper_that_is_shared_at_two_depths_gives_no_name_twice():
     wrapper = module(children={"_orig_mod": inner})
     root = module(children={"a.x": wrapper, "a": module(children={"_orig_mod": wrapper})})
     with pytest.raises(NameCollision, match="two names"):
-        strip_module(checkpoint(root), levels=1)
+        Strip(levels=1)(checkpoint(root))
 
 
 @pytest.mark.parametrize("protocol", [1, 2, 4])
@@ -95,7 +96,7 @@ def test_a_version_of_its_own_and_of_a_class_that_is_not_known():
 
 def test_metadata_follows_when_wrappers_go():
     net = parallel(module(children={"fc": module(parameters={"w": tensor()})}))
-    made = strip_module(single_state_dict(checkpoint(net)))
+    made = Strip()(single_state_dict(checkpoint(net)))
     assert list(made.root) == ["fc.w"]
     assert list(made.root.metadata) == ["", "fc"]
 
@@ -184,9 +185,9 @@ def test_a_submodule_that_only_its_class_can_read_is_named_everywhere(tmp_path):
         ]
         assert any("would lack the submodule 0" in note for note in ckptool.info(checkpoint).notes)
     with pytest.raises(ckptool.NotRepresentable, match="the submodule 0"):
-        ckptool.convert(tmp_path / "whole.pth", tmp_path / "no.pth", model_only=True)
+        ckptool.convert(tmp_path / "whole.pth", tmp_path / "no.pth", ckptool.Take(model_only=True))
     asked = {"model_only": True, "drop_objects": True, "strict": True}
-    receipt = ckptool.convert(tmp_path / "whole.pth", tmp_path / "out.pth", **asked)
+    receipt = convert_by_options(tmp_path / "whole.pth", tmp_path / "out.pth", **asked)
     assert any("the submodule 0" in text for text in receipt.left_out)
     with pytest.warns(ckptool.CheckpointWarning, match="without the submodule 0"):
         assert list(ckptool.load_state_dict(tmp_path / "whole.pth")) == ["1.weight", "1.bias"]

@@ -12,13 +12,14 @@ import ckptool
 from ckptool.cli import main
 from ckptool.core.placeholders import placeholders_of
 from ckptool.errors import MatchError, NotRepresentable
+from tests.conversions import convert_by_options
 from tests.sources import PROJECT
 
 WRONG = PROJECT / "fixtures" / "wrong"
 ZERO = [WRONG / "zero3_model_states.pt", WRONG / "zero3_whole_vectors.pth"]
 KEYS = {"zero3_model_states": "module", "zero3_whole_vectors": "state_dict"}
 CLAIMING = [
-    {"model_only": True}, {"plain": True}, {"cast": "bfloat16"}, {"format": "safetensors"},
+    {"model_only": True}, {"plain": True}, {"dtype": "bfloat16"}, {"format": "safetensors"},
     {"like": nn.Linear(2, 2), "allow_mismatched": True, "allow_missing": True,
      "allow_unexpected": True},
 ]  # fmt: skip
@@ -63,7 +64,7 @@ def said(path):
 def test_what_claims_weights_refuses(file, tmp_path, options):
     is_missing = "like" in options and "lazy" in Path(file).name
     with pytest.raises(MatchError if is_missing else NotRepresentable) as caught:
-        ckptool.convert(file, tmp_path / "out.pth", **options)
+        convert_by_options(file, tmp_path / "out.pth", **options)
     assert is_missing or said(file) in str(caught.value)
     assert caught.value.hint
     assert not (tmp_path / "out.pth").exists()
@@ -82,7 +83,7 @@ def test_what_has_values_is_extracted_and_measured(tmp_path):
     optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
     torch.save({"model": state, "optimizer": optimizer, "epoch": 3}, tmp_path / "f.pth")
     with ckptool.open(tmp_path / "f.pth") as checkpoint:
-        assert len(list(checkpoint.extract(key="optimizer").tensors())) == 1
+        assert len(list(checkpoint.then(ckptool.Take(key="optimizer")).tensors())) == 1
     (row,) = ckptool.stats(tmp_path / "f.pth", key="optimizer").tensors
     assert row.measures.mean == 1
     with pytest.raises(NotRepresentable, match="placeholders"):
@@ -154,7 +155,7 @@ def test_placeholders_are_most_of_the_weights_but_vectors(tmp_path, shapes, expe
     torch.save({"model": state}, tmp_path / "f.pth")
     assert bool(said(tmp_path / "f.pth")) == expected
     if not expected:
-        ckptool.convert(tmp_path / "f.pth", tmp_path / "out.pth", model_only=True)
+        ckptool.convert(tmp_path / "f.pth", tmp_path / "out.pth", ckptool.Take(model_only=True))
         loaded = torch.load(tmp_path / "out.pth", weights_only=True)
         assert {name: tuple(one.shape) for name, one in loaded.items()} == shapes
 

@@ -16,6 +16,7 @@ from ckptool.formats import open_checkpoint
 from ckptool.inspection.info import info
 from ckptool.inspection.listing import list_tensors
 from ckptool.transforms import average
+from tests.conversions import convert_by_options
 from tests.sources import PROJECT
 from tests.trees import scalar, tensor
 
@@ -69,14 +70,16 @@ def test_every_tensor_that_the_library_saves_is_listed(name):
 @pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
 def test_a_module_becomes_no_state_dict_without_what_its_class_saves(tmp_path, name, target):
     with pytest.raises(NotRepresentable, match=scheme_of(name)):
-        ckptool.convert(QUANTIZED / name, tmp_path / target, model_only=True)
+        ckptool.convert(QUANTIZED / name, tmp_path / target, ckptool.Take(model_only=True))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["bnb4_whole.pth", "bnb8_whole.pth", "ao_static_whole.pth"])
 def test_what_only_the_class_saves_goes_where_that_is_asked_for(tmp_path, name):
     target = tmp_path / "out.safetensors"
-    receipt = ckptool.convert(QUANTIZED / name, target, drop_objects=True)
+    receipt = ckptool.convert(
+        QUANTIZED / name, target, ckptool.Plain(drop_objects=True, plain=False)
+    )
     assert any(scheme_of(name) in text for text in receipt.left_out)
     assert load_file(target).keys() <= ANSWERS[name].keys()
 
@@ -86,10 +89,10 @@ def test_packed_parameters_are_not_left_out_in_passing(tmp_path):
     with pytest.raises(NotRepresentable, match=f"{AO}: 2 tensors inside") as caught:
         ckptool.convert(source, target)
     assert "--exclude '*_packed_params'" in caught.value.hint
-    receipt = ckptool.convert(source, target, exclude=["*_packed_params"])
+    receipt = ckptool.convert(source, target, ckptool.Take(exclude=["*_packed_params"]))
     assert load_file(target).keys() == {"0.scale", "0.zero_point", "2.scale", "2.zero_point"}
     assert any("_packed_params" in text for text in receipt.left_out)
-    ckptool.convert(source, tmp_path / "out.pth", model_only=True)
+    ckptool.convert(source, tmp_path / "out.pth", ckptool.Take(model_only=True))
     copy = torch.load(tmp_path / "out.pth")
     model = torch.load(QUANTIZED / "ao_dynamic_whole.pth", weights_only=False)
     assert model.load_state_dict(copy) == ([], [])
@@ -100,8 +103,8 @@ def test_a_dynamically_quantized_module_alone_is_no_hollow_state_dict(tmp_path):
         ckptool.convert(
             QUANTIZED / "ao_dynamic_whole.pth",
             tmp_path / "out.pth",
-            model_only=True,
-            drop_objects=True,
+            ckptool.Take(model_only=True),
+            ckptool.Plain(drop_objects=True, plain=False),
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -159,7 +162,9 @@ def test_a_dtensor_of_which_the_file_has_all_is_unwrapped(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_replicated_dtensor_is_unwrapped_and_a_sharded_one_is_not(tmp_path, rank):
     source = FIXTURES / "distributed" / f"dtensor_{rank}_of_2.pth"
-    ckptool.convert(source, tmp_path / "out.safetensors", include=["replicated", "plain"])
+    ckptool.convert(
+        source, tmp_path / "out.safetensors", ckptool.Take(include=["replicated", "plain"])
+    )
     assert load_file(tmp_path / "out.safetensors")["replicated"].shape == (4, 3)
     with pytest.raises(NotRepresentable, match="'sharded' is a distributed tensor"):
         ckptool.convert(source, tmp_path / "again.safetensors")
@@ -189,16 +194,16 @@ def test_schemes_of_vllm_and_others_are_known_by_their_names(
     with open_checkpoint(tmp_path / "f.pth") as checkpoint:
         assert find_quantized(checkpoint.root) == {weight: (scheme, tuple(beside))}
     with pytest.raises(NotRepresentable, match="is quantized"):
-        ckptool.convert(tmp_path / "f.pth", tmp_path / "out.pth", cast="float16")
+        ckptool.convert(tmp_path / "f.pth", tmp_path / "out.pth", ckptool.Cast("float16"))
 
 
 @every_file
 def test_numbers_of_a_quantizer_are_neither_cast_nor_averaged(tmp_path, name):
     source = QUANTIZED / name
     with pytest.raises(NotRepresentable, match=scheme_of(name)) as caught:
-        ckptool.convert(source, tmp_path / "out.pth", cast="float16")
+        ckptool.convert(source, tmp_path / "out.pth", ckptool.Cast("float16"))
     assert "--raw" in caught.value.hint
-    ckptool.convert(source, tmp_path / "raw.pth", cast="float16", raw=True)
+    ckptool.convert(source, tmp_path / "raw.pth", ckptool.Cast("float16", raw=True))
     with (
         open_checkpoint(source) as one,
         open_checkpoint(source) as two,
@@ -305,9 +310,11 @@ def test_an_optimizer_whose_moments_are_codes_is_cast_with_its_model(tmp_path):
     )
     for everything in (False, True):
         ckptool.convert(
-            tmp_path / "m.pth", tmp_path / "o.pth", cast="float16", cast_optimizer=everything,
+            tmp_path / "m.pth",
+            tmp_path / "o.pth",
+            ckptool.Cast("float16", cast_optimizer=everything),
             overwrite=True,
-        )  # fmt: skip
+        )
         made = torch.load(tmp_path / "o.pth")
         assert made["model"]["l.weight"].dtype == torch.float16
         assert made["optimizer"]["state"][0]["s"].dtype == (
@@ -360,10 +367,10 @@ def test_files_of_other_libraries_are_neither_cast_nor_averaged_nor_loaded(writt
     _, _, path = written_by
     out = tmp_path / "out.safetensors"
     with pytest.raises(NotRepresentable, match="mean something only with") as caught:
-        ckptool.convert(path, out, cast="float16")
+        ckptool.convert(path, out, ckptool.Cast("float16"))
     assert "--raw" in caught.value.hint
     with pytest.raises(NotRepresentable, match="this layout"):
-        ckptool.convert(path, out, dequantize="float32")
+        ckptool.convert(path, out, ckptool.Cast(dequantize="float32"))
     with (
         open_checkpoint(path) as one,
         open_checkpoint(path) as two,
@@ -375,7 +382,7 @@ def test_files_of_other_libraries_are_neither_cast_nor_averaged_nor_loaded(writt
     with pytest.raises(MatchError):
         ckptool.load_into(model, path, allow_unexpected=True, allow_lossy_cast=True)
     assert torch.equal(model.a.weight, before)
-    ckptool.convert(path, out, cast="float16", raw=True)
+    ckptool.convert(path, out, ckptool.Cast("float16", raw=True))
     floats = {one.dtype for one in load_file(out).values() if one.is_floating_point()}
     assert floats == {torch.float16}
 
@@ -398,7 +405,7 @@ def test_codes_are_loaded_by_a_model_that_has_their_scales_alone(tmp_path, in_me
     ckptool.load_into(model, source)
     assert torch.equal(model.weight, codes.float())
     assert torch.equal(model.weight_scale, scale)
-    ckptool.convert(tmp_path / "m.pth", tmp_path / "plain.pth", dequantize="float32")
+    ckptool.convert(tmp_path / "m.pth", tmp_path / "plain.pth", ckptool.Cast(dequantize="float32"))
     plain = torch.nn.Linear(8, 8, bias=False)
     ckptool.load_into(plain, tmp_path / "plain.pth")
     assert torch.equal(plain.weight, codes.float() * scale[:, None])
@@ -409,9 +416,9 @@ def test_a_pickled_module_is_judged_as_its_state_dict(tmp_path):
     module.codes = torch.nn.Parameter(int8(8, 8), requires_grad=False)
     module.register_buffer("s", torch.rand(8))
     torch.save(module, tmp_path / "m.pth")
-    for options in ({"cast": "float16"}, {"dequantize": "float16"}):
+    for options in ({"dtype": "float16"}, {"dequantize": "float16"}):
         with pytest.raises(NotRepresentable, match="'codes'"):
-            ckptool.convert(tmp_path / "m.pth", tmp_path / "o.pth", **options)
+            convert_by_options(tmp_path / "m.pth", tmp_path / "o.pth", **options)
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
@@ -427,7 +434,7 @@ def test_dequantized_files_keep_no_markers(tmp_path, prefix, scale, marks):
     state = {"a.weight": codes, scale: torch.tensor(0.02), **marks, "a.bias": torch.ones(8)}
     save_file({prefix + name: one for name, one in state.items()}, tmp_path / "m.safetensors")
     receipt = ckptool.convert(
-        tmp_path / "m.safetensors", tmp_path / "o.safetensors", dequantize="float32"
+        tmp_path / "m.safetensors", tmp_path / "o.safetensors", ckptool.Cast(dequantize="float32")
     )
     made = load_file(tmp_path / "o.safetensors")
     assert made.keys() == {f"{prefix}a.weight", f"{prefix}a.bias"}

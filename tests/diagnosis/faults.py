@@ -219,7 +219,7 @@ def sharded(folder: Path) -> Path:
 def parallel_shards(folder: Path) -> Path:
     path = saved(wrapped("module"))(folder)
     index = folder / "parts" / "model.safetensors.index.json"
-    ckptool.convert(path, index, max_shard_size=64, wrappers="keep")
+    ckptool.convert(path, index, ckptool.Strip(levels=0), max_shard_size=64)
     return index
 
 
@@ -227,7 +227,7 @@ def safetensors(make):
     def made(folder: Path) -> Path:
         path = make(folder)
         target = folder / "weights.safetensors"
-        ckptool.convert(path, target, wrappers="keep")
+        ckptool.convert(path, target, ckptool.Strip(levels=0))
         return target
 
     return made

@@ -200,7 +200,7 @@ class FormatContract:
         entry = next(entry for entry in registry.REGISTRY if entry.name == self.name)
         if entry.writable:
             back = tmp_path / f"back{entry.endings[0] if entry.endings else ''}"
-            ckptool.convert(out, back, format=self.name, model_only=None)
+            ckptool.convert(out, back, ckptool.Take(model_only=None), format=self.name)
             kept = {digest for *_, digest in tensors_of(self.made(back)).values()}
             assert kept <= digests
             assert kept

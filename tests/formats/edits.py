@@ -9,16 +9,16 @@ import torch
 from ckptool.core.model import OrderedMap
 from ckptool.core.tree import rebuild
 from ckptool.formats import format_of, open_checkpoint
-from ckptool.transforms import add_module, remap, strip_module
+from ckptool.transforms import Strip, Wrap, remapping
 from tests.test_fixtures import judge
 from tests.test_written import offsets
 
 CHANGES = {
     "as it is": lambda checkpoint: checkpoint,
-    "strip": strip_module,
-    "add": add_module,
-    "to cpu": lambda checkpoint: remap(checkpoint, {"*": "cpu"}),
-    "to cuda:0": lambda checkpoint: remap(checkpoint, {"*": "cuda:0"}),
+    "strip": Strip(),
+    "add": Wrap(),
+    "to cpu": lambda checkpoint: remapping({"*": "cpu"})(checkpoint),
+    "to cuda:0": lambda checkpoint: remapping({"*": "cuda:0"})(checkpoint),
     "turned round": lambda checkpoint: mapped(checkpoint, lambda items: reversed(list(items))),
 }
 

@@ -74,7 +74,7 @@ def test_the_format_is_small():
         ("report run same.pth -o page.html", 0, "page.html"),
         ("extract run -o some.pth --include *fc*", 0, "2 of 3 tensors kept"),
         ("cast run --dtype bfloat16 -o cast.pth", 0, "bfloat16"),
-        ("rename run --map conv=>stem -o renamed.pth", 0, r"wrote renamed\.pth"),
+        ("rename run --rename conv=>stem -o renamed.pth", 0, r"wrote renamed\.pth"),
         ("remap run --to cuda:1 -o there.pth", 0, "cpu becomes cuda:1"),
         ("strip-module run -o bare.pth", 0, "removed module from 3 names"),
         ("average run same.pth -o mean.pth", 0, "the mean of 2 files"),

@@ -16,7 +16,7 @@ from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats import open_checkpoint
 from ckptool.formats.safetensors import SAFETENSORS
-from ckptool.transforms import add_module, remap, strip_module, untie
+from ckptool.transforms import Strip, Untie, Wrap, remapping
 from tests.formats.edits import edit, mapped
 from tests.formats.safetensors_files import entry, raw_file
 from tests.test_written import listing
@@ -57,7 +57,7 @@ def path(tmp_path):
 def test_the_reference_loads_the_edited_file(path):
     length, _, body = parts(path)
     size = path.stat().st_size
-    plan = edit(path, strip_module)
+    plan = edit(path, Strip())
     assert plan.patch.offset == 0
     assert len(plan.patch.data) == 8 + length
     assert (plan.size, plan.tensors) == (size, 4)
@@ -71,7 +71,7 @@ def test_the_reference_loads_the_edited_file(path):
 def test_a_header_that_said_nothing_of_itself_still_says_nothing(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file(TENSORS, path)
-    edit(path, strip_module)
+    edit(path, Strip())
     with safe_open(path, "pt") as opened:
         assert opened.metadata() is None
     assert_equal(load_file(path), stripped(TENSORS))
@@ -86,8 +86,8 @@ def test_the_names_stand_in_the_order_of_the_state_dict(path):
 
 def test_what_was_taken_off_can_be_put_back(path):
     before = load_file(path)
-    edit(path, strip_module)
-    edit(path, add_module)
+    edit(path, Strip())
+    edit(path, Wrap())
     assert_equal(load_file(path), before)
 
 
@@ -100,11 +100,11 @@ def padded(path, room):
 
 @pytest.mark.parametrize(("room", "fits"), [(27, False), (28, True), (29, True), (500, True)])
 def test_a_longer_header_takes_a_new_file_only_where_it_does_not_fit(path, room, fits):
-    edit(path, strip_module)
+    edit(path, Strip())
     padded(path, room)
     before = path.read_bytes()
     # `module.` goes before four names.
-    assert (edit(path, add_module) is not None) == fits
+    assert (edit(path, Wrap()) is not None) == fits
     if fits:
         assert_equal(load_file(path), TENSORS)
         assert len(parts(path)[1].rstrip()) == parts(path)[0] - room + 28
@@ -120,7 +120,7 @@ def test_ties_of_the_reference_and_their_names(tmp_path):
     inner.b.weight = inner.a.weight
     save_model(torch.nn.DataParallel(inner, device_ids=[]), str(path))
     padded(path, 100)  # for the places of the tied names
-    plan = edit(path, strip_module)
+    plan = edit(path, Strip())
     assert plan.tensors == 2
     assert plan.notes == (
         "tied tensors are written once, the other names in __metadata__: b.weight = a.weight",
@@ -137,16 +137,16 @@ def test_metadata_of_a_state_dict_follows_its_names(tmp_path):
     path = tmp_path / "model.safetensors"
     with open_checkpoint(tmp_path / "model.pth") as checkpoint:
         checkpoint.save(path)
-        wanted = strip_module(checkpoint).root.metadata
+        wanted = Strip()(checkpoint).root.metadata
     padded(path, 64)
-    assert edit(path, strip_module) is not None
+    assert edit(path, Strip()) is not None
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.root.metadata == wanted
         assert list(wanted) == [""]
 
 
 @pytest.mark.parametrize("name", ["dtypes", "names", "nothing", "parallel", "spaces", "ties"])
-@pytest.mark.parametrize("change", [lambda checkpoint: checkpoint, strip_module])
+@pytest.mark.parametrize("change", [lambda checkpoint: checkpoint, Strip()])
 def test_every_file_reads_as_what_was_to_be_written(fixtures, tmp_path, name, change):
     path = tmp_path / "model.safetensors"
     path.write_bytes((fixtures / "safetensors" / f"{name}.safetensors").read_bytes())
@@ -172,7 +172,7 @@ def test_elements_of_less_than_a_byte_and_of_types_that_torch_has_not(tmp_path):
         "module.c": entry((1,), (7, 8), "F8_E8M0"),
     }
     path = raw_file(tmp_path / "model.safetensors", header, bytes(range(8)))
-    edit(path, strip_module)
+    edit(path, Strip())
     with open_checkpoint(path) as checkpoint:
         found = {name: (ref.dtype, ref.shape, ref.read()) for name, ref in checkpoint.root.items()}
     assert found == {
@@ -205,7 +205,7 @@ def in_memory(tensor):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda checkpoint: remap(checkpoint, {"*": "cuda:0"}),
+        lambda checkpoint: remapping({"*": "cuda:0"})(checkpoint),
         with_root(lambda root: {**root, "epoch": 3}),
         with_root(lambda root: {name: root[name] for name in list(root)[1:]}),
         with_root(lambda root: {**root, "copy": replace(root["module.w"], dtype="int32")}),
@@ -235,7 +235,7 @@ def test_what_a_new_header_cannot_say_takes_a_new_file(path, change):
 
 def test_tied_names_that_are_to_have_bytes_of_their_own_take_a_new_file(fixtures, tmp_path):
     with open_checkpoint(fixtures / "safetensors" / "ties.safetensors") as checkpoint:
-        assert SAFETENSORS.plan_edit(untie(checkpoint)) is None
+        assert SAFETENSORS.plan_edit(Untie()(checkpoint)) is None
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_an_edit_reads_the_header_alone(tmp_path):
     raw_file(path, {"module.w": entry((size,), (0, size), "U8")})
     with open(path, "r+b") as file:
         file.truncate(parts(path)[0] + 8 + size)
-    assert edit(path, strip_module).size == path.stat().st_size
+    assert edit(path, Strip()).size == path.stat().st_size
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.root["w"].shape == (size,)
     path.unlink()

@@ -20,6 +20,7 @@ from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, FileSource
 from ckptool.formats import open_checkpoint
 from ckptool.formats.safetensors import SAFETENSORS
+from ckptool.transforms import Untie
 from ckptool.writing import save
 from tests.formats.safetensors_files import BY_TORCH, as_bytes, entry, raw_file
 
@@ -164,7 +165,7 @@ def test_the_reference_loads_a_tied_model(tmp_path):
 def test_ties_can_be_written_out(tmp_path):
     torch.save(Tied().state_dict(), tmp_path / "in.pth")
     path = tmp_path / "out.safetensors"
-    convert(tmp_path / "in.pth", path, ties="copy")
+    convert(tmp_path / "in.pth", path, Untie())
     found = load_file(path)
     equal(found["head.weight"], found["embed.weight"])
     assert "head.weight" not in header_of(path)["__metadata__"]

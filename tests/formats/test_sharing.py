@@ -78,7 +78,7 @@ def test_a_change_of_devices_and_an_extract_keep_them_too(tmp_path):
     ckptool.open(source).remap({"*": "cuda:1"}).save(tmp_path / "gpu.pth")
     new, _ = offsets(tmp_path / "gpu.pth")
     assert {(new[one] - old[one]) % BLOCK for one in new} == {0}
-    ckptool.open(source).extract(model_only=True).save(tmp_path / "model.pth")
+    ckptool.open(source).then(ckptool.Take(model_only=True)).save(tmp_path / "model.pth")
     new, _ = offsets(tmp_path / "model.pth")
     assert len(new) == 30
     assert {(new[one] - old[one]) % BLOCK for one in new} == {0}
@@ -89,7 +89,7 @@ def test_what_is_small_or_computed_or_in_another_order_is_laid_out_as_torch_does
     small = saved(tmp_path / "small.pth", state(3, 1000))
     ckptool.open(small).strip_module().save(tmp_path / "a.pth")
     large = saved(tmp_path / "large.pth", state())
-    ckptool.open(large).cast("float16").save(tmp_path / "b.pth")
+    ckptool.open(large).then(ckptool.Cast("float16")).save(tmp_path / "b.pth")
     tensors = torch.load(large)
     mixed = dict(sorted(tensors.items(), key=lambda one: -one[1].numel()))
     with zipfile.ZipFile(large) as archive:
@@ -127,7 +127,7 @@ def test_the_header_of_safetensors_is_padded_by_less_than_a_block(tmp_path):
     assert abs(body_of(target) - body_of(source)) <= BLOCK
     found = load_file(target)
     assert all(torch.equal(found["net.backbone." + name[7:]], content[name]) for name in content)
-    ckptool.open(source).cast("float16").save(tmp_path / "half.safetensors")
+    ckptool.open(source).then(ckptool.Cast("float16")).save(tmp_path / "half.safetensors")
     assert body_of(tmp_path / "half.safetensors") < 2 * BLOCK
     assert ckptool.open(tmp_path / "half.safetensors").details.notes == ()
 

@@ -26,7 +26,7 @@ from ckptool.formats.archive import find_end, raw_entries
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.formats.zip_writer import literal, plan_zip
 from ckptool.symbolic.encoder import encode
-from ckptool.transforms import add_module, remap, strip_module, untie
+from ckptool.transforms import Strip, Untie, Wrap, remapping
 from tests.formats.edits import (
     CHANGES,
     apply,
@@ -67,7 +67,7 @@ def test_only_the_pickles_entry_changes_while_storages_keep_their_order(file):
     old = raw_directory(path)
     assert names(path)[0] == "data.pkl"
     assert names(path)[-1] == ".data/serialization_id"
-    edit(path, strip_module)
+    edit(path, Strip())
     assert raw_directory(path)[1:] == old[1:-1]
     assert raw_directory(path)[0] != old[0]
 
@@ -108,7 +108,7 @@ CONTENT = {"module.w": torch.arange(4.0), "module.v": torch.arange(3)}
 @pytest.mark.parametrize("alignment", [b"0", b"much", b""])
 def test_an_alignment_that_is_none_leaves(file, alignment):
     path = file(in_folder(records_of(CONTENT, **{".storage_alignment": alignment})))
-    edit(path, strip_module)
+    edit(path, Strip())
     assert not {".format_version", ".storage_alignment"} & set(names(path))
     assert torch.load(path)["v"].tolist() == [0, 1, 2]
 
@@ -127,7 +127,7 @@ def test_a_first_key_that_is_not_0_takes_torchs_sums_out_of_the_directory(file):
     path = file(in_folder(moved))
     with pytest.raises(AssertionError, match="expected key '0'"):
         torch.load(path, map_location="meta")
-    edit(path, strip_module)
+    edit(path, Strip())
     assert meta_offsets(path) == real_offsets(path)
     assert [found["tensors"][1]["path"] for _, found in every_way(path, safe=True)] == [["v"]] * 5
 
@@ -135,7 +135,7 @@ def test_a_first_key_that_is_not_0_takes_torchs_sums_out_of_the_directory(file):
 def test_records_are_found_without_regard_to_case_as_torch_finds_them(file):
     upper = [replace(record, name=record.name.upper()) for record in records_of(CONTENT)]
     path = file(in_folder(upper))
-    edit(path, strip_module)
+    edit(path, Strip())
     assert "DATA.PKL" in names(path)
     assert torch.load(path)["w"].tolist() == [0, 1, 2, 3]
 
@@ -145,7 +145,7 @@ def test_the_bytes_that_an_edit_leaves_behind_are_told(file):
     content = path.read_bytes()
     records = archive(content).records
     behind_pickle = sorted(record.header_offset for record in records.values())[1]
-    edit(path, strip_module)
+    edit(path, Strip())
     with open_checkpoint(path) as checkpoint:
         told = checkpoint.details.dead_bytes
     assert told == behind_pickle + len(content) - records[".data/serialization_id"].header_offset
@@ -183,7 +183,7 @@ TIED, VIEWS = {"a": ONES, "b": ONES}, {"a": ONES[:3], "b": ONES[3:]}
 @pytest.mark.parametrize(
     ("content", "change"),
     [
-        (TIED, untie),
+        (TIED, Untie()),
         (VIEWS, with_storage(lambda storage: replace(storage, device="cuda:0"))),
         (CONTENT, with_storage(in_memory)),
         (CONTENT, with_storage(of_another_file)),
@@ -245,7 +245,7 @@ def deflated(records):
     ],
 )  # fmt: skip
 def test_a_file_that_not_every_torch_would_take_is_written_anew(file, content):
-    assert edit(file(content), strip_module) is None
+    assert edit(file(content), Strip()) is None
 
 
 def test_an_unzipped_file_is_written_anew():
@@ -405,7 +405,7 @@ def test_one_edit_after_another(file):
     records = archive(content).records
     second = sorted(record.header_offset for record in records.values())[1]
     dead = second + len(content) - records[".data/serialization_id"].header_offset
-    steps = [strip_module, add_module, CHANGES["turned round"], CHANGES["to cpu"], strip_module]
+    steps = [Strip(), Wrap(), CHANGES["turned round"], CHANGES["to cpu"], Strip()]
     for step in steps:
         before = path.read_bytes()
         edit(path, step)
@@ -470,7 +470,7 @@ def test_a_tebibyte_is_edited_without_reading_it(tmp_path, monkeypatch):
         return read(self, offset, length)
 
     monkeypatch.setattr(FileSource, "read", counted)
-    edit(path, strip_module)
+    edit(path, Strip())
     assert count < 500_000
     assert meta_offsets(path) == real_offsets(path)
     path.unlink()
@@ -500,7 +500,7 @@ def test_any_order_and_names_of_any_tensors(described_tensors, random, alignment
         with patch.object(torch.utils.serialization.config.save, "storage_alignment", alignment):
             torch.save(tensors, path)
         shuffled = lambda old: [(name, dict(old)[before]) for before, name in new]  # noqa: E731
-        edit(path, lambda checkpoint: remap(mapped(checkpoint, shuffled), {"*": device}))
+        edit(path, lambda checkpoint: remapping({"*": device})(mapped(checkpoint, shuffled)))
         for _, found in every_way(path, safe=True):
             rows = {row["path"][0]: row for row in found["tensors"]}
             assert list(rows) == [name for _, name in new]

@@ -82,7 +82,7 @@ def test_every_tensor_of_a_safetensors_file_with_other_bytes_is_salvaged(tmp_pat
         ckptool.convert(path, out)
     target = tmp_path / "a b.salvaged.safetensors"
     assert f"ckptool convert --salvage '{path}' '{target}'" in caught.value.hint
-    receipt = ckptool.convert(path, out, salvage=True)
+    receipt = ckptool.convert(path, out, ckptool.Salvage())
     loaded = load_file(out)
     assert loaded.keys() == TENSORS.keys()
     assert all(torch.equal(loaded[name], TENSORS[name]) for name in TENSORS)
@@ -113,7 +113,7 @@ def test_a_download_of_torch_that_began_again_gives_its_second_copy(tmp_path, na
     with pytest.raises(CorruptFile, match="the download began again") as caught:
         open_checkpoint(path)
     assert "distcp" not in str(caught.value)
-    receipt = ckptool.convert(path, out, salvage=True)
+    receipt = ckptool.convert(path, out, ckptool.Salvage())
     assert all(change.count == 0 for change in receipt.changes if change.kind == "salvage")
     loaded = torch.load(out)
     assert all(torch.equal(loaded[name], TENSORS[name]) for name in TENSORS)

@@ -303,8 +303,7 @@ def test_wrappers_alone_are_stripped():
 
 def test_wrappers_and_devices_go_in_one_pass():
     assert commands(devices=["cuda:3"], strip=True) == {
-        "one_gpu": "ckptool convert model.pth model.cuda0.pth --wrappers strip "
-        "--device-map cuda:3=cuda:0",
+        "one_gpu": "ckptool convert model.pth model.cuda0.pth --wrappers strip --map cuda:3=cuda:0",
         "cpu": "ckptool convert model.pth model.cpu.pth --wrappers strip --to cpu",
     }
 

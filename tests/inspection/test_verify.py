@@ -522,7 +522,9 @@ class TestManifest:
         full = {"epoch": 1, "state_dict": net.state_dict(), "optim": {"state": {0: torch.ones(1)}}}
         torch.save(full, tmp_path / "model.pth")
         verify(tmp_path / "model.pth", manifest=tmp_path / "sums.json")
-        ckptool.convert(tmp_path / "model.pth", tmp_path / "copy.safetensors", model_only=True)
+        ckptool.convert(
+            tmp_path / "model.pth", tmp_path / "copy.safetensors", ckptool.Take(model_only=True)
+        )
         verdict = verify(tmp_path / "copy.safetensors", manifest=tmp_path / "sums.json")
         assert verdict.ok
         assert verdict.checked

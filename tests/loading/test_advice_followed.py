@@ -113,7 +113,7 @@ def test_a_proposed_rule_loads_what_was_refused(case):
         ckptool.load_into(model, state)
     assert all(torch.equal(before[name], held) for name, held in model.state_dict().items())
     given = dict(caught.value.remedy.arguments)
-    assert given.keys() == {"rules"}
+    assert given.keys() == {"rename"}
     report = ckptool.load_into(model, state, **given)
     assert report.fits
     assert report.coverage == 1
@@ -122,7 +122,7 @@ def test_a_proposed_rule_loads_what_was_refused(case):
 def followed(have, want, arguments):
     """What is still refused once the arguments are given."""
     given = dict(arguments)
-    rules = [regex_rule(text) for text in given.pop("rules", ())]
+    rules = [regex_rule(text) for text in given.pop("rename", ())]
     allowed = {
         name.removeprefix("allow_"): value for name, value in given.items() if name != "prefixes"
     }
@@ -159,7 +159,7 @@ def check_advice(have, want):
     for way in (remedy, *remedy.instead):
         if way.arguments and not way.to_fill_in:
             assert followed(have, want, way.arguments) == (), str(remedy)
-            rules = map(regex_rule, dict(way.arguments).get("rules", ()))
+            rules = map(regex_rule, dict(way.arguments).get("rename", ()))
             yield matched(have, want, rules=rules).pairs
 
 

@@ -180,10 +180,10 @@ def followed(model, source, **options):
     rules = []
     for _ in range(3):
         try:
-            return ckptool.load_into(model, source, rules=rules, **options)
+            return ckptool.load_into(model, source, rename=rules, **options)
         except MatchError as error:
             rules += [one.rule for one in error.report.proposed]
-    return ckptool.load_into(model, source, rules=rules, **options)
+    return ckptool.load_into(model, source, rename=rules, **options)
 
 
 @pytest.mark.parametrize("wrapper", ["", "module."])
@@ -376,7 +376,7 @@ def test_norms_of_one_shape_are_not_told_apart_by_a_digit(trainers, answers, nam
     model = residual()
     with untouched_by(MatchError, model, match="norm"):
         ckptool.load_into(model, given)
-    report = ckptool.load_into(model, given, rules=[r"\bnorm(\d)=>bn\1"])
+    report = ckptool.load_into(model, given, rename=[r"\bnorm(\d)=>bn\1"])
     assert report.fits
     with torch.no_grad():
         assert same(model(IMAGES), answers[name])

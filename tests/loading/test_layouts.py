@@ -72,7 +72,7 @@ def assert_words(model, answers):
 @every_file
 def test_a_model_gives_what_the_library_gave(folder, answers, file):
     model = Images()
-    report = ckptool.load_into(model, folder / file, rules=RULES[file])
+    report = ckptool.load_into(model, folder / file, rename=RULES[file])
     assert_images(model, file, answers)
     assert {one.name: one.axes for one in report.layouts} == {
         "conv.weight": (3, 2, 0, 1),
@@ -107,7 +107,9 @@ def test_match_gives_a_state_dict_that_torch_loads(folder, answers):
 def test_a_file_converted_like_a_model_loads_in_torch(folder, answers, file, tmp_path):
     model = Images()
     for like, target in ((model, "a.safetensors"), (model, "b.pth")):
-        ckptool.convert(folder / file, tmp_path / target, like=like, rename=RULES[file])
+        ckptool.convert(
+            folder / file, tmp_path / target, ckptool.Rename(RULES[file]), ckptool.Fit(like)
+        )
     assert_images(load_file(tmp_path / "a.safetensors"), file, answers)
     assert_images(torch.load(tmp_path / "b.pth"), file, answers)
 
@@ -116,13 +118,13 @@ def test_without_types_the_axes_are_asked_for(folder, answers, tmp_path):
     torch.save(Images().state_dict(), tmp_path / "state.pth")
     source, target, like = folder / "images.msgpack", tmp_path / "a.pth", tmp_path / "state.pth"
     with pytest.raises(MatchError, match="types are not known") as refused:
-        ckptool.convert(source, target, like=like)
+        ckptool.convert(source, target, ckptool.Fit(like))
     assert "transpose=['conv.weight', 'square.weight', 'head.weight']" in refused.value.hint
     assert not target.exists()
-    ckptool.convert(source, target, like=like, transpose=["*"])
+    ckptool.convert(source, target, ckptool.Fit(like, transpose=["*"]))
     assert_images(torch.load(target), "images.msgpack", answers)
     with pytest.raises(MatchError, match=r"head.weight \[4, 5\] for \[5, 4\]"):
-        ckptool.convert(source, tmp_path / "b.pth", like=like, no_transpose=["*"])
+        ckptool.convert(source, tmp_path / "b.pth", ckptool.Fit(like, no_transpose=["*"]))
 
 
 def changed(**modules):
@@ -206,9 +208,9 @@ def test_axes_may_be_given_and_must_be_axes(folder):
 def test_a_name_that_is_no_kernels_is_asked_for(folder):
     rules = ["square.kernel=>square.weight"]
     model = Images()
-    ckptool.load_into(model, folder / "images.msgpack", rules=rules)  # it was called kernel
+    ckptool.load_into(model, folder / "images.msgpack", rename=rules)  # it was called kernel
     rules = ["params.embed.embedding=>head.weight"]
-    refused = refusal(model, folder / "words.msgpack", rules=rules)
+    refused = refusal(model, folder / "words.msgpack", rename=rules)
     assert [one.reason for one in refused.value.report.undecided] == [
         "'embedding' is not called a kernel"
     ]
@@ -222,19 +224,19 @@ def test_another_shape_is_told_in_torchs_order(folder):
 def test_numbered_variables_are_as_many_as_the_modules(folder):
     model = changed(norm=nn.GroupNorm(2, 4))
     rules = RULES["keras.keras"]
-    refused = refusal(model, folder / "keras.keras", rules=rules, allow_unexpected=True)
+    refused = refusal(model, folder / "keras.keras", rename=rules, allow_unexpected=True)
     assert refused.value.report.missing_keys == ["norm.weight", "norm.bias"]
     (note,) = refused.value.report.notes
     assert note.endswith("has 4 tensors, and norm 2: give each a name by a rule")
     numbered = zip((0, 1), ("weight", "bias"), strict=True)
     rules = [f"^layers/batch_normalization/vars/{at}=>norm.{name}" for at, name in numbered]
     rules = [*RULES["keras.keras"][:1], *rules, *RULES["keras.keras"][2:]]
-    ckptool.load_into(model, folder / "keras.keras", rules=rules, allow_unexpected=True)
+    ckptool.load_into(model, folder / "keras.keras", rename=rules, allow_unexpected=True)
 
 
 def test_names_that_would_become_one_stay(folder, tmp_path):
     rules = [r"^params\.norm\.bias=>params.norm.kernel"]  # norm.scale is a weight too
-    refused = refusal(Images(), folder / "images.msgpack", rules=rules)
+    refused = refusal(Images(), folder / "images.msgpack", rename=rules)
     assert refused.value.report.missing_keys == ["norm.weight", "norm.bias"]
 
 
@@ -267,7 +269,7 @@ def test_a_tied_head_takes_the_table_as_it_is(folder):
     ckptool.load_into(model, folder / "words.msgpack", **options)
     assert torch.equal(model.head.weight, plain["embed"].weight)
     rules = ["params.embed.embedding=>head.kernel"]
-    refusal(model, folder / "words.msgpack", rules=rules, **options)
+    refusal(model, folder / "words.msgpack", rename=rules, **options)
 
 
 @pytest.fixture
@@ -289,11 +291,11 @@ def test_a_depthwise_kernel_takes_the_axes_that_are_given(keras_file):
     path = keras_file(depthwise_kernel=kernel, bias=torch.randn(5))
     model = nn.ModuleDict({"dw": nn.Conv2d(5, 5, (3, 2), groups=5)})
     rules = ["depthwise_kernel=>kernel"]
-    refused = refusal(model, path, rules=rules)
+    refused = refusal(model, path, rename=rules)
     assert refused.value.report.undecided[0].reason == "in a Conv2d of 5 groups"
-    refused = refusal(model, path, rules=rules, transpose=["dw.weight"])
+    refused = refusal(model, path, rename=rules, transpose=["dw.weight"])
     refused.match(r"dw.weight \[1, 5, 3, 2\] for \[5, 1, 3, 2\]")
-    ckptool.load_into(model, path, rules=rules, transpose=["dw.*=2,3,0,1"])
+    ckptool.load_into(model, path, rename=rules, transpose=["dw.*=2,3,0,1"])
     with torch.no_grad():
         out = model["dw"](images)
         for channel in range(5):
@@ -308,7 +310,7 @@ def test_a_square_kernel_is_transposed_though_its_shape_says_nothing(keras_file)
     model = nn.ModuleDict({"dw": nn.Linear(3, 3)})
     ckptool.load_into(model, path)
     assert torch.equal(model["dw"].weight, kernel.T)
-    refusal(model, keras_file(output_weights=kernel), rules=["output_weights:0=>weight"],
+    refusal(model, keras_file(output_weights=kernel), rename=["output_weights:0=>weight"],
             allow_missing="*.bias")  # fmt: skip
 
 
@@ -333,5 +335,5 @@ def test_a_name_that_the_model_has_is_left(folder):
 def test_a_file_written_in_that_layout_says_so(folder, tmp_path):
     kept = ckptool.convert(folder / "images.msgpack", tmp_path / "a.safetensors")
     assert "kernels lie as Flax has them" in kept.notes[0]
-    turned = ckptool.convert(folder / "images.msgpack", tmp_path / "b.pth", like=Images())
+    turned = ckptool.convert(folder / "images.msgpack", tmp_path / "b.pth", ckptool.Fit(Images()))
     assert turned.notes == ()

@@ -11,6 +11,7 @@ import ckptool
 from ckptool.errors import CheckpointWarning, CorruptFile, DeviceError, MatchError, UsageError
 from ckptool.loading.load_into import load_into
 from ckptool.loading.plan import match
+from tests.conversions import convert_by_options
 from tests.loading.bits import Untouched, saved, untouched_by
 
 
@@ -79,7 +80,7 @@ def test_files_of_other_formats(tmp_path, trained, kind):
         torch.save(state, source, _use_new_zipfile_serialization=False)
     elif kind != "zip":
         shards = {"max_shard_size": 300} if kind == "sharded" else {}
-        ckptool.convert(source, tmp_path / "net.safetensors", ties="copy", **shards)
+        convert_by_options(source, tmp_path / "net.safetensors", ties="copy", **shards)
         source = min(tmp_path.glob("*.index.json" if shards else "*.safetensors"))
     model = Net()
     assert load_into(model, source).coverage == 1.0
@@ -527,7 +528,7 @@ SLIPS = (None, "a=>b", b"a=>b", "", 5, {"a": "b"}, [None], [5], [b"a=>b"], nn.Li
 VALUES = {
     "min_coverage": (float("nan"), -1, 2, "1", True), "allow_missing": (5,),
     "allow_unexpected": ([1],), "strict": ("no", None), "assign": ("x",), "verify": ("q", 1),
-    "rules": SLIPS, "prefixes": SLIPS,
+    "rename": SLIPS, "prefixes": SLIPS,
 }  # fmt: skip
 
 
@@ -547,9 +548,9 @@ def test_a_slip_is_refused_with_the_name_of_the_argument_by_match_too(name):
 
 
 def test_a_text_in_the_place_of_a_list_is_shown_as_one():
-    with pytest.raises(UsageError, match="rules='a=>b' is not a list") as caught:
-        match({}, nn.Linear(1, 1), rules="a=>b")
-    assert caught.value.hint == "rules=['a=>b']"
+    with pytest.raises(UsageError, match="rename='a=>b' is not a list") as caught:
+        match({}, nn.Linear(1, 1), rename="a=>b")
+    assert caught.value.hint == "rename=['a=>b']"
 
 
 def test_a_place_that_is_none_is_noticed_where_it_is_of_no_use():
@@ -561,7 +562,7 @@ def test_a_place_that_is_none_is_noticed_where_it_is_of_no_use():
 def test_what_can_be_meant_is_taken():
     options = {
         "min_coverage": 1, "allow_missing": ("a*",), "allow_unexpected": {"b"}, "assign": False,
-        "verify": True, "map_location": torch.device("cpu"), "rules": iter(["^x=>y"]),
+        "verify": True, "map_location": torch.device("cpu"), "rename": iter(["^x=>y"]),
     }  # fmt: skip
     load_into(nn.Linear(1, 1), nn.Linear(1, 1).state_dict(), **options)
 

@@ -142,15 +142,15 @@ def test_lazy_parameters_take_any_shape():
 
 def test_rules_and_prefixes_of_the_user_come_first():
     source = OrderedDict((f"old.{name}", value) for name, value in net().state_dict().items())
-    for options in ({"rules": [r"^old\.=>"]}, {"prefixes": ["old.="]}):
+    for options in ({"rename": [r"^old\.=>"]}, {"prefixes": ["old.="]}):
         state_dict, report = ckptool.match(source, net(), **options)
         assert report.fits
         assert [renaming.kind for renaming in report.renamed] == ["rule"]
         assert list(state_dict) == list(net().state_dict())
     with pytest.raises(NameCollision):
-        ckptool.match(source, net(), rules=["weight|bias=>x"])
+        ckptool.match(source, net(), rename=["weight|bias=>x"])
     with pytest.raises(UsageError):
-        ckptool.match(source, net(), rules="a=>b")
+        ckptool.match(source, net(), rename="a=>b")
 
 
 def test_plain_values_are_left_out_and_named():

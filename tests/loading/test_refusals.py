@@ -134,10 +134,10 @@ NOT_FOUND = {
     "several": (lambda: {"model": stated(), "ema": stated()}, {}, AmbiguousName),
     "none": (lambda: {"epoch": 1, "names": ["a"]}, {}, CheckpointError),
     "rules that make two names one": (
-        stated, {"rules": [r"^blocks\.0\.=>blocks.1."]}, NameCollision,
+        stated, {"rename": [r"^blocks\.0\.=>blocks.1."]}, NameCollision,
     ),
-    "no rule": (stated, {"rules": ["blocks"]}, CheckpointError),
-    "a rule that is no pattern": (stated, {"rules": ["(=>x"]}, CheckpointError),
+    "no rule": (stated, {"rename": ["blocks"]}, CheckpointError),
+    "a rule that is no pattern": (stated, {"rename": ["(=>x"]}, CheckpointError),
     "an optimizer that is not there": (stated, {"optimizer": True}, CheckpointError),
 }  # fmt: skip
 

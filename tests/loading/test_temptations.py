@@ -190,7 +190,7 @@ def test_what_is_missing_is_not_filled_with_something_else_and_proposed_rules_de
         check_matched(nn.DataParallel(model), "module.")
     before = check_matched(model, "")
     for rule in {rule for one in before.ambiguous for rule in one.rules}:
-        _, after = ckptool.match(state, model, rules=[rule])
+        _, after = ckptool.match(state, model, rename=[rule])
         assert after.coverage > before.coverage, rule
 
 

@@ -119,7 +119,7 @@ def test_where_nothing_fits_nothing_is_accepted_unless_no_coverage_is_asked_for(
     assert kinds(Allowance(strict=False, min_coverage=0), found) == []
     error = Allowance(strict=False).refusal(found)
     assert "the file has c; the model has a, b" in str(error)
-    assert "rules=" in error.hint
+    assert "rename=" in error.hint
 
 
 def test_a_model_without_tensors_takes_a_file_without_any():
@@ -145,7 +145,7 @@ def test_what_is_ambiguous_is_refused_while_one_of_its_names_is():
     assert first.kind == "ambiguous"
     assert first.text == "not guessed: s.a.w, s.b.w, t.a.w may be a.w, b.w"
     assert str(first.remedy) == (
-        r"`rules=[r'^s\.=>'], allow_unexpected=['t.a.w']` (left out: t.a.w)"
+        r"`rename=[r'^s\.=>'], allow_unexpected=['t.a.w']` (left out: t.a.w)"
     )
     assert Allowance().refusal(found).remedy == first.remedy
     assert Allowance().refusal(found).hint == str(first.remedy)
@@ -159,10 +159,10 @@ def test_each_way_to_decide_a_question_is_told():
     remedy = (
         Allowance().refusal(report(**LEFT, ambiguous=(asked,), proposed=(PROPOSED, other))).remedy
     )
-    assert dict(remedy.arguments)["rules"] == (r"^s\.=>",)
+    assert dict(remedy.arguments)["rename"] == (r"^s\.=>",)
     (way,) = remedy.instead
     assert dict(way.arguments) == {
-        "rules": (r"^t\.=>",),
+        "rename": (r"^t\.=>",),
         "allow_missing": ("b.w",),
         "allow_unexpected": ("s.a.w", "s.b.w"),
     }
@@ -177,11 +177,11 @@ def test_rules_that_are_proposed_are_told_together_with_what_is_left():
     )
     error = Allowance().refusal(found)
     assert error.remedy.arguments == (
-        ("rules", (r"^s\.=>", r"^t\.a\.=>c.")), ("allow_missing", ("d",)),
+        ("rename", (r"^s\.=>", r"^t\.a\.=>c.")), ("allow_missing", ("d",)),
     )  # fmt: skip
     assert error.message.endswith("the rules in the hint would match more, and were not applied")
     allowed = Allowance(missing="d").refusal(found)
-    assert allowed.remedy.arguments == (("rules", (r"^s\.=>", r"^t\.a\.=>c.")),)
+    assert allowed.remedy.arguments == (("rename", (r"^s\.=>", r"^t\.a\.=>c.")),)
 
 
 def test_where_a_model_is_of_another_size_its_shapes_are_told():
@@ -311,7 +311,7 @@ def test_what_a_part_of_a_larger_file_has_beside_it_may_be_left_out():
         proposed=(rule,),
     )
     assert str(Allowance().judged(found).remedy) == (
-        "`rules=['^a=>b'], allow_unexpected='text.*'` (left out: text.{0..89})"
+        "`rename=['^a=>b'], allow_unexpected='text.*'` (left out: text.{0..89})"
     )
 
 
@@ -325,7 +325,7 @@ def test_a_name_that_may_be_another_one_is_not_hinted_away():
     judgement = Allowance().judged(found)
     assert judgement.problems[0].text == "not guessed: fc.weight, aux.weight may be head.weight"
     assert str(judgement.remedy) == (
-        "rules=['REGEX=>REPL'] where these are the same tensors; else the architectures differ"
+        "rename=['REGEX=>REPL'] where these are the same tensors; else the architectures differ"
     )
     assert not judgement.remedy.arguments
     assert not any(problem.remedy.arguments for problem in judgement.problems)
@@ -338,7 +338,7 @@ def test_where_more_has_to_be_loaded_no_allowance_helps():
 
 
 def test_names_that_look_like_arguments_are_only_names():
-    name = "x', rules='a=>b\", allow_mismatched=True"
+    name = "x', rename='a=>b\", allow_mismatched=True"
     error = Allowance().refusal(report(missing_keys=[name], unexpected_keys=["min_coverage"]))
     assert error.remedy.arguments == (
         ("allow_missing", (name,)),

@@ -3,11 +3,11 @@
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.pages import api_page, cli_page, cookbook, pictures
+from tests.pages import api_page, cli_page, cookbook, pictures, steps_page
 from tests.pages.prepared import prepare
 from tests.sources import PROJECT
 
-PAGES = {"cli.md": cli_page.page, "api.md": api_page.page}
+PAGES = {"cli.md": cli_page.page, "api.md": api_page.page, "steps.md": steps_page.page}
 
 
 def _cookbook() -> str:

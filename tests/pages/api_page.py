@@ -32,15 +32,14 @@ PARTS = {
         *("Finding", "doctor", "Diagnosis", "Complaint", "report", "PageReceipt"),
     ],
     "Changes": [
-        *("strip_module", "add_module", "rename", "remap", "convert", "Conversion", "average"),
+        *("strip_module", "add_module", "rename", "remap", "convert", "average"),
         "merge_lora",
         *("Receipt", "recover", "Recovery"),
     ],
     "What a checkpoint is made of": ["TensorRef", "Storage", "Opaque"],
-    "What the methods of Checkpoint do": [
-        *("transforms.strip_module", "transforms.add_module", "transforms.rename"),
-        *("transforms.extract", "transforms.remap", "transforms.cast", "transforms.compact"),
-        *("transforms.to_plain", "transforms.drop_objects", "writing.save"),
+    "Steps": [
+        *("Step", "Take", "Strip", "Wrap", "Rename", "Reshape", "Fit", "Plain", "Untie", "Cast"),
+        *("Compact", "Remap", "Masters", "Flatten", "Salvage", "Nest"),
     ],
 }
 """The public names of `ckptool` and `ckptool.results`, as a reader meets them."""

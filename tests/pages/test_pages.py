@@ -46,12 +46,17 @@ def test_every_public_name_is_told_once():
         assert page.count(f"### ckptool.trainer.{name}\n") == 1
 
 
+WITHOUT_FIELDS = (
+    "trainer.Observer", "trainer.Trainer", "Step", "Untie", "Compact", "Masters", "Salvage",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("path", CLASSES)
 def test_every_field_of_a_public_class_is_told(path):
     thing = api_page.at(path)
     text = thing.docstring.value
     fields = api_page.fields_of(thing)
-    assert fields or path in ("trainer.Observer", "trainer.Trainer")
+    assert fields or path in WITHOUT_FIELDS
     for name, member in fields:
         own = member.docstring and member.docstring.value
         assert own or f"`{name}`" in text or f" {name}:" in text, name
@@ -64,7 +69,7 @@ def test_every_argument_is_told_and_every_error_is_one(path):
     text = thing.docstring.value
     for section in thing.docstring.parsed:
         if section.kind is griffe.DocstringSectionKind.parameters:
-            told = {item.name for item in section.value}
+            told = {item.name.lstrip("*") for item in section.value}
             assert told <= {parameter.name for parameter in thing.parameters}
         if section.kind is griffe.DocstringSectionKind.raises:
             for item in section.value:

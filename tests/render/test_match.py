@@ -145,7 +145,7 @@ def test_what_is_ambiguous_is_folded_in_step_and_its_rule_is_told():
     assert row.startswith("l.{0..7}.q ")
     assert row.endswith("could be l.{0..7}.a, l.{0..7}.b")
     assert "UNEXPECTED" not in text
-    assert r"`rules=[r'\.q$=>.a']` decides" in text
+    assert r"`rename=[r'\.q$=>.a']` decides" in text
     assert "a rule of yours decides" in "\n".join(lines(found, options=True))  # the hint has it
     noted = replace(found, notes=("l.{1..4} may be l.{0..3}",))
     assert "decides\nnote: l.{1..4} may be l.{0..3}" in str(noted)
@@ -277,7 +277,9 @@ def test_numbers_without_end_do_not_make_a_cell_without_end():
 def test_a_question_is_not_said_to_have_several_answers():
     one = Ambiguity(("a.w", "a.b"), ("c.w", "c.b"), ("^a=>c",))
     text = str(report(parameters=1000, ambiguous=(one,)))
-    assert "AMBIGUOUS: names and shapes allow several matches, and none is guessed; `rules=" in text
+    assert (
+        "AMBIGUOUS: names and shapes allow several matches, and none is guessed; `rename=" in text
+    )
 
 
 def test_where_all_of_the_model_is_met_the_first_line_has_the_reason():

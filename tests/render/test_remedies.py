@@ -11,7 +11,7 @@ from tests.test_remedies import ODD
 def test_each_text_has_an_option():
     remedy = Remedy(
         (
-            ("rules", (r"^q\.=>k.", "a=>b")),
+            ("rename", (r"^q\.=>k.", "a=>b")),
             ("allow_unexpected", "unused"),
             ("allow_missing", ("a", "it's")),
             ("allow_lossy_cast", True),
@@ -19,17 +19,17 @@ def test_each_text_has_an_option():
         )
     )
     assert as_options(remedy) == (
-        r"--map '^q\.=>k.' --map 'a=>b' --allow-unexpected=unused --allow-missing=a "
+        r"--rename '^q\.=>k.' --rename 'a=>b' --allow-unexpected=unused --allow-missing=a "
         "--allow-missing='it'\"'\"'s' --allow-lossy-cast --min-coverage=0"
     )
-    assert option_words(remedy.with_names({"rules": "rename"}))[:4] == [
+    assert option_words(remedy)[:4] == [
         "--rename", r"^q\.=>k.", "--rename", "a=>b",
     ]  # fmt: skip
 
 
 def test_a_shell_gives_back_the_words():
     for text, name in product(
-        [text for text in ODD if text.isprintable()], ["rules", "allow_missing", "key"]
+        [text for text in ODD if text.isprintable()], ["rename", "allow_missing", "key"]
     ):
         remedy = Remedy(((name, (text, "--json", "a=b")),))
         assert shlex.split(as_options(remedy)) == option_words(remedy), (text, name)
@@ -46,6 +46,6 @@ def test_what_looks_like_an_option_is_given_to_one():
 
 
 def test_words_are_words_whatever_they_look_like():
-    said = "allow_missing=True, rules=['a=>b']; min_coverage is"
+    said = "allow_missing=True, rename=['a=>b']; min_coverage is"
     remedy = Remedy((("key", "a"),), f" {said}", f"{said}: ", (Remedy(note=said),))
     assert as_options(remedy) == f"{said}: `--key a` {said}; or {said}"

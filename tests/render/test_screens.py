@@ -161,7 +161,7 @@ def test_info_answers_on_one_screen():
         "\n"
         "to make it load on a machine with\n"
         "  one GPU     ckptool convert made.pth made.cuda0.pth --wrappers strip "
-        "--device-map cuda:3=cuda:0 --model-only\n"
+        "--map cuda:3=cuda:0 --model-only\n"
         "  no GPU      ckptool convert made.pth made.cpu.pth --wrappers strip --to cpu --model-only"
     )
 

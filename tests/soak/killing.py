@@ -21,7 +21,7 @@ from ckptool.files.editing import Edit
 from ckptool.files.journal import write_journal
 from ckptool.formats import format_of, open_checkpoint
 from ckptool.inspection.listing import list_tensors
-from ckptool.transforms import strip_module
+from ckptool.transforms import Strip
 from tests.soak.works import MIXED, MIXTURE, TENSORS, WORKS
 
 PROJECT = Path(__file__).parent.parent.parent
@@ -139,7 +139,7 @@ class Killed:
         path = self.folder / self.work.target
         if self.patch is None:
             with open_checkpoint(path) as checkpoint:
-                self.patch = format_of("torch-zip").plan_edit(strip_module(checkpoint)).patch
+                self.patch = format_of("torch-zip").plan_edit(Strip()(checkpoint)).patch
         with open(path, "r+b", buffering=0) as file:
             edit = Edit.of(file.fileno(), self.patch)
             write_journal(str(path), edit.to_journal())

@@ -55,7 +55,7 @@ def test_an_array_of_jax_is_one_of_numpy(tmp_path, array_of, array, protocol):
         assert (path, tensor.kind) == (("dense", 0), "numpy")
         assert np.array_equal(tensor.torch().numpy(), array)
         source.save(tmp_path / "same.pth")
-        source.to_plain().save(tmp_path / "plain.pth")
+        source.then(ckptool.Plain()).save(tmp_path / "plain.pth")
     same = torch.load(tmp_path / "same.pth", weights_only=False)["dense"][0]
     assert np.array_equal(same, array)
     assert same.flags.f_contiguous == array.flags.f_contiguous

@@ -172,8 +172,12 @@ def test_the_default_device_of_the_user_changes_no_figures(tmp_path):
         with torch.device(device):
             (row,) = ckptool.stats(tmp_path / "a.pth").tensors
             (value,) = ckptool.diff(tmp_path / "a.pth", tmp_path / "b.pth").changed
-            ckptool.convert(tmp_path / "a.pth", tmp_path / f"cast-{device}.pth", cast="bfloat16")
-            ckptool.convert(tmp_path / "q.pth", tmp_path / f"q-{device}.pth", dequantize="float32")
+            ckptool.convert(
+                tmp_path / "a.pth", tmp_path / f"cast-{device}.pth", ckptool.Cast("bfloat16")
+            )
+            ckptool.convert(
+                tmp_path / "q.pth", tmp_path / f"q-{device}.pth", ckptool.Cast(dequantize="float32")
+            )
             ckptool.average([tmp_path / "a.pth", tmp_path / "b.pth"], tmp_path / f"{device}.pth")
         assert row.measures.maximum == a["w"].max()
         assert value.difference.max_abs == pytest.approx((a["w"] - b["w"]).abs().max().item())

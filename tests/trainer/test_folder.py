@@ -65,7 +65,7 @@ def test_a_run_does_not_begin_in_the_folder_of_another(tmp_path, kind):
     with pytest.raises(TrainingError, match=r"holds an earlier run: .*, and 2 more") as caught:
         run(tmp_path, save=kind)
     assert "--resume auto" in caught.value.hint
-    assert "--overwrite" in caught.value.hint
+    assert "--force" in caught.value.hint
     assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
 
 

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
+import ckptool
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import CorruptFile, NotFound, NotRepresentable, UsageError
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats import open_checkpoint
-from ckptool.transforms import cast, floating_type, single_state_dict
+from ckptool.transforms import Cast, floating_type, single_state_dict
 from ckptool.transforms.casting import FLOATING, kept
 from ckptool.writing import save
 from tests import trees
@@ -85,7 +86,7 @@ def test_floating_tensors_become_what_torch_makes_of_them(tmp_path, dtype, forma
         "z": torch.zeros(2, dtype=torch.complex64),
     }
     with saved(tmp_path / "m.pth", weights) as checkpoint:
-        made = cast(single_state_dict(checkpoint), dtype)
+        made = Cast(dtype)(single_state_dict(checkpoint))
         receipt = save(made, tmp_path / "out", format=format, verify=True)
     with open_checkpoint(tmp_path / "out") as result:
         for name, tensor in weights.items():
@@ -106,7 +107,7 @@ def test_ties_views_strides_gradients_and_metadata_stay(tmp_path):
     state["column"] = state["weight"].detach().t()
     state["neg"] = torch._neg_view(state["weight"].detach())
     with saved(tmp_path / "m.pth", state) as checkpoint:
-        made, _ = written(cast(checkpoint, "bfloat16"), tmp_path / "o.pth")
+        made, _ = written(Cast("bfloat16")(checkpoint), tmp_path / "o.pth")
     assert list(made) == list(state)
     assert made._metadata == state._metadata
     assert isinstance(made["weight"], torch.nn.Parameter)
@@ -137,18 +138,20 @@ def optimizer_file(path):
 
 def test_optimizer_state_is_left_alone_and_counted(tmp_path):
     with optimizer_file(tmp_path / "m.pth") as checkpoint:
-        made = cast(checkpoint, "float16")
+        made = Cast("float16")(checkpoint)
         loaded, _ = written(made, tmp_path / "o.pth")
     assert loaded["model"]["weight"].dtype == torch.float16
     assert loaded["best"].dtype == torch.float16
     assert loaded["optimizer"]["state"][0]["exp_avg"].dtype == torch.float32
     assert loaded["optimizer_states"][0]["fp32_groups"][0].dtype == torch.float32
-    assert "not cast: 7 tensors of optimizers (--all casts them too)" in texts(made.changes, "keep")
+    assert "not cast: 7 tensors of optimizers (cast by --cast-optimizer)" in texts(
+        made.changes, "keep"
+    )
 
 
 def test_everything_is_everything(tmp_path):
     with optimizer_file(tmp_path / "m.pth") as checkpoint:
-        loaded, _ = written(cast(checkpoint, "float16", everything=True), tmp_path / "o.pth")
+        loaded, _ = written(Cast("float16", cast_optimizer=True)(checkpoint), tmp_path / "o.pth")
     assert loaded["optimizer"]["state"][0]["exp_avg"].dtype == torch.float16
     assert loaded["optimizer"]["state"][0]["step"].dtype == torch.float16
     assert loaded["optimizer_states"][0]["fp32_groups"][0].dtype == torch.float16
@@ -159,7 +162,7 @@ def test_a_pickled_optimizer_is_one_too():
     pickled = trees.Opaque(
         trees.Global("torch.optim.sgd", "SGD"), (), maker="newobj", steps=[("build", group)]
     )
-    made = cast(trees.checkpoint({"w": trees.tensor(), "trained_with": pickled}), "float16")
+    made = Cast("float16")(trees.checkpoint({"w": trees.tensor(), "trained_with": pickled}))
     assert made.root["w"].dtype == "float16"
     assert made.root["trained_with"].attributes["momentum"].dtype == "float32"
 
@@ -167,7 +170,7 @@ def test_a_pickled_optimizer_is_one_too():
 def test_keep_makes_exceptions_and_the_first_match_decides():
     root = trees.state_dict(["a.norm.weight", "a.bias", "b.norm.weight"])
     rules = [("b.*", None), ("*.norm.*", "fp64"), ("*", "bf16"), ("never", "half")]
-    made = cast(trees.checkpoint(root), "float16", keep=rules)
+    made = Cast("float16", keep=rules)(trees.checkpoint(root))
     assert {name: tensor.dtype for name, tensor in made.root.items()} == {
         "a.norm.weight": "float64",
         "a.bias": "bfloat16",
@@ -179,15 +182,15 @@ def test_keep_makes_exceptions_and_the_first_match_decides():
 
 def test_keep_with_a_slash_is_held_against_the_whole_name():
     root = {"model": trees.state_dict(["a.w"]), "ema": trees.state_dict(["a.w"])}
-    made = cast(trees.checkpoint(root), "float16", keep=[("ema/*", None)])
+    made = Cast("float16", keep=[("ema/*", None)])(trees.checkpoint(root))
     assert made.root["model"]["a.w"].dtype == "float16"
     assert made.root["ema"]["a.w"].dtype == "float32"
 
 
 def test_nothing_to_cast_gives_the_same_checkpoint_back():
     checkpoint = trees.checkpoint({"w": trees.tensor(), "n": trees.tensor(dtype="int64")})
-    assert cast(checkpoint, "float32") is checkpoint
-    warned = cast(checkpoint, "float32", keep=[("x", None)])
+    assert Cast("float32")(checkpoint) is checkpoint
+    warned = Cast("float32", keep=[("x", None)])(checkpoint)
     assert (warned.root, kinds(warned.changes)) == (checkpoint.root, ["warning"])
 
 
@@ -195,7 +198,7 @@ def test_a_tie_with_one_kept_name_comes_apart_and_says_so(tmp_path):
     weight = torch.randn(3, 3)
     root = {"a": weight, "b": weight.detach()}
     with saved(tmp_path / "m.pth", root) as checkpoint:
-        made = cast(checkpoint, "float16", keep=[("b", None)])
+        made = Cast("float16", keep=[("b", None)])(checkpoint)
         loaded, _ = written(made, tmp_path / "o.pth")
     assert torch.equal(loaded["a"], weight.half())
     assert torch.equal(loaded["b"], weight)
@@ -204,7 +207,7 @@ def test_a_tie_with_one_kept_name_comes_apart_and_says_so(tmp_path):
 
 def test_one_tensor_under_two_names_keeps_what_one_name_keeps():
     weight = trees.tensor()
-    made = cast(trees.checkpoint({"a": weight, "b": weight}), "float16", keep=[("b", None)])
+    made = Cast("float16", keep=[("b", None)])(trees.checkpoint({"a": weight, "b": weight}))
     assert made.root["a"] is made.root["b"]
     assert made.root["a"].dtype == "float32"
     assert "one type" in texts(made.changes, "warning")[0]
@@ -219,7 +222,7 @@ def test_a_storage_seen_under_several_types_becomes_several(tmp_path):
         "bits": trees.TensorRef("int32", (4,), (1,), 0, over, "cpu"),
         "halves": trees.TensorRef("float16", (4,), (2,), 1, over, "cpu"),
     }
-    made = cast(trees.checkpoint(root), "bfloat16")
+    made = Cast("bfloat16")(trees.checkpoint(root))
     loaded, _ = written(made, tmp_path / "o.pth")
     assert torch.equal(loaded["w"], weight.bfloat16())
     assert torch.equal(loaded["bits"], weight.view(torch.int32))
@@ -235,7 +238,7 @@ def test_sparse_and_nested_tensors_are_cast_by_their_values(tmp_path):
         "nested": torch.nested.nested_tensor([torch.rand(2), torch.rand(3)]),
     }
     with saved(tmp_path / "m.pth", root) as checkpoint:
-        made = cast(checkpoint, "float16")
+        made = Cast("float16")(checkpoint)
         loaded, receipt = written(made, tmp_path / "o.pth")
     assert torch.equal(loaded["coo"].to_dense(), torch.eye(3).half())
     assert torch.equal(loaded["csr"].to_dense(), torch.eye(3).half())
@@ -256,7 +259,7 @@ def test_what_cannot_be_cast_is_left_and_named(tmp_path):
         ),
     }
     with saved(tmp_path / "m.pth", root) as checkpoint:
-        made = cast(checkpoint, "float16")
+        made = Cast("float16")(checkpoint)
         loaded, _ = written(made, tmp_path / "o.pth")
     assert loaded["w"].dtype == torch.float16
     assert loaded["array"].dtype == np.float32
@@ -269,7 +272,7 @@ def test_what_cannot_be_cast_is_left_and_named(tmp_path):
 
 def test_lazily_negated_tensors_stay_where_torch_cannot_negate(tmp_path):
     with saved(tmp_path / "m.pth", {"neg": torch._neg_view(torch.ones(2))}) as checkpoint:
-        made = cast(checkpoint, "float8_e5m2")
+        made = Cast("float8_e5m2")(checkpoint)
     assert made.root is checkpoint.root
     assert "neg (negated lazily" in texts(made.changes, "warning")[0]
 
@@ -277,7 +280,7 @@ def test_lazily_negated_tensors_stay_where_torch_cannot_negate(tmp_path):
 def test_part_of_a_distributed_tensor_is_left_and_named(fixtures):
     path = next(fixtures.rglob("*dtensor*.pt*"))
     with open_checkpoint(path) as checkpoint:
-        made = cast(checkpoint, "float16")
+        made = Cast("float16")(checkpoint)
     assert any("part of a distributed tensor" in text for text in texts(made.changes, "warning"))
 
 
@@ -285,7 +288,7 @@ def test_a_pickled_module_is_cast(tmp_path):
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     net[0].register_buffer("mask", torch.rand(2), persistent=False)
     with saved(tmp_path / "m.pth", net) as checkpoint:
-        loaded, _ = written(cast(checkpoint, "bfloat16"), tmp_path / "o.pth")
+        loaded, _ = written(Cast("bfloat16")(checkpoint), tmp_path / "o.pth")
     assert torch.equal(loaded[0].mask, net[0].mask.bfloat16())
     for name, tensor in net.state_dict().items():
         wanted = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
@@ -295,7 +298,7 @@ def test_a_pickled_module_is_cast(tmp_path):
 def test_tensors_of_a_tpu_are_carried_as_tensors(tmp_path):
     data = trees.tensor(4)
     carried = replace(data, device="xla:0", parts={"carrier": "cpu_tensor", "data": data})
-    made = cast(trees.checkpoint({"w": carried}), "bfloat16").root["w"]
+    made = Cast("bfloat16")(trees.checkpoint({"w": carried})).root["w"]
     assert (made.dtype, made.device, made.parts["data"].device) == ("bfloat16", "xla:0", "cpu")
     assert made.parts["data"].storage is made.storage
 
@@ -305,7 +308,7 @@ def test_parameters_with_attributes_are_cast_also_where_these_are(tmp_path):
     parameter = torch.nn.Parameter(torch.rand(3))
     parameter.scale = shared
     with saved(tmp_path / "m.pth", {"p": parameter, "shared": shared}) as checkpoint:
-        loaded, _ = written(cast(checkpoint, "float16"), tmp_path / "o.pth")
+        loaded, _ = written(Cast("float16")(checkpoint), tmp_path / "o.pth")
     assert torch.equal(loaded["p"], parameter.half())
     assert loaded["p"].scale is loaded["shared"]
 
@@ -318,7 +321,7 @@ def test_losses_are_told_after_the_write_tensor_by_tensor(tmp_path):
         "fine_too": torch.ones(1),
     }
     with saved(tmp_path / "m.pth", root) as checkpoint:
-        made = cast(checkpoint, "float16", allow_overflow=True)
+        made = Cast("float16", allow_overflow=True)(checkpoint)
         _, receipt = written(made, tmp_path / "o.pth")
     told = [(change.kind, change.text, change.count) for change in receipt.outcomes]
     assert told == [
@@ -341,7 +344,7 @@ def test_losses_are_told_after_the_write_tensor_by_tensor(tmp_path):
 
 def test_an_exact_cast_says_so(tmp_path):
     with saved(tmp_path / "m.pth", {"a": torch.ones(3).half()}) as checkpoint:
-        _, receipt = written(cast(checkpoint, "float32"), tmp_path / "o.pth")
+        _, receipt = written(Cast("float32")(checkpoint), tmp_path / "o.pth")
     assert [change.text for change in receipt.outcomes] == [
         "1 tensor float16 -> float32: nothing is lost"
     ]
@@ -357,7 +360,7 @@ def test_a_share_is_neither_all_nor_nothing_where_it_is_not(tmp_path):
         values = torch.ones(300)
         values[:rounded] = 0.1
         with saved(tmp_path / "m.pth", {"w": values}) as checkpoint:
-            _, receipt = written(cast(checkpoint, "float16"), tmp_path / "o.pth")
+            _, receipt = written(Cast("float16")(checkpoint), tmp_path / "o.pth")
         assert receipt.outcomes[0].text == f"1 tensor float32 -> float16: {said}"
 
 
@@ -368,7 +371,7 @@ def test_overflow_writes_nothing(tmp_path, format):
         saved(tmp_path / "m.pth", root) as checkpoint,
         pytest.raises(NotRepresentable, match=r"'a\.b' cannot be cast: 25 of its 25") as caught,
     ):
-        save(cast(checkpoint, "half"), tmp_path / "o", format=format)
+        save(Cast("half")(checkpoint), tmp_path / "o", format=format)
     assert "--keep a.b=float32" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["m.pth"]
 
@@ -376,7 +379,7 @@ def test_overflow_writes_nothing(tmp_path, format):
 def test_big_endian_and_compressed_storages(tmp_path, fixtures):
     path = next(path for path in fixtures.rglob("*big*") if not path.name.endswith(".json"))
     with open_checkpoint(path) as checkpoint:
-        made = cast(checkpoint, "float64", everything=True)
+        made = Cast("float64", cast_optimizer=True)(checkpoint)
         pairs = [(one.torch(), new.torch()) for (_, one), (_, new)
                  in zip(checkpoint.tensors(), made.tensors(), strict=True)
                  if one.has_content and one.kind == "strided"]  # fmt: skip
@@ -388,7 +391,7 @@ def test_big_endian_and_compressed_storages(tmp_path, fixtures):
 def test_chains_with_other_changes(tmp_path):
     root = {"module.w": torch.randn(3, 3), "module.v": torch.randn(2)}
     with saved(tmp_path / "m.pth", root) as checkpoint:
-        made = checkpoint.cast("bf16").strip_module().remap({"*": "cpu"})
+        made = checkpoint.then(ckptool.Cast("bf16")).strip_module().remap({"*": "cpu"})
         assert isinstance(made, Checkpoint)
         loaded, receipt = written(made, tmp_path / "o.pth")
     assert list(loaded) == ["w", "v"]
@@ -404,7 +407,7 @@ def test_an_optimizers_tensor_that_is_a_weight_too_stays_as_it_is(tmp_path):
         "optimizer": {"state": state, "param_groups": [{"params": [0]}]},
     }
     with saved(tmp_path / "m.pth", root) as checkpoint:
-        made = cast(checkpoint, "bfloat16")
+        made = Cast("bfloat16")(checkpoint)
         loaded, _ = written(made, tmp_path / "out.pth")
     assert loaded["model"]["w"].dtype == torch.bfloat16
     held = loaded["optimizer"]["state"][0]
@@ -423,7 +426,7 @@ def test_a_damaged_source_is_refused_and_nothing_written(tmp_path, target):
     content[content.index(values.numpy().tobytes()) + 99] ^= 1
     (tmp_path / "m.pth").write_bytes(content)
     with open_checkpoint(tmp_path / "m.pth") as checkpoint:
-        made = cast(checkpoint, "bfloat16")
+        made = Cast("bfloat16")(checkpoint)
         with pytest.raises(CorruptFile, match="storage '0' is damaged"):
             save(made, tmp_path / target)
     assert not (tmp_path / target).exists()
@@ -440,12 +443,12 @@ def test_other_exceptions_are_refused(keep):
         kept(keep)
     checkpoint = trees.checkpoint({"w": trees.tensor()})
     with pytest.raises(UsageError):
-        cast(checkpoint, "half", keep=keep)
+        Cast("half", keep=keep)(checkpoint)
 
 
 def test_where_nothing_is_there_to_be_cast_it_is_told():
     checkpoint = trees.checkpoint({"n": trees.tensor(dtype="complex64")})
-    made = cast(checkpoint, "half")
+    made = Cast("half")(checkpoint)
     assert texts(made.changes, "keep") == ["not cast: 1 tensor of other types (complex64)"]
     assert made.root is checkpoint.root
 
@@ -453,7 +456,7 @@ def test_where_nothing_is_there_to_be_cast_it_is_told():
 def test_tied_names_are_told_together(tmp_path):
     tied = torch.full((3,), 0.1)
     with saved(tmp_path / "m.pth", {"a": tied, "b": tied, "c": tied}) as checkpoint:
-        _, receipt = written(cast(checkpoint, "half"), tmp_path / "out.pth")
+        _, receipt = written(Cast("half")(checkpoint), tmp_path / "out.pth")
     assert texts(receipt.outcomes, "precision") == [
         "a (and b, c): 3 of 3 elements lose precision in float16"
     ]
@@ -461,7 +464,7 @@ def test_tied_names_are_told_together(tmp_path):
 
 def test_zeros_of_a_type_without_zero_lose_precision(tmp_path):
     with saved(tmp_path / "m.pth", {"a": torch.tensor([0.0, 1.0, 3.0])}) as checkpoint:
-        _, receipt = written(cast(checkpoint, "float8_e8m0fnu"), tmp_path / "out.pth")
+        _, receipt = written(Cast("float8_e8m0fnu")(checkpoint), tmp_path / "out.pth")
     assert texts(receipt.outcomes, "precision") == [
         "a: 2 of 3 elements lose precision in float8_e8m0fnu"
     ]
@@ -515,7 +518,7 @@ def test_weights_times_their_scales_as_their_makers_have_them(memory_path, shape
             scale = scale.repeat_interleave(128, 0)[: shape[0]]
         out = memory_path / f"out.{'safetensors' if read is load_file else 'pth'}"
         with saved(memory_path / "m.pth", state) as checkpoint:
-            save(cast(checkpoint, dequantize=target), out, overwrite=True)
+            save(Cast(dequantize=target)(checkpoint), out, overwrite=True)
         found = read(out)
         assert set(found) == {"a.weight", "n.weight"}
         assert found["a.weight"].dtype == target
@@ -527,7 +530,7 @@ def test_threads_may_read_one_dequantized_weight(tmp_path):
     weight, scale = torch.randn(1024, 512).to(torch.float8_e4m3fn), torch.rand(8, 4)
     state = {"a.weight": weight, "a.weight_scale_inv": scale}
     with saved(tmp_path / "m.pth", state) as checkpoint, ThreadPoolExecutor(8) as pool:
-        made = cast(checkpoint, dequantize="float32").by_name["a.weight"]
+        made = Cast(dequantize="float32")(checkpoint).by_name["a.weight"]
         found = list(pool.map(lambda _: made.torch(), range(40)))
     assert all(torch.equal(one, found[0]) for one in found)
 
@@ -548,7 +551,7 @@ def test_any_part_of_dequantized_weights_is_that_part_of_all(rows, columns, star
     with tempfile.TemporaryDirectory() as folder:
         state = {"w": weight, "w_scale": scale}
         with saved(f"{folder}/m.pth", state) as checkpoint:
-            ref = cast(checkpoint, dequantize="float32")["w"]
+            ref = Cast(dequantize="float32")(checkpoint)["w"]
             assert torch.equal(ref.torch(), weight.float() * wide)
             data = ref.data
             step = start + 4 * (columns // 2) + 97
@@ -566,8 +569,8 @@ def test_quantized_numbers_are_not_cast_without_what_they_mean_something_with(tm
     }
     with saved(tmp_path / "m.pth", {"model": state}) as checkpoint:
         with pytest.raises(NotRepresentable, match=r"only with a\.weight_scale_inv") as caught:
-            cast(checkpoint, "float16", **options)
-        made, _ = written(cast(checkpoint, "float16", raw=True), tmp_path / "raw.pth")
+            Cast("float16", **options)(checkpoint)
+        made, _ = written(Cast("float16", raw=True)(checkpoint), tmp_path / "raw.pth")
     assert "--dequantize" in caught.value.hint
     assert "--raw" in caught.value.hint
     assert {value.dtype for value in made["model"].values()} == {torch.float16}
@@ -578,7 +581,7 @@ def test_both_kept_or_without_scales_they_are_cast_as_ever(tmp_path):
     with saved(
         tmp_path / "m.pth", {"a": weight, "a_scale": torch.ones(()), "b": weight.clone()}
     ) as one:
-        made, _ = written(cast(one, "float16", keep=["a", "a_scale"]), tmp_path / "o.pth")
+        made, _ = written(Cast("float16", keep=["a", "a_scale"])(one), tmp_path / "o.pth")
     assert [made[name].dtype for name in "ab"] == [torch.float8_e4m3fn, torch.float16]
     assert made["a_scale"].dtype == torch.float32
 
@@ -589,7 +592,7 @@ def test_the_rest_is_cast_to_another_type_than_what_is_dequantized(tmp_path):
         "n": torch.ones(2), "i": torch.ones(2, dtype=torch.int64),
     }  # fmt: skip
     with saved(tmp_path / "m.pth", state) as checkpoint:
-        change = cast(checkpoint, "float16", dequantize="bfloat16")
+        change = Cast("float16", dequantize="bfloat16")(checkpoint)
         made, receipt = written(change, tmp_path / "o.pth", strict=True)
     assert {name: str(one.dtype)[6:] for name, one in made.items()} == {
         "a": "bfloat16", "n": "float16", "i": "int64"
@@ -606,7 +609,7 @@ def test_one_weight_under_two_names_has_the_scale_of_each(tmp_path, tied):
     other = scale if tied else torch.full((), 5.0)
     state = {"a": weight, "a_scale": scale, "b": weight, "b_scale": other}
     with saved(tmp_path / "m.pth", state) as checkpoint:
-        made, _ = written(cast(checkpoint, dequantize="bfloat16"), tmp_path / "o.pth")
+        made, _ = written(Cast(dequantize="bfloat16")(checkpoint), tmp_path / "o.pth")
     assert made["a"].eq(2).all()
     assert made["b"].eq(2 if tied else 5).all()
     assert (made["a"].data_ptr() == made["b"].data_ptr()) is tied
@@ -619,7 +622,7 @@ def test_scales_laid_out_otherwise_are_refused(tmp_path, scales):
         saved(tmp_path / "m.pth", state) as checkpoint,
         pytest.raises(NotRepresentable, match="'w' cannot be dequantized"),
     ):
-        cast(checkpoint, dequantize="bfloat16")
+        Cast(dequantize="bfloat16")(checkpoint)
 
 
 def test_other_quantized_weights_are_refused_by_name(tmp_path):
@@ -632,8 +635,8 @@ def test_other_quantized_weights_are_refused_by_name(tmp_path):
     with saved(tmp_path / "m.pth", state) as checkpoint:
         for options in ({"dtype": "bfloat16"}, {"dequantize": "bfloat16"}):
             with pytest.raises(NotRepresentable, match=r"'l.qweight' .*GPTQ"):
-                cast(checkpoint, **options)
-        made = cast(checkpoint, "bfloat16", raw=True)
+                Cast(**options)(checkpoint)
+        made = Cast("bfloat16", raw=True)(checkpoint)
         assert made["l.scales"].dtype == "bfloat16"
 
 
@@ -644,8 +647,8 @@ def test_what_overflows_once_it_is_scaled_is_refused(tmp_path):
     }
     with saved(tmp_path / "m.pth", state) as checkpoint:
         with pytest.raises(NotRepresentable, match="4 of its 4 elements do not fit float16"):
-            save(cast(checkpoint, dequantize="float16"), tmp_path / "o.pth")
-        made, _ = written(cast(checkpoint, dequantize="bfloat16"), tmp_path / "o.pth")
+            save(Cast(dequantize="float16")(checkpoint), tmp_path / "o.pth")
+        made, _ = written(Cast(dequantize="bfloat16")(checkpoint), tmp_path / "o.pth")
     assert torch.equal(made["w"], (state["w"].float() * 400).bfloat16())
 
 
@@ -659,7 +662,7 @@ def test_damaged_weights_or_scales_are_told_and_nothing_written(tmp_path, which,
     content[content.index(mark) + 99] ^= 1
     (tmp_path / "m.pth").write_bytes(content)
     with open_checkpoint(tmp_path / "m.pth") as checkpoint:
-        made = cast(checkpoint, dequantize="bfloat16")
+        made = Cast(dequantize="bfloat16")(checkpoint)
         with pytest.raises(CorruptFile, match="is damaged"):
             save(made, tmp_path / target)
     assert not (tmp_path / target).exists()
@@ -668,9 +671,9 @@ def test_damaged_weights_or_scales_are_told_and_nothing_written(tmp_path, which,
 def test_dequantize_is_refused_where_there_is_nothing_for_it(tmp_path):
     with saved(tmp_path / "m.pth", {"w": torch.ones(2)}) as checkpoint:
         with pytest.raises(NotFound, match="no quantized weights"):
-            cast(checkpoint, dequantize="bfloat16")
+            Cast(dequantize="bfloat16")(checkpoint)
         with pytest.raises(UsageError):
-            cast(checkpoint)
+            Cast()(checkpoint)
 
 
 @pytest.mark.parametrize(("name", "scales"), [("a.scale", (1, 1)), ("a.scale_weight", ())])
@@ -678,8 +681,8 @@ def test_scales_of_other_names_are_scales_too(tmp_path, name, scales):
     state = {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), name: torch.full(scales, 3.0)}
     with saved(tmp_path / "m.pth", state) as checkpoint:
         with pytest.raises(NotRepresentable, match=f"only with {name}"):
-            cast(checkpoint, "bfloat16")
-        made, _ = written(cast(checkpoint, dequantize="bfloat16"), tmp_path / "o.pth")
+            Cast("bfloat16")(checkpoint)
+        made, _ = written(Cast(dequantize="bfloat16")(checkpoint), tmp_path / "o.pth")
     assert set(made) == {"a.weight"}
     assert made["a.weight"].eq(3).all()
 
@@ -692,5 +695,5 @@ def test_only_what_works_is_proposed(tmp_path):
         saved(tmp_path / "m.pth", state) as checkpoint,
         pytest.raises(NotRepresentable) as caught,
     ):
-        cast(checkpoint, "bfloat16")
+        Cast("bfloat16")(checkpoint)
     assert "--dequantize" not in caught.value.hint

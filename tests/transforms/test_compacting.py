@@ -12,8 +12,9 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 
 import ckptool
+from ckptool.conversion import steps_of
 from ckptool.core.model import StorageRef
-from ckptool.transforms import compact, untie
+from ckptool.transforms import Compact, Untie
 from tests.trees import checkpoint, storage, tensor
 
 BIG = 1000 * 1000
@@ -23,7 +24,7 @@ def compacted(path, **options):
     """The file compacted beside itself: both as torch reads them, the changes, both sizes."""
     target = path.with_suffix(".compact.pth")
     with ckptool.open(path) as source:
-        result = source.compact()
+        result = source.then(ckptool.Compact())
         result.save(target, **options)
     before, after = (torch.load(file, weights_only=True) for file in (path, target))
     return before, after, result.changes, (path.stat().st_size, target.stat().st_size)
@@ -182,7 +183,7 @@ def test_every_fixture_is_read_alike_afterwards(tmp_path, fixtures):
     """Values, and which tensors share a storage."""
     for path in sorted((fixtures / "tensors").glob("*.pth")):
         with ckptool.open(path) as source:
-            result = compact(source)
+            result = Compact()(source)
             if result is source or any(leaf.storage is None for _, leaf in source.tensors()):
                 continue
             result.save(tmp_path / path.name)
@@ -203,20 +204,20 @@ def test_every_fixture_is_read_alike_afterwards(tmp_path, fixtures):
 def test_a_storage_that_is_a_value_stays_whole():
     over = storage(100)
     source = checkpoint({"a": tensor(2, over=over), "storage": StorageRef(over, "float32")})
-    assert compact(source) is source
+    assert Compact()(source) is source
 
 
 def test_arrays_that_lie_in_the_pickle_stay_what_they_are():
     array = tensor(2, over=storage(100), kind="numpy", parts={"array": None})
     source = checkpoint({"a": array})
-    assert compact(source) is source
+    assert Compact()(source) is source
 
 
 def test_a_tensor_of_a_tpu_is_trimmed_with_what_carries_it():
     over = storage(100)
     data = tensor(2, over=over)
     carried = replace(data, device="xla:0", parts={"carrier": "cpu_tensor", "data": data})
-    found = compact(checkpoint({"a": carried})).root["a"]
+    found = Compact()(checkpoint({"a": carried})).root["a"]
     assert found.storage.nbytes == 8
     assert found.parts["data"].storage is found.storage
 
@@ -224,13 +225,13 @@ def test_a_tensor_of_a_tpu_is_trimmed_with_what_carries_it():
 def test_elements_that_share_bytes_stay():
     packed = tensor(2, dtype="quint4x2", over=storage(100), kind="strided")
     source = checkpoint({"a": packed})
-    assert compact(source) is source
+    assert Compact()(source) is source
 
 
 def test_nothing_to_trim_is_the_same_checkpoint(tmp_path):
     path = saved(tmp_path, {"a": torch.randn(4), "b": torch.randn(3, 3).t()})
     with ckptool.open(path) as source:
-        assert compact(source) is source
+        assert Compact()(source) is source
 
 
 def test_a_second_time_finds_nothing(tmp_path):
@@ -238,7 +239,7 @@ def test_a_second_time_finds_nothing(tmp_path):
     path = saved(tmp_path, {"a": big[:, 0], "b": big[:, 7:9], "cross": big[3]})
     compacted(path)
     with ckptool.open(path.with_suffix(".compact.pth")) as source:
-        assert compact(source) is source
+        assert Compact()(source) is source
 
 
 def test_of_many_storages_the_largest_are_told(tmp_path):
@@ -255,7 +256,7 @@ def test_dead_bytes_are_counted_and_left_behind(tmp_path):
     with zipfile.ZipFile(path, "a") as file:
         file.writestr("in/data/99", b"x" * 5000)
     with ckptool.open(path) as source:
-        result = compact(source)
+        result = Compact()(source)
         assert result is not source
         result.save(tmp_path / "out.pth")
     assert any("dead bytes are left behind" in change.text for change in result.changes)
@@ -271,7 +272,7 @@ def storage_bytes(tree):
 def test_what_is_saved_is_told_of_storages_for_the_file_may_grow(fixtures, name):
     (path,) = fixtures.glob(f"*/{name}.pth")
     with ckptool.open(path) as source:
-        before, result = storage_bytes(source), compact(source)
+        before, result = storage_bytes(source), Compact()(source)
         dead, after = source.details.dead_bytes, storage_bytes(result)
     texts = [change.text for change in result.changes]
     assert f"saves {before - after} of the {before} bytes of its storages" in texts
@@ -307,7 +308,7 @@ def test_any_views_have_the_same_values_and_share_what_they_shared(groups):
         path, target = Path(folder, "in.pth"), Path(folder, "out.pth")
         torch.save(before, path)
         with ckptool.open(path) as source:
-            compact(source).save(target)
+            Compact()(source).save(target)
         after = torch.load(target, weights_only=True)
         sizes = [target.stat().st_size, path.stat().st_size]
     assert sizes[0] <= sizes[1]
@@ -323,7 +324,9 @@ def test_any_views_have_the_same_values_and_share_what_they_shared(groups):
 def test_tied_names_get_bytes_of_their_own(tmp_path, format):
     weight = torch.arange(6.0).reshape(2, 3)
     torch.save({"a": weight, "b": weight, "c": weight[:], "view": weight[0]}, tmp_path / "in.pth")
-    receipt = ckptool.convert(tmp_path / "in.pth", tmp_path / "out.pth", ties="copy", format=format)
+    receipt = ckptool.convert(
+        tmp_path / "in.pth", tmp_path / "out.pth", ckptool.Untie(), format=format
+    )
     found = torch.load(tmp_path / "out.pth", weights_only=True)
     assert receipt.tensors == 4
     assert len({found[name].data_ptr() for name in "abc"}) == 3
@@ -334,10 +337,9 @@ def test_tied_names_get_bytes_of_their_own(tmp_path, format):
 def test_without_ties_nothing_changes(tmp_path):
     torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "in.pth")
     with ckptool.open(tmp_path / "in.pth") as checkpoint:
-        assert untie(checkpoint) is checkpoint
+        assert Untie()(checkpoint) is checkpoint
 
 
-def test_another_word_is_refused(tmp_path):
-    torch.save({"a": torch.ones(2)}, tmp_path / "in.pth")
+def test_another_word_is_refused():
     with pytest.raises(ckptool.UsageError, match="'keep' or 'copy'"):
-        ckptool.convert(tmp_path / "in.pth", tmp_path / "out.pth", ties="no")
+        steps_of({"ties": "no"})

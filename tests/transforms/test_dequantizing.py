@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptool.errors import CheckpointError, CorruptFile, NotRepresentable
 from ckptool.formats import open_checkpoint
-from ckptool.transforms import cast
+from ckptool.transforms import Cast
 from ckptool.writing import save
 
 QUANTIZED = Path(__file__).parent.parent.parent / "fixtures" / "quantised"
@@ -21,7 +21,7 @@ FILES = {"bnb4.safetensors": "bitsandbytes 4 bit", "bnb8.safetensors": "bitsandb
 def dequantized(source, target, dtype="float32"):
     """What a library reads of the result, and the receipt."""
     with open_checkpoint(source) as checkpoint:
-        receipt = save(cast(checkpoint, dequantize=dtype), target)
+        receipt = save(Cast(dequantize=dtype)(checkpoint), target)
     return load_file(target) if target.suffix == ".safetensors" else torch.load(target), receipt
 
 
@@ -79,7 +79,7 @@ def test_any_part_of_large_weights_is_that_part_of_all(tmp_path, code, nested):
     wanted = (codes[both.int()].view(-1, block) * absmax[:, None]).reshape(100, 1000)
     save_file(state, tmp_path / "m.safetensors")
     with open_checkpoint(tmp_path / "m.safetensors") as checkpoint:
-        ref = cast(checkpoint, dequantize="float32")["w"]
+        ref = Cast(dequantize="float32")(checkpoint)["w"]
         assert torch.equal(ref.torch(), wanted)
         whole = ref.data.read()
         for start, size in ((0, 1), (4 * 32_768 - 3, 7), (131_071, 200_003), (399_990, 10)):
@@ -130,7 +130,7 @@ def test_4_bit_weights_whose_parts_do_not_fit_are_refused(tmp_path, changed):
             NotRepresentable, match=f"'{FIRST}' cannot be dequantized: it is quantized .bitsandb"
         ),
     ):
-        cast(checkpoint, dequantize="bfloat16")
+        Cast(dequantize="bfloat16")(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_8_bit_weights_in_tiles_or_that_do_not_fit_are_refused(tmp_path, name, v
             NotRepresentable, match=r"'wide\.weight' cannot be dequantized: it is quantized .bits"
         ),
     ):
-        cast(checkpoint, dequantize="bfloat16")
+        Cast(dequantize="bfloat16")(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["bnb4_state.pth", "bnb8_state.pth"])
@@ -160,7 +160,7 @@ def test_a_plain_cast_names_the_command(tmp_path, name):
         open_checkpoint(QUANTIZED / name) as checkpoint,
         pytest.raises(NotRepresentable) as caught,
     ):
-        cast(checkpoint, "bfloat16")
+        Cast("bfloat16")(checkpoint)
     assert "ckptool cast --dequantize bfloat16" in caught.value.hint
     made, _ = dequantized(QUANTIZED / name, tmp_path / "o.safetensors", "bfloat16")
     assert made.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
@@ -180,7 +180,7 @@ def test_damage_to_any_part_is_told_and_nothing_is_written(tmp_path, name):
     content[content.index(state[name].view(torch.uint8).numpy().tobytes()) + 9] ^= 1
     (tmp_path / "m.pth").write_bytes(content)
     with open_checkpoint(tmp_path / "m.pth") as checkpoint:
-        made = cast(checkpoint, dequantize="bfloat16")
+        made = Cast(dequantize="bfloat16")(checkpoint)
         with pytest.raises(CorruptFile, match="is damaged"):
             save(made, tmp_path / "o.pth")
     assert not (tmp_path / "o.pth").exists()
@@ -294,10 +294,10 @@ def test_a_tensor_of_torchao_whose_parts_do_not_fit_is_refused(tmp_path, part):
             with pytest.raises(
                 NotRepresentable, match=r"'w' cannot be dequantized: it is quantized .torchao"
             ):
-                cast(checkpoint.with_root({"w": changed}), dequantize="bfloat16")
+                Cast(dequantize="bfloat16")(checkpoint.with_root({"w": changed}))
 
 
 @pytest.mark.parametrize("name", ["bnb4_whole.pth", "bnb8_whole.pth", "ao_dynamic_whole.pth"])
 def test_what_only_the_class_of_a_module_knows_is_refused(tmp_path, name):
     with open_checkpoint(QUANTIZED / name) as checkpoint, pytest.raises(CheckpointError):
-        cast(checkpoint, dequantize="bfloat16")
+        Cast(dequantize="bfloat16")(checkpoint)

@@ -8,19 +8,19 @@ import pytest
 
 from ckptool.core.model import DeviceValue, Global, Opaque, Storage, StorageRef, TensorRef, Wrapping
 from ckptool.errors import DeviceError, UsageError
-from ckptool.transforms import remap, visible_devices
+from ckptool.transforms import Remap, remapping
 from ckptool.transforms.devices import Rules, device_tags
 from tests.trees import checkpoint, module, opened, storage, tensor
 
 
 def moved(root, rules):
-    return remap(checkpoint(root), rules).root
+    return remapping(rules)(checkpoint(root)).root
 
 
 def test_storages_and_tensors_move_and_what_was_shared_stays_shared():
     over = storage(16, "cuda:3")
     root = {"a": tensor(over=over), "b": tensor(over=over), "c": tensor(device="cpu")}
-    made = remap(checkpoint(root), {"cuda:3": "cpu"})
+    made = remapping({"cuda:3": "cpu"})(checkpoint(root))
     a, b = made.root["a"], made.root["b"]
     assert a.device == a.storage.device == "cpu"
     assert a.storage is b.storage
@@ -92,11 +92,11 @@ def test_nothing_is_moved_to_meta():
 
 def test_a_rule_that_matches_nothing_is_reported_with_what_there_is():
     read = checkpoint([tensor(device="cuda:0")])
-    made = remap(read, {"cuda:1": "cpu"})
+    made = remapping({"cuda:1": "cpu"})(read)
     assert [(change.kind, change.text) for change in made.changes] == [
         ("warning", "nothing is on cuda:1; there is cuda:0")
     ]
-    assert remap(read, {"*": "cuda:0"}) is read
+    assert remapping({"*": "cuda:0"})(read) is read
 
 
 def test_devices_hide_in_objects_parts_wrappings_and_values():
@@ -188,7 +188,7 @@ def test_what_is_tied_to_other_processes_is_named_and_refused():
     for kind in ["DeviceMesh", "ShardMetadata", "ProcessGroupState"]:
         root = {"model": {"w": placed(kind), "b": tensor(device="cpu")}}
         with pytest.raises(DeviceError) as caught:
-            remap(checkpoint(root), {"cuda:*": "cpu"})
+            remapping({"cuda:*": "cpu"})(checkpoint(root))
         assert "model/w cannot be moved" in str(caught.value), kind
         assert kind in str(caught.value), kind
         made = moved(root, {"cpu": "cuda:9"})
@@ -199,33 +199,33 @@ def test_what_is_tied_to_other_processes_is_named_and_refused():
 def test_what_is_tied_inside_an_object_is_found_too():
     hidden = module(parameters={"w": tensor()}, hidden=placed("DeviceMesh"))
     with pytest.raises(DeviceError, match="a part of an object cannot be moved"):
-        remap(checkpoint([hidden]), {"*": "cpu"})
+        remapping({"*": "cpu"})(checkpoint([hidden]))
 
 
 def test_visible_devices_renumbers_as_the_variable_does():
     root = [tensor(device=tag) for tag in ("cuda:0", "cuda:2", "cpu", "cuda:0")]
-    made = visible_devices(checkpoint(root), [0, 2])
+    made = Remap(visible_devices=[0, 2])(checkpoint(root))
     assert [ref.device for ref in made.root] == ["cuda:0", "cuda:1", "cpu", "cuda:0"]
     assert [change.text for change in made.changes] == ["cuda:2 becomes cuda:1"]
-    swapped = visible_devices(checkpoint(root), [2, 0]).root
+    swapped = Remap(visible_devices=[2, 0])(checkpoint(root)).root
     assert [ref.device for ref in swapped] == ["cuda:1", "cuda:0", "cpu", "cuda:1"]
     same = checkpoint(root)
-    assert visible_devices(same, [0, 1, 2]) is same
+    assert Remap(visible_devices=[0, 1, 2])(same) is same
 
 
 def test_a_device_that_is_not_visible_is_an_error_that_lists_the_tags():
     root = [tensor(device="cuda:0"), tensor(device="cuda:5")]
     with pytest.raises(DeviceError, match=r"on cuda:5, .* the file has cuda:0, cuda:5"):
-        visible_devices(checkpoint(root), [0, 2])
+        Remap(visible_devices=[0, 2])(checkpoint(root))
 
 
 @pytest.mark.parametrize("numbers", [[], [1, 1], [0, -1]])
 def test_a_list_of_devices_that_makes_no_sense(numbers):
     with pytest.raises(UsageError, match="different numbers"):
-        visible_devices(checkpoint([tensor()]), numbers)
+        Remap(visible_devices=numbers)(checkpoint([tensor()]))
 
 
 def test_real_files_end_up_on_the_cpu(fixtures):
     for file in ["dp_cuda3.pth", "dp_full_cuda0.pth", "odd.pth", "misc.pth"]:
         with opened(fixtures / "torch-2.13.0" / file) as read:
-            assert set(device_tags(remap(read, {"*": "cpu"}).root)) == {"cpu"}, file
+            assert set(device_tags(remapping({"*": "cpu"})(read).root)) == {"cpu"}, file

@@ -45,7 +45,7 @@ def extracted(tmp_path):
     def run(root):
         torch.save(root, tmp_path / "run.pth")
         with ckptool.open(tmp_path / "run.pth") as checkpoint:
-            made = checkpoint.extract(ema=True)
+            made = checkpoint.then(ckptool.Take(ema=True))
             made.save(tmp_path / "ema.pth", overwrite=True)
         told = [f"{change.kind}: {change.text}" for change in made.changes]
         return torch.load(tmp_path / "ema.pth", weights_only=False), told
@@ -208,7 +208,7 @@ def test_the_weights_are_those_of_deepspeeds_script(name):
 @pytest.mark.parametrize("name", ["z1-fp32", "z1-bf16", "z2-bf16", "z3-bf16", "bf16"])
 def test_convert_writes_them(name, tmp_path):
     target = tmp_path / "model.safetensors"
-    ckptool.convert(ZERO / name, target, model_only=True, master=True)
+    ckptool.convert(ZERO / name, target, ckptool.Masters(), ckptool.Take(model_only=True))
     made = ckptool.load(target)
     with ckptool.open(ZERO / name) as checkpoint:
         for key in NAMES:
@@ -228,7 +228,7 @@ def test_what_was_done_is_told(tmp_path):
         assert not checkpoint.changes
     with ckptool.open(ZERO / "z3-bf16") as checkpoint:
         assert [one.kind for one in checkpoint.changes] == ["cast"]
-    receipt = ckptool.convert(ZERO / "z3-bf16", tmp_path / "m.pth", master=True)
+    receipt = ckptool.convert(ZERO / "z3-bf16", tmp_path / "m.pth", ckptool.Masters())
     assert [one.kind for one in receipt.changes] == ["format", "master"]
     assert not receipt.outcomes
 

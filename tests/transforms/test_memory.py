@@ -176,7 +176,7 @@ def test_transforms_are_planned_without_torch(tmp_path):
         import ckptool.transforms
         assert "torch" not in sys.modules, "names"
         with ckptool.open(sys.argv[1]) as checkpoint:
-            made = ckptool.transforms.cast(checkpoint, "bf16")
+            made = ckptool.transforms.Cast("bf16")(checkpoint)
         assert made.root["w"].dtype == "bfloat16"
         assert "torch" not in sys.modules, "cast"
         ckptool.average([sys.argv[1]] * 2, sys.argv[1] + ".mean", dry_run=True)

@@ -9,7 +9,7 @@ from ckptool.core.model import Global, Opaque, OrderedMap
 from ckptool.core.modules import module_state
 from ckptool.core.names import WRAPPERS, add_name, prefixed, strip_names
 from ckptool.errors import NameCollision, NotFound, UsageError
-from ckptool.transforms import add_module, strip_module
+from ckptool.transforms import Strip, Wrap
 from ckptool.transforms.names import moved_metadata, remaining_metadata
 from tests.trees import (
     by_name,
@@ -25,7 +25,7 @@ from tests.trees import (
 
 
 def strip(root, **options):
-    return strip_module(checkpoint(root), **options)
+    return Strip(**options)(checkpoint(root))
 
 
 def test_every_state_dict_of_the_file_is_treated_and_order_and_tensors_stay():
@@ -59,7 +59,7 @@ def test_the_source_is_untouched():
 
 def test_nothing_to_change_gives_the_same_checkpoint():
     read = checkpoint({"model": state_dict(["a.w"])})
-    assert strip_module(read) is read
+    assert Strip()(read) is read
     assert read.changes == ()
 
 
@@ -195,7 +195,7 @@ def test_a_state_dict_of_a_class_derived_from_dict():
 
 def test_adding_to_every_state_dict_and_its_followers():
     root = {"model": state_dict(["a.w"], metadata=["", "a"]), "opt": by_name("a.w"), "epoch": 1}
-    made = add_module(checkpoint(root))
+    made = Wrap()(checkpoint(root))
     assert list(made.root["model"]) == ["module.a.w"]
     assert list(made.root["model"].metadata) == ["", "module", "module.a"]
     assert made.root["model"].metadata[""] == {"version": 1}
@@ -209,26 +209,26 @@ def test_adding_to_every_state_dict_and_its_followers():
 def test_adding_with_options():
     root = {"a": state_dict(["f.w", "h.w"]), "b": state_dict(["f.w"])}
     read = checkpoint(root)
-    assert list(add_module(read, wrapper="_orig_mod").root["a"]) == [
+    assert list(Wrap(wrapper="_orig_mod")(read).root["a"]) == [
         "_orig_mod.f.w",
         "_orig_mod.h.w",
     ]
-    assert list(add_module(read, at="f").root["a"]) == ["f.module.w", "h.w"]
-    one = add_module(read, key="b").root
+    assert list(Wrap(at="f")(read).root["a"]) == ["f.module.w", "h.w"]
+    one = Wrap(key="b")(read).root
     assert (list(one["a"]), list(one["b"])) == (["f.w", "h.w"], ["module.f.w"])
     with pytest.raises(UsageError):
-        add_module(read, wrapper="model")
+        Wrap(wrapper="model")(read)
     with pytest.raises(NotFound):
-        add_module(read, at="nowhere")
+        Wrap(at="nowhere")(read)
     with pytest.raises(NotFound):
-        add_module(read, key="c")
+        Wrap(key="c")(read)
 
 
 def test_adding_once_more_warns_and_a_pickled_module_stays():
-    made = add_module(checkpoint(state_dict(["module.w"])))
+    made = Wrap()(checkpoint(state_dict(["module.w"])))
     assert list(made.root) == ["module.module.w"]
     assert [change.kind for change in made.changes] == ["warning", "add"]
-    whole = add_module(checkpoint(module(parameters={"w": tensor()})))
+    whole = Wrap()(checkpoint(module(parameters={"w": tensor()})))
     assert list(module_state(whole.root)) == ["w"]
     assert [change.kind for change in whole.changes] == ["warning"]
 
@@ -242,9 +242,9 @@ NAMES = st.lists(
 @given(NAMES, st.sampled_from(WRAPPERS))
 def test_strip_undoes_add_with_values_order_and_metadata(names, wrapper):
     model = state_dict(names, metadata=modules_of(names))
-    added = add_module(checkpoint(model), wrapper=wrapper)
+    added = Wrap(wrapper=wrapper)(checkpoint(model))
     assume(any(name != "n_averaged" for name in names))
-    back = strip_module(added, levels=1).root
+    back = Strip(levels=1)(added).root
     assert list(back) == names
     assert all(back[name] is model[name] for name in names)
     assert back.metadata == model.metadata
@@ -255,11 +255,11 @@ def test_strip_undoes_add_with_values_order_and_metadata(names, wrapper):
 def test_stripping_is_idempotent_and_keeps_the_tensors(names):
     model = state_dict(names, metadata=modules_of(names))
     try:
-        once = strip_module(checkpoint(model))
+        once = Strip()(checkpoint(model))
     except NameCollision:
         assume(False)
     assert [id(value) for value in once.root.values()] == [id(value) for value in model.values()]
-    assert strip_module(once).root is once.root
+    assert Strip()(once).root is once.root
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_real_files_come_out_with_the_names_and_metadata_of_the_plain_model(
     fixtures, wrapped, plain
 ):
     with opened(fixtures / wrapped) as left, opened(fixtures / plain) as right:
-        made = strip_module(left).root
+        made = Strip()(left).root
         assert list(made) == list(right.root)
         assert made.metadata == right.root.metadata
 
@@ -283,7 +283,7 @@ def test_real_files_come_out_with_the_names_and_metadata_of_the_plain_model(
 def test_a_real_pickled_wrapper_becomes_the_pickled_module(fixtures):
     with opened(fixtures / "torch-2.13.0/whole_dp.pth") as read:
         assert read.root.class_name.endswith("DataParallel")
-        made = strip_module(read).root
+        made = Strip()(read).root
         assert made.class_name == "net.Net"
         assert list(module_state(made))[:2] == ["conv1.weight", "conv1.bias"]
 

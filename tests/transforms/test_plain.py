@@ -29,7 +29,7 @@ from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, MemorySource
 from ckptool.symbolic import unpickle
 from ckptool.symbolic.encoder import encode
-from ckptool.transforms import drop_objects, to_plain
+from ckptool.transforms import Plain
 from ckptool.transforms.plain import plain_form
 from tests.conftest import FIXTURES
 from tests.trees import checkpoint, module, opened, tensor
@@ -60,6 +60,9 @@ def read(tmp_path, content, **options):
     return ckptool.open(tmp_path / "in.pth")
 
 
+to_plain, drop_objects = Plain(), Plain(plain=False, drop_objects=True)
+
+
 def saved(tmp_path, content, change=to_plain, **options):
     """A file of `content` changed: what torch reads from it, and the changes."""
     with read(tmp_path, content, **options) as source:
@@ -68,7 +71,7 @@ def saved(tmp_path, content, change=to_plain, **options):
 
 
 def without_rest(source):
-    return source.to_plain(drop=True)
+    return source.then(ckptool.Plain(drop_objects=True))
 
 
 _IN_PARTS = ("fsdp1_sharded_0_of_2", "fsdp1_sharded_1_of_2", "fsdp2", "sharded_tensor", "jagged")
@@ -104,7 +107,7 @@ def refused_because(change, path, source):
 
 def test_objects_become_what_python_has_for_them(tmp_path):
     with opened(FIXTURES / "values" / "objects.pth") as source:
-        found = loaded(to_plain(source, drop=True), tmp_path)
+        found = loaded(Plain(drop_objects=True)(source), tmp_path)
     assert list(found["args"]) == ["lr", "gpus", "weight"]
     assert found["args"]["weight"].tolist() == [3.0]
     assert found["frozenset"] == {"a"}
@@ -127,7 +130,7 @@ def test_arrays_become_tensors(tmp_path):
     for name in ["arrays.pth", "arrays_protocol1.pth", "arrays_protocol5.pth"]:
         path = FIXTURES / "values" / name
         with opened(path) as source:
-            found = loaded(to_plain(source, drop=True), tmp_path)
+            found = loaded(Plain(drop_objects=True)(source), tmp_path)
         grid = torch.arange(6, dtype=torch.float64).reshape(2, 3)
         assert torch.equal(found["array"], grid), name
         assert torch.equal(found["fortran"], grid), name
@@ -161,7 +164,7 @@ def test_what_remains_is_an_error_that_names_each(tmp_path):
         read(tmp_path, content) as source,
         pytest.raises(NotRepresentable, match="2 of its objects") as caught,
     ):
-        to_plain(source)
+        Plain()(source)
     assert "args/fn (posixpath.join), steps/0 (builtins.slice)" in str(caught.value)
     assert caught.value.hint == "--drop-objects leaves them out"
 
@@ -169,9 +172,9 @@ def test_what_remains_is_an_error_that_names_each(tmp_path):
 def test_nothing_to_do_is_the_same_checkpoint(tmp_path):
     content = {"a": torch.ones(2), "n": 1, "s": {1}, "c": collections.Counter("ab"), "b": b"x"}
     with read(tmp_path, content) as source:
-        assert to_plain(source) is source
-        assert to_plain(source, drop=True) is source
-        assert source.drop_objects() is source
+        assert Plain()(source) is source
+        assert Plain(drop_objects=True)(source) is source
+        assert source.then(ckptool.Plain(plain=False, drop_objects=True)) is source
 
 
 def test_sharing_and_circles_are_kept(tmp_path):
@@ -192,7 +195,7 @@ def test_numbers_of_numpy_as_keys(tmp_path):
 def test_an_object_as_a_key_remains():
     key = Opaque(Global("pathlib", "PurePosixPath"), ("1",))
     with pytest.raises(NotRepresentable, match=r"args/0/<pathlib.PurePosixPath> \(pathlib"):
-        to_plain(checkpoint({"args": [{key: "a", "1": "b"}]}))
+        Plain()(checkpoint({"args": [{key: "a", "1": "b"}]}))
     assert drop_objects(checkpoint({"args": [{key: "a", "1": "b"}]})).root == {"args": [{"1": "b"}]}
 
 
@@ -234,7 +237,7 @@ def test_a_tensor_keeps_what_is_plain_of_its_attributes(tmp_path):
     path = Opaque(Global("pathlib", "PurePosixPath"), ("a",))
     state = {"note": "x", "fn": Global("net", "fn"), "where": path}
     weight = tensor(4, wrapping=(Wrapping("parameter_state", True, state=state),))
-    found = loaded(to_plain(checkpoint({"w": weight}), drop=True), tmp_path)["w"]
+    found = loaded(Plain(drop_objects=True)(checkpoint({"w": weight})), tmp_path)["w"]
     assert isinstance(found, torch.nn.Parameter)
     assert (found.note, found.where) == ("x", "a")
     assert not hasattr(found, "fn")
@@ -254,7 +257,7 @@ def test_a_tensor_of_a_class_of_its_own(tmp_path):
         "noted": tensor(2, kind="subclass", wrapping=(layer,)),
         "bare": tensor(2, kind="subclass", wrapping=(bare,)),
     }
-    result = to_plain(checkpoint(root))
+    result = Plain()(checkpoint(root))
     found = loaded(result, tmp_path)
     assert type(found["noted"]) is type(found["bare"]) is torch.Tensor
     assert found["noted"].note == "x"
@@ -294,8 +297,8 @@ def test_a_module_that_only_its_class_can_read_in_whole():
     net = module(parameters={"w": tensor()}, children={"packed": strange})
     source = checkpoint({"net": net})
     with pytest.raises(NotRepresentable, match=r"net \(net.Net, beside .*: the submodule packed"):
-        to_plain(source)
-    result = to_plain(source, drop=True)
+        Plain()(source)
+    result = Plain(drop_objects=True)(source)
     assert list(result.root["net"]) == ["w"]
     assert [(one.kind, one.text) for one in result.changes] == [
         ("plain", "net: net.Net becomes an OrderedDict"),
@@ -321,11 +324,11 @@ def test_tensors_beside_a_state_dict_are_a_loss(tmp_path):
     beside = ["scale (1 tensor)", "inner.mask (1 tensor)"]
     with read(tmp_path, {"net": Other()}) as source:
         with pytest.raises(NotRepresentable, match="beside its state_dict: ") as caught:
-            to_plain(source)
+            Plain()(source)
         assert all(text in str(caught.value) for text in beside)
         assert not any(name in str(caught.value) for name in ("weights", "cfg", "_hooks", "_flat"))
         assert caught.value.hint == "--drop-objects leaves them out"
-        result = to_plain(source, drop=True)
+        result = Plain(drop_objects=True)(source)
         assert list(result.root["net"]) == list(Other().state_dict())
     left_out = [one for one in result.changes if one.kind == "left-out"]
     assert {f"net: {text}" for text in beside} < {one.text for one in left_out}
@@ -353,7 +356,7 @@ def test_what_modules_of_torch_have_is_no_loss(tmp_path):
 def test_a_list_of_a_module_that_holds_itself():
     sizes = [1]
     sizes.append(sizes)
-    result = to_plain(checkpoint({"net": module(parameters={"w": tensor()}, sizes=sizes)}))
+    result = Plain()(checkpoint({"net": module(parameters={"w": tensor()}, sizes=sizes)}))
     assert list(result.root["net"]) == ["w"]
 
 
@@ -371,7 +374,7 @@ def test_the_items_of_a_namedtuple_stay(tmp_path, protocol):
     content = {"at": Point(torch.ones(2), {"n": 1}), "row": Row((1, 2)), Point(1, 2): "key"}
     with read(tmp_path, content, pickle_protocol=protocol) as source:
         with pytest.raises(NotRepresentable, match="at "):
-            to_plain(source)
+            Plain()(source)
         for change in (without_rest, drop_objects):
             found = loaded(change(source), tmp_path)
             assert torch.equal(found["at"][0], torch.ones(2))
@@ -437,9 +440,9 @@ def test_nothing_is_dropped_that_is_all(tmp_path, content, says):
             drop_objects(source)
         if "args" not in content:
             with pytest.raises(NotRepresentable, match="no plain form"):
-                to_plain(source)
+                Plain()(source)
             with pytest.raises(NotRepresentable, match=says):
-                to_plain(source, drop=True)
+                Plain(drop_objects=True)(source)
     assert ckptool.info(tmp_path / "in.pth").commands == {} or "args" in content
     found = ckptool.doctor(tmp_path / "in.pth")
     assert found.commands == () or "args" in content
@@ -455,7 +458,7 @@ def test_old_pickles_too(tmp_path):
 def test_a_bare_pickle_of_arrays(tmp_path):
     (tmp_path / "in.pkl").write_bytes(pickle.dumps({"w": np.arange(4.0), "n": np.int64(2)}))
     with ckptool.open(tmp_path / "in.pkl") as source:
-        found = loaded(to_plain(source), tmp_path)
+        found = loaded(Plain()(source), tmp_path)
     assert torch.equal(found["w"], torch.arange(4.0, dtype=torch.float64))
     assert found["n"] == 2
 
@@ -483,7 +486,7 @@ SETTINGS = {
 def test_a_configuration_of_omegaconf_becomes_its_content(tmp_path):
     (tmp_path / "a.pkl").write_bytes(zlib.decompress(base64.b64decode(OMEGACONF)))
     with ckptool.open(tmp_path / "a.pkl") as source:
-        assert loaded(to_plain(source), tmp_path) == {"config": SETTINGS, "epoch": 3}
+        assert loaded(Plain()(source), tmp_path) == {"config": SETTINGS, "epoch": 3}
 
 
 protocols = st.integers(0, 5)

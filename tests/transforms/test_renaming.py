@@ -10,18 +10,18 @@ from ckptool.core.model import Global, Opaque, OrderedMap
 from ckptool.core.modules import module_state
 from ckptool.errors import NameCollision, NotFound, UsageError
 from ckptool.transforms import (
-    add_module,
+    Rename,
+    Strip,
+    Wrap,
     prefix_rule,
     regex_rule,
-    rename,
-    strip_module,
     table_rule,
 )
 from tests.trees import by_name, checkpoint, module, modules_of, opened, state_dict, tensor, texts
 
 
 def renamed(root, *rules, **options):
-    return rename(checkpoint(root), rules, **options)
+    return Rename(rules, **options)(checkpoint(root))
 
 
 def versions(model):
@@ -167,15 +167,15 @@ def test_similar_names_are_those_that_came_to_the_rule():
 
 def test_a_rule_that_changes_nothing_that_it_matches_has_matched():
     read = checkpoint(state_dict(["a.w"]))
-    assert rename(read, ["a=>a"]) is read
-    assert rename(read, []) is read
+    assert Rename(["a=>a"])(read) is read
+    assert Rename([])(read) is read
 
 
 def test_a_lone_text_is_no_list_of_rules():
     with pytest.raises(UsageError, match="a list of rules is wanted"):
         renamed(state_dict(["a"]), prefixes="a=b")
     with pytest.raises(UsageError, match="a list of rules is wanted"):
-        rename(checkpoint(state_dict(["a"])), "a=>b")
+        Rename("a=>b")(checkpoint(state_dict(["a"])))
 
 
 def test_a_pickled_module_stays_with_a_warning():
@@ -201,13 +201,13 @@ def test_a_state_dict_of_a_class_derived_from_dict_and_one_under_two_names():
 def test_rules_give_what_strip_module_and_add_module_give():
     names = ["module.conv.w", "module.bn.w", "module.bn.v"]
     model = state_dict(names, metadata=["", "module", "module.conv", "module.bn", "module.act"])
-    stripped = strip_module(checkpoint(model)).root
+    stripped = Strip()(checkpoint(model)).root
     for rules in ({"rules": [r"^module\.=>"]}, {"prefixes": ["module="]}):
-        made = rename(checkpoint(model), **rules).root
+        made = Rename(**rules)(checkpoint(model)).root
         assert (list(made), made.metadata) == (list(stripped), stripped.metadata)
         assert list(made.metadata) == list(stripped.metadata)
-    added = add_module(checkpoint(stripped)).root
-    again = rename(checkpoint(stripped), ["^=>module."]).root
+    added = Wrap()(checkpoint(stripped)).root
+    again = Rename(["^=>module."])(checkpoint(stripped)).root
     assert (list(again), again.metadata) == (list(added), added.metadata)
 
 
@@ -234,8 +234,8 @@ def test_a_bijection_and_back_is_the_identity(names, others):
     there = dict(zip(COMPONENTS, others, strict=True))
     back = {new: old for old, new in there.items()}
     model = with_metadata(names)
-    once = rename(checkpoint(model), component_rules(there)).root
-    twice = rename(checkpoint(once), component_rules(back)).root
+    once = Rename(component_rules(there))(checkpoint(model)).root
+    twice = Rename(component_rules(back))(checkpoint(once)).root
     assert list(twice) == names
     assert all(twice[name] is model[name] for name in names)
     assert list(twice.metadata.items()) == list(model.metadata.items())
@@ -244,9 +244,9 @@ def test_a_bijection_and_back_is_the_identity(names, others):
 @given(NAMES, st.sampled_from(["net", "a", "x.y"]))
 def test_a_prefix_comes_off_again_with_metadata(names, prefix):
     model = with_metadata(names)
-    once = rename(checkpoint(model), prefixes=[f"={prefix}"]).root
+    once = Rename(prefixes=[f"={prefix}"])(checkpoint(model)).root
     assert [name.removeprefix(f"{prefix}.") for name in once] == names
-    twice = rename(checkpoint(once), prefixes=[f"{prefix}="]).root
+    twice = Rename(prefixes=[f"{prefix}="])(checkpoint(once)).root
     assert list(twice) == names
     assert {path: twice.metadata[path] for path in model.metadata} == model.metadata
 
@@ -254,16 +254,16 @@ def test_a_prefix_comes_off_again_with_metadata(names, prefix):
 @given(NAMES, st.data())
 def test_a_table_of_all_names_and_back_gives_the_names(names, data):
     there = dict(zip(names, data.draw(st.permutations(names)), strict=True))
-    once = rename(checkpoint(with_metadata(names)), [table_rule(there)]).root
+    once = Rename([table_rule(there)])(checkpoint(with_metadata(names))).root
     assert list(once) == list(there.values())
     back = {new: old for old, new in there.items()}
-    assert list(rename(checkpoint(once), [table_rule(back)]).root) == names
+    assert list(Rename([table_rule(back)])(checkpoint(once)).root) == names
 
 
 def test_lightning_weights_become_those_of_the_network(fixtures):
     with opened(fixtures / "ecosystem/lightning.ckpt") as read:
         before = read.root["state_dict"]
-        made = rename(read, prefixes=["model="]).root["state_dict"]
+        made = Rename(prefixes=["model="])(read).root["state_dict"]
         assert list(made) == [name.removeprefix("model.") for name in before]
         assert type(made) is OrderedMap
 
@@ -272,7 +272,7 @@ def test_lightning_weights_become_those_of_the_network(fixtures):
 def test_a_program_is_treated_as_its_state_dict(fixtures, name):
     with opened(fixtures / name) as read:
         names = [str(path[-1]) for path, _ in read.tensors()]
-        made = rename(read, ["^=>net."])
+        made = Rename(["^=>net."])(read)
         assert [path[-1] for path, _ in made.tensors()] == [f"net.{name}" for name in names]
 
 
@@ -282,7 +282,9 @@ def test_the_public_names():
         assert list(made.root["model"]) == ["c.w", "b.w"]
     with pytest.warns(ckptool.CheckpointWarning, match="matched no name"):
         assert list(ckptool.rename({"a.w": 1, "b.w": 2}, ["^a=>c"])) == ["a.w", "b.w"]
-    chained = read.rename(prefixes=["=net"]).extract(model_only=True, include=["net.a.*"])
+    chained = read.rename(prefixes=["=net"]).then(
+        ckptool.Take(model_only=True, include=["net.a.*"])
+    )
     assert list(chained.root) == ["net.a.w"]
     with pytest.raises(
         UsageError, match="a path, a state dict or an open checkpoint is wanted, not a list"

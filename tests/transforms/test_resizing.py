@@ -9,6 +9,8 @@ from torch.nn import functional
 
 import ckptool
 from ckptool.errors import CorruptFile, NameCollision, NotRepresentable, UsageError
+from ckptool.transforms import Concat
+from tests.conversions import convert_by_options
 from tests.formats.distributed.megatron_files import (
     EMBEDDING,
     NORM,
@@ -26,7 +28,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 def changed(tmp_path, content, **options):
     """What torch reads of the result; the texts of its changes."""
     torch.save(content, tmp_path / "in.pth")
-    receipt = ckptool.convert(tmp_path / "in.pth", tmp_path / "out.pth", overwrite=True, **options)
+    receipt = convert_by_options(
+        tmp_path / "in.pth", tmp_path / "out.pth", overwrite=True, **options
+    )
     return torch.load(tmp_path / "out.pth"), [one.text for one in receipt.changes]
 
 
@@ -141,7 +145,9 @@ def test_big_endian_numbers_are_the_same(fixtures, tmp_path):
     source, name = fixtures / "archives" / "big_endian.pth", "fc.weight"
     old = ckptool.load_state_dict(source)[name]
     for rule, rows in (("4", 4), ("1", 1)):
-        ckptool.convert(source, tmp_path / "o.pth", resize=[f"{name}={rule}"], overwrite=True)
+        ckptool.convert(
+            source, tmp_path / "o.pth", ckptool.Reshape(resize=[f"{name}={rule}"]), overwrite=True
+        )
         found = ckptool.load_state_dict(tmp_path / "o.pth")[name]
         assert torch.equal(found[:2], old[:rows])
         assert torch.equal(found[2:], old.mean(0).expand(max(rows - 2, 0), 3))
@@ -159,12 +165,12 @@ def test_big_endian_numbers_are_the_same(fixtures, tmp_path):
 def test_damage_is_not_given_a_checksum_of_its_own(tmp_path, options, ending):
     content = {"a": torch.randn(12, 40), "z": torch.randn(12, 40)}
     torch.save(content, tmp_path / "in.pth")
-    ckptool.convert(tmp_path / "in.pth", tmp_path / f"whole.{ending}", **options)
+    convert_by_options(tmp_path / "in.pth", tmp_path / f"whole.{ending}", **options)
     raw = bytearray((tmp_path / "in.pth").read_bytes())
     raw[raw.find(content["a"].numpy().tobytes()) + 100] ^= 1
     (tmp_path / "in.pth").write_bytes(raw)
     with pytest.raises(CorruptFile, match="CRC-32"):
-        ckptool.convert(tmp_path / "in.pth", tmp_path / f"out.{ending}", **options)
+        convert_by_options(tmp_path / "in.pth", tmp_path / f"out.{ending}", **options)
     assert not (tmp_path / f"out.{ending}").exists()
 
 
@@ -178,7 +184,7 @@ def test_the_model_is_whole(tmp_path, world, target):
     model = whole()
     folder = write_ranks(tmp_path / "iter_0000100", model, world)
     rules = [*RULES, "output_layer.*=0"]
-    ckptool.convert(folder, tmp_path / target, model_only=True, concat=rules)
+    ckptool.convert(folder, tmp_path / target, Concat(rules), ckptool.Take(model_only=True))
     made = ckptool.load(tmp_path / target)
     assert made.keys() - {TIED, "decoder.layers.0._extra_state"} == model.keys()
     assert all(torch.equal(made[name], one) for name, one in model.items())
@@ -188,7 +194,7 @@ def test_the_model_is_whole(tmp_path, world, target):
 def test_what_lies_beside_the_model_is_of_rank_0_or_left_out(tmp_path):
     folder = write_ranks(tmp_path / "iter_0000100", whole())
     rules = [*RULES, "output_layer.*=0"]
-    receipt = ckptool.convert(folder, tmp_path / "all.pth", concat=rules)
+    receipt = ckptool.convert(folder, tmp_path / "all.pth", Concat(rules))
     made = torch.load(tmp_path / "all.pth", weights_only=False)
     assert (made["iteration"], made["args"].rank) == (100, 0)
     assert not {"optimizer", "rng_state"} & made.keys()
@@ -201,7 +207,7 @@ def test_what_lies_beside_the_model_is_of_rank_0_or_left_out(tmp_path):
 def test_a_tensor_without_a_rule_that_differs_is_named(tmp_path):
     folder = write_ranks(tmp_path / "iter_0000100", whole())
     with pytest.raises(UsageError, match="ranks differ in 2 tensors, and no rule") as caught:
-        ckptool.convert(folder, tmp_path / "m.pth", concat=["*embed*=0", "*output*=0"])
+        ckptool.convert(folder, tmp_path / "m.pth", Concat(["*embed*=0", "*output*=0"]))
     assert QKV in str(caught.value)
     assert PROJ in str(caught.value)
     assert NORM not in str(caught.value)
@@ -235,7 +241,7 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path, change, message):
     folder = write_ranks(tmp_path / "iter_0000100", whole())
     change_rank(folder, change)
     with pytest.raises(UsageError, match=message):
-        ckptool.convert(folder, tmp_path / "m.pth", concat=[*RULES, "output_layer.*=0"])
+        ckptool.convert(folder, tmp_path / "m.pth", Concat([*RULES, "output_layer.*=0"]))
 
 
 @pytest.mark.parametrize(
@@ -251,10 +257,10 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path, change, message):
 def test_a_rule_that_is_none_is_refused(tmp_path, rules, message):
     folder = write_ranks(tmp_path / "iter_0000100", whole())
     with pytest.raises(UsageError, match=message):
-        ckptool.convert(folder, tmp_path / "m.pth", concat=rules)
+        ckptool.convert(folder, tmp_path / "m.pth", Concat(rules))
 
 
 def test_a_file_of_one_process_has_no_ranks(tmp_path):
     torch.save({"model": whole()}, tmp_path / "one.pth")
     with pytest.raises(UsageError, match="no ranks of Megatron's"):
-        ckptool.convert(tmp_path / "one.pth", tmp_path / "m.pth", concat=RULES)
+        ckptool.convert(tmp_path / "one.pth", tmp_path / "m.pth", Concat(RULES))

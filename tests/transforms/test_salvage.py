@@ -37,7 +37,7 @@ def files(tmp_path_factory):
 
 def salvaged(path, target):
     """What torch reads of the result; the change that tells of it."""
-    receipt = ckptool.convert(path, target, salvage=True, overwrite=True)
+    receipt = ckptool.convert(path, target, ckptool.Salvage(), overwrite=True)
     (told,) = (one for one in receipt.changes if one.kind == "salvage")
     load = load_file if target.suffix == ".safetensors" else torch.load
     return load(target), told
@@ -138,9 +138,9 @@ def test_without_a_whole_pickle_or_tensor_there_is_nothing(files, tmp_path):
 def test_sets_and_open_checkpoints_are_refused(files, tmp_path):
     ckptool.convert(files / "zip.pth", f"{tmp_path}/set/", max_shard_size="4KB")
     with pytest.raises(UsageError, match="one file"):
-        ckptool.convert(tmp_path / "set", tmp_path / "new.pth", salvage=True)
+        ckptool.convert(tmp_path / "set", tmp_path / "new.pth", ckptool.Salvage())
     with ckptool.open(files / "zip.pth") as opened, pytest.raises(UsageError, match="opened"):
-        ckptool.convert(opened, tmp_path / "new.pth", salvage=True)
+        ckptool.convert(opened, tmp_path / "new.pth", ckptool.Salvage())
 
 
 @given(st.sampled_from(NAMES), st.data())
@@ -203,7 +203,7 @@ def test_a_file_whose_tensors_are_no_tensors_any_more_is_not_whole(tmp_path):
     raw = (tmp_path / "f").read_bytes()
     (tmp_path / "f").write_bytes(raw.replace(b"_rebuild_tensor_v2", b"_reXuild_tensor_v2"))
     with pytest.raises(NotFound, match="no tensor of it is whole"):
-        ckptool.convert(tmp_path / "f", tmp_path / "out", salvage=True)
+        ckptool.convert(tmp_path / "f", tmp_path / "out", ckptool.Salvage())
     assert not (tmp_path / "out").exists()
 
 
@@ -224,10 +224,10 @@ def test_a_pickled_module_is_salvaged_as_a_state_dict(tmp_path):
     place = raw.find(model[1].weight.detach().numpy().tobytes())
     (tmp_path / "a.pth").write_bytes(raw[: place + 100])
     with pytest.raises(UsageError, match="cannot do without some of its tensors") as refused:
-        ckptool.convert(tmp_path / "a.pth", tmp_path / "new.pth", salvage=True)
+        ckptool.convert(tmp_path / "a.pth", tmp_path / "new.pth", ckptool.Salvage())
     assert "--model-only" in refused.value.hint
     receipt = ckptool.convert(
-        tmp_path / "a.pth", tmp_path / "new.pth", salvage=True, model_only=True
+        tmp_path / "a.pth", tmp_path / "new.pth", ckptool.Salvage(), ckptool.Take(model_only=True)
     )
     assert any(one.text == "2 of 4 tensors salvaged, 2 damaged" for one in receipt.changes)
     found = torch.load(tmp_path / "new.pth")

@@ -128,10 +128,10 @@ def halved(tensor):
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
-strip, add = transforms.strip_module, transforms.add_module
-rename = partial(transforms.rename, rules=["conv=>stem"])
-remap = partial(transforms.remap, rules={"*": "cuda:1"})
-cast = partial(transforms.cast, dtype="bfloat16")
+strip, add = transforms.Strip(), transforms.Wrap()
+rename = transforms.Rename(["conv=>stem"])
+remap = transforms.Remap(map={"*": "cuda:1"})
+cast = transforms.Cast("bfloat16")
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ KINDS = {
     "recover": Kind((recovered,), names=same, **EDITED | {"first": cut_short}),
     # the file itself, written anew
     "rewrite-compact": Kind(
-        (write("model.pth", "model.pth", transforms.compact, in_place=True, rewrite=True),),
+        (write("model.pth", "model.pth", transforms.Compact(), in_place=True, rewrite=True),),
         target="model.pth",
         first=write("model.pth", "model.pth", strip, in_place=True),
     ),

@@ -118,8 +118,10 @@ def test_a_configuration_that_still_says_quantized_is_named(beside, fixtures, tm
     config = {**CONFIG, "quantization_config": {"load_in_4bit": True}}
     (beside / "config.json").write_text(json.dumps(config))
     notes = ckptool.convert(
-        fixtures / "quantised" / "bnb4.safetensors", f"{tmp_path}/out/", files_from=beside,
-        dequantize=dequantize,
-    ).notes  # fmt: skip
+        fixtures / "quantised" / "bnb4.safetensors",
+        f"{tmp_path}/out/",
+        *([ckptool.Cast(dequantize=dequantize)] if dequantize else []),
+        files_from=beside,
+    ).notes
     told = [note for note in notes if "quantization_config" in note]
     assert len(told) == (dequantize is not None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import ckptool
+from tests.conversions import convert_by_options
 
 TEXT = """{
    "quantization_config" : {"quant_method": "fp8", "l": [1, 2]},
@@ -27,7 +27,7 @@ def converted(tmp_path):
         folder.mkdir()
         save_file(state, folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_bytes(text.encode() if isinstance(text, str) else text)
-        receipt = ckptool.convert(folder, f"{tmp_path}/out/", files_from=folder, **options)
+        receipt = convert_by_options(folder, f"{tmp_path}/out/", files_from=folder, **options)
         notes = [note for note in receipt.notes if note.startswith("config.json")]
         warnings = [one.text for one in receipt.changes if one.kind == "warning"]
         return (tmp_path / "out" / "config.json").read_bytes().decode(), notes, warnings
@@ -45,7 +45,7 @@ def converted(tmp_path):
             ["config.json: vocab_size 10 -> 12", "config.json: text_config.vocab_size 10 -> 12"],
         ),
         (
-            EMBEDDING, {"cast": "bfloat16"}, [("float32", "bfloat16")],
+            EMBEDDING, {"dtype": "bfloat16"}, [("float32", "bfloat16")],
             [f"config.json: {key} float32 -> bfloat16" for key in ("text_config.dtype", TYPE)],
         ),
         (
@@ -82,7 +82,7 @@ def test_the_rest_is_json_wherever_the_entry_was(converted, text, wanted):
 def test_values_that_do_not_fit_the_file_are_warnings(converted):
     text, _, warnings = converted(
         EMBEDDING, '{"vocab_size": 11, "dtype": "float16", "torch_dtype": "auto"}',
-        resize=["embed.weight=12"], cast="bfloat16",
+        resize=["embed.weight=12"], dtype="bfloat16",
     )  # fmt: skip
     assert json.loads(text) == {"vocab_size": 11, "dtype": "bfloat16", "torch_dtype": "auto"}
     assert warnings == [
@@ -93,6 +93,6 @@ def test_values_that_do_not_fit_the_file_are_warnings(converted):
 
 @pytest.mark.parametrize("text", ["[]", "{", ""])
 def test_a_configuration_that_cannot_be_read_is_copied_with_a_warning(converted, text):
-    made, notes, [warning] = converted(EMBEDDING, text, cast="float16")
+    made, notes, [warning] = converted(EMBEDDING, text, dtype="float16")
     assert (made, notes) == (text, [])
     assert warning.startswith("config.json is not a JSON object")

@@ -505,6 +505,8 @@ def _trained(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]]) ->
         dtype = one.dtype if isinstance(one := module.get(name), TensorRef) else None
         known = dtype is not None and BY_NAME[dtype].floating
         types.setdefault(dtype if known else None, {})[name] = state[MASTER]
+    from ckptool.transforms import Cast  # the one reader that computes: what training computed
+
     found, made, notes = dict[str, TensorRef](), _noted({}, ()), list[str]()
     changes = list[Change]()
     for dtype, masters in types.items():
@@ -516,9 +518,8 @@ def _trained(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]]) ->
             what = f"rounded to {dtype} from the fp32 masters, as in training"
             notes.append(f"{weights} {what}; --master (master=True) takes the masters")
             changes.append(Change("cast", notes[-1], len(masters)))
-            made = made.with_root({"module": masters}).cast(
-                dtype, everything=True, allow_overflow=True, raw=True
-            )
+            cast = Cast(dtype, cast_optimizer=True, allow_overflow=True, raw=True)
+            made = cast(made.with_root({"module": masters}))
             masters = made.root["module"]
         found |= masters
     for name, state in states.items():

@@ -241,7 +241,7 @@ def test_model_and_optimizer_in_folders_of_their_own_are_one_tree(fixtures, tmp_
     assert list(ckptool.load(folder)) == ["model", "optimizer"]
     assert checkpoints_in(str(folder), DEFAULT_LIMITS) == [str(folder)]
     assert ckptool.verify(folder).ok
-    ckptool.convert(folder, f"{tmp_path}/hf/", model_only=True)
+    ckptool.convert(folder, f"{tmp_path}/hf/", ckptool.Take(model_only=True))
     assert ckptool.load(tmp_path / "hf").keys() == ckptool.load(folder)["model"].keys()
     (folder / "optimizer_0" / ".metadata").unlink()
     with pytest.raises(FileMissing, match=r"optimizer_0/\.metadata"):
@@ -259,7 +259,7 @@ def test_a_folder_of_megatron_keeps_its_flat_names(fixtures, tmp_path):
     assert loaded["decoder.layers.mlp.weight"].tolist() == torch.arange(24.0).view(6, 4).tolist()
     assert loaded["norm.weight"].dtype == torch.bfloat16
     assert loaded["iteration"] == 7
-    ckptool.convert(folder, f"{tmp_path}/out/", model_only=True)
+    ckptool.convert(folder, f"{tmp_path}/out/", ckptool.Take(model_only=True))
     assert ckptool.load(tmp_path / "out").keys() == {"decoder.layers.mlp.weight", "norm.weight"}
     assert ckptool.verify(folder).ok
 
@@ -366,10 +366,12 @@ def test_a_folder_is_written_as_from_pretrained_reads_it(fixtures, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     run = fixtures / "dcp" / "training-2.13.0"
-    ckptool.convert(run, out, key="model", model_only=True, cast="bfloat16")
+    ckptool.convert(run, out, ckptool.Take(key="model", model_only=True), ckptool.Cast("bfloat16"))
     model = ckptool.load(out)
     assert {one.dtype for one in model.values()} == {torch.bfloat16, torch.int64}
-    ckptool.convert(run, f"{tmp_path}/new/", key="model", model_only=True, max_shard_size=40)
+    ckptool.convert(
+        run, f"{tmp_path}/new/", ckptool.Take(key="model", model_only=True), max_shard_size=40
+    )
     assert (tmp_path / "new" / "model.safetensors.index.json").exists()
     whole = ckptool.load(tmp_path / "new")
     assert whole.keys() == model.keys()
@@ -377,7 +379,7 @@ def test_a_folder_is_written_as_from_pretrained_reads_it(fixtures, tmp_path):
 
 def test_values_are_read_before_they_are_made_plain(fixtures, tmp_path):
     run = fixtures / "dcp" / "training-2.13.0"
-    ckptool.convert(run, tmp_path / "plain.pth", plain=True)
+    ckptool.convert(run, tmp_path / "plain.pth", ckptool.Plain())
     loaded = torch.load(tmp_path / "plain.pth", weights_only=True)
     assert (loaded["step"], loaded["config"]["name"]) == (3, "run")
     assert loaded["optim"]["param_groups"][0]["lr"] == 0.1
@@ -458,7 +460,9 @@ def test_weights_at_the_root_are_the_model_beside_the_state_of_a_training(tmp_pa
     }
     run = tmp_path / "step-3"
     dcp.save(state, checkpoint_id=run, no_dist=True)
-    receipt = ckptool.convert(run, f"{tmp_path}/hf/", model_only=True, cast="bfloat16")
+    receipt = ckptool.convert(
+        run, f"{tmp_path}/hf/", ckptool.Take(model_only=True), ckptool.Cast("bfloat16")
+    )
     written, wanted = ckptool.load(tmp_path / "hf"), model.state_dict()
     assert written.keys() == wanted.keys()
     for name, tensor in wanted.items():

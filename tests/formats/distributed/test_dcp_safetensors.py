@@ -48,7 +48,7 @@ def test_it_is_read_as_torch_reads_it(folder, tmp_path):
     ours = ckptool.load(folder)
     theirs = {name: torch.empty_like(tensor) for name, tensor in ours.items()}
     dcp.load(theirs, storage_reader=dcp.HuggingFaceStorageReader(folder), no_dist=True)
-    ckptool.convert(folder, f"{tmp_path}/out/", cast="bfloat16", max_shard_size=100)
+    ckptool.convert(folder, f"{tmp_path}/out/", ckptool.Cast("bfloat16"), max_shard_size=100)
     written = ckptool.load(tmp_path / "out")
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor)

@@ -177,13 +177,13 @@ def test_what_it_cannot_hold_is_refused(state, why, tmp_path):
 
 
 def test_what_is_computed_is_read_back(file, tmp_path, monkeypatch):
-    receipt = ckptool.convert(file, tmp_path / "out", format="dcp", cast="float16")
+    receipt = ckptool.convert(file, tmp_path / "out", ckptool.Cast("float16"), format="dcp")
     assert receipt.verified
     back = by_torch(tmp_path / "out", tmp_path)["model"]
     assert back["module.0.weight"].dtype == torch.float16
     monkeypatch.setattr("ckptool.files.atomic.write_at", damaged(atomic.write_at))
     with pytest.raises(WriteError, match="verification failed"):
-        ckptool.convert(file, tmp_path / "other", format="dcp", cast="float16")
+        ckptool.convert(file, tmp_path / "other", ckptool.Cast("float16"), format="dcp")
     assert not (tmp_path / "other").exists()
 
 
@@ -245,7 +245,7 @@ def test_a_rule_renames_in_place(run, tmp_path):
 
 def test_dropped_keys_stay_on_the_disk_and_are_told(run, tmp_path):
     with ckptool.open(run) as checkpoint:
-        part = checkpoint.extract(exclude=["optim/*"])
+        part = checkpoint.then(ckptool.Take(exclude=["optim/*"]))
         with pytest.raises(NotRepresentable, match="would lose something in place"):
             part.save(run, in_place=True)
         receipt = part.save(run, in_place=True, overwrite=True)
@@ -280,7 +280,7 @@ def test_a_file_beside_the_index_stays(run, tmp_path):
     assert ckptool.load(run)["epoch"] == 4
     assert "epoch" not in by_torch(run, tmp_path)
     with ckptool.open(run) as checkpoint:
-        part = checkpoint.extract(exclude=["optim/*"])
+        part = checkpoint.then(ckptool.Take(exclude=["optim/*"]))
         del part.root["epoch"]
         with pytest.raises(NotRepresentable, match="epoch lies in a file of its own, which stays"):
             part.save(run, in_place=True, overwrite=True)
@@ -358,9 +358,9 @@ def test_more_than_names_is_refused_in_place(run):
     before = bytes_of(run)
     with ckptool.open(run) as checkpoint:
         with pytest.raises(NotRepresentable, match="is not as it lies in the folder"):
-            checkpoint.cast("float16").save(run, in_place=True)
+            checkpoint.then(ckptool.Cast("float16")).save(run, in_place=True)
         with pytest.raises(NotRepresentable, match="in place its index alone changes"):
-            checkpoint.compact().save(run, in_place=True, rewrite=True)
+            checkpoint.then(ckptool.Compact()).save(run, in_place=True, rewrite=True)
     assert bytes_of(run) == before
 
 

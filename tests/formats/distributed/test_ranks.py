@@ -92,7 +92,7 @@ def changed(folder, rank, change):
 
 def test_a_plain_model_is_loaded_from_the_folder(folder):
     model = nn.Linear(5, 9)
-    assert ckptool.load_into(model, folder, rules=["^up=>"], strict=False).coverage == 1
+    assert ckptool.load_into(model, folder, rename=["^up=>"], strict=False).coverage == 1
     assert torch.equal(model.weight, ckptool.load(folder)["up.weight"])
 
 
@@ -237,7 +237,7 @@ def test_a_pattern_opens_the_set_that_it_matches(both, tmp_path):
         assert (checkpoint.format, checkpoint.path) == ("fsdp-ranks", str(both))
     model = nn.Linear(5, 9)
     source = both / "model_world_size_2_rank_*.pt"
-    ckptool.load_into(model, source, rules=["^up=>"], strict=False)
+    ckptool.load_into(model, source, rename=["^up=>"], strict=False)
     assert torch.equal(model.weight, ckptool.load(source)["up.weight"])
     assert ckptool.verify(source).shards == 2
 

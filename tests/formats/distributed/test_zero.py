@@ -120,7 +120,9 @@ def set_type(folder, dtype, *names):
 @pytest.mark.filterwarnings("ignore:.*rounded to bfloat16")
 def test_weights_of_stage_3_are_rounded_as_in_training_and_that_is_reported(tmp_path):
     masters = ckptool.load(ZERO / "z3-bf16")["optimizer"]["state"]
-    receipt = ckptool.convert(ZERO / "z3-bf16", tmp_path / "m.safetensors", model_only=True)
+    receipt = ckptool.convert(
+        ZERO / "z3-bf16", tmp_path / "m.safetensors", ckptool.Take(model_only=True)
+    )
     made = ckptool.load(tmp_path / "m.safetensors")
     for name, state in masters.items():
         assert torch.equal(made[name], state["fp32"].bfloat16())
@@ -141,7 +143,7 @@ def test_every_answer_has_the_type_of_the_training(tmp_path):
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
     assert all(listed[f"module/{name}"] in str(one.dtype) for name, one in state.items())
     with ckptool.open(folder) as checkpoint:
-        checkpoint.extract(model_only=True).save(part)
+        checkpoint.then(ckptool.Take(model_only=True)).save(part)
         masters = checkpoint["optimizer"]["state"]["up.bias"]["fp32"].torch()
     assert ckptool.diff(folder, part, key="module").equal
     with ckptool.open(folder, master=True) as exact:
@@ -175,7 +177,7 @@ def test_a_weight_that_was_infinite_in_training_is_written_and_reported(run, tmp
         own["fp32_flat_groups"][-1].detach()[0] = 1e6
 
     changed(folder, "rank_0_mp_rank_00_optim_states.pt", grow)
-    receipt = ckptool.convert(folder, tmp_path / "m.pth", model_only=True)
+    receipt = ckptool.convert(folder, tmp_path / "m.pth", ckptool.Take(model_only=True))
     (lost,) = (one for one in receipt.outcomes if one.kind == "overflow")
     assert lost.count == 1
     assert sum(int(one.isinf().sum()) for one in torch.load(tmp_path / "m.pth").values()) == 1

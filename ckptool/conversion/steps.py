@@ -1,0 +1,161 @@
+"""The steps of `convert` in the order in which its options are carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
+
+from ckptool.conversion.fit import Fit
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import TensorRef
+from ckptool.errors import AmbiguousName, NotFound, UsageError
+from ckptool.formats import format_of
+from ckptool.transforms import (
+    Cast,
+    Compact,
+    Concat,
+    Flatten,
+    Masters,
+    Nest,
+    Plain,
+    Remap,
+    Rename,
+    Reshape,
+    Salvage,
+    Step,
+    Strip,
+    Take,
+    Untie,
+    Wrap,
+    changed,
+    single_state_dict,
+)
+
+STEPS: tuple[type[Step], ...] = (
+    Salvage, Masters, Concat, Flatten, Take, Strip, Wrap, Rename, Reshape, Fit, Plain, Untie, Cast,
+    Compact, Remap, Nest,
+)  # fmt: skip
+"""The order of the options of a command, which have none of their own; in Python the caller's
+order holds."""
+_BEFORE_TAKE = STEPS[: STEPS.index(Take)]
+
+
+def steps_of(options: Mapping[str, Any]) -> list[Step]:
+    """Return the steps that options of `convert` ask for, in the order of `STEPS`.
+
+    Args:
+        options: Values by the name of the option, `model_only`; None, False and empty ones are
+            not given.
+
+    Raises:
+        UsageError: an option has a wrong value, excludes another, or is about a step that none of
+            the others asks for.
+    """
+    given = {name: value for name, value in options.items() if value not in (None, False, (), [])}
+    return [step for kind in STEPS if (step := _step(kind, given)) is not None]
+
+
+def _step(kind: type[Step], given: Mapping[str, Any]) -> Step | None:
+    if kind.flag:
+        name, _, value = kind.flag.partition("=")
+        if value and given.get(name, value) not in ("keep", value):
+            raise UsageError(f"{name} takes 'keep' or {value!r}, not {given[name]!r}")
+        return kind() if given.get(name) == (value or True) else None
+    named = {kind.options.get(one.name, one.name): one for one in fields(kind)}
+    own = {one.name: given[name] for name, one in named.items() if name and name in given}
+    if kind is Strip:
+        return _strip(own, given)
+    if kind is Take and own and "like" in given:
+        own["lazy"] = True
+    if kind is Plain and own:
+        own.setdefault("plain", False)
+    needed = [one.name for one in fields(kind) if one.default is MISSING]
+    needed = [name for name in needed if _has_no_factory(kind, name)]
+    if own and not own.keys() >= {*needed}:
+        raise UsageError(
+            f"{', '.join(own)} is about a reference, and there is none",
+            hint="--like reference.pth",
+        )
+    return kind(**own) if own else None
+
+
+def _has_no_factory(kind: type[Step], name: str) -> bool:
+    return all(one.default_factory is MISSING for one in fields(kind) if one.name == name)
+
+
+def _strip(own: Mapping[str, Any], given: Mapping[str, Any]) -> Strip | None:
+    wrappers = given.get("wrappers")
+    if wrappers not in (None, "strip", "keep"):
+        raise UsageError(f"wrappers takes 'strip' or 'keep', not {wrappers!r}")
+    if wrappers is not None and "like" in given:
+        raise UsageError("with --like the wrappers are the reference's: leave out --wrappers")
+    if wrappers == "keep" and own:
+        raise UsageError("choose the submodule to strip (--at) or --wrappers keep, not both")
+    if wrappers == "keep":
+        return Strip(levels=0)
+    return Strip(**own) if own or wrappers else None
+
+
+def with_implied(steps: Iterable[Step], target: str) -> Iterator[Step]:
+    """Yield the steps, and those that the format `target` asks for without being told.
+
+    A flat format gets the only state dict, safetensors and its like, by tradition, without wrapper
+    prefixes. What is not taken need not be intact: `Salvage` comes after `Take`.
+    """
+    every, known = list(steps), format_of(target)
+    kinds = {type(one) for one in every}
+    todo = [one for one in every if not isinstance(one, Salvage)]
+    at = next((n for n, one in enumerate(todo) if not isinstance(one, _BEFORE_TAKE)), len(todo))
+    takes = [n for n, one in enumerate(todo) if isinstance(one, Take) and one.key is not None]
+    if known.flat and not any(isinstance(one, Take) and one.model_only for one in todo):
+        todo.insert(takes[-1] + 1 if takes else at, _OnlyStateDict(chosen=bool(takes)))
+    past = (*_BEFORE_TAKE, _OnlyStateDict, Take)
+    after = next((n for n, one in enumerate(todo) if not isinstance(one, past)), len(todo))
+    if known.tensors_only and kinds.isdisjoint((Strip, Fit)):
+        todo.insert(after, Strip())
+    todo[after:after] = [one for one in every if isinstance(one, Salvage)]
+    yield from todo
+
+
+@dataclass(frozen=True)
+class _OnlyStateDict(Step):
+    """Take the only state dict, for a flat format."""
+
+    chosen: bool = False
+    """True if the user has said which part it is: a dict is then one, whatever it holds."""
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with the state dict as its root."""
+        try:
+            return single_state_dict(checkpoint)
+        except AmbiguousName:
+            raise
+        except NotFound:
+            if self.chosen and isinstance(checkpoint.root, dict):
+                return checkpoint
+            raise
+
+
+def converted(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Checkpoint:
+    """Return the checkpoint after all steps, as a file of the format `target` wants it.
+
+    Raises:
+        UsageError: the result would be nested, and `target` is flat.
+        CheckpointError: a step cannot be done.
+    """
+    todo = list(steps)
+    nests = [one for one in todo if isinstance(one, Nest)]
+    if nests and isinstance(checkpoint.root, TensorRef):  # which has no name
+        checkpoint = changed(checkpoint, nests)
+        todo = [one for one in todo if not isinstance(one, Nest)]
+    elif nests and format_of(target).flat:
+        raise UsageError(
+            f"{target} holds one flat state dict, which cannot be nested",
+            hint="write a .pth; or --rename '^=>KEY.' changes the names",
+        )
+    made = changed(checkpoint, with_implied(todo, target))
+    if format_of(target).tensors_only:
+        kept = tuple(one for one in made.changes if not one.of_storages)
+        made = replace(made, changes=kept)
+    return made

@@ -1,0 +1,144 @@
+"""A step: one change of a checkpoint, with its options as fields."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar, overload
+
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.errors import UsageError
+from ckptool.formats import Source, open_checkpoint
+from ckptool.words import a_class
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One change of a checkpoint.
+
+    Its fields are its options, checked when it is made. Call it with a path, an open checkpoint or
+    a dict in memory, or give several to `Checkpoint.then` and to `convert`.
+    """
+
+    selects: ClassVar[bool] = False
+    """True if the user asked for what it leaves out."""
+    opens_damaged: ClassVar[bool] = False
+    """True if it needs a file that is opened although bytes are missing."""
+    on_files: ClassVar[str] = ""
+    """Why it makes no sense for a dict in memory; empty if it does."""
+    flag: ClassVar[str] = ""
+    """The option of `convert` that asks for the step without further options."""
+    options: ClassVar[Mapping[str, str]] = {}
+    """The options of `convert` that are called differently from their fields; empty: none."""
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the changed checkpoint, over the same open file.
+
+        Raises:
+            CheckpointError: it cannot be done; the checkpoint is as it was.
+        """
+        raise NotImplementedError
+
+    def applied_to_dict(self, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return a new dict: a state dict, or a dict that contains some, after this step.
+
+        Raises:
+            UsageError: the step needs a file.
+        """
+        if self.on_files:
+            name = type(self).__name__
+            raise UsageError(f"{name} needs a file, not a dict in memory: {self.on_files}")
+        from ckptool.transforms.memory import changed_dict  # only dicts need live tensors
+
+        return changed_dict(mapping, self.applied)
+
+    def words(self) -> Iterator[str]:
+        """Yield the words that ask `convert` for this step."""
+        if self.flag:
+            yield from f"--{self.flag}".split("=")
+        for one in fields(self):
+            value, option = getattr(self, one.name), self.options.get(one.name, one.name)
+            if option and value not in (one.default, (), None):
+                yield from option_words(option, value)
+
+    @overload
+    def __call__(self, state: Source) -> Checkpoint: ...
+    @overload
+    def __call__(self, state: Mapping[Any, Any]) -> dict[Any, Any]: ...
+    def __call__(self, state: Source | Mapping[Any, Any]) -> Checkpoint | dict[Any, Any]:
+        """Return the changed checkpoint, or a new dict of what a dict in memory becomes.
+
+        Raises:
+            UnreadableFile: the file cannot be read.
+            UsageError: the argument is none of these, or the step makes no sense for a dict.
+        """
+        if isinstance(state, Checkpoint):
+            return changed(state, [self])
+        if isinstance(state, (str, os.PathLike)):
+            return opened_and_changed(
+                state, lambda one: changed(one, [self]), salvage=self.opens_damaged
+            )
+        if not isinstance(state, Mapping):
+            raise UsageError(
+                f"a path, a state dict or an open checkpoint is wanted, not {a_class(state)}",
+                hint="a model: model.state_dict()",
+            )
+        return self.applied_to_dict(state)
+
+
+def changed(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
+    """Return the checkpoint after all steps; `Change.wanted` says what the user asked to lose.
+
+    Raises:
+        CheckpointError: a step cannot be done.
+        UsageError: one of `steps` is no step.
+    """
+    for step in steps:
+        if not isinstance(step, Step):
+            raise UsageError(
+                f"a step is wanted, not {a_class(step)}", hint="for example ckptool.Strip()"
+            )
+        before, made = len(checkpoint.changes), step.applied(checkpoint)
+        checkpoint = made
+        if step.selects:
+            marked = (
+                replace(one, wanted=one.wanted or not one.needed) for one in made.changes[before:]
+            )
+            changes = (*made.changes[:before], *marked)
+            checkpoint = made if changes == made.changes else replace(made, changes=changes)
+    return checkpoint
+
+
+def opened_and_changed(
+    path: str | os.PathLike[str], change: Callable[[Checkpoint], Checkpoint], **how: Any
+) -> Checkpoint:
+    """Return the checkpoint of a file, changed; closed again if that is refused."""
+    with ExitStack() as stack:
+        made = change(stack.enter_context(open_checkpoint(path, **how)))
+        stack.pop_all()
+    return made
+
+
+def option_words(option: str, value: Any) -> Iterator[str]:
+    """Yield `--option VALUE` for each of the values, `A=B` for the items of a mapping."""
+    if isinstance(value, Mapping):
+        value = tuple(f"{old}={new}" for old, new in value.items())
+    for one in value if isinstance(value, tuple) else (value,):
+        yield f"--{option.replace('_', '-')}"
+        if one is not True:
+            yield str(one)
+
+
+def listed_option(name: str, values: Iterable[_Item]) -> tuple[_Item, ...]:
+    """Return the items of an option that takes several.
+
+    Raises:
+        UsageError: it is a single string.
+    """
+    if isinstance(values, (str, bytes)):
+        raise UsageError(f"{name} takes a list, not a string", hint=f"{name}=[{values!r}]")
+    return tuple(values)

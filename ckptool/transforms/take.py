@@ -1,0 +1,78 @@
+"""The step that takes a part: a section, some tensors, the weights or their averages alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.placeholders import refuse_placeholders
+from ckptool.errors import UsageError
+from ckptool.transforms.compacting import without_unseen
+from ckptool.transforms.extraction import chosen_of, part_of
+from ckptool.transforms.step import Step
+
+
+@dataclass(frozen=True)
+class Take(Step):
+    """Take a part of a checkpoint; changes of kind `left-out` name everything else.
+
+    Plain values stay unless `model_only`. A container that needs a removed tensor is removed as a
+    whole; a single tensor at `key` becomes a dict of one. Globs with a `/` are compared with the
+    original paths. Of a storage, the bytes that only removed tensors use are dropped.
+    """
+
+    selects: ClassVar[bool] = True
+    options: ClassVar[Mapping[str, str]] = {"lazy": ""}
+
+    key: Any = None
+    """The path of the section, container or tensor that becomes the root."""
+    model_only: bool = False
+    """Take only the state dict of the model, without the plain values in it."""
+    include: Iterable[str] = ()
+    """Globs of the tensors to take; default: all."""
+    exclude: Iterable[str] = ()
+    """Globs of the tensors to leave out."""
+    ema: bool = False
+    """Take the averaged weights, under the keys of the model that they are an average of."""
+    lazy: bool = False
+    """Take lazy parameters too, which have no values: of use before `Fit`, which may leave them."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            UsageError: a text in place of a list of globs; an empty key; or `ema` with `key` or
+                `model_only`.
+        """
+        for name in ("include", "exclude"):
+            given = getattr(self, name)
+            if isinstance(given, str):
+                raise UsageError(f"a list of globs is wanted, not {given!r}", hint=f"[{given!r}]")
+            object.__setattr__(self, name, tuple(given))
+        if self.ema and (self.model_only or self.key is not None):
+            raise UsageError("ema takes the averaged weights alone, without key and model_only")
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the part; the same checkpoint if nothing is removed.
+
+        Raises:
+            AmbiguousName: several nodes have the path `key`; or there are several state dicts.
+            NotFound: there is nothing at `key`, a glob matches nothing, or nothing would be left.
+            NotRepresentable: the weights are placeholders.
+            UsageError: `key` is a plain value; or a list or an object would lose some tensors.
+        """
+        whole = checkpoint
+        if self.ema:
+            from ckptool.transforms.ema import with_averages  # info needs none of its tables
+
+            whole = with_averages(checkpoint)
+        part, base = part_of(whole, self.key, self.model_only)
+        if self.include or self.exclude:
+            part = chosen_of(whole, part, base, tuple(self.include), tuple(self.exclude))
+        if self.model_only or self.key is not None:  # these are called weights; a copy is not
+            refuse_placeholders(part, kinds=("meta", "part", *(() if self.lazy else ("lazy",))))
+        if all(change.kind == "warning" for change in part.changes[len(whole.changes) :]):
+            return part
+        return without_unseen(whole, part)
