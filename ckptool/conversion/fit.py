@@ -89,6 +89,10 @@ class Fit(Step):
         """
         for name in ("transpose", "no_transpose"):
             object.__setattr__(self, name, listed_option(name, getattr(self, name)))
+        for name in ("allow_missing", "allow_unexpected", "allow_mismatched"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, (bool, str)):
+                object.__setattr__(self, name, tuple(given))
         self._transposed()
 
     def _transposed(self) -> TransposeRules:
