@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ckptool.core.model import Opaque, Storage, TensorRef
     from ckptool.diagnosis import Complaint, Diagnosis
     from ckptool.files.recovery import Recovery
-    from ckptool.inspection.examining import Verdict
     from ckptool.inspection.info import Info
     from ckptool.inspection.listing import Listing
     from ckptool.inspection.scan import Scan
     from ckptool.inspection.stats import Stats
+    from ckptool.inspection.verify import Verdict
     from ckptool.limits import Limits
     from ckptool.matching import MatchReport
     from ckptool.render.page import PageReceipt
@@ -59,7 +59,7 @@ _HOMES = {
     "files.recovery": ("Recovery",),
     "core.finding": ("Finding",),
     "comparison.diff": ("Diff",),
-    "inspection.examining": ("Verdict",),
+    "inspection.verify": ("Verdict",),
     "inspection.info": ("Info",),
     "inspection.listing": ("Listing",),
     "inspection.stats": ("Stats",),

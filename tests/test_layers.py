@@ -47,6 +47,8 @@ INSIDE = {
         "names",
         "sections",
         "finding",
+        "reading",
+        "values",
         "placeholders",
         "optimizers",
     ],

@@ -16,8 +16,7 @@ from ckptool.cli.console import (
 )
 from ckptool.cli.options import PATH, flag, screen_options, verb
 from ckptool.errors import CheckpointError
-from ckptool.inspection.examining import Verdict
-from ckptool.inspection.verify import Verifier
+from ckptool.inspection.verify import Verdict, Verifier
 from ckptool.render.verdicts import manifest_line, verdict_lines, verdict_table, verify_summary
 from ckptool.words import clean
 

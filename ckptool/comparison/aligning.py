@@ -24,9 +24,9 @@ from ckptool.core.sections import (
     wrapped_names,
 )
 from ckptool.core.tree import held_items, is_within, name_of, resolve, walk
+from ckptool.core.values import Key, comparable, is_set
 from ckptool.errors import AmbiguousName, NameCollision, NotFound
 from ckptool.inspection.equality import first_difference
-from ckptool.inspection.values import Key, comparable, is_set
 from ckptool.transforms.name_rules import AppliedRules, Rule
 from ckptool.transforms.names import followed, unwrapped_modules
 from ckptool.words import listed, printable

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.comparison.aligning import DiffEntry
 from ckptool.core.model import Path, TensorRef
+from ckptool.core.reading import Meter, RepeatedBytes
 from ckptool.errors import TorchMissing, UnsupportedFormat
-from ckptool.inspection.reading import Meter, RepeatedBytes
 from ckptool.limits import Limits
 from ckptool.tensors.bytewise import same_by_checksum, same_content
 from ckptool.tensors.casting import FLOATS, Caster, is_exact

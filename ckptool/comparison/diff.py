@@ -13,7 +13,9 @@ from ckptool.comparison.aligning import Alignment, DiffEntry, Pair, align
 from ckptool.comparison.contents import Contents, ValueComparison, renamed
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import DeviceValue, Shape, StorageRef, TensorRef
+from ckptool.core.reading import Meter
 from ckptool.core.tree import name_of
+from ckptool.core.values import documented, is_set, json_value, summarize, value_of
 from ckptool.errors import UsageError, without_query
 from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
@@ -26,8 +28,6 @@ from ckptool.inspection.equality import (
     raw_elements,
     type_name,
 )
-from ckptool.inspection.reading import Meter
-from ckptool.inspection.values import documented, is_set, json_value, summarize, value_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.renamed import renamed_arguments
 from ckptool.transforms.name_rules import Rule, rules_of

@@ -16,6 +16,7 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import MODEL_KINDS
 from ckptool.core.tree import name_of
+from ckptool.core.values import documented
 from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject
 from ckptool.diagnosis.contents import (
     damage,
@@ -40,7 +41,6 @@ from ckptool.files.source import Progress
 from ckptool.formats import format_of, open_checkpoint, shard_of, writer
 from ckptool.formats.identify import unused
 from ckptool.inspection.info import TRAINING, convert_command, training_in, weights
-from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.loading.plan import target_like
 from ckptool.loading.target import ModelTarget

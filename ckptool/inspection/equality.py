@@ -22,11 +22,11 @@ from ckptool.core.model import (
     TensorRef,
     Wrapping,
 )
+from ckptool.core.reading import RepeatedBytes, content_hash
 from ckptool.core.tree import Link, name_of, path_of
+from ckptool.core.values import comparable, is_set, set_items, summarize
 from ckptool.dtypes import CODES, PACKED
 from ckptool.errors import LimitExceeded
-from ckptool.inspection.reading import RepeatedBytes, content_hash
-from ckptool.inspection.values import comparable, is_set, set_items, summarize
 from ckptool.limits import DEFAULT_LIMITS, Limits
 
 Same = Callable[[TensorRef, TensorRef, bool], bool]

@@ -16,6 +16,7 @@ from ckptool.core.names import BUFFER_NAMES, N_AVERAGED
 from ckptool.core.optimizers import has_training_weights
 from ckptool.core.sections import MODEL_KINDS, Section, likely_models, only_model, sections
 from ckptool.core.tree import distinct, ties
+from ckptool.core.values import documented, json_path
 from ckptool.errors import CheckpointError, without_query
 from ckptool.formats import Source, format_of, opened
 from ckptool.inspection.blockers import (
@@ -30,7 +31,6 @@ from ckptool.inspection.blockers import (
     would_run,
 )
 from ckptool.inspection.quantization import quantizations
-from ckptool.inspection.values import documented, json_path
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import Plain, Remap, Step, Strip, Take
 from ckptool.transforms.compacting import storage_use

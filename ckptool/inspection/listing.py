@@ -10,12 +10,9 @@ from typing import Any, overload
 from ckptool._lazy import Result
 from ckptool.core.model import Path, TensorRef
 from ckptool.core.names import families
+from ckptool.core.reading import Meter, content_hashes
 from ckptool.core.tree import distinct, name_of, selected, walk
-from ckptool.errors import AmbiguousName, NotFound, without_query
-from ckptool.files.source import Progress
-from ckptool.formats import Source, opened
-from ckptool.inspection.reading import Meter, content_hashes
-from ckptool.inspection.values import (
+from ckptool.core.values import (
     class_of,
     documented,
     json_path,
@@ -23,6 +20,9 @@ from ckptool.inspection.values import (
     summarize,
     value_of,
 )
+from ckptool.errors import AmbiguousName, NotFound, without_query
+from ckptool.files.source import Progress
+from ckptool.formats import Source, opened
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.words import printable
 

@@ -17,15 +17,15 @@ from typing import Any
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.finding import Finding
 from ckptool.core.names import bare_names
+from ckptool.core.reading import content_hashes
 from ckptool.core.tree import name_of
+from ckptool.core.values import documented, json_path, shape_text
 from ckptool.errors import CorruptFile, LimitExceeded, UsageError
 from ckptool.files import FileSource
 from ckptool.files.atomic import atomic_output
 from ckptool.files.source import BytesDone
 from ckptool.formats.base import Findings
 from ckptool.formats.safetensors_header import parse_json
-from ckptool.inspection.reading import content_hashes
-from ckptool.inspection.values import documented, json_path, shape_text
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.words import are, counted, listed
 

@@ -16,6 +16,7 @@ from glob import glob, has_magic
 from typing import Any
 
 from ckptool._lazy import Result
+from ckptool.core.values import documented
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, LimitExceeded, TruncatedFile, without_query
 from ckptool.files import ByteRange, MemorySource
@@ -37,7 +38,6 @@ from ckptool.inspection.scan_calls import (
     SuspectCall,
     worst,
 )
-from ckptool.inspection.values import documented
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid, storage_type
 from ckptool.symbolic.watching import JOBLIB_ARRAY

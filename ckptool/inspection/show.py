@@ -14,14 +14,9 @@ from typing import Any, ClassVar
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Opaque, Path, TensorRef
 from ckptool.core.modules import model_state
+from ckptool.core.reading import Meter, RepeatedBytes
 from ckptool.core.tree import name_of, resolve, settled
-from ckptool.dtypes import REAL_PARTS
-from ckptool.errors import without_query
-from ckptool.files.source import BytesDone, Progress
-from ckptool.inspection.equality import type_name
-from ckptool.inspection.listing import TensorRow, tensor_rows
-from ckptool.inspection.reading import Meter, RepeatedBytes
-from ckptool.inspection.values import (
+from ckptool.core.values import (
     class_of,
     documented,
     json_path,
@@ -29,6 +24,11 @@ from ckptool.inspection.values import (
     summarize,
     value_of,
 )
+from ckptool.dtypes import REAL_PARTS
+from ckptool.errors import without_query
+from ckptool.files.source import BytesDone, Progress
+from ckptool.inspection.equality import type_name
+from ckptool.inspection.listing import TensorRow, tensor_rows
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.tensors.bytewise import nonfinite
 

@@ -15,14 +15,14 @@ from ckptool.core.model import Path, TensorRef
 from ckptool.core.names import families
 from ckptool.core.placeholders import placeholders_of, refuse_placeholders
 from ckptool.core.quantizers import Quantized, find_quantized
+from ckptool.core.reading import Meter, RepeatedBytes
 from ckptool.core.sections import MODEL_KINDS
 from ckptool.core.tree import distinct, is_within, name_of, resolve, selected, walk
+from ckptool.core.values import documented, json_value, shape_text
 from ckptool.errors import NotFound, UnsupportedFormat, UsageError, without_query
 from ckptool.files.source import Progress
 from ckptool.formats import Source, opened
 from ckptool.inspection.listing import TensorRow, tensor_rows
-from ckptool.inspection.reading import Meter, RepeatedBytes
-from ckptool.inspection.values import documented, json_value, shape_text
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.tensors.statistics import Histogram, Measurer, Measures, Moments, measurable
 from ckptool.words import counted, listed, printable, shell

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.comparison.diff import TAGS, Changed, Diff, Renamed, Side, magnitude
 from ckptool.core.names import Family, families, numbered
-from ckptool.inspection.values import shape_text
+from ckptool.core.values import shape_text
 from ckptool.render.table import apart, table
 from ckptool.render.text import PLAIN, Look, number, quoted, share, shorten, wrapped
 from ckptool.words import clean, counted

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from ckptool.core.values import shape_text
 from ckptool.inspection.show import Shown, ShownContainer, ShownObject, ShownTensor, ShownValue
 from ckptool.inspection.stats import Stats, TensorStats, Totals
-from ckptool.inspection.values import shape_text
 from ckptool.render.listing import tensor_line
 from ckptool.render.table import apart, table
 from ckptool.render.text import PLAIN, Look, first_lines, label, number, share, size, wrapped

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from ckptool.core.model import Opaque, Storage, TensorRef
 from ckptool.core.quantizers import LOOKS_QUANTIZED
+from ckptool.core.values import shape_text, summarize
 from ckptool.inspection.listing import Listing, ObjectRow, TensorRow, TreeNode
-from ckptool.inspection.values import shape_text, summarize
 from ckptool.render.table import apart, table
 from ckptool.render.text import PLAIN, Look, label, shorten, size
 from ckptool.words import clean, counted

@@ -7,7 +7,7 @@ from itertools import chain, groupby, islice
 from typing import NamedTuple
 
 from ckptool.core.names import numbered
-from ckptool.inspection.values import shape_text
+from ckptool.core.values import shape_text
 from ckptool.matching.judging import Allowance, Judgement
 from ckptool.matching.report import DtypeChange, MatchReport, Renaming
 from ckptool.remedies import Remedy

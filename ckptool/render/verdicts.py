@@ -24,9 +24,8 @@ from ckptool.words import clean, counted, listed
 
 if TYPE_CHECKING:
     from ckptool.diagnosis import Complaint, Diagnosis
-    from ckptool.inspection.examining import Verdict
     from ckptool.inspection.scan import Scan, Stream
-    from ckptool.inspection.verify import ManifestOutcome
+    from ckptool.inspection.verify import ManifestOutcome, Verdict
 
 _WORDS = {"fails": "error", "misleads": "warning", "note": "note"}
 

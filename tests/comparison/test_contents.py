@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
-from ckptool.inspection.reading import Meter
+from ckptool.core.reading import Meter
 
 
 def test_bytes_done_never_exceed_what_was_expected_and_end_with_all_of_it():

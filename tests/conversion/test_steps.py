@@ -59,7 +59,7 @@ def options_of(words):
     if "map" in given:
         given["map"] = dict(one.split("=") for one in given["map"])
     if "keep" in given:
-        given["keep"] = [(one.split("=") + [None])[:2] for one in given["keep"]]
+        given["keep"] = [[*one.split("="), None][:2] for one in given["keep"]]
         given["keep"] = tuple(map(tuple, given["keep"]))
     if "min_coverage" in given:
         given["min_coverage"] = float(given["min_coverage"])

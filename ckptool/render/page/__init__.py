@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
 from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.values import documented
 from ckptool.files.atomic import atomic_output
-from ckptool.inspection.values import documented
 from ckptool.render.page.document import page
 from ckptool.render.text import size
 from ckptool.words import clean, counted

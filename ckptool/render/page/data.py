@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptool.core.values import shape_text
 from ckptool.inspection.listing import MAX_PARTS
-from ckptool.inspection.values import shape_text
 from ckptool.render.diff import Row, diff_rows
 from ckptool.render.figures import bars
 from ckptool.words import clean

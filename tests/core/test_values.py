@@ -3,7 +3,7 @@
 import math
 
 from ckptool.core.model import DeviceValue, Global, Opaque, OrderedMap, Size
-from ckptool.inspection.values import class_of, json_value, shape_text, summarize
+from ckptool.core.values import class_of, json_value, shape_text, summarize
 from tests.inspection.handmade import floats, tensor
 
 
