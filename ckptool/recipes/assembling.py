@@ -28,8 +28,8 @@ _WIDE, _WORTH = 4 * BLOCK, 256 << 10
 and from how many on that is done: who wants fewer takes a sample."""
 _TILE, _ROWS = 512 << 10, 512
 """Bytes of a tile, and its most elements along the axis of a slice."""
-_LONG = 4096
-"""Bytes of a run that is read right to its place."""
+_LONG, _FAR = 4096, 64 << 10
+"""Bytes of a run that is read right to its place: of a file, of what opens one for each read."""
 
 
 class BoxAxis(NamedTuple):
@@ -251,7 +251,7 @@ def _move(
     is_run = last[1:] == (1, 1)
     outer = axes[:-1] if is_run else axes
     run = last.size * itemsize if is_run else itemsize
-    if run >= _LONG or not outer:
+    if run >= (_LONG if data.source.fd() is not None else _FAR) or not outer:
         into, view = data.source.read_into, memoryview(target)
         for index in product(*(range(axis.size) for axis in outer)):
             moved = list(zip(index, outer, strict=True))
@@ -278,9 +278,10 @@ def _tiles(
     A tile is long along the axis that is best to move along, and along those that are closest in
     the source, which are read at once.
     """
-    best = min(axes, key=_cost)
-    sizes = {best: min(best.size, _ROWS)}
-    room = max(_TILE // itemsize // sizes[best], 1)
+    best, room = min(axes, key=_cost), max(_TILE // itemsize, 1)
+    is_inner = best.step == min(axis.step for axis in axes)
+    sizes = {best: min(best.size, room if is_inner else _ROWS)}
+    room = max(room // sizes[best], 1)
     for axis in sorted(axes, key=lambda one: one.step):
         if axis is not best:
             sizes[axis] = min(axis.size, room)

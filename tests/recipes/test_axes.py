@@ -122,7 +122,14 @@ def saved(tmp_path, state):
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Cut what is moved into pieces that small tensors have several of."""
-    for name, value in {"_WIDE": 96, "_WORTH": 40, "_TILE": 64, "_ROWS": 2, "_LONG": 24}.items():
+    for name, value in {
+        "_WIDE": 96,
+        "_WORTH": 40,
+        "_TILE": 64,
+        "_ROWS": 2,
+        "_LONG": 24,
+        "_FAR": 48,
+    }.items():
         monkeypatch.setattr(assembling, name, value)
 
 
