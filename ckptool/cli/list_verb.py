@@ -7,24 +7,27 @@ from ckptool.cli.options import file_argument, filter_options, flag, screen_opti
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.listing import list_tensors, tree
-from ckptool.render.listing import listing_lines, tree_lines
+from ckptool.render.listing import listing_lines, name_lines, tree_lines
 
 
 @verb(
     "list",
     "ckptool list model.pth",
     "ckptool list model.pth --tree",
+    "ckptool list model.pth --names",
     "ckptool list model.pth --include '*.weight' --json",
     "ckptool list model.pth --fmt markdown",
 )
 @file_argument
 @flag("--tree", "Show modules, repeated layers folded.", "as_tree")
+@flag("--names", "Print only the keys, one a line.")
 @flag("--hash", "Show the SHA-256 of each tensor's content.", "hashed")
 @filter_options
 @screen_options(fmt=True)
 def command(
     file: str,
     as_tree: bool,
+    names: bool,
     hashed: bool,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -36,12 +39,18 @@ def command(
     """
     if screen.fmt and as_tree:
         raise UsageError("--fmt and --tree cannot be combined")
+    others = {"--tree": as_tree, "--hash": hashed, "--fmt": screen.fmt, "--json": screen.as_json}
+    if names and (other := next((one for one, given in others.items() if given), None)):
+        raise UsageError(f"--names and {other} cannot be combined")
     with open_checkpoint(file) as checkpoint, screen.progress() as progress:
         listing = list_tensors(
             checkpoint, include=include, exclude=exclude, hash=hashed, progress=progress
         )
     if not (listing.tensors or listing.values or listing.objects):
         screen.note_none("nothing", include, exclude)
+    if names:
+        print_lines(name_lines(listing))
+        return
     if not as_tree:
         screen.print(listing, listing_lines(listing, screen.look))
         return

@@ -91,6 +91,12 @@ class Diagnosis(Result):
         return all(complaint.severity == "note" for complaint in self.complaints)
 
     @property
+    def first_command(self) -> str | None:
+        """The command to run first: of the plan, or one of the alternatives."""
+        others = (command for one in self.complaints for command in one.alternatives)
+        return next(iter((*self.commands, *others)), None)
+
+    @property
     def would_run(self) -> tuple[str, ...]:
         """The calls that unpickling the file would make, beyond known constructors of data."""
         return next((one.where for one in self.complaints if one.kind == "malicious"), ())
@@ -153,11 +159,23 @@ def doctor(
                 raise
             complaints = tuple(unopened(error, file))
             return Diagnosis(file, None, here, complaints, complaints[0].commands)
-        subject = Subject(checkpoint, key, here, reference)
-        # before all of it is read: the key may name nothing
-        found = [one for check in _CHECKS for one in check(subject)]
-        harm = [] if quick else list(damage(subject, limits, progress))
-        return _assembled(subject, [*harm, *found])
+        return diagnosed(
+            Subject(checkpoint, key, here, reference), quick=quick, progress=progress, limits=limits
+        )
+
+
+def diagnosed(
+    subject: Subject,
+    *,
+    quick: bool = True,
+    progress: Progress | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Diagnosis:
+    """Return the diagnosis of an open checkpoint; `quick`: of its header alone."""
+    # before all of it is read: the key may name nothing
+    found = [one for check in _CHECKS for one in check(subject)]
+    harm = [] if quick else list(damage(subject, limits, progress))
+    return _assembled(subject, [*harm, *found])
 
 
 def _wanted(like: Like) -> ModelTarget:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.sections import Section
@@ -18,7 +19,11 @@ from ckptool.render.text import (
     titled_commands,
     wrapped,
 )
-from ckptool.words import clean, counted, listed
+from ckptool.render.verdicts import verdict_text
+from ckptool.words import clean, counted, listed, shell
+
+if TYPE_CHECKING:
+    from ckptool.diagnosis import Diagnosis
 
 _INDENT = 14
 _MOST_LISTED = 8
@@ -51,6 +56,26 @@ def info_lines(info: Info, look: Look = PLAIN) -> Iterator[str]:
     if look.fmt:
         yield from _sections(info.sections, look)
         return
+    yield from _head(info, look)
+    yield ""
+    yield from _commands(info, look)
+
+
+def overview_lines(info: Info, diagnosis: Diagnosis, look: Look = PLAIN) -> Iterator[str]:
+    """Yield the facts and the sections, the verdict of `doctor` in a line and its first command."""
+    if look.fmt:
+        yield from info_lines(info, look)
+        return
+    yield from _head(info, look)
+    yield ""
+    first = f"{'doctor':<{_INDENT}}{verdict_text(diagnosis)}"
+    yield from wrapped(first, look.width, indent=" " * _INDENT)
+    if diagnosis.complaints:
+        command = diagnosis.first_command or f"ckptool doctor {shell(diagnosis.file)}"
+        yield from command_lines(command, look.width)
+
+
+def _head(info: Info, look: Look) -> Iterator[str]:
     yield look.bold(clean(info.file))
     if info.would_run:
         yield look.alarm(f"{'would run':<{_INDENT}}{listed(info.would_run)}")
@@ -58,8 +83,6 @@ def info_lines(info: Info, look: Look = PLAIN) -> Iterator[str]:
     if info.sections:
         yield ""
         yield from _sections(info.sections, look)
-    yield ""
-    yield from _commands(info, look)
 
 
 def _facts(info: Info, look: Look) -> Iterator[str]:

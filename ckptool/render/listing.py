@@ -25,6 +25,12 @@ def listing_lines(listing: Listing, look: Look = PLAIN) -> Iterator[str]:
     yield from apart(tables if look.fmt else [*tables, [look.bold(totals(listing))]])
 
 
+def name_lines(listing: Listing) -> Iterator[str]:
+    """Yield the key of every tensor, value and object, one a line."""
+    for rows in (listing.tensors, listing.values, listing.objects):
+        yield from (label(row.name, row.path) for row in rows)
+
+
 def listing_line(listing: Listing) -> str:
     """Return the file and the totals in one line."""
     return f"{clean(listing.file)}: {totals(listing)}"

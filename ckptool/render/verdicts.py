@@ -35,12 +35,11 @@ def diagnosis_lines(
 ) -> Iterator[str]:
     """Yield the verdict, the complaints (where and why with `explain`) and what to run."""
     name = clean(diagnosis.file)
+    yield f"{look.bold(name)}: {verdict_text(diagnosis)}"
     if not diagnosis.complaints:
-        yield f"{look.bold(name)}: no problem found for {_loader(diagnosis)} and load_state_dict"
         if explain and (remark := format_of(diagnosis.format or "").remark):
             yield from _fact("why", remark, look)
         return
-    yield f"{look.bold(name)}: {_summary(diagnosis)}"
     if diagnosis.would_run:
         yield look.alarm(clean(f"would run {listed(diagnosis.would_run)}"))
     for number, complaint in enumerate(diagnosis.complaints, start=1):
@@ -50,7 +49,10 @@ def diagnosis_lines(
     yield from ("", *plan) if plan else ()
 
 
-def _summary(diagnosis: Diagnosis) -> str:
+def verdict_text(diagnosis: Diagnosis) -> str:
+    """Return `does not load here: 2 errors, 1 note`, or that it loads."""
+    if not diagnosis.complaints:
+        return f"no problem found for {_loader(diagnosis)} and load_state_dict"
     counts: Counter[str] = Counter(complaint.severity for complaint in diagnosis.complaints)
     text = ", ".join(counted(counts[kind], word) for kind, word in _WORDS.items() if counts[kind])
     if counts["fails"]:

@@ -5,9 +5,10 @@ import shlex
 
 import click
 import pytest
+import torch
 
 from ckptool._version import __version__
-from ckptool.cli.group import ALIASES, VERBS, cli
+from ckptool.cli.group import VERBS, cli
 
 NAMES = [name for verbs in VERBS.values() for name in verbs]
 
@@ -73,9 +74,84 @@ def test_verbs_that_write_share_their_options():
         )
 
 
-def test_an_alias_is_the_verb_itself(ckptool, model):
-    assert ALIASES == {"ls": "list"}
-    assert ckptool("ls", model).out == ckptool("list", model).out
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        (["ls", "FILE"], ["list", "FILE"]),
+        (["keys", "FILE", "--include", "*s"], ["list", "FILE", "--names", "--include", "*s"]),
+        (["cat", "FILE", "epoch"], ["show", "FILE", "epoch"]),
+        (["print", "FILE", "epoch"], ["show", "FILE", "epoch"]),
+        (["inspect", "FILE"], ["info", "FILE"]),
+        (["help", "cast"], ["cast", "--help"]),
+        (["help", "ls"], ["list", "--help"]),
+        (["help"], ["--help"]),
+    ],
+)  # fmt: skip
+def test_a_word_of_another_tool_leads_to_the_verb(ckptool, model, words, same):
+    given, expected = (
+        ckptool(*(model if word == "FILE" else word for word in line)) for line in (words, same)
+    )
+    assert (given.code, given.out, given.err) == (0, expected.out, expected.err)
+    assert given.out
+    assert not {words[0]} & {*NAMES}
+
+
+def test_names_are_the_keys_one_a_line(ckptool, model):
+    rows = ckptool("list", model, "--json").document
+    every = [row["name"] for kind in ("tensors", "values", "objects") for row in rows[kind]]
+    assert ckptool("list", model, "--names").out.splitlines() == every
+    for other in ("--json", "--tree", "--hash", "--fmt=csv"):
+        done = ckptool("list", model, "--names", other)
+        assert (done.code, done.out) == (2, "")
+        assert "--names and --" in done.err
+
+
+def test_a_file_without_a_verb_is_info_with_the_verdict_of_doctor(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"module.a": torch.ones(2), "module.b": torch.ones(2)}, "model.pth")
+    doctor = ckptool("doctor", "--quick", "model.pth")
+    done = ckptool("model.pth")
+    assert (doctor.code, done.code, done.err) == (1, 0, "")
+    verdict = doctor.out.partition("\n")[0].removeprefix("model.pth: ")
+    command = ckptool("doctor", "--quick", "model.pth", "--json").document["commands"][0]
+    facts = ckptool("info", "model.pth").out.partition("\n\n")[0]
+    assert done.out.startswith(facts)
+    assert done.out.endswith(f"\ndoctor        {verdict}\n  {command}\n")
+    document = ckptool("model.pth", "--json").document
+    info = ckptool("info", "model.pth", "--json").document
+    assert document == {**info, "ok": False, "verdict": verdict, "command": command}
+    torch.save({"a": torch.ones(2)}, "well.pth")
+    assert ckptool("well.pth").out.endswith("\ndoctor        " + ckptool(
+        "doctor", "--quick", "well.pth").out.removeprefix("well.pth: "))  # fmt: skip
+
+
+def test_a_verb_wins_over_a_file_of_that_name(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a": torch.ones(2)}, "list")
+    assert "Missing argument" in ckptool("list").err
+    torch.save({"a": torch.ones(2)}, "weights")
+    assert ckptool("weights").out.startswith("weights\nformat ")
+    for word in ("gone.pth", "runs/gone", "./list2"):
+        done = ckptool(word)
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith(f"ckptool: {word}: no such file\n")
+
+
+@pytest.mark.parametrize(
+    ("word", "verb"),
+    [
+        ("fix", "doctor"), ("compare", "diff"), ("view", "show"), ("to_safetensors", "convert"),
+        ("merge", "merge-lora"), ("fp16", "cast"), ("Quantize", "cast"), ("unwrap", "strip-module"),
+        ("conv", "convert"), ("lst", "list"), ("doctr", "doctor"), ("checksum", "verify"),
+        ("summary", "info"), ("remove", "extract"), ("qqqq", None), ("x", None),
+    ],
+)  # fmt: skip
+def test_an_unknown_verb_proposes_the_nearest_by_meaning(ckptool, word, verb):
+    done = ckptool(word)
+    assert (done.code, done.out) == (2, "")
+    tail = f"did you mean {verb!r}?" if verb else "'ckptool --help' lists the commands"
+    assert done.err.startswith(f"ckptool: unknown command {word!r}: {tail}\n")
+    assert sum(name in done.err.split() for name in NAMES) <= 1
 
 
 def test_options_that_do_not_exist(ckptool, tmp_path, monkeypatch):

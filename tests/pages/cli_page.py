@@ -31,7 +31,10 @@ what `--json` prints.
 
 {table}
 
-Aliases: {aliases}. Every command takes `-h` and `--help`.
+`ckptool FILE`, without a command, prints `info` with the verdict of `doctor --quick` and its first
+command, and exits with 0. A command wins over a file of its name.
+
+Aliases: {aliases}; `help VERB` for `VERB --help`. Every command takes `-h` and `--help`.
 
 | exit code | |
 |---|---|
@@ -80,7 +83,7 @@ def page() -> str:
     ]
     head = HEAD.format(
         table="\n".join(["| command | |", "|---|---|", *rows]),
-        aliases=", ".join(f"`{alias}` for `{name}`" for alias, name in ALIASES.items()),
+        aliases=", ".join(f"`{one}` for `{' '.join(words)}`" for one, words in ALIASES.items()),
         completion="\n".join(
             f"{line}  # {shell}: {where}" for shell, (line, where) in COMPLETION.items()
         ),

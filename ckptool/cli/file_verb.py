@@ -1,0 +1,47 @@
+"""`ckptool FILE`, without a verb."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ckptool.cli.console import Screen
+from ckptool.cli.options import file_argument, screen_options, verb
+from ckptool.diagnosis.complaint import Subject
+from ckptool.diagnosis.contents import devices_here
+from ckptool.diagnosis.diagnose import Diagnosis, diagnosed
+from ckptool.formats import open_checkpoint
+from ckptool.inspection.info import Info, info
+from ckptool.render.info import overview_lines
+from ckptool.render.verdicts import verdict_text
+
+
+@dataclass(frozen=True, slots=True)
+class _Overview:
+    """The document of `ckptool info`, with the verdict of `ckptool doctor --quick`."""
+
+    info: Info
+    diagnosis: Diagnosis
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document `ckptool.info/1` with three more keys."""
+        return {
+            **self.info.to_dict(),
+            "ok": self.diagnosis.ok,
+            "verdict": verdict_text(self.diagnosis),
+            "command": self.diagnosis.first_command,
+        }
+
+
+@verb("info", "ckptool model.pth")  # hints then name a verb that exists
+@file_argument
+@screen_options(fmt=True)
+def command(file: str, screen: Screen) -> None:
+    """Summarize a checkpoint, with the verdict of doctor --quick and its first command.
+
+    ckptool info and ckptool doctor show more.
+    """
+    with open_checkpoint(file) as checkpoint:
+        summary = info(checkpoint)
+        found = diagnosed(Subject(checkpoint.settled(), None, devices_here()))
+    screen.print(_Overview(summary, found), overview_lines(summary, found, screen.look))
