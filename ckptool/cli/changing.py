@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptool.cli.console import WORDS, Screen, in_words, settle
+from ckptool.cli.console import WORDS, Screen, in_words, set_exit_code
 from ckptool.cli.options import OutputOptions
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError
@@ -151,7 +151,7 @@ def divided(work: Callable[[], object], workers: int | None) -> None:
     else:
         from ckptool.trainer.launching import launch
 
-        settle(launch(click.get_current_context().meta[WORDS], nproc=workers or 1))
+        set_exit_code(launch(click.get_current_context().meta[WORDS], nproc=workers or 1))
 
 
 def group_of() -> WriterGroup | None:

@@ -179,7 +179,7 @@ def _named() -> Iterator[None]:
         raise OSError(error.errno, error.strerror, "standard output") from error
 
 
-def settle(code: int) -> None:
+def set_exit_code(code: int) -> None:
     """Set the exit code before anything is printed, because a reader may close the pipe."""
     click.get_current_context().meta[EXIT_CODE] = code
 
@@ -332,17 +332,17 @@ def _warnings_told() -> Iterator[None]:
 
 def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    settled: dict[str, Any] = {}  # has the exit code as soon as a verb knows it
+    with_late_values: dict[str, Any] = {}  # has the exit code as soon as a verb knows it
     try:
         if "_CKPTOOL_COMPLETE" in os.environ:
             cli.main(words, prog_name="ckptool")
         try:
             with cli.make_context("ckptool", list(words)) as context:
-                settled = context.meta
-                settled[WORDS] = words
+                with_late_values = context.meta
+                with_late_values[WORDS] = words
                 cli.invoke(context)
         except click.exceptions.Exit as exit_:
-            settled[EXIT_CODE] = exit_.exit_code
+            with_late_values[EXIT_CODE] = exit_.exit_code
         flush()
     except BrokenPipeError:
         _forget_stdout()
@@ -355,7 +355,7 @@ def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
             if not interrupts.came:
                 _report(error)
         return ERROR
-    return int(settled.get(EXIT_CODE, 0))
+    return int(with_late_values.get(EXIT_CODE, 0))
 
 
 def _report(error: BaseException) -> None:

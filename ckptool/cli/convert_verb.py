@@ -10,7 +10,7 @@ import click
 
 from ckptool.cli.changing import divided, workers_option, write_changed
 from ckptool.cli.computing_verbs import parsed_keep
-from ckptool.cli.console import settle
+from ckptool.cli.console import set_exit_code
 from ckptool.cli.like import Allowing, allowance_options, in_options, referred
 from ckptool.cli.options import (
     PATH,
@@ -202,6 +202,6 @@ def command(
             beside=files[1:],
         )
         if any(one.kind == "salvage" and one.count for one in receipt.changes):
-            settle(1)
+            set_exit_code(1)
 
     divided(write, workers)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ckptool.cli.console import Screen, settle
+from ckptool.cli.console import Screen, set_exit_code
 from ckptool.cli.options import PATH, flag, screen_options, verb
 from ckptool.cli.renaming import RulesInOrder, rename_options
 from ckptool.comparison.diff import diff
@@ -84,7 +84,7 @@ def command(
         raise UsageError(f"{' and '.join(given)} cannot be combined")
     with _opened(a) as one, _opened(b) as other, screen.progress() as progress:
         found = diff(one, other, rename=rules, progress=progress, **how)
-    settle(0 if found.identical else 1)
+    set_exit_code(0 if found.identical else 1)
     look = screen.look
     if (name_status or screen.fmt) and not screen.as_json:
         screen.say(note_lines(found, look))  # a program reads stdout

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ckptool.cli.console import Screen, settle
+from ckptool.cli.console import Screen, set_exit_code
 from ckptool.cli.like import referred
 from ckptool.cli.options import PATH, file_argument, flag, screen_options, verb
 from ckptool.diagnosis import doctor
@@ -48,5 +48,5 @@ def command(file: str, like: str | None, explain: bool, screen: Screen, **how: A
     reference = None if like is None else referred(like)
     with screen.progress() as progress:
         found = doctor(file, like=reference, named=like or "", progress=progress, **how)
-    settle(0 if found.ok else 1)
+    set_exit_code(0 if found.ok else 1)
     screen.print(found, diagnosis_lines(found, screen.look, explain=explain))

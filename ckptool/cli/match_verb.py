@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ckptool.cli.console import Screen, print_document, print_lines, settle
+from ckptool.cli.console import Screen, print_document, print_lines, set_exit_code
 from ckptool.cli.like import Allowing, allowance_options, referred
 from ckptool.cli.options import PATH, file_argument, flag, screen_options, verb
 from ckptool.cli.renaming import RulesInOrder, rename_options
@@ -92,7 +92,7 @@ def command(
     report = plan.report
     globs = {name.removeprefix("allow_"): given for name, given in allowed.items()}
     judgement = Allowance(min_coverage=min_coverage, **globs).judged(report)
-    settle(0 if judgement.accepted else 1)
+    set_exit_code(0 if judgement.accepted else 1)
     if screen.as_json:
         print_document({**report.to_dict(), **_document(judgement)})
         return

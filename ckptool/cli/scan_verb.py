@@ -10,7 +10,7 @@ from ckptool.cli.console import (
     files_document,
     print_document,
     print_lines,
-    settle,
+    set_exit_code,
 )
 from ckptool.cli.options import PATH, flag, screen_options, verb
 from ckptool.errors import CheckpointError
@@ -60,7 +60,7 @@ def command(paths: tuple[str, ...], strict: bool, screen: Screen) -> None:
                 print_lines(scan_lines(found, screen.look))
                 screen.say(f"note: {clean(found.file)}: {clean(note)}" for note in found.notes)
     fine = all(one.ok(strict=strict) for one in results)
-    settle(2 if errors else int(not fine))
+    set_exit_code(2 if errors else int(not fine))
     if screen.as_json:
         print_document(files_document("ckptool.scan/1", results, errors, ok=fine and not errors))
     elif len(files) > 1:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from ckptool.cli.console import WORDS, Screen, flush, in_words, print_document, print_lines, settle
+from ckptool.cli.console import (
+    WORDS,
+    Screen,
+    flush,
+    in_words,
+    print_document,
+    print_lines,
+    set_exit_code,
+)
 from ckptool.cli.options import Listed, Sectioned, flag, screen_options, verb
 from ckptool.errors import UsageError
 from ckptool.render.training import (
@@ -258,7 +266,7 @@ def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
     data_of(config)
     if config.strategy != "parameter-server":  # a worker has batches of its own
         require_shared(config.batch_size, nproc or 1)
-    settle(launch(click.get_current_context().meta[WORDS], nproc=nproc or 1, port=port))
+    set_exit_code(launch(click.get_current_context().meta[WORDS], nproc=nproc or 1, port=port))
 
 
 def _train(config: TrainConfig, screen: Screen) -> None:
@@ -268,7 +276,7 @@ def _train(config: TrainConfig, screen: Screen) -> None:
     teller = Teller(config, screen, rank=rank())
     result = Trainer(config, observer=teller).fit()
     if result.stopped is not None:
-        settle(128 + result.stopped)
+        set_exit_code(128 + result.stopped)
     if screen.as_json and not rank():
         best = result.best if math.isfinite(result.best) else None  # before the first epoch's end
         told = {**teller.document(), **result.to_dict(), "best": best, "gpus": seen_as()}

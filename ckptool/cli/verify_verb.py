@@ -12,7 +12,7 @@ from ckptool.cli.console import (
     files_document,
     print_document,
     print_lines,
-    settle,
+    set_exit_code,
 )
 from ckptool.cli.options import PATH, flag, screen_options, verb
 from ckptool.errors import CheckpointError
@@ -51,7 +51,7 @@ def command(paths: tuple[str, ...], screen: Screen, **how: Any) -> None:
         for found in verifier.each(paths):
             results.append(found)
             code = 2 if isinstance(found, CheckpointError) else code or int(not found.ok)
-            settle(code)
+            set_exit_code(code)
             progress.wipe()
             if isinstance(found, CheckpointError):
                 complain(found.sentence, found.hint)
@@ -63,7 +63,7 @@ def command(paths: tuple[str, ...], screen: Screen, **how: Any) -> None:
     gone = []  # tensors that only the manifest has
     if outcome is not None and outcome.problems:
         gone = [Verdict(outcome.file, problems=outcome.problems)]
-    settle(code or len(gone))
+    set_exit_code(code or len(gone))
     verdicts = [found for found in results if isinstance(found, Verdict)]
     errors = [found for found in results if isinstance(found, CheckpointError)]
     if screen.as_json:

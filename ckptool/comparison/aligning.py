@@ -64,7 +64,7 @@ class _SideNames:
     rules: AppliedRules = field(default_factory=lambda: AppliedRules(()))
     _namings: list[tuple[frozenset[str], _Names]] = field(default_factory=list)
 
-    def settle(self, part: Section, stripped: Renamed) -> _Names:
+    def resolve_names(self, part: Section, stripped: Renamed) -> _Names:
         """Return a model's names as they are compared, remembered for the optimizers.
 
         Raises:
@@ -75,16 +75,20 @@ class _SideNames:
         hint = RULES_HINT if self.rules.rules else STRICT_HINT
         where = printable(part.name) or "the root"
         check_collisions(part.node, renamed, file=self.file or None, place=where, hint=hint)
-        settled = _Names(stripped, renamed)
-        self._namings.append((frozenset(names), settled))
-        return settled
+        with_late_values = _Names(stripped, renamed)
+        self._namings.append((frozenset(names), with_late_values))
+        return with_late_values
 
     def optimizer(self, part: Section) -> _Names:
         """Return an optimizer's names as they are compared: as those of its model."""
         own = optimizer_names(part.node)
-        shown = followed(own, [(names, settled.shown) for names, settled in self._namings])
+        shown = followed(
+            own, [(names, with_late_values.shown) for names, with_late_values in self._namings]
+        )
         if shown:
-            namings = [(names, settled.compared) for names, settled in self._namings]
+            namings = [
+                (names, with_late_values.compared) for names, with_late_values in self._namings
+            ]
             return _Names(shown, followed(own, namings))
         stripped = self.strip(own)
         return _Names(stripped, self._ruled(own, stripped))
@@ -271,20 +275,22 @@ class _Alignment:
         self, couples: list[Couple], parts_a: list[Section], parts_b: list[Section], taken: set[int]
     ) -> dict[int, _Names]:
         """Return how the names of every section change, by the section's identity."""
-        settled: dict[int, _Names] = {}
+        with_late_values: dict[int, _Names] = {}
         for one, other in couples:
             if one.kind in MODEL_KINDS:
                 stripped = self._stripped(one, other)
-                settled[id(one)] = self.names_a.settle(one, stripped[0])
-                settled[id(other)] = self.names_b.settle(other, stripped[1])
+                with_late_values[id(one)] = self.names_a.resolve_names(one, stripped[0])
+                with_late_values[id(other)] = self.names_b.resolve_names(other, stripped[1])
         for side, parts in ((self.names_a, parts_a), (self.names_b, parts_b)):
             for part in parts:
                 if part.kind in MODEL_KINDS and id(part) not in taken:
-                    settled[id(part)] = side.settle(part, side.strip(wrapped_names(part.node)))
+                    with_late_values[id(part)] = side.resolve_names(
+                        part, side.strip(wrapped_names(part.node))
+                    )
             for part in parts:
                 if part.kind == "optimizer":
-                    settled[id(part)] = side.optimizer(part)
-        return settled
+                    with_late_values[id(part)] = side.optimizer(part)
+        return with_late_values
 
     def _stripped(self, one: Section, other: Section) -> tuple[Renamed, Renamed]:
         """Take wrappers off both, unless more names agree where one or both stay as they are.

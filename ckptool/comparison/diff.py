@@ -293,7 +293,7 @@ def diff(
         limits=limits,
     )  # fmt: skip
     with opened(a) as one, opened(b) as other:
-        one, other = one.settled(), other.settled()
+        one, other = one.with_late_values(), other.with_late_values()
         aligned = align(one, other, strict_names=strict_names, rules=made, key=key)
         run = _Comparison(aligned, contents, meter, structure, quick, strict, ignore_dtype, limits)
         if progress is not None and not (structure or quick):

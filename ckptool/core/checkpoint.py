@@ -170,7 +170,7 @@ class Checkpoint(Result):
         """Yield the keys of the root."""
         return iter(self.root if isinstance(self.root, Mapping) else ())
 
-    def settled(self) -> Checkpoint:
+    def with_late_values(self) -> Checkpoint:
         """Return the checkpoint with all its values read, as far as they lie in other files.
 
         Raises:
@@ -179,9 +179,9 @@ class Checkpoint(Result):
         if not self.details.late:
             return self
         from ckptool.core.sections import with_numbers
-        from ckptool.core.tree import settled
+        from ckptool.core.tree import with_late_values
 
-        root = with_numbers(settled(self.root))
+        root = with_numbers(with_late_values(self.root))
         original = root if self.original is self.root else self.original
         details = replace(self.details, late=False)
         return replace(self, root=root, original=original, details=details)

@@ -262,7 +262,7 @@ class _Rebuilder:
         return node if type(node) in _UNTREATED else self.done[id(node)]
 
 
-def settled(root: Any) -> Any:
+def with_late_values(root: Any) -> Any:
     """Return the tree with each value that lies in a file of its own read.
 
     Raises:

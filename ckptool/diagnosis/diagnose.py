@@ -153,7 +153,9 @@ def doctor(
                 like = stack.enter_context(open_checkpoint(like, limits=limits))
             reference = Reference(like, named, _wanted(like))
         try:
-            checkpoint = stack.enter_context(open_checkpoint(file, limits=limits)).settled()
+            checkpoint = stack.enter_context(
+                open_checkpoint(file, limits=limits)
+            ).with_late_values()
         except CheckpointError as error:
             if not is_finding(error, file):
                 raise

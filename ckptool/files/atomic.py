@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from io import FileIO
 
 from ckptool.errors import FileBusy, TargetExists, UsageError, WriteDenied, WriteError, warn
-from ckptool.files.beside import beside, journal_path
 from ckptool.files.journal import (
     hold_edit_lock,
     missing_folders,
@@ -21,7 +20,7 @@ from ckptool.files.journal import (
     remove,
     remove_unfinished,
 )
-from ckptool.files.recovery import settle
+from ckptool.files.recovery import recover_before_writing
 from ckptool.files.renames import (
     FINISHED,
     PART,
@@ -48,6 +47,7 @@ from ckptool.files.system import (
     worded,
     write_at,
 )
+from ckptool.files.temporary import journal_path, temporary_name
 from ckptool.remedies import Remedy
 
 STEP = 64 << 20
@@ -177,8 +177,8 @@ class FileOutput:
 
 
 def _found_beside(target: str, ending: str) -> list[str]:
-    """Return the files beside `target` whose names `beside` gives with such an ending."""
-    folder, beginning = os.path.split(beside(target, ""))
+    """Return the files beside `target` whose names `temporary_name` gives with such an ending."""
+    folder, beginning = os.path.split(temporary_name(target, ""))
     pattern = re.compile(re.escape(beginning) + ending)
     found: list[str] = []
     with suppress(OSError):  # a folder that we may write to, and not list
@@ -261,7 +261,7 @@ def atomic_output(
     target = os.path.realpath(path)
     with worded(os.fspath(path)):
         old = refuse_target(path, overwrite=overwrite)
-        settle(target)
+        recover_before_writing(target)
         with hold_edit_lock(target), _folder_of(target) as folder:
             _remove_debris(target)
             check_space(folder, (size or 0) - (shared.length if shared else 0))
@@ -331,7 +331,7 @@ def _remove_debris(target: str, own: str = "") -> None:
 def _temporary_file(target: str, mode: int | None) -> Iterator[FileIO]:
     """Give a new file beside the target, open and locked; remove it if the block fails."""
     while True:
-        temporary = beside(target, f".ckptool-{secrets.token_hex(6)}.tmp")
+        temporary = temporary_name(target, f".ckptool-{secrets.token_hex(6)}.tmp")
         try:
             with open(temporary, "xb", buffering=0, opener=private(mode)) as file:
                 lock(file.fileno())
@@ -445,7 +445,7 @@ def begun_set(
         for part in parts:
             part.old = refuse_target(part.path, overwrite=overwrite)
             if part.target != target:
-                settle(part.target)
+                recover_before_writing(part.target)
         if is_locked:
             remove_unfinished(target)
             for found in _found_beside(target, PART):
@@ -509,7 +509,7 @@ def parts_of(target: str, sizes: Mapping[str, int], mode: int | None) -> list[Pe
     """Return the files, which lie in one folder, the index last."""
     token, parts = secrets.token_hex(6), []
     for number, (path, size) in enumerate(sizes.items(), 1):
-        temporary = beside(target, f".ckptool-{token}-{number:05}.part")
+        temporary = temporary_name(target, f".ckptool-{token}-{number:05}.part")
         part = PendingFile(path, os.path.realpath(path), temporary, size, mode)
         if os.path.dirname(part.target) != os.path.dirname(target):
             raise UsageError(

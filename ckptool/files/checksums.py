@@ -32,7 +32,7 @@ class Checked:
         self._lock = Lock()
 
     @property
-    def is_settled(self) -> bool:
+    def is_known(self) -> bool:
         """Whether nothing is left to check."""
         return self._expected is None
 

@@ -31,7 +31,7 @@ def atomic_folder(
     """Make a hidden folder to write into, which gets the name `path` when the block ends well.
 
     An error leaves the folder that has the name now. A kill between the two renames of a folder
-    that is replaced leaves none: `settle_folders` finishes.
+    that is replaced leaves none: `recover_folders` finishes.
 
     Args:
         path: The folder; one that is there is replaced.
@@ -50,7 +50,7 @@ def atomic_folder(
     try:
         yield new
     except CheckpointError:
-        if own == 0:  # what cannot be removed is by `settle_folders`
+        if own == 0:  # what cannot be removed is by `recover_folders`
             shutil.rmtree(new, ignore_errors=True)
         raise
     first(lambda: _take_place(path, new))
@@ -68,7 +68,7 @@ def remove_folder(path: str) -> None:
     shutil.rmtree(gone)
 
 
-def settle_folders(folder: str, names: re.Pattern[str], last: str) -> None:
+def recover_folders(folder: str, names: re.Pattern[str], last: str) -> None:
     """Finish what a kill interrupted while folders of these names were written in `folder`.
 
     Raises:

@@ -19,7 +19,6 @@ from ckptool.errors import (
     FileMissing,
     WriteError,
 )
-from ckptool.files.beside import UNFINISHED, journal_path
 from ckptool.files.source import ByteRange, FileSource, open_descriptor
 from ckptool.files.system import (
     boot_id,
@@ -33,6 +32,7 @@ from ckptool.files.system import (
     worded,
     write_at,
 )
+from ckptool.files.temporary import UNFINISHED, journal_path
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.words import shell
 
@@ -219,7 +219,7 @@ def hold_edit_lock(path: str) -> Iterator[None]:
 
     Raises:
         FileBusy: another process is editing it, or about to replace it.
-        WriteError: an edit of it was cut short, since it was settled.
+        WriteError: an edit of it was cut short, since it was recovered.
     """
     with ExitStack() as stack:
         if os.name == "posix":

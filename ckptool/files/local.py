@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from ckptool.errors import FileMissing
-from ckptool.files.beside import has_journal
 from ckptool.files.source import FileSource, FolderFile, Progress, Shared, Source
+from ckptool.files.temporary import has_journal
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import Outputs

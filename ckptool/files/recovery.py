@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from ckptool._lazy import Result
 from ckptool.errors import FileBusy, FileMissing, UsageError, WriteError, warn
-from ckptool.files.beside import has_journal
 from ckptool.files.editing import KIND, Edit, EditState
 from ckptool.files.journal import exclusive, read_journal, remove_journal, remove_unfinished
 from ckptool.files.renames import FINISHED, recover_set
 from ckptool.files.source import FileSource
 from ckptool.files.system import worded
+from ckptool.files.temporary import has_journal
 from ckptool.words import shell
 
 _Got = TypeVar("_Got")
@@ -77,7 +77,7 @@ def open_recovered(path: str) -> FileSource:
         return FileSource(path)
 
 
-def settle(path: str | os.PathLike[str]) -> None:
+def recover_before_writing(path: str | os.PathLike[str]) -> None:
     """Set right what a killed edit left of a file that is about to be replaced.
 
     Raises:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptool.errors import CheckpointError, FileBusy, WriteDenied
-from ckptool.files.beside import beside
 from ckptool.files.journal import (
     LOCK,
     Journal,
@@ -22,6 +21,7 @@ from ckptool.files.journal import (
     write_journal,
 )
 from ckptool.files.system import allow_open_files, sync_folder, who
+from ckptool.files.temporary import temporary_name
 from ckptool.words import shell
 
 KIND = "set"
@@ -54,7 +54,7 @@ class PendingRename:
             ValueError, KeyError, TypeError, OverflowError: it says nothing of that kind.
         """
         temporary, name, old = str(facts["temporary"]), str(facts["name"]), facts["replaces"]
-        beginning = os.path.basename(beside(target, ""))
+        beginning = os.path.basename(temporary_name(target, ""))
         if not re.fullmatch(re.escape(beginning) + PART, temporary):
             raise ValueError("a file that is not ours to rename")
         if os.path.basename(name) != name or name in ("", os.curdir, os.pardir) or "\0" in name:
@@ -178,7 +178,7 @@ def recover_set(path: str | os.PathLike[str], journal: Journal) -> None:
     """Finish the write of a set that was cut short when its files were being renamed.
 
     `journal` is what `read_journal` gave for the index at `path`; nothing is done where it has
-    been settled by another process meanwhile.
+    been recovered by another process meanwhile.
 
     Raises:
         FileBusy: another process is writing the set, and alive.
@@ -208,7 +208,7 @@ def only_writer(target: str, path: str) -> AbstractContextManager[bool]:
     It is on a file of its own, since the index may not be there yet, and is another one afterwards.
     """
     return lock_file(
-        beside(target, LOCK),
+        temporary_name(target, LOCK),
         lambda pid: FileBusy(
             f"is being written, with its files, by {who(pid)}",
             file=path,

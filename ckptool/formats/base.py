@@ -201,7 +201,7 @@ class Probe:
             FileMissing: there is no such file or folder, or no name that matches.
             FileDenied: the system refuses it.
             FileBusy: another process is editing it.
-            CorruptFile: the journal of an edit lies beside it that cannot be settled.
+            CorruptFile: the journal of an edit lies beside it that cannot be carried out.
         """
         self.limits, self.salvages = limits, salvages
         self.place = place_of(path)

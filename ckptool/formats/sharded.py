@@ -15,10 +15,10 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import OrderedMap, TensorRef, find_tensors
 from ckptool.errors import CheckpointError, CorruptFile, FileBusy, FileMissing, UnsupportedFormat
 from ckptool.files import FileSource, Source
-from ckptool.files.beside import has_journal, journalled
 from ckptool.files.journal import leads_to
 from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
+from ckptool.files.temporary import has_journal, journalled
 from ckptool.formats import identify
 from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, of_files
 from ckptool.formats.identify import Identification

@@ -178,7 +178,7 @@ def list_tensors(
     objects: list[tuple[Path, Any]] = []
     with opened(source) as checkpoint:
         if hash:  # which reads it all
-            checkpoint = checkpoint.settled()
+            checkpoint = checkpoint.with_late_values()
         for path, leaf in walk(checkpoint.root, limits):
             if (globs or unless) and not selected(path, globs, unless):
                 continue

@@ -15,7 +15,7 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Opaque, Path, TensorRef
 from ckptool.core.modules import model_state
 from ckptool.core.reading import Meter, RepeatedBytes
-from ckptool.core.tree import name_of, resolve, settled
+from ckptool.core.tree import name_of, resolve, with_late_values
 from ckptool.core.values import (
     class_of,
     documented,
@@ -131,7 +131,7 @@ def show(
         LimitExceeded: the strides of a tensor repeat more bytes than `limits` allows.
     """
     path, node = _attribute(checkpoint, str(name)) or resolve(checkpoint, name)
-    node = settled(node)
+    node = with_late_values(node)
     place = (without_query(checkpoint.path), json_path(path), name_of(path))
     if isinstance(node, TensorRef):
         return _tensor(place[0], path, node, count, progress, limits)

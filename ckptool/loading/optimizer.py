@@ -32,7 +32,7 @@ from ckptool.core.sections import MODEL_KINDS, Section, is_optimizer, optimizer_
 from ckptool.core.tree import everything, name_of, resolve, walk
 from ckptool.errors import MatchError, UsageError
 from ckptool.loading.fill import check_bytes, check_pickles
-from ckptool.loading.plan import LoadPlan, inert
+from ckptool.loading.plan import LoadPlan, opaque_kind
 from ckptool.loading.positions import doubt_of, parameters_in
 from ckptool.loading.ranks import is_spread, spread_like, without_hidden
 from ckptool.loading.snapshot import layers
@@ -486,7 +486,7 @@ def _check_state(saved: _Saved, wanted: _Wanted, kept: Mapping[int, Any]) -> Non
                 f"the parameter {list(mine)}"
             )
         for path, leaf in walk(held):
-            what = inert(leaf)
+            what = opaque_kind(leaf)
             if isinstance(leaf, TensorRef) and is_one_part(leaf):
                 what = "the part that one rank had of a tensor"
             elif is_spread(parameter) and getattr(leaf, "shape", ()) not in ((), mine):
@@ -499,7 +499,7 @@ def _check_state(saved: _Saved, wanted: _Wanted, kept: Mapping[int, Any]) -> Non
 def _objects(saved: _Saved) -> Iterator[str]:
     """Yield which options stay as they are because the file has objects of classes there."""
     for number, group in enumerate(saved.options):
-        objects = [str(key) for key, node in group.items() if inert(node)]
+        objects = [str(key) for key, node in group.items() if opaque_kind(node)]
         if objects:
             yield f"group {number} keeps its own {listed(objects)}: the file has objects there"
 
@@ -572,7 +572,7 @@ class _Maker(NamedTuple):
 
     def _made_of(self, nodes: Mapping[Any, Any]) -> dict[Any, Any]:
         """Make what can be made: objects of classes stay as the optimizer has them."""
-        return {key: self._here(node) for key, node in nodes.items() if not inert(node)}
+        return {key: self._here(node) for key, node in nodes.items() if not opaque_kind(node)}
 
     def _here(self, node: Any) -> Any:
         """Make a node; its tensors are not the caller's own, because steps change them."""

@@ -35,7 +35,7 @@ from ckptool.words import listed, printable
 if TYPE_CHECKING:
     import torch
 
-_UNMADE = "which is not made from a file"
+_NOT_MADE = "which is not made from a file"
 
 
 @uncollected()
@@ -159,9 +159,11 @@ class LoadPlan(NamedTuple):
         if self.unfilled:
             report = replace(report, loaded=report.parameters, fitting=report.names)
         refusal = allowance.refusal(report)
-        unmade = [f"{printable(n)}: {why}" for n, why in report.left_out if why.endswith(_UNMADE)]
-        if refusal is not None and unmade:
-            refusal.message += f"\n{listed(unmade, most=2)}"
+        not_made = [
+            f"{printable(n)}: {why}" for n, why in report.left_out if why.endswith(_NOT_MADE)
+        ]
+        if refusal is not None and not_made:
+            refusal.message += f"\n{listed(not_made, most=2)}"
         return refusal
 
 
@@ -209,7 +211,7 @@ def planned(
         state.lay_out(found.report.layouts)
     plan = LoadPlan(found.pairs, {}, found.report, found)
     if not as_stored:
-        plan = _without_unmade(plan, state, target)
+        plan = _without_objects(plan, state, target)
     if target.custom:
         plan = _left_to_torch(plan, state, target)
     report, pairs = plan.report, plan.pairs
@@ -231,7 +233,7 @@ def planned(
     return plan._replace(report=report)
 
 
-def _without_unmade(plan: LoadPlan, state: StateDict, target: ModelTarget) -> LoadPlan:
+def _without_objects(plan: LoadPlan, state: StateDict, target: ModelTarget) -> LoadPlan:
     """Leave out entries that no model can be given: objects, and parameters without elements.
 
     An extra state with an object of a pickle inside would reach the model as something else.
@@ -240,7 +242,7 @@ def _without_unmade(plan: LoadPlan, state: StateDict, target: ModelTarget) -> Lo
     found = {
         name: why
         for name, own in plan.pairs.items()
-        if (why := _unmade(state, own, is_extra=target.slots[name].kind == "extra"))
+        if (why := _made_nodes(state, own, is_extra=target.slots[name].kind == "extra"))
     }
     if not found:
         return plan
@@ -254,16 +256,16 @@ def _without_unmade(plan: LoadPlan, state: StateDict, target: ModelTarget) -> Lo
     return plan._replace(pairs=pairs, report=report)
 
 
-def _unmade(state: StateDict, own: str, *, is_extra: bool) -> str:
+def _made_nodes(state: StateDict, own: str, *, is_extra: bool) -> str:
     """Return why nothing can be made of an entry; empty: it can."""
     node = state.root[own]
     if type(node) is TensorRef and state.slots[own].shape is not None and not is_extra:
         return ""  # as most of many names
-    what = inert(node) if is_extra else "a lazy parameter without elements"
-    return f"holds {what}, {_UNMADE}" if what else ""
+    what = opaque_kind(node) if is_extra else "a lazy parameter without elements"
+    return f"holds {what}, {_NOT_MADE}" if what else ""
 
 
-def inert(node: Any) -> str:
+def opaque_kind(node: Any) -> str:
     """Return the first value inside that is not made as it was saved, in words; empty: none.
 
     Objects of classes stay inert, and arrays of numpy become tensors.

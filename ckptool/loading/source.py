@@ -200,7 +200,7 @@ def stated(
     if isinstance(source, (str, os.PathLike, Checkpoint)):
         with opened_and_told(source) as checkpoint:
             if with_values:
-                checkpoint = checkpoint.settled()
+                checkpoint = checkpoint.with_late_values()
             section = _chosen(checkpoint, key, wanted)
             if section.unread:
                 warn(f"{checkpoint.path}: the state dict is read without {listed(section.unread)}")

@@ -88,7 +88,7 @@ def relayout(
         NameCollision: two tensors get one key.
         NotRepresentable: a tensor has no plain elements, or is quantized.
     """
-    checkpoint, file = checkpoint.settled(), checkpoint.path
+    checkpoint, file = checkpoint.with_late_values(), checkpoint.path
     if unknown := sorted(params.keys() - recipe.words):
         text = f"the recipe {printable(recipe.name)} has no parameter {listed(unknown)}"
         raise UsageError(text, hint=f"it has {listed(sorted(filter(None, recipe.words)), 20)}")

@@ -189,7 +189,7 @@ class _Run:
         size = BY_NAME[self._caster.target].itemsize
         # A chunk fits the processor's cache, so that its CRC-32 costs no second read from memory;
         # the source's checksum is compared here because nobody else reads its bytes.
-        checked = self._checked.is_settled
+        checked = self._checked.is_known
         kernel, crc, begin, last = self._caster.kernel, 0, None, 0
         for start, last, room, skipped in chunks(offset, buffer, size, self._size):
             begin = start if begin is None else begin

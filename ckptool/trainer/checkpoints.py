@@ -19,7 +19,7 @@ from torch import nn
 import ckptool
 from ckptool.errors import CheckpointError, MatchError, NotFound, TargetExists, TrainingError
 from ckptool.files.atomic import atomic_output
-from ckptool.files.folders import remove_folder, settle_folders
+from ckptool.files.folders import recover_folders, remove_folder
 from ckptool.files.journal import occupied
 from ckptool.files.system import worded
 from ckptool.trainer import sharded
@@ -131,7 +131,7 @@ def one_run_in(folder: str) -> Iterator[None]:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise TargetExists("is a file, not a folder", file=folder, hint="--out names a folder")
     with occupied(folder):
-        settle_folders(folder, _NAME, sharded.VALUES)
+        recover_folders(folder, _NAME, sharded.VALUES)
         yield
 
 

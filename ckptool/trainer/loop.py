@@ -62,13 +62,13 @@ class Loop:
                     self._count(results)
                     signal, is_due = self._asked(step, results)
                     if signal is not None or is_due:
-                        self._count(strategy.settled())
+                        self._count(strategy.finished_steps())
                     if signal is not None:
                         checkpoints.write("last", progress)
                         return signal
                     if is_due:
                         checkpoints.numbered(progress)
-                self._count(strategy.settled())
+                self._count(strategy.finished_steps())
                 if progress.position == self._batches.steps:
                     self._end_epoch()  # validation, figures, checkpoints
             if progress.position:

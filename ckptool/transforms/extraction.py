@@ -58,7 +58,7 @@ class _Entry:
     kept: bool = False
     """Whether a tensor in it is chosen."""
     reduced: bool = False
-    torn: bool = False
+    is_partly_kept: bool = False
     """Whether it cannot do without what is not chosen of it."""
 
 
@@ -118,7 +118,7 @@ class _Pruning:
         elif isinstance(node, dict):
             entry.gone = bool(leaving) and len(leaving) == len(node)
         elif leaving or (entry.reduced and isinstance(node, Opaque)):
-            entry.torn, entry.gone = entry.kept, not entry.kept
+            entry.is_partly_kept, entry.gone = entry.kept, not entry.kept
 
     def result(self, file: str | None) -> tuple[Any, list[Change]]:
         """Return the tree without these entries (None if nothing is left), and the changes.
@@ -138,7 +138,7 @@ class _Pruning:
                 text = f"{self._place(entry)} ({counted(entry.tensors, 'tensor')}){partly}"
                 told.append((text, entry.tensors))
                 continue
-            if entry.torn:
+            if entry.is_partly_kept:
                 raise self._refusal(entry, file)
             staying.append(entry)
             todo.extend(one for one in reversed(entry.inside) if one.is_container)

@@ -65,7 +65,7 @@ class _Live(LiveTree):
 
     def __init__(self) -> None:
         super().__init__()
-        self._unmade: dict[int, Any] = {}
+        self._made_nodes: dict[int, Any] = {}
 
     def checkpoint(self, mapping: Mapping[Any, Any]) -> Checkpoint:
         """Return what stands for `mapping`; its root is an ordered dict whatever that is."""
@@ -92,9 +92,9 @@ class _Live(LiveTree):
             return self.originals[id(node)]
         if not isinstance(node, (dict, list, tuple, Opaque)):
             return node
-        if id(node) not in self._unmade:
-            self._unmade[id(node)] = self._made_anew(node)
-        return self._unmade[id(node)]
+        if id(node) not in self._made_nodes:
+            self._made_nodes[id(node)] = self._made_anew(node)
+        return self._made_nodes[id(node)]
 
     def _made_anew(self, node: Any) -> Any:
         if isinstance(node, (list, tuple)):
@@ -104,7 +104,7 @@ class _Live(LiveTree):
             made.clear()
         else:
             made, items = OrderedDict() if isinstance(node, OrderedMap) else {}, node
-        self._unmade[id(node)] = made
+        self._made_nodes[id(node)] = made
         made.update((key, self.live(value)) for key, value in items.items())
         if isinstance(node, OrderedMap):
             vars(made).update((key, self.live(value)) for key, value in node.attributes.items())

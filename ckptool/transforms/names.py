@@ -496,7 +496,7 @@ class Rename(Step):
             NotFound: there is nothing at `key`.
             UsageError: a rule leaves nothing of a key.
         """
-        checkpoint = checkpoint.settled()
+        checkpoint = checkpoint.with_late_values()
         made = _Renaming(rules_of(self.rules, self.prefixes), checkpoint.path)
         plan = NamePlan(checkpoint.path, RULES_HINT)
         every = distinct(checkpoint.sections)
@@ -601,7 +601,9 @@ class Strip(Step):
         """
         if self.levels == 0:
             return checkpoint
-        checkpoint = checkpoint.settled()  # the names in an optimizer may lie in files of their own
+        checkpoint = (
+            checkpoint.with_late_values()
+        )  # the names in an optimizer may lie in files of their own
         plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
         options = self._options
         parts = distinct(checkpoint.sections)
@@ -663,7 +665,7 @@ class Wrap(Step):
             NameCollision: two keys would become the same.
             NotFound: there is nothing at `key`, or no key starts with the path `at`.
         """
-        checkpoint = checkpoint.settled()
+        checkpoint = checkpoint.with_late_values()
         plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
         rename, every = prefixed(self.wrapper, self.at), distinct(checkpoint.sections)
         parts = every if self.key is None else [model_state_dict(checkpoint, self.key)]

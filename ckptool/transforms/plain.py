@@ -379,7 +379,7 @@ class Plain(Step):
         return made if asked == made.changes else replace(made, changes=asked)
 
     def _converted(self, checkpoint: Checkpoint) -> Checkpoint:
-        checkpoint = checkpoint.settled()
+        checkpoint = checkpoint.with_late_values()
         refuse_placeholders(checkpoint)
         result = _with_forms(checkpoint, _plain_forms(checkpoint, partly=self.drop_objects))
         if self.drop_objects:

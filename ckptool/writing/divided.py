@@ -17,10 +17,10 @@ from typing import Protocol, TypeVar
 from ckptool.core.tree import name_of
 from ckptool.errors import UnreadableFile
 from ckptool.files.atomic import PendingFile, begun_set, counting_on, parts_of, refuse_target
-from ckptool.files.beside import beside
 from ckptool.files.journal import read_journal
 from ckptool.files.renames import recover_set, rename_all
 from ckptool.files.system import worded
+from ckptool.files.temporary import temporary_name
 from ckptool.formats.base import NewFile, WritePlan
 from ckptool.writing.job import Job
 from ckptool.writing.verification import source_check, verify_file
@@ -66,7 +66,7 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
     parts = parts_of(target, {file.path: file.size for file in plan.files}, job.mode)
     token = group.first(lambda: _token(plan, job, options))
     names = {
-        part.path: beside(target, f".ckptool-{token}-{number:05}.whole")
+        part.path: temporary_name(target, f".ckptool-{token}-{number:05}.whole")
         for number, part in enumerate(parts[:-1], 1)
     }
     kept: set[str] = set()

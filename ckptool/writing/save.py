@@ -145,7 +145,7 @@ def save(
         checkpoint = _only_state_dict(checkpoint)
         refuse_placeholders(checkpoint)
     else:
-        checkpoint = checkpoint.settled()
+        checkpoint = checkpoint.with_late_values()
     if format_of(name).index_name and checkpoint.root is not checkpoint.original:
         rewrite = False  # such a folder is not written over itself, only its index
     anew = not own or rewrite or max_shard_size is not None

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from ckptool.files.beside import journal_path
 from ckptool.files.editing import Edit, Patch
 from ckptool.files.journal import write_journal
+from ckptool.files.temporary import journal_path
 
 NEW = bytes(range(256)) * 4
 

@@ -325,7 +325,9 @@ def test_a_file_that_is_replaced_is_not_edited_meanwhile(old):
 
 @needs_posix
 def test_an_edit_that_is_cut_short_once_the_target_is_settled(old, monkeypatch):
-    monkeypatch.setattr(atomic, "settle", lambda _: write_journal(str(old), Journal("edit", {})))
+    monkeypatch.setattr(
+        atomic, "recover_before_writing", lambda _: write_journal(str(old), Journal("edit", {}))
+    )
     with pytest.raises(WriteError, match="an edit of it was cut short"):
         write(old, overwrite=True)
     assert old.read_bytes() == OLD

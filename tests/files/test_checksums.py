@@ -42,30 +42,30 @@ def test_parts_are_met_in_any_order_and_more_than_once(length):
     right, wrong = checked(), checked(1)
     for part in every:
         right.met(*part)
-    assert right.is_settled
+    assert right.is_known
     with pytest.raises(Damaged):
         list(itertools.starmap(wrong.met, every))
-    assert not wrong.is_settled
+    assert not wrong.is_known
 
 
 def test_nothing_is_said_before_all_was_met():
     wrong = checked(1)
     for part in parts(100)[1:]:
         wrong.met(*part)
-    assert not wrong.is_settled
+    assert not wrong.is_known
 
 
 def test_all_can_be_read_at_once():
     right = checked()
     right.check()
-    assert right.is_settled
+    assert right.is_known
     with pytest.raises(Damaged):
         checked(1).check()
 
 
 def test_where_no_checksum_is_known_nothing_is_wrong():
     unknown = checked(None)
-    assert unknown.is_settled
+    assert unknown.is_known
     unknown.met(0, len(CONTENT), 1)
     unknown.check()
 

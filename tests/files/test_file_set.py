@@ -21,10 +21,10 @@ from ckptool.errors import (
 )
 from ckptool.files import journal, local, recovery, renames, system
 from ckptool.files.atomic import atomic_set
-from ckptool.files.beside import has_journal, journal_path
 from ckptool.files.editing import Edit, Patch
 from ckptool.files.journal import read_journal, write_journal
 from ckptool.files.renames import recover_set
+from ckptool.files.temporary import has_journal, journal_path
 from tests.files.sets import (
     FEWER,
     INDEX,

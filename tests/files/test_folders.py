@@ -9,13 +9,13 @@ import shutil
 import pytest
 
 from ckptool.errors import NoSpace, WriteError
-from ckptool.files.folders import atomic_folder, remove_folder, settle_folders
+from ckptool.files.folders import atomic_folder, recover_folders, remove_folder
 
 LAST = "run.pth"
 
 
 def settle(path):
-    settle_folders(str(path), re.compile(r"last|step-\d{8,}"), LAST)
+    recover_folders(str(path), re.compile(r"last|step-\d{8,}"), LAST)
 
 
 def folder(path, *, whole=True, text="", exists=False):

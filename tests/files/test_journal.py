@@ -7,8 +7,8 @@ import pytest
 
 from ckptool.errors import CorruptFile, FileDenied, UnreadableFile
 from ckptool.files import journal as journals
-from ckptool.files.beside import has_journal, journal_path
 from ckptool.files.journal import Journal, read_journal, remove_journal, write_journal
+from ckptool.files.temporary import has_journal, journal_path
 
 JOURNAL = Journal("edit", {"names": ["a", "\udcff"], "size": 1 << 60}, (b"", b"\n{}\0", bytes(9)))
 

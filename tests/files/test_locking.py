@@ -9,8 +9,8 @@ import pytest
 
 from ckptool.errors import FileBusy, FileMissing, UnreadableFile
 from ckptool.files import journal, system
-from ckptool.files.beside import journal_path
 from ckptool.files.journal import Journal, exclusive, leads_to, write_journal
+from ckptool.files.temporary import journal_path
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no such locks")
 

@@ -198,7 +198,7 @@ class Strategy:
         is_taken = self.tuning.step()
         return StepResult(loss_sum, step.samples, votes, is_skipped=not is_taken)
 
-    def settled(self) -> list[StepResult]:
+    def finished_steps(self) -> list[StepResult]:
         """Wait for the steps that are handed out, and return them if `step` did not."""
         return []
 

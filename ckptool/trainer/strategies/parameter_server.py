@@ -301,7 +301,7 @@ class ParameterServer(Strategy):
             self._hand_out(replace(task, part=(part, self._parts)))
         return self._collected(lambda: bool(self._in_flight.has_room and self._free))
 
-    def settled(self) -> list[StepResult]:
+    def finished_steps(self) -> list[StepResult]:
         """Wait until no step is in flight."""
         return self._collected(lambda: not len(self._in_flight))
 

@@ -186,11 +186,11 @@ def test_whose_layout_it_is(fixtures, capfd):
 
 def test_texts_are_values(fixtures, tmp_path):
     with open_checkpoint(fixtures / "tensorflow/types/types.ckpt") as checkpoint:
-        root = checkpoint.settled().root
+        root = checkpoint.with_late_values().root
     assert root["text"] == "Grüße"
     assert root["texts"] == [["a", ""], ["b" * 300, b"\xff"]]
     with open_checkpoint(fixtures / "tensorflow/saved_model") as checkpoint:
-        assert sorted(checkpoint.settled().root["words/table-keys"]) == ["one", "zwei"]
+        assert sorted(checkpoint.with_late_values().root["words/table-keys"]) == ["one", "zwei"]
 
 
 def test_a_name_that_is_no_text(written, tmp_path, capfd):
@@ -251,7 +251,7 @@ def test_a_text_with_another_checksum(tensorflow):
         open_checkpoint(tensorflow / "types/types.ckpt") as checkpoint,
         pytest.raises(CorruptFile, match=r"variable 'text' has other bytes than were written"),
     ):
-        checkpoint.settled()
+        checkpoint.with_late_values()
 
 
 def test_data_that_is_not_there(tensorflow):
@@ -321,7 +321,7 @@ def test_no_texts_of_a_huge_shape(written):
     with open_checkpoint(written({b"a": entry_of(7, (1 << 60, 0), size=4)}, bytes(4))) as one:
         assert one["a"].find  # its CRC-32C is not that of nothing
         with pytest.raises(CorruptFile, match="other bytes than were written"):
-            one.settled()
+            one.with_late_values()
 
 
 def test_more_dimensions_than_torch_has(written):
@@ -353,7 +353,7 @@ def test_texts_that_lie(written):
     for shape, raw in (((1 << 60,), b"12345678"), ((2,), b"\1\x099876ab"), ((2,), ENDLESS[:8])):
         with open_checkpoint(written({b"a": entry_of(7, shape)}, raw)) as checkpoint:
             with pytest.raises(CorruptFile, match=r"other texts than its lengths say|no end"):
-                checkpoint.settled()
+                checkpoint.with_late_values()
             assert main(["verify", checkpoint.path]) == 1
 
 

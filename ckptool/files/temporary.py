@@ -12,7 +12,7 @@ UNFINISHED = ".tmp"
 """Behind the name of a journal that is being written."""
 
 
-def beside(target: str, ending: str) -> str:
+def temporary_name(target: str, ending: str) -> str:
     """`.NAME` and `ending` (up to 40 bytes) in the folder of `target`, whose links are resolved.
 
     A name that would become too long is cut and gets a mark of its own.
@@ -28,7 +28,7 @@ def beside(target: str, ending: str) -> str:
 
 def journal_path(target: str) -> str:
     """Return the path of the journal: `.NAME.ckptool-journal` beside `target`, links resolved."""
-    return beside(os.path.realpath(target), _JOURNAL)
+    return temporary_name(os.path.realpath(target), _JOURNAL)
 
 
 def journalled(name: str) -> str | None:
