@@ -43,5 +43,5 @@ def command(file: str, screen: Screen) -> None:
     """
     with open_checkpoint(file) as checkpoint:
         summary = info(checkpoint)
-        found = diagnosed(Subject(checkpoint.settled(), None, devices_here()))
+        found = diagnosed(Subject(checkpoint.with_late_values(), None, devices_here()))
     screen.print(_Overview(summary, found), overview_lines(summary, found, screen.look))
