@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,9 +19,10 @@ from ckptool.core.sections import (
     only_model,
     wrapped_names,
 )
+from ckptool.diagnosis.companions import Companion, companion_of
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import Step
-from ckptool.words import printable
+from ckptool.words import printable, shell
 
 Steps = tuple[Step, ...]
 
@@ -88,6 +90,11 @@ class Subject:
     """The model that it is to load into."""
 
     @cached_property
+    def companion(self) -> Companion | None:
+        """What a trainer saved as this file next to a model, if it is known."""
+        return companion_of(self.checkpoint)
+
+    @cached_property
     def blocked(self) -> tuple[str, ...]:
         """What keeps `weights_only=True` from loading a file of this tree (`encoder.blockers`)."""
         return blockers(self.checkpoint.root)
@@ -140,6 +147,12 @@ def names_of(names: Iterable[str], most: int = _MOST_PLACES) -> tuple[str, ...]:
     left = sum(len(family.names) for family in found[most:])
     more = (f"and {left:,} more",) if left else ()
     return (*(printable(family.label) for family in found[:most]), *more)
+
+
+def with_file(text: str, path: str) -> str:
+    """Return a hint with the file's name for FILE: a string of Python, or a word of a shell."""
+    text = re.sub(r"(?<=\()FILE\b", lambda _: repr(path), text)
+    return re.sub(r"\bFILE\b", lambda _: shell(path), text)
 
 
 def quoted(name: str) -> str:

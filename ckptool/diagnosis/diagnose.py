@@ -17,7 +17,7 @@ from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import MODEL_KINDS
 from ckptool.core.tree import name_of
 from ckptool.core.values import documented
-from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject
+from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject, with_file
 from ckptool.diagnosis.contents import (
     damage,
     devices_here,
@@ -58,6 +58,8 @@ _FIRST = {"malicious": -3, "damaged": -2, "part": -1, "meta": -1, "packed": -1, 
 _UNMENDED = "no command fixes it"
 _HOPELESS = frozenset({"damaged", "part", "meta", "packed", "frozen"})
 """Kinds of complaint after which no command is worth running."""
+_OF_OBJECTS = frozenset({"objects", "numpy", "protocol", "outdated"})
+"""Kinds of complaint that are none about a file whose reader makes the objects in it."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -84,6 +86,8 @@ class Diagnosis(Result):
     """Which of these the file has."""
     code: str = ""
     """The same in Python, where the file fits the model."""
+    reader: str = ""
+    """The library that reads the file as it is, if that is not torch."""
 
     @property
     def ok(self) -> bool:
@@ -176,6 +180,8 @@ def diagnosed(
     """Return the diagnosis of an open checkpoint; `quick`: of its header alone."""
     # before all of it is read: the key may name nothing
     found = [one for check in _CHECKS for one in check(subject)]
+    if subject.companion is not None:
+        found = [one for one in found if one.kind not in _OF_OBJECTS]
     harm = [] if quick else list(damage(subject, limits, progress))
     return _assembled(subject, [*harm, *found])
 
@@ -210,7 +216,9 @@ def _assembled(subject: Subject, found: list[Complaint]) -> Diagnosis:
             if damaged
             else "no command helps: the file lacks what it would need"
         )
+    path = without_query(subject.checkpoint.path)
     complaints = [_answered(one, planner, plan, first) for one in found]
+    complaints = [replace(one, hint=with_file(one.hint or "", path)) for one in complaints]
     if any((one.hint or "").startswith(_UNMENDED) for one in complaints):
         rest = "no command for this alone: the file would still not load"
         complaints = [
@@ -218,12 +226,13 @@ def _assembled(subject: Subject, found: list[Complaint]) -> Diagnosis:
             for one in complaints
         ]
         plan = FixPlan()
-    fails = any(one.severity != "note" for one in complaints)
+    reader = with_file(_reader(subject), path)
+    fails = bool(reader) or any(one.severity != "note" for one in complaints)
     resumes = subject.is_training and format_of(subject.checkpoint.format).resumes
     resume = planner.plan(resume=True) if fails and resumes else FixPlan()
     commands = (plan.command,) if plan.command is not None else ()
     return Diagnosis(
-        without_query(subject.checkpoint.path),
+        path,
         subject.checkpoint.format,
         subject.devices,
         tuple(sorted(complaints, key=_urgency)),
@@ -233,7 +242,15 @@ def _assembled(subject: Subject, found: list[Complaint]) -> Diagnosis:
         resume.command if commands else None,
         training_in(subject.checkpoint),
         _code(subject) if resumes and not hopeless else "",
+        reader,
     )
+
+
+def _reader(subject: Subject) -> str:
+    refusal = format_of(subject.checkpoint.format).refusal
+    if subject.companion is not None:
+        return subject.companion.reader
+    return refusal.reader if refusal is not None else ""
 
 
 def _code(subject: Subject) -> str:

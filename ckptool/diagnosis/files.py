@@ -23,6 +23,7 @@ from ckptool.errors import (
 from ckptool.formats import format_of
 from ckptool.formats.base import A_FOLDER
 from ckptool.inspection.blockers import (
+    first_calls,
     layout_blockers,
     misnamed,
     missing_weights,
@@ -56,7 +57,8 @@ def layout(subject: Subject) -> Iterator[Complaint]:
         )
     yield from _misnamed(subject)
     if known.refusal is not None:
-        yield _rewritten(known.refusal.kind, "fails", known.refusal.what, known.refusal.says)
+        severity: Severity = "note" if known.refusal.reader else "fails"
+        yield _rewritten(known.refusal.kind, severity, known.refusal.what, known.refusal.says)
     elif os.path.isdir(checkpoint.path):
         what = "it is a folder: a checkpoint that was unzipped"
         yield _rewritten("folder", "fails", what, A_FOLDER)
@@ -93,7 +95,7 @@ def _rewritten(
 def _malicious(calls: tuple[str, ...]) -> Complaint:
     return Complaint(
         "malicious",
-        f"loading it would run {listed(calls)}",
+        f"loading it would run {listed(first_calls(calls))}",
         calls,
         hint="take the weights alone, or none of it",
         why="torch.load(weights_only=False), and pickle.load, run it; ckptool never does",

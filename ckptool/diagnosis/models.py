@@ -23,6 +23,7 @@ from ckptool.diagnosis.complaint import (
 from ckptool.errors import NameCollision
 from ckptool.formats import format_of
 from ckptool.inspection.blockers import calls, missing_weights, needed_import
+from ckptool.inspection.scan_calls import makes_data
 from ckptool.matching.align import escaped, literal, wrapped_submodules
 from ckptool.matching.known_renames import ADAPTER
 from ckptool.symbolic.encoder import blocking
@@ -147,22 +148,31 @@ def _none(subject: Subject) -> Complaint:
     states = [part for part in sections if part.kind in ("optimizer", "scheduler")]
     states.sort(key=lambda part: part.kind)
     found = list(find_tensors(root))
-    # settings, and the states of random generators, are not meant as a model
+    # a tensor, a list, settings, and the states of random generators are not meant as a model
     harmless = bool(states or not found) or (
-        isinstance(root, (dict, Opaque))
-        and all(one.dtype in _RANDOM and len(one.shape) == 1 for one in found)
+        not isinstance(root, (dict, Opaque))
+        or all(one.dtype in _RANDOM and len(one.shape) == 1 for one in found)
     )
-    remedy = "take the file that has the weights"
+    remedy = ""
     if states:
         remedy = f"{states[0].kind}.load_state_dict(torch.load(FILE){_way(states[0])}) loads it"
     elif harmless and subject.blocked:
-        called = calls(subject.checkpoint)
-        remedy = (
-            f"unpickling the file calls {listed(called)}"
-            if called
-            else "torch.load(FILE, weights_only=False) loads it, if you trust whoever made it"
-        )
+        called = [name for name in calls(subject.checkpoint) if not makes_data(name)]
+        loader = format_of(subject.checkpoint.format).unsafe_loader
+        remedy = f"{loader} loads it, if you trust whoever made it"
+        if called:
+            remedy = f"unpickling the file calls {listed(called, most=5)}"
+    elif not harmless:
+        remedy = "give the file that has the weights"
     says = "Missing key(s) in state_dict" if isinstance(root, dict) else _NO_DICT
+    if subject.companion is not None:
+        return Complaint(
+            "no-model",
+            subject.companion.what,
+            hint=f"{subject.companion.reader} reads it",
+            severity="note",
+            why=f"load_state_dict(torch.load(FILE)) says: {says}",
+        )
     return Complaint(
         "no-model",
         "there is no state dict of a model in it, but "
@@ -229,8 +239,8 @@ def objects(subject: Subject) -> Iterator[Complaint]:
             names_of(texts),
             hint="save model.state_dict() where the model is in memory"
             if calls(subject.checkpoint)
-            else "load it with torch.load(weights_only=False) where its classes are, and save "
-            "model.state_dict()",
+            else f"{format_of(subject.checkpoint.format).unsafe_loader} where its classes are, "
+            "and save model.state_dict()",
             severity="misleads",
             why="a class with a __getstate__ of its own keeps them in a form that only it reads; "
             "load_state_dict then says: Missing key(s) in state_dict",

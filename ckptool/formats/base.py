@@ -327,11 +327,13 @@ class Refusal(NamedTuple):
     """What the file is, beginning with "it is"."""
     says: str
     """What torch says, and what opens the file instead."""
+    reader: str = ""
+    """The library that reads the file as it is, where another one wrote it."""
 
 
-def of_many_files(what: str) -> Refusal:
+def of_many_files(what: str, reader: str = "") -> Refusal:
     """Return the refusal of a folder that several processes wrote."""
-    return Refusal("distributed", what, A_FOLDER)
+    return Refusal("distributed", what, A_FOLDER, reader)
 
 
 class Format:
@@ -370,6 +372,8 @@ class Format:
     layout = ""
     """Whose order of axes the tensors have, and whose names, where these are not torch's."""
     refusal: Refusal | None = None
+    unsafe_loader = "torch.load(FILE, weights_only=False)"
+    """The call that makes the objects in a file, and runs what the file says."""
 
     @property
     def keeps_order(self) -> bool:

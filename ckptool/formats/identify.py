@@ -23,6 +23,7 @@ _AGAIN = "download it again, by the link of the file itself, and look at its siz
 _ITSELF = "give the checkpoint itself"
 _UNPACK = "mkdir {unpacked} && tar -xf {file} -C {unpacked}"
 """In a folder of its own: where the user is it would write over files without asking."""
+_TORCHFILE = "torchfile.load reads it (pip install torchfile): save its arrays with torch.save"
 JOBLIB_HINT = (
     "joblib.load reads it, where whoever made it is trusted: save its arrays with numpy.savez"
 )
@@ -129,6 +130,15 @@ MAGICS: tuple[Magic, ...] = (
         NotACheckpoint,
         is_pattern=True,
     ),
+    # A type (object 4, table 3), the index 1, and the version of the class or the first key.
+    Magic(
+        0,
+        rb"\x04\0{3}\x01\0{3}.\0{3}V \d|\x03\0{3}\x01\0{3}..\0\0[\x01\x02]\0{3}"
+        rb"|4\n1\n\d\nV \d\n|3\n1\n\d+\n[12]\n",
+        "a file of Torch7 (Lua)",
+        _TORCHFILE,
+        is_pattern=True,
+    ),
     _other(0, b"MATLAB ", "a MATLAB file"),
     _other(0, b"\x89PNG\r\n\x1a\n", "a PNG image"),
     _other(0, b"\xff\xd8\xff", "a JPEG image"),
@@ -210,12 +220,10 @@ _TEXTS: tuple[tuple[str, Identification], ...] = (
         Identification("a Python script", "run it for the checkpoint that it makes, and give that"),
     ),
     (
-        r"",
-        Identification(
-            "a text that begins with {first}",
-            "if it was downloaded this is the server's answer: download it again",
-        ),
+        r"[-+]?\.?\d[-+\d.eE]*(?:[\s,;]+[-+]?(?:\.?\d[-+\d.eE]*|nan|inf))+\s*\n",
+        Identification("a text of numbers, which begins with {first}", "numpy.loadtxt reads it"),
     ),
+    (r"", Identification("a text that begins with {first}", _ITSELF)),
 )
 
 
@@ -349,6 +357,11 @@ def _text(probe: Probe) -> Identification | None:
     strange = sum(
         char == "\ufffd" or (char < " " and char not in "\t\n\r\f\b\x1b") for char in text
     )
+    if strange and _is_protocol_buffer(raw, probe.opened().size):
+        hint = "give the checkpoint itself"
+        if os.path.isfile(os.path.join(os.path.dirname(probe.path), "saved_model.pb")):
+            hint = _filled("it belongs to a TensorFlow SavedModel: ckptool list {folder}", probe)
+        return Identification("a protocol buffer, not a checkpoint", hint)
     text = text.lstrip()
     if strange * 20 > len(text) and not re.match(r"<[!?\w]", text):  # a page in any encoding
         return None
@@ -363,8 +376,37 @@ def _text(probe: Probe) -> Identification | None:
     if probe.path.endswith(".symlink") and line and line.isprintable():
         what = f"a link by composer, a text that names the checkpoint {first}"
         return Identification(what, f"open that one: ckptool list {shell(line)}", UnsupportedFormat)
-    what, hint, kind = next(found for pattern, found in _TEXTS if re.match(pattern, text))
-    return Identification(what.format(first=first), _filled(hint or "", probe), kind)
+    known = next(found for pattern, found in _TEXTS if re.match(pattern, text))
+    hint = _filled(known.hint or "", probe)
+    return known._replace(what=known.what.format(first=first), hint=hint)
+
+
+def _is_protocol_buffer(raw: bytes, size: int) -> bool:
+    """Return whether bytes are fields of a protocol buffer, up to the end of what is looked at."""
+    at = count = 0
+    while at < len(raw):
+        key, at = _varint(raw, at)
+        kind, number = key & 7, key >> 3
+        if kind not in (0, 1, 2, 5) or not 0 < number < 1 << 10:
+            return False
+        length = {1: 8, 5: 4}.get(kind, 0)
+        if kind in (0, 2):
+            value, at = _varint(raw, at)
+            length = value if kind == 2 else 0
+        at, count = at + length, count + 1
+        if at > size:
+            return False
+    return count > 0 and (at == size or len(raw) < size)
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    """Return a number of 7 bits a byte, and the offset behind it."""
+    value = shift = 0
+    for byte in raw[at : at + 10]:
+        value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
+        if byte < 0x80:
+            break
+    return value, at
 
 
 def _git_lfs(path: str, text: str) -> Identification:

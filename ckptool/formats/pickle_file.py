@@ -6,6 +6,7 @@ pickle if it reads as one, and as something that holds something.
 
 from __future__ import annotations
 
+import os
 import re
 
 from ckptool.core.checkpoint import Checkpoint, Details
@@ -16,11 +17,13 @@ from ckptool.formats.base import Format, Probe, Refusal, pickled
 from ckptool.formats.identify import JOBLIB_HINT
 from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.symbolic import Unpickled
-from ckptool.words import are, counted
+from ckptool.words import are, counted, printable, shell
 
 _WITH_PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 _WITHOUT = re.compile(rb"[(}\])]|c[\w.]+\n[\w.]+\n", re.ASCII)
 _JOBLIB = b"joblib.numpy_pickle"
+_REBUILD = re.compile(rb"torch\._utils\n?.{0,3}_rebuild_|torch\n?.{0,3}\w+Storage", re.DOTALL)
+"""The calls and classes by which torch.save pickles a tensor."""
 _LOOKED_AT = 1 << 20
 """Bytes at the beginning of a pickle in which joblib's class is looked for."""
 
@@ -35,6 +38,7 @@ class PickleFile(Format):
         "it is a bare pickle (pickle.dump, joblib, numpy), not a file of torch.save",
         "torch.load says: Weights only load failed",
     )
+    unsafe_loader = "pickle.load(open(FILE, 'rb'))"
 
     def recognize(self, probe: Probe) -> bool:
         """Return whether it states a pickle protocol, or reads as a pickle of protocol 0 or 1."""
@@ -56,6 +60,8 @@ class PickleFile(Format):
         except CheckpointError as error:
             if _JOBLIB in source.read(0, min(source.size, _LOOKED_AT)):
                 raise _of_joblib(probe) from error
+            if _names_storages(source.read(0, min(source.size, _LOOKED_AT))):
+                raise _of_unzipped(probe) from error
             raise
         if any(name.encode().startswith(_JOBLIB) for name in found.globals):
             raise _of_joblib(probe)
@@ -77,6 +83,24 @@ class PickleFile(Format):
 def _unpickled(probe: Probe) -> Unpickled:
     source = probe.opened()
     return unpickle_outer(ByteRange(source, 0, source.size), probe.limits)
+
+
+def _names_storages(head: bytes) -> bool:
+    """Return whether a pickle names storages that are records of a zip, as torch.save does."""
+    has_nested = b"_load_from_bytes" in head  # whose bytes hold the numbers
+    return b"storage" in head and not has_nested and _REBUILD.search(head) is not None
+
+
+def _of_unzipped(probe: Probe) -> UnsupportedFormat:
+    """Return the error for the pickle of an unzipped file, whose numbers are in other files."""
+    folder, name = os.path.split(probe.path)
+    what = "the pickle of a file of torch.save that was unzipped"
+    if os.path.isdir(os.path.join(folder, "data")):
+        hint = f"give its folder: ckptool list {shell(folder or '.')}"
+    else:
+        what += ", without its folder data/, which has the numbers"
+        hint = f"give the file itself; or copy data/ next to {printable(name)}, and give its folder"
+    return UnsupportedFormat(f"{probe.path} is {what}", file=probe.path, hint=hint)
 
 
 def _of_joblib(probe: Probe) -> UnsupportedFormat:

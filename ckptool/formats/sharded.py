@@ -376,6 +376,7 @@ class Sharded(Format):
         "it is an index of shards: the tensors are in several files",
         "torch.load opens one file at a time, and of the index torch.load says: Weights only "
         "load failed. ... Unsupported operand 123",
+        "from_pretrained of transformers or diffusers",
     )
 
     def __init__(self, name: str, members: tuple[str, ...], shard_ending: str) -> None:

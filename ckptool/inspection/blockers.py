@@ -32,6 +32,8 @@ _OF_TOTAL = re.compile(
 )
 _COUNTED = re.compile(r"(mp_rank_|consolidated\.)(\d+)")
 """Names of the files of Megatron, DeepSpeed and Llama, one for each rank."""
+_MOST_CALLS, _CALL_LENGTH = 5, 80
+"""The callables that a sentence names, and the characters of each call."""
 ANYWHERE = frozenset({"cpu", "meta"})
 """Device tags that load on every machine."""
 
@@ -45,6 +47,19 @@ def would_run(checkpoint: Checkpoint) -> tuple[str, ...]:
     if not blocking(checkpoint.details.globals):
         return ()
     return would_run_of([source.name for source in checkpoint.sources], hidden=False)
+
+
+def first_calls(runs: Iterable[str], most: int = _MOST_CALLS) -> list[str]:
+    """Return the first call of each callable, cut to a length for a sentence, at most some."""
+    each: dict[str, str] = {}
+    for text in runs:
+        each.setdefault(text.partition("(")[0], text)
+    shown = [
+        text if len(text) <= _CALL_LENGTH else f"{text[: _CALL_LENGTH - 4].rstrip()}...)"
+        for text in each.values()
+    ]
+    hidden = len(shown) - most
+    return [*shown[:most], f"and {hidden:,} more"] if hidden > 0 else shown
 
 
 def would_run_of(files: Iterable[str], *, hidden: bool = True) -> tuple[str, ...]:

@@ -332,6 +332,11 @@ def _kind(name: str) -> str:
     return "system" if owner in _SYSTEM else "numeric" if owner in _NUMERIC else "unknown"
 
 
+def makes_data(name: str) -> bool:
+    """Return whether a name is that of a known constructor of data."""
+    return _kind(name) in (DATA, NEEDS_CODE)
+
+
 def _is_doer(func: Global, *, strict: bool = False) -> bool:
     """Return whether a name may be a function or class that does more than compute."""
     kind = _kind(func.qualified)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.sections import Section
+from ckptool.inspection.blockers import first_calls
 from ckptool.inspection.info import Info, SectionInfo, info
 from ckptool.render.table import table
 from ckptool.render.text import (
@@ -78,7 +79,7 @@ def overview_lines(info: Info, diagnosis: Diagnosis, look: Look = PLAIN) -> Iter
 def _head(info: Info, look: Look) -> Iterator[str]:
     yield look.bold(clean(info.file))
     if info.would_run:
-        yield look.alarm(f"{'would run':<{_INDENT}}{listed(info.would_run)}")
+        yield look.alarm(f"{'would run':<{_INDENT}}{listed(first_calls(info.would_run))}")
     yield from _facts(info, look)
     if info.sections:
         yield ""

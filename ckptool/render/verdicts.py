@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.errors import CheckpointError
 from ckptool.formats import format_of
+from ckptool.inspection.blockers import first_calls
 from ckptool.inspection.scan_calls import CANNOT_TELL, DATA, RUNS, VERDICTS
 from ckptool.render.table import table
 from ckptool.render.text import (
@@ -41,7 +42,7 @@ def diagnosis_lines(
             yield from _fact("why", remark, look)
         return
     if diagnosis.would_run:
-        yield look.alarm(clean(f"would run {listed(diagnosis.would_run)}"))
+        yield look.alarm(clean(f"would run {listed(first_calls(diagnosis.would_run))}"))
     for number, complaint in enumerate(diagnosis.complaints, start=1):
         yield ""
         yield from _block(number, complaint, look, explain)
@@ -55,6 +56,9 @@ def verdict_text(diagnosis: Diagnosis) -> str:
         return f"no problem found for {_loader(diagnosis)} and load_state_dict"
     counts: Counter[str] = Counter(complaint.severity for complaint in diagnosis.complaints)
     text = ", ".join(counted(counts[kind], word) for kind, word in _WORDS.items() if counts[kind])
+    if diagnosis.reader:
+        others = f", {_loader(diagnosis)} does not: " if counts["fails"] else "; "
+        return clean(f"{diagnosis.reader} reads it as it is{others}{text}")
     if counts["fails"]:
         return f"does not load here: {text}"
     return f"{_loader(diagnosis)} opens it; {text}"

@@ -236,11 +236,14 @@ def test_what_a_trainer_saves_beside_the_model_is_not_called_a_failed_model(tmp_
     torch.save(make(), tmp_path / "beside.pth")
     found = examined(tmp_path / "beside.pth")
     (none,) = [one for one in found.complaints if one.kind == "no-model"]
-    assert (none.severity, found.ok) == ("note", False)
-    is_called = make is random_states
-    assert ("weights_only=False" in none.hint) != is_called
-    assert ("multiarray._reconstruct" in none.hint) == is_called
+    is_known = make is random_states  # and Options are of nobody known
+    assert (none.severity, found.ok) == ("note", is_known)
+    assert ("weights_only=False" in none.hint) != is_known
+    assert ("transformers.Trainer.train" in none.hint) == is_known == bool(found.reader)
     assert torch.load(tmp_path / "beside.pth", weights_only=False)
+    if is_known:
+        assert found.commands == ()
+        return
     run(found.all_at_once)
     assert torch.load(found.target).keys()
 
@@ -291,6 +294,7 @@ def test_torchaos_tensors_load_after_its_import():
     path = WRONG.parent / "quantised" / "torchao_state.pth"
     needed = "import torchao first: it allows its own classes, and torch.load(FILE) then loads"
     assert needed in summary(path).notes
+    needed = needed.replace("FILE", repr(str(path)))
     assert [(one.hint or "") for one in examined(path).complaints if one.hint] == [needed]
 
 
@@ -301,7 +305,9 @@ def test_an_optimizer_is_loaded_from_where_it_is(tmp_path, key):
     torch.save(state if key is None else {key: state}, tmp_path / "opt.pt")
     (found,) = examined(tmp_path / "opt.pt").complaints
     way = "" if key is None else "['opt']"
-    assert found.hint == f"optimizer.load_state_dict(torch.load(FILE){way}) loads it"
+    assert found.hint == (
+        f"optimizer.load_state_dict(torch.load({str(tmp_path / 'opt.pt')!r}){way}) loads it"
+    )
 
 
 def test_a_pickle_that_runs_a_program_is_never_to_be_trusted():

@@ -110,7 +110,8 @@ class Dcp(FolderFormat):
     name = "dcp"
     index_name = _METADATA
     refusal = of_many_files(
-        "it is a folder of torch.distributed.checkpoint, written by several processes"
+        "it is a folder of torch.distributed.checkpoint, written by several processes",
+        "torch.distributed.checkpoint.load",
     )
 
     def recognize(self, probe: Probe) -> bool:

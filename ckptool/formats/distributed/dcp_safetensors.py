@@ -34,7 +34,8 @@ class DcpSafetensors(Format):
     flat = True
     tensors_only = True
     refusal = of_many_files(
-        "it is a folder of safetensors files with parts of tensors (torch.distributed.checkpoint)"
+        "it is a folder of safetensors files with parts of tensors (torch.distributed.checkpoint)",
+        "torch.distributed.checkpoint.load with HuggingFaceStorageReader",
     )
 
     def recognize(self, probe: Probe) -> bool:

@@ -24,7 +24,9 @@ class Megatron(Format):
 
     name = "megatron"
     resumes = False
-    refusal = of_many_files("it is a folder of Megatron's ranks: each has a part of every matrix")
+    refusal = of_many_files(
+        "it is a folder of Megatron's ranks: each has a part of every matrix", "Megatron-LM"
+    )
 
     def recognize(self, probe: Probe) -> bool:
         """Return whether it has a file in the folder of each rank, and no ranks of a pipeline."""

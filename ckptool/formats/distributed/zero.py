@@ -124,7 +124,8 @@ class DeepSpeed(Format):
     name = "deepspeed"
     resumes = False
     refusal = of_many_files(
-        "it is a folder of DeepSpeed's: each rank's file has slices of the parameters"
+        "it is a folder of DeepSpeed's: each rank's file has slices of the parameters",
+        "load_checkpoint of DeepSpeed",
     )
 
     def recognize(self, probe: Probe) -> bool:

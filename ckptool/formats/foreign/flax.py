@@ -14,13 +14,13 @@ from ckptool.core.checkpoint import Checkpoint, Details
 from ckptool.core.model import OrderedMap, TensorRef, find_tensors, plain_tensor
 from ckptool.core.sections import OF_THE_MODEL
 from ckptool.dtypes import BY_NAME
-from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded
+from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.files.computed import joined
 from ckptool.formats.base import Format, Probe, Refusal, check_limit
 from ckptool.formats.foreign.cursor import Cursor
 from ckptool.limits import Limits
-from ckptool.words import printable
+from ckptool.words import few, printable
 
 _MAP_OF_NAMES = re.compile(
     rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[\w./-]", re.DOTALL
@@ -54,6 +54,7 @@ class Flax(Format):
         "flax",
         "it is a MessagePack file, as Flax writes (flax_model.msgpack)",
         "torch.load says: Weights only load failed; flax.serialization.msgpack_restore reads it",
+        "flax.serialization.msgpack_restore",
     )
 
     def recognize(self, probe: Probe) -> bool:
@@ -71,6 +72,12 @@ class Flax(Format):
         if not isinstance(tree, dict):
             raise CorruptFile("holds no dict of arrays")
         root: dict[Any, Any] = _named(tree, probe.limits)
+        if not (reader.unknown or any(find_tensors([tree]))):
+            keys = f"its keys are {few(list(map(str, tree)))}" if tree else "it is empty"
+            what = f"a MessagePack file of another program: it has no array, and {keys}"
+            text = f"{probe.path} is {what}"
+            hint = "msgpack.unpackb reads it; give the checkpoint itself"
+            raise UnsupportedFormat(text, file=probe.path, hint=hint)
         if _TRAINING in tree:
             if _MODEL not in tree:
                 tree[_MODEL] = {key: tree.pop(key) for key in _VARIABLES if key in tree}

@@ -79,6 +79,7 @@ class Gguf(Format):
         "gguf",
         "it is a GGUF model of llama.cpp's, not a file of torch.save",
         "torch.load says: Weights only load failed; the gguf package reads it, and llama.cpp",
+        "llama.cpp",
     )
 
     def recognize(self, probe: Probe) -> bool:

@@ -45,6 +45,7 @@ class Hdf5(Format):
         "keras",
         "it is a file of Keras (HDF5), not of torch.save",
         "torch.load says: Weights only load failed; h5py reads the weights, Keras the whole model",
+        "Keras",
     )
 
     def recognize(self, probe: Probe) -> bool:

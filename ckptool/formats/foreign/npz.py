@@ -110,7 +110,9 @@ class NumpyArchive(Format):
         "numpy",
         "it is an archive of numpy's (numpy.savez), not a file of torch.save",
         "torch.load refuses archives that it did not write; numpy.load opens this one",
+        "numpy.load",
     )
+    unsafe_loader = "numpy.load(FILE, allow_pickle=True)"
 
     def recognize(self, probe: Probe) -> bool:
         """Return whether it is a zip in which every record is called after an array."""

@@ -111,6 +111,7 @@ class TensorFlow(Format):
         "tensorflow",
         "it is a checkpoint of TensorFlow, not a file of torch.save",
         "torch.load refuses files that it did not write; ckptool convert makes one of it",
+        "tf.train.load_checkpoint",
     )
 
     def recognize(self, probe: Probe) -> bool:
