@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptool.inspection.verify import Verdict
     from ckptool.limits import Limits
     from ckptool.matching import MatchReport
+    from ckptool.recipes import Relayout
     from ckptool.render.page import PageReceipt
     from ckptool.transforms import (
         Cast,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Cast", "Change", "Checkpoint", "Compact", "Complaint", "Details", "Diagnosis", "Diff",
     "Finding", "Fit", "Flatten", "Info", "Limits", "Listing", "Masters", "MatchReport", "Nest",
-    "Opaque", "PageReceipt", "Plain", "Receipt", "Recovery", "Remap", "Rename", "Reshape",
+    "Opaque", "PageReceipt", "Plain", "Receipt", "Recovery", "Relayout", "Remap", "Rename", "Reshape",
     "Salvage", "Scan", "Stats", "Step", "Storage", "Strip", "Take", "TensorRef", "Untie",
     "Verdict", "Wrap",
 ]  # fmt: skip
@@ -67,6 +68,7 @@ _HOMES = {
     "limits": ("Limits",),
     "matching": ("MatchReport",),
     "core.model": ("Opaque", "Storage", "TensorRef"),
+    "recipes": ("Relayout",),
     "render.page": ("PageReceipt",),
     "transforms": (
         "Cast",

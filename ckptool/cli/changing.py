@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,15 +33,14 @@ def write_changed(
     target: OutputOptions,
     *,
     word: str,
-    salvage: bool = False,
-    beside: Sequence[str] = (),
+    opening: Callable[[], AbstractContextManager[Checkpoint]] | None = None,
     others: Sequence[str] = (),
     **how: Any,
 ) -> Receipt:
     """Open `source`, change it, write it to the target, and print the receipt.
 
-    `beside` are further files, each with a part of the state dict; `others` are checkpoints that
-    `change` takes as well; `how` are further arguments of `save`. If the user names no target, its
+    `opening` opens it otherwise than `open_checkpoint`; `others` are checkpoints that `change` takes
+    as well; `how` are further arguments of `save`. If the user names no target, its
     name is made with `word`: `model.stripped.pth`.
 
     Raises:
@@ -65,14 +64,8 @@ def write_changed(
             file=source,
             hint="-o FILE; files there are not changed in place" if target.in_place else "-o FILE",
         )
-    if beside:
-        from ckptool.formats.several import opened_parts  # other verbs take one file
-
-        found = opened_parts([source, *beside], salvage=salvage)
-    else:
-        found = open_checkpoint(source, salvage=salvage)
     with (
-        found as checkpoint,
+        (opening or (lambda: open_checkpoint(source)))() as checkpoint,
         ExitStack() as opened,
         screen.progress("writing", "reading back") as progress,
     ):

@@ -30,11 +30,12 @@ from ckptool.cli.options import (
     visible_option,
 )
 from ckptool.cli.renaming import RulesInOrder, rename_options
-from ckptool.conversion import converted, steps_of
+from ckptool.conversion import Destination, converted, opened_for, steps_of, with_configs
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.transforms import Rule
-from ckptool.writing import in_folder, is_folder, target_format
+from ckptool.words import printable
+from ckptool.writing import target_format
 
 
 class _Convert(Allowing, RulesInOrder, Sectioned):
@@ -60,6 +61,7 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
     "ckptool convert model.safetensors.index.json merged.safetensors",
     "ckptool convert part1.safetensors part2.safetensors -o whole.safetensors",
     "ckptool convert model.pth fitted.pth --like reference.pth",
+    "ckptool convert step-1000/ hf-model/ --recipe llama-torchtitan-to-hf",
     cls=_Convert,
 )
 @click.argument("sources", type=PATH, nargs=-1, required=True, metavar="SOURCE... [DESTINATION]")
@@ -85,6 +87,16 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
 )
 @click.option("--at", metavar="PATH", help="Remove the wrapper of this submodule, as features.")
 @rename_options("a name")
+@click.option(
+    "--recipe",
+    metavar="NAME|FILE",
+    type=PATH,
+    help="Convert to the layout of another library by a recipe: llama-meta-to-hf (ckptool recipes).",
+)
+@flag("--reverse", "Use the recipe from its target to its source.")
+@repeatable(
+    "--param", "KEY=VALUE", "Set a parameter of the recipe, for example heads=32. Repeatable."
+)
 @repeatable(
     "--resize",
     "GLOB=ROWS[:zero]",
@@ -145,6 +157,7 @@ def command(
     map: tuple[str, ...],
     rules: list[Rule],
     keep: tuple[str, ...],
+    param: tuple[str, ...],
     max_shard_size: str | None,
     files_from: str | None,
     workers: int | None,
@@ -169,39 +182,58 @@ def command(
     if target.output is None and len(sources) < 2:
         raise UsageError("convert needs one file to write", hint="ckptool convert A B, or A -o B")
     *files, destination = [*sources, target.output] if target.output else sources
-    to_folder = is_folder(destination)  # one that a worker makes is none
-    path = in_folder(destination, target.format)
     steps = steps_of(
         {
             "salvage": salvage,
             "map": parsed_rules(map),
             "keep": tuple(parsed_keep(keep)),
+            "param": _parsed_params(param),
             "like": None if like is None else referred(like),
             "rename": rules,
             **changes,
         }
     )
 
+    goal = Destination(destination, target.format, steps)
+    steps = with_configs(steps, goal.folders(files_from))
+
     def change(checkpoint: Checkpoint) -> Checkpoint:
         sharded = max_shard_size is not None
-        name = target_format(checkpoint, path, target.format, sharded=sharded)
+        name = target_format(checkpoint, goal.path, target.format, sharded=sharded)
         with in_options():
-            return converted(checkpoint, steps, name)
+            return goal.as_file(converted(checkpoint, steps, name))
 
     def write() -> None:
         receipt = write_changed(
             files[0],
             change,
-            replace(target, output=path),
+            replace(target, output=goal.path),
             word="converted",
             strict=strict,
             max_shard_size=max_shard_size,
             files_from=files_from,
-            to_folder=to_folder,
-            salvage=salvage,
-            beside=files[1:],
+            to_folder=goal.is_folder,
+            apart=goal.apart,
+            opening=lambda: opened_for(files if files[1:] else files[0], steps, salvage=salvage),
         )
         if any(one.kind == "salvage" and one.count for one in receipt.changes):
             set_exit_code(1)
 
     divided(write, workers)
+
+
+def _parsed_params(params: tuple[str, ...]) -> dict[str, str]:
+    """Return parameters of a recipe.
+
+    Raises:
+        UsageError: one is not `KEY=VALUE`, or is given twice.
+    """
+    made: dict[str, str] = {}
+    for one in params:
+        key, _, value = (part.strip() for part in one.partition("="))
+        if not (key and value):
+            text = f"{printable(one)!r} is not KEY=VALUE"
+            raise UsageError(text, hint="for example --param heads=32")
+        if made.setdefault(key, value) != value:
+            raise UsageError(f"the parameter {printable(key)} is given twice", hint="keep one")
+    return made

@@ -22,6 +22,7 @@ VERBS = {
         "doctor": "Explain why a checkpoint does not load, and how to fix it.",
         "match": "Check whether a checkpoint fits a model, and with which renames.",
         "report": "Write an HTML page about a checkpoint, or to compare two.",
+        "recipes": "List the recipes of convert --recipe, or print one.",
     },
     "change": {
         "strip-module": 'Remove wrapper prefixes such as "module." from names.',

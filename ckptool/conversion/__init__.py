@@ -6,11 +6,16 @@ import os
 from collections.abc import Callable, Sequence
 
 from ckptool.conversion.fit import Like as Like
+from ckptool.conversion.layout import (
+    Destination as Destination,
+    opened_for as opened_for,
+    with_configs as with_configs,
+)
 from ckptool.conversion.steps import converted as converted, steps_of as steps_of
 from ckptool.formats import Source
 from ckptool.renamed import renamed_arguments
 from ckptool.transforms import Step
-from ckptool.writing import Receipt, in_folder, is_folder, save, target_format
+from ckptool.writing import Receipt, save, target_format
 
 _NOW_STEPS = {
     "allow_mismatched": "Fit", "allow_missing": "Fit", "allow_overflow": "Cast",
@@ -49,9 +54,10 @@ def convert(
     and wrapper prefixes go unless a `Strip` or `Fit` says differently.
 
     Args:
-        source: A path (a file, an index of shards or their folder), or an open checkpoint; or the
-            paths of several files that hold parts of one state dict.
-        target: The file to write, or a folder for `model.safetensors` in it.
+        source: A path (a file, an index of shards or their folder, or that of a recipe's files), or
+            an open checkpoint; or the paths of several files that hold parts of one state dict.
+        target: The file to write, or a folder for `model.safetensors` in it, or for the files of a
+            recipe.
         *steps: The changes, in order: `ckptool.Strip()`, `ckptool.Cast("bfloat16")`, ...
         format: `torch-zip`, `torch-legacy`, `safetensors`, ...; default: by the extension.
         max_shard_size: Split into files of at most this size: `"5GB"`, or bytes.
@@ -74,19 +80,19 @@ def convert(
         NotRepresentable: the format cannot hold a tensor (with `strict`: anything), or a cast it.
         WriteError: nothing was written.
     """
-    from ckptool.formats.several import opened_parts  # the command line asks where it needs it
-
-    to_folder, target = is_folder(target), in_folder(target, format)
+    goal = Destination(target, format, steps)
+    every = with_configs(steps, goal.folders(files_from))
     salvage = any(isinstance(one, Step) and one.opens_damaged for one in steps)
-    with opened_parts(source, salvage=salvage) as checkpoint:
-        name = target_format(checkpoint, target, format, sharded=max_shard_size is not None)
+    with opened_for(source, every, salvage=salvage) as checkpoint:
+        name = target_format(checkpoint, goal.path, format, sharded=max_shard_size is not None)
         return save(
-            converted(checkpoint, steps, name),
-            target,
+            goal.as_file(converted(checkpoint, every, name)),
+            goal.path,
+            apart=goal.apart,
             format=name,
             max_shard_size=max_shard_size,
             files_from=files_from,
-            to_folder=to_folder,
+            to_folder=goal.is_folder,
             overwrite=overwrite,
             in_place=in_place,
             strict=strict,

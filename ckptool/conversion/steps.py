@@ -11,6 +11,7 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import TensorRef
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.formats import format_of
+from ckptool.recipes import Relayout
 from ckptool.transforms import (
     Cast,
     Compact,
@@ -33,11 +34,11 @@ from ckptool.transforms import (
 )
 
 STEPS: tuple[type[Step], ...] = (
-    Salvage, Masters, Concat, Flatten, Take, Strip, Wrap, Rename, Reshape, Fit, Plain, Untie, Cast,
-    Compact, Remap, Nest,
+    Salvage, Masters, Concat, Flatten, Take, Strip, Wrap, Rename, Relayout, Reshape, Fit, Plain, Untie,
+    Cast, Compact, Remap, Nest,
 )  # fmt: skip
 """The order of the options of a command, which have none of their own; in Python the caller's
-order holds."""
+order holds. A recipe that takes tensors by their paths comes before `Take`."""
 _BEFORE_TAKE = STEPS[: STEPS.index(Take)]
 
 
@@ -53,7 +54,13 @@ def steps_of(options: Mapping[str, Any]) -> list[Step]:
             the others asks for.
     """
     given = {name: value for name, value in options.items() if value not in (None, False, (), [])}
-    return [step for kind in STEPS if (step := _step(kind, given)) is not None]
+    steps = [step for kind in STEPS if (step := _step(kind, given)) is not None]
+    return sorted(steps, key=lambda one: not _is_before_take(one))
+
+
+def _is_before_take(step: Step) -> bool:
+    """Return whether a step is about the whole file, not about the state dict that is taken."""
+    return isinstance(step, _BEFORE_TAKE) or (isinstance(step, Relayout) and step.loaded.uses_paths)
 
 
 def _step(kind: type[Step], given: Mapping[str, Any]) -> Step | None:
@@ -68,6 +75,9 @@ def _step(kind: type[Step], given: Mapping[str, Any]) -> Step | None:
         return _strip(own, given)
     if kind is Take and own and "like" in given:
         own["lazy"] = True
+    if kind is Relayout and own and "recipe" not in own:
+        text = f"{' and '.join(f'--{kind.options.get(one, one)}' for one in own)} needs a recipe"
+        raise UsageError(text, hint="add --recipe NAME; ckptool recipes lists them")
     if kind is Plain and own:
         own.setdefault("plain", False)
     needed = [one.name for one in fields(kind) if one.default is MISSING]
@@ -106,12 +116,18 @@ def with_implied(steps: Iterable[Step], target: str) -> Iterator[Step]:
     every, known = list(steps), format_of(target)
     kinds = {type(one) for one in every}
     todo = [one for one in every if not isinstance(one, Salvage)]
-    at = next((n for n, one in enumerate(todo) if not isinstance(one, _BEFORE_TAKE)), len(todo))
+    at = next((n for n, one in enumerate(todo) if not _is_before_take(one)), len(todo))
     takes = [n for n, one in enumerate(todo) if isinstance(one, Take) and one.key is not None]
     if known.flat and not any(isinstance(one, Take) and one.model_only for one in todo):
         todo.insert(takes[-1] + 1 if takes else at, _OnlyStateDict(chosen=bool(takes)))
-    past = (*_BEFORE_TAKE, _OnlyStateDict, Take)
-    after = next((n for n, one in enumerate(todo) if not isinstance(one, past)), len(todo))
+    after = next(
+        (
+            n
+            for n, one in enumerate(todo)
+            if not (_is_before_take(one) or isinstance(one, (_OnlyStateDict, Take)))
+        ),
+        len(todo),
+    )
     if known.tensors_only and kinds.isdisjoint((Strip, Fit)):
         todo.insert(after, Strip())
     todo[after:after] = [one for one in every if isinstance(one, Salvage)]

@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -168,6 +168,8 @@ class Recipe:
     tied: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
     """Keys of the source, and of the target, that stand for another one where they are missing."""
     is_reversed: bool = False
+    text: str = field(default="", repr=False, compare=False)
+    """The TOML or JSON that it was read from."""
 
     @classmethod
     def load(cls, source: str | Path) -> Recipe:
@@ -218,7 +220,7 @@ class Recipe:
             why = "is nested too deep" if isinstance(error, RecursionError) else str(error)
             kind = "JSON" if is_json else "TOML"
             raise UsageError(f"the recipe {printable(name)} is not {kind}: {why}") from None
-        return _Reader(text, name).recipe(data)
+        return replace(_Reader(text, name).recipe(data), text=text)
 
     @classmethod
     def of_rule(

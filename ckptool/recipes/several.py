@@ -37,6 +37,15 @@ def prefix_of(recipe: Recipe) -> str:
     return before.fill(dict.fromkeys(name.names, "0")) + "/"
 
 
+def has_files(path: str | os.PathLike[str], recipe: Recipe) -> bool:
+    """Return whether a path is a file that a recipe names, or a folder with one."""
+    pattern, _ = _patterns(recipe)
+    name = os.fspath(path)
+    place = place_of(name)
+    names = place.names(name) if place.is_folder(name) else [os.path.basename(name)]
+    return any(pattern.match(one) is not None for one in names)
+
+
 def open_files(
     folder: str | os.PathLike[str], recipe: Recipe, open_one: Callable[[str], Checkpoint]
 ) -> Checkpoint:

@@ -43,6 +43,14 @@ class Step:
         """
         raise NotImplementedError
 
+    def open(self, path: str | os.PathLike[str], *, salvage: bool = False) -> Checkpoint:
+        """Open a file for this step.
+
+        Raises:
+            UnreadableFile: the file cannot be read.
+        """
+        return open_checkpoint(path, salvage=salvage)
+
     def applied_to_dict(self, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return a new dict: a state dict, or a dict that contains some, after this step.
 
@@ -79,9 +87,8 @@ class Step:
         if isinstance(state, Checkpoint):
             return changed(state, [self])
         if isinstance(state, (str, os.PathLike)):
-            return opened_and_changed(
-                state, lambda one: changed(one, [self]), salvage=self.opens_damaged
-            )
+            opened = self.open(state, salvage=self.opens_damaged)
+            return changed_or_closed(opened, lambda one: changed(one, [self]))
         if not isinstance(state, Mapping):
             raise UsageError(
                 f"a path, a state dict or an open checkpoint is wanted, not {a_class(state)}",
@@ -117,8 +124,13 @@ def opened_and_changed(
     path: str | os.PathLike[str], change: Callable[[Checkpoint], Checkpoint], **how: Any
 ) -> Checkpoint:
     """Return the checkpoint of a file, changed; closed again if that is refused."""
+    return changed_or_closed(open_checkpoint(path, **how), change)
+
+
+def changed_or_closed(opened: Checkpoint, change: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
+    """Return an open checkpoint, changed; closed if that is refused."""
     with ExitStack() as stack:
-        made = change(stack.enter_context(open_checkpoint(path, **how)))
+        made = change(stack.enter_context(opened))
         stack.pop_all()
     return made
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ class Receipt(Result):
     """What one write did."""
 
     path: str
-    """The file; of a checkpoint in shards, the index."""
+    """The file; of a checkpoint in shards, the index; of the files of a recipe, their folder."""
     format: str
     """As `Checkpoint.format`."""
     size: int
@@ -118,6 +118,7 @@ def save(
     verify: bool | None = None,
     files_from: str | os.PathLike[str] | None = None,
     to_folder: bool = False,
+    apart: Callable[[Checkpoint], Mapping[str, Checkpoint]] | None = None,
     progress: Progress | None = None,
     group: WriterGroup | None = None,
     options: str = "",
@@ -128,9 +129,10 @@ def save(
     and the errors are those of `Checkpoint.save`. Missing folders are made; a link's target is
     replaced and the link stays. See `target_format` for the default of `format`. `files_from` is
     the folder whose configuration, tokenizer and processor files are copied beside the weights;
-    with `to_folder` these are looked for in the folder that the source is. A `group` of processes
-    writes together: each calls this in the same way, and `options`, what was asked for in words of
-    any kind, are what such a write is known by again.
+    with `to_folder` these are looked for in the folder that the source is. `apart` divides the
+    checkpoint into several files by their names, which go into the folder of `path`. A `group` of
+    processes writes together: each calls this in the same way, and `options`, what was asked for in
+    words of any kind, are what such a write is known by again.
     """
     check_address(path, in_place=in_place, verify=verify)
     is_far = is_address(path)
@@ -149,9 +151,12 @@ def save(
     if format_of(name).index_name and checkpoint.root is not checkpoint.original:
         rewrite = False  # such a folder is not written over itself, only its index
     anew = not own or rewrite or max_shard_size is not None
-    plan = _planned(
-        checkpoint, path, name, max_shard_size, anew=anew, indexed=bool(format and shard_of(format))
-    )
+    if apart is not None:
+        _refuse_shards(name, max_shard_size)
+        plan = _apart(checkpoint, os.path.dirname(path), name, apart(checkpoint))
+    else:
+        indexed = bool(format and shard_of(format))
+        plan = _planned(checkpoint, path, name, max_shard_size, anew=anew, indexed=indexed)
     job = Job(
         checkpoint,
         os.fspath(path),
@@ -164,7 +169,7 @@ def save(
         plan, more = _accompanied(plan, job, files_from, to_folder=to_folder)
         checkpoint = checkpoint.with_root(checkpoint.root, *more)
         job = replace(job, checkpoint=checkpoint)
-    is_divided = plan.index and not (dry_run or is_far)
+    is_divided = plan.index and apart is None and not (dry_run or is_far)
     if group and is_divided and group.first(lambda: finish_divided(plan, job, options)):
         return _receipt(plan, job, group, dry_run=False)
     for file in plan.files if plan.index else ():
@@ -186,12 +191,13 @@ def save(
     if not dry_run:
         if group is None:
             carry_out(plan, job)
-        elif plan.index and len(plan.files) > 2 and not is_far:
+        elif is_divided and len(plan.files) > 2:
             write_divided(plan, job, group, options)
         else:
             group.all(0)  # that each has seen what is there before the first writes
             group.first(lambda: carry_out(plan, job))
-    return _receipt(plan, job, group, dry_run=dry_run)
+    receipt = _receipt(plan, job, group, dry_run=dry_run)
+    return receipt if apart is None else replace(receipt, path=os.path.dirname(path))
 
 
 def _file_of(
@@ -230,6 +236,32 @@ def _planned(
     else:
         plan = known.plan(checkpoint)
     return replace(plan, left_out=(*_left_behind(checkpoint, format), *plan.left_out))
+
+
+def _refuse_shards(format: str, max_shard_size: int | str | None) -> None:
+    known = writer(format)
+    if max_shard_size is not None or shard_of(format) or isinstance(known, FolderFormat):
+        text = "the recipe decides how many files there are"
+        raise UsageError(text, hint="leave out --max-shard-size and formats of several files")
+
+
+def _apart(
+    checkpoint: Checkpoint, folder: str, format: str, parts: Mapping[str, Checkpoint]
+) -> WritePlan:
+    """Return the plan of one file for each part, by its name in the folder."""
+    plans = {os.path.join(folder, name): writer(format).plan(one) for name, one in parts.items()}
+    every = plans.values()
+    return WritePlan(
+        format,
+        tuple(plan.files[0]._replace(path=path) for path, plan in plans.items()),
+        tensors=sum(plan.tensors for plan in every),
+        left_out=(
+            *_left_behind(checkpoint, format),
+            *dict.fromkeys(text for plan in every for text in plan.left_out),
+        ),
+        notes=tuple(dict.fromkeys(text for plan in every for text in plan.notes)),
+        blockers=tuple(dict.fromkeys(name for plan in every for name in plan.blockers)),
+    )
 
 
 def _accompanied(

@@ -38,7 +38,19 @@ PARTS = {
     ],
     "What a checkpoint is made of": ["TensorRef", "Storage", "Opaque"],
     "Steps": [
-        *("Step", "Take", "Strip", "Wrap", "Rename", "Reshape", "Fit", "Plain", "Untie", "Cast"),
+        *(
+            "Step",
+            "Take",
+            "Strip",
+            "Wrap",
+            "Rename",
+            "Relayout",
+            "Reshape",
+            "Fit",
+            "Plain",
+            "Untie",
+            "Cast",
+        ),
         *("Compact", "Remap", "Masters", "Flatten", "Salvage", "Nest"),
     ],
 }

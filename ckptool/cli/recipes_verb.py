@@ -1,0 +1,44 @@
+"""`ckptool recipes`."""
+
+from __future__ import annotations
+
+import click
+
+from ckptool.cli.console import Screen, print_document, print_lines
+from ckptool.cli.options import PATH, screen_options, verb
+from ckptool.recipes import Recipe, shipped_recipes
+from ckptool.render.table import table
+from ckptool.words import clean, clean_lines
+
+
+@verb(
+    "recipes",
+    "ckptool recipes",
+    "ckptool recipes vit-timm-to-hf",
+    "ckptool recipes vit-timm-to-hf > mine.toml",
+    "ckptool recipes mine.toml",
+)
+@click.argument("name", type=PATH, required=False, metavar="[NAME|FILE]")
+@screen_options()
+def command(name: str | None, screen: Screen) -> None:
+    """List the recipes of convert --recipe, or print one.
+
+    A recipe converts a model between the layouts of two libraries. NAME is a recipe in the list,
+    FILE is one of your own: it is checked before it is printed. docs/recipes.md explains how to
+    write one.
+    """
+    if name is None:
+        every = shipped_recipes()
+        if screen.as_json:
+            rows = [{"name": one, "about": about} for one, about in every]
+            print_document({"schema": "ckptool.recipes/1", "recipes": rows})
+        else:
+            cells = [(one, clean(about)) for one, about in every]
+            print_lines(table(("recipe", "converts"), cells, screen.look, flexible=1))
+        return
+    recipe = Recipe.load(name)
+    if screen.as_json:
+        found = {"name": recipe.name, "about": recipe.about, "text": recipe.text}
+        print_document({"schema": "ckptool.recipe/1", **found})
+    else:
+        print_lines([clean_lines(recipe.text.rstrip("\n"))])

@@ -1,0 +1,93 @@
+"""Layouts of several files in `convert`: what a recipe opens together, and writes apart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.errors import UsageError
+from ckptool.formats import Source
+from ckptool.recipes import Relayout, split_files
+from ckptool.transforms import Step
+from ckptool.words import shell
+from ckptool.writing import in_folder, is_folder
+
+
+def opened_for(
+    source: Source | Sequence[str | os.PathLike[str]], steps: Iterable[Step], *, salvage: bool
+) -> AbstractContextManager[Checkpoint]:
+    """Give a checkpoint as `opened_parts`, or of a layout of several files as the recipe says.
+
+    Raises:
+        UsageError: some files of such a layout are given, not their folder.
+        UnreadableFile: as `open_checkpoint`.
+    """
+    from ckptool.formats.several import opened_parts  # the command line asks where it needs it
+
+    paths = [source] if isinstance(source, (str, os.PathLike)) else source
+    layouts = [one for one in steps if isinstance(one, Relayout)]
+    if layouts and not isinstance(paths, Checkpoint):
+        first, *others = paths
+        if layouts[0].opens(first):
+            if others:
+                folder = os.path.dirname(os.fspath(first)) or "."
+                text = "are files of one layout, which the recipe takes by their folder"
+                raise UsageError(text, hint=f"ckptool convert {shell(folder)} DESTINATION ...")
+            return layouts[0].open(first, salvage=salvage)
+    return opened_parts(source, salvage=salvage)
+
+
+class Destination:
+    """The target of a conversion: one file, a folder, or the files of a layout in a folder."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], format: str | None, steps: Iterable[Step]
+    ) -> None:
+        """Take the target as the user names it."""
+        self.is_folder = is_folder(path)
+        layouts = [one.loaded for one in steps if isinstance(one, Relayout)]
+        is_layout = bool(layouts) and layouts[-1].is_reversed and layouts[-1].files is not None
+        self._name = os.fspath(path)
+        self._recipe = layouts[-1] if is_layout else None
+        files = self._recipe.files if self._recipe else None
+        self.path = os.path.join(path, files) if self.is_folder and files else ""
+        self.path = self.path or in_folder(path, format)
+        """The file to write; of several files in a folder, the pattern of their names."""
+
+    def folders(self, files_from: str | os.PathLike[str] | None) -> tuple[str, ...]:
+        """Return where a recipe looks for `config.json`, after the folder of the source."""
+        near = self._name if self.is_folder else os.path.dirname(self._name) or "."
+        return (*([os.fspath(files_from)] if files_from is not None else []), near)
+
+    def as_file(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return what goes into the target if it is one file.
+
+        Raises:
+            UsageError: a recipe makes several files.
+        """
+        if self._recipe is None or self.is_folder:
+            return checkpoint
+        parts = list(split_files(checkpoint, self._recipe).values())
+        if len(parts) == 1:
+            return parts[0]
+        text = f"the recipe makes {len(parts)} files, and the target is one file"
+        raise UsageError(text, file=self._name, hint="end the target with / to name a folder")
+
+    @property
+    def apart(self) -> Callable[[Checkpoint], Mapping[str, Checkpoint]] | None:
+        """The function that divides the result among several files, by their names, if it is."""
+        recipe = self._recipe
+        if recipe is None or not self.is_folder:
+            return None
+        return lambda checkpoint: split_files(checkpoint, recipe)
+
+
+def with_configs(steps: Iterable[Step], folders: Sequence[str]) -> list[Step]:
+    """Return the steps; recipes look for `config.json` in these folders too."""
+    return [
+        replace(one, configs=(*one.configs, *folders)) if isinstance(one, Relayout) else one
+        for one in steps
+    ]
