@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Cast", "Change", "Checkpoint", "Compact", "Complaint", "Details", "Diagnosis", "Diff",
     "Finding", "Fit", "Flatten", "Info", "Limits", "Listing", "Masters", "MatchReport", "Nest",
-    "Opaque", "PageReceipt", "Plain", "Receipt", "Recovery", "Relayout", "Remap", "Rename", "Reshape",
-    "Salvage", "Scan", "Stats", "Step", "Storage", "Strip", "Take", "TensorRef", "Untie",
+    "Opaque", "PageReceipt", "Plain", "Receipt", "Recovery", "Relayout", "Remap", "Rename",
+    "Reshape", "Salvage", "Scan", "Stats", "Step", "Storage", "Strip", "Take", "TensorRef", "Untie",
     "Verdict", "Wrap",
 ]  # fmt: skip
 

@@ -39,8 +39,8 @@ def write_changed(
 ) -> Receipt:
     """Open `source`, change it, write it to the target, and print the receipt.
 
-    `opening` opens it otherwise than `open_checkpoint`; `others` are checkpoints that `change` takes
-    as well; `how` are further arguments of `save`. If the user names no target, its
+    `opening` opens it instead of `open_checkpoint`; `others` are checkpoints that `change` takes as
+    well; `how` are further arguments of `save`. If the user names no target, its
     name is made with `word`: `model.stripped.pth`.
 
     Raises:

@@ -35,7 +35,6 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.transforms import Rule
 from ckptool.words import printable
-from ckptool.writing import target_format
 
 
 class _Convert(Allowing, RulesInOrder, Sectioned):
@@ -91,7 +90,8 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
     "--recipe",
     metavar="NAME|FILE",
     type=PATH,
-    help="Convert to the layout of another library by a recipe: llama-meta-to-hf (ckptool recipes).",
+    help="Convert to the layout of another library, for example llama-meta-to-hf (see ckptool "
+    "recipes).",
 )
 @flag("--reverse", "Use the recipe from its target to its source.")
 @repeatable(
@@ -199,7 +199,7 @@ def command(
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
         sharded = max_shard_size is not None
-        name = target_format(checkpoint, goal.path, target.format, sharded=sharded)
+        name = goal.format_for(checkpoint, target.format, sharded=sharded)
         with in_options():
             return goal.as_file(converted(checkpoint, steps, name))
 
@@ -211,7 +211,7 @@ def command(
             word="converted",
             strict=strict,
             max_shard_size=max_shard_size,
-            files_from=files_from,
+            files_from=goal.companions_of(files_from),
             to_folder=goal.is_folder,
             apart=goal.apart,
             opening=lambda: opened_for(files if files[1:] else files[0], steps, salvage=salvage),

@@ -15,7 +15,7 @@ from ckptool.conversion.steps import converted as converted, steps_of as steps_o
 from ckptool.formats import Source
 from ckptool.renamed import renamed_arguments
 from ckptool.transforms import Step
-from ckptool.writing import Receipt, save, target_format
+from ckptool.writing import Receipt, save
 
 _NOW_STEPS = {
     "allow_mismatched": "Fit", "allow_missing": "Fit", "allow_overflow": "Cast",
@@ -84,14 +84,14 @@ def convert(
     every = with_configs(steps, goal.folders(files_from))
     salvage = any(isinstance(one, Step) and one.opens_damaged for one in steps)
     with opened_for(source, every, salvage=salvage) as checkpoint:
-        name = target_format(checkpoint, goal.path, format, sharded=max_shard_size is not None)
+        name = goal.format_for(checkpoint, format, sharded=max_shard_size is not None)
         return save(
             goal.as_file(converted(checkpoint, every, name)),
             goal.path,
             apart=goal.apart,
             format=name,
             max_shard_size=max_shard_size,
-            files_from=files_from,
+            files_from=goal.companions_of(files_from),
             to_folder=goal.is_folder,
             overwrite=overwrite,
             in_place=in_place,

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
-from ckptool.formats import Source
-from ckptool.recipes import Relayout, split_files
+from ckptool.formats import REGISTRY, Source, format_of, shard_of
+from ckptool.recipes import Relayout, split_files, written_files
 from ckptool.transforms import Step
 from ckptool.words import shell
-from ckptool.writing import in_folder, is_folder
+from ckptool.writing import in_folder, is_folder, target_format
 
 
 def opened_for(
@@ -47,20 +47,41 @@ class Destination:
         self, path: str | os.PathLike[str], format: str | None, steps: Iterable[Step]
     ) -> None:
         """Take the target as the user names it."""
-        self.is_folder = is_folder(path)
         layouts = [one.loaded for one in steps if isinstance(one, Relayout)]
-        is_layout = bool(layouts) and layouts[-1].is_reversed and layouts[-1].files is not None
+        files = written_files(layouts[-1]) if layouts else None
         self._name = os.fspath(path)
-        self._recipe = layouts[-1] if is_layout else None
-        files = self._recipe.files if self._recipe else None
-        self.path = os.path.join(path, files) if self.is_folder and files else ""
-        self.path = self.path or in_folder(path, format)
-        """The file to write; of several files in a folder, the pattern of their names."""
+        ending = os.path.splitext(self._name)[1].lower()
+        is_file = any(ending in one.endings for one in REGISTRY)
+        self.is_folder = is_folder(path) or bool(files and not is_file)
+        self._recipe = layouts[-1] if files else None
+        self._has_recipe = bool(layouts)
+        self.path = in_folder(path, format)
+        """The file to write; of several files in a folder, one with their extension."""
+        if self.is_folder and files:
+            self.path = os.path.join(path, os.path.basename(files))
+
+    def format_for(self, checkpoint: Checkpoint, format: str | None, *, sharded: bool) -> str:
+        """Return the name of the format as `target_format`.
+
+        Raises:
+            UsageError: there is none, or it has several files where a recipe has them.
+        """
+        name = target_format(checkpoint, self.path, format, sharded=sharded)
+        if self.apart and (sharded or shard_of(name) or format_of(name).index_name):
+            text = "the recipe decides how many files there are"
+            raise UsageError(text, hint="leave out --max-shard-size and formats of several files")
+        return name
 
     def folders(self, files_from: str | os.PathLike[str] | None) -> tuple[str, ...]:
         """Return where a recipe looks for `config.json`, after the folder of the source."""
         near = self._name if self.is_folder else os.path.dirname(self._name) or "."
         return (*([os.fspath(files_from)] if files_from is not None else []), near)
+
+    def companions_of(
+        self, files_from: str | os.PathLike[str] | None
+    ) -> str | os.PathLike[str] | None:
+        """Return the folder to copy files from; a recipe only reads those next to one file."""
+        return files_from if self.is_folder or not self._has_recipe else None
 
     def as_file(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return what goes into the target if it is one file.
@@ -68,7 +89,7 @@ class Destination:
         Raises:
             UsageError: a recipe makes several files.
         """
-        if self._recipe is None or self.is_folder:
+        if self._recipe is None or self._recipe.files is None or self.is_folder:
             return checkpoint
         parts = list(split_files(checkpoint, self._recipe).values())
         if len(parts) == 1:

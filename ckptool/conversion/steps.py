@@ -34,8 +34,8 @@ from ckptool.transforms import (
 )
 
 STEPS: tuple[type[Step], ...] = (
-    Salvage, Masters, Concat, Flatten, Take, Strip, Wrap, Rename, Relayout, Reshape, Fit, Plain, Untie,
-    Cast, Compact, Remap, Nest,
+    Salvage, Masters, Concat, Flatten, Take, Strip, Wrap, Rename, Relayout, Reshape, Fit, Plain,
+    Untie, Cast, Compact, Remap, Nest,
 )  # fmt: skip
 """The order of the options of a command, which have none of their own; in Python the caller's
 order holds. A recipe that takes tensors by their paths comes before `Take`."""
@@ -53,7 +53,9 @@ def steps_of(options: Mapping[str, Any]) -> list[Step]:
         UsageError: an option has a wrong value, excludes another, or is about a step that none of
             the others asks for.
     """
-    given = {name: value for name, value in options.items() if value not in (None, False, (), [])}
+    given = {
+        name: value for name, value in options.items() if value not in (None, False, (), [], {})
+    }
     steps = [step for kind in STEPS if (step := _step(kind, given)) is not None]
     return sorted(steps, key=lambda one: not _is_before_take(one))
 

@@ -14,6 +14,7 @@ from ckptool.core.model import OrderedMap
 from ckptool.errors import FileMissing, NotFound, UsageError
 from ckptool.files.place import place_of
 from ckptool.formats.base import of_files
+from ckptool.formats.distributed.megatron import RANK_FILE, is_rank
 from ckptool.recipes.names import Pattern
 from ckptool.recipes.recipe import Recipe
 from ckptool.words import counted, printable
@@ -35,6 +36,18 @@ def prefix_of(recipe: Recipe) -> str:
         return ""
     name, before = _patterns(recipe)
     return before.fill(dict.fromkeys(name.names, "0")) + "/"
+
+
+def written_files(recipe: Recipe) -> str | None:
+    """Return how the files are called that a recipe writes into a folder, if it writes several.
+
+    Those of Megatron's ranks are each in a folder of its own.
+    """
+    if not recipe.is_reversed:
+        return None
+    rights = [one.text for rule in recipe.passes[-1] for one in rule.right]
+    is_of_ranks = any(one.startswith("mp_rank_") and "/" in one for one in rights)
+    return recipe.files or (f"mp_rank_{{rank:02}}/{RANK_FILE}" if is_of_ranks else None)
 
 
 def has_files(path: str | os.PathLike[str], recipe: Recipe) -> bool:
@@ -95,8 +108,11 @@ def split_files(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Checkpoint]
 
     Raises:
         NotFound: something is below no number of a file.
-        UsageError: the recipe has no `files`.
+        UsageError: the recipe has no `files`, and the checkpoint is not of Megatron's ranks.
     """
+    root = checkpoint.root
+    if recipe.files is None and isinstance(root, dict) and all(map(is_rank, root)):
+        return {f"{key}/{RANK_FILE}": replace(checkpoint, root=node) for key, node in root.items()}
     pattern, before = _patterns(recipe)
     nodes: dict[str, Any] = {"": checkpoint.root}
     for _ in pattern.variables:

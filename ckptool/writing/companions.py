@@ -20,6 +20,7 @@ from ckptool.writing.configuration import Edited, edited
 _CONFIG = "config.json"
 PATTERNS = (
     _CONFIG,
+    "params.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -59,7 +60,7 @@ def with_companions(
     *,
     found: bool = False,
 ) -> tuple[WritePlan, Sequence[Change]]:
-    """Return `plan` with the files of `folder` beside the weights, which are at `path` if alone.
+    """Return `plan` with the files of `folder` in that of `path`, where the weights are.
 
     The copy of `config.json` follows the changes of `checkpoint`; what it states and the file did
     not have is a warning, returned too.
@@ -68,7 +69,7 @@ def with_companions(
     Raises:
         FileMissing: there is no such folder, or no such file in it.
     """
-    target = os.path.dirname(plan.index or path)
+    target = os.path.dirname(path)
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.is_file())

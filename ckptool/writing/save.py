@@ -18,7 +18,7 @@ from ckptool.files.computed import ComputedSource
 from ckptool.files.place import is_address, place_of
 from ckptool.files.source import Progress, far_bytes
 from ckptool.formats import format_of, shard_of, writer
-from ckptool.formats.base import EditableFormat, FolderFormat, WritePlan
+from ckptool.formats.base import EditableFormat, FolderFormat, NewFile, WritePlan
 from ckptool.remedies import Remedy
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
@@ -143,7 +143,7 @@ def save(
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
     name = target_format(checkpoint, path, format, sharded=max_shard_size is not None)
     format_of(checkpoint.format).refuse_unusable(checkpoint)
-    if format_of(name).flat:
+    if format_of(name).flat and apart is None:
         checkpoint = _only_state_dict(checkpoint)
         refuse_placeholders(checkpoint)
     else:
@@ -152,7 +152,6 @@ def save(
         rewrite = False  # such a folder is not written over itself, only its index
     anew = not own or rewrite or max_shard_size is not None
     if apart is not None:
-        _refuse_shards(name, max_shard_size)
         plan = _apart(checkpoint, os.path.dirname(path), name, apart(checkpoint))
     else:
         indexed = bool(format and shard_of(format))
@@ -190,12 +189,12 @@ def save(
         _refuse_loss(checkpoint, plan)
     if not dry_run:
         if group is None:
-            carry_out(plan, job)
+            _carry_out_by_folder(plan, job)
         elif is_divided and len(plan.files) > 2:
             write_divided(plan, job, group, options)
         else:
             group.all(0)  # that each has seen what is there before the first writes
-            group.first(lambda: carry_out(plan, job))
+            group.first(lambda: _carry_out_by_folder(plan, job))
     receipt = _receipt(plan, job, group, dry_run=dry_run)
     return receipt if apart is None else replace(receipt, path=os.path.dirname(path))
 
@@ -238,13 +237,6 @@ def _planned(
     return replace(plan, left_out=(*_left_behind(checkpoint, format), *plan.left_out))
 
 
-def _refuse_shards(format: str, max_shard_size: int | str | None) -> None:
-    known = writer(format)
-    if max_shard_size is not None or shard_of(format) or isinstance(known, FolderFormat):
-        text = "the recipe decides how many files there are"
-        raise UsageError(text, hint="leave out --max-shard-size and formats of several files")
-
-
 def _apart(
     checkpoint: Checkpoint, folder: str, format: str, parts: Mapping[str, Checkpoint]
 ) -> WritePlan:
@@ -262,6 +254,15 @@ def _apart(
         notes=tuple(dict.fromkeys(text for plan in every for text in plan.notes)),
         blockers=tuple(dict.fromkeys(name for plan in every for name in plan.blockers)),
     )
+
+
+def _carry_out_by_folder(plan: WritePlan, job: Job) -> None:
+    """Execute a plan; the files of each folder are written as a set, whole or not at all."""
+    folders: dict[str, list[NewFile]] = {}
+    for file in plan.files:
+        folders.setdefault(os.path.dirname(file.path), []).append(file)
+    for files in folders.values() or ((),):
+        carry_out(replace(plan, files=tuple(files)), job)
 
 
 def _accompanied(

@@ -4,6 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import ckptool as library
+from ckptool.errors import CheckpointError, UsageError
+from ckptool.recipes import Relayout
 from tests.recipes.test_shipped import (
     EXAMPLES,
     FOLDER,
@@ -12,8 +15,6 @@ from tests.recipes.test_shipped import (
     expected_source,
     hashes,
 )
-from ckptool.formats import open_checkpoint
-from ckptool.recipes import Recipe, Relayout, open_files
 
 META = FOLDER / "llama3-meta-two"
 
@@ -53,18 +54,191 @@ def test_each_proof_goes_to_a_folder_and_back(ckptool, tmp_path, recipe_of, name
         load_file(FOLDER / name / "target.safetensors")
     )
     words = ["--recipe", recipe, "--reverse", *params(proof["back"])]
-    files = Recipe.load(recipe).files
-    target = f"{tmp_path}/back/" if files else tmp_path / "back.pth"
+    several = len(list((FOLDER / name / "source").rglob("*.p*t*"))) > 1 or proof["back"].get("rank")
+    target = f"{tmp_path}/back/" if several else tmp_path / "back.pth"
     source = tmp_path / "hf" / "model.safetensors"
     for one in (FOLDER / name / "source").glob("*.json"):
         (tmp_path / "hf" / one.name).write_bytes(one.read_bytes())
     done = ckptool("convert", source, target, *words)
     assert (done.code, done.err.count("reversible")) == (0, 1), done.err
-    if files:
-        with open_files(target, Recipe.load(recipe), open_checkpoint) as made:
-            found = contents(made)
-    else:
-        with open_checkpoint(target) as made:
-            found = contents(made)
+    with Relayout(recipe).open(target) as made:
+        found = contents(made)
     extra = set(proof.get("gained", []))
     assert {key: one for key, one in found.items() if key not in extra} == expected_source(name)
+
+
+def test_the_files_of_a_layout_are_written_or_none(ckptool, tmp_path):
+    back = ["--recipe", "llama-meta-to-hf", "--reverse", "--param", "rank=2"]
+    back += ["--files-from", META / "source"]
+    target = META / "target.safetensors"
+    done = ckptool("convert", target, f"{tmp_path}/meta/", *back, "--json")
+    assert sorted(one.name for one in (tmp_path / "meta").iterdir()) == [
+        "consolidated.00.pth",
+        "consolidated.01.pth",
+        "params.json",
+    ]
+    assert done.document["file"] == str(tmp_path / "meta")
+    assert [one["file"] for one in done.document["files"]] == [
+        str(tmp_path / "meta" / name)
+        for name in ("params.json", "consolidated.00.pth", "consolidated.01.pth")
+    ]
+    for n in range(2):
+        made = torch.load(tmp_path / "meta" / f"consolidated.0{n}.pth")
+        assert made.keys() == torch.load(META / "source" / f"consolidated.0{n}.pth").keys() - {
+            "rope.freqs"
+        }
+    done = ckptool("convert", target, f"{tmp_path}/meta/", *back)
+    assert (done.code, "exists" in done.err) == (2, True)
+    done = ckptool("convert", target, tmp_path / "one.pth", *back)
+    assert (done.code, "the recipe makes 2 files" in done.err) == (2, True)
+    back += ["--max-shard-size", "1MB"]
+    done = ckptool("convert", target, f"{tmp_path}/sharded/", *back)
+    assert (done.code, "--max-shard-size" in done.err) == (2, True)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["meta"]
+
+
+def test_a_recipe_of_safetensors_files_goes_both_ways(ckptool, tmp_path):
+    recipe = tmp_path / "ranks.toml"
+    recipe.write_text(
+        'files = "part-{rank}.safetensors"\n[[tensors]]\nfrom = "{rank}/{x*}"\nto = "{x*}"\n'
+        'axes = ["o i -> (rank o) i", "o -> (rank o)"]\n'
+    )
+    want = {"a.weight": torch.arange(24.0).view(6, 4), "a.bias": torch.arange(6)}
+    save_file(want, tmp_path / "whole.safetensors")
+    words = ["--recipe", recipe, "--reverse", "--param", "rank=3"]
+    done = ckptool("convert", tmp_path / "whole.safetensors", f"{tmp_path}/ranks/", *words)
+    assert done.code == 0, done.err
+    made = load_file(tmp_path / "ranks" / "part-1.safetensors")
+    assert torch.equal(made["a.weight"], want["a.weight"][2:4]) and made["a.bias"].tolist() == [
+        2,
+        3,
+    ]
+    done = ckptool("convert", f"{tmp_path}/ranks/", tmp_path / "w.safetensors", *words[:2])
+    assert done.code == 0, done.err
+    assert hashes(load_file(tmp_path / "w.safetensors")) == hashes(want)
+
+
+def test_one_file_of_meta_is_a_flat_state_dict(ckptool, tmp_path):
+    name = "llama-meta-one"
+    words = ["--recipe", "llama-meta-to-hf", "--reverse", "--param", "rank=1"]
+    words += ["--files-from", FOLDER / name / "source"]
+    target = tmp_path / "model.pth"
+    assert ckptool("convert", FOLDER / name / "target.safetensors", target, *words).code == 0
+    found = {f"00/{key}": one for key, one in hashes(torch.load(target)).items()}
+    assert found == expected_source(name)
+
+
+def test_megatron_ranks_get_their_folders(ckptool, tmp_path):
+    name = "llama-megatron-two"
+    words = ["--recipe", "llama-megatron-to-hf", "--reverse", *params(PROOFS[name]["back"])]
+    words += ["--files-from", FOLDER / name / "source"]
+    done = ckptool("convert", FOLDER / name / "target.safetensors", f"{tmp_path}/meg/", *words)
+    assert done.code == 0, done.err
+    found = {str(one.relative_to(tmp_path / "meg")) for one in (tmp_path / "meg").rglob("*.*")}
+    assert found == {
+        "config.json",
+        "mp_rank_00/model_optim_rng.pt",
+        "mp_rank_01/model_optim_rng.pt",
+    }
+    with library.open(tmp_path / "meg") as made:
+        assert (made.format, contents(made)) == ("megatron", expected_source(name))
+
+
+def test_a_folder_of_dcp_goes_to_hugging_face_and_back(ckptool, tmp_path):
+    source = FOLDER / "llama-torchtitan" / "source"
+    words = ["--recipe", "llama-torchtitan-to-hf", "--files-from", source]
+    run = ["convert", source / "model.pth", f"{tmp_path}/step-1000/", "--format", "dcp"]
+    assert ckptool(*run, "--files-from", source).code == 0
+    assert ckptool("convert", tmp_path / "step-1000", f"{tmp_path}/hf/", *words).code == 0
+    assert sorted(one.name for one in (tmp_path / "hf").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    back = ["convert", tmp_path / "hf", f"{tmp_path}/back/", "--format", "dcp"]
+    assert ckptool(*back, *words[:2], "--reverse").code == 0
+    assert ckptool("diff", tmp_path / "step-1000", tmp_path / "back").code == 0
+    sharded = ["convert", tmp_path / "back", f"{tmp_path}/shards/", "--max-shard-size", "10kB"]
+    assert ckptool(*sharded, *words).code == 0
+    assert ckptool("diff", tmp_path / "hf", tmp_path / "shards").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--reverse"], "add --recipe NAME"),
+        (["--param", "heads=6"], "add --recipe NAME"),
+        (["--recipe", "llama"], "no recipe is named 'llama'"),
+        (["--recipe", "none.toml"], "none.toml"),
+        (["--recipe", "llama-meta-to-hf", "--param", "heads"], "is not KEY=VALUE"),
+        (["--recipe", "llama-meta-to-hf", "--param", "heads=six"], "expected a number"),
+        (["--recipe", "llama-meta-to-hf", "--param", "half=1", "--param", "half=2"], "twice"),
+        (["--recipe", "llama-meta-to-hf", "--param", "hands=2"], "no parameter hands"),
+        (["--recipe", "llama-meta-to-hf", "--param", "half=5"], "does not"),
+        (["--recipe", "vit-timm-to-hf"], "several checkpoints"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_written(ckptool, tmp_path, words, said):
+    done = ckptool("convert", META / "source", f"{tmp_path}/hf/", *words)
+    assert (done.code, said in done.err) == (2, True), done.err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_dry_run_states_the_rules_and_the_way_back(ckptool, tmp_path):
+    words = ["--recipe", "llama-meta-to-hf", "--dry-run"]
+    done = ckptool("convert", META / "source", f"{tmp_path}/hf/", *words)
+    assert done.code == 0
+    assert "(h half 2) i -> (rank h 2 half) i" in done.err
+    assert "reversible with --reverse --param rank=2, but for 2 dropped tensors" in done.err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_some_files_of_a_layout_are_refused_with_the_folder_as_the_hint(ckptool, tmp_path):
+    files = sorted((META / "source").glob("*.pth"))
+    done = ckptool("convert", *files, f"{tmp_path}/hf/", "--recipe", "llama-meta-to-hf")
+    assert (done.code, f"ckptool convert {META / 'source'}" in done.err) == (2, True)
+
+
+def test_other_options_follow_the_recipe(ckptool, tmp_path):
+    words = ["--recipe", "llama-meta-to-hf", "--include", "*.q_proj.*", "--dtype", "bfloat16"]
+    assert ckptool("convert", META / "source", f"{tmp_path}/hf/", *words).code == 0
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    want = load_file(META / "target.safetensors")
+    assert found.keys() == {key for key in want if ".q_proj." in key}
+    assert all(torch.equal(one, want[key].bfloat16()) for key, one in found.items())
+
+
+def test_the_verb_lists_and_prints_recipes(ckptool, tmp_path):
+    listed = ckptool("recipes", "--json").document["recipes"]
+    assert {one["name"] for one in listed} >= {"llama-meta-to-hf", "vit-timm-to-hf"}
+    assert all(one["name"] in ckptool("recipes").out for one in listed)
+    printed = ckptool("recipes", "qkv-fused").out
+    (tmp_path / "mine.toml").write_text(printed)
+    document = ckptool("recipes", tmp_path / "mine.toml", "--json").document
+    assert (document["name"], document["text"]) == ("mine", printed)
+    (tmp_path / "mine.toml").write_text("about = 3")
+    assert ckptool("recipes", tmp_path / "mine.toml").code == 2
+
+
+def test_python_has_the_same_step(tmp_path):
+    step = library.Relayout.of("llama-meta-to-hf", heads=6)
+    want = hashes(load_file(META / "target.safetensors"))
+    with step(META / "source") as made:
+        assert contents(made) == want
+    library.convert(META / "source", tmp_path / "hf.safetensors", step)
+    assert hashes(load_file(tmp_path / "hf.safetensors")) == want
+    back = step.reversed()
+    assert back.reversed() == step
+    assert list(back.words()) == ["--recipe", "llama-meta-to-hf", "--reverse", "--param", "heads=6"]
+    both = library.Relayout("llama-meta-to-hf", reverse=True, params={"rank": 2})
+    receipt = library.convert(
+        tmp_path / "hf.safetensors", f"{tmp_path}/meta/", both, files_from=META / "source"
+    )
+    assert {path for path, _ in receipt.files} == {*map(str, (tmp_path / "meta").iterdir())}
+    with pytest.raises(UsageError, match="no recipe is named"):
+        library.Relayout("none")
+    with pytest.raises(UsageError, match="a list"):
+        library.Relayout("qkv-fused", configs="folder")
+    with pytest.raises(UsageError, match="not a dict in memory"):
+        step({"x": torch.ones(2)})
+    with pytest.raises(CheckpointError, match="no tensor matches"):
+        library.Relayout("vit-timm-to-hf")(META / "target.safetensors")

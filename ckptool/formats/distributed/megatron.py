@@ -16,7 +16,9 @@ from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.words import counted
 
 _RANK = re.compile(r"mp_rank_(\d{2,9})", re.ASCII)
-_FILES = ("model_optim_rng.pt", "model_rng.pt")
+RANK_FILE = "model_optim_rng.pt"
+"""The file in the folder of a rank."""
+_FILES = (RANK_FILE, "model_rng.pt")
 
 
 class Megatron(Format):
