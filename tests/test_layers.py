@@ -52,7 +52,7 @@ INSIDE = {
         "placeholders",
         "optimizers",
     ],
-    "conversion": ["fit", "steps"],
+    "conversion": ["fit", "steps", "layout"],
     "loading": [
         "ranks",
         "snapshot",

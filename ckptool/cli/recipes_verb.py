@@ -15,7 +15,6 @@ from ckptool.words import clean, clean_lines
     "recipes",
     "ckptool recipes",
     "ckptool recipes vit-timm-to-hf",
-    "ckptool recipes vit-timm-to-hf > mine.toml",
     "ckptool recipes mine.toml",
 )
 @click.argument("name", type=PATH, required=False, metavar="[NAME|FILE]")

@@ -100,7 +100,7 @@ def test_the_files_of_a_layout_are_written_or_none(ckptool, tmp_path):
 def test_a_recipe_of_safetensors_files_goes_both_ways(ckptool, tmp_path):
     recipe = tmp_path / "ranks.toml"
     recipe.write_text(
-        'files = "part-{rank}.safetensors"\n[[tensors]]\nfrom = "{rank}/{x*}"\nto = "{x*}"\n'
+        'files = "part-{rank:02}.safetensors"\n[[tensors]]\nfrom = "{rank:02}/{x*}"\nto = "{x*}"\n'
         'axes = ["o i -> (rank o) i", "o -> (rank o)"]\n'
     )
     want = {"a.weight": torch.arange(24.0).view(6, 4), "a.bias": torch.arange(6)}
@@ -108,11 +108,9 @@ def test_a_recipe_of_safetensors_files_goes_both_ways(ckptool, tmp_path):
     words = ["--recipe", recipe, "--reverse", "--param", "rank=3"]
     done = ckptool("convert", tmp_path / "whole.safetensors", f"{tmp_path}/ranks/", *words)
     assert done.code == 0, done.err
-    made = load_file(tmp_path / "ranks" / "part-1.safetensors")
-    assert torch.equal(made["a.weight"], want["a.weight"][2:4]) and made["a.bias"].tolist() == [
-        2,
-        3,
-    ]
+    made = load_file(tmp_path / "ranks" / "part-01.safetensors")
+    assert torch.equal(made["a.weight"], want["a.weight"][2:4])
+    assert made["a.bias"].tolist() == [2, 3]
     done = ckptool("convert", f"{tmp_path}/ranks/", tmp_path / "w.safetensors", *words[:2])
     assert done.code == 0, done.err
     assert hashes(load_file(tmp_path / "w.safetensors")) == hashes(want)

@@ -23,6 +23,7 @@ EXAMPLES = [
     ckptool.Strip(levels=0),
     ckptool.Strip(at="features"),
     ckptool.Rename(["a=>b", "^c=>d"], prefixes=["e=f"]),
+    ckptool.Relayout("qkv-fused", reverse=True, params={"heads": "8", "kv_heads": "2"}),
     ckptool.Reshape(resize=["w=4"], split=["*.qkv=>*.q,*.k@0"]),
     ckptool.Fit("ref.pth", allow_missing=["a.*"], min_coverage=0.5, transpose=["a"]),
     ckptool.Plain(),
@@ -45,9 +46,9 @@ def options_of(words):
         [one for word in words for one in (word.split("=", 1) if word.startswith("--") else [word])]
     )
     flags = {"salvage", "master", "model_only", "ema", "plain", "drop_objects", "compact", "raw",
-             "cast_optimizer", "allow_overflow"}  # fmt: skip
+             "cast_optimizer", "allow_overflow", "reverse"}  # fmt: skip
     several = {"concat", "include", "exclude", "rename", "prefix", "resize", "split", "keep", "map",
-               "allow_missing", "transpose"}  # fmt: skip
+               "allow_missing", "transpose", "param"}  # fmt: skip
     for word in words:
         name = word.removeprefix("--").replace("-", "_")
         if name in flags:
@@ -56,8 +57,8 @@ def options_of(words):
             given.setdefault(name, []).append(next(words))
         else:
             given[name] = next(words)
-    if "map" in given:
-        given["map"] = dict(one.split("=") for one in given["map"])
+    for name in {"map", "param"} & given.keys():
+        given[name] = dict(one.split("=") for one in given[name])
     if "keep" in given:
         given["keep"] = [[*one.split("="), None][:2] for one in given["keep"]]
         given["keep"] = tuple(map(tuple, given["keep"]))
