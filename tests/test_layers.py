@@ -45,6 +45,7 @@ INSIDE = {
         "checkpoint",
         "tree",
         "names",
+        "addressing",
         "sections",
         "finding",
         "reading",

@@ -39,9 +39,9 @@ from ckptool.transforms import Cast, Masters, average, floating_type, merge_lora
 @quantized_options
 @repeatable(
     "--keep",
-    "GLOB[=DTYPE]",
-    "Cast matching tensors to this type instead, or not at all; repeatable, the first match "
-    "decides.",
+    "NAME[=DTYPE]",
+    "Cast matching tensors to this type instead, or not at all. NAME is a path, a key or a glob. "
+    "Repeatable; the first match decides.",
 )
 @flag("--cast-optimizer", "Cast optimizer state, too.")
 @flag(

@@ -217,6 +217,12 @@ class Screen:
         """Write messages to stderr, unless quiet."""
         say(lines, quiet=self.quiet)
 
+    def report_unmatched(self, unmatched: Iterable[str]) -> None:
+        """Write to stderr which names and globs match nothing; the exit code is 1 then."""
+        for sentence in unmatched:
+            set_exit_code(1)
+            self.say([f"warning: {clean(sentence)}"])
+
     def note_none(self, what: str, include: Iterable[str], exclude: Iterable[str]) -> None:
         """Write to stderr that no name passes the given globs."""
         given = [f"--include {glob!r}" for glob in include]

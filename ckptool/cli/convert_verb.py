@@ -131,7 +131,7 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
     help="Write tied tensors once, or each with its own bytes.",
 )
 @dtype_option("--dtype", "Cast floating-point tensors to this type: bfloat16, float16.")
-@repeatable("--keep", "GLOB[=DTYPE]", "Except these from --dtype; repeatable.")
+@repeatable("--keep", "NAME[=DTYPE]", "Except these from --dtype; repeatable.")
 @quantized_options
 @flag("--cast-optimizer", "Cast optimizer state, too.")
 @flag("--allow-overflow", "Cast values too large for the type, too.")

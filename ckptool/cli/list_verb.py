@@ -17,6 +17,7 @@ from ckptool.render.listing import listing_lines, name_lines, tree_lines
     "ckptool list model.pth --names",
     "ckptool list model.pth --include '*.weight' --json",
     "ckptool list model.pth --fmt markdown",
+    finding="a NAME that matches nothing",
 )
 @file_argument
 @flag("--tree", "Show modules, repeated layers folded.", "as_tree")
@@ -46,7 +47,8 @@ def command(
         listing = list_tensors(
             checkpoint, include=include, exclude=exclude, hash=hashed, progress=progress
         )
-    if not (listing.tensors or listing.values or listing.objects):
+    screen.report_unmatched(listing.unmatched)
+    if not (listing.tensors or listing.values or listing.objects or listing.unmatched):
         screen.note_none("nothing", include, exclude)
     if names:
         print_lines(name_lines(listing))

@@ -190,21 +190,24 @@ def screen_options(*, fmt: bool = False) -> Decorator:
     return gathered("screen", _screen, *([_fmt_option] if fmt else []), *_SCREEN_OPTIONS)
 
 
-def _globs(include: str, exclude: str) -> Decorator:
+def _globs(include: str, exclude: str, names: str) -> Decorator:
     return together(
         repeatable(
             "--include",
-            "GLOB",
-            f"{include}; a GLOB with a / is compared with the whole path. Repeatable.",
+            "NAME",
+            f"{include}. NAME is {names}, or a glob of whole keys (with a /: of whole paths); "
+            "wrapper prefixes are ignored. Repeatable.",
         ),
-        repeatable("--exclude", "GLOB", f"{exclude} Repeatable."),
+        repeatable("--exclude", "NAME", f"{exclude} Repeatable."),
     )
 
 
-filter_options = _globs("Show only names that match", "Hide names that match.")
+filter_options = _globs(
+    "Show only what matches", "Hide what matches.", "a path, a key or the end of a path"
+)
 
 glob_options = together(
-    _globs("Take only tensors whose name matches", "Leave out tensors that match."),
+    _globs("Take only tensors that match", "Leave out tensors that match.", "a path or a key"),
     flag(
         "--model-only",
         "Take only the state dict of the model; a pickled module becomes a state dict.",

@@ -19,7 +19,7 @@ from ckptool.render.figures import ramp_for, shown_lines, stats_lines
     "show",
     "ckptool show model.pth epoch",
     "ckptool show model.pth state_dict/module.fc.bias",
-    "ckptool show model.pth module.fc.bias --count 20",
+    "ckptool show model.pth fc.bias --count 20",
 )
 @file_argument
 @click.argument("name")
@@ -34,7 +34,8 @@ from ckptool.render.figures import ramp_for, shown_lines, stats_lines
 def show_command(file: str, name: str, count: int, screen: Screen) -> None:
     """Show one value, one object or the head of one tensor.
 
-    NAME is a name that ckptool list prints, or the end of one after a /, if only one name ends so.
+    NAME is a path that ckptool list prints, a key, or the end of a path after a . or /, if only
+    one path ends so; wrapper prefixes are ignored.
     Minimum, maximum and mean are those of all finite elements of the tensor.
     """
     with open_checkpoint(file) as checkpoint, screen.progress() as progress:
@@ -48,6 +49,7 @@ def show_command(file: str, name: str, count: int, screen: Screen) -> None:
     "ckptool stats model.pth --key state_dict --include '*.weight' --sort norm",
     "ckptool stats model.safetensors --fold",
     "ckptool stats model.pth --fmt csv",
+    finding="a NAME that matches nothing",
 )
 @file_argument
 @filter_options
@@ -85,7 +87,8 @@ def stats_command(
     """
     with open_checkpoint(file) as checkpoint, screen.progress() as progress:
         found = stats(checkpoint, include=include, exclude=exclude, progress=progress, **how)
-    if not found.tensors:
+    screen.report_unmatched(found.unmatched)
+    if not (found.tensors or found.unmatched):
         screen.note_none("no tensor", include, exclude)
     found = found.folded() if fold else found
     found = found.sorted_by(sort) if sort else found

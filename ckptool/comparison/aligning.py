@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckptool.core.addressing import resolve
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Opaque, OrderedMap, Path
 from ckptool.core.modules import is_module
@@ -23,7 +24,7 @@ from ckptool.core.sections import (
     sections,
     wrapped_names,
 )
-from ckptool.core.tree import held_items, is_within, name_of, resolve, walk
+from ckptool.core.tree import held_items, is_within, name_of, walk
 from ckptool.core.values import Key, comparable, is_set
 from ckptool.errors import AmbiguousName, NameCollision, NotFound
 from ckptool.inspection.equality import first_difference

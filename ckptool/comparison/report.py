@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckptool.core.addressing import resolve
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Path, TensorRef
-from ckptool.core.tree import is_within, name_of, resolve
+from ckptool.core.tree import is_within, name_of
 from ckptool.errors import NotRepresentable, TorchMissing
 from ckptool.files.source import Progress
 from ckptool.inspection.info import Info, info

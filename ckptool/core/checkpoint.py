@@ -14,6 +14,7 @@ from ckptool.core.model import Path, TensorRef
 from ckptool.files import Source
 
 if TYPE_CHECKING:
+    from ckptool.core.addressing import TensorMap
     from ckptool.core.sections import Section
     from ckptool.transforms.name_rules import Rule
     from ckptool.transforms.step import Step
@@ -155,12 +156,14 @@ class Checkpoint(Result):
             source.close()
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the node at `key`: a key of the root, else an address such as `"model/conv1"`.
+        """Return a tensor, value or container: by its path, its key, or the end of its path.
+
+        `checkpoint["model/fc.weight"]` or `checkpoint["fc.weight"]`; wrapper prefixes are ignored.
 
         Raises:
             NotFound: there is nothing at `key` (`AmbiguousName`: there are several nodes).
         """
-        from ckptool.core.tree import resolve
+        from ckptool.core.addressing import resolve
 
         if isinstance(self.root, Mapping) and key in self.root:
             return self.root[key]
@@ -186,9 +189,17 @@ class Checkpoint(Result):
         details = replace(self.details, late=False)
         return replace(self, root=root, original=original, details=details)
 
-    def tensors(self) -> Iterator[tuple[Path, TensorRef]]:
-        """Yield the path and the `TensorRef` of every tensor, in the order of the file."""
-        return ((path, leaf) for path, leaf in self.leaves if isinstance(leaf, TensorRef))
+    @cached_property
+    def tensors(self) -> TensorMap:
+        """The `TensorRef` of every tensor by its path, in the order of the file.
+
+        A name may be a path that `ckptool list` prints, a key, or the end of a path, with or
+        without wrapper prefixes. A call, `tensors()`, yields pairs of a path, as a tuple of keys,
+        and a tensor.
+        """
+        from ckptool.core.addressing import TensorMap
+
+        return TensorMap(self.leaves, self.path)
 
     @cached_property
     def leaves(self) -> tuple[tuple[Path, Any], ...]:
@@ -199,14 +210,8 @@ class Checkpoint(Result):
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorRef]:
-        """Every tensor by its full name, the address that `ckptool list` prints.
-
-        Raises:
-            AmbiguousName: two tensors have one name; `tensors` tells them apart by their paths.
-        """
-        from ckptool.core.tree import named
-
-        return named(self)
+        """The tensors by their names; the same as `tensors`."""
+        return self.tensors
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:

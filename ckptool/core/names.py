@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from itertools import product
+from difflib import SequenceMatcher, get_close_matches
+from heapq import nlargest
+from itertools import chain, islice, product, repeat
 from math import prod
 from typing import Any, NamedTuple
 
@@ -39,6 +41,12 @@ PEFT = "base_model.model."
 """The prefix that PEFT puts before the names of the base model."""
 N_AVERAGED = "n_averaged"
 """The counter that `AveragedModel` keeps beside its `module`."""
+
+_MOST, _LONGEST = 2000, 120
+"""Names looked at, characters of each: comparing takes its time, and a file may be hostile."""
+_CANDIDATES = 20
+"""Names compared letter by letter, after counting letters has chosen them."""
+_WORDS = 4
 
 RULES_HINT = "make the rules narrower, or rename one of the two to something else first"
 COLLISION_HINT = "take fewer levels off, or only one kind of wrapper"
@@ -125,6 +133,42 @@ def bare_names(names: Collection[str]) -> dict[str, str]:
     except NameCollision:
         renamed = {}
     return {name: renamed.get(name, name) for name in names}
+
+
+_WRAPPED = re.compile(
+    rf"(?<![^/])(?:(?:{'|'.join(WRAPPERS)})\.)+|(?<=\.)(?:(?:{'|'.join(WRAPPERS[1:])})\.)+"
+)
+
+
+def may_be_wrapped(text: str, *, inside: bool = False) -> bool:
+    """Return whether a text, of one or many names, has the word of a wrapper before a dot.
+
+    With `inside` only the words that may be behind other components of a name.
+    """
+    return any(f"{word}." in text for word in (WRAPPERS[1:] if inside else WRAPPERS))
+
+
+def wrapper_remover(names: Collection[str]) -> Renamer | None:
+    """Return what takes the wrapper components off the names of one container; None without any.
+
+    All names keep theirs if two would become one, as in `bare_names`.
+    """
+    own = [name for name in names if name != N_AVERAGED]
+    if not own or not may_be_wrapped("\n".join(own), inside=True):  # `module` alone: quickly
+        front = ""
+        while own and all(map(str.startswith, own, repeat(f"{front}module."))):
+            front += "module."
+        return (lambda name: name.removeprefix(front)) if front else None
+    try:
+        stripped = strip_names(names)
+    except NameCollision:
+        return None
+    return stripped.rename_module if stripped.renamed else None
+
+
+def unwrapped(name: str) -> str:
+    """Return a name, or a path of keys with `/`, without all that may be a wrapper prefix."""
+    return _WRAPPED.sub("", name) if may_be_wrapped(name) else name
 
 
 def _checked_kinds(only: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -241,6 +285,30 @@ def check_collisions(
                 f"{both} would both be named {printable(str(new))!r}{where}", file=file, hint=hint
             )
         origin[new] = name
+
+
+def similar(wanted: str, names: Iterable[str], most: int = 3) -> list[str]:
+    """Return the names most like `wanted`, else names with a component like a word of it."""
+    known = list(islice((name for name in names if len(name) <= _LONGEST), _MOST))
+    wanted = wanted[:_LONGEST]
+    if found := _closest(wanted, known, most, 0.6):
+        return found
+    words = [word for word in re.findall(r"\w+", wanted) if len(word) > 1 and not word.isdecimal()]
+    parts_of = {name: re.split(r"[./]", name) for name in known}
+    parts = list(islice(dict.fromkeys(chain.from_iterable(parts_of.values())), _MOST))
+    near = [part for word in words[:_WORDS] for part in _closest(word, parts, most, 0.75)]
+    found = [name for part in near for name in known if part in parts_of[name]]
+    return list(dict.fromkeys(found))[:most]
+
+
+def _closest(wanted: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
+    matcher = SequenceMatcher(b=wanted)
+
+    def bound(name: str) -> float:
+        matcher.set_seq1(name)
+        return matcher.quick_ratio()
+
+    return get_close_matches(wanted, nlargest(_CANDIDATES, names, key=bound), most, cutoff)
 
 
 _NUMBER = re.compile(r"(?<![^./])(0|[1-9][0-9]{0,8})(?![^./])")

@@ -10,11 +10,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
+from ckptool.core.addressing import resolve
 from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
 from ckptool.core.modules import held_apart, holds_tensors, is_module, model_state
 from ckptool.core.names import wrappers_of
 from ckptool.core.quantizers import class_scheme, find_quantized
-from ckptool.core.tree import everything, held_items, name_of, rebuild, resolve, walk
+from ckptool.core.tree import everything, held_items, name_of, rebuild, walk
 from ckptool.errors import AmbiguousName, NotFound
 from ckptool.remedies import Remedy
 from ckptool.words import counted, listed, printable, shell

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from itertools import chain
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.core.model import (
     ByteString,
@@ -23,12 +21,9 @@ from ckptool.core.model import (
     children,
 )
 from ckptool.core.modules import Visits, held_apart, model_state
-from ckptool.errors import AmbiguousName, NameCollision, NotFound
+from ckptool.errors import NameCollision
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.words import listed, printable, shell
-
-if TYPE_CHECKING:
-    from ckptool.core.checkpoint import Checkpoint
+from ckptool.words import printable
 
 _PLAIN = frozenset((
     bool, int, float, complex, str, ByteString, type(None), bytes, bytearray, Global,
@@ -277,7 +272,8 @@ Entries = Iterator[tuple[Any, Any]]
 
 _CONTAINERS = (dict, list, tuple, Opaque)
 _LEAF_TYPES = _PLAIN | {TensorRef, StorageRef, Storage, DeviceValue}
-_MISSING = object()
+MISSING = object()
+"""What `descend` returns where there is no node."""
 
 
 def is_within(path: Path, outer: Path) -> bool:
@@ -287,7 +283,7 @@ def is_within(path: Path, outer: Path) -> bool:
 
 def name_of(path: Path) -> str:
     """Return the address of a path: its keys joined with `/`."""
-    return "/".join([key if type(key) is str else _key_text(key) for key in path])
+    return "/".join([key if type(key) is str else key_text(key) for key in path])
 
 
 def where(path: Path) -> str:
@@ -295,7 +291,7 @@ def where(path: Path) -> str:
     return printable(name_of(path)) or "the root"
 
 
-def _key_text(key: Any) -> str:
+def key_text(key: Any) -> str:
     """Return a key in short: objects by their class, for their repr may be as big as the file."""
     match key:
         case Opaque() | StorageRef():
@@ -305,7 +301,7 @@ def _key_text(key: Any) -> str:
         case Global():
             return key.qualified
         case tuple():
-            return f"({', '.join(map(_key_text, key))})"
+            return f"({', '.join(map(key_text, key))})"
     return str(key)
 
 
@@ -442,21 +438,6 @@ def _hidden_items(node: Opaque, held: int) -> Entries:
         yield from node.kwargs.items()
 
 
-def named(checkpoint: Checkpoint) -> Mapping[str, TensorRef]:
-    """Return the tensors by their addresses.
-
-    Raises:
-        AmbiguousName: two have the same.
-    """
-    found: dict[str, TensorRef] = {}
-    for path, tensor in checkpoint.tensors():
-        name = name_of(path)
-        if found.setdefault(name, tensor) is not tensor:
-            alike = [path for path, _ in checkpoint.tensors() if name_of(path) == name]
-            raise _unresolved(checkpoint, name, alike)
-    return MappingProxyType(found)
-
-
 def distinct(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[Path, TensorRef]]:
     """Return the tensors, of each tie the first name alone."""
     seen: dict[Any, tuple[Path, TensorRef]] = {}
@@ -474,67 +455,7 @@ def ties(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
-def resolve(
-    checkpoint: Checkpoint, address: Any, accept: Callable[[Any], bool] | None = None
-) -> tuple[Path, Any]:
-    """Return the path and node of an address: an exact name, else a unique suffix after a `/`.
-
-    Containers answer as well as leaves; `accept` narrows to those it is true of. A tuple or list
-    is taken as a path first.
-
-    Raises:
-        NotFound: nothing answers to it; the message lists what is near.
-        AmbiguousName: several do; the message lists them.
-    """
-    wanted = str(address)
-    if isinstance(address, (tuple, list)):
-        wanted = name_of(tuple(address))
-        node = _descend(checkpoint.root, tuple(address))
-        if node is not _MISSING and (accept is None or accept(node)):
-            return tuple(address), node
-    exact, ending = [], []
-    suffix = f"/{wanted}"
-    for path, node in _named_nodes(checkpoint.root):
-        name = name_of(path)
-        if name.endswith(wanted) and (accept is None or accept(node)):
-            if len(name) == len(wanted):
-                exact.append((path, node))
-            elif name.endswith(suffix):
-                ending.append((path, node))
-    found = exact or ending
-    if len(found) != 1:
-        raise _unresolved(checkpoint, wanted, [path for path, _ in found])
-    return found[0]
-
-
-def _unresolved(checkpoint: Checkpoint, wanted: str, found: list[Path]) -> NotFound:
-    file = checkpoint.path or None
-    names = dict.fromkeys(map(name_of, found))
-    if found:
-        alike = len(names) == 1
-        which = listed(repr(list(path)) for path in found) if alike else listed(names)
-        return AmbiguousName(
-            f"{printable(wanted)!r} could be any of {which}",
-            file=file,
-            hint="in Python, give the path as a tuple" if alike else "give more of the name",
-        )
-    every = [(len(path), name_of(path)) for path, _ in _named_nodes(checkpoint.root) if path]
-    if any(name == wanted for _, name in every):
-        return NotFound(
-            f"{printable(wanted)!r} is there, and is nothing that holds a state dict",
-            file=file,
-            hint=f"ckptool info {shell(file)}" if file else None,
-        )
-    near = [name for _, name in every if wanted.lower() in name.lower()]
-    near = near or [name for depth, name in every if depth == 1]
-    return NotFound(
-        f"there is nothing named {printable(wanted)!r}; there is {listed(dict.fromkeys(near))}",
-        file=file,
-        hint=f"ckptool list {shell(file)}" if file else None,
-    )
-
-
-def _named_nodes(root: Any) -> Iterator[tuple[Path, Any]]:
+def named_nodes(root: Any) -> Iterator[tuple[Path, Any]]:
     """Yield every leaf and container with its path, containers after their content."""
     containers: list[tuple[Path, Any]] = []
 
@@ -547,28 +468,15 @@ def _named_nodes(root: Any) -> Iterator[tuple[Path, Any]]:
     yield from containers
 
 
-def _descend(node: Any, path: Path) -> Any:
-    """Return the node at exactly this path of `walk`; `_MISSING` if there is none."""
+def descend(node: Any, path: Path) -> Any:
+    """Return the node at exactly this path of `walk`; `MISSING` if there is none."""
     for key in path:
         if isinstance(node, dict):
-            node = node.get(key, _MISSING)
+            node = node.get(key, MISSING)
         elif isinstance(node, _CONTAINERS):
             _, entries, hidden = _contents(node, model_state(node))
             every = chain(entries, hidden or ())
-            node = next((value for name, value in every if name == key), _MISSING)
+            node = next((value for name, value in every if name == key), MISSING)
         else:
-            return _MISSING
+            return MISSING
     return node
-
-
-def selected(path: Path, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()) -> bool:
-    """Return whether the globs let a tensor through.
-
-    A glob is held against the tensor's own name (the last key), or against the whole name when
-    it has a `/`. No `include` means all.
-    """
-    return (not include or _matches(path, include)) and not _matches(path, exclude)
-
-
-def _matches(path: Path, globs: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name_of(path if "/" in glob else path[-1:]), glob) for glob in globs)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from ckptool._lazy import Result
+from ckptool.core.addressing import NameIndex, select
 from ckptool.core.model import Path, TensorRef
 from ckptool.core.names import families
 from ckptool.core.reading import Meter, content_hashes
-from ckptool.core.tree import distinct, name_of, selected, walk
+from ckptool.core.tree import distinct, name_of, walk
 from ckptool.core.values import (
     class_of,
     documented,
@@ -106,6 +107,8 @@ class Listing(Result):
     hashed: bool = False
     quantizers: tuple[str, ...] = ()
     """The known quantizers of its weights."""
+    unmatched: tuple[str, ...] = ()
+    """A sentence on each name or glob that matches nothing, with the nearest names."""
 
     def __len__(self) -> int:
         """Return the number of tensors."""
@@ -163,14 +166,16 @@ def list_tensors(
 
     Args:
         source: A path, or an open checkpoint.
-        include: Globs of the rows to list; with a `/` of whole names, others of the last key.
-        exclude: Globs of the rows to leave out.
+        include: Names and globs of the rows to list: a path, a key, the end of a path, a glob of
+            whole keys, or one of whole paths with a `/`; wrapper prefixes are ignored.
+        exclude: Names and globs of the rows to leave out.
         hash: Read every listed tensor and add the SHA-256 of its content.
         progress: Called with the bytes done and the bytes in all.
         limits: Bounds for nesting and for strides that repeat bytes.
 
     Raises:
         UnreadableFile, LimitExceeded: the path cannot be opened, or bytes cannot be read.
+        AmbiguousName: a name means several rows.
     """
     globs, unless = tuple(include), tuple(exclude)
     leaves: list[tuple[Path, TensorRef]] = []
@@ -179,9 +184,9 @@ def list_tensors(
     with opened(source) as checkpoint:
         if hash:  # which reads it all
             checkpoint = checkpoint.with_late_values()
-        for path, leaf in walk(checkpoint.root, limits):
-            if (globs or unless) and not selected(path, globs, unless):
-                continue
+        index = NameIndex(walk(checkpoint.root, limits), checkpoint.path)
+        chosen = select(index, globs, unless, endings=True)
+        for path, leaf in chosen.of(index):
             if isinstance(leaf, TensorRef):
                 leaves.append((path, leaf))
             elif plain := value_of(leaf):
@@ -210,6 +215,7 @@ def list_tensors(
             values=tuple(values),
             objects=tuple(others),
             hashed=hash,
+            unmatched=tuple(map(str, chosen.unmatched)),
             quantizers=tuple(
                 dict.fromkeys(q for part in checkpoint.sections for q in part.quantizers)
             ),

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
+from ckptool.core.addressing import resolve
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Opaque, Path, TensorRef
 from ckptool.core.modules import model_state
 from ckptool.core.reading import Meter, RepeatedBytes
-from ckptool.core.tree import name_of, resolve, with_late_values
+from ckptool.core.tree import name_of, with_late_values
 from ckptool.core.values import (
     class_of,
     documented,

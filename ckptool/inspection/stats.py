@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import Result
+from ckptool.core.addressing import NameIndex, resolve, select
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Path, TensorRef
 from ckptool.core.names import families
@@ -17,7 +18,7 @@ from ckptool.core.placeholders import placeholders_of, refuse_placeholders
 from ckptool.core.quantizers import Quantized, find_quantized
 from ckptool.core.reading import Meter, RepeatedBytes
 from ckptool.core.sections import MODEL_KINDS
-from ckptool.core.tree import distinct, is_within, name_of, resolve, selected, walk
+from ckptool.core.tree import distinct, is_within, name_of, walk
 from ckptool.core.values import documented, json_value, shape_text
 from ckptool.errors import NotFound, UnsupportedFormat, UsageError, without_query
 from ckptool.files.source import Progress
@@ -152,10 +153,12 @@ class Stats(Result):
     """In the order of the file; folded layers are one."""
     totals: Totals
     """Over all of them."""
+    unmatched: tuple[str, ...] = ()
+    """A sentence on each name or glob that matches nothing, with the nearest names."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.stats/1`."""
-        return {"schema": "ckptool.stats/1", **documented(self)}
+        return {"schema": "ckptool.stats/1", **documented(self, "unmatched")}
 
     def sorted_by(self, column: str) -> Stats:
         """Return the same rows in the order of a column: largest number first, names from A to Z.
@@ -217,8 +220,9 @@ def stats(
 
     Args:
         source: A path, or an open checkpoint.
-        include: Globs of the tensors to measure; with a `/` of whole names, others of the last key.
-        exclude: Globs of the tensors to leave out.
+        include: Names and globs of the tensors to measure: a path, a key, the end of a path, a
+            glob of whole keys, or one of whole paths with a `/`; wrapper prefixes are ignored.
+        exclude: Names and globs of the tensors to leave out.
         key: The address of what to measure: a section, a container or a tensor.
         bins: The number of bins of each histogram.
         progress: Called with the bytes done and the bytes in all.
@@ -236,14 +240,17 @@ def stats(
     with opened(source) as checkpoint:
         below: Path = () if key is None else resolve(checkpoint, key)[0]
         globs, unless = tuple(include), tuple(exclude)
-        leaves = [
-            (path, leaf)
-            for path, leaf in walk(checkpoint.root, limits)
-            if isinstance(leaf, TensorRef)
-            and is_within(path, below)
-            and selected(path, globs, unless)
-        ]
-        if key is not None and not leaves:
+        index = NameIndex(
+            (
+                (path, leaf)
+                for path, leaf in walk(checkpoint.root, limits)
+                if isinstance(leaf, TensorRef) and is_within(path, below)
+            ),
+            checkpoint.path,
+        )
+        chosen = select(index, globs, unless, endings=True)
+        leaves = list(chosen.of(index))
+        if key is not None and not index.nodes:
             raise NotFound(
                 f"there is no tensor to measure under {printable(name_of(below))!r}",
                 file=checkpoint.path or None,
@@ -267,7 +274,9 @@ def stats(
                 row, flags=(*row.flags, *flags), remarks=(*row.remarks, remark)
             )
         _note_codes(checkpoint, leaves, rows)
-        return Stats(without_query(checkpoint.path), checkpoint.format, tuple(rows), _totals(rows))
+        unmatched = tuple(map(str, chosen.unmatched))
+        name = without_query(checkpoint.path)
+        return Stats(name, checkpoint.format, tuple(rows), _totals(rows), unmatched)
 
 
 def _note_codes(

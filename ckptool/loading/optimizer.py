@@ -17,6 +17,7 @@ from glob import escape as escaped_glob
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptool.core.addressing import resolve
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import TensorRef
 from ckptool.core.names import bare_names
@@ -29,7 +30,7 @@ from ckptool.core.optimizers import (
     shape_of as shape_kept,
 )
 from ckptool.core.sections import MODEL_KINDS, Section, is_optimizer, optimizer_names, with_numbers
-from ckptool.core.tree import everything, name_of, resolve, walk
+from ckptool.core.tree import everything, name_of, walk
 from ckptool.errors import MatchError, UsageError
 from ckptool.loading.fill import check_bytes, check_pickles
 from ckptool.loading.plan import LoadPlan, opaque_kind

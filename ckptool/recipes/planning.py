@@ -13,12 +13,12 @@ from math import prod
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptool.core.model import MAX_ELEMENTS, row_major_strides
+from ckptool.core.names import similar
 from ckptool.errors import LimitExceeded, NameCollision, UsageError
 from ckptool.recipes.assembling import BoxAxis, Piece, ordered
 from ckptool.recipes.axes import Equation, Misfit, Part, Shape
 from ckptool.recipes.names import MAX_KEY, Pattern, Values, is_number
 from ckptool.recipes.recipe import Recipe, RecipeRule
-from ckptool.transforms.name_rules import similar
 from ckptool.words import counted, listed, printable
 
 _MOST_PIECES = 2_000_000

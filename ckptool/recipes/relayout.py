@@ -119,7 +119,7 @@ def _by_path(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, TensorRef]:
         is_own = any(is_within(path, one) for one in models)
         if path not in apart and (is_own or any(one.covers(name) for one in wanted)):
             if name in found:
-                _ = checkpoint.by_name  # which refuses two tensors of one name
+                list(checkpoint.tensors)  # which refuses two tensors of one path
             found[name] = tensor
     return found
 

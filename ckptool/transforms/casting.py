@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from ckptool.core.addressing import NameIndex, unmatched_error
 from ckptool.core.checkpoint import Change, Checkpoint, Gather
 from ckptool.core.model import (
     SPARSE_KINDS,
@@ -25,7 +26,7 @@ from ckptool.core.modules import held_apart, modules_below, own_tensors
 from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.quantizers import MARKERS, OF_OPTIMIZERS, Quantized, find_quantized
 from ckptool.core.sections import MODEL_KINDS, only_its_class
-from ckptool.core.tree import everything as every_node, is_within, name_of, rebuild, selected, walk
+from ckptool.core.tree import everything as every_node, is_within, name_of, rebuild, walk
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import ReadAhead
@@ -269,8 +270,8 @@ def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
     """Return the exceptions from a cast: globs, each with a type, or None for the type as it is.
 
     Args:
-        keep: A mapping of globs (`tree.selected`) to types or None, or an iterable of such pairs
-            and of globs alone.
+        keep: A mapping of names and globs (`core.addressing`) to types or None, or an iterable of
+            such pairs and of patterns alone.
 
     Raises:
         UsageError: it is none; a type is none that can be cast to.
@@ -451,24 +452,41 @@ class _Plan:
 
     def choose(self, spared: set[Path]) -> None:
         """Decide over every tensor of the checkpoint but those at the paths `spared`."""
-        for path, tensor in chain(self.checkpoint.tensors(), _unsaved_buffers(self.checkpoint)):
+        every = [*self.checkpoint.tensors(), *_unsaved_buffers(self.checkpoint)]
+        ruled = self._ruled(every)
+        for at, (path, tensor) in enumerate(every):
             if tensor.dtype not in FLOATING or tensor.kind == "quantized":
                 self._other[tensor.dtype] += 1
             elif path in spared:
                 self._optimizers += 1
             else:
-                self._decide(path, tensor)
+                self._decide(path, tensor, ruled.get(at))
         for identity in self.fixed & self.wanted.keys():
             self._disputed.extend(self.wanted.pop(identity).names)
 
-    def _decide(self, path: Path, tensor: TensorRef) -> None:
-        glob = next((glob for glob in self.rules if selected(path, (glob,))), None)
+    def _ruled(self, every: list[tuple[Path, TensorRef]]) -> dict[int, str]:
+        """Return the first rule of each tensor, by its position, that has one.
+
+        Raises:
+            NotFound: a rule matches no tensor.
+            AmbiguousName: a name means several tensors.
+        """
+        index, ruled = NameIndex(every, self.checkpoint.path), dict[int, str]()
+        for rule in self.rules:
+            found = index.select(rule, endings=False)
+            if not found:
+                raise unmatched_error(index.unmatched(rule), self.checkpoint.path)
+            for at in found:
+                ruled.setdefault(at, rule)
+        return ruled
+
+    def _decide(self, path: Path, tensor: TensorRef, rule: str | None) -> None:
         wanted, name, elements = self.dtype or tensor.dtype, name_of(path), _elements(tensor)
         if id(tensor.storage) in self.scaled:
             wanted = self.scaled[id(tensor.storage)]
-        elif glob is not None:
-            wanted = self.rules[glob] or tensor.dtype
-            self._matches[glob] += 1
+        elif rule is not None:
+            wanted = self.rules[rule] or tensor.dtype
+            self._matches[rule] += 1
         obstacle = _obstacle(elements, wanted)
         if wanted == tensor.dtype:
             self.fixed.add(id(elements))

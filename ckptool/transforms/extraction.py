@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, ClassVar
 
+from ckptool.core.addressing import NameIndex, resolve, select, unmatched_error
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import Opaque, OrderedMap, Path, TensorRef, find_tensors, remade
 from ckptool.core.modules import holds_tensors, is_module
@@ -21,20 +22,10 @@ from ckptool.core.sections import (
     values_inside,
     wrapped_names,
 )
-from ckptool.core.tree import (
-    everything,
-    is_within,
-    name_of,
-    rebuild,
-    resolve,
-    selected,
-    walk,
-    where,
-)
+from ckptool.core.tree import everything, is_within, name_of, rebuild, walk, where
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.files.source import MemorySource
 from ckptool.formats import format_of
-from ckptool.transforms.name_rules import similar
 from ckptool.transforms.names import remaining_metadata
 from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
@@ -62,24 +53,35 @@ class _Entry:
     """Whether it cannot do without what is not chosen of it."""
 
 
+Choose = Callable[[list[Path]], Collection[Path]]
+"""Of the paths of all tensors those to keep."""
+
+
 class _Pruning:
-    """The containers of a tree, and the entries that go because `choose` refuses their path.
+    """The containers of a tree, and the entries that go because `choose` leaves their paths out.
 
     The entries of a state dict that belong to the model (`statedict.wrapped_names`) are asked for
     too, an `_extra_state` as one entry.
     """
 
-    def __init__(self, root: Any, choose: Callable[[Path], bool], base: Path) -> None:
+    def __init__(self, root: Any, choose: Choose, base: Path) -> None:
         self._root = root
         self._base = base
         self._parts = {id(one.holder): one for one in sections(root) if one.kind != "values"}
         self._entries: dict[Path, _Entry] = {}
-        self._find(choose)
+        noted = self._find()
+        kept = choose([base + path for path in noted])
+        for path in noted:
+            self._entries[path].kept = base + path in kept
+            self._entries[path].gone = not self._entries[path].kept
         for entry in reversed(self._entries.values()):
             if entry.is_container:
                 self._decide(entry)
 
-    def _find(self, choose: Callable[[Path], bool]) -> None:
+    def _find(self) -> list[Path]:
+        """Note the containers and what there is to choose from; return the paths of the latter."""
+        noted: list[Path] = []
+
         def add(entry: _Entry) -> None:
             self._entries[entry.path] = entry
             if entry.path:
@@ -90,8 +92,8 @@ class _Pruning:
 
         def note(path: Path, node: Any) -> None:
             if path not in self._entries:
-                kept, count = choose(self._base + path), sum(1 for _ in find_tensors(node))
-                add(_Entry(path, node, tensors=count, gone=not kept, kept=kept))
+                add(_Entry(path, node, tensors=sum(1 for _ in find_tensors(node))))
+                noted.append(path)
 
         def enter(path: Path, node: Any) -> bool:
             if is_own(path):
@@ -105,6 +107,7 @@ class _Pruning:
         for path, leaf in walk(self._root, enter=enter):
             if isinstance(leaf, TensorRef) or is_own(path):
                 note(path, leaf)
+        return noted
 
     def _decide(self, entry: _Entry) -> None:
         """Decide whether a container goes, after the containers in it."""
@@ -212,12 +215,16 @@ def without_keys(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, An
     return made
 
 
-def without(checkpoint: Checkpoint, choose: Callable[[Path], bool]) -> tuple[Any, list[Change]]:
-    """Return the tree with the tensors whose paths are chosen, or None, and what is left out.
+def without(checkpoint: Checkpoint, gone: Collection[Path]) -> tuple[Any, list[Change]]:
+    """Return the tree without the tensors at some paths, or None, and what is left out.
 
     Raises:
         UsageError: a list or an object would lose some of its tensors.
     """
+
+    def choose(paths: list[Path]) -> set[Path]:
+        return set(paths).difference(gone)
+
     return _Pruning(checkpoint.root, choose, ()).result(checkpoint.path or None)
 
 
@@ -420,30 +427,22 @@ def chosen_of(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
 ) -> Checkpoint:
-    """Return the part, whose root had the path `base`, without what the globs leave out."""
-    seen: list[Path] = []
+    """Return the part, whose root had the path `base`, without what the patterns leave out.
 
-    def choose(path: Path) -> bool:
-        seen.append(path)
-        return selected(path, include, exclude)
-
+    Raises:
+        NotFound: a pattern matches nothing, or nothing is left.
+        AmbiguousName: a name means several tensors.
+    """
     file = checkpoint.path or None
+
+    def choose(paths: list[Path]) -> set[Path]:
+        index = NameIndex(((path, None) for path in paths), checkpoint.path)
+        chosen = select(index, include, exclude, endings=False)
+        if chosen.unmatched:
+            raise unmatched_error(chosen.unmatched[0], checkpoint.path)
+        return {path for path, _ in chosen.of(index)}
+
     root, changes = _Pruning(part.root, choose, base).result(file)
-    warnings: list[Change] = []
-    for glob in dict.fromkeys((*include, *exclude)):
-        if any(selected(path, (glob,)) for path in seen):
-            continue
-        paths = seen if "/" in glob else [path[-1:] for path in seen]
-        names = list(dict.fromkeys(map(name_of, paths)))
-        near = listed(similar(glob, names) or names)
-        if glob in include:
-            raise NotFound(
-                f"no tensor matches {printable(glob)!r}; there is {near}",
-                file=file,
-                hint=f"ckptool list {shell(file)}" if file else None,
-            )
-        text = f"no tensor matches {printable(glob)}; there is {near}"
-        warnings.append(Change("warning", text))
     if root is None or not any(part.with_root(root).tensors()):
         raise NotFound(
             "no tensor would be left",
@@ -452,9 +451,9 @@ def chosen_of(
             if changes
             else "choose fewer with --exclude",
         )
-    if root is part.root and not warnings:
+    if root is part.root:
         return part
-    return part.with_root(root, *changes, *warnings)
+    return part.with_root(root, *changes)
 
 
 def kept_in(before: Checkpoint, after: Checkpoint) -> Change:
@@ -498,7 +497,7 @@ class Salvage(Step):
             text = f"{counted(len(every), 'tensor')}, each of them whole{how}"
             return checkpoint.with_root(checkpoint.root, Change("salvage", text))
         gone = {path[:length] for path in lost for length in range(1, len(path) + 1)}
-        root, changes = without(checkpoint, lambda path: path not in gone)
+        root, changes = without(checkpoint, gone)
         if root is None or not every:  # damage may leave no tensor, and all that is left is whole
             raise NotFound("no tensor of it is whole", file=checkpoint.path)
         left = checkpoint.with_root(root, *changes)

@@ -6,44 +6,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import SequenceMatcher, get_close_matches
-from heapq import nlargest
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
+from ckptool.core.names import similar
 from ckptool.errors import FileDenied, FileMissing, UsageError
 from ckptool.words import listed, printable
 
-_MOST, _LONGEST = 2000, 120
-"""Names looked at, characters of each: comparing takes its time, and a file may be hostile."""
-_CANDIDATES = 20
-"""Names compared letter by letter, after counting letters has chosen them."""
-_WORDS = 4
 _MOST_IDLE = 3
-
-
-def similar(wanted: str, names: Iterable[str], most: int = 3) -> list[str]:
-    """Return the names most like `wanted`, else names with a component like a word of it."""
-    known = list(islice((name for name in names if len(name) <= _LONGEST), _MOST))
-    wanted = wanted[:_LONGEST]
-    if found := _closest(wanted, known, most, 0.6):
-        return found
-    words = [word for word in re.findall(r"\w+", wanted) if len(word) > 1 and not word.isdecimal()]
-    parts_of = {name: re.split(r"[./]", name) for name in known}
-    parts = list(islice(dict.fromkeys(chain.from_iterable(parts_of.values())), _MOST))
-    near = [part for word in words[:_WORDS] for part in _closest(word, parts, most, 0.75)]
-    found = [name for part in near for name in known if part in parts_of[name]]
-    return list(dict.fromkeys(found))[:most]
-
-
-def _closest(wanted: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
-    matcher = SequenceMatcher(b=wanted)
-
-    def bound(name: str) -> float:
-        matcher.set_seq1(name)
-        return matcher.quick_ratio()
-
-    return get_close_matches(wanted, nlargest(_CANDIDATES, names, key=bound), most, cutoff)
 
 
 class Rule(NamedTuple):

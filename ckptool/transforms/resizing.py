@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+from ckptool.core.addressing import NameIndex
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import (
     Path,
@@ -21,7 +22,7 @@ from ckptool.core.model import (
 )
 from ckptool.core.names import families
 from ckptool.core.sections import MODEL_KINDS, Section, named_tensors
-from ckptool.core.tree import name_of, selected
+from ckptool.core.tree import name_of
 from ckptool.dtypes import PACKED
 from ckptool.errors import NameCollision, NotRepresentable, UsageError
 from ckptool.files import ByteRange
@@ -125,8 +126,8 @@ def _after(checkpoint: Checkpoint, rule: str, step: _Step) -> Checkpoint:
 def _by_glob(kind: str, glob: str, one: _One) -> _Step:
     def step(part: Section, file: str) -> _Work:
         tensors = named_tensors(part.node)
-        chosen = [node for name, node in tensors.items() if selected((*part.path, name), (glob,))]
-        places = {node.place for node in chosen}
+        index = NameIndex([((*part.path, name), node) for name, node in tensors.items()], file)
+        places = {index.nodes[at][1].place for at in index.select(glob, endings=False)}
         work, known = _Work(list(part.node.items()), [], []), dict[Any, TensorRef]()
         for at, (name, node) in enumerate(work.items):
             if name not in tensors or node.place not in places:
@@ -362,14 +363,19 @@ class Concat(Step):
             raise UsageError(
                 f"has tensors that not all ranks have: {few(sorted(apart))}", file=file
             )
+        index, dims = NameIndex(models[0].items(), file), dict[int, int]()
+        for glob, dim in places:
+            if not (found := index.select(glob, endings=False)):
+                raise UsageError(f"no tensor of the model matches {printable(glob)!r}", file=file)
+            for at in found:
+                dims.setdefault(at, dim)
         fused, whole, differing = dict[tuple[int, ...], TensorRef](), dict[Path, TensorRef](), []
-        for path, first in models[0].items():
+        for at, (path, first) in enumerate(models[0].items()):
             every = [one[path] for one in models]
-            dim = next((dim for glob, dim in places if selected(path, (glob,))), None)
-            if dim is not None:
-                key = (dim, *map(id, every))  # ties stay
+            if at in dims:
+                key = (dims[at], *map(id, every))  # ties stay
                 if key not in fused:
-                    fused[key] = _along(name_of(path), every, dim, file)
+                    fused[key] = _along(name_of(path), every, dims[at], file)
                 whole[path] = fused[key]
             elif not all(_same(first, one) for one in every[1:]):
                 differing.append(name_of(path))
@@ -378,9 +384,6 @@ class Concat(Step):
             hint = "--concat 'GLOB=DIM' for each kind: the dimension along which Megatron split it"
             text = f"its ranks differ in {counted(len(differing), 'tensor')}, {what}"
             raise UsageError(text, file=file, hint=hint)
-        for glob, _ in places:
-            if not any(selected(path, (glob,)) for path in whole):
-                raise UsageError(f"no tensor of the model matches {printable(glob)!r}", file=file)
         lost = [key for key, one in trees[0].items() if key != "model" and any(find_tensors([one]))]
         root = remade(trees[0], ((key, one) for key, one in trees[0].items() if key not in lost))
         text = f"{counted(len(whole), 'tensor')} joined from {counted(len(ranks), 'rank')}"

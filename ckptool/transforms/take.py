@@ -19,8 +19,9 @@ class Take(Step):
     """Take a part of a checkpoint; changes of kind `left-out` name everything else.
 
     Plain values stay unless `model_only`. A container that needs a removed tensor is removed as a
-    whole; a single tensor at `key` becomes a dict of one. Globs with a `/` are compared with the
-    original paths. Of a storage, the bytes that only removed tensors use are dropped.
+    whole; a single tensor at `key` becomes a dict of one. Names and globs are compared with the
+    original paths and keys, wrapper prefixes ignored. Of a storage, the bytes that only removed
+    tensors use are dropped.
     """
 
     selects: ClassVar[bool] = True
@@ -31,9 +32,9 @@ class Take(Step):
     model_only: bool = False
     """Take only the state dict of the model, without the plain values in it."""
     include: Iterable[str] = ()
-    """Globs of the tensors to take; default: all."""
+    """Paths, keys or globs of the tensors to take; default: all."""
     exclude: Iterable[str] = ()
-    """Globs of the tensors to leave out."""
+    """Paths, keys or globs of the tensors to leave out."""
     ema: bool = False
     """Take the averaged weights, under the keys of the model that they are an average of."""
     lazy: bool = False
@@ -58,8 +59,10 @@ class Take(Step):
         """Return the part; the same checkpoint if nothing is removed.
 
         Raises:
-            AmbiguousName: several nodes have the path `key`; or there are several state dicts.
-            NotFound: there is nothing at `key`, a glob matches nothing, or nothing would be left.
+            AmbiguousName: several nodes have the path `key`; a name means several tensors; or there
+                are several state dicts.
+            NotFound: there is nothing at `key`, a name or glob matches nothing, or nothing would be
+                left.
             NotRepresentable: the weights are placeholders.
             UsageError: `key` is a plain value; or a list or an object would lose some tensors.
         """

@@ -72,7 +72,7 @@ def test_show_prints_a_tensor(ckptool, model):
 
 
 def test_show_of_an_unknown_name_lists_what_is_near(ckptool, model):
-    done = ckptool("show", model, "fc.weight")
+    done = ckptool("show", model, "fc.wieght")
     assert done.code == 2
     assert "state_dict/module.fc.weight" in done.err
     assert "hint: " in done.err
@@ -93,15 +93,24 @@ def test_a_hostile_name_reaches_neither_the_table_nor_an_error(ckptool, tmp_path
 
 
 @pytest.mark.parametrize("verb", ["list", "stats"])
-def test_globs_that_let_nothing_through_are_named(ckptool, model, verb):
-    done = ckptool(verb, model, "--include", "q*", "--exclude", "x\x1b")
-    assert done.code == 0
-    assert " passes --include 'q*', --exclude 'x\\x1b'" in done.err
+def test_names_that_match_nothing_are_named_with_what_is_near(ckptool, model, verb):
+    done = ckptool(verb, model, "--include", "*.wieght", "--exclude", "x\x1b")
+    assert done.code == 1
+    assert "warning: '*.wieght' matches nothing; there is module." in done.err
+    assert "warning: 'x\\\\x1b' matches nothing" in done.err
     quiet = ckptool(verb, model, "--include", "q*", "-q")
-    assert (quiet.code, quiet.err) == (0, "")
+    assert (quiet.code, quiet.err) == (1, "")
     document = ckptool(verb, model, "--include", "q*", "--json")
-    assert document.document["tensors"] == []
-    assert "--include" in document.err
+    assert (document.code, document.document["tensors"]) == (1, [])
+    rest = ckptool(verb, model, "--include", "fc.weight", "--include", "q*", "--json")
+    assert (rest.code, len(rest.document["tensors"])) == (1, 1)
+
+
+@pytest.mark.parametrize("verb", ["list", "stats"])
+def test_patterns_that_let_nothing_through_are_named(ckptool, model, verb):
+    done = ckptool(verb, model, "--include", "fc.*", "--exclude", "module.fc.*")
+    assert done.code == 0
+    assert " passes --include 'fc.*', --exclude 'module.fc.*'" in done.err
 
 
 def test_a_file_of_no_tensors_needs_no_note(ckptool, tmp_path):

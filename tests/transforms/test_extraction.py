@@ -176,7 +176,7 @@ def test_extra_states_and_companions_of_a_module_go_by_their_names():
 
 
 def test_an_optimizer_leaves_as_a_whole_with_the_first_of_its_tensors(run):
-    made = part(run, exclude=["exp_avg_sq"])
+    made = part(run, exclude=["exp_avg_s?"])
     assert "opt" not in made.root
     assert told(made, "left-out") == ["the optimizer opt (4 tensors), as not all of it is chosen"]
     with pytest.raises(NotFound, match="no tensor would be left") as caught:
@@ -185,7 +185,7 @@ def test_an_optimizer_leaves_as_a_whole_with_the_first_of_its_tensors(run):
 
 
 def test_an_optimizer_that_stays_beside_fewer_weights_is_told(run):
-    made = part(run, exclude=["b.w"])
+    made = part(run, exclude=["b.w*"])
     assert made.root["opt"] == run["opt"]
     assert told(made, "warning") == [
         "the optimizer opt still has the state of parameters that are left out"
@@ -276,10 +276,8 @@ def test_globs_that_match_nothing(run):
     with pytest.raises(NotFound, match=r"no tensor matches 'bb\.w'; there is b\.w") as caught:
         part(run, include=["a.*", "bb.w"])
     assert caught.value.hint == "ckptool list file.pth"
-    made = part(run, exclude=["c.*"])
-    assert made.root is run
-    assert [change.kind for change in made.changes] == ["warning"]
-    assert made.changes[0].text.startswith("no tensor matches c.*; there is a.w, a.v")
+    with pytest.raises(NotFound, match=r"no tensor matches 'c\.\*'; there is a\.w, a\.v"):
+        part(run, exclude=["c.*"])
     with pytest.raises(NotFound, match="no tensor matches 'ema/"):
         part(run, key="model", include=["ema/*"])
     with pytest.raises(NotFound, match="no tensor would be left"):
@@ -291,7 +289,7 @@ def test_globs_that_match_nothing(run):
 def test_many_places_are_folded():
     root = {f"m{at}": state_dict(["a.w", "b.w"]) for at in range(30)}
     left_out = [
-        change for change in part(root, include=["a.w"]).changes if change.kind == "left-out"
+        change for change in part(root, include=["a.w*"]).changes if change.kind == "left-out"
     ]
     assert len(left_out) == 21
     assert (left_out[-1].text, left_out[-1].count) == ("10 names in 10 more places", 10)
@@ -327,7 +325,7 @@ def test_the_empty_name_is_no_address(run):
 
 def test_an_optimizer_without_a_state_says_nothing(run):
     run["opt"] = {"state": {}, "param_groups": [{"params": [0, 1]}]}
-    assert told(part(run, exclude=["b.w"]), "warning") == []
+    assert told(part(run, exclude=["b.w*"]), "warning") == []
 
 
 def test_what_is_at_the_root_is_said_to_be_there():

@@ -1,0 +1,361 @@
+"""The one rule for names: which nodes of a checkpoint a name or a glob means.
+
+A name is an address: the exact path, else the exact key, else the unique end of a path after a `.`
+or `/`. A glob is compared with whole keys, or with whole paths if it has a `/`. Both are compared
+with the names as they are, and without wrapper prefixes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import translate
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptool.core.model import Path, TensorRef
+from ckptool.core.names import Renamer, may_be_wrapped, similar, unwrapped, wrapper_remover
+from ckptool.core.tree import MISSING, descend, key_text, name_of, named_nodes
+from ckptool.errors import AmbiguousName, NotFound
+from ckptool.words import listed, printable, shell
+
+if TYPE_CHECKING:
+    from ckptool.core.checkpoint import Checkpoint
+
+_GLOB = re.compile(r"[*?\[]")
+
+Node = tuple[Path, Any]
+
+
+def is_glob(pattern: str) -> bool:
+    """Return whether a pattern has the characters of a glob."""
+    return _GLOB.search(pattern) is not None
+
+
+class Unmatched(NamedTuple):
+    """A pattern that matches nothing, and the nearest names."""
+
+    pattern: str
+    near: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return the fact as a sentence."""
+        near = f"; there is {listed(self.near)}" if self.near else ""
+        return f"{printable(self.pattern)!r} matches nothing{near}"
+
+
+class NameIndex:
+    """The names of some nodes, and which of the nodes a name or a glob means."""
+
+    def __init__(self, nodes: Iterable[Node], file: str = "") -> None:
+        """Take the nodes to choose from, with their paths; `file` is for messages."""
+        self.nodes = list(nodes)
+        self._file = file
+        self._renamers: dict[Path, Renamer | None] = {}
+        self._bare_paths: dict[Path, Path] = {}
+
+    def find(
+        self, name: str, *, endings: bool = True, accept: Callable[[Any], bool] | None = None
+    ) -> list[int]:
+        """Return the positions of the nodes that a name means at the first stage that has any.
+
+        The stages are the exact path, the exact key, and with `endings` the end of a path. A name
+        with wrapper prefixes that no node has is looked for without them. `accept` narrows to the
+        nodes that it is true of.
+        """
+        found = self._find(name, endings, accept)
+        bare = unwrapped(name)
+        return self._find(bare, endings, accept) if not found and bare != name else found
+
+    def _find(self, name: str, endings: bool, accept: Callable[[Any], bool] | None) -> list[int]:
+        stages: tuple[list[int], ...] = ([], [], [])
+        after = (f"/{name}", f".{name}")
+        # Every key at hand ends so: but for `module.`, wrapper prefixes may be inside of a key.
+        last = re.split("[./]" if may_be_wrapped(self._text, inside=True) else "/", name)[-1]
+        for at, key in enumerate(self._keys):
+            if not key.endswith(last):
+                continue
+            path, node = self.nodes[at]
+            if accept is not None and not accept(node):
+                continue
+            best = 3
+            for form in dict.fromkeys((path, self._bare(path))):
+                full = name_of(form)
+                if full == name:
+                    best = 0
+                elif form and name_of(form[-1:]) == name:
+                    best = min(best, 1)
+                elif endings and full.endswith(after):
+                    best = min(best, 2)
+            if best < 3:
+                stages[best].append(at)
+        return next(filter(None, stages), [])
+
+    def only(self, name: str, *, endings: bool = True) -> Node | None:
+        """Return the node that a name means; None if there is none.
+
+        Raises:
+            AmbiguousName: several nodes answer at one stage.
+        """
+        found = self.find(name, endings=endings)
+        if len(found) > 1:
+            raise _ambiguous(name, [self.nodes[at][0] for at in found], self._file)
+        return self.nodes[found[0]] if found else None
+
+    def select(self, pattern: str, *, endings: bool = True) -> list[int]:
+        """Return the positions of the nodes that a name or a glob means.
+
+        Raises:
+            AmbiguousName: a name means several nodes.
+        """
+        if not is_glob(pattern):
+            found = self.find(pattern, endings=endings)
+            if len(found) > 1:
+                raise _ambiguous(pattern, [self.nodes[at][0] for at in found], self._file)
+            return found
+        match = re.compile(translate(pattern)).match
+        whole = "/" in pattern
+        names = list(map(name_of, self._paths)) if whole else self._keys
+        if not self._is_wrapped:
+            return [at for at, name in enumerate(names) if match(name)]
+        bare = map(name_of, map(self._bare, self._paths)) if whole else self._bare_keys()
+        both = enumerate(zip(names, bare, strict=True))
+        return [at for at, (name, other) in both if match(name) or match(other)]
+
+    def _bare_keys(self) -> Iterator[str]:
+        """Yield the last key of each path without wrapper prefixes."""
+        for path, key in zip(self._paths, self._keys, strict=True):
+            rename = self._renamer(path[:-1])
+            yield rename(key) if rename else key
+
+    def unmatched(self, pattern: str) -> Unmatched:
+        """Return a pattern that matches nothing, with the names nearest to it."""
+        keys = (path if "/" in pattern else path[-1:] for path, _ in self.nodes)
+        return Unmatched(pattern, tuple(nearest(pattern, map(name_of, keys))))
+
+    @cached_property
+    def _paths(self) -> list[Path]:
+        return [path for path, _ in self.nodes]
+
+    @cached_property
+    def _keys(self) -> list[str]:
+        keys = (path[-1] if path else "" for path in self._paths)
+        return [key if type(key) is str else key_text(key) for key in keys]
+
+    @cached_property
+    def _text(self) -> str:
+        """All keys of all paths."""
+        above = {key for path in {path[:-1] for path in self._paths} for key in path}
+        return "\n".join(chain(self._keys, (key for key in above if type(key) is str)))
+
+    @cached_property
+    def _is_wrapped(self) -> bool:
+        return may_be_wrapped(self._text)
+
+    def _bare(self, path: Path) -> Path:
+        """Return a path without wrapper prefixes."""
+        if not self._is_wrapped or not path:
+            return path
+        above, key = path[:-1], path[-1]
+        rename = self._renamer(above) if type(key) is str else None
+        return (*self._bare_above(above), rename(key) if rename else key)
+
+    def _bare_above(self, path: Path) -> Path:
+        if path not in self._bare_paths:
+            self._bare_paths[path] = self._bare(path)
+        return self._bare_paths[path]
+
+    def _renamer(self, above: Path) -> Renamer | None:
+        """Return what takes the wrapper prefixes off the keys of a container; None without any.
+
+        Its tensors decide, if there are tensors in it.
+        """
+        if above not in self._renamers:
+            tensors, others = self._inside.get(above, ([], []))
+            self._renamers[above] = wrapper_remover(tensors or others)
+        return self._renamers[above]
+
+    @cached_property
+    def _inside(self) -> Mapping[Path, tuple[list[str], list[str]]]:
+        """By the path of a container the keys of the tensors and of the other nodes in it."""
+        inside: dict[Path, tuple[list[str], list[str]]] = {}
+        for path, node in self.nodes:
+            if path and type(path[-1]) is str:
+                held = inside.setdefault(path[:-1], ([], []))
+                held[type(node) is not TensorRef].append(path[-1])
+        # Of leaves alone, the containers show only in the paths.
+        above, known = list(inside), set(self._paths)
+        while above:
+            path = above.pop()
+            if path and path not in known:
+                known.add(path)
+                if path[:-1] not in inside:
+                    above.append(path[:-1])
+                held = inside.setdefault(path[:-1], ([], []))
+                if type(path[-1]) is str:
+                    held[1].append(path[-1])
+        return inside
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What patterns choose of some nodes."""
+
+    positions: frozenset[int]
+    """The positions of the chosen nodes."""
+    unmatched: tuple[Unmatched, ...] = ()
+    """The patterns that match nothing."""
+
+    def of(self, index: NameIndex) -> Iterator[Node]:
+        """Yield the chosen nodes."""
+        return (node for at, node in enumerate(index.nodes) if at in self.positions)
+
+
+def select(
+    index: NameIndex, include: Sequence[str], exclude: Sequence[str], *, endings: bool
+) -> Selection:
+    """Return which nodes some patterns choose; without `include` all that `exclude` leaves.
+
+    Raises:
+        AmbiguousName: a name means several nodes.
+    """
+    found = {
+        pattern: index.select(pattern, endings=endings)
+        for pattern in dict.fromkeys((*include, *exclude))
+    }
+    chosen = {at for pattern in include for at in found[pattern]}
+    if not include:
+        chosen = set(range(len(index.nodes)))
+    chosen.difference_update(*(found[pattern] for pattern in exclude))
+    idle = (index.unmatched(pattern) for pattern, positions in found.items() if not positions)
+    return Selection(frozenset(chosen), tuple(idle))
+
+
+def unmatched_error(unmatched: Unmatched, file: str) -> NotFound:
+    """Return the refusal of a pattern that matches nothing."""
+    near = f"; there is {listed(unmatched.near)}" if unmatched.near else ""
+    return NotFound(
+        f"no tensor matches {printable(unmatched.pattern)!r}{near}",
+        file=file or None,
+        hint=f"ckptool list {shell(file)}" if file else None,
+    )
+
+
+def nearest(wanted: str, names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
+    """Return the names that contain `wanted`, else those most like it, else the others."""
+    every = list(dict.fromkeys(names))
+    word = wanted.strip("*./").lower()
+    near = [name for name in every if word and word in name.lower()]
+    return near or similar(wanted, every) or list(dict.fromkeys(others)) or every
+
+
+def resolve(
+    checkpoint: Checkpoint, address: Any, accept: Callable[[Any], bool] | None = None
+) -> Node:
+    """Return the path and node of an address: a path, a key, or a unique end of a path.
+
+    Containers answer as well as leaves; `accept` narrows to those it is true of. A tuple or list
+    is taken as a path first.
+
+    Raises:
+        NotFound: nothing answers to it; the message lists what is near.
+        AmbiguousName: several do; the message lists them.
+    """
+    wanted = str(address)
+    if isinstance(address, (tuple, list)):
+        wanted = name_of(tuple(address))
+        node = descend(checkpoint.root, tuple(address))
+        if node is not MISSING and (accept is None or accept(node)):
+            return tuple(address), node
+    every = list(named_nodes(checkpoint.root))
+    index = NameIndex(every, checkpoint.path)
+    found = [index.nodes[at] for at in index.find(wanted, accept=accept)]
+    if not found:
+        raise _missing(checkpoint, wanted, index)
+    if len(found) > 1:
+        raise _ambiguous(wanted, [path for path, _ in found], checkpoint.path)
+    return found[0]
+
+
+def _ambiguous(wanted: str, found: Sequence[Path], file: str) -> AmbiguousName:
+    names = dict.fromkeys(map(name_of, found))
+    alike = len(names) == 1
+    which = listed(repr(list(path)) for path in found) if alike else listed(names)
+    return AmbiguousName(
+        f"{printable(wanted)!r} could be any of {which}",
+        file=file or None,
+        hint="in Python, give the path as a tuple" if alike else "give more of the name",
+    )
+
+
+def _missing(checkpoint: Checkpoint, wanted: str, index: NameIndex) -> NotFound:
+    file = checkpoint.path or None
+    if index.find(wanted):
+        return NotFound(
+            f"{printable(wanted)!r} is there, and is nothing that holds a state dict",
+            file=file,
+            hint=f"ckptool info {shell(file)}" if file else None,
+        )
+    paths = [path for path, _ in index.nodes if path]
+    tops = (name_of(path) for path in paths if len(path) == 1)
+    near = nearest(wanted, map(name_of, paths), tops)
+    globs = f" --include {shell(wanted)}" if is_glob(wanted) else ""
+    return NotFound(
+        f"there is nothing named {printable(wanted)!r}; there is {listed(near)}",
+        file=file,
+        hint=f"ckptool list {shell(file)}{globs}" if file else None,
+    )
+
+
+class TensorMap(Mapping[str, TensorRef]):
+    """The tensors of a checkpoint by their paths; a name may be a key or the end of a path, too.
+
+    A call yields each tensor with its path as a tuple.
+    """
+
+    def __init__(self, leaves: Sequence[Node], file: str) -> None:
+        """Take the leaves of a checkpoint; `file` is for messages."""
+        self._nodes = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, TensorRef))
+        self._file = file
+
+    def __call__(self) -> Iterator[tuple[Path, TensorRef]]:
+        """Yield the path and the tensor of each."""
+        return iter(self._nodes)
+
+    @cached_property
+    def _index(self) -> NameIndex:
+        return NameIndex(self._nodes, self._file)
+
+    @cached_property
+    def _by_path(self) -> Mapping[str, TensorRef]:
+        found: dict[str, TensorRef] = {}
+        for path, tensor in self._nodes:
+            name = name_of(path)
+            if found.setdefault(name, tensor) is not tensor:
+                alike = [path for path, _ in self._nodes if name_of(path) == name]
+                raise _ambiguous(name, alike, self._file)
+        return found
+
+    def __getitem__(self, name: str) -> TensorRef:
+        """Return the tensor that a name means.
+
+        Raises:
+            NotFound: there is none (`AmbiguousName`: there are several).
+        """
+        if name in self._by_path:
+            return self._by_path[name]
+        node = self._index.only(name)
+        if node is None:
+            raise unmatched_error(self._index.unmatched(name), self._file)
+        tensor: TensorRef = node[1]
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the paths, in the order of the file."""
+        return iter(self._by_path)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self._nodes)
