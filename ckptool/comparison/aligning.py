@@ -28,6 +28,8 @@ from ckptool.core.tree import held_items, is_within, name_of, walk
 from ckptool.core.values import Key, comparable, is_set
 from ckptool.errors import AmbiguousName, NameCollision, NotFound
 from ckptool.inspection.equality import first_difference
+from ckptool.matching.align import align as pair_keys
+from ckptool.matching.report import slots_of
 from ckptool.transforms.name_rules import AppliedRules, Rule
 from ckptool.transforms.names import followed, unwrapped_modules
 from ckptool.words import listed, printable
@@ -65,31 +67,31 @@ class _SideNames:
     rules: AppliedRules = field(default_factory=lambda: AppliedRules(()))
     _namings: list[tuple[frozenset[str], _Names]] = field(default_factory=list)
 
-    def resolve_names(self, part: Section, stripped: Renamed) -> _Names:
+    def resolve_names(
+        self, part: Section, stripped: Renamed, prefixed: Renamed | None = None
+    ) -> _Names:
         """Return a model's names as they are compared, remembered for the optimizers.
+
+        `prefixed` has the names to compare, where a prefix sets them apart from the other file's.
 
         Raises:
             NameCollision: two entries would get one name.
         """
         names = [name for name in part.node if isinstance(name, str)]
-        renamed = self._ruled(names, stripped)
+        renamed = self._ruled(names, stripped) if prefixed is None else prefixed
         hint = RULES_HINT if self.rules.rules else STRICT_HINT
         where = printable(part.name) or "the root"
         check_collisions(part.node, renamed, file=self.file or None, place=where, hint=hint)
-        with_late_values = _Names(stripped, renamed)
-        self._namings.append((frozenset(names), with_late_values))
-        return with_late_values
+        resolved = _Names(stripped, renamed)
+        self._namings.append((frozenset(names), resolved))
+        return resolved
 
     def optimizer(self, part: Section) -> _Names:
         """Return an optimizer's names as they are compared: as those of its model."""
         own = optimizer_names(part.node)
-        shown = followed(
-            own, [(names, with_late_values.shown) for names, with_late_values in self._namings]
-        )
+        shown = followed(own, [(names, resolved.shown) for names, resolved in self._namings])
         if shown:
-            namings = [
-                (names, with_late_values.compared) for names, with_late_values in self._namings
-            ]
+            namings = [(names, resolved.compared) for names, resolved in self._namings]
             return _Names(shown, followed(own, namings))
         stripped = self.strip(own)
         return _Names(stripped, self._ruled(own, stripped))
@@ -276,22 +278,23 @@ class _Alignment:
         self, couples: list[Couple], parts_a: list[Section], parts_b: list[Section], taken: set[int]
     ) -> dict[int, _Names]:
         """Return how the names of every section change, by the section's identity."""
-        with_late_values: dict[int, _Names] = {}
+        resolved: dict[int, _Names] = {}
         for one, other in couples:
             if one.kind in MODEL_KINDS:
                 stripped = self._stripped(one, other)
-                with_late_values[id(one)] = self.names_a.resolve_names(one, stripped[0])
-                with_late_values[id(other)] = self.names_b.resolve_names(other, stripped[1])
+                prefixed = self._prefixed(one, stripped[0], other, stripped[1])
+                resolved[id(one)] = self.names_a.resolve_names(one, stripped[0], prefixed[0])
+                resolved[id(other)] = self.names_b.resolve_names(other, stripped[1], prefixed[1])
         for side, parts in ((self.names_a, parts_a), (self.names_b, parts_b)):
             for part in parts:
                 if part.kind in MODEL_KINDS and id(part) not in taken:
-                    with_late_values[id(part)] = side.resolve_names(
+                    resolved[id(part)] = side.resolve_names(
                         part, side.strip(wrapped_names(part.node))
                     )
             for part in parts:
                 if part.kind == "optimizer":
-                    with_late_values[id(part)] = side.optimizer(part)
-        return with_late_values
+                    resolved[id(part)] = side.optimizer(part)
+        return resolved
 
     def _stripped(self, one: Section, other: Section) -> tuple[Renamed, Renamed]:
         """Take wrappers off both, unless more names agree where one or both stay as they are.
@@ -304,6 +307,34 @@ class _Alignment:
         if not (mine or others) or _common(one, mine, other, others) == len(one.node):
             return mine, others
         return max(ways, key=lambda way: _common(one, way[0], other, way[1]))
+
+    def _prefixed(
+        self, one: Section, mine: Renamed, other: Section, others: Renamed
+    ) -> tuple[Renamed | None, Renamed | None]:
+        """Return the names of both without the one prefix that `load_into` would take off.
+
+        A Lightning file has `net.` before each key. None where there is no such prefix.
+        """
+        if self.names_a.strict or self.names_a.rules.rules:
+            return None, None
+        if 2 * _common(one, mine, other, others) > max(len(one.node), len(other.node)):
+            return None, None  # more equal names than any prefix could add
+        aligned = pair_keys(slots_of(one), slots_of(other))
+        if not aligned.pairs or all(step.kind != "prefix" for step in aligned.steps):
+            return None, None
+        mine_bare, others_bare = (
+            {full: name for name, full in names.items()} for names in aligned.bare
+        )
+        for part, bare in ((one, mine_bare), (other, others_bare)):
+            if len({bare.get(name, name) for name in part.node}) < len(part.node):
+                return None, None  # two keys would become one
+        self.notes.extend(
+            f"keys are compared without a prefix: {'AB'[step.side]} has "
+            f"{printable(step.text.partition(' ')[0])!r} before its keys"
+            for step in aligned.steps
+            if step.kind == "prefix"
+        )
+        return mine_bare, others_bare
 
     def _couple(self, one: Section, other: Section, names: dict[int, _Names]) -> None:
         here, there = self.a.base + one.path, self.b.base + other.path

@@ -74,6 +74,33 @@ def test_wrappers_in_any_nesting_leave_the_same_names(outer, inner, own):
     assert names(aligned(a, b)) == (own, [], [])
 
 
+def test_a_prefix_of_one_file_is_off_as_load_into_takes_it_off():
+    a = {"state_dict": state(*WEIGHTS, wrapper="net."), "epoch": 3}  # a Lightning file
+    b = state("conv.weight", "conv.bias", "fc.weight", "new")
+    found = aligned(a, b)
+    assert names(found)[1:] == (["epoch"], ["new"])
+    assert [(pair.a.path[-1], pair.b.path[-1]) for pair in found.pairs] == [
+        (f"net.{name}", name) for name in WEIGHTS
+    ]
+    assert "keys are compared without a prefix: A has 'net.' before its keys" in found.notes
+    back = aligned(b, a)
+    assert [(pair.a.path, pair.b.path) for pair in back.pairs] == [
+        (pair.b.path, pair.a.path) for pair in found.pairs
+    ]
+    assert "keys are compared without a prefix: B has 'net.' before its keys" in back.notes
+    for options in ({"strict_names": True}, {"rules": [regex_rule("zzz=>y")]}):
+        assert not aligned(a, b, **options).pairs
+
+
+def test_a_prefix_stays_where_it_is_doubtful_or_two_keys_would_become_one():
+    other = state("x.conv.weight", "y.conv.bias", "z.fc.weight")
+    assert not aligned(state(*WEIGHTS), other).pairs
+    colliding = state(*WEIGHTS, "up.weight", wrapper="net.")
+    colliding["conv.weight"] = 3
+    found = aligned(colliding, state(*WEIGHTS, "up.weight"))
+    assert [pair.name for pair in found.pairs] == ["conv.weight"]
+
+
 def test_a_layer_that_is_called_module_stays_where_only_one_file_seems_wrapped():
     a = state("module.a", "module.b", "head")
     b = state("module.a", "module.b")

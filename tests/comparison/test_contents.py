@@ -54,11 +54,11 @@ def test_equal_content_under_another_name_is_a_rename(renamed, tmp_path):
 def test_a_file_that_states_no_checksum_is_read(tmp_path):
     a = tensors("net.a", "net.b")
     torch.save(a, tmp_path / "a.pth")
-    save_file({f"x.{name}": value for name, value in a.items()}, tmp_path / "b.safetensors")
+    save_file({f"{name}.x": value for name, value in a.items()}, tmp_path / "b.safetensors")
     found = ckptool.diff(tmp_path / "a.pth", tmp_path / "b.safetensors")
     assert {row.a.name: row.b.name for row in found.renamed} == {
-        "net.a": "x.net.a",
-        "net.b": "x.net.b",
+        "net.a": "net.a.x",
+        "net.b": "net.b.x",
     }
     quick = ckptool.diff(tmp_path / "a.pth", tmp_path / "b.safetensors", quick=True)
     assert not quick.renamed
@@ -84,12 +84,12 @@ def test_another_dtype_or_shape_is_no_rename(renamed):
 def test_contents_all_alike_go_by_the_end_of_the_name_then_by_the_order(renamed):
     zeros = torch.zeros(4)
     a = {f"{name}.bias": zeros for name in ("one.norm", "two.norm", "head", "tail")}
-    b = {f"{name}.bias": zeros for name in ("x.two.norm", "x.head", "x.one.norm", "x.other")}
+    b = {f"{name}.bias": zeros for name in ("x.two.norm", "y.head", "z.one.norm", "other")}
     assert renamed(a, b) == {
-        "one.norm.bias": "x.one.norm.bias",
+        "one.norm.bias": "z.one.norm.bias",
         "two.norm.bias": "x.two.norm.bias",
-        "head.bias": "x.head.bias",
-        "tail.bias": "x.other.bias",
+        "head.bias": "y.head.bias",
+        "tail.bias": "other.bias",
     }
 
 
