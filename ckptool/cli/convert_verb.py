@@ -170,14 +170,17 @@ def command(
     """Convert to another format; rename, cast and move on the way.
 
     --format or the ending of DESTINATION decides the format (.safetensors,
-    .safetensors.index.json for shards); any other ending keeps the format of SOURCE. Safetensors
-    holds one flat state dict; the rest is left out and named. The changes are made in one pass, in
-    the order of the sections below.
+    .safetensors.index.json for shards); .pth and its like keep the format of a torch SOURCE.
+    Safetensors holds one flat state dict; the rest is left out and named. The changes are made in
+    one pass, in the order of the sections below.
 
-    If DESTINATION is a folder, convert writes model.safetensors in it, as from_pretrained reads
-    it, and copies config.json, the tokenizer and other such files from --files-from or from a
-    SOURCE that is a folder of ranks. The copy of config.json follows --dequantize, --resize and
-    --dtype. --format dcp writes a folder that torch.distributed.checkpoint.load reads.
+    DESTINATION is a folder if it exists as one or ends with a slash. Without a known extension, it
+    is one if SOURCE is a folder or a set of files, or with --files-from or --max-shard-size.
+    Convert writes model.safetensors in it, as from_pretrained reads it (for an adapter
+    adapter_model.safetensors), and copies config.json, the tokenizer and other such files from
+    --files-from or from the folder of SOURCE. It keeps files that exist there; --force replaces
+    them. The copy of config.json follows --dequantize, --resize and --dtype. --format dcp writes a
+    folder that torch.distributed.checkpoint.load reads.
     """
     if target.output is None and len(sources) < 2:
         raise UsageError("convert needs one file to write", hint="ckptool convert A B, or A -o B")
@@ -194,12 +197,18 @@ def command(
         }
     )
 
-    goal = Destination(destination, target.format, steps)
-    steps = with_configs(steps, goal.folders(files_from))
+    goal = Destination(
+        destination,
+        files if files[1:] else files[0],
+        steps,
+        format=target.format,
+        files_from=files_from,
+        sharded=max_shard_size is not None,
+    )
+    steps = with_configs(steps, goal.folders)
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        sharded = max_shard_size is not None
-        name = goal.format_for(checkpoint, target.format, sharded=sharded)
+        name = goal.format_for(checkpoint)
         with in_options():
             return goal.as_file(converted(checkpoint, steps, name))
 
@@ -211,7 +220,7 @@ def command(
             word="converted",
             strict=strict,
             max_shard_size=max_shard_size,
-            files_from=goal.companions_of(files_from),
+            files_from=goal.companions,
             to_folder=goal.is_folder,
             apart=goal.apart,
             opening=lambda: opened_for(files if files[1:] else files[0], steps, salvage=salvage),

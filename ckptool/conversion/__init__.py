@@ -57,13 +57,15 @@ def convert(
         source: A path (a file, an index of shards or their folder, or that of a recipe's files), or
             an open checkpoint; or the paths of several files that hold parts of one state dict.
         target: The file to write, or a folder for `model.safetensors` in it, or for the files of a
-            recipe.
+            recipe. A name without a known extension is a folder if `source` is a folder or a set of
+            files, or with `max_shard_size` or `files_from`.
         *steps: The changes, in order: `ckptool.Strip()`, `ckptool.Cast("bfloat16")`, ...
         format: `torch-zip`, `torch-legacy`, `safetensors`, ...; default: by the extension.
         max_shard_size: Split into files of at most this size: `"5GB"`, or bytes.
         files_from: A folder whose configuration and tokenizer files are copied beside the weights.
             The copy of `config.json` follows `Cast` and `Reshape`.
-            None: `source`, if it is a folder of many processes and `target` a folder.
+            None: the folder of `source`, if `target` is a folder; files that exist in `target`
+            are kept without `overwrite`.
         strict: Refuse to leave anything out.
         overwrite: Replace an existing target.
         in_place: Allow `target` to be the source, which is edited if its format allows it.
@@ -80,18 +82,25 @@ def convert(
         NotRepresentable: the format cannot hold a tensor (with `strict`: anything), or a cast it.
         WriteError: nothing was written.
     """
-    goal = Destination(target, format, steps)
-    every = with_configs(steps, goal.folders(files_from))
+    goal = Destination(
+        target,
+        source,
+        steps,
+        format=format,
+        files_from=files_from,
+        sharded=max_shard_size is not None,
+    )
+    every = with_configs(steps, goal.folders)
     salvage = any(isinstance(one, Step) and one.opens_damaged for one in steps)
     with opened_for(source, every, salvage=salvage) as checkpoint:
-        name = goal.format_for(checkpoint, format, sharded=max_shard_size is not None)
+        name = goal.format_for(checkpoint)
         return save(
             goal.as_file(converted(checkpoint, every, name)),
             goal.path,
             apart=goal.apart,
             format=name,
             max_shard_size=max_shard_size,
-            files_from=goal.companions_of(files_from),
+            files_from=goal.companions,
             to_folder=goal.is_folder,
             overwrite=overwrite,
             in_place=in_place,

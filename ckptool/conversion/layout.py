@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
-from ckptool.formats import REGISTRY, Source, format_of, shard_of
+from ckptool.formats import Source, format_of, shard_of
 from ckptool.recipes import Relayout, split_files, written_files
 from ckptool.transforms import Step
 from ckptool.words import shell
-from ckptool.writing import in_folder, is_folder, target_format
+from ckptool.writing import goes_to_folder, target_file, target_format
 
 
 def opened_for(
@@ -44,44 +44,65 @@ class Destination:
     """The target of a conversion: one file, a folder, or the files of a layout in a folder."""
 
     def __init__(
-        self, path: str | os.PathLike[str], format: str | None, steps: Iterable[Step]
+        self,
+        path: str | os.PathLike[str],
+        source: Source | Sequence[str | os.PathLike[str]],
+        steps: Iterable[Step],
+        *,
+        format: str | None = None,
+        files_from: str | os.PathLike[str] | None = None,
+        sharded: bool = False,
     ) -> None:
-        """Take the target as the user names it."""
+        """Take the target as the user names it, and what decides whether it is a folder.
+
+        Raises:
+            UsageError: as `goes_to_folder`.
+        """
         layouts = [one.loaded for one in steps if isinstance(one, Relayout)]
         files = written_files(layouts[-1]) if layouts else None
-        self._name = os.fspath(path)
-        ending = os.path.splitext(self._name)[1].lower()
-        is_file = any(ending in one.endings for one in REGISTRY)
-        self.is_folder = is_folder(path) or bool(files and not is_file)
+        self._name, self._format, self._sharded = os.fspath(path), format, sharded
+        self._files_from = files_from
+        wanted = sharded or files_from is not None or files is not None
+        self.is_folder = goes_to_folder(path, source, format, wanted=wanted)
         self._recipe = layouts[-1] if files else None
         self._has_recipe = bool(layouts)
-        self.path = in_folder(path, format)
-        """The file to write; of several files in a folder, one with their extension."""
+        self.path = self._name
+        """The target; of a recipe's files in a folder, one with their extension."""
         if self.is_folder and files:
             self.path = os.path.join(path, os.path.basename(files))
 
-    def format_for(self, checkpoint: Checkpoint, format: str | None, *, sharded: bool) -> str:
+    def format_for(self, checkpoint: Checkpoint) -> str:
         """Return the name of the format as `target_format`.
 
         Raises:
             UsageError: there is none, or it has several files where a recipe has them.
         """
-        name = target_format(checkpoint, self.path, format, sharded=sharded)
-        if self.apart and (sharded or shard_of(name) or format_of(name).index_name):
+        path = self.path
+        if not self.apart:
+            path = target_file(
+                checkpoint,
+                path,
+                self._format,
+                to_folder=self.is_folder,
+                files_from=self._files_from,
+            )
+        name = target_format(checkpoint, path, self._format, sharded=self._sharded)
+        if self.apart and (self._sharded or shard_of(name) or format_of(name).index_name):
             text = "the recipe decides how many files there are"
             raise UsageError(text, hint="leave out --max-shard-size and formats of several files")
         return name
 
-    def folders(self, files_from: str | os.PathLike[str] | None) -> tuple[str, ...]:
-        """Return where a recipe looks for `config.json`, after the folder of the source."""
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Where a recipe looks for `config.json`, after the folder of the source."""
         near = self._name if self.is_folder else os.path.dirname(self._name) or "."
-        return (*([os.fspath(files_from)] if files_from is not None else []), near)
+        given = () if self._files_from is None else (os.fspath(self._files_from),)
+        return (*given, near)
 
-    def companions_of(
-        self, files_from: str | os.PathLike[str] | None
-    ) -> str | os.PathLike[str] | None:
-        """Return the folder to copy files from; a recipe only reads those next to one file."""
-        return files_from if self.is_folder or not self._has_recipe else None
+    @property
+    def companions(self) -> str | os.PathLike[str] | None:
+        """The folder to copy files from; a recipe only reads those next to one file."""
+        return self._files_from if self.is_folder or not self._has_recipe else None
 
     def as_file(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return what goes into the target if it is one file.

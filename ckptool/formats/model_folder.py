@@ -5,8 +5,10 @@ By names alone, those that transformers, diffusers, peft and accelerate save und
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 from ckptool.errors import warn
@@ -40,6 +42,40 @@ _SHARDS_OF = {
     if name.endswith(_SAFE)
 }
 """By library the index that it looks for before it takes a pickle."""
+_INDEXES = {model.library: [f"{name}.index.json" for name in model.files] for model in _MODELS}
+CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+_MOST = 1 << 20
+"""Bytes of a configuration that are looked into."""
+
+
+def library_of(path: str) -> str | None:
+    """Return the library that gives a file of weights, or an index of shards, its name."""
+    name = os.path.basename(path)
+    files = ((one.library, {*one.files, *_INDEXES[one.library]}) for one in _MODELS)
+    return next((library for library, names in files if name in names), None)
+
+
+def library_in(folder: str | os.PathLike[str]) -> str | None:
+    """Return the library of the model in a folder, by its weights, else by its configuration."""
+    names = set(os.listdir(folder))
+    if library := next(filter(None, map(library_of, sorted(names))), None):
+        return library
+    if ADAPTER_CONFIG in names:
+        return "peft"
+    with (
+        suppress(OSError, ValueError, RecursionError),
+        open(os.path.join(folder, CONFIG), "rb") as file,
+    ):
+        if "_diffusers_version" in json.loads(file.read(_MOST)):
+            return "diffusers"
+    return None
+
+
+def model_file(library: str | None, *, safe: bool) -> str:
+    """Return the name under which a library looks for weights; by default transformers."""
+    files = next((one.files for one in _MODELS if one.library == library), _MODELS[0].files)
+    return next(name for name in files if name.endswith(_SAFE) == safe)
 
 
 def of_model_file(probe: Probe) -> Probe:

@@ -2,7 +2,7 @@
 
 from ckptool.writing.save import Receipt as Receipt, save as save
 from ckptool.writing.target import (
-    in_folder as in_folder,
-    is_folder as is_folder,
+    goes_to_folder as goes_to_folder,
+    target_file as target_file,
     target_format as target_format,
 )

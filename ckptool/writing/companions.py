@@ -13,13 +13,16 @@ from ckptool.errors import FileMissing
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.atomic import FileOutput
 from ckptool.files.place import place_of
+from ckptool.formats import format_of, shard_of
 from ckptool.formats.base import NewFile, WritePlan
+from ckptool.formats.model_folder import ADAPTER_CONFIG, library_of
 from ckptool.words import listed
 from ckptool.writing.configuration import Edited, edited
 
 _CONFIG = "config.json"
 PATTERNS = (
     _CONFIG,
+    ADAPTER_CONFIG,
     "params.json",
     "generation_config.json",
     "tokenizer.json",
@@ -32,6 +35,9 @@ PATTERNS = (
     "merges.txt",
     "spiece.model",
     "sentencepiece*.model",
+    "spm*.model",
+    "*.spm",
+    "normalizer.json",
     "*.tiktoken",
     "tekken.json",
     "chat_template.*",
@@ -45,11 +51,23 @@ _FOLDERS = ("", "huggingface", "hf")
 
 
 def folder_of_companions(checkpoint: Checkpoint) -> str | None:
-    """Return the folder with the model's `config.json` in the folder that a checkpoint is."""
-    if not os.path.isdir(checkpoint.path):
-        return None
-    folders = (os.path.join(checkpoint.path, name) for name in _FOLDERS)
-    return next((one for one in folders if os.path.isfile(os.path.join(one, _CONFIG))), None)
+    """Return the folder with such files in the folder that a checkpoint is, or is opened by."""
+    root, format = checkpoint.path, checkpoint.format
+    if not os.path.isdir(root):
+        names_others = shard_of(format) or format_of(format).index_name
+        if not (names_others or library_of(root)):
+            return None
+        root = os.path.dirname(root) or os.curdir
+    folders = [one for name in _FOLDERS if os.path.isdir(one := os.path.join(root, name))]
+    configured = (one for one in folders if os.path.isfile(os.path.join(one, _CONFIG)))
+    others = (one for one in folders if _companions(os.listdir(one)))
+    return next(configured, None) or next(others, None)
+
+
+def _companions(names: Iterable[str], library: str | None = None) -> list[str]:
+    """Return which names are those of companions; the configuration of an adapter for peft only."""
+    wanted = (name for name in names if any(fnmatchcase(name, one) for one in PATTERNS))
+    return [name for name in wanted if name != ADAPTER_CONFIG or library in (None, "peft")]
 
 
 def with_companions(
@@ -58,13 +76,13 @@ def with_companions(
     folder: str | os.PathLike[str],
     checkpoint: Checkpoint,
     *,
-    found: bool = False,
+    keeps: bool = False,
 ) -> tuple[WritePlan, Sequence[Change]]:
     """Return `plan` with the files of `folder` in that of `path`, where the weights are.
 
     The copy of `config.json` follows the changes of `checkpoint`; what it states and the file did
     not have is a warning, returned too.
-    `found`: nobody named `folder`: a file that the target has already stays, and is named.
+    `keeps`: a file that exists in the target stays, and is named.
 
     Raises:
         FileMissing: there is no such folder, or no such file in it.
@@ -75,11 +93,11 @@ def with_companions(
             names = sorted(entry.name for entry in entries if entry.is_file())
     except OSError as error:
         raise FileMissing("is not a readable folder", file=folder) from error
-    wanted = [name for name in names if any(fnmatchcase(name, one) for one in PATTERNS)]
+    wanted = _companions(names, library_of(path) or "")
     if not wanted:
         hint = f"it should have {listed(PATTERNS, 4)}"
         raise FileMissing("has no file that goes beside a model's weights", file=folder, hint=hint)
-    taken = {one for one in wanted if found and place_of(target).exists(os.path.join(target, one))}
+    taken = {one for one in wanted if keeps and place_of(target).exists(os.path.join(target, one))}
     copied = [name for name in wanted if name not in taken]
     weights = plan.files if plan.index else (plan.files[0]._replace(path=path),)
     is_copied = _CONFIG in copied
@@ -115,7 +133,7 @@ def _notes(
     if copied:
         yield f"copied from {folder}: {listed(copied)}"
     if taken:
-        yield f"there already, and not copied from {folder}: {listed(sorted(taken))}"
+        yield f"kept in the target, and not copied from {folder}: {listed(sorted(taken))}"
     code = [name for name in names if name.endswith(".py")]
     if code:
         yield f"code is not copied from {folder}: {listed(code)}"

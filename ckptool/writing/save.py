@@ -30,9 +30,9 @@ from ckptool.writing.target import (
     check_address,
     check_still_there,
     check_target,
-    in_folder,
     is_a_source,
     remarks,
+    target_file,
     target_format,
 )
 
@@ -128,15 +128,16 @@ def save(
     `overwrite`, `in_place`, `rewrite`, `strict`, `dry_run`, `max_shard_size`, `verify`, `progress`
     and the errors are those of `Checkpoint.save`. Missing folders are made; a link's target is
     replaced and the link stays. See `target_format` for the default of `format`. `files_from` is
-    the folder whose configuration, tokenizer and processor files are copied beside the weights;
-    with `to_folder` these are looked for in the folder that the source is. `apart` divides the
-    checkpoint into several files by their names, which go into the folder of `path`. A `group` of
-    processes writes together: each calls this in the same way, and `options`, what was asked for in
-    words of any kind, are what such a write is known by again.
+    the folder whose configuration, tokenizer and processor files are copied beside the weights.
+    With `to_folder` the target is a folder, and without `files_from` that of the source has them.
+    `apart` divides the checkpoint into several files by their names, which go into the folder of
+    `path`. A `group` of processes writes together: each calls this in the same way, and `options`,
+    what was asked for in words of any kind, are what such a write is known by again.
     """
     check_address(path, in_place=in_place, verify=verify)
     is_far = is_address(path)
-    path = _file_of(checkpoint, path, format)
+    if apart is None:
+        path = _file_of(checkpoint, path, format, files_from, to_folder=to_folder)
     own = in_place and _names_a_source(path, checkpoint.sources)
     if own:
         check_still_there(path, checkpoint.sources)
@@ -200,12 +201,17 @@ def save(
 
 
 def _file_of(
-    checkpoint: Checkpoint, path: str | os.PathLike[str], format: str | None
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    format: str | None,
+    files_from: str | os.PathLike[str] | None,
+    *,
+    to_folder: bool,
 ) -> str | os.PathLike[str]:
-    """Return the file to write: of a format that is a folder, or the source's own, the index."""
-    if format_of(format or "").index_name:
-        return in_folder(path, format)
-    index = in_folder(path, checkpoint.format)
+    """Return the file to write: of a folder that one in it, of the source's own the index."""
+    if to_folder or format_of(format or "").index_name:
+        return target_file(checkpoint, path, format, to_folder=to_folder, files_from=files_from)
+    index = target_file(checkpoint, path, checkpoint.format, to_folder=False)
     return index if _names_a_source(index, checkpoint.sources) else path
 
 
@@ -278,9 +284,11 @@ def _accompanied(
         )
     found = files_from is None
     folder = folder_of_companions(job.checkpoint) if files_from is None else files_from
-    if folder is None:
+    target = os.path.dirname(job.path)
+    if folder is None or (found and os.path.realpath(folder) == os.path.realpath(target)):
         return plan, ()
-    return with_companions(plan, job.path, folder, job.checkpoint, found=found)
+    keeps = found and not job.overwrite
+    return with_companions(plan, job.path, folder, job.checkpoint, keeps=keeps)
 
 
 def _room(plan: WritePlan, path: str | os.PathLike[str]) -> str:

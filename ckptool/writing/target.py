@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from urllib.parse import urlsplit
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError, WriteError
-from ckptool.files import Source
+from ckptool.files import Source as Bytes
 from ckptool.files.place import is_address, place_of
-from ckptool.formats import REGISTRY, WRITABLE, format_of, shard_of
+from ckptool.formats import REGISTRY, WRITABLE, Source, format_of, shard_of
+from ckptool.formats.model_folder import library_in, library_of, model_file
+from ckptool.words import shell
 
 INDEX_ENDING = re.compile(r"(\.[^./\\]+)?\.index(\.[^./\\]+)?\.json$", re.IGNORECASE)
 
@@ -87,21 +89,95 @@ def _written_as(ending: str) -> list[str]:
     return written
 
 
-def in_folder(path: str | os.PathLike[str], format: str | None = None) -> str:
-    """Return the file to write: of a folder the one in it that `from_pretrained` looks for.
+def goes_to_folder(
+    target: str | os.PathLike[str],
+    source: Source | Sequence[str | os.PathLike[str]],
+    format: str | None = None,
+    *,
+    wanted: bool = False,
+) -> bool:
+    """Return whether a target is a folder to write into.
 
-    Of a format that is a folder it is the file that names the others.
+    It is one if it is there, if its name ends so, or if `format` is a folder. A new name without a
+    known extension is one if the source is a folder or a set of files, or if `wanted`: an option
+    is about a folder.
+
+    Raises:
+        UsageError: a single file is the source of a name that could be a file or a folder.
+    """
+    name = os.fspath(target)
+    if name.endswith(os.sep) or format_of(format or "").index_name or os.path.isdir(name):
+        return True
+    if name in ("", "-") or _has_known_extension(name, source):
+        return False
+    if os.path.lexists(name) or (is_address(name) and place_of(name).exists(name)):
+        return False
+    if wanted or _is_set(source):
+        return True
+    if format is not None:
+        return False
+    raise UsageError(
+        "has no known extension: it may be a folder or a file",
+        file=name,
+        hint=f"write {shell(name + os.sep)} for a folder, {shell(name + '.pth')} for a file",
+    )
+
+
+def _has_known_extension(name: str, source: Source | Sequence[str | os.PathLike[str]]) -> bool:
+    """Return whether a target's extension is one of a format, or that of its source."""
+    from ckptool.formats.identify import ENDINGS
+
+    name = name.lower()
+    ending = os.path.splitext(name)[1]
+    known = {*ENDINGS, *(ending for one in REGISTRY for ending in one.endings)}
+    if name.endswith(INDEX) or ending in known:
+        return True
+    if isinstance(source, Checkpoint):
+        source = source.path
+    if not ending or not isinstance(source, (str, os.PathLike)) or os.path.isdir(source):
+        return False
+    return os.fspath(source).lower().endswith(ending)
+
+
+def _is_set(source: Source | Sequence[str | os.PathLike[str]]) -> bool:
+    """Return whether a source is a folder or several files, by names alone."""
+    if isinstance(source, Checkpoint):
+        return os.path.isdir(source.path) or len(source.sources) > 1
+    if not isinstance(source, (str, os.PathLike)):
+        return len(source) > 1 or any(map(_is_set, source))
+    name = os.fspath(source)
+    is_single = place_of(name).is_file(name) and not INDEX_ENDING.search(name)
+    return not is_single or any(
+        os.path.basename(name) == format_of(one).index_name for one in WRITABLE
+    )
+
+
+def target_file(
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    to_folder: bool,
+    files_from: str | os.PathLike[str] | None = None,
+) -> str:
+    """Return the file to write: of a folder the one in it that the model's library looks for.
+
+    Of a format that is a folder it is the file that names the others. The library is that of the
+    weights' name, else of the folder that the configuration comes from.
     """
     name, index = os.fspath(path), format_of(format or "").index_name
     if index:
         return name if os.path.basename(name) == index else os.path.join(name, index)
-    return os.path.join(name, "model.safetensors") if is_folder(name) else name
+    if not to_folder:
+        return name
+    is_safe = format is None or format_of(shard_of(format) or format).tensors_only
+    library = library_of(checkpoint.path)
+    if library is None:
+        from ckptool.writing.companions import folder_of_companions  # a file has none of them
 
-
-def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a target is a folder: it is there, or its name ends so."""
-    name = os.fspath(path)
-    return name.endswith(os.sep) or os.path.isdir(name)
+        folder = files_from or folder_of_companions(checkpoint)
+        library = library_in(folder) if folder and os.path.isdir(folder) else None
+    return os.path.join(name, model_file(library, safe=is_safe))
 
 
 def target_format(
@@ -228,7 +304,7 @@ def check_target(
         )
 
 
-def check_still_there(path: str | os.PathLike[str], sources: Iterable[Source]) -> None:
+def check_still_there(path: str | os.PathLike[str], sources: Iterable[Bytes]) -> None:
     """Refuse to write in place of a source that is not at its path any more.
 
     Raises:
@@ -244,7 +320,7 @@ def check_still_there(path: str | os.PathLike[str], sources: Iterable[Source]) -
         )
 
 
-def is_a_source(path: str | os.PathLike[str], sources: Iterable[Source]) -> bool:
+def is_a_source(path: str | os.PathLike[str], sources: Iterable[Bytes]) -> bool:
     """Return whether the target, links resolved, is one of the files that will be read."""
     if is_address(path):
         return os.fspath(path) in {source.name for source in sources}

@@ -326,10 +326,10 @@ def test_a_kill_in_the_middle_leaves_what_the_next_run_clears(ckptool, folder, m
 @needs_fork
 def test_it_does_its_work_though_nobody_listens(folder):
     for shell, way in (("EACH >&- 2>&- </dev/null", "-q"), ("EACH | true", "--json")):
-        commands = [verb.words("model.pth", way, "-o", f"{verb.name}{way}") for verb in WRITERS]
+        commands = [verb.words("model.pth", way, "-o", f"{verb.name}{way}.pth") for verb in WRITERS]
         assert unheard(commands, shell)[0] == [0] * len(WRITERS)
     for verb in WRITERS:
-        assert loaded(f"{verb.name}-q") == loaded(f"{verb.name}--json")
+        assert loaded(f"{verb.name}-q.pth") == loaded(f"{verb.name}--json.pth")
 
 
 @every

@@ -77,7 +77,9 @@ def test_a_folder_of_many_processes_has_them_itself(ranks, beside, tmp_path, whe
     receipt = ckptool.convert(ranks, out)
     assert json.loads((out / "config.json").read_text()) == CONFIG
     assert (out / "tokenizer.json").read_text() == "mine"
-    assert "there already, and not copied" in receipt.notes[-1]
+    assert "kept in the target, and not copied" in receipt.notes[-1]
+    ckptool.convert(ranks, out, overwrite=True)
+    assert (out / "tokenizer.json").read_bytes() == b"t" * 100_000
     ckptool.convert(ranks, tmp_path / "single.safetensors")
     assert not (tmp_path / "config.json").exists()
 
@@ -125,3 +127,63 @@ def test_a_configuration_that_still_says_quantized_is_named(beside, fixtures, tm
     ).notes
     told = [note for note in notes if "quantization_config" in note]
     assert len(told) == (dequantize is not None)
+
+
+def model_folder(beside, name):
+    """The folder with true weights under a library's name; other files of weights are gone."""
+    for path in beside.glob("model.*"):
+        path.unlink()
+    source = weights(beside.parent)
+    ckptool.convert(source, beside / name, max_shard_size=30 if "index" in name else None)
+    return beside
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "written"),
+    [
+        ("model.safetensors", None, "model.safetensors"),
+        ("pytorch_model.bin", None, "model.safetensors"),
+        ("model.safetensors", "torch-zip", "pytorch_model.bin"),
+        ("model.safetensors.index.json", None, "model.safetensors"),
+        ("diffusion_pytorch_model.bin", None, "diffusion_pytorch_model.safetensors"),
+        ("adapter_model.bin", None, "adapter_model.safetensors"),
+        ("adapter_model.safetensors", "torch-legacy", "adapter_model.bin"),
+        ("model.safetensors", "dcp", ".metadata"),
+    ],
+)
+@pytest.mark.parametrize("target", ["out", "v1.5", "out/"])
+def test_a_folder_becomes_a_folder_that_its_library_reads(
+    beside, tmp_path, name, format, written, target
+):
+    (beside / "adapter_config.json").write_text("{}")
+    folder = model_folder(beside, name)
+    receipt = ckptool.convert(folder, f"{tmp_path}/{target}", format=format)
+    assert Path(receipt.path) == tmp_path / target / written
+    names = {path.name for path in (tmp_path / target).iterdir() if "model" not in path.name}
+    beside_weights = {one for one in names if one.endswith(".json")}
+    assert beside_weights - {"adapter_config.json"} == {"config.json", "tokenizer.json"}
+    assert ("adapter_config.json" in beside_weights) == name.startswith("adapter")
+    assert torch.equal(ckptool.load(tmp_path / target)["w"], torch.ones(6, 2))
+
+
+@pytest.mark.parametrize(
+    ("file", "library"),
+    [("adapter_config.json", "adapter_model"), ("config.json", "diffusion_pytorch_model")],
+)
+def test_files_from_say_which_library_reads_a_file(tmp_path, file, library):
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / file).write_text('{"_diffusers_version": "0.30"}')
+    receipt = ckptool.convert(weights(tmp_path), tmp_path / "out", files_from=tmp_path / "from")
+    assert receipt.path == str(tmp_path / "out" / f"{library}.safetensors")
+    assert (tmp_path / "out" / file).exists()
+
+
+def test_the_file_that_opens_a_folder_brings_its_companions_and_another_none(beside, tmp_path):
+    folder = model_folder(beside, "pytorch_model.bin")
+    shutil.copy(folder / "pytorch_model.bin", folder / "other.bin")
+    for name, brings in [("pytorch_model.bin", True), ("other.bin", False)]:
+        ckptool.convert(folder / name, f"{tmp_path}/{name}.out/")
+        assert (tmp_path / f"{name}.out" / "config.json").exists() == brings
+    receipt = ckptool.convert(folder, folder)  # its own folder: they are there
+    assert receipt.path == str(folder / "model.safetensors")
+    assert not [note for note in receipt.notes if "config.json" in note]

@@ -1,9 +1,11 @@
 """Where a result goes when the user does not say."""
 
 import pytest
+import torch
 
+import ckptool
 from ckptool.errors import UsageError
-from ckptool.writing.target import default_target
+from ckptool.writing.target import default_target, goes_to_folder
 
 
 def test_the_word_goes_before_the_ending():
@@ -53,3 +55,50 @@ def test_a_folder_becomes_a_file_beside_it(tmp_path, tail):
     folder = tmp_path / "model.v1"
     folder.mkdir()
     assert default_target(f"{folder}{tail}", "stripped") == f"{folder}.stripped.pth"
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A file, a folder, and an index of shards of one state dict."""
+    torch.save({"w": torch.ones(4, 4), "v": torch.ones(4, 4)}, tmp_path / "file.pth")
+    index = tmp_path / "folder" / "model.safetensors.index.json"
+    ckptool.convert(tmp_path / "file.pth", index, max_shard_size=64)
+    ckptool.convert(tmp_path / "file.pth", tmp_path / "dcp", format="dcp")
+    return {
+        "file": tmp_path / "file.pth",
+        "folder": tmp_path / "folder",
+        "index": index,
+        "metadata": tmp_path / "dcp" / ".metadata",
+        "several": [*(tmp_path / "folder").glob("*.safetensors")],
+    }
+
+
+@pytest.mark.parametrize("source", ["file", "folder", "index", "metadata", "several"])
+@pytest.mark.parametrize("name", ["out", "v1.5", "out.pth", "out.safetensors", "out/", "there"])
+def test_a_name_without_a_known_extension_is_a_folder_for_a_set(sources, tmp_path, source, name):
+    (tmp_path / "there").mkdir()
+    target = f"{tmp_path}/{name}"
+    if source == "file" and name in ("out", "v1.5"):
+        with pytest.raises(UsageError, match="no known extension") as caught:
+            ckptool.convert(sources[source], target)
+        for choice in (f"{target}/", f"{target}.pth"):
+            assert f"{choice} for a" in caught.value.hint
+        assert not (tmp_path / name).exists()
+        return
+    written = ckptool.convert(sources[source], target).path
+    is_file = name in ("out.pth", "out.safetensors")
+    assert written == (target if is_file else str(tmp_path / name / "model.safetensors"))
+
+
+def test_an_option_or_a_file_that_is_there_settles_what_a_name_means(sources, tmp_path):
+    out, file = str(tmp_path / "out"), sources["file"]
+    assert goes_to_folder(out, file, wanted=True)
+    assert not goes_to_folder(out, file, "torch-zip")
+    assert goes_to_folder(out, file, "dcp")
+    (tmp_path / "out").write_bytes(b"")
+    assert not goes_to_folder(out, file)
+    assert not goes_to_folder(tmp_path / "b.weights", tmp_path / "a.weights")
+    with ckptool.open(sources["index"]) as opened:
+        assert goes_to_folder(tmp_path / "new", opened)
+    with ckptool.open(file) as opened, pytest.raises(UsageError):
+        goes_to_folder(tmp_path / "new", opened)
