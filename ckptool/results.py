@@ -29,14 +29,18 @@ if TYPE_CHECKING:
     from ckptool.transforms import (
         Cast,
         Compact,
+        Drop,
         Flatten,
         Masters,
+        Move,
         Nest,
+        Overlay,
         Plain,
         Remap,
         Rename,
         Reshape,
         Salvage,
+        Set,
         Step,
         Strip,
         Take,
@@ -47,10 +51,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cast", "Change", "Checkpoint", "Compact", "Complaint", "Details", "Diagnosis", "Diff",
-    "Finding", "Fit", "Flatten", "Info", "Limits", "Listing", "Masters", "MatchReport", "Nest",
-    "Opaque", "PageReceipt", "Plain", "Receipt", "Recovery", "Relayout", "Remap", "Rename",
-    "Reshape", "Salvage", "Scan", "Stats", "Step", "Storage", "Strip", "Take", "TensorRef", "Untie",
-    "Verdict", "Wrap",
+    "Drop", "Finding", "Fit", "Flatten", "Info", "Limits", "Listing", "Masters", "MatchReport",
+    "Move", "Nest", "Opaque", "Overlay", "PageReceipt", "Plain", "Receipt", "Recovery",
+    "Relayout", "Remap", "Rename", "Reshape", "Salvage", "Scan", "Set", "Stats", "Step",
+    "Storage", "Strip", "Take", "TensorRef", "Untie", "Verdict", "Wrap",
 ]  # fmt: skip
 
 _HOMES = {
@@ -73,14 +77,18 @@ _HOMES = {
     "transforms": (
         "Cast",
         "Compact",
+        "Drop",
         "Flatten",
         "Masters",
+        "Move",
         "Nest",
+        "Overlay",
         "Plain",
         "Remap",
         "Rename",
         "Reshape",
         "Salvage",
+        "Set",
         "Step",
         "Strip",
         "Take",

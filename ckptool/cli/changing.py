@@ -80,6 +80,7 @@ def write_changed(
         changed = change(
             checkpoint, *(opened.enter_context(open_checkpoint(other)) for other in others)
         )
+        opened.callback(changed.close)  # with the files that a step has opened
         receipt = save(
             changed,
             path,

@@ -31,9 +31,13 @@ from ckptool.cli.options import (
 )
 from ckptool.cli.renaming import RulesInOrder, rename_options
 from ckptool.conversion import Destination, converted, opened_for, steps_of, with_configs
+from ckptool.conversion.steps import place_in
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
-from ckptool.transforms import Rule
+from ckptool.formats.several import keyed
+from ckptool.transforms import Drop, Rule
+from ckptool.transforms.name_rules import read_text
+from ckptool.transforms.tree_edits import parted, plain_json
 from ckptool.words import printable
 
 
@@ -44,6 +48,7 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
             "wrappers": "Names and shapes",
             "plain": "Values",
             "to": "Devices",
+            "drop": "Entries",
             "output": "Files",
             "as_json": "Output",
         }
@@ -78,6 +83,16 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
 )
 @click.option("--key", metavar="NAME", help="The state dict to take, if there are several.")
 @glob_options
+@click.option(
+    "--overlay",
+    metavar="FILE",
+    type=PATH,
+    help="Put the tensors of FILE in the place of those of the same key.",
+)
+@click.option("--overlay-key", metavar="NAME", help="The state dict of it, if it has several.")
+@click.option("--overlay-at", metavar="PATH", help="The submodule that its keys are below.")
+@repeatable("--overlay-include", "GLOB", "Take only its tensors that match; repeatable.")
+@flag("--overlay-add", "Add keys that the model does not have.")
 @flag("--ema", "The averaged weights, under the names of the model that they are an average of.")
 @click.option(
     "--wrappers",
@@ -141,7 +156,16 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
     "--map", "A=B", "Move tensors on device A to device B; cuda:* is any index. Repeatable."
 )
 @visible_option
+@repeatable("--drop", "PATH", "Remove the entry at this exact path; repeatable.")
+@repeatable("--move", "OLD=NEW", "Give the entry at OLD the path NEW; repeatable, all at once.")
+@repeatable(
+    "--set",
+    "PATH=VALUE",
+    "Set a plain value, as JSON or of @FILE.json: epoch=3, 'name=\"a\"'. Repeatable.",
+    "values",
+)
 @click.option("-o", "--output", type=PATH, help="The same as DESTINATION.")
+@flag("--in-place", "Change SOURCE itself, under a journal.")
 @shard_option
 @click.option(
     "--files-from",
@@ -164,6 +188,8 @@ def command(
     strict: bool,
     like: str | None,
     salvage: bool,
+    values: tuple[str, ...],
+    drop: tuple[str, ...],
     target: OutputOptions,
     **changes: Any,
 ) -> None:
@@ -182,9 +208,18 @@ def command(
     them. The copy of config.json follows --dequantize, --resize and --dtype. --format dcp writes a
     folder that torch.distributed.checkpoint.load reads.
     """
-    if target.output is None and len(sources) < 2:
-        raise UsageError("convert needs one file to write", hint="ckptool convert A B, or A -o B")
-    *files, destination = [*sources, target.output] if target.output else sources
+    if target.in_place:
+        if len(sources) > 1 or target.output is not None or max_shard_size is not None:
+            raise UsageError(
+                "--in-place changes one SOURCE itself, without DESTINATION and shards",
+                hint="ckptool convert FILE --in-place --move OLD=NEW",
+            )
+        files, destination = list(sources), sources[0]
+    elif target.output is None and len(sources) < 2:
+        hint = "ckptool convert A B, or A -o B; --in-place changes A itself"
+        raise UsageError("convert needs one file to write", hint=hint)
+    else:
+        *files, destination = [*sources, target.output] if target.output else sources
     steps = steps_of(
         {
             "salvage": salvage,
@@ -193,10 +228,13 @@ def command(
             "param": _parsed_params(param),
             "like": None if like is None else referred(like),
             "rename": rules,
+            "set": parsed_values(values),
             **changes,
         }
     )
 
+    if drop:  # --force is about the target too
+        steps.insert(place_in(steps, Drop), Drop(drop, force=target.force))
     goal = Destination(
         destination,
         files if files[1:] else files[0],
@@ -208,7 +246,7 @@ def command(
     steps = with_configs(steps, goal.folders)
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        name = goal.format_for(checkpoint)
+        name = checkpoint.format if target.in_place else goal.format_for(checkpoint)
         with in_options():
             return goal.as_file(converted(checkpoint, steps, name))
 
@@ -216,14 +254,16 @@ def command(
         receipt = write_changed(
             files[0],
             change,
-            replace(target, output=goal.path),
+            replace(target, output=None if target.in_place else goal.path),
             word="converted",
             strict=strict,
             max_shard_size=max_shard_size,
-            files_from=goal.companions,
-            to_folder=goal.is_folder,
+            files_from=None if target.in_place else goal.companions,
+            to_folder=goal.is_folder and not target.in_place,
             apart=goal.apart,
-            opening=lambda: opened_for(files if files[1:] else files[0], steps, salvage=salvage),
+            opening=lambda: opened_for(
+                files if files[1:] or keyed(files[0]) else files[0], steps, salvage=salvage
+            ),
         )
         if any(one.kind == "salvage" and one.count for one in receipt.changes):
             set_exit_code(1)
@@ -246,3 +286,21 @@ def _parsed_params(params: tuple[str, ...]) -> dict[str, str]:
         if made.setdefault(key, value) != value:
             raise UsageError(f"the parameter {printable(key)} is given twice", hint="keep one")
     return made
+
+
+def parsed_values(texts: tuple[str, ...]) -> dict[str, Any]:
+    """Return the values of `PATH=VALUE`, by their paths.
+
+    Raises:
+        UsageError: a text is none of these, or a value is no JSON.
+        UnreadableFile: the file of `@FILE.json` cannot be read.
+    """
+    values: dict[str, Any] = {}
+    for text in texts:
+        path, equals, value = parted(text)
+        if not (path and equals):
+            raise UsageError(f"{text!r} is not PATH=VALUE", hint="--set epoch=3")
+        if path in values:
+            raise UsageError(f"--set names {path!r} twice")
+        values[path] = plain_json(read_text(value[1:]) if value.startswith("@") else value)
+    return values

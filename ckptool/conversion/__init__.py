@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from ckptool.conversion.fit import Like as Like
 from ckptool.conversion.layout import (
@@ -55,7 +56,8 @@ def convert(
 
     Args:
         source: A path (a file, an index of shards or their folder, or that of a recipe's files), or
-            an open checkpoint; or the paths of several files that hold parts of one state dict.
+            an open checkpoint; or the paths of several files that hold parts of one state dict, or
+            `KEY=PATH` each.
         target: The file to write, or a folder for `model.safetensors` in it, or for the files of a
             recipe. A name without a known extension is a folder if `source` is a folder or a set of
             files, or with `max_shard_size` or `files_from`.
@@ -92,16 +94,18 @@ def convert(
     )
     every = with_configs(steps, goal.folders)
     salvage = any(isinstance(one, Step) and one.opens_damaged for one in steps)
-    with opened_for(source, every, salvage=salvage) as checkpoint:
-        name = goal.format_for(checkpoint)
+    with opened_for(source, every, salvage=salvage) as checkpoint, ExitStack() as stack:
+        is_same = in_place and os.path.realpath(target) == os.path.realpath(checkpoint.path)
+        name = checkpoint.format if is_same else goal.format_for(checkpoint)
+        made = stack.enter_context(converted(checkpoint, every, name))
         return save(
-            goal.as_file(converted(checkpoint, every, name)),
+            goal.as_file(made),
             goal.path,
             apart=goal.apart,
             format=name,
             max_shard_size=max_shard_size,
-            files_from=goal.companions,
-            to_folder=goal.is_folder,
+            files_from=None if is_same else goal.companions,
+            to_folder=goal.is_folder and not is_same,
             overwrite=overwrite,
             in_place=in_place,
             strict=strict,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
@@ -16,14 +16,18 @@ from ckptool.transforms import (
     Cast,
     Compact,
     Concat,
+    Drop,
     Flatten,
     Masters,
+    Move,
     Nest,
+    Overlay,
     Plain,
     Remap,
     Rename,
     Reshape,
     Salvage,
+    Set,
     Step,
     Strip,
     Take,
@@ -32,14 +36,19 @@ from ckptool.transforms import (
     changed,
     single_state_dict,
 )
+from ckptool.transforms.tree_edits import METADATA
+from ckptool.words import listed
 
 STEPS: tuple[type[Step], ...] = (
-    Salvage, Masters, Concat, Flatten, Take, Strip, Wrap, Rename, Relayout, Reshape, Fit, Plain,
-    Untie, Cast, Compact, Remap, Nest,
+    Salvage, Masters, Concat, Flatten, Take, Overlay, Strip, Wrap, Rename, Relayout, Reshape, Fit,
+    Plain, Untie, Cast, Compact, Remap, Drop, Move, Set, Nest,
 )  # fmt: skip
 """The order of the options of a command, which have none of their own; in Python the caller's
 order holds. A recipe that takes tensors by their paths comes before `Take`."""
 _BEFORE_TAKE = STEPS[: STEPS.index(Take)]
+
+
+_SEVERAL = (tuple, list, dict)
 
 
 def steps_of(options: Mapping[str, Any]) -> list[Step]:
@@ -54,7 +63,9 @@ def steps_of(options: Mapping[str, Any]) -> list[Step]:
             the others asks for.
     """
     given = {
-        name: value for name, value in options.items() if value not in (None, False, (), [], {})
+        name: value
+        for name, value in options.items()
+        if not (value is None or value is False or (isinstance(value, _SEVERAL) and not value))
     }
     steps = [step for kind in STEPS if (step := _step(kind, given)) is not None]
     return sorted(steps, key=lambda one: not _is_before_take(one))
@@ -63,6 +74,12 @@ def steps_of(options: Mapping[str, Any]) -> list[Step]:
 def _is_before_take(step: Step) -> bool:
     """Return whether a step is about the whole file, not about the state dict that is taken."""
     return isinstance(step, _BEFORE_TAKE) or (isinstance(step, Relayout) and step.loaded.uses_paths)
+
+
+def place_in(steps: Sequence[Step], kind: type[Step]) -> int:
+    """Return where a step of a kind belongs among some that are in the order of `STEPS`."""
+    before = STEPS[: STEPS.index(kind)]
+    return sum(isinstance(one, before) for one in steps)
 
 
 def _step(kind: type[Step], given: Mapping[str, Any]) -> Step | None:
@@ -85,9 +102,11 @@ def _step(kind: type[Step], given: Mapping[str, Any]) -> Step | None:
     needed = [one.name for one in fields(kind) if one.default is MISSING]
     needed = [name for name in needed if _has_no_factory(kind, name)]
     if own and not own.keys() >= {*needed}:
+        what = {"like": "a reference", "overlay": "another file"}
+        option = kind.options.get(needed[0], needed[0])
         raise UsageError(
-            f"{', '.join(own)} is about a reference, and there is none",
-            hint="--like reference.pth",
+            f"{', '.join(own)} is about {what.get(option, option)}, and there is none",
+            hint=f"--{option} FILE",
         )
     return kind(**own) if own else None
 
@@ -172,8 +191,25 @@ def converted(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Che
             f"{target} holds one flat state dict, which cannot be nested",
             hint="write a .pth; or --rename '^=>KEY.' changes the names",
         )
+    if format_of(target).tensors_only:
+        _refuse_values(todo, target)
     made = changed(checkpoint, with_implied(todo, target))
     if format_of(target).tensors_only:
         kept = tuple(one for one in made.changes if not one.of_storages)
         made = replace(made, changes=kept)
     return made
+
+
+def _refuse_values(steps: Iterable[Step], target: str) -> None:
+    """Refuse to set values that a format of tensors alone would leave out."""
+    for one in steps:
+        paths = (
+            [path for path in one.values if not path.startswith(METADATA)]
+            if isinstance(one, Set)
+            else []
+        )
+        if paths:
+            raise UsageError(
+                f"{target} holds no values but the strings of its header: {listed(paths, 3)}",
+                hint=f"--set '{METADATA}/{paths[0]}=\"...\"' sets one of these",
+            )

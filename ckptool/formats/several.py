@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import TensorRef, find_tensors
 from ckptool.errors import FileMissing, NameCollision, UsageError
-from ckptool.formats.opening import TORCH_FILES, Source, opened, opened_together
+from ckptool.formats.base import of_files
+from ckptool.formats.opening import TORCH_FILES, Source, open_checkpoint, opened, opened_together
 from ckptool.formats.sharded import NUMBERED, ShardIndex, checkpoint_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
-from ckptool.words import printable, shell
+from ckptool.words import counted, printable, shell
 
 _FORMATS = ("safetensors", *TORCH_FILES)
 
@@ -30,7 +33,51 @@ def opened_parts(
         return opened(source, salvage=salvage)
     if salvage:
         raise UsageError("one file is salvaged at a time", hint="salvage each, then join them")
+    by_key = [keyed(os.fspath(one)) for one in source]
+    if any(by_key):
+        if not all(by_key):
+            raise UsageError("either every source has a key (KEY=FILE) or none")
+        return open_by_key([one for one in by_key if one is not None])
     return open_several(source)
+
+
+_KEYED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
+
+
+def keyed(source: str) -> tuple[str, str] | None:
+    """Return the key and the path of `KEY=PATH`; None of a path, or if a file has that name."""
+    found = None if os.path.lexists(source) else _KEYED.fullmatch(source)
+    return None if found is None else (found[1], found[2])
+
+
+def open_by_key(
+    sources: Sequence[tuple[str, str]], *, limits: Limits = DEFAULT_LIMITS
+) -> Checkpoint:
+    """Return a checkpoint whose root is a dict: the tree of each file below its key.
+
+    Raises:
+        UsageError: two files have one key.
+        UnreadableFile: as `open_checkpoint`.
+    """
+    root: dict[str, Any] = {}
+    with ExitStack() as stack:
+        files = []
+        for key, path in sources:
+            if key in root:
+                raise UsageError(f"two sources have the key {printable(key)!r}")
+            files.append(stack.enter_context(open_checkpoint(path, limits=limits)))
+            root[key] = files[-1].root
+        first = files[0]
+        made = of_files(
+            files,
+            Checkpoint(root, first.format, first.path),
+            writer=f"{counted(len(files), 'file')}, each below a key",
+            folder="",
+            byteorder=first.details.byteorder,
+            protocol=first.details.protocol,
+        )
+        stack.pop_all()
+    return replace(made, original=root)
 
 
 def open_several(

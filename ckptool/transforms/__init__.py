@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     )
     from ckptool.transforms.names import Rename as Rename, Strip as Strip, Wrap as Wrap
     from ckptool.transforms.nesting import Flatten as Flatten, Nest as Nest
+    from ckptool.transforms.overlay import Overlay as Overlay
     from ckptool.transforms.plain import Plain as Plain
     from ckptool.transforms.resizing import Concat as Concat, Reshape as Reshape
     from ckptool.transforms.step import Step as Step, changed as changed
     from ckptool.transforms.take import Take as Take
+    from ckptool.transforms.tree_edits import Drop as Drop, Move as Move, Set as Set
 
 _HOMES = {
     "averaging": ("average",),
@@ -49,6 +51,8 @@ _HOMES = {
     "resizing": ("Concat", "Reshape"),
     "step": ("Step", "changed"),
     "take": ("Take",),
+    "overlay": ("Overlay",),
+    "tree_edits": ("Drop", "Move", "Set"),
 }
 
 __getattr__ = importer(__name__, globals(), _HOMES)

@@ -199,6 +199,25 @@ class AppliedRules:
         return f"; there is {listed(near)}" if near else ""
 
 
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a file that the user wrote.
+
+    Raises:
+        FileMissing: there is no such file.
+        FileDenied: the system refuses it.
+        UsageError: it is no UTF-8.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read()
+    except FileNotFoundError as error:
+        raise FileMissing("there is no such file", file=path) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"is not UTF-8 text ({error.reason})", file=path) from error
+    except OSError as error:
+        raise FileDenied(f"cannot be read: {error.strerror}", file=path) from error
+
+
 def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
     """Read the table in a file, old name to new: a JSON object, or two columns.
 
@@ -210,15 +229,7 @@ def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
         FileDenied: the system refuses it.
         UsageError: it is something else; the message names the line.
     """
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
-    except FileNotFoundError as error:
-        raise FileMissing("there is no such file", file=path) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"is not UTF-8 text ({error.reason})", file=path) from error
-    except OSError as error:
-        raise FileDenied(f"cannot be read: {error.strerror}", file=path) from error
+    text = read_text(path)
     is_json = text.lstrip()[:1] in ("{", "[")
     table: dict[str, str] = {}
     for where, old, new in _json_rows(path, text) if is_json else _columns(path, text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -513,7 +514,20 @@ class Rename(Step):
         )
         plan.changes[:0] = made.changes()
         plan.changes.extend(Change("warning", text) for text in made.idle())
+        plan.changes.extend(_keys_of_the_tree(checkpoint, made))
         return plan.applied(checkpoint)
+
+
+def _keys_of_the_tree(checkpoint: Checkpoint, made: _Renaming) -> Iterator[Change]:
+    """Yield a note for each prefix that matches no key because it is one of the tree itself."""
+    root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
+    for rule, count in zip(made.rules, made.counts, strict=True):
+        old, equals, new = rule.text.partition("=")
+        old, new = old.removesuffix("."), new.removesuffix(".")
+        if not count and equals and not rule.regex and old in root and new:
+            command = shlex.join(["ckptool", "convert", checkpoint.path, "OUT", "--move"])
+            text = f"{printable(old)} is a key of the file, not of a state dict: {command} "
+            yield Change("note", f"{text}{shlex.quote(f'{old}={new}')} gives it another name")
 
 
 class _Renaming(AppliedRules):
@@ -539,6 +553,11 @@ class _Renaming(AppliedRules):
                     self._changed[step.rule] += 1
                     self._examples[step.rule] = self._examples[step.rule] or step
         return {name: new for name, new in found.items() if new != name}
+
+    @property
+    def counts(self) -> list[int]:
+        """How many names each rule has changed."""
+        return self._changed
 
     def module(self, path: str) -> str:
         """Return the module path that the rules give to a module without parameters."""

@@ -492,7 +492,7 @@ def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:
     yield from checkpoint.details.unreferenced
     yield from _not_carried(checkpoint)
     entries = [key for key in checkpoint.details.header if key != "format"]
-    if entries and target != checkpoint.format:
+    if entries and target != checkpoint.format and not format_of(target).header_key:
         yield f"entries of the header: {listed(entries)}"
 
 

@@ -158,7 +158,8 @@ def test_a_source_is_no_target(ckptool, folder, verb):
 def test_in_place_the_file_becomes_the_result(ckptool, folder, verb):
     before = held(folder)
     if not verb.word:  # which makes one file of several, or of another format
-        assert ckptool(*verb.words("model.pth", "--in-place")).code == 2
+        code = ckptool(*verb.words("model.pth", "--in-place")).code
+        assert code == (0 if verb.name == "convert" else 2)  # which has nothing to change here
         assert held(folder) == before
         return
     assert ckptool(*verb.words("model.pth")).code == 0

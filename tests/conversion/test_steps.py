@@ -1,5 +1,6 @@
 """Steps: from options and back to words, on files and on dicts, and what is refused."""
 
+import json
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
@@ -35,6 +36,10 @@ EXAMPLES = [
     ckptool.Compact(),
     ckptool.Remap("cpu"),
     ckptool.Remap(map={"cuda:1": "cuda:0", "cuda:*": "cpu"}),
+    ckptool.Overlay("vae.pth", key="model", at="vae", include=["a.*"], add=True),
+    ckptool.Drop(["ema", "optimizer/state"]),
+    ckptool.Move({"model_state_dict": "state_dict", "a": "b"}),
+    ckptool.Set({"epoch": 3, "name": "x", "betas": [0.5, None]}),
     ckptool.Nest("state_dict"),
 ]
 
@@ -46,9 +51,10 @@ def options_of(words):
         [one for word in words for one in (word.split("=", 1) if word.startswith("--") else [word])]
     )
     flags = {"salvage", "master", "model_only", "ema", "plain", "drop_objects", "compact", "raw",
-             "cast_optimizer", "allow_overflow", "reverse"}  # fmt: skip
+             "cast_optimizer", "allow_overflow", "overlay_add", "reverse"}  # fmt: skip
     several = {"concat", "include", "exclude", "rename", "prefix", "resize", "split", "keep", "map",
-               "allow_missing", "transpose", "param"}  # fmt: skip
+               "allow_missing", "transpose", "overlay_include", "drop", "move", "set",
+               "param"}  # fmt: skip
     for word in words:
         name = word.removeprefix("--").replace("-", "_")
         if name in flags:
@@ -59,6 +65,9 @@ def options_of(words):
             given[name] = next(words)
     for name in {"map", "param"} & given.keys():
         given[name] = dict(one.split("=") for one in given[name])
+    if "set" in given:
+        pairs = [one.split("=") for one in given["set"]]
+        given["set"] = {path: json.loads(value) for path, value in pairs}
     if "keep" in given:
         given["keep"] = [[*one.split("="), None][:2] for one in given["keep"]]
         given["keep"] = tuple(map(tuple, given["keep"]))

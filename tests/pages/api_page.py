@@ -52,6 +52,7 @@ PARTS = {
             "Cast",
         ),
         *("Compact", "Remap", "Masters", "Flatten", "Salvage", "Nest"),
+        *("Overlay", "Drop", "Move", "Set"),
     ],
 }
 """The public names of `ckptool` and `ckptool.results`, as a reader meets them."""

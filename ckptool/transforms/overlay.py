@@ -1,0 +1,218 @@
+"""The step that puts tensors of another file in the place of those of the same key."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ckptool.core.addressing import NameIndex, select, unmatched_error
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import OrderedMap, TensorRef
+from ckptool.core.names import bare_names
+from ckptool.core.quantizers import find_quantized
+from ckptool.core.sections import Section, model_state_dict
+from ckptool.core.tree import where
+from ckptool.errors import NotFound, NotRepresentable, UsageError
+from ckptool.formats import Source, open_checkpoint
+from ckptool.transforms.extraction import plain_state_dict
+from ckptool.transforms.names import with_items
+from ckptool.transforms.step import Step, listed_option
+from ckptool.words import counted, listed, printable
+
+_OPTIMIZER = "has the state of an optimizer, which is of other weights"
+
+
+@dataclass(frozen=True)
+class Overlay(Step):
+    """Put tensors of another file in the place of those of the model that have the same key.
+
+    Wrapper prefixes of either side do not count. Shapes and dtypes must be equal; keys that are
+    tied to a replaced one follow. The other file stays open as long as the result.
+    """
+
+    on_files: ClassVar[str] = "dict.update puts the tensors of another dict in it"
+    options: ClassVar[Mapping[str, str]] = {
+        "source": "overlay", "key": "overlay_key", "at": "overlay_at", "include": "overlay_include",
+        "add": "overlay_add",
+    }  # fmt: skip
+
+    source: Source
+    """The other file, of any format, or an open checkpoint."""
+    key: Any = None
+    """The path of its state dict, if it has several."""
+    at: str | None = None
+    """The submodule of the model that its keys are below: `first_stage_model`."""
+    include: Iterable[str] = ()
+    """Globs of the tensors of the other file to take; default: all."""
+    add: bool = False
+    """Add keys that the model does not have."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            UsageError: a text is in place of a list of globs; or `at` is empty.
+        """
+        object.__setattr__(self, "include", listed_option("overlay_include", self.include))
+        if self.at == "":
+            raise UsageError("--overlay-at takes the path of a submodule", hint="--overlay-at vae")
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with the tensors of the other file.
+
+        Raises:
+            UnreadableFile: the other file cannot be read.
+            NotFound, AmbiguousName: a state dict is not there, or there are several; no key is in
+                both; or a glob matches nothing.
+            NotRepresentable: a quantized weight would come without the numbers that belong to it.
+            UsageError: a shape or dtype differs; or a key is new, without `add`.
+        """
+        part = model_state_dict(checkpoint)
+        if isinstance(self.source, Checkpoint):
+            return self._over(checkpoint, part, self.source)
+        other = open_checkpoint(os.fspath(self.source))
+        try:
+            return self._over(checkpoint, part, other)
+        except BaseException:
+            other.close()
+            raise
+
+    def _over(self, checkpoint: Checkpoint, part: Section, other: Checkpoint) -> Checkpoint:
+        theirs = plain_state_dict(other, model_state_dict(other, self.key))
+        taken = self._taken(theirs, other)
+        own = {name: one for name, one in part.node.items() if isinstance(one, TensorRef)}
+        bare = bare_names(own)
+        by_bare = {short: name for name, short in bare.items()}
+        wrapper = _common_wrapper(bare)
+        pairs = {by_bare[short]: one for short, one in taken.items() if short in by_bare}
+        added = {wrapper + short: one for short, one in taken.items() if short not in by_bare}
+        if not pairs:
+            raise self._nothing(checkpoint, part, taken, by_bare, other)
+        if added and not self.add:
+            raise UsageError(
+                f"{counted(len(added), 'tensor')} of {printable(other.path)} are not in the model: "
+                f"{listed(map(printable, added), most=3)}",
+                file=checkpoint.path or None,
+                hint="add --overlay-add to add them, or choose with --overlay-include GLOB",
+            )
+        _check_alike(checkpoint, own, pairs, other)
+        _check_companions(checkpoint, part.node, pairs.keys(), "the model")
+        chosen = {name for name, one in theirs.items() if any(one is it for it in taken.values())}
+        _check_companions(other, theirs, chosen, "the other file")
+        tied = _followers(own, pairs)
+        instead = {**pairs, **tied}
+        items = [(name, instead.get(name, value)) for name, value in part.holder.items()]
+        changes = [
+            Change("overlay", f"replaced {counted(len(pairs), 'tensor')} in {where(part.path)} by "
+                   f"those of {printable(other.path)}", len(pairs)),
+        ]  # fmt: skip
+        if tied:
+            text = f"{counted(len(tied), 'tied key')} followed: {listed(map(printable, tied), 3)}"
+            changes.append(Change("overlay", text, len(tied)))
+        if added:
+            text = f"added {counted(len(added), 'tensor')}: {listed(map(printable, added), most=3)}"
+            changes.append(Change("overlay", text, len(added)))
+        if any(one.kind == "optimizer" for one in checkpoint.sections):
+            changes.append(Change("warning", f"the file {_OPTIMIZER}"))
+        entries = {id(part.holder): [*items, *added.items()]}
+        made = with_items(checkpoint, entries, *changes)
+        return replace(made, sources=(*made.sources, *other.sources))
+
+    def _taken(self, theirs: OrderedMap, other: Checkpoint) -> dict[str, TensorRef]:
+        """Return the tensors of the other file, by the keys that they have in the model."""
+        tensors = {name: one for name, one in theirs.items() if isinstance(one, TensorRef)}
+        bare = bare_names(tensors)
+        index = NameIndex([((bare[name],), one) for name, one in tensors.items()])
+        chosen = select(index, tuple(self.include), (), endings=False)
+        for one in chosen.unmatched:
+            raise unmatched_error(one, other.path)
+        front = f"{self.at}." if self.at is not None else ""
+        return {front + path[0]: one for path, one in chosen.of(index)}
+
+    def _nothing(
+        self,
+        checkpoint: Checkpoint,
+        part: Section,
+        taken: Mapping[str, TensorRef],
+        by_bare: Mapping[str, str],
+        other: Checkpoint,
+    ) -> NotFound:
+        """Return the error for no common key, with the prefix below which the most would fit."""
+        front = len(self.at) + 1 if self.at is not None else 0
+        prefixes: Counter[str] = Counter()
+        shapes = {short: part.node[name].shape for short, name in by_bare.items()}
+        ends: dict[str, list[str]] = {}
+        for short in shapes:
+            ends.setdefault(short.rpartition(".")[2], []).append(short)
+        for short, one in taken.items():
+            own = short[front:]
+            for there in ends.get(own.rpartition(".")[2], ()):
+                if there.endswith(f".{own}") and shapes[there] == one.shape:
+                    prefixes[there.removesuffix(f".{own}")] += 1
+        best = prefixes.most_common(1)
+        return NotFound(
+            f"no tensor of {printable(other.path)} has a key of the model",
+            file=checkpoint.path or None,
+            hint=f"--overlay-at {best[0][0]} fits {best[0][1]:,} of {len(taken):,}" if best else
+            f"the model has {listed(by_bare, 3)}; the other file {listed(taken, 3)}",
+        )  # fmt: skip
+
+
+def _common_wrapper(bare: Mapping[str, str]) -> str:
+    """Return the wrapper prefix that every key of a state dict has."""
+    fronts = {name.removesuffix(short) for name, short in bare.items() if name.endswith(short)}
+    return fronts.pop() if len(fronts) == 1 and all(map(str.endswith, bare, bare.values())) else ""
+
+
+def _check_alike(
+    checkpoint: Checkpoint,
+    own: Mapping[str, TensorRef],
+    pairs: Mapping[str, TensorRef],
+    other: Checkpoint,
+) -> None:
+    """Refuse tensors of another shape or dtype."""
+    wrong = [
+        f"{printable(name)} is {one.dtype} {list(one.shape)}, in the model "
+        f"{own[name].dtype} {list(own[name].shape)}"
+        for name, one in pairs.items()
+        if (one.shape, one.dtype) != (own[name].shape, own[name].dtype)
+    ]
+    if wrong:
+        casts = all(one.shape == own[name].shape for name, one in pairs.items())
+        raise UsageError(
+            f"{counted(len(wrong), 'tensor')} of {printable(other.path)} differ from the model's: "
+            f"{listed(wrong, most=3)}",
+            file=checkpoint.path or None,
+            hint="cast the other file first: ckptool cast --dtype" if casts else None,
+        )
+
+
+def _check_companions(
+    checkpoint: Checkpoint, state: Mapping[Any, Any], chosen: Iterable[str], what: str
+) -> None:
+    """Refuse to part quantized numbers from their scales."""
+    names = {*chosen}
+    for weight, known in find_quantized(state).items():
+        group = {weight, *known.companions}
+        if names & group and not group <= names:
+            raise NotRepresentable(
+                f"{printable(weight)!r} of {what} {known}, and would be parted from "
+                f"{listed(sorted(group - names), 3)}",
+                file=checkpoint.path or None,
+                hint="take them together with --overlay-include, or --dequantize first",
+            )
+
+
+def _followers(
+    own: Mapping[str, TensorRef], pairs: Mapping[str, TensorRef]
+) -> dict[str, TensorRef]:
+    """Return the new tensors of keys that are tied to a replaced one, and have none themselves."""
+    places = {own[name].place: one for name, one in pairs.items() if own[name].place is not None}
+    return {
+        name: places[one.place]
+        for name, one in own.items()
+        if name not in pairs and one.place is not None and one.place in places
+    }

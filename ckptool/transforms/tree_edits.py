@@ -1,0 +1,486 @@
+"""Steps that edit the tree: entries get another name or place, plain values are set, entries go.
+
+Paths are those that `ckptool list` prints, exact and from the root: keys joined by `/`. A key that
+has a slash in it may be put in double quotes, as JSON has it: `model/"conv/kernel"`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.model import Opaque, Path, TensorRef, remade
+from ckptool.core.sections import MODEL_KINDS, likely_models, only_model
+from ckptool.core.tree import is_within, name_of
+from ckptool.core.values import is_value, summarize
+from ckptool.errors import AmbiguousName, NotFound, UsageError
+from ckptool.transforms.step import Step, listed_option
+from ckptool.words import counted, listed, printable
+
+METADATA = "__metadata__"
+"""The front of a path into the header of a safetensors file."""
+_MOST_DEPTH = 64
+"""Nesting of a value that is set."""
+
+
+def _first_key(path: str) -> tuple[str | None, str]:
+    """Return the quoted key that a path begins with, if it does, and the rest behind its slash."""
+    if not path.startswith('"'):
+        return None, path
+    try:
+        key, end = json.JSONDecoder().raw_decode(path)
+    except ValueError:
+        return None, path
+    rest = path[end:]
+    return (key, rest.removeprefix("/")) if not rest or rest[0] == "/" else (None, path)
+
+
+def _children(node: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(node, dict):
+        yield from node.items()
+    elif isinstance(node, (list, tuple)):
+        yield from enumerate(node)
+
+
+def _found(node: Any, rest: str, above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield every node whose path is exactly `rest`."""
+    quoted, behind = _first_key(rest)
+    for key, child in _children(node):
+        text = name_of((key,))
+        if quoted is not None:
+            if text == quoted:
+                yield from (
+                    [((*above, key), child)] if not behind else _found(child, behind, (*above, key))
+                )
+        elif text == rest:
+            yield (*above, key), child
+        elif rest.startswith(f"{text}/"):
+            yield from _found(child, rest[len(text) + 1 :], (*above, key))
+
+
+def _at(checkpoint: Checkpoint, path: str) -> tuple[Path, Any] | None:
+    """Return the path and node of an exact address; None if there is nothing.
+
+    Raises:
+        AmbiguousName: several keys with slashes make the same address.
+    """
+    found = list(_found(checkpoint.root, path)) if path else [((), checkpoint.root)]
+    if len(found) > 1:
+        raise AmbiguousName(
+            f"{printable(path)!r} could be any of {listed(repr(list(one)) for one, _ in found)}",
+            file=checkpoint.path or None,
+            hint='put a key with a slash in double quotes: model/"conv/kernel"',
+        )
+    return found[0] if found else None
+
+
+def _existing(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
+    found = _at(checkpoint, path)
+    if found is None or not found[0]:
+        raise _nothing_at(checkpoint, path)
+    return found
+
+
+def _nothing_at(checkpoint: Checkpoint, path: str) -> NotFound:
+    """Return the error for a path, with what is there and near it."""
+    file, node, above = checkpoint.path or None, checkpoint.root, path
+    while "/" in above:
+        above = above.rpartition("/")[0]
+        found = _at(checkpoint, above)
+        if found is not None:
+            node = found[1]
+            break
+    else:
+        above = ""
+    inside = f" in {printable(above)}" if above else ""
+    if isinstance(node, Opaque):
+        return NotFound(
+            f"{printable(above)!r} is an object of class {printable(node.class_name)}, whose "
+            "insides are not edited",
+            file=file,
+            hint="--plain makes a dict of it first, where that loses nothing",
+        )
+    keys = [name_of((key,)) for key, _ in _children(node)]
+    near = get_close_matches(path.rpartition("/")[2], keys, 3, 0.6) or keys
+    there = f"; there is {listed(near, most=8)}" if near else ", which is empty"
+    return NotFound(f"there is nothing at {printable(path)!r}{inside}{there}", file=file)
+
+
+def _place_of(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
+    """Return the path of the dict that a new entry goes into, and its key.
+
+    Raises:
+        NotFound: there is no such dict.
+        UsageError: it is something else.
+    """
+    above, key = _split(path)
+    found = _at(checkpoint, above)
+    if found is None:
+        raise _nothing_at(checkpoint, above)
+    if isinstance(found[1], Opaque):
+        raise _nothing_at(checkpoint, path)
+    if not isinstance(found[1], dict):
+        what = "the root" if not above else printable(above)
+        raise UsageError(
+            f"{what} is no dict, which alone takes a new key", file=checkpoint.path or None
+        )
+    return found[0], key
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Return the path above and the last key, which may be quoted."""
+    if path.endswith('"') and len(path) > 1:
+        start = path.rfind('/"')
+        above, last = (path[:start], path[start + 1 :]) if start >= 0 else ("", path)
+        key, rest = _first_key(last)
+        if key is not None and not rest:
+            return above, key
+    above, _, last = path.rpartition("/")
+    return above, last
+
+
+@dataclass
+class _Edit:
+    """What changes among the entries of one container."""
+
+    renamed: dict[Any, Any] = field(default_factory=dict)
+    gone: set[Any] = field(default_factory=set)
+    added: dict[Any, Any] = field(default_factory=dict)
+
+
+def _edited(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any:
+    """Return the node with all edits below it; nodes without any are the same objects."""
+    edit = edits.get(path)
+    if edit is None and not any(is_within(one, path) for one in edits):
+        return node
+    edit = edit or _Edit()
+    if isinstance(node, dict):
+        added, items = dict(edit.added), []
+        for key, value in node.items():
+            if key in added:  # at the place of what had the key
+                items.append((key, added.pop(key)))
+            elif key not in edit.gone:
+                items.append((edit.renamed.get(key, key), _edited(value, edits, (*path, key))))
+        return remade(node, [*items, *added.items()])
+    values = [
+        edit.added[at] if at in edit.added else _edited(value, edits, (*path, at))
+        for at, value in enumerate(node)
+    ]
+    return values if isinstance(node, list) else type(node)(values)
+
+
+def _refuse_item(checkpoint: Checkpoint, path: Path, verb: str) -> None:
+    """Refuse to take an item out of a list or tuple: those behind it would get other places."""
+    node = checkpoint.root
+    for key in path[:-1]:
+        node = node[key]
+    if not isinstance(node, dict):
+        raise UsageError(
+            f"{printable(name_of(path))!r} is an item of a {type(node).__name__}, and cannot be "
+            f"{verb}",
+            file=checkpoint.path or None,
+        )
+
+
+def _rules(option: str, rules: Mapping[str, str] | Iterable[str]) -> dict[str, str]:
+    """Return the pairs of a mapping, or of texts `OLD=NEW`.
+
+    Raises:
+        UsageError: a text is none, or one side is empty.
+    """
+    if isinstance(rules, Mapping):
+        pairs = list(rules.items())
+    else:
+        texts = listed_option(option, rules)
+        pairs = [(old, new) for text in texts for old, _, new in [parted(text)]]
+    for old, new in pairs:
+        if not (old and new):
+            raise UsageError(
+                f"--{option} takes OLD=NEW, with a path on both sides",
+                hint=f"--{option} model_state_dict=state_dict",
+            )
+    if len({old for old, _ in pairs}) < len(pairs):
+        raise UsageError(f"--{option} names one path twice")
+    return dict(pairs)
+
+
+def parted(text: str) -> tuple[str, str, str]:
+    """Part `OLD=NEW` at the first `=` outside quotes."""
+    quoted = False
+    for at, letter in enumerate(text):
+        if letter == '"' and text[at - 1 : at] != "\\":
+            quoted = not quoted
+        elif letter == "=" and not quoted:
+            return text[:at], "=", text[at + 1 :]
+    return text, "", ""
+
+
+@dataclass(frozen=True)
+class Move(Step):
+    """Give entries of the tree other names or places; several at once, so that two can change."""
+
+    options: ClassVar[Mapping[str, str]] = {"paths": "move"}
+
+    paths: Mapping[str, str] | Iterable[str]
+    """The new path of each: `{"model_state_dict": "state_dict"}`, or `OLD=NEW` each."""
+
+    def __post_init__(self) -> None:
+        """Check the paths.
+
+        Raises:
+            UsageError: one is empty or given twice, or two have the same new path.
+        """
+        rules = _rules("move", self.paths)
+        if len(set(rules.values())) < len(rules):
+            raise UsageError("two entries cannot move to one path")
+        object.__setattr__(self, "paths", rules)
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with the entries in their new places.
+
+        Raises:
+            NotFound: there is nothing at an old path, or no dict for a new one.
+            UsageError: something that stays is at a new path; or an entry would move into itself.
+        """
+        rules = _rules("move", self.paths)
+        file = checkpoint.path or None
+        olds = {old: _existing(checkpoint, old) for old in rules}
+        moving = {path for path, _ in olds.values()}
+        edits: dict[Path, _Edit] = {}
+        for old, new in rules.items():
+            path, node = olds[old]
+            _refuse_item(checkpoint, path, "moved")
+            above, key = _place_of(checkpoint, new)
+            inside = next((one for one in moving if is_within(above, one)), None)
+            if inside is not None:
+                raise UsageError(
+                    f"{printable(new)!r} is inside {printable(name_of(inside))!r}, which moves",
+                    file=file,
+                )
+            there = _at(checkpoint, new)
+            if there is not None and there[0] not in moving:
+                raise UsageError(
+                    f"{printable(new)!r} exists, and does not move",
+                    file=file,
+                    hint=f"--drop {new} removes it; --move {new}=OTHER moves it",
+                )
+            old_key = path[-1]
+            if path[:-1] == above and there is None:  # it keeps its place among the others
+                edits.setdefault(above, _Edit()).renamed[old_key] = key
+            else:
+                edits.setdefault(path[:-1], _Edit()).gone.add(old_key)
+                edits.setdefault(above, _Edit()).added[key] = node
+        changes = [
+            Change("move", f"moved {printable(old)} to {printable(new)}", 1)
+            for old, new in rules.items()
+        ]
+        return checkpoint.with_root(_edited(checkpoint.root, edits), *changes)
+
+
+def plain_json(text: str) -> Any:
+    """Return the value of strict JSON.
+
+    Raises:
+        UsageError: it is none, or nested too deeply.
+    """
+
+    def constant(word: str) -> Any:
+        raise ValueError(f"{word} is no JSON")
+
+    try:
+        value = json.loads(text, parse_constant=constant)
+    except RecursionError as error:
+        raise UsageError("a value is nested too deeply") from error
+    except ValueError as error:
+        hint = f"a string is quoted: '{json.dumps(text)}'" if text.strip() else None
+        raise UsageError(f"{printable(text)!r} is not a JSON value", hint=hint) from error
+    _check_value(value)
+    return value
+
+
+def _check_value(value: Any, depth: int = 0) -> None:
+    if depth > _MOST_DEPTH:
+        raise UsageError("a value is nested too deeply")
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise UsageError("the keys of a value that is set are strings")
+        inside: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple)):
+        inside = value
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        return
+    else:
+        raise UsageError(f"Set takes plain values, not {type(value).__name__}")
+    for one in inside:
+        _check_value(one, depth + 1)
+
+
+def _as(old: Any, new: Any) -> Any:
+    """Return the new value with the tuples of the old one: JSON has lists alone."""
+    if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
+        values = [_as(old[at] if at < len(old) else None, one) for at, one in enumerate(new)]
+        return values if isinstance(old, list) else type(old)(values)
+    return new
+
+
+@dataclass(frozen=True)
+class Set(Step):
+    """Set plain values: at a path that is new, or that has a plain value."""
+
+    options: ClassVar[Mapping[str, str]] = {"values": "set"}
+
+    values: Mapping[str, Any]
+    """The value of each path: a number, string, list, dict, True, False or None."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            UsageError: one is not plain, or is a string that belongs into a header and is none.
+        """
+        values = dict(self.values)
+        for path, value in values.items():
+            if not path:
+                raise UsageError("--set takes PATH=VALUE", hint="--set epoch=3")
+            _check_value(value)
+            if path.startswith(f"{METADATA}/") and not isinstance(value, str):
+                raise UsageError(
+                    f"{printable(path)} takes a string, not {value!r}",
+                    hint=f"--set '{path}=\"{value}\"'",
+                )
+        object.__setattr__(self, "values", values)
+
+    def words(self) -> Iterator[str]:
+        """Yield the words that ask `convert` for this step."""
+        for path, value in self.values.items():
+            yield from ("--set", f"{path}={json.dumps(value)}")
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with the values; tuples stay tuples.
+
+        Raises:
+            NotFound: there is no dict for a new path.
+            UsageError: a tensor, a container or an object is there.
+        """
+        edits: dict[Path, _Edit] = {}
+        header, changes = dict(checkpoint.details.header), list[Change]()
+        for path, value in self.values.items():
+            text = summarize(value)
+            if path.startswith(f"{METADATA}/"):
+                key = path.removeprefix(f"{METADATA}/")
+                before = repr(header[key]) if key in header else None
+                header[key] = value
+            else:
+                found = _at(checkpoint, path)
+                if found is not None:
+                    where, old = found
+                    _refuse_over(checkpoint, path, old)
+                    before = summarize(old)
+                    value = _as(old, value)
+                else:
+                    above, key = _place_of(checkpoint, path)
+                    where, before = (*above, key), None
+                edits.setdefault(where[:-1], _Edit()).added[where[-1]] = value
+            was = f" (was {before})" if before is not None else ""
+            changes.append(Change("set", f"set {printable(path)} to {text}{was}", 1))
+        details = replace(checkpoint.details, header=header)
+        made = replace(checkpoint, details=details)
+        root = _edited(checkpoint.root, edits) if edits else checkpoint.root
+        if root is checkpoint.root and isinstance(root, dict):
+            root = remade(root, root)  # another tree, so that a file is not left as it is
+        return made.with_root(root, *changes)
+
+
+def _is_plain(node: Any) -> bool:
+    if isinstance(node, (list, tuple)):
+        return all(map(_is_plain, node))
+    return is_value(node)
+
+
+def _refuse_over(checkpoint: Checkpoint, path: str, node: Any) -> None:
+    if not _is_plain(node):
+        what = "a tensor" if isinstance(node, TensorRef) else "an object"
+        what = "a container" if isinstance(node, (dict, list, tuple)) else what
+        raise UsageError(
+            f"{printable(path)!r} is {what}, and only plain values are set",
+            file=checkpoint.path or None,
+            hint=f"--set {path}/KEY=VALUE sets a value inside it"
+            if what == "a container"
+            else None,
+        )
+
+
+@dataclass(frozen=True)
+class Drop(Step):
+    """Remove entries of the tree, by exact paths; a section goes with its tensors."""
+
+    selects: ClassVar[bool] = True
+    options: ClassVar[Mapping[str, str]] = {"paths": "drop", "force": ""}
+
+    paths: Iterable[str]
+    """The path of each."""
+    force: bool = False
+    """Remove parameters of the model too."""
+
+    def __post_init__(self) -> None:
+        """Check the paths.
+
+        Raises:
+            UsageError: it is a single string, or one path is empty.
+        """
+        paths = listed_option("drop", self.paths)
+        if not all(paths):
+            raise UsageError("--drop takes the path of an entry", hint="--drop optimizer")
+        object.__setattr__(self, "paths", tuple(dict.fromkeys(paths)))
+
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint without the entries.
+
+        Raises:
+            NotFound: there is nothing at a path; or no tensor and no value would be left.
+            UsageError: a parameter of the model would go, without `force`; or an item of a list.
+        """
+        edits: dict[Path, _Edit] = {}
+        changes = list[Change]()
+        for text in self.paths:
+            path, node = _existing(checkpoint, text)
+            _refuse_item(checkpoint, path, "dropped")
+            if not self.force:
+                _refuse_parameters(checkpoint, text, path)
+            edits.setdefault(path[:-1], _Edit()).gone.add(path[-1])
+            kinds = [part.kind for part in checkpoint.sections if part.path == path]
+            count = sum(1 for at, _ in checkpoint.tensors() if is_within(at, path))
+            facts = [*kinds[:1], counted(count, "tensor")] if count else [*kinds[:1]]
+            what = f" ({', '.join(facts)})" if facts and not isinstance(node, TensorRef) else ""
+            changes.append(
+                Change("left-out", f"{printable(text)}{what}", max(count, 1), wanted=True)
+            )
+        root = _edited(checkpoint.root, edits)
+        if not root:
+            raise NotFound("nothing would be left", file=checkpoint.path or None)
+        return checkpoint.with_root(root, *changes)
+
+
+def _refuse_parameters(checkpoint: Checkpoint, text: str, path: Path) -> None:
+    """Refuse to drop tensors of a model, or the only model.
+
+    Raises:
+        UsageError: naming it.
+    """
+    models = likely_models(checkpoint)
+    main = only_model(models)
+    for part in checkpoint.sections:
+        is_inside = part.kind in MODEL_KINDS and is_within(path, part.path)
+        is_main = main is not None and part.path == main.path and is_within(part.path, path)
+        if (is_inside and path != part.path) or is_main:
+            tensors = [at for at, _ in checkpoint.tensors() if is_within(at, path)]
+            if tensors:
+                raise UsageError(
+                    f"{printable(text)!r} is {counted(len(tensors), 'tensor')} of the model",
+                    file=checkpoint.path or None,
+                    hint="add --force to drop it; --include and --exclude choose tensors by globs",
+                )
