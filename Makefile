@@ -2,6 +2,7 @@
 # make examples: the files that README.md names, in build/examples.
 # make docs: docs/cli.md and docs/api.md, what the cookbook's commands print, and docs/pictures.
 # make fixtures: the trained checkpoints of fixtures/, by ckptool's own trainer.
+# make package: the sdist and the wheel, tried with and without torch, and how to publish them.
 # All set up a private environment first. PYTHON chooses the interpreter (3.11 or newer).
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ DEMO = build/demo
 # Modules are compiled once, whatever the surroundings say: tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo examples test lint docs fixtures bench compat packages soak clean
+.PHONY: demo examples test lint docs fixtures bench compat packages package soak clean
 
 # Made once, renewed when what it depends on changes: what ckptool needs, and what its tests need.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -81,6 +82,9 @@ compat: $(VENV)/.ready
 
 packages: $(VENV)/.ready
 	$(BIN)/python tests/compat/packages.py $(ARGS)
+
+package: $(VENV)/.ready
+	.ci/package $(abspath $(BIN))/python
 
 soak: $(VENV)/.ready
 	@$(PIP) -e '.[test,soak]'
