@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from ckptool.comparison.diff import diff
     from ckptool.conversion import convert
     from ckptool.diagnosis import doctor
+    from ckptool.diagnosis.info import info
     from ckptool.errors import *  # noqa: F403
     from ckptool.files.recovery import recover
-    from ckptool.inspection.info import info
     from ckptool.inspection.listing import list_tensors
     from ckptool.inspection.scan import scan
     from ckptool.inspection.stats import stats
@@ -58,7 +58,7 @@ _HOMES = {
     "diagnosis": ("doctor",),
     "errors": ("errors",),
     "files.recovery": ("recover",),
-    "inspection.info": ("info",),
+    "diagnosis.info": ("info",),
     "inspection.listing": ("list_tensors",),
     "inspection.verify": ("verify",),
     "comparison.diff": ("diff",),

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ckptool.core.finding import Finding
     from ckptool.core.model import Opaque, Storage, TensorRef
     from ckptool.diagnosis import Complaint, Diagnosis
+    from ckptool.diagnosis.info import Info
     from ckptool.files.recovery import Recovery
-    from ckptool.inspection.info import Info
     from ckptool.inspection.listing import Listing
     from ckptool.inspection.scan import Scan
     from ckptool.inspection.stats import Stats
@@ -65,7 +65,7 @@ _HOMES = {
     "core.finding": ("Finding",),
     "comparison.diff": ("Diff",),
     "inspection.verify": ("Verdict",),
-    "inspection.info": ("Info",),
+    "diagnosis.info": ("Info",),
     "inspection.listing": ("Listing",),
     "inspection.stats": ("Stats",),
     "inspection.scan": ("Scan",),

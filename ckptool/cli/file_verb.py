@@ -10,8 +10,8 @@ from ckptool.cli.options import file_argument, screen_options, verb
 from ckptool.diagnosis.complaint import Subject
 from ckptool.diagnosis.contents import devices_here
 from ckptool.diagnosis.diagnose import Diagnosis, diagnosed
+from ckptool.diagnosis.info import Info, info
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.info import Info, info
 from ckptool.render.info import overview_lines
 from ckptool.render.verdicts import verdict_text
 

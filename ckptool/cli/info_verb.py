@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ckptool.cli.console import Screen
 from ckptool.cli.options import file_argument, screen_options, verb
+from ckptool.diagnosis.info import info
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.info import info
 from ckptool.render.info import info_lines
 
 

@@ -11,9 +11,9 @@ from ckptool.core.addressing import resolve
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Path, TensorRef
 from ckptool.core.tree import is_within, name_of
+from ckptool.diagnosis.info import Info, info
 from ckptool.errors import NotRepresentable, TorchMissing
 from ckptool.files.source import Progress
-from ckptool.inspection.info import Info, info
 from ckptool.inspection.listing import tensor_rows
 from ckptool.inspection.stats import TensorStats, stats
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -40,7 +40,7 @@ from ckptool.errors import (
 from ckptool.files.source import Progress
 from ckptool.formats import format_of, open_checkpoint, shard_of, writer
 from ckptool.formats.identify import unused
-from ckptool.inspection.info import TRAINING, convert_command, training_in, weights
+from ckptool.inspection.commands import TRAINING, convert_command, training_in, weights
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.loading.plan import target_like
 from ckptool.loading.target import ModelTarget
@@ -328,7 +328,7 @@ class Planner:
         plan: FixPlan | None = None
         state = self._subject.checkpoint
         mended: set[str] = set()
-        obstacle = ""
+        obstacle = problem = ""
         for one in self._fixes:
             fix, format = one.fix or (), one.format
             if resume and (format or any(isinstance(step, _OF_A_MODEL) for step in fix)):
@@ -339,15 +339,19 @@ class Planner:
             if plan is not None and is_plain and not blockers(state.root):
                 mended.add(one.kind)  # the objects are gone with what was left out
                 continue
-            for more in (fix, (Plain(drop_objects=True),))[: 1 + is_plain]:
+            for more in (fix, *self._instead_of_plain())[: None if is_plain else 1]:
                 merged = FixPlan(
                     steps=_merged(plan.steps if plan else (), more),
                     format=(plan and plan.format) or format,
                 )
                 try:
-                    state = state if merged == plan else self._applied(merged)
+                    made = state if merged == plan else self._applied(merged)
+                    if any(isinstance(step, Take) for step in more) and is_plain:
+                        _refuse_blocked(made)
+                    state = made
                 except CheckpointError as error:
-                    problem = error.message
+                    is_last = more is not fix and isinstance(more[0], Take)
+                    problem = problem if is_last else error.message
                     continue
                 plan = merged
                 mended.add(one.kind)
@@ -360,6 +364,12 @@ class Planner:
         return replace(
             plan, command=command, target=target, mended=frozenset(mended), obstacle=obstacle
         )
+
+    def _instead_of_plain(self) -> Iterator[Steps]:
+        """Yield steps against objects that cannot be made plain, the least loss first."""
+        yield (Plain(drop_objects=True),)
+        if self._subject.model is not None:
+            yield (Take(self._subject.key, model_only=True),)
 
     def choice(self, choice: Choice, plan: FixPlan) -> str | None:
         """Return the command of a choice combined with the plan, or None if it would fail.
@@ -449,6 +459,16 @@ def _place(one: Complaint) -> tuple[int, bool]:
     steps = one.fix or ()
     part = any(isinstance(step, Take) and not (step.key or step.model_only) for step in steps)
     return min((STEPS.index(type(step)) for step in steps), default=len(STEPS)), part
+
+
+def _refuse_blocked(checkpoint: Checkpoint) -> None:
+    """Refuse a result that `weights_only=True` does not load.
+
+    Raises:
+        NotRepresentable: it has objects.
+    """
+    if names := blockers(checkpoint.root):
+        raise NotRepresentable(f"the result still has objects: {listed(names)}")
 
 
 def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, alone: bool) -> None:

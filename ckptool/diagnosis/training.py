@@ -27,7 +27,7 @@ from ckptool.diagnosis.complaint import (
     unwrapped,
 )
 from ckptool.diagnosis.models import INTEGERS, is_floating
-from ckptool.inspection.info import ema_command
+from ckptool.inspection.commands import ema_command
 from ckptool.loading.target import ModelTarget
 from ckptool.matching import DtypeChange, MatchReport
 from ckptool.matching.align import is_average_counter

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.sections import Section
+from ckptool.diagnosis.info import Info, SectionInfo, info
 from ckptool.inspection.blockers import first_calls
-from ckptool.inspection.info import Info, SectionInfo, info
 from ckptool.render.table import table
 from ckptool.render.text import (
     PLAIN,
@@ -164,18 +164,25 @@ def _sections(sections: Iterable[SectionInfo], look: Look) -> Iterator[str]:
 
 def _commands(info: Info, look: Look) -> Iterator[str]:
     commands = {name: info.commands[name] for name in _MACHINES if name in info.commands}
+    title = "to use the weights" if "resume" in info.commands else "to make it load"
+    loads = f"{clean(info.reader)} reads it as it is" if info.reader else "loads as it is"
     if info.part:
         yield f"no command makes it load: {clean(info.part)}"
+    elif info.alternatives:
+        if commands:
+            yield from titled_commands("to make all of it load", [commands["cpu"]], look)
+        several = ", choose one" * (len(info.alternatives) > 1)
+        yield from titled_commands(f"to make it load{several}", info.alternatives, look)
+    elif info.obstacle:
+        yield from wrapped(f"no command makes it load: {clean(info.obstacle)}", look.width)
     elif not commands:
-        yield "loads as it is" if info.weights_only else "no command makes it load"
+        yield loads
     elif len(set(commands.values())) == 1 and len(commands) == len(_MACHINES):
-        yield from titled_commands("to make it load", set(commands.values()), look)
+        yield from titled_commands(title, set(commands.values()), look)
     else:
-        yield look.bold("to make it load on a machine with")
+        yield look.bold(f"{title} on a machine with")
         for machine, words in _MACHINES.items():
             first = f"  {words:<{_INDENT - 4}}  "
-            yield from command_lines(
-                commands.get(machine, "loads as it is"), look.width, first=first
-            )
+            yield from command_lines(commands.get(machine, loads), look.width, first=first)
     if "resume" in info.commands:
         yield from titled_commands(resume_title(info.training), [info.commands["resume"]], look)

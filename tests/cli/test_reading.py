@@ -51,7 +51,9 @@ def test_a_hundred_thousand_rows_stream(ckptool, tmp_path):
 def test_info_proposes_the_command_that_is_needed(ckptool, model):
     done = ckptool("info", model)
     assert (done.code, done.err) == (0, "")
-    assert f"ckptool strip-module {model}" in done.out
+    (command,) = ckptool("doctor", model, "--quick", "--json").document["commands"]
+    assert f"  {command}\n" in done.out
+    assert "--wrappers strip" in command
     document = ckptool("info", model, "--json").document
     assert document["schema"] == "ckptool.info/1"
     assert document["weights_only"] is True

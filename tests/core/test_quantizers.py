@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.core.quantizers import LOOKS_QUANTIZED, find_quantized
 from ckptool.diagnosis.diagnose import doctor
+from ckptool.diagnosis.info import info
 from ckptool.errors import CheckpointError, MatchError, NotRepresentable
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.info import info
 from ckptool.inspection.listing import list_tensors
 from ckptool.transforms import average
 from tests.conversions import convert_by_options

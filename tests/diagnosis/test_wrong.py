@@ -26,10 +26,10 @@ from ckptool.core.model import Global, Opaque
 from ckptool.diagnosis import doctor
 from ckptool.diagnosis.complaint import Subject
 from ckptool.diagnosis.diagnose import Planner
+from ckptool.diagnosis.info import info
 from ckptool.diagnosis.models import objects
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.blockers import calls
-from ckptool.inspection.info import info
 from tests.diagnosis.faults import CPU, MENDED, Net, Options, healthy, run
 
 WRONG = Path(__file__).parent.parent.parent / "fixtures" / "wrong"
@@ -134,9 +134,10 @@ def test_a_training_has_a_command_to_resume_and_one_for_the_weights(tmp_path):
 
 def test_an_average_loads_into_the_model_after_either_command(tmp_path):
     path = shutil.copy(WRONG / "averaged.pth", tmp_path)
-    for command in (examined(path).all_at_once, summary(path).commands["cpu"]):
-        run(command)
-        assert torch.load(shlex.split(command)[3]).keys() == state().keys()
+    command = examined(path).all_at_once
+    assert summary(path).commands["cpu"] == command
+    run(command)
+    assert torch.load(shlex.split(command)[3]).keys() == state().keys()
 
 
 def test_a_counter_that_is_left_without_wrappers_is_left_out(tmp_path):
@@ -144,7 +145,7 @@ def test_a_counter_that_is_left_without_wrappers_is_left_out(tmp_path):
     bare = tmp_path / "bare.pth"
     run(f"ckptool strip-module {path} -o {bare}")
     command = summary(bare).commands["cpu"]
-    assert "--exclude '*n_averaged'" in command
+    assert "--exclude n_averaged" in command
     run(command)
     assert torch.load(shlex.split(command)[3]).keys() == state().keys()
     assert summary(shlex.split(command)[3]).commands == {}
@@ -276,10 +277,11 @@ def test_the_tensors_of_a_graph_are_no_weights(tmp_path, make):
     assert [one.kind for one in found.complaints] == ["objects", "no-model"]
     said = summary(tmp_path / "graph.pt")
     assert not any("several state dicts" in note for note in said.notes)
-    for command in (found.all_at_once, said.commands["cpu"]):
-        assert "--model-only" not in command
-        run(command)
-        assert tensors_in(shlex.split(command)[3]) == tensors_in(tmp_path / "graph.pt")
+    command = found.all_at_once
+    assert said.commands["cpu"] == command
+    assert "--model-only" not in command
+    run(command)
+    assert tensors_in(shlex.split(command)[3]) == tensors_in(tmp_path / "graph.pt")
 
 
 def test_weights_that_an_object_keeps_are_weights(tmp_path):

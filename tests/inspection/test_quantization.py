@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptool.inspection.info import info
+from ckptool.diagnosis.info import info
 
 STATE = {"l.codes": torch.ones(8, 8, dtype=torch.int8), "l.steps": torch.ones(8)}
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool._version import __version__
 from ckptool.core.values import shape_text
-from ckptool.inspection.info import Info
+from ckptool.diagnosis.info import Info
 from ckptool.render.diff import diff_rows, summary_lines
 from ckptool.render.info import SECTION_HEADINGS, counts_text, format_text, section_rows, size_text
 from ckptool.render.page.data import columns, in_words

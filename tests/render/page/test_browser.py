@@ -3,7 +3,7 @@
 import pytest
 
 from ckptool.comparison.report import Report, report
-from ckptool.inspection.info import info
+from ckptool.diagnosis.info import info
 from ckptool.inspection.listing import TensorRow
 from ckptool.inspection.stats import TensorStats
 from ckptool.render.page import page

@@ -6,6 +6,7 @@ import os
 import pickle
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,12 @@ import torch
 
 from ckptool.cli import main
 from ckptool.core.model import Opaque, OrderedMap, StorageRef
+from ckptool.diagnosis.complaint import Subject
+from ckptool.diagnosis.diagnose import diagnosed
+from ckptool.diagnosis.info import info
 from ckptool.files import FileSource
 from ckptool.formats import open_checkpoint
-from ckptool.inspection.info import info, load_commands, waste_notes
+from ckptool.inspection.commands import waste_notes
 from tests.inspection.handmade import checkpoint, floats, storage, tensor
 
 
@@ -137,7 +141,7 @@ def test_a_protocol_that_weights_only_refuses_is_named_and_needs_a_rewrite(saved
     found = saved({"w": torch.ones(1)}, pickle_protocol=4)
     assert not found.weights_only
     assert any("opcode" in text for text in found.blockers)
-    command = f"ckptool convert {tmp_path}/model.pth {tmp_path}/model.plain.pth"
+    command = f"ckptool convert {tmp_path}/model.pth {tmp_path}/model.mended.pth"
     assert set(found.commands.values()) == {command}
 
 
@@ -163,8 +167,8 @@ def test_several_models_need_a_key(saved):
     state = Net().state_dict()
     copy = {name: value.clone() for name, value in state.items()}
     found = saved({"model": state, "ema": copy, "args": argparse.Namespace(lr=1)})
-    assert found.commands["cpu"].endswith(" --model-only --key NAME")
-    assert any("NAME is the one to go on with: model, ema" in note for note in found.notes)
+    assert found.commands["cpu"].endswith(" --plain")
+    assert [line.split(" --key ")[1].split()[0] for line in found.alternatives] == ["model", "ema"]
 
 
 def test_nothing_is_advised_that_leaves_the_model_itself_blocked(fixtures):
@@ -207,12 +211,12 @@ def test_legacy_streams_that_no_torch_loads_are_told(fixtures, tmp_path):
 def test_where_there_is_no_model_objects_are_made_plain_or_dropped(saved):
     found = saved({"args": argparse.Namespace(lr=1)})
     assert not found.weights_only
-    assert found.commands["cpu"].endswith(" --plain --drop-objects")
+    assert found.commands["cpu"].endswith(" --plain")
 
 
 def test_a_storage_alone_has_a_device_too():
     raw = StorageRef(storage(b"\0" * 4, device="cuda:1"), "uint8", untyped=True)
-    assert "--map cuda:1=cuda:0" in info(checkpoint({"raw": raw})).commands["one_gpu"]
+    assert info(checkpoint({"raw": raw})).commands["one_gpu"].endswith(" --to cpu")
 
 
 def test_the_document_has_the_keys_of_the_schema():
@@ -266,69 +270,43 @@ def test_what_would_run_is_told_without_the_bytes_of_tensors(tmp_path, monkeypat
     assert sum(read) < 4_000_000  # windows of a mebibyte, in which pickles are looked for
 
 
-def commands(file="model.pth", devices=("cpu",), **needs):
-    return load_commands(file, devices, **needs)
+TAGGED = {
+    "another GPU": (["cuda:3"], {"one_gpu", "cpu"}),
+    "the first GPU, which every rank would load": (["cuda:0"], {"one_gpu", "cpu"}),
+    "several GPUs": (["cuda:0", "cuda:1"], {"one_gpu", "cpu"}),
+    "the current GPU, and the first": (["cuda", "cuda:0"], {"cpu"}),
+    "no GPU": (["cpu"], set()),
+}
 
 
-def test_a_plain_file_on_the_cpu_needs_nothing():
-    assert commands() == {}
-    assert commands(devices=["cpu", "meta"]) == {}
-
-
-def test_another_gpu_needs_a_remap():
-    assert commands(devices=["cuda:3"]) == {
-        "one_gpu": "ckptool remap --map cuda:3=cuda:0 model.pth",
-        "cpu": "ckptool remap --to cpu model.pth",
-    }
-
-
-@pytest.mark.parametrize("tag", ["cuda", "cuda:0"])
-def test_the_first_gpu_needs_nothing_where_there_is_one(tag):
-    assert commands(devices=[tag]) == {"cpu": "ckptool remap --to cpu model.pth"}
-
-
-def test_several_gpus_are_mapped_by_one_rule():
-    found = commands(devices=["cuda:0", "cuda:1", "cuda:2"])
-    assert found["one_gpu"] == "ckptool remap --map 'cuda:*=cuda:0' model.pth"
-
-
-def test_another_kind_of_device_goes_to_the_gpu_as_well():
-    found = commands(devices=["mps", "cuda:1"])
-    assert found["one_gpu"] == "ckptool remap --map cuda:1=cuda:0 --map mps=cuda:0 model.pth"
-
-
-def test_wrappers_alone_are_stripped():
-    assert set(commands(strip=True).values()) == {"ckptool strip-module model.pth"}
-
-
-def test_wrappers_and_devices_go_in_one_pass():
-    assert commands(devices=["cuda:3"], strip=True) == {
-        "one_gpu": "ckptool convert model.pth model.cuda0.pth --wrappers strip --map cuda:3=cuda:0",
-        "cpu": "ckptool convert model.pth model.cpu.pth --wrappers strip --to cpu",
-    }
-
-
-def test_a_layout_that_does_not_load_is_rewritten():
-    assert commands("m.pkl", rewrite=True)["cpu"] == "ckptool convert m.pkl m.plain.pth"
-
-
-def test_objects_are_left_behind_with_a_key_where_one_is_needed():
-    found = commands(model_only=True, choices=("model", "model_ema"))
-    assert found["cpu"] == "ckptool convert model.pth model.plain.pth --model-only --key NAME"
-
-
-def test_names_are_quoted_for_the_shell():
-    assert commands("a b;rm.pth", strip=True)["cpu"] == "ckptool strip-module 'a b;rm.pth'"
-
-
-def test_a_name_that_looks_like_an_option_is_none():
-    assert commands("-m.pth", strip=True)["cpu"] == "ckptool strip-module ./-m.pth"
-
-
-def test_a_folder_becomes_a_file_beside_it():
-    assert commands("unzipped/", rewrite=True)["cpu"] == (
-        "ckptool convert unzipped/ unzipped.plain.pth"
+def held(devices, name="model.pth", wrapper=""):
+    root = OrderedMap(
+        (f"{wrapper}t{at}", tensor(floats(1.0, key=str(at), device=device), [1]))
+        for at, device in enumerate(devices)
     )
+    return replace(checkpoint(root), path=name)
+
+
+@pytest.mark.parametrize(("devices", "machines"), TAGGED.values(), ids=list(TAGGED))
+def test_each_machine_has_the_command_of_doctor(devices, machines):
+    for wrapper in ("", "module."):
+        file = held(devices, wrapper=wrapper)
+        expected = {
+            machine: diagnosed(Subject(file, devices=there))
+            for machine, there in (("one_gpu", ("cpu", "cuda:0")), ("cpu", ("cpu",)))
+        }
+        found = info(file)
+        wrong = {machine for machine, one in expected.items() if not one.ok}
+        assert wrong == (machines if not wrapper else {"one_gpu", "cpu"})
+        assert found.commands == {machine: expected[machine].all_at_once for machine in wrong}
+
+
+@pytest.mark.parametrize("name", ["a b;rm.pth", "-m.pth", "unzipped/"])
+def test_names_are_quoted_as_doctor_quotes_them(name):
+    file = held(["cuda:3"], name, "module.")
+    command = diagnosed(Subject(file)).all_at_once
+    assert command is not None
+    assert info(file).commands["cpu"] == command
 
 
 @pytest.mark.parametrize(

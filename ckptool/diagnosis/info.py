@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 from ckptool._lazy import Result
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Path, TensorRef
-from ckptool.core.names import BUFFER_NAMES, N_AVERAGED
+from ckptool.core.names import BUFFER_NAMES
 from ckptool.core.optimizers import has_training_weights
-from ckptool.core.sections import MODEL_KINDS, Section, likely_models, only_model, sections
+from ckptool.core.sections import MODEL_KINDS, Section
 from ckptool.core.tree import distinct, ties
 from ckptool.core.values import documented, json_path
-from ckptool.errors import CheckpointError, without_query
+from ckptool.diagnosis.complaint import Subject
+from ckptool.diagnosis.diagnose import Diagnosis, diagnosed
+from ckptool.errors import without_query
 from ckptool.formats import Source, format_of, opened
 from ckptool.inspection.blockers import (
     ANYWHERE,
@@ -30,13 +30,18 @@ from ckptool.inspection.blockers import (
     unnamed,
     would_run,
 )
+from ckptool.inspection.commands import (
+    TRAINING,
+    convert_command,
+    ema_command,
+    training_in,
+    waste_notes,
+)
 from ckptool.inspection.quantization import quantizations
 from ckptool.symbolic.encoder import blockers
-from ckptool.transforms import Plain, Remap, Step, Strip, Take
 from ckptool.transforms.compacting import storage_use
-from ckptool.transforms.extraction import plain_state_dict
-from ckptool.words import are, as_argument, counted, listed, printable
-from ckptool.writing.target import DEFAULT, default_target
+from ckptool.words import printable
+from ckptool.writing.target import default_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +64,6 @@ class SectionInfo:
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.info/1`."""
         return documented(self, "name")
-
-
-TRAINING = ("optimizer", "epoch", "schedule")
-"""What a training saves beside the model, in words."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -104,6 +105,12 @@ class Info(Result):
     """What a training needs to resume, of `TRAINING`, as far as the file has it."""
     part: str = ""
     """What the file holds instead of a model, where the weights are in other files too."""
+    alternatives: tuple[str, ...] = ()
+    """Commands of which one may be chosen, where it is not clear what is to load."""
+    obstacle: str = ""
+    """The first problem that keeps it from loading, where no command fixes it."""
+    reader: str = ""
+    """The library that reads the file as it is, if that is not torch."""
 
     @property
     def weights_only(self) -> bool:
@@ -115,7 +122,7 @@ class Info(Result):
         left_out = () if self.torch_version else ("torch_version",)
         return {
             "schema": "ckptool.info/1",
-            **documented(self, "blockers", "part", "training", *left_out),
+            **documented(self, "blockers", "part", "training", "obstacle", *left_out),
             "weights_only": self.weights_only,
             "weights_only_blockers": list(self.blockers),
         }
@@ -137,34 +144,13 @@ def info(source: Source) -> Info:
 def _summary(checkpoint: Checkpoint) -> Info:
     tensors = list(checkpoint.tensors())
     details, sections = checkpoint.details, checkpoint.sections
-    known = format_of(checkpoint.format)
     devices = Counter(tensor.device for _, tensor in tensors)
     held, reached = storage_use(checkpoint.root)
     objects = blockers(checkpoint.root)
     layout = (*layout_blockers(checkpoint), *outdated_names(checkpoint, objects))
     name, part = misnamed(checkpoint), missing_weights(checkpoint)
-    models = likely_models(checkpoint)
-    # Leaving the rest behind helps only where nothing in a model itself is in the way.
-    alone = bool(objects) and any(
-        not blockers(plain_state_dict(checkpoint, model)) and not model.unread for model in models
-    )
-    plain = _plain(checkpoint) if objects else None
-    choices = tuple(model.name for model in models) if models and not only_model(models) else ()
-    stuck = bool(objects) and not alone and plain is None
-    commands: dict[str, str] = {}
-    if not (stuck or (part is not None and part.severity == "fails")):
-        trains = not {"optimizer", "scheduler"}.isdisjoint(section.kind for section in sections)
-        commands = load_commands(
-            without_query(checkpoint.path),
-            restored_devices(checkpoint.root),
-            strip=any(section.wrappers for section in models),
-            rewrite=bool(layout) or name is not None,
-            model_only=alone,
-            plain=not alone and plain is not None,
-            choices=choices,
-            averaged=any(N_AVERAGED in model.node and len(model.node) > 1 for model in models),
-            resume=plain if alone and trains and known.resumes else None,
-        )
+    verdicts = _verdicts(checkpoint)
+    stuck = bool(objects) and not any(found.commands for found in verdicts.values())
     notes = [] if part is None else [f"{part.text}; {part.hint}"]
     if name is None and unnamed(checkpoint):
         command = convert_command(checkpoint.path, default_target(checkpoint.path, "named"), [])
@@ -178,8 +164,6 @@ def _summary(checkpoint: Checkpoint) -> Info:
     notes += format_of(checkpoint.format).layout_notes(checkpoint)
     notes += (*details.left_behind, *details.unreferenced)
     notes += waste_notes(checkpoint.path, held - reached, details.dead_bytes)
-    if alone and choices:
-        notes.append(f"several state dicts; {CHOICE} is the one to go on with: {listed(choices)}")
     if stuck and (text := needed_import(objects)):
         notes.append(text)
     notes += map(str, quantizations(checkpoint))
@@ -211,24 +195,43 @@ def _summary(checkpoint: Checkpoint) -> Info:
         dead_bytes=details.dead_bytes,
         ties=tuple(ties(tensors)),
         notes=tuple(notes),
-        commands=commands,
+        commands=_commands(verdicts),
         would_run=would_run(checkpoint),
         training=training_in(checkpoint),
         part=part.text if part is not None and part.severity == "fails" else "",
+        alternatives=_alternatives(verdicts["cpu"]),
+        obstacle=_obstacle(verdicts["cpu"]),
+        reader=verdicts["cpu"].reader,
     )
 
 
-def ema_command(checkpoint: Checkpoint) -> str:
-    """Return the command that writes the averaged weights."""
-    return _joined("extract", as_argument(checkpoint.path), "--ema")
+def _verdicts(checkpoint: Checkpoint) -> dict[str, Diagnosis]:
+    """Return what `doctor` says of the header, for a machine with one GPU and for one without."""
+    settled = checkpoint.with_late_values()
+    without = diagnosed(Subject(settled))
+    if set(restored_devices(checkpoint.root)) <= ANYWHERE:
+        return {"one_gpu": without, "cpu": without}
+    return {"one_gpu": diagnosed(Subject(settled, devices=("cpu", "cuda:0"))), "cpu": without}
 
 
-def training_in(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return what a training needs to resume, of `TRAINING`, as far as the file has it."""
-    kinds = {section.kind for section in checkpoint.sections}
-    has_epoch = isinstance(checkpoint.root, dict) and "epoch" in checkpoint.root
-    found = ("optimizer" in kinds, has_epoch, "scheduler" in kinds)
-    return tuple(compress(TRAINING, found))
+def _commands(verdicts: Mapping[str, Diagnosis]) -> dict[str, str]:
+    """Return the commands of the plans for the files that do not load, by machine."""
+    needed = {machine: found for machine, found in verdicts.items() if not found.ok}
+    plans = {machine: found.all_at_once for machine, found in needed.items()}
+    plans["resume"] = next((found.resume for found in needed.values() if found.resume), None)
+    return {name: command for name, command in plans.items() if command is not None}
+
+
+def _alternatives(found: Diagnosis) -> tuple[str, ...]:
+    """Return commands of which one may be chosen against an error or a warning."""
+    wrong = (one for one in found.complaints if one.severity != "note" and not one.commands)
+    return tuple(dict.fromkeys(command for one in wrong for command in one.alternatives))
+
+
+def _obstacle(found: Diagnosis) -> str:
+    """Return the first error, or warning, of a file that no plan fixes."""
+    texts = (one.text for one in found.complaints if one.severity != "note")
+    return "" if found.commands else next(texts, "")
 
 
 def _section_info(section: Section) -> SectionInfo:
@@ -264,118 +267,3 @@ def _parameters(kind: str, tensors: list[tuple[Path, TensorRef]]) -> int:
         for path, tensor in tensors
         if str(path[-1] if path else "").rpartition(".")[2] not in BUFFER_NAMES
     )
-
-
-def _plain(checkpoint: Checkpoint) -> Plain | None:
-    """Return the step, tried on the header, that makes plain data and keeps all weights."""
-    for step in (Plain(), Plain(drop_objects=True)):
-        try:
-            made = step(checkpoint)
-        except CheckpointError:
-            continue
-        if len(weights(made.root)) >= len(weights(checkpoint.root)):
-            return step
-    return None
-
-
-CHOICE = "NAME"
-
-_ONE_GPU = ANYWHERE | {"cuda", "cuda:0"}
-
-
-def load_commands(
-    file: str,
-    devices: Sequence[str],
-    *,
-    strip: bool = False,
-    rewrite: bool = False,
-    model_only: bool = False,
-    choices: Sequence[str] = (),
-    plain: bool = False,
-    averaged: bool = False,
-    resume: Plain | None = None,
-) -> dict[str, str]:
-    """Return shell commands for a machine with one GPU (`one_gpu`), without (`cpu`), to `resume`.
-
-    A machine that needs no command is left out.
-
-    Args:
-        file: What is to load by a bare `torch.load`, into an unwrapped model.
-        devices: Device tags of what `torch.load` would restore.
-        strip: Keys carry wrapper prefixes.
-        rewrite: The layout itself does not load with `weights_only=True`.
-        model_only: Objects block `weights_only=True`, and there is a model state dict.
-        choices: The model state dicts, where there are several: the user chooses.
-        plain: Objects block `weights_only=True`, and there is no model.
-        averaged: The counter of an `AveragedModel` is next to the keys, wrapped or not.
-        resume: The step that makes plain data of all that a training saved.
-    """
-    commands: dict[str, str] = {}
-    for machine, allowed in (("one_gpu", _ONE_GPU), ("cpu", ANYWHERE)):
-        away = [tag for tag in devices if tag not in allowed]
-        to = "cpu" if away and machine == "cpu" else None
-        rules = _to_first_gpu(away) if machine == "one_gpu" else {}
-        moves = [Remap(to, rules)] if away else []
-        if rewrite or model_only or plain or averaged or (strip and away):
-            steps = [
-                *([Strip()] if strip else []),
-                *([Take(exclude=["*n_averaged"])] if averaged else []),
-                *moves,
-                *([Take(model_only=True)] if model_only else []),
-                *([Plain(drop_objects=True)] if plain else []),
-                *([Take(CHOICE)] if model_only and choices else []),
-            ]
-            commands[machine] = _conversion(file, (to or "cuda0") if away else "plain", steps)
-        elif away:
-            words = moves[0].words()
-            commands[machine] = _joined("remap", *words, as_argument(file))
-        elif strip:
-            commands[machine] = _joined("strip-module", as_argument(file))
-    if resume is not None:
-        commands["resume"] = _conversion(file, "resume", [resume])
-    return commands
-
-
-def convert_command(
-    file: str, target: str, steps: Iterable[Step], *, format: str | None = None
-) -> str:
-    """Return the shell command of a conversion in some steps."""
-    words = [word for step in steps for word in step.words()]
-    chosen = () if format is None else ("--format", format)
-    return _joined("convert", as_argument(file), as_argument(target), *chosen, *words)
-
-
-def _joined(*words: str) -> str:
-    return shlex.join(["ckptool", *words])
-
-
-def weights(root: Any, kinds: Collection[str] = MODEL_KINDS) -> list[tuple[Path, TensorRef]]:
-    """Return the tensors of all sections of these kinds."""
-    parts = (part for part in sections(root) if part.kind in kinds)
-    return [pair for part in parts for pair in part.tensors()]
-
-
-def waste_notes(file: str, unseen: int, dead: int) -> tuple[str, ...]:
-    """Return the note on the bytes that `compact` would drop: unused and dead ones."""
-    facts = [
-        f"{counted(count, 'byte')} {whose}{are(count)} {what}"
-        for count, whose, what in (
-            (unseen, "of the storages ", "seen by no tensor"),
-            (dead, "", "dead"),
-        )
-        if count > 0
-    ]
-    in_place = ["--in-place"] if file.endswith(".json") else []  # shards have no other target
-    command = _joined("compact", as_argument(file), *in_place)
-    return (f"{' and '.join(facts)}: {command} leaves them out",) if facts else ()
-
-
-def _to_first_gpu(tags: Sequence[str]) -> dict[str, str]:
-    gpus = [tag for tag in tags if tag.startswith("cuda:")]
-    others = [tag for tag in tags if not tag.startswith("cuda:")]
-    return dict.fromkeys([*(["cuda:*"] if len(gpus) > 1 else gpus), *others], "cuda:0")
-
-
-def _conversion(file: str, word: str, steps: Iterable[Step]) -> str:
-    target = default_target(file, word, DEFAULT, sharded=True)
-    return convert_command(file, target, steps)

@@ -1,0 +1,64 @@
+"""The commands that results propose, as text, and what they are about."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterable
+from itertools import compress
+from typing import Any
+
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.model import Path, TensorRef
+from ckptool.core.sections import MODEL_KINDS, sections
+from ckptool.transforms import Step
+from ckptool.words import are, as_argument, counted
+
+TRAINING = ("optimizer", "epoch", "schedule")
+"""What a training saves beside the model, in words."""
+
+
+def ema_command(checkpoint: Checkpoint) -> str:
+    """Return the command that writes the averaged weights."""
+    return _joined("extract", as_argument(checkpoint.path), "--ema")
+
+
+def training_in(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return what a training needs to resume, of `TRAINING`, as far as the file has it."""
+    kinds = {section.kind for section in checkpoint.sections}
+    has_epoch = isinstance(checkpoint.root, dict) and "epoch" in checkpoint.root
+    found = ("optimizer" in kinds, has_epoch, "scheduler" in kinds)
+    return tuple(compress(TRAINING, found))
+
+
+def convert_command(
+    file: str, target: str, steps: Iterable[Step], *, format: str | None = None
+) -> str:
+    """Return the shell command of a conversion in some steps."""
+    words = [word for step in steps for word in step.words()]
+    chosen = () if format is None else ("--format", format)
+    return _joined("convert", as_argument(file), as_argument(target), *chosen, *words)
+
+
+def _joined(*words: str) -> str:
+    return shlex.join(["ckptool", *words])
+
+
+def weights(root: Any, kinds: Collection[str] = MODEL_KINDS) -> list[tuple[Path, TensorRef]]:
+    """Return the tensors of all sections of these kinds."""
+    parts = (part for part in sections(root) if part.kind in kinds)
+    return [pair for part in parts for pair in part.tensors()]
+
+
+def waste_notes(file: str, unseen: int, dead: int) -> tuple[str, ...]:
+    """Return the note on the bytes that `compact` would drop: unused and dead ones."""
+    facts = [
+        f"{counted(count, 'byte')} {whose}{are(count)} {what}"
+        for count, whose, what in (
+            (unseen, "of the storages ", "seen by no tensor"),
+            (dead, "", "dead"),
+        )
+        if count > 0
+    ]
+    in_place = ["--in-place"] if file.endswith(".json") else []  # shards have no other target
+    command = _joined("compact", as_argument(file), *in_place)
+    return (f"{' and '.join(facts)}: {command} leaves them out",) if facts else ()
