@@ -42,6 +42,12 @@ from ckptool.words import printable
 
 
 class _Convert(Allowing, RulesInOrder, Sectioned):
+    most_used = frozenset(
+        {
+            "key", "model_only", "exclude", "wrappers", "rename", "recipe", "like", "plain",
+            "dtype", "to", "max_shard_size", "output", "dry_run", "force", "as_json",
+        }
+    )  # fmt: skip
     begins = MappingProxyType(
         {
             "salvage": "What is taken",

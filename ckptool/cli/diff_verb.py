@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ckptool.cli.console import Screen, set_exit_code
-from ckptool.cli.options import PATH, flag, screen_options, verb
+from ckptool.cli.options import PATH, Brief, flag, screen_options, verb
 from ckptool.cli.renaming import RulesInOrder, rename_options
 from ckptool.comparison.diff import diff
 from ckptool.core.checkpoint import Checkpoint
@@ -21,6 +21,15 @@ _NOTHING = ("/dev/null", os.devnull)
 """The paths that git gives to a difftool in place of a file that is new or deleted."""
 
 
+class _Diff(RulesInOrder, Brief):
+    most_used = frozenset(
+        {
+            "key", "rename", "structure", "quick", "strict", "atol", "rtol", "ignore_dtype",
+            "model_only", "stat", "name_status", "as_json",
+        }
+    )  # fmt: skip
+
+
 @verb(
     "diff",
     "ckptool diff epoch1.pth epoch2.pth",
@@ -29,7 +38,7 @@ _NOTHING = ("/dev/null", os.devnull)
     "ckptool diff model.pth half.safetensors --ignore-dtype",
     r"ckptool diff a.pth b.pth --rename '^encoder\.=>backbone.' --stat",
     finding="they differ",
-    cls=RulesInOrder,
+    cls=_Diff,
 )
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)

@@ -10,7 +10,7 @@ import click
 
 from ckptool.cli.console import Screen, print_document, print_lines, set_exit_code
 from ckptool.cli.like import Allowing, allowance_options, referred
-from ckptool.cli.options import PATH, file_argument, flag, screen_options, verb
+from ckptool.cli.options import PATH, Brief, file_argument, flag, screen_options, verb
 from ckptool.cli.renaming import RulesInOrder, rename_options
 from ckptool.formats.identify import unused
 from ckptool.loading.plan import planned, target_like
@@ -26,8 +26,13 @@ from ckptool.words import as_argument
 from ckptool.writing.target import default_target
 
 
-class _Match(Allowing, RulesInOrder):
-    pass
+class _Match(Allowing, RulesInOrder, Brief):
+    most_used = frozenset(
+        {
+            "like", "key", "like_key", "rename", "prefix", "allow_missing", "allow_unexpected",
+            "min_coverage", "as_json",
+        }
+    )  # fmt: skip
 
 
 @verb(

@@ -99,7 +99,55 @@ def verb(
     return click.command(name, cls=cls, epilog=epilog)
 
 
-class Sectioned(click.Command):
+EVERY_OPTION = "ckptool.help_all"
+"""In the meta of a context: the help has every option."""
+
+
+def _help_all(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given and not context.resilient_parsing:
+        context.meta[EVERY_OPTION] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
+
+
+class Brief(click.Command):
+    """A command with many options: `--help` lists those that people use, `--help-all` each."""
+
+    most_used: frozenset[str] = frozenset()
+    """The names of the options on the short page."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters; while the short help is made, without the options that wait."""
+        params = super().get_params(ctx)
+        params.insert(
+            -1,
+            click.Option(
+                ["--help-all"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_help_all,
+                help="Show every option and exit.",
+            ),
+        )
+        return params
+
+    def shown(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters that the help lists."""
+        every = self.get_params(ctx)
+        if ctx.meta.get(EVERY_OPTION) or not self.most_used:
+            return every
+        names = {*self.most_used, "help_all", every[-1].name}  # click's own --help is the last
+        return [one for one in every if one.name in names]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the options."""
+        rows = [row for one in self.shown(ctx) if (row := one.get_help_record(ctx)) is not None]
+        with formatter.section("Options"):
+            formatter.write_dl(rows)
+
+
+class Sectioned(Brief):
     """A command with sections in its help."""
 
     begins: Mapping[str, str]
@@ -108,10 +156,11 @@ class Sectioned(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the options, section by section."""
         title, sections = "", dict[str, list[tuple[str, str]]]()
+        shown = {option.name for option in self.shown(ctx)}
         for option in self.get_params(ctx):
             title = self.begins.get(option.name or "", title)
             row = option.get_help_record(ctx) if isinstance(option, click.Option) else None
-            if row is not None:
+            if row is not None and option.name in shown:
                 sections.setdefault(title, []).append(row)
         for title, rows in sections.items():
             with formatter.section(title):

@@ -86,6 +86,12 @@ def as_option(name: str, value: Any) -> str:
 
 
 class _Train(Sectioned):
+    most_used = frozenset(
+        {
+            "out", "data", "model", "epochs", "batch_size", "optimizer", "lr", "strategy", "device",
+            "nproc", "resume", "overwrite", "seed", "as_json",
+        }
+    )  # fmt: skip
     begins = MappingProxyType(
         {
             "out": "What is trained",

@@ -70,7 +70,7 @@ def test_verbs_that_write_share_their_options():
         options = options_of(command_of(name))
         assert {"--force", "--dry-run", "--format"} <= options, name
         assert ({"-o", "--output", "--in-place"} <= options) is (
-            name not in ("convert", "average", "merge-lora")
+            name not in ("average", "merge-lora")
         )
 
 
@@ -165,3 +165,15 @@ def test_options_that_do_not_exist(ckptool, tmp_path, monkeypatch):
 
 def test_the_version(ckptool):
     assert ckptool("--version").out == f"ckptool {__version__}\n"
+
+
+@pytest.mark.parametrize("verb", ["convert", "diff", "match", "train"])
+def test_the_help_is_short_and_help_all_has_every_option(ckptool, verb):
+    short, full = ckptool(verb, "--help"), ckptool(verb, "--help-all")
+    assert short.code == full.code == 0
+    options = [
+        re.findall(r"^  (?:-\w, )?(--[\w-]+)", one.out, re.MULTILINE) for one in (short, full)
+    ]
+    assert 9 <= len(options[0]) <= 20 < len(options[1]) + 5
+    assert {*options[0]} < {*options[1]}
+    assert {"--help-all", "--help"} <= {*options[0]}

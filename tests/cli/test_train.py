@@ -56,7 +56,7 @@ def test_every_field_of_the_configuration_is_an_option_of_its_name_with_its_defa
 
 def test_the_help_has_each_option_once_under_a_heading(ckptool):
     assert set(train_verb.command.begins) <= set(options())
-    said = ckptool("train", "--help").out
+    said = ckptool("train", "--help-all").out
     for option in options().values():
         assert (
             said.count(f"\n  {option.opts[-1]} ") + said.count(f"\n  -q, {option.opts[-1]} ") == 1

@@ -3,6 +3,7 @@
 import click
 
 from ckptool.cli.group import ALIASES, VERBS, cli
+from ckptool.cli.options import EVERY_OPTION
 
 WIDTH = 100
 """Columns, as on a wide terminal."""
@@ -67,10 +68,11 @@ _CKPTOOL_COMPLETE=fish_source ckptool > ~/.config/fish/completions/ckptool.fish
 
 
 def help_of(name: str) -> str:
-    """What `ckptool NAME --help` prints."""
+    """What `ckptool NAME --help` prints, with every option."""
     with click.Context(cli, info_name="ckptool", **cli.context_settings) as above:
         command = cli.get_command(above, name)
         with click.Context(command, above, info_name=name, terminal_width=WIDTH) as context:
+            context.meta[EVERY_OPTION] = True
             return command.get_help(context)
 
 

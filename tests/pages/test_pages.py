@@ -81,7 +81,7 @@ def test_every_argument_is_told_and_every_error_is_one(path):
 
 
 def test_the_help_on_the_page_is_what_a_command_prints(tmp_path):
-    printed = in_shell("ckptool convert --help", tmp_path).stdout
+    printed = in_shell("ckptool convert --help-all", tmp_path).stdout
     assert printed.split() == cli_page.help_of("convert").split()
 
 
