@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Limits:
     """Bounds that every reader keeps; far above what real checkpoints need."""
 
@@ -56,6 +56,11 @@ class Limits:
 
     max_dimensions: int = 64
     """Dimensions of a tensor (torch itself stops at 64)."""
+
+    def __repr__(self) -> str:
+        """Return the call with the bounds that are not the default."""
+        given = ((one.name, getattr(self, one.name), one.default) for one in fields(self))
+        return f"Limits({', '.join(f'{n}={value}' for n, value, usual in given if value != usual)})"
 
 
 DEFAULT_LIMITS = Limits()

@@ -81,7 +81,15 @@ UPWARD = {
     ("core/model.py", "TensorRef", "torch"),
     *(
         ("core/checkpoint.py", "Checkpoint", method)
-        for method in ("then", "strip_module", "add_module", "rename", "remap", "save")
+        for method in (
+            "then",
+            "strip_module",
+            "add_module",
+            "rename",
+            "remap",
+            "save",
+            "state_dict",
+        )
     ),
     ("formats/distributed/zero.py", "_trained"),
 }

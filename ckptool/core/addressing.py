@@ -19,7 +19,7 @@ from ckptool.core.model import Path, TensorRef
 from ckptool.core.names import Renamer, may_be_wrapped, similar, unwrapped, wrapper_remover
 from ckptool.core.tree import MISSING, descend, key_text, name_of, named_nodes
 from ckptool.errors import AmbiguousName, NotFound
-from ckptool.words import listed, printable, shell
+from ckptool.words import counted, listed, printable, shell
 
 if TYPE_CHECKING:
     from ckptool.core.checkpoint import Checkpoint
@@ -338,12 +338,22 @@ class TensorMap(Mapping[str, TensorRef]):
                 raise _ambiguous(name, alike, self._file)
         return found
 
-    def __getitem__(self, name: str) -> TensorRef:
-        """Return the tensor that a name means.
+    def __repr__(self) -> str:
+        """Return one line."""
+        return f"<TensorMap of {counted(len(self), 'tensor')}>"
+
+    def __getitem__(self, name: str | Path) -> TensorRef:
+        """Return the tensor that a name means; a tuple is a path.
 
         Raises:
             NotFound: there is none (`AmbiguousName`: there are several).
         """
+        if isinstance(name, tuple):
+            found = next((tensor for path, tensor in self._nodes if path == name), None)
+            if found is not None:
+                return found
+            name = name_of(name)
+        name = str(name)
         if name in self._by_path:
             return self._by_path[name]
         node = self._index.only(name)

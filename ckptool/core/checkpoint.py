@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,10 @@ from ckptool.core.model import Path, TensorRef
 from ckptool.files import Source
 
 if TYPE_CHECKING:
+    from collections import OrderedDict
+
+    import torch
+
     from ckptool.core.addressing import TensorMap
     from ckptool.core.sections import Section
     from ckptool.transforms.name_rules import Rule
@@ -169,9 +173,33 @@ class Checkpoint(Result):
             return self.root[key]
         return resolve(self, key)[1]
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the keys of the root."""
-        return iter(self.root if isinstance(self.root, Mapping) else ())
+    def __iter__(self) -> Iterator[str]:
+        """Yield the paths of the tensors."""
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self.tensors)
+
+    def __bool__(self) -> bool:
+        """Return True: a checkpoint without tensors is one, too."""
+        return True
+
+    def __contains__(self, name: object) -> bool:
+        """Return True if `name` means one tensor."""
+        return name in self.tensors
+
+    def keys(self) -> KeysView[str]:
+        """Return the paths of the tensors."""
+        return self.tensors.keys()
+
+    def items(self) -> ItemsView[str, TensorRef]:
+        """Return the tensors with their paths."""
+        return self.tensors.items()
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        """Return the tensor that `name` means, or `default`."""
+        return self.tensors.get(name, default)
 
     def with_late_values(self) -> Checkpoint:
         """Return the checkpoint with all its values read, as far as they lie in other files.
@@ -224,6 +252,26 @@ class Checkpoint(Result):
     def devices(self) -> dict[str, int]:
         """The number of tensors of each device tag, in order of first use."""
         return dict(Counter(tensor.device for _, tensor in self.tensors()))
+
+    def state_dict(self, key: Any = None) -> OrderedDict[str, torch.Tensor]:
+        """Return the tensors of the only or main state dict, ready for `load_state_dict`.
+
+        Wrapper prefixes are removed. The tensors are on the CPU, or where `to` or `remap` put them.
+
+        Args:
+            key: The path of the state dict, if there are several.
+
+        Raises:
+            NotFound: there is no state dict (`AmbiguousName`: there are several, and no `key`).
+        """
+        from ckptool.loading.load import load_state_dict
+
+        moved = any(change.kind == "remap" for change in self.changes)
+        return load_state_dict(self, None if moved else "cpu", key=key)
+
+    def to(self, device: Any) -> Checkpoint:
+        """Return a checkpoint with all tensors on one device, such as `"cpu"`."""
+        return self.remap(str(device))
 
     def with_root(self, root: Any, *changes: Change) -> Checkpoint:
         """Return a copy with another tree; `changes` say what is different."""

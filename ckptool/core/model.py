@@ -506,6 +506,14 @@ class TensorRef(Result):
 
         return materialize(self, map_location=map_location, mmap=mmap, dtype=dtype)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return the values for `numpy.asarray`, in float32 if numpy lacks the type (bfloat16)."""
+        tensor = self.torch().detach().resolve_conj().resolve_neg()
+        if self.dtype.startswith(("bfloat", "float8")):
+            tensor = tensor.float()
+        array = tensor.numpy()
+        return array if dtype is None else array.astype(dtype)
+
     def __getitem__(self, index: Any) -> TensorRef:
         """Return a view by basic indexing (integers, slices, `...`); only its bytes are read."""
         self._check_view("sliced")

@@ -32,6 +32,7 @@ from ckptool.core.sections import model_state_dict, values_inside, wrapped_names
 from ckptool.core.tree import name_of
 from ckptool.errors import LimitExceeded, UsageError, warn
 from ckptool.formats import opened
+from ckptool.renamed import renamed_arguments
 from ckptool.tensors import Materializer, is_one_part, only_a_part, set_attributes
 from ckptool.tensors.materialize import MapLocation
 from ckptool.transforms.extraction import plain_state_dict
@@ -46,6 +47,14 @@ _FACTORIES: dict[str, type[Any]] = {
 }
 
 
+_TORCH_ARGUMENTS = {
+    "device": "it is map_location, as in torch.load",
+    "weights_only": "leave it out, because ckptool never runs code of a file",
+}
+"""Arguments of other loaders, with what to give instead."""
+
+
+@renamed_arguments(**_TORCH_ARGUMENTS)
 @uncollected()
 def load(
     path: str | os.PathLike[str] | Checkpoint,
@@ -303,6 +312,7 @@ def _device(node: DeviceValue) -> torch.device | DeviceValue:
         return node
 
 
+@renamed_arguments(**_TORCH_ARGUMENTS)
 @uncollected()
 def load_state_dict(
     path: str | os.PathLike[str] | Checkpoint,

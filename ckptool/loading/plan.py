@@ -39,6 +39,19 @@ _NOT_MADE = "which is not made from a file"
 
 
 @uncollected()
+class MatchedState(NamedTuple):
+    """The entries of a state dict that fit a model, and the report on all of them."""
+
+    state_dict: OrderedDict[str, Any]
+    """The entries that fit, under the keys of the model."""
+    report: MatchReport
+    """What matches, and what does not."""
+
+    def __repr__(self) -> str:
+        """Return the line of the report."""
+        return repr(self.report)
+
+
 @renamed_arguments(rules="it is now called rename")
 def match(
     state_dict: Mapping[Any, Any] | str | os.PathLike[str] | Checkpoint,
@@ -50,7 +63,7 @@ def match(
     no_transpose: Iterable[str] = (),
     key: Any = None,
     like_key: Any = None,
-) -> tuple[OrderedDict[str, Any], MatchReport]:
+) -> MatchedState:
     """Return the entries of a state dict that fit a model, under the model's keys, and a report.
 
     Wrapper prefixes are removed or added, then one common prefix, then torch's own renames apply.
@@ -88,7 +101,7 @@ def match(
         metadata = metadata_for(state, target, plan)
         if metadata is not None:
             vars(fitting)["_metadata"] = metadata
-        return fitting, plan.report
+        return MatchedState(fitting, plan.report)
 
 
 def check_lists(**lists: Any) -> None:

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import OrderedMap
@@ -36,6 +36,7 @@ from ckptool.writing import Receipt, save as written, target_format
 if TYPE_CHECKING:
     import torch
 
+_Arguments = ParamSpec("_Arguments")
 _OUTER = "module"
 _PRIVATE = frozenset(WRAPPERS) - {_OUTER}
 """Wrappers wherever they stand: no author calls a layer so."""
@@ -48,6 +49,38 @@ _WRAPPERS = frozenset((
 """Classes, torch's and those of others, that keep a model as their `module`, and nothing else."""
 
 
+def _refusing_values(function: Callable[_Arguments, Receipt]) -> Callable[_Arguments, Receipt]:
+    """Return `save`, which names the keyword that is meant by an argument without one."""
+
+    @wraps(function)
+    def call(*args: _Arguments.args, **given: _Arguments.kwargs) -> Receipt:
+        if len(args) > 1:
+            paths = [one for one in args if isinstance(one, (str, os.PathLike))]
+            others = [one for one in args if not isinstance(one, (str, os.PathLike))]
+            path = paths[0] if paths else "model.pth"
+            words = ", ".join(dict.fromkeys(map(_keyword_of, others))) or "value=..."
+            raise UsageError(
+                f"save takes one path, and what to save by keyword: {words}",
+                hint=f"ckptool.save({os.fsdecode(path)!r}, {words})",
+            )
+        return function(*args, **given)
+
+    return call
+
+
+def _keyword_of(value: object) -> str:
+    """Return the argument of `save` that is meant by a value, in the words of a call."""
+    import torch
+
+    if _is_optimizer(value):
+        return "optimizer=..."
+    if isinstance(value, Mapping):
+        is_state = all(isinstance(one, torch.Tensor) for one in value.values())
+        return "model=..." if is_state else "**..."
+    return "model=..." if isinstance(value, torch.nn.Module) else "value=..."
+
+
+@_refusing_values
 def save(
     path: str | os.PathLike[str],
     *,

@@ -598,3 +598,13 @@ def test_a_quantized_model_in_a_wrapper_loads_into_the_bare_one(tmp_path):
     torch.save(torch.nn.DataParallel(bare).state_dict(), tmp_path / "quantized.pth")
     found = ckptool.load_state_dict(tmp_path / "quantized.pth")
     assert str(bare.load_state_dict(found)) == "<All keys matched successfully>"
+
+
+@pytest.mark.parametrize("function", [ckptool.load, ckptool.load_state_dict])
+def test_arguments_of_other_loaders_are_refused_with_what_is_meant(function):
+    with pytest.raises(UsageError, match="has no argument device") as caught:
+        function("m.pth", device="cpu")
+    assert "map_location" in caught.value.hint
+    with pytest.raises(UsageError, match="has no argument weights_only") as caught:
+        function("m.pth", weights_only=True)
+    assert "leave it out" in caught.value.hint

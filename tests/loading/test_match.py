@@ -538,3 +538,12 @@ def test_only_a_weight_norm_takes_the_names_of_an_old_one(wrap):
     utils.parametrize.register_parametrization(other[0], "weight", Scale())
     assert ckptool.match(old, wrap(norm))[1].fits
     assert len(ckptool.match(old, wrap(other))[1].missing_keys) == 2
+
+
+def test_the_result_is_unpacked_as_two_and_prints_as_one_line():
+    model = nn.Linear(2, 3)
+    found = ckptool.match(model.state_dict(), model)
+    state, report = found
+    assert (found.state_dict, found.report) == (state, report)
+    assert str(found) == repr(found) == repr(report)
+    assert "\n" not in str(found)

@@ -366,3 +366,20 @@ def test_another_thread_that_writes_the_same_file_is_told_as_ours(tmp_path):
     save(tmp_path / "f.pth", model=net())
     with exclusive(str(tmp_path / "f.pth")), pytest.raises(FileBusy, match="which is this one"):
         save(tmp_path / "f.pth", model=net())
+
+
+def test_an_argument_without_a_keyword_is_refused_with_the_one_that_is_meant(tmp_path):
+    model, target = torch.nn.Linear(2, 2), tmp_path / "f.pth"
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for args, words in [
+        ((model, target), "model=..."),
+        ((target, model.state_dict()), "model=..."),
+        ((model, optimizer, target), "model=..., optimizer=..."),
+        (({"epoch": 3}, target), "**..."),
+        ((target, 3), "value=..."),
+    ]:
+        with pytest.raises(UsageError) as caught:
+            save(*args)
+        assert caught.value.message.endswith(f"by keyword: {words}")
+        assert caught.value.hint == f"ckptool.save({str(target)!r}, {words})"
+    assert not target.exists()
