@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import TensorRef, find_tensors
 from ckptool.errors import FileMissing, NameCollision, UsageError
 from ckptool.formats.base import of_files
+from ckptool.formats.distributed.ranks import set_of
 from ckptool.formats.opening import TORCH_FILES, Source, open_checkpoint, opened, opened_together
 from ckptool.formats.sharded import NUMBERED, ShardIndex, checkpoint_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
@@ -38,7 +40,32 @@ def opened_parts(
         if not all(by_key):
             raise UsageError("either every source has a key (KEY=FILE) or none")
         return open_by_key([one for one in by_key if one is not None])
-    return open_several(source)
+    pattern = _rank_pattern([os.fspath(one) for one in source])
+    return open_checkpoint(pattern) if pattern is not None else open_several(source)
+
+
+def _rank_pattern(paths: Sequence[str]) -> str | None:
+    """Return the pattern of a set of rank files that a shell has spelled out; None of other files.
+
+    Raises:
+        FileMissing: the folder has more files of the set than are given.
+    """
+    sets = {
+        (os.path.dirname(path), found and found[0]) for path in paths for found in [set_of(path)]
+    }
+    ((folder, called), *others) = sets
+    if others or called is None:
+        return None
+    pattern = called.format(rank="*")
+    there = set(fnmatch.filter(os.listdir(folder or "."), pattern))
+    rest = sorted(there - {os.path.basename(path) for path in paths})
+    if rest:
+        raise FileMissing(
+            f"is of the same set of rank files, and not given: {rest[0]}",
+            file=os.path.join(folder, rest[0]),
+            hint=f"give the folder, or all of them: {shell(os.path.join(folder, pattern))}",
+        )
+    return os.path.join(folder, pattern)
 
 
 _KEYED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)

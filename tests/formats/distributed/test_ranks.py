@@ -275,3 +275,14 @@ def test_copies_that_differ_are_told(fixtures, tmp_path):
         assert checkpoint.details.left_behind == (told,)
     assert ckptool.verify(folder).notes == (told,)
     assert not ckptool.verify(fixtures / "ranks/hsdp-2.13.0").notes
+
+
+def test_the_files_that_a_shell_lists_are_the_set(fixtures, tmp_path):
+    folder = fixtures / "ranks" / "fsdp1-2.13.0"
+    files = sorted(folder.glob("*.p*"))
+    whole = tmp_path / "whole.pth"
+    ckptool.convert(folder, whole)
+    ckptool.convert(files[::-1], tmp_path / "listed.pth")
+    assert ckptool.diff(tmp_path / "listed.pth", whole).identical
+    with pytest.raises(FileMissing, match="is of the same set of rank files, and not given"):
+        ckptool.convert(files[:1], tmp_path / "one.pth")
