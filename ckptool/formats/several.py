@@ -53,8 +53,8 @@ def _rank_pattern(paths: Sequence[str]) -> str | None:
     sets = {
         (os.path.dirname(path), found and found[0]) for path in paths for found in [set_of(path)]
     }
-    ((folder, called), *others) = sets
-    if others or called is None:
+    folder, called = sets.pop() if len(sets) == 1 else ("", None)
+    if called is None:
         return None
     pattern = called.format(rank="*")
     there = set(fnmatch.filter(os.listdir(folder or "."), pattern))
