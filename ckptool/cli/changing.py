@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
@@ -139,6 +142,7 @@ def divided(work: Callable[[], object], workers: int | None) -> None:
         from ckptool.trainer.launching import recorded
         from ckptool.trainer.processes import group
 
+        end_with_parent()
         with recorded(in_words), group("ckptool", undone="nothing has got its name") as found:
             click.get_current_context().meta[_GROUP] = found
             work()
@@ -146,6 +150,21 @@ def divided(work: Callable[[], object], workers: int | None) -> None:
         from ckptool.trainer.launching import launch
 
         set_exit_code(launch(click.get_current_context().meta[WORDS], nproc=workers or 1))
+
+
+def end_with_parent(seconds: float = 0.5) -> None:
+    """End this process soon after its launcher has gone, also after `kill -9` of that.
+
+    What is being written has no name yet, or a journal, as after a kill of this process.
+    """
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(seconds)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def group_of() -> WriterGroup | None:
