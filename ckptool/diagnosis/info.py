@@ -37,6 +37,7 @@ from ckptool.inspection.commands import (
     training_in,
     waste_notes,
 )
+from ckptool.inspection.neighbors import neighbor_notes
 from ckptool.inspection.quantization import quantizations
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.compacting import storage_use
@@ -161,6 +162,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
     elif name is not None and name not in layout:
         notes.append(name)
     notes += details.notes
+    notes += neighbor_notes(checkpoint)
     notes += format_of(checkpoint.format).layout_notes(checkpoint)
     notes += (*details.left_behind, *details.unreferenced)
     notes += waste_notes(checkpoint.path, held - reached, details.dead_bytes)

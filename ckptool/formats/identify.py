@@ -634,6 +634,11 @@ def _other_folder(path: str, names: list[str]) -> Identification:
     if all(".ckptool-" in name for name in names):
         what = "a folder that ckptool has begun to write, and not finished"
         return Identification(what, "write it again: the next run removes what is left of this one")
+    from ckptool.formats.run_folder import run_in
+
+    if run := run_in(path, names):
+        chosen = os.path.join(path, run.best or run.last)
+        return Identification(run.text, f"give one of them: ckptool list {shell(chosen)}")
     what = f"a folder that is not a checkpoint: it holds {few(names)}"
     files = [name for name in names[:_MOST_OPENED] if _may_be_checkpoint(os.path.join(path, name))]
     if not files:

@@ -1,0 +1,102 @@
+"""The folder of a run with several checkpoints: which of them is the last, and which the best."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from ckptool.errors import CheckpointError
+from ckptool.formats.base import Probe
+from ckptool.formats.registry import candidates
+from ckptool.limits import DEFAULT_LIMITS
+
+_STEP = re.compile(r"checkpoint-(\d+)")
+"""How the Trainer of transformers calls the folder of a step."""
+_STATE = "trainer_state.json"
+_MOST_FILES, _MOST_BYTES = 64, 1 << 24
+
+
+class Run(NamedTuple):
+    """The checkpoints of one run."""
+
+    library: str
+    last: str
+    """The name in the folder of the checkpoint with the most steps."""
+    step: int
+    best: str | None
+    """The name of the one that the run itself calls its best, if it is in the folder."""
+
+    @property
+    def text(self) -> str:
+        """What the folder is, without the article's verb."""
+        best = "" if self.best is None else f", and the best is {self.best!r}"
+        return (
+            f"a folder of {self.library} checkpoints: the last is {self.last!r} "
+            f"(step {self.step:,}){best}"
+        )
+
+
+def run_in(folder: str, names: Iterable[str]) -> Run | None:
+    """Return the run whose checkpoints are in a folder; None if there is none that is known."""
+    return _trainer(folder, names) or _lightning(folder, names)
+
+
+def trainer_state(folder: str) -> Mapping[str, Any]:
+    """Return what the Trainer of transformers stated in the folder of a step; empty if nothing."""
+    with suppress(OSError, ValueError, RecursionError):
+        with open(os.path.join(folder, _STATE), "rb") as file:
+            state = json.loads(file.read(_MOST_BYTES))
+        if isinstance(state, dict):
+            return state
+    return {}
+
+
+def _trainer(folder: str, names: Iterable[str]) -> Run | None:
+    steps = {int(found[1]): name for name in names if (found := _STEP.fullmatch(name))}
+    if not steps:
+        return None
+    last = max(steps)
+    path = trainer_state(os.path.join(folder, steps[last])).get("best_model_checkpoint")
+    return Run("Trainer", steps[last], last, _named(path, [*steps.values()]))
+
+
+def _lightning(folder: str, names: Iterable[str]) -> Run | None:
+    files = sorted(name for name in names if name.endswith(".ckpt"))
+    roots = {name: _root(os.path.join(folder, name)) for name in files[:_MOST_FILES]}
+    steps = {
+        name: root["global_step"]
+        for name, root in roots.items()
+        if "pytorch-lightning_version" in root and type(root.get("global_step")) is int
+    }
+    if len(steps) < 2:
+        return None
+    last = max(steps, key=lambda name: (steps[name], name == "last.ckpt", name))
+    callbacks = roots[last].get("callbacks")
+    states = callbacks.values() if isinstance(callbacks, dict) else ()
+    paths = (one.get("best_model_path") for one in states if isinstance(one, dict))
+    best = next(filter(None, (_named(path, steps) for path in paths)), None)
+    return Run("Lightning", last, steps[last], best)
+
+
+def _named(path: object, names: Collection[str]) -> str | None:
+    """Return the file or folder of a path of the machine that trained, if it is one of `names`."""
+    name = re.split(r"[/\\]", path.rstrip("/\\"))[-1] if isinstance(path, str) else None
+    return name if name is not None and name in names else None
+
+
+def _root(path: str) -> Mapping[Any, Any]:
+    """Return the tree of a file, if it is a dict."""
+    with suppress(CheckpointError):
+        probe = Probe(path, DEFAULT_LIMITS)
+        try:
+            for known in candidates(probe):
+                if known.recognize(probe):
+                    root = known.read(probe).root
+                    return root if isinstance(root, dict) else {}
+        finally:
+            probe.close()
+    return {}

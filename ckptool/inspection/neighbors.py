@@ -1,0 +1,36 @@
+"""What a training saved next to the weights of a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from ckptool.core.checkpoint import Checkpoint
+from ckptool.formats.model_folder import ADAPTER_CONFIG, library_of
+from ckptool.formats.run_folder import trainer_state
+from ckptool.words import listed
+
+_TRAINING = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "scaler.pt",
+             "rng_state", "random_states_", "training_args.bin")  # fmt: skip
+"""Beginnings of the names that the Trainer of transformers and accelerate give their states."""
+
+
+def neighbor_notes(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield what is next to the weights, if a folder is opened by the name of their file."""
+    path = checkpoint.path
+    if library_of(path) is None:
+        return
+    folder = os.path.dirname(path) or os.curdir
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return
+    training = [name for name in names if name.startswith(_TRAINING)]
+    if training:
+        step = trainer_state(folder).get("global_step")
+        when = f"the training at step {step:,}" if type(step) is int else "the training"
+        yield f"next to it is the state of {when}: {listed(training)}"
+    adapters = [name for name in names if library_of(name) == "peft"]
+    if adapters and library_of(path) != "peft":
+        beside = listed([*adapters, *({ADAPTER_CONFIG} & {*names})])
+        yield f"next to it is an adapter: {beside}"
