@@ -62,6 +62,21 @@ _OF_OBJECTS = frozenset({"objects", "numpy", "protocol", "outdated"})
 """Kinds of complaint that are none about a file whose reader makes the objects in it."""
 
 
+@dataclass(frozen=True, slots=True)
+class FixPlan:
+    """One conversion, and what it mends."""
+
+    command: str | None = None
+    target: str = ""
+    steps: Steps = ()
+    format: str | None = None
+    """None: safetensors or torch, as the source is."""
+    mended: frozenset[str] = frozenset()
+    """Kinds of complaint that are not in the target."""
+    obstacle: str = ""
+    """What stood in the way of the first step that could not be taken."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis(Result):
     """Every complaint about a file, and the command that mends them."""
@@ -88,6 +103,8 @@ class Diagnosis(Result):
     """The same in Python, where the file fits the model."""
     reader: str = ""
     """The library that reads the file as it is, if that is not torch."""
+    plan: FixPlan = FixPlan()
+    """The steps of `all_at_once`."""
 
     @property
     def ok(self) -> bool:
@@ -99,6 +116,20 @@ class Diagnosis(Result):
         """The command to run first: of the plan, or one of the alternatives."""
         others = (command for one in self.complaints for command in one.alternatives)
         return next(iter((*self.commands, *others)), None)
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """The options in the plan by which something is lost: the user must have agreed to them."""
+        steps = self.plan.steps
+        asked = {
+            "--model-only": TRAINING[0] in self.training
+            and any(isinstance(step, Take) and step.model_only for step in steps),
+            "--drop-objects": any(isinstance(step, Plain) and step.drop_objects for step in steps),
+            "--allow-unexpected": any(
+                isinstance(step, Fit) and step.allow_unexpected for step in steps
+            ),
+        }
+        return tuple(option for option, is_asked in asked.items() if is_asked)
 
     @property
     def would_run(self) -> tuple[str, ...]:
@@ -113,7 +144,7 @@ class Diagnosis(Result):
             "format": self.format,
             "ok": self.ok,
             "would_run": list(self.would_run),
-            **documented(self, "file", "format", "training", "code"),
+            **documented(self, "file", "format", "training", "code", "plan"),
         }
 
 
@@ -243,6 +274,7 @@ def _assembled(subject: Subject, found: list[Complaint]) -> Diagnosis:
         training_in(subject.checkpoint),
         _code(subject) if resumes and not hopeless else "",
         reader,
+        plan,
     )
 
 
@@ -291,21 +323,6 @@ MENDED, RESUMED = "mended", "resume"
 """The words before the ending of the file that a plan writes."""
 _OF_A_MODEL = (Take, Strip, Rename, Fit)
 """Steps after which the training that saved the file cannot resume from it."""
-
-
-@dataclass(frozen=True, slots=True)
-class FixPlan:
-    """One conversion, and what it mends."""
-
-    command: str | None = None
-    target: str = ""
-    steps: Steps = ()
-    format: str | None = None
-    """None: safetensors or torch, as the source is."""
-    mended: frozenset[str] = frozenset()
-    """Kinds of complaint that are not in the target."""
-    obstacle: str = ""
-    """What stood in the way of the first step that could not be taken."""
 
 
 class Planner:

@@ -446,3 +446,82 @@ def test_devices_of_another_machine_can_be_given(ckptool, tmp_path):
     done = ckptool("doctor", path, "--devices", "GPU 1")
     assert (done.code, done.out) == (2, "")
     assert "is not a device" in done.err
+
+
+def test_several_files_have_the_exit_code_of_the_worst(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved(wrapped("module"))(tmp_path).rename("wrong.pth")
+    saved(healthy)(tmp_path).rename("well.pth")
+    for names, code in [
+        (["well.pth", "well.pth"], 0),
+        (["well.pth", "wrong.pth"], 1),
+        (["wrong.pth", "gone.pth", "well.pth"], 2),
+    ]:
+        done = ckptool("doctor", "--quick", "--json", *names)
+        document = done.document
+        assert (done.code, document["ok"]) == (code, code == 0)
+        assert document["schema"] == "ckptool.doctor/2"
+        here = [name for name in names if name != "gone.pth"]
+        single = [ckptool("doctor", "--quick", "--json", name).document for name in here]
+        assert document["files"] == single
+        assert [one["file"] for one in document["errors"]] == ["gone.pth"] * (code == 2)
+        shown = ckptool("doctor", "--quick", *names)
+        assert shown.code == code
+        assert [shown.out.count(f"{name}: ") for name in {*here}] == [
+            here.count(name) for name in {*here}
+        ]
+
+
+@pytest.mark.parametrize("fault", MENDED, ids=lambda fault: fault.id)
+def test_a_fix_writes_what_the_command_writes(ckptool, tmp_path, monkeypatch, fault):
+    monkeypatch.chdir(tmp_path)
+    path = fault.make(tmp_path)
+    options = ("--quick", *(fault.options or CPU))
+    document = examined(ckptool, path, *(fault.options or CPU))
+    agreed = [
+        word for word in ("--model-only", "--drop-objects") if word in document["commands"][0]
+    ]
+    done = ckptool("doctor", path, "--fix", "--json", *agreed, *options)
+    assert done.code == 0, done.err
+    after = ckptool("doctor", document["target"], "--json", *options)
+    assert (done.document, after.code) == (after.document, 0)
+    Net().load_state_dict(read(document["target"]), strict=True)
+
+
+def test_a_fix_that_loses_something_needs_its_flag(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    retagged(saved(training_run), "cuda:3")(tmp_path)
+    words = ("doctor", "model.pth", "--quick", "--fix", *CPU)
+    done = ckptool(*words)
+    assert (done.code, done.out, sorted(os.listdir())) == (2, "", ["model.pth"])
+    assert "hint: add --model-only to agree; or, to keep all: ckptool convert " in done.err
+    done = ckptool(*words, "--model-only", "-o", "out.safetensors")
+    assert (done.code, done.out.startswith("out.safetensors: ")) == (0, True)
+    Net().load_state_dict(read("out.safetensors"))
+
+
+def test_a_fix_that_leaves_a_choice_or_has_no_command_is_refused(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved({"model": healthy(), "model_ema": healthy()})(tmp_path)
+    (tmp_path / "lfs.pth").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    before = sorted(os.listdir())
+    for name, says, hint in [
+        ("model.pth", "the fix leaves a choice", "--key model --model-only"),
+        ("lfs.pth", "no step of ckptool fixes it", "git lfs install"),
+    ]:
+        done = ckptool("doctor", name, "--quick", "--fix")
+        assert (done.code, done.out) == (2, "")
+        assert f"{name}: {says}" in done.err
+        assert hint in done.err
+    assert sorted(os.listdir()) == before
+    for words in (["--model-only"], ["-o", "x.pth"]):
+        assert "is about --fix" in ckptool("doctor", "model.pth", *words).err
+    assert "--fix takes one file" in ckptool("doctor", "model.pth", "lfs.pth", "--fix").err
+
+
+def test_a_healthy_file_is_left_as_it_is_by_a_fix(ckptool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved(healthy)(tmp_path)
+    done = ckptool("doctor", "model.pth", "--fix", "--quick")
+    assert (done.code, os.listdir()) == (0, ["model.pth"])
+    assert "no problem" in done.out
