@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -357,6 +356,8 @@ def _fill(view: memoryview, data: ByteRange, start: int) -> None:
         data.read_into(view, start)
         return
     half = len(view) // 2
+    from concurrent.futures import ThreadPoolExecutor  # brings logging, which a header needs not
+
     with ThreadPoolExecutor(1) as second:
         rest = second.submit(data.read_into, view[half:], start + half)
         data.read_into(view[:half], start)
