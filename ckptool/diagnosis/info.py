@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,14 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Path, TensorRef
 from ckptool.core.names import BUFFER_NAMES
 from ckptool.core.optimizers import has_training_weights
-from ckptool.core.sections import MODEL_KINDS, Section
-from ckptool.core.tree import distinct, ties
+from ckptool.core.sections import (
+    MODEL_KINDS,
+    Section,
+    likely_models,
+    named_tensors,
+    only_model,
+)
+from ckptool.core.tree import distinct, name_of, ties
 from ckptool.core.values import documented, json_path
 from ckptool.diagnosis.complaint import Subject
 from ckptool.diagnosis.diagnose import Diagnosis, diagnosed
@@ -169,6 +175,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
     if stuck and (text := needed_import(objects)):
         notes.append(text)
     notes += map(str, quantizations(checkpoint))
+    notes += _layout_notes(checkpoint, only_model(likely_models(checkpoint)))
     for section in sections:
         if section.kind == "optimizer" and has_training_weights(section):
             notes.append(
@@ -205,6 +212,19 @@ def _summary(checkpoint: Checkpoint) -> Info:
         obstacle=_obstacle(verdicts["cpu"]),
         reader=verdicts["cpu"].reader,
     )
+
+
+def _layout_notes(checkpoint: Checkpoint, model: Section | None) -> Iterator[str]:
+    """Yield the recipe that takes the keys of the model, or all paths if there is no one model."""
+    from ckptool.recipes import looks_like  # which reads all recipes
+
+    if model is None:
+        keys = [name_of(path) for path, _ in checkpoint.tensors()]
+    else:
+        keys = [*named_tensors(model.node)]
+    if keys and (recipe := looks_like(keys)):
+        side = "target" if recipe.endswith("--reverse") else "source"
+        yield f"this looks like the {side} of a recipe for another library: --recipe {recipe}"
 
 
 def _verdicts(checkpoint: Checkpoint) -> dict[str, Diagnosis]:

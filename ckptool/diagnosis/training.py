@@ -107,8 +107,8 @@ def _difference(
 ) -> str:
     """Say in one sentence why names differ, and what makes them equal."""
     unexpected = report.unexpected_keys
-    if differs == MERGE:
-        return MERGE
+    if differs == MERGE or report.recipe:
+        return differs
     if form := _reparametrised(unexpected):
         return f"in the model that saved it, call {form}, and save it again"
     if form := _reparametrised(missing):

@@ -21,7 +21,7 @@ from ckptool.matching.align import common_module
 from ckptool.matching.known_renames import MERGE, has_adapter
 from ckptool.matching.report import Ambiguity, MatchReport, Renaming, most_allowed
 from ckptool.remedies import Remedy, together
-from ckptool.words import are, counted, listed, printable
+from ckptool.words import are, counted, listed, printable, shell
 
 Allowed = bool | str | Sequence[str] | None
 """Yes or no for all names, or globs of the names that are allowed; None: as `strict` says."""
@@ -270,7 +270,7 @@ def _way(
     rest = {*missing, *unexpected}
     if any(not one.rules and rest & {*one.names, *one.candidates} for one in unclear):
         return _UNDECIDED
-    after = ", even after the proposed rules" if proposed else ""
+    after = ", even after the proposed rules" if proposed and not report.recipe else ""
     lost = len(missing) + len(left[2])
     if text := difference(report, lost, unexpected, is_renamed=bool(proposed)):
         return Remedy(note=f"{text}{after if text != MERGE else ''}")
@@ -304,6 +304,10 @@ def difference(
     known = (own for one in report.renamed if one.kind == "known" for own, _ in one.names)
     if has_adapter(unexpected, known):
         return MERGE
+    if report.recipe:
+        text = "this looks like the same model in another layout"
+        file = shell(report.file) if report.file else "FILE"
+        return f"{text}: ckptool convert {file} OUT --recipe {report.recipe}"
     # Integers for fractions mean nothing without the scales beside them.
     if unexpected and any("float" in one.after and "int" in one.before for one in report.cast):
         return "the file's weights are quantized: integers, and their scales under other names"

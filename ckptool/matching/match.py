@@ -117,12 +117,19 @@ def matched(
         tied=tied,
         ambiguous=ambiguous,
         proposed=proposed,
+        recipe=_recipe(have, want) if missing and unused else "",
         left_out=tuple(left_out.items()),
         kept=tuple(kept.items()),
         notes=tuple(made.idle()),
         **counted(want, pairs, kept),
     )
     return Match(pairs, _rewritten(ruled, wanted, renamed), report)
+
+
+def _recipe(have: Collection[str], want: Collection[str]) -> str:
+    from ckptool.recipes import leads_to  # most files fit
+
+    return leads_to(have, want) or ""
 
 
 def _spelled(

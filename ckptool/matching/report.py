@@ -267,6 +267,9 @@ class MatchReport(Result):
     """Their names are among the missing and the unexpected too."""
     proposed: tuple[Renaming, ...] = ()
     """Rules that would match more names, for the user to decide: none of them was applied."""
+    recipe: str = ""
+    """The recipe of `convert` that leads from the keys of the file to those of the model:
+    `experts-qwen`, `experts-qwen --reverse`. It was not applied."""
     moved: tuple[str, ...] = ()
     """Empty; kept for those who read it."""
     respelled: tuple[str, ...] = ()

@@ -622,8 +622,8 @@ def differences(there: Plan[Any], back: Plan[Any]) -> Iterator[str]:
         yield f"{printable(more)!r} would be new"
 
 
-def fits_keys(recipe: Recipe, keys: Iterable[str]) -> bool:
-    """Return whether all rules of a recipe match some of the keys, and each key is taken."""
+def left_over(recipe: Recipe, keys: Iterable[str]) -> set[str] | None:
+    """Return the keys that no rule of a recipe takes; None if a rule matches none of them."""
     drop, is_path = recipe.drop[0], recipe.uses_paths
     now = [key for key in keys if not any(one.covers(key, is_path=is_path) for one in drop)]
     tied = recipe.tied[0]
@@ -643,9 +643,9 @@ def fits_keys(recipe: Recipe, keys: Iterable[str]) -> bool:
             for pattern, names in zip(rule.right, rule.unstacked, strict=True):
                 new[pattern.fill({**values, **dict.fromkeys(names, 0)})] = None
         if any(rule.number not in used and not rule.is_optional for rule in rules):
-            return False
+            return None
         now = list(new)
-    return not untouched and not recipe.unfinished(now)
+    return untouched | {*recipe.unfinished(now)}
 
 
 def _taker(rules: Iterable[RecipeRule], key: str) -> tuple[RecipeRule, Values] | None:

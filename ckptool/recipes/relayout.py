@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from ckptool.errors import CheckpointError, NameCollision, UsageError
 from ckptool.recipes.assembling import LastBlock, Piece, assembled, check_movable, row_major
 from ckptool.recipes.axes import Shape
 from ckptool.recipes.params import Params
-from ckptool.recipes.planning import Plan, Sketch, Sketches, differences, fits_keys, plan
+from ckptool.recipes.planning import Plan, Sketch, Sketches, differences, left_over, plan
 from ckptool.recipes.recipe import Recipe, all_shipped
 from ckptool.recipes.several import prefix_of
 from ckptool.tensors.bytewise import same_elements
 from ckptool.transforms.casting import optimizer_tensors, refuse_apart
 from ckptool.transforms.names import NamePlan, moved_metadata
 from ckptool.words import counted, listed, printable, shell
+
+_MOST_ALIKE = 16
+"""Keys that only differ in numbers, of which a recipe is proposed."""
 
 
 class _Tensors:
@@ -274,17 +278,50 @@ def _way_back(recipe: Recipe, made: Plan[TensorRef], found: Params) -> Change:
     return Change("reversible", text, 1)
 
 
-def looks_like(shapes: Mapping[str, Any]) -> str | None:
+def looks_like(keys: Iterable[str]) -> str | None:
     """Return the shipped recipe of which all rules match keys, with nothing left over.
 
     `NAME`, or `NAME --reverse`; None if there is none, or there are several.
     """
-    found = []
-    for recipe in all_shipped():
-        for one, words in ((recipe, recipe.name), (recipe.reversed(), f"{recipe.name} --reverse")):
-            before = prefix_of(one)
-            if any(
-                fits_keys(one, [p + key for key in shapes]) for p in dict.fromkeys(("", before))
-            ):
-                found.append(words)
+    sample = _sampled(keys)
+    fitting = (words for one, words in _directions() if set() in _left_over(one, sample))
+    found = list(dict.fromkeys(fitting))
     return found[0] if len(found) == 1 else None
+
+
+def leads_to(keys: Iterable[str], wanted: Iterable[str]) -> str | None:
+    """Return the shipped recipe that makes the wanted keys of some keys.
+
+    All of its rules match on both sides, and what they leave over is the same. `NAME`, or
+    `NAME --reverse`; None if there is none, or there are several.
+    """
+    sample, goal = _sampled(keys), _sampled(wanted)
+    found = []
+    for one, words in _directions():
+        left, right = _left_over(one, sample), _left_over(one.reversed(), goal)
+        if any(rest == other and (one.keeps_rest or not rest) for rest in left for other in right):
+            found.append(words)
+    return found[0] if len(found) == 1 else None
+
+
+def _directions() -> Iterator[tuple[Recipe, str]]:
+    for one in all_shipped():
+        yield one, one.name
+        yield one.reversed(), f"{one.name} --reverse"
+
+
+def _left_over(recipe: Recipe, keys: Sequence[str]) -> list[set[str]]:
+    """Return what a recipe leaves over of keys, and of keys of the first of several files."""
+    before = prefix_of(recipe)
+    found = (left_over(recipe, [one + key for key in keys]) for one in dict.fromkeys(("", before)))
+    return [one for one in found if one is not None]
+
+
+def _sampled(keys: Iterable[str]) -> list[str]:
+    """Return some keys of each kind: those that only differ in numbers are alike."""
+    kinds: dict[str, list[str]] = {}
+    for key in sorted(keys):
+        alike = kinds.setdefault(re.sub(r"[0-9]+", "0", key), [])
+        if len(alike) < _MOST_ALIKE:
+            alike.append(key)
+    return [key for alike in kinds.values() for key in alike]

@@ -1,12 +1,14 @@
 """`convert --recipe` leads from each `source/` of `fixtures/recipes` to its target, and back."""
 
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool as library
 from ckptool.errors import CheckpointError, UsageError
-from ckptool.recipes import Relayout
+from ckptool.recipes import Relayout, looks_like
 from tests.recipes.test_shipped import (
     EXAMPLES,
     FOLDER,
@@ -240,3 +242,68 @@ def test_python_has_the_same_step(tmp_path):
         step({"x": torch.ones(2)})
     with pytest.raises(CheckpointError, match="no tensor matches"):
         library.Relayout("vit-timm-to-hf")(META / "target.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("experts-mixtral", "experts-mixtral"),
+        ("experts-qwen2", "experts-qwen"),
+        ("llama-torchtitan", "llama-torchtitan-to-hf"),
+        ("llama-meta-one", "llama-meta-to-hf"),
+        ("qkv-neox", "qkv-fused"),
+        ("vit-timm", "vit-timm-to-hf"),
+    ],
+)
+def test_a_recipe_is_proposed_where_it_leads_to_the_model_and_never_applied(ckptool, name, recipe):
+    ours, theirs = source_of(name), FOLDER / name / "target.safetensors"
+    for file, reference, words in ((ours, theirs, recipe), (theirs, ours, f"{recipe} --reverse")):
+        done = ckptool("match", file, "--like", reference, "--json")
+        assert (done.code, done.document["recipe"]) == (1, words)
+        for verb in ("match", "doctor"):
+            done = ckptool(verb, file, "--like", reference)
+            assert (done.code, f"convert {file} OUT --recipe {words}" in done.out) == (1, True)
+            assert "architecture" not in done.out
+
+
+@pytest.mark.parametrize("change", [{"cls_token": None}, {"other": torch.ones(2)}])
+def test_no_recipe_is_proposed_for_another_model(ckptool, tmp_path, change):
+    ours, theirs = source_of("vit-timm"), FOLDER / "vit-timm" / "target.safetensors"
+    state = {**torch.load(ours), **change}
+    torch.save({key: one for key, one in state.items() if one is not None}, tmp_path / "other.pth")
+    done = ckptool("match", tmp_path / "other.pth", "--like", theirs, "--json")
+    assert (done.code, done.document["recipe"]) == (1, "")
+    assert "looks like" not in ckptool("info", tmp_path / "other.pth").out
+    same = ckptool("match", ours, "--like", ours, "--json")
+    assert (same.code, same.document["recipe"]) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (
+            source_of("llama-torchtitan"),
+            "the source of a recipe for another library: --recipe ll",
+        ),
+        (source_of("llama-megatron-two"), "--recipe llama-megatron-to-hf"),
+        (source_of("llama-meta-one"), "--recipe llama-meta-to-hf"),
+        (FOLDER / "vit-timm" / "target.safetensors", "--recipe vit-timm-to-hf --reverse"),
+        (FOLDER / "llama-torchtitan" / "target.safetensors", None),  # several lead back
+        (source_of("experts-mixtral"), None),  # most of it is left over
+    ],
+)
+def test_info_notes_a_recipe_that_takes_all_keys(ckptool, file, words):
+    notes = [
+        one for one in ckptool("info", file, "--json").document["notes"] if "looks like" in one
+    ]
+    assert len(notes) == (words is not None)
+    assert not words or words in notes[0]
+
+
+def test_keys_of_a_large_model_are_sampled(monkeypatch):
+    tried = []
+    module = sys.modules["ckptool.recipes.relayout"]  # the package has a function of its name
+    monkeypatch.setattr(module, "left_over", lambda _, keys: tried.extend(keys))
+    keys = [f"layers.{n}.experts.{e}.w{w}" for n in range(40) for e in range(64) for w in range(2)]
+    assert looks_like(keys) is None
+    assert len(set(tried)) <= 16 * 2
