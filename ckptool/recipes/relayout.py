@@ -20,7 +20,6 @@ from ckptool.recipes.params import Params
 from ckptool.recipes.planning import Plan, Sketch, Sketches, differences, left_over, plan
 from ckptool.recipes.recipe import Recipe, all_shipped
 from ckptool.recipes.several import prefix_of
-from ckptool.tensors.bytewise import same_elements
 from ckptool.transforms.casting import optimizer_tensors, refuse_apart
 from ckptool.transforms.names import NamePlan, moved_metadata
 from ckptool.words import counted, listed, printable, shell
@@ -62,6 +61,8 @@ class _Tensors:
 
     def is_same(self, one: TensorRef, other: TensorRef) -> bool:
         """Return whether two tensors of one dtype and shape have the same elements."""
+        from ckptool.tensors.bytewise import same_elements  # which brings threads
+
         return (one.place is not None and one.place == other.place) or same_elements(one, other)
 
 
