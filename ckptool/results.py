@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckptool.inspection.stats import Stats
     from ckptool.inspection.verify import Verdict
     from ckptool.limits import Limits
+    from ckptool.loading.inert import InertObject
     from ckptool.matching import MatchReport
     from ckptool.recipes import Relayout
     from ckptool.render.page import PageReceipt
@@ -51,9 +52,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cast", "Change", "Checkpoint", "Compact", "Complaint", "Details", "Diagnosis", "Diff",
-    "Drop", "Finding", "Fit", "Flatten", "Info", "Limits", "Listing", "Masters", "MatchReport",
-    "Move", "Nest", "Opaque", "Overlay", "PageReceipt", "Plain", "Receipt", "Recovery",
-    "Relayout", "Remap", "Rename", "Reshape", "Salvage", "Scan", "Set", "Stats", "Step",
+    "Drop", "Finding", "Fit", "Flatten", "InertObject", "Info", "Limits", "Listing", "Masters",
+    "MatchReport", "Move", "Nest", "Opaque", "Overlay", "PageReceipt", "Plain", "Receipt",
+    "Recovery", "Relayout", "Remap", "Rename", "Reshape", "Salvage", "Scan", "Set", "Stats", "Step",
     "Storage", "Strip", "Take", "TensorRef", "Untie", "Verdict", "Wrap",
 ]  # fmt: skip
 
@@ -72,6 +73,7 @@ _HOMES = {
     "limits": ("Limits",),
     "matching": ("MatchReport",),
     "core.model": ("Opaque", "Storage", "TensorRef"),
+    "loading.inert": ("InertObject",),
     "recipes": ("Relayout",),
     "render.page": ("PageReceipt",),
     "transforms": (

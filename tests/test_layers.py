@@ -57,6 +57,7 @@ INSIDE = {
     "loading": [
         "ranks",
         "snapshot",
+        "inert",
         "load",
         "fill",
         "target",

@@ -32,6 +32,7 @@ from ckptool.core.sections import model_state_dict, values_inside, wrapped_names
 from ckptool.core.tree import name_of
 from ckptool.errors import LimitExceeded, UsageError, warn
 from ckptool.formats import opened
+from ckptool.loading.inert import InertObject
 from ckptool.renamed import renamed_arguments
 from ckptool.tensors import Materializer, is_one_part, only_a_part, set_attributes
 from ckptool.tensors.materialize import MapLocation
@@ -66,8 +67,9 @@ def load(
 
     Containers, ties, cycles, `_metadata`, parameters, dtypes and sizes are as they were saved. A
     numpy array becomes a tensor, a numpy scalar a number, a tensor subclass a plain tensor. Other
-    objects stay inert: `ckptool.Opaque` with its tensors made, `ckptool.TensorRef` for a DTensor or
-    ShardedTensor. A tensor attribute that would hide one of the class is left out with a warning.
+    objects stay inert and show their state as attributes (`load(path)["args"].lr`); a DTensor or
+    ShardedTensor is a `ckptool.results.TensorRef`. A tensor attribute that would hide one of the
+    class is left out with a warning.
 
     Args:
         path: A file, an index of shards, the folder of a model, or an open checkpoint.
@@ -79,7 +81,7 @@ def load(
         DeviceError: the device of a tensor is not available; the message names the tensor.
     """
     with opened_and_told(path) as checkpoint:
-        return made_tree(checkpoint.root, map_location=map_location, mmap=mmap)
+        return made_tree(checkpoint.root, map_location=map_location, mmap=mmap, views=True)
 
 
 @contextmanager
@@ -99,12 +101,20 @@ def made_tree(
     map_location: MapLocation = "cpu",
     mmap: bool = False,
     dtype: torch.dtype | str | None = None,
+    views: bool = False,
 ) -> Any:
     """Make the tree `root` of a file; each node once, so that what is shared stays shared.
 
     `originals` has what nodes stand for, and errors are those of `TreeMaker`.
     """
-    maker = TreeMaker(root, originals=originals, map_location=map_location, mmap=mmap, dtype=dtype)
+    maker = TreeMaker(
+        root,
+        originals=originals,
+        map_location=map_location,
+        mmap=mmap,
+        dtype=dtype,
+        views=views,
+    )
     try:
         return maker.made(root)
     finally:
@@ -122,13 +132,16 @@ class TreeMaker:
         map_location: MapLocation = "cpu",
         mmap: bool = False,
         dtype: torch.dtype | str | None = None,
+        views: bool = False,
     ) -> None:
         """Plan the tensors below `root`.
 
-        `originals` has what nodes stand for, by their `id`: those are returned as they are. Errors
-        are those of `Materializer`.
+        `originals` has what nodes stand for, by their `id`: those are returned as they are. With
+        `views` an object becomes an `InertObject`, else an `Opaque`. Errors are those of
+        `Materializer`.
         """
         self._originals = originals
+        self._views = views
         self._tensors = Materializer(
             root, convert=self.node, map_location=map_location, mmap=mmap, dtype=dtype
         )
@@ -231,10 +244,11 @@ class TreeMaker:
         if made is not node:
             return made
         copy = replace(node, steps=[])
-        self._remember(node, copy)
+        shown = InertObject(copy) if self._views else copy
+        self._remember(node, shown)
         copy.args, copy.kwargs = self.node(node.args), self.node(node.kwargs)
         copy.steps.extend((kind, self.node(value)) for kind, value in node.steps)
-        return copy
+        return shown
 
 
 def unpickled(node: Opaque, made: Callable[[Any], Any]) -> Any:

@@ -1,5 +1,7 @@
 """`load` and `load_state_dict`: real files, given what torch reads from each; nothing runs."""
 
+import argparse
+import copy
 import gc
 import io
 import os
@@ -7,7 +9,7 @@ import pickle
 import subprocess
 import sys
 import weakref
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 
 import numpy
 import pytest
@@ -35,6 +37,7 @@ from ckptool.errors import (
     UsageError,
 )
 from ckptool.formats import open_checkpoint
+from ckptool.loading.inert import InertObject, node_of
 from ckptool.loading.load import made_tree
 from tests.loading.bits import saved
 from tests.loading.wrappings import WRAPPINGS
@@ -85,8 +88,8 @@ def test_map_location_may_be_given_by_position_as_to_torch(tmp_path, load):
 
 def test_objects_stay_inert_and_their_tensors_are_made(fixtures):
     whole = ckptool.load(fixtures / "torch-2.13.0" / "whole_single.pth")
-    assert isinstance(whole, Opaque)
-    assert whole.class_name.startswith("net.")
+    assert isinstance(whole, InertObject)
+    assert node_of(whole).class_name.startswith("net.")
     tensors = [value for value in walk(whole) if isinstance(value, torch.Tensor)]
     assert tensors
     assert not [value for value in walk(whole) if isinstance(value, TensorRef)]
@@ -99,6 +102,7 @@ def walk(node):
     elif isinstance(node, (list, tuple)):
         inside = list(node)
     else:
+        node = node_of(node) if isinstance(node, InertObject) else node
         inside = [node.args, node.steps] if isinstance(node, Opaque) else []
     for value in inside:
         yield from walk(value)
@@ -114,8 +118,8 @@ def test_miscellaneous_values(fixtures):
         if isinstance(value, numpy.generic):
             assert ours[key] == value.item()
             assert type(ours[key]) is type(value.item())
-        elif isinstance(ours[key], Opaque):
-            assert type(value).__qualname__ in ours[key].class_name
+        elif isinstance(ours[key], InertObject):
+            assert type(value).__qualname__ in node_of(ours[key]).class_name
         else:
             judge.same(ours[key], value, key)
 
@@ -133,7 +137,7 @@ def test_numpy_arrays_become_tensors(tmp_path):
         assert torch.equal(ours[key], torch.from_numpy(native))
     assert ours["scalar"] == 0.5
     assert type(ours["scalar"]) is float
-    assert isinstance(ours["text"], Opaque)
+    assert isinstance(ours["text"], InertObject)
 
 
 def test_a_bare_pickle_of_arrays_is_made(tmp_path):
@@ -186,8 +190,8 @@ def test_nothing_of_the_file_is_run(tmp_path):
         file = tmp_path / f"{legacy}.pt"
         torch.save(tree, file, _use_new_zipfile_serialization=not legacy)
         made = ckptool.load(file)
-        assert isinstance(made["evil"], Opaque)
-        assert isinstance(made["p"].evil, Opaque)
+        assert isinstance(made["evil"], InertObject)
+        assert isinstance(made["p"].evil, InertObject)
         assert len(made["set"]) == 1
         with pytest.warns(ckptool.CheckpointWarning, match="without 'evil', 'set'"):
             assert torch.equal(ckptool.load_state_dict(file)["w"], torch.zeros(2))
@@ -608,3 +612,28 @@ def test_arguments_of_other_loaders_are_refused_with_what_is_meant(function):
     with pytest.raises(UsageError, match="has no argument weights_only") as caught:
         function("m.pth", weights_only=True)
     assert "leave it out" in caught.value.hint
+
+
+def test_inert_objects_show_their_state_as_attributes_and_nothing_else(tmp_path):
+    held = argparse.Namespace(lr=0.5, args="x", node=3, weight=torch.ones(2))
+    hostile = argparse.Namespace(__array_interface__={"data": (0, True), "shape": (9,)})
+    torch.save({"args": held, "queue": deque([4, 5]), "evil": hostile}, tmp_path / "f.pth")
+    made = ckptool.load(tmp_path / "f.pth")
+    args = made["args"]
+    assert (args.lr, args.args, args.node) == (0.5, "x", 3)
+    assert torch.equal(args.weight, torch.ones(2))
+    assert vars(args).keys() == {"lr", "args", "node", "weight"}
+    assert [name for name in dir(args) if not name.startswith("_")] == sorted(vars(args))
+    with pytest.raises(
+        AttributeError, match="argparse.Namespace has no attribute 'func'; it has lr"
+    ):
+        args.func  # noqa: B018
+    with pytest.raises(AttributeError, match="cannot be set"):
+        args.lr = 1
+    assert "argparse.Namespace" in repr(args)
+    assert [made["queue"][at] for at in made["queue"]] == [4, 5]
+    assert not hasattr(made["evil"], "__array_interface__")
+    again = copy.deepcopy(args)
+    assert again is not args
+    assert again.lr == 0.5
+    assert pickle.loads(pickle.dumps(args)).args == "x"
