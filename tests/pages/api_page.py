@@ -36,7 +36,7 @@ PARTS = {
         "merge_lora",
         *("Receipt", "recover", "Recovery"),
     ],
-    "What a checkpoint is made of": ["TensorRef", "Storage", "Opaque"],
+    "What a checkpoint is made of": ["TensorRef", "Storage", "Opaque", "InertObject"],
     "Steps": [
         *(
             "Step",
