@@ -338,17 +338,17 @@ def _warnings_told() -> Iterator[None]:
 
 def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    with_late_values: dict[str, Any] = {}  # has the exit code as soon as a verb knows it
+    known: dict[str, Any] = {}  # has the exit code as soon as a verb knows it
     try:
         if "_CKPTOOL_COMPLETE" in os.environ:
             cli.main(words, prog_name="ckptool")
         try:
             with cli.make_context("ckptool", list(words)) as context:
-                with_late_values = context.meta
-                with_late_values[WORDS] = words
+                known = context.meta
+                known[WORDS] = words
                 cli.invoke(context)
         except click.exceptions.Exit as exit_:
-            with_late_values[EXIT_CODE] = exit_.exit_code
+            known[EXIT_CODE] = exit_.exit_code
         flush()
     except BrokenPipeError:
         _forget_stdout()
@@ -361,7 +361,7 @@ def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
             if not interrupts.came:
                 _report(error)
         return ERROR
-    return int(with_late_values.get(EXIT_CODE, 0))
+    return int(known.get(EXIT_CODE, 0))
 
 
 def _report(error: BaseException) -> None:

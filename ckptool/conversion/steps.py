@@ -36,6 +36,7 @@ from ckptool.transforms import (
     changed,
     single_state_dict,
 )
+from ckptool.transforms.resizing import refuse_mixed
 from ckptool.transforms.tree_edits import METADATA
 from ckptool.words import listed
 
@@ -191,6 +192,9 @@ def converted(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Che
             f"{target} holds one flat state dict, which cannot be nested",
             hint="write a .pth; or --rename '^=>KEY.' changes the names",
         )
+    for concat in (one for one in todo if isinstance(one, Concat)):
+        for reshape in (one for one in todo if isinstance(one, Reshape) and one.split):
+            refuse_mixed(checkpoint, concat, reshape)
     if format_of(target).tensors_only:
         _refuse_values(todo, target)
     made = changed(checkpoint, with_implied(todo, target))

@@ -102,10 +102,10 @@ def refuse_cycles(params: Mapping[str, Sequence[Term]]) -> None:
         name: {one for term in terms if isinstance(term, Arithmetic) for one in term.names}
         for name, terms in params.items()
     }
-    with_late_values = True
-    while with_late_values:
+    more = True
+    while more:
         done = [name for name, others in needs.items() if not others & needs.keys()]
-        with_late_values = bool(done)
+        more = bool(done)
         for name in done:
             del needs[name]
     if needs:

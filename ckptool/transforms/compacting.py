@@ -76,8 +76,8 @@ class Compact(Step):
             return checkpoint
         root = _moved(checkpoint.root, trimmed) if trimmed else checkpoint.root
         changes = (*_told(checkpoint.root, trimmed), *_totals(checkpoint, trimmed))
-        with_late_values = replace(checkpoint, details=replace(checkpoint.details, unreferenced=()))
-        return with_late_values.with_root(root, *changes)
+        tidied = replace(checkpoint, details=replace(checkpoint.details, unreferenced=()))
+        return tidied.with_root(root, *changes)
 
 
 def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:

@@ -397,6 +397,35 @@ class Concat(Step):
         return checkpoint.with_root(tensors_placed(root, whole), *changes)
 
 
+def refuse_mixed(checkpoint: Checkpoint, concat: Concat, reshape: Reshape) -> None:
+    """Refuse to split what was joined from ranks along the same dimension.
+
+    Each rank has a share of every part: of gate and up, of q, k and v. Joined, and cut into equal
+    parts, these would be mixed.
+
+    Raises:
+        UsageError: naming one such tensor.
+    """
+    index, dims = NameIndex(checkpoint.tensors(), checkpoint.path), dict[int, int]()
+    for rule in concat.rules:
+        glob, dim = _place(rule)
+        for at in index.select(glob, endings=False):
+            dims.setdefault(at, dim)  # the first rule that matches decides
+    example = "*.qkv.weight=>*.q.weight,*.k.weight,*.v.weight@0"
+    splits = [_parsed("split", example, rule) for rule in reshape.split]
+    for at, dim in dims.items():
+        name = str(index.nodes[at][0][-1])
+        for (whole,), _, along in splits:
+            if dim == along and _found(whole, name) is not None:
+                raise UsageError(
+                    f"each rank has a share of every part of {printable(name)!r}: split after it "
+                    "was joined, the parts would be mixed",
+                    file=checkpoint.path or None,
+                    hint="--recipe llama-megatron-to-hf takes them apart rank by rank; "
+                    "ckptool recipes lists more",
+                )
+
+
 def _kinds(names: Iterable[str]) -> str:
     return listed((one.label for one in families((name, None) for name in names)), most=40)
 

@@ -55,7 +55,7 @@ def apply(path, patch):
     source.close()
 
 
-def with_late_values(path):
+def recovered(path):
     """The content of a file as the next one reads it, nothing being left beside it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -85,16 +85,16 @@ def rewritten(path):
 def test_an_edit(path, patch):
     inode = os.stat(path).st_ino
     apply(path, patch)
-    assert with_late_values(path) == edited(patch)
+    assert recovered(path) == edited(patch)
     assert os.stat(path).st_ino == inode
 
 
 def test_an_empty_file_and_nothing_to_do(path):
     apply(path, Patch(len(OLD), b""))
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
     open(path, "wb").close()
     apply(path, Patch(0, b"first"))
-    assert with_late_values(path) == b"first"
+    assert recovered(path) == b"first"
 
 
 @needs_posix
@@ -102,14 +102,14 @@ def test_a_link_is_followed(path, tmp_path):
     (tmp_path / "link.pth").symlink_to(path)
     apply(str(tmp_path / "link.pth"), Patch(len(OLD), b"tail"))
     assert (tmp_path / "link.pth").is_symlink()
-    assert with_late_values(path) == OLD + b"tail"
+    assert recovered(path) == OLD + b"tail"
 
 
 @pytest.mark.parametrize("patch", [Patch(1, b"x"), Patch(len(OLD) + 1, b"x"), Patch(0, OLD + b"x")])
 def test_a_patch_that_does_not_fit(path, patch):
     with pytest.raises(WriteError, match="cannot go to"):
         apply(path, patch)
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
 
 
 @needs_fork
@@ -117,7 +117,7 @@ def test_a_patch_that_does_not_fit(path, patch):
 def test_a_process_that_ends_at_any_call_leaves_the_old_file_or_the_new_one(path, patch):
     seen = set()
     for crash in crashes(lambda: apply(path, patch), rewritten(path), (KILL, *POWER)):
-        content = with_late_values(path)
+        content = recovered(path)
         assert content in (OLD, edited(patch)), crash
         assert content == edited(patch) or not crash.completed, crash
         seen.add((crash.call, crash.half, crash.loss))
@@ -148,7 +148,7 @@ def test_an_error_at_any_call_takes_the_edit_back_at_once(path, patch, error, af
             assert content in (OLD, edited(patch)), raised
         assert left == ["model.pth"] or (raised.call == "unlink" and not raised.error), raised
         assert raised.error in ("", *expected), raised
-        assert with_late_values(path) == content, raised
+        assert recovered(path) == content, raised
 
 
 @needs_fork
@@ -163,7 +163,7 @@ def test_where_it_cannot_be_taken_back_the_journal_stays(path, monkeypatch):
     monkeypatch.undo()
     assert len(os.listdir(os.path.dirname(path))) == 2
     assert os.path.getsize(path) == len(OLD) + 200
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
 
 
 def half(fd, data, position):
@@ -216,7 +216,7 @@ def test_a_disk_that_is_too_full_from_the_beginning(path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3000))
     with pytest.raises(NoSpace, match="needs 4,000 bytes, and the disk has 3,000 free"):
         apply(path, Patch(len(OLD), bytes(2000)))
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
 
 
 @needs_posix
@@ -244,7 +244,7 @@ def test_a_second_process_is_told_who_edits(path):
         pass
     _, err = editor.communicate("\n")
     assert editor.returncode == 0, err
-    assert with_late_values(path) == OLD + b"1" * 100
+    assert recovered(path) == OLD + b"1" * 100
 
 
 def test_a_file_that_was_written_to_since_it_was_read(path):
@@ -254,7 +254,7 @@ def test_a_file_that_was_written_to_since_it_was_read(path):
     with pytest.raises(UnreadableFile, match="changed while it was read"):
         apply_patch(source, Patch(len(OLD), b"tail"))
     source.close()
-    assert with_late_values(path) == OLD + b"more"
+    assert recovered(path) == OLD + b"more"
 
 
 def test_a_file_that_was_replaced_since_it_was_read(path):
@@ -266,7 +266,7 @@ def test_a_file_that_was_replaced_since_it_was_read(path):
         apply_patch(source, Patch(len(OLD), b"tail"))
     source.close()
     os.unlink(path + ".old")
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
 
 
 def test_an_edit_that_was_cut_short_since_it_was_read(path):
@@ -277,7 +277,7 @@ def test_an_edit_that_was_cut_short_since_it_was_read(path):
     source.close()
     assert caught.value.hint == f"ckptool recover {path}"
     os.unlink(journal_path(path))
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
 
 
 def test_a_file_that_refuses(path, monkeypatch):
@@ -285,7 +285,7 @@ def test_a_file_that_refuses(path, monkeypatch):
     with pytest.raises(WriteDenied, match="does not let us write to it"):
         apply(path, Patch(len(OLD), b"tail"))
     monkeypatch.undo()
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
 
 
 def test_a_folder_that_refuses_the_journal(path, monkeypatch):
@@ -301,5 +301,5 @@ def test_a_folder_that_refuses_the_journal(path, monkeypatch):
     with pytest.raises(WriteDenied, match=r"model\.pth: cannot be written \(Permission denied\)"):
         apply(path, Patch(len(OLD), b"tail"))
     monkeypatch.undo()
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
     assert os.stat(path).st_mtime_ns == modified

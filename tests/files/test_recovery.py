@@ -30,7 +30,7 @@ from ckptool.files.recovery import Recovery, recover, recover_before_writing
 from ckptool.files.system import copy_bytes
 from ckptool.files.temporary import journal_path
 from tests.files.faults import KILL, POWER, Loss, crash_at, crashes, needs_fork, torn
-from tests.files.test_editing import OLD, PATCHES, apply, edited, rewritten, with_late_values
+from tests.files.test_editing import OLD, PATCHES, apply, edited, recovered, rewritten
 
 SIZE = len(OLD)
 APPEND = Patch(SIZE, b"\0\1new tail" * 400)
@@ -287,7 +287,7 @@ def test_the_old_file_copied_back(path, patch, tmp_path):
     shutil.copyfile(path, tmp_path / "backup.pth")
     begun(path, patch, cut_at(patch, 700))
     shutil.copyfile(tmp_path / "backup.pth", path)
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
 
 
 def test_numbers_of_devices_change_with_a_restart(path):
@@ -319,7 +319,7 @@ def test_a_journal_that_tells_of_nothing_known(path):
         assert caught.value.hint == f"ckptool recover --discard {path}"
         assert content(path) == OLD
         assert recover(path, discard=True).action == "discarded", (kind, facts)
-        assert with_late_values(path) == OLD
+        assert recovered(path) == OLD
 
 
 # --- recoveries that are cut short
@@ -334,11 +334,11 @@ def test_a_recovery_that_ends_at_any_call_is_made_again(path, patch):
     assert len(states) == 2 + (len(patch.data) > 1)
     for state, first in states.items():
         for crash in crashes(
-            lambda: with_late_values(path),
+            lambda: recovered(path),
             lambda state=state: begun(path, patch, state),
             (KILL, *POWER),
         ):
-            assert with_late_values(path) == (OLD if state != edited(patch) else state), (
+            assert recovered(path) == (OLD if state != edited(patch) else state), (
                 first,
                 crash,
             )
@@ -353,11 +353,11 @@ def test_what_a_killed_edit_did_not_sync_is_synced_before_its_journal_goes(path,
         fd = os.open(path, os.O_RDWR)
         os.pwrite(fd, patch.data, patch.offset)
         os.close(fd)
-        with_late_values(path)
+        recovered(path)
 
     seen = set()
     for crash in crashes(killed_then_recovered, rewritten(path), (KILL, *POWER)):
-        found = with_late_values(path)
+        found = recovered(path)
         assert found in (OLD, edited(patch)), crash
         assert found == edited(patch) or not crash.completed, crash
         seen.add(found)
@@ -381,7 +381,7 @@ def test_a_journal_that_is_removed_does_not_come_back(path, patch):
         number += 1
     for loss in (Loss(names=True), Loss(names=True, data=True)):
         crash_at(edit_then_overwrite, rewritten(path), last.number, loss=loss)
-        assert with_late_values(path).startswith(b"somebody else")
+        assert recovered(path).startswith(b"somebody else")
 
 
 # --- files that cannot be set right
@@ -465,7 +465,7 @@ def test_a_file_rolled_back_whose_journal_stays(path, monkeypatch):
     with pytest.raises(WriteDenied, match="Permission denied"):
         recover(path)
     monkeypatch.undo()
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
 
 
 def test_recover_says_what_the_system_refuses(path, monkeypatch):
@@ -477,7 +477,7 @@ def test_recover_says_what_the_system_refuses(path, monkeypatch):
     with pytest.raises(WriteDenied, match="Read-only file system"):
         recover(path)
     monkeypatch.undo()
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
 
 
 # --- others at work
@@ -511,7 +511,7 @@ def test_a_file_that_is_being_edited(path, attempt, pauses):
         assert content(path) == cut_at(APPEND, 700)
         with pytest.raises(FileBusy):
             recover(path, discard=True)
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
 
 
 @needs_posix
@@ -540,7 +540,7 @@ def test_an_edit_that_is_about_to_begin_is_waited_for(path, pauses):
         with pytest.raises(FileBusy):
             open_source(path)
         assert os.path.exists(unfinished)
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
 
 
 def test_a_file_that_is_not_being_edited_costs_no_lock(path, monkeypatch):
@@ -581,7 +581,7 @@ def test_a_file_is_settled_before_it_is_replaced(path, patch):
     with pytest.warns(CheckpointWarning, match="rolled back"):
         replaced()
     assert seen == [OLD]
-    assert with_late_values(path) == b"new"
+    assert recovered(path) == b"new"
 
 
 def test_a_file_that_the_journal_does_not_tell_of_is_not_replaced(path):
@@ -602,7 +602,7 @@ def test_a_file_that_is_gone_keeps_its_journal(path):
     with pytest.raises(WriteError, match="the edited file is gone"), write_new(path):
         pass
     os.rename(path + ".moved", path)
-    assert with_late_values(path) == OLD
+    assert recovered(path) == OLD
 
 
 def write_new(path):
@@ -620,7 +620,7 @@ def test_the_beginning_of_a_journal_is_no_obstacle_to_a_new_file(path):
     os.rename(path, journal_path(path) + ".tmp")
     with write_new(path) as output:
         output.write(b"new")
-    assert with_late_values(path) == b"new"
+    assert recovered(path) == b"new"
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -638,7 +638,7 @@ def test_the_journal_of_a_set_is_for_the_set(path, exists, monkeypatch):
     monkeypatch.setattr(recovery, "recover_set", recover_set)
     if exists:
         rewrite_new(path)
-    assert with_late_values(path) == b"index"
+    assert recovered(path) == b"index"
     write_journal(path, Journal("set", {"files": []}))
     assert recover(path).action == "completed"
     assert settled_sets == [(path, "set")] * 2

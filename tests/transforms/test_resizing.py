@@ -264,3 +264,12 @@ def test_a_file_of_one_process_has_no_ranks(tmp_path):
     torch.save({"model": whole()}, tmp_path / "one.pth")
     with pytest.raises(UsageError, match="no ranks of Megatron's"):
         ckptool.convert(tmp_path / "one.pth", tmp_path / "m.pth", Concat(RULES))
+
+
+def test_what_was_joined_from_ranks_is_not_split_along_the_same_dimension(tmp_path):
+    folder = write_ranks(tmp_path / "iter_0000100", whole())
+    split = ckptool.Reshape(split=["*qkv.weight=>*q.weight,*k.weight,*v.weight@0"])
+    with pytest.raises(ckptool.UsageError, match="the parts would be mixed") as caught:
+        ckptool.convert(folder, tmp_path / "m.pth", Concat([*RULES, "output_layer.*=0"]), split)
+    assert "--recipe llama-megatron-to-hf" in caught.value.hint
+    assert not (tmp_path / "m.pth").exists()
