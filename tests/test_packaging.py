@@ -156,6 +156,7 @@ WITHOUT_TORCH = {
     "compact": ["compact a.pth -o 6.pth"],
     "convert": ["convert a.pth 7.safetensors"],
     "recover": ["recover a.pth"],
+    "recipes": ["recipes"],
 }
 """Of each command, what it does without torch."""
 WITH_TORCH = {

@@ -25,7 +25,7 @@ def neighbor_notes(checkpoint: Checkpoint) -> Iterator[str]:
         names = sorted(os.listdir(folder))
     except OSError:
         return
-    training = [name for name in names if name.startswith(_TRAINING)]
+    training = [name for name in names if name.startswith(_TRAINING) and not name.endswith(".json")]
     if training:
         step = trainer_state(folder).get("global_step")
         when = f"the training at step {step:,}" if type(step) is int else "the training"

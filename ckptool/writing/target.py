@@ -12,7 +12,6 @@ from ckptool.errors import TargetExists, UsageError, WriteError
 from ckptool.files import Source as Bytes
 from ckptool.files.place import is_address, place_of
 from ckptool.formats import REGISTRY, WRITABLE, Source, format_of, shard_of
-from ckptool.formats.model_folder import library_in, library_of, model_file
 from ckptool.words import shell
 
 INDEX_ENDING = re.compile(r"(\.[^./\\]+)?\.index(\.[^./\\]+)?\.json$", re.IGNORECASE)
@@ -171,6 +170,8 @@ def target_file(
     if not to_folder:
         return name
     is_safe = format is None or format_of(shard_of(format) or format).tensors_only
+    from ckptool.formats.model_folder import library_in, library_of, model_file  # only for folders
+
     library = library_of(checkpoint.path)
     if library is None:
         from ckptool.writing.companions import folder_of_companions  # a file has none of them

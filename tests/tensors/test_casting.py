@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import ckptool
 from ckptool.core.model import Storage, TensorRef
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, NotRepresentable
@@ -51,7 +50,7 @@ def cast(tensor, target, *, allow_overflow=True, views=None, byteorder="little")
     over = storage_of(tensor, byteorder)
     source = str(tensor.dtype).removeprefix("torch.")
     caster = Caster(source, target, allow_overflow=allow_overflow, file="m.pth")
-    return caster, caster.then(ckptool.Cast(over, views or [("w", ref(tensor, over))]))
+    return caster, caster.cast(over, views or [("w", ref(tensor, over))])
 
 
 def patterns(name):
@@ -143,7 +142,7 @@ def test_elements_before_and_behind_all_tensors_are_cast_and_not_counted():
         ("first", TensorRef("float32", (2,), (1,), 1, over, "cpu")),
         ("both", TensorRef("float32", (2,), (2,), 2, over, "cpu")),
     ]
-    made = caster.then(ckptool.Cast(over, views))
+    made = caster.cast(over, views)
     assert made.data.read() == values.half().view(torch.uint8).numpy().tobytes()
     assert caster.losses == {"first": Losses(4, 0, 1, 2)}
 
@@ -187,7 +186,7 @@ def test_the_hint_names_the_tensor_alone():
     values = torch.tensor([1e6])
     over = storage_of(values)
     caster = Caster("float32", "float16", allow_overflow=False)
-    made = caster.then(ckptool.Cast(over, [("model/a[0].w", ref(values, over))]))
+    made = caster.cast(over, [("model/a[0].w", ref(values, over))])
     with pytest.raises(NotRepresentable) as caught:
         made.data.read()
     assert "--keep 'a[[]0].w=float32'" in caught.value.hint
@@ -195,7 +194,7 @@ def test_the_hint_names_the_tensor_alone():
 
 def test_a_storage_without_bytes_stays_one():
     caster = Caster("float32", "bfloat16", allow_overflow=False)
-    made = caster.then(ckptool.Cast(Storage("0", None, 40, "meta"), []))
+    made = caster.cast(Storage("0", None, 40, "meta"), [])
     assert (made.data, made.nbytes, made.device) == (None, 20, "meta")
 
 
@@ -212,7 +211,7 @@ def test_bytes_that_are_not_those_that_the_file_states_are_refused(blocks, byteo
     for crc32, whole in ((zlib.crc32(raw), True), (zlib.crc32(raw) ^ 1, False)):
         stated = replace(over, crc32=crc32)
         caster = Caster("float32", "bfloat16", allow_overflow=False)
-        made = caster.then(ckptool.Cast(stated, [])).data
+        made = caster.cast(stated, []).data
         if whole:
             assert len(b"".join(made.blocks(blocks or made.length))) == made.length
             assert made.read(5, 7) == made.read()[5:12]
@@ -224,9 +223,7 @@ def test_bytes_that_are_not_those_that_the_file_states_are_refused(blocks, byteo
 def test_a_damaged_byte_is_told_before_the_overflow_that_it_makes():
     over = replace(storage_of(torch.tensor([1.0, 1e38])), crc32=1)
     caster = Caster("float32", "float16", allow_overflow=False)
-    made = caster.then(
-        ckptool.Cast(over, [("w", TensorRef("float32", (2,), (1,), 0, over, "cpu"))])
-    )
+    made = caster.cast(over, [("w", TensorRef("float32", (2,), (1,), 0, over, "cpu"))])
     with pytest.raises(CorruptFile):
         made.data.read()
 

@@ -203,8 +203,8 @@ def test_a_file_whose_tensors_are_no_tensors_any_more_is_not_whole(tmp_path):
     raw = (tmp_path / "f").read_bytes()
     (tmp_path / "f").write_bytes(raw.replace(b"_rebuild_tensor_v2", b"_reXuild_tensor_v2"))
     with pytest.raises(NotFound, match="no tensor of it is whole"):
-        ckptool.convert(tmp_path / "f", tmp_path / "out", ckptool.Salvage())
-    assert not (tmp_path / "out").exists()
+        ckptool.convert(tmp_path / "f", tmp_path / "out.pth", ckptool.Salvage())
+    assert not (tmp_path / "out.pth").exists()
 
 
 def test_a_part_of_a_tensor_that_is_lost_is_the_whole_tensor(tmp_path):

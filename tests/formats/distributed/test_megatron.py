@@ -19,7 +19,10 @@ def folder(tmp_path):
 def test_each_rank_is_listed_and_compared(tmp_path, name):
     folder = write_ranks(tmp_path / "iter_0000100", whole(), name=name)
     with ckptool.open(folder) as checkpoint:
-        assert (checkpoint.format, list(checkpoint)) == ("megatron", ["mp_rank_00", "mp_rank_01"])
+        assert (checkpoint.format, list(checkpoint.root)) == (
+            "megatron",
+            ["mp_rank_00", "mp_rank_01"],
+        )
         assert checkpoint["mp_rank_01"]["model"][QKV].shape == (6, 8)
         assert checkpoint.details.notes == ("2 ranks of Megatron's",)
         found = checkpoint["mp_rank_01"]["model"][NORM].torch()
