@@ -41,6 +41,12 @@ from ckptool.transforms.tree_edits import parted, plain_json
 from ckptool.words import printable
 
 
+def _only_one(files: tuple[str, ...]) -> str | None:
+    if len(files) > 1:
+        raise UsageError("--overlay takes one file", hint="run convert once for each")
+    return files[0] if files else None
+
+
 class _Convert(Allowing, RulesInOrder, Sectioned):
     most_used = frozenset(
         {
@@ -93,6 +99,8 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
     "--overlay",
     metavar="FILE",
     type=PATH,
+    multiple=True,
+    callback=lambda _, __, files: _only_one(files),
     help="Put the tensors of FILE in the place of those of the same key.",
 )
 @click.option("--overlay-key", metavar="NAME", help="The state dict of it, if it has several.")
@@ -219,6 +227,11 @@ def command(
             raise UsageError(
                 "--in-place changes one SOURCE itself, without DESTINATION and shards",
                 hint="ckptool convert FILE --in-place --move OLD=NEW",
+            )
+        if keyed(sources[0]) is not None:
+            raise UsageError(
+                "--in-place changes one SOURCE itself, which has no KEY=",
+                hint="ckptool convert FILE --in-place --nest KEY",
             )
         files, destination = list(sources), sources[0]
     elif target.output is None and len(sources) < 2:

@@ -37,7 +37,7 @@ from ckptool.transforms import (
     single_state_dict,
 )
 from ckptool.transforms.resizing import refuse_mixed
-from ckptool.transforms.tree_edits import METADATA
+from ckptool.transforms.tree_edits import METADATA, is_of_header
 from ckptool.words import listed
 
 STEPS: tuple[type[Step], ...] = (
@@ -195,8 +195,7 @@ def converted(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Che
     for concat in (one for one in todo if isinstance(one, Concat)):
         for reshape in (one for one in todo if isinstance(one, Reshape) and one.split):
             refuse_mixed(checkpoint, concat, reshape)
-    if format_of(target).tensors_only:
-        _refuse_values(todo, target)
+    _refuse_values(checkpoint, todo, target)
     made = changed(checkpoint, with_implied(todo, target))
     if format_of(target).tensors_only:
         kept = tuple(one for one in made.changes if not one.of_storages)
@@ -204,16 +203,19 @@ def converted(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Che
     return made
 
 
-def _refuse_values(steps: Iterable[Step], target: str) -> None:
-    """Refuse to set values that a format of tensors alone would leave out."""
-    for one in steps:
-        paths = (
-            [path for path in one.values if not path.startswith(METADATA)]
-            if isinstance(one, Set)
-            else []
+def _refuse_values(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> None:
+    """Refuse to set what the format would leave out: values, or strings of a header."""
+    known = format_of(target)
+    paths = [path for one in steps if isinstance(one, Set) for path in one.values]
+    header = [path for path in paths if is_of_header(checkpoint, path)]
+    if header and not known.header_key:
+        raise UsageError(
+            f"{target} has no header with strings: {listed(header, 3)}",
+            hint="write a .safetensors, or set a value of the tree: --set KEY=VALUE",
         )
-        if paths:
-            raise UsageError(
-                f"{target} holds no values but the strings of its header: {listed(paths, 3)}",
-                hint=f"--set '{METADATA}/{paths[0]}=\"...\"' sets one of these",
-            )
+    values = [path for path in paths if path not in header]
+    if values and known.tensors_only:
+        raise UsageError(
+            f"{target} holds no values but the strings of its header: {listed(values, 3)}",
+            hint=f"--set '{METADATA}/{values[0]}=\"...\"' sets one of these",
+        )

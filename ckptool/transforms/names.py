@@ -599,6 +599,8 @@ class Strip(Step):
         Raises:
             UsageError: `only` is not a known wrapper, or `levels` is less than 0.
         """
+        if self.only is not None and not isinstance(self.only, str):
+            object.__setattr__(self, "only", tuple(self.only))
         strip_names((), **{**self._options, "levels": self.levels or None})
 
     def words(self) -> Iterator[str]:

@@ -71,6 +71,12 @@ class Overlay(Step):
             UsageError: a shape or dtype differs; or a key is new, without `add`.
         """
         part = model_state_dict(checkpoint)
+        if not isinstance(part.holder, dict):
+            raise UsageError(
+                "the model is a pickled module, whose tensors its class holds",
+                file=checkpoint.path or None,
+                hint="add --model-only: its state dict takes the tensors",
+            )
         if isinstance(self.source, Checkpoint):
             return self._over(checkpoint, part, self.source)
         other = open_checkpoint(os.fspath(self.source))

@@ -113,6 +113,8 @@ def _nothing_at(checkpoint: Checkpoint, path: str) -> NotFound:
 def _place_of(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
     """Return the path of the dict that a new entry goes into, and its key.
 
+    Among integers the key is one: the states of an optimizer are numbered.
+
     Raises:
         NotFound: there is no such dict.
         UsageError: it is something else.
@@ -128,7 +130,10 @@ def _place_of(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
         raise UsageError(
             f"{what} is no dict, which alone takes a new key", file=checkpoint.path or None
         )
-    return found[0], key
+    same = next((one for one in found[1] if name_of((one,)) == key), None)
+    if same is None and found[1] and all(type(one) is int for one in found[1]):
+        same = int(key) if key.isdecimal() and key.isascii() and len(key) < 10 else None
+    return found[0], key if same is None else same
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -347,11 +352,6 @@ class Set(Step):
             if not path:
                 raise UsageError("--set takes PATH=VALUE", hint="--set epoch=3")
             _check_value(value)
-            if path.startswith(f"{METADATA}/") and not isinstance(value, str):
-                raise UsageError(
-                    f"{printable(path)} takes a string, not {value!r}",
-                    hint=f"--set '{path}=\"{value}\"'",
-                )
         object.__setattr__(self, "values", values)
 
     def words(self) -> Iterator[str]:
@@ -366,11 +366,17 @@ class Set(Step):
             NotFound: there is no dict for a new path.
             UsageError: a tensor, a container or an object is there.
         """
+        checkpoint = checkpoint.with_late_values()
         edits: dict[Path, _Edit] = {}
         header, changes = dict(checkpoint.details.header), list[Change]()
         for path, value in self.values.items():
             text = summarize(value)
-            if path.startswith(f"{METADATA}/"):
+            if is_of_header(checkpoint, path):
+                if not isinstance(value, str):
+                    raise UsageError(
+                        f"{printable(path)} takes a string, not {value!r}",
+                        hint=f"--set '{path}=\"{value}\"'",
+                    )
                 key = path.removeprefix(f"{METADATA}/")
                 before = repr(header[key]) if key in header else None
                 header[key] = value
@@ -395,10 +401,16 @@ class Set(Step):
         return made.with_root(root, *changes)
 
 
+def is_of_header(checkpoint: Checkpoint, path: str) -> bool:
+    """Return whether a path leads into the header of a file, not into its tree."""
+    root = checkpoint.root
+    return path.startswith(f"{METADATA}/") and not (isinstance(root, dict) and METADATA in root)
+
+
 def _is_plain(node: Any) -> bool:
     if isinstance(node, (list, tuple)):
         return all(map(_is_plain, node))
-    return is_value(node)
+    return is_value(node) or (isinstance(node, Opaque) and node.plain is not None)
 
 
 def _refuse_over(checkpoint: Checkpoint, path: str, node: Any) -> None:

@@ -74,6 +74,7 @@ def test_an_overlay_is_closed_and_counted(ckptool, file, tmp_path):
         (["--set", "epoch"], "--set epoch=3"),
         (["--set", "e=@nowhere.json"], ""),
         (["--set", "epoch=1", "--set", "epoch=2"], ""),
+        (["--overlay", "a.pth", "--overlay", "b.pth"], "once for each"),
         (["--move", "epoch"], "--move model_state_dict=state_dict"),
     ],
 )

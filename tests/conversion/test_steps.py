@@ -110,6 +110,7 @@ def test_a_step_that_makes_no_sense_for_a_dict_refuses_it_by_name(step):
 def test_steps_change_a_dict_in_memory_and_not_the_argument():
     state = {"module.a.w": torch.ones(2), "module.b.w": torch.zeros(2)}
     bare = ckptool.Strip()(state)
+    assert list(ckptool.Strip(only=iter(["module"]))(state)) == list(bare)
     assert list(bare) == ["a.w", "b.w"]
     assert bare["a.w"] is state["module.a.w"]
     assert list(ckptool.Take(include=["a.*"])(bare)) == ["a.w"]

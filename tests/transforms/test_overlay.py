@@ -109,3 +109,20 @@ def test_an_open_checkpoint_is_taken_and_a_dict_refused(base, tmp_path):
         assert made["state_dict"]["unet.w"].torch().tolist() == [0, 0, 0]
     with pytest.raises(UsageError, match="Overlay needs a file"):
         ckptool.Overlay(tmp_path / "other.pth")({"unet.w": torch.ones(3)})
+
+
+def test_what_the_caller_opened_stays_open(base, tmp_path):
+    torch.save({"unet.w": torch.zeros(3)}, tmp_path / "other.pth")
+    with ckptool.open(tmp_path / "other.pth") as other, ckptool.open(base) as checkpoint:
+        for _ in range(2):
+            ckptool.convert(checkpoint, tmp_path / "o.pth", ckptool.Overlay(other), overwrite=True)
+        assert other["unet.w"].torch().tolist() == [0, 0, 0]
+
+
+def test_a_pickled_module_is_refused_with_the_option_that_helps(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    torch.save(model, tmp_path / "whole.pth")
+    torch.save(model.state_dict(), tmp_path / "state.pth")
+    with pytest.raises(UsageError, match="is a pickled module") as caught:
+        over(tmp_path / "whole.pth", tmp_path / "state.pth")
+    assert "--model-only" in caught.value.hint

@@ -1,6 +1,7 @@
 """Entries moved, set and dropped by exact paths; torch judges what is written."""
 
 import json
+import shutil
 from collections import OrderedDict
 
 import pytest
@@ -121,7 +122,6 @@ def test_what_cannot_be_done_is_refused_and_nothing_written(file, step, error, w
         (lambda: ckptool.Move(["a=b", "a=c"]), "one path twice"),
         (lambda: ckptool.Set({"a": torch.ones(1)}), "plain values, not Tensor"),
         (lambda: ckptool.Set({"a": {1: 2}}), "keys of a value"),
-        (lambda: ckptool.Set({"__metadata__/a": 3}), "takes a string"),
         (lambda: ckptool.Drop([""]), "takes the path"),
         (lambda: ckptool.Drop("a"), "takes a list"),
     ],
@@ -206,3 +206,32 @@ def test_what_is_no_json_is_refused(text):
 def test_a_rule_is_parted_at_the_first_sign_outside_quotes(text, parts):
     old, _, new = parted(text)
     assert (old, new) == parts
+
+
+def test_a_key_of_that_name_is_no_header_and_a_file_without_one_says_so(tmp_path):
+    torch.save({"w": torch.ones(2), "__metadata__": {"a": "old", "n": 3}}, tmp_path / "m.pth")
+    found, _ = made(tmp_path / "m.pth", ckptool.Set({"__metadata__/a": "new", "__metadata__/n": 4}))
+    assert found["__metadata__"] == {"a": "new", "n": 4}
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pth")
+    with pytest.raises(UsageError, match="has no header with strings"):
+        made(tmp_path / "m.pth", ckptool.Set({"__metadata__/a": "new"}))
+    save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors")
+    with pytest.raises(UsageError, match="takes a string"):
+        ckptool.Set({"__metadata__/a": 3})(tmp_path / "m.safetensors")
+
+
+def test_numbered_entries_stay_numbered(tmp_path):
+    torch.save({"state": {0: torch.zeros(1), 1: torch.ones(1)}}, tmp_path / "o.pth")
+    rules = ["state/0=state/1", "state/1=state/0"]
+    found, _ = made(tmp_path / "o.pth", ckptool.Move(rules))
+    assert {key: one.item() for key, one in found["state"].items()} == {0: 1, 1: 0}
+    far, _ = made(tmp_path / "o.pth", ckptool.Move(["state/0=state/7"]))
+    assert list(far["state"]) == [7, 1]
+
+
+def test_values_of_a_distributed_checkpoint_are_set(fixtures, tmp_path):
+    folder = tmp_path / "dcp"
+    shutil.copytree(fixtures / "dcp" / "training-2.13.0", folder)
+    for value in (1, 2):
+        ckptool.convert(folder, folder, ckptool.Set({"lr2": value}), in_place=True)
+    assert ckptool.load(folder)["lr2"] == 2
