@@ -19,7 +19,7 @@ METHODS = [
 ]
 
 VERBS = {"Check", "Compare", "Find", "Finish", "List", "Load", "Measure", "Open", "Return"} | {
-    "Summarise", "Write",
+    "Summarize", "Write",
 }  # fmt: skip
 """How the help of a public function begins."""
 

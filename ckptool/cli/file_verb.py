@@ -7,10 +7,9 @@ from typing import Any
 
 from ckptool.cli.console import Screen
 from ckptool.cli.options import file_argument, screen_options, verb
-from ckptool.diagnosis.complaint import Subject
 from ckptool.diagnosis.contents import devices_here
-from ckptool.diagnosis.diagnose import Diagnosis, diagnosed
-from ckptool.diagnosis.info import Info, info
+from ckptool.diagnosis.diagnose import Diagnosis
+from ckptool.diagnosis.info import Info, overview
 from ckptool.formats import open_checkpoint
 from ckptool.render.info import overview_lines
 from ckptool.render.verdicts import verdict_text
@@ -42,6 +41,5 @@ def command(file: str, screen: Screen) -> None:
     ckptool info and ckptool doctor show more.
     """
     with open_checkpoint(file) as checkpoint:
-        summary = info(checkpoint)
-        found = diagnosed(Subject(checkpoint.with_late_values(), None, devices_here()))
+        summary, found = overview(checkpoint, devices_here())
     screen.print(_Overview(summary, found), overview_lines(summary, found, screen.look))

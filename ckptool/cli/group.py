@@ -13,7 +13,7 @@ from ckptool._version import __version__
 VERBS = {
     "read": {
         "list": "List the tensors, values and objects of a checkpoint.",
-        "info": "Summarise a checkpoint and show how to load it.",
+        "info": "Summarize a checkpoint and show how to load it.",
         "show": "Show one value, one object or the head of one tensor.",
         "stats": "Show the range, mean, zeros and NaN of each tensor.",
         "diff": "Show what differs between two checkpoints of any formats.",

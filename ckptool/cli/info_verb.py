@@ -16,7 +16,7 @@ from ckptool.render.info import info_lines
 @file_argument
 @screen_options(fmt=True)
 def command(file: str, screen: Screen) -> None:
-    """Summarise a checkpoint and show how to load it.
+    """Summarize a checkpoint and show how to load it.
 
     The page shows the format and its writer, the sections, wrapper prefixes and devices, why
     weights_only=True refuses the file, bytes on disk and bytes that tensors use, and the commands

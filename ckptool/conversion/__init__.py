@@ -13,10 +13,10 @@ from ckptool.conversion.layout import (
     with_configs as with_configs,
 )
 from ckptool.conversion.steps import converted as converted, steps_of as steps_of
-from ckptool.core.checkpoint import Checkpoint
 from ckptool.formats import Source
 from ckptool.renamed import renamed_arguments
-from ckptool.transforms import Overlay, Step
+from ckptool.transforms import Step
+from ckptool.transforms.step import opened_by
 from ckptool.writing import Receipt, save
 
 _NOW_STEPS = {
@@ -96,18 +96,14 @@ def convert(
     every = with_configs(steps, goal.folders)
     salvage = any(isinstance(one, Step) and one.opens_damaged for one in steps)
     with opened_for(source, every, salvage=salvage) as checkpoint, ExitStack() as stack:
-        is_same = in_place and os.path.realpath(target) == os.path.realpath(checkpoint.path)
+        is_same = in_place and goal.is_source(checkpoint)
         name = checkpoint.format if is_same else goal.format_for(checkpoint)
         made = converted(checkpoint, every, name)
-        theirs = [one.source for one in every if isinstance(one, Overlay)]
-        callers = [checkpoint, *(one for one in theirs if isinstance(one, Checkpoint))]
-        known = {id(source) for one in callers for source in one.sources}
-        for opened in made.sources:  # those that a step has opened
-            if id(opened) not in known:
-                stack.callback(opened.close)
+        for opened in opened_by(every, checkpoint, made):
+            stack.callback(opened.close)
         return save(
             goal.as_file(made),
-            goal.path,
+            checkpoint.path if is_same else goal.path,
             apart=goal.apart,
             format=name,
             max_shard_size=max_shard_size,

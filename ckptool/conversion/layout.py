@@ -61,7 +61,7 @@ class Destination:
         layouts = [one.loaded for one in steps if isinstance(one, Relayout)]
         files = written_files(layouts[-1]) if layouts else None
         self._name, self._format, self._sharded = os.fspath(path), format, sharded
-        self._files_from = files_from
+        self._files_from, self._source = files_from, source
         wanted = sharded or files_from is not None or files is not None
         self.is_folder = goes_to_folder(path, source, format, wanted=wanted)
         self._recipe = layouts[-1] if files else None
@@ -70,6 +70,13 @@ class Destination:
         """The target; of a recipe's files in a folder, one with their extension."""
         if self.is_folder and files:
             self.path = os.path.join(path, os.path.basename(files))
+
+    def is_source(self, checkpoint: Checkpoint) -> bool:
+        """Return True if the target is what `checkpoint` was opened from, a folder too."""
+        names = [checkpoint.path]
+        if isinstance(self._source, (str, os.PathLike)):
+            names.append(os.fspath(self._source))
+        return os.path.realpath(self._name) in map(os.path.realpath, names)
 
     def format_for(self, checkpoint: Checkpoint) -> str:
         """Return the name of the format as `target_format`.

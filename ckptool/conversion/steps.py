@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ckptool.conversion.fit import Fit
@@ -50,6 +50,12 @@ _BEFORE_TAKE = STEPS[: STEPS.index(Take)]
 
 
 _SEVERAL = (tuple, list, dict)
+_NEEDED: Mapping[type[Step], tuple[str, str, str]] = {
+    Fit: ("like", "a reference", "add --like FILE"),
+    Overlay: ("source", "another file", "add --overlay FILE"),
+    Relayout: ("recipe", "a recipe", "add --recipe NAME; ckptool recipes lists them"),
+}
+"""By step the field without which its other options make no sense, what it is, and the hint."""
 
 
 def steps_of(options: Mapping[str, Any]) -> list[Step]:
@@ -91,29 +97,18 @@ def _step(kind: type[Step], given: Mapping[str, Any]) -> Step | None:
         return kind() if given.get(name) == (value or True) else None
     named = {kind.options.get(one.name, one.name): one for one in fields(kind)}
     own = {one.name: given[name] for name, one in named.items() if name and name in given}
+    needed, what, hint = _NEEDED.get(kind, ("", "", ""))
+    if own and needed and needed not in own:
+        about = ", ".join(f"--{kind.options.get(one, one).replace('_', '-')}" for one in own)
+        is_are = "is" if len(own) == 1 else "are"
+        raise UsageError(f"{about} {is_are} about {what}, and there is none", hint=hint)
     if kind is Strip:
         return _strip(own, given)
     if kind is Take and own and "like" in given:
         own["lazy"] = True
-    if kind is Relayout and own and "recipe" not in own:
-        text = f"{' and '.join(f'--{kind.options.get(one, one)}' for one in own)} needs a recipe"
-        raise UsageError(text, hint="add --recipe NAME; ckptool recipes lists them")
     if kind is Plain and own:
         own.setdefault("plain", False)
-    needed = [one.name for one in fields(kind) if one.default is MISSING]
-    needed = [name for name in needed if _has_no_factory(kind, name)]
-    if own and not own.keys() >= {*needed}:
-        what = {"like": "a reference", "overlay": "another file"}
-        option = kind.options.get(needed[0], needed[0])
-        raise UsageError(
-            f"{', '.join(own)} is about {what.get(option, option)}, and there is none",
-            hint=f"--{option} FILE",
-        )
     return kind(**own) if own else None
-
-
-def _has_no_factory(kind: type[Step], name: str) -> bool:
-    return all(one.default_factory is MISSING for one in fields(kind) if one.name == name)
 
 
 def _strip(own: Mapping[str, Any], given: Mapping[str, Any]) -> Strip | None:

@@ -136,7 +136,7 @@ class Info(Result):
 
 
 def info(source: Source) -> Info:
-    """Summarise a checkpoint from its header: sections, wrappers, devices, `weights_only`.
+    """Summarize a checkpoint from its header: sections, wrappers, devices, `weights_only`.
 
     Args:
         source: A path, or an open checkpoint.
@@ -145,10 +145,16 @@ def info(source: Source) -> Info:
         UnreadableFile, LimitExceeded: the path cannot be opened as a checkpoint.
     """
     with opened(source) as checkpoint:
-        return _summary(checkpoint)
+        return _summary(checkpoint, _Verdicts(checkpoint))
 
 
-def _summary(checkpoint: Checkpoint) -> Info:
+def overview(checkpoint: Checkpoint, devices: tuple[str, ...]) -> tuple[Info, Diagnosis]:
+    """Return what `info` shows, and the diagnosis of the header for a machine with `devices`."""
+    verdicts = _Verdicts(checkpoint)
+    return _summary(checkpoint, verdicts), verdicts.on(devices)
+
+
+def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
     tensors = list(checkpoint.tensors())
     details, sections = checkpoint.details, checkpoint.sections
     devices = Counter(tensor.device for _, tensor in tensors)
@@ -156,7 +162,7 @@ def _summary(checkpoint: Checkpoint) -> Info:
     objects = blockers(checkpoint.root)
     layout = (*layout_blockers(checkpoint), *outdated_names(checkpoint, objects))
     name, part = misnamed(checkpoint), missing_weights(checkpoint)
-    verdicts = _verdicts(checkpoint)
+    verdicts = known.by_machine()
     stuck = bool(objects) and not any(found.commands for found in verdicts.values())
     notes = [] if part is None else [f"{part.text}; {part.hint}"]
     if name is None and unnamed(checkpoint):
@@ -227,13 +233,25 @@ def _layout_notes(checkpoint: Checkpoint, model: Section | None) -> Iterator[str
         yield f"this looks like the {side} of a recipe for another library: --recipe {recipe}"
 
 
-def _verdicts(checkpoint: Checkpoint) -> dict[str, Diagnosis]:
-    """Return what `doctor` says of the header, for a machine with one GPU and for one without."""
-    settled = checkpoint.with_late_values()
-    without = diagnosed(Subject(settled))
-    if set(restored_devices(checkpoint.root)) <= ANYWHERE:
-        return {"one_gpu": without, "cpu": without}
-    return {"one_gpu": diagnosed(Subject(settled, devices=("cpu", "cuda:0"))), "cpu": without}
+class _Verdicts:
+    """The diagnoses of the header, each made once."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint.with_late_values()
+        self._known: dict[tuple[str, ...], Diagnosis] = {}
+
+    def on(self, devices: tuple[str, ...]) -> Diagnosis:
+        """Return the diagnosis for a machine with these devices."""
+        if devices not in self._known:
+            self._known[devices] = diagnosed(Subject(self._checkpoint, devices=devices))
+        return self._known[devices]
+
+    def by_machine(self) -> dict[str, Diagnosis]:
+        """Return the diagnoses for a machine with one GPU and for one without."""
+        without = self.on(("cpu",))
+        if set(restored_devices(self._checkpoint.root)) <= ANYWHERE:
+            return {"one_gpu": without, "cpu": without}
+        return {"one_gpu": self.on(("cpu", "cuda:0")), "cpu": without}
 
 
 def _commands(verdicts: Mapping[str, Diagnosis]) -> dict[str, str]:

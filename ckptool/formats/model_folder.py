@@ -5,13 +5,12 @@ By names alone, those that transformers, diffusers, peft and accelerate save und
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from contextlib import suppress
 from typing import NamedTuple
 
 from ckptool.errors import warn
+from ckptool.files.json_object import json_object
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Probe
 from ckptool.formats.sharded import open_index
@@ -45,8 +44,6 @@ _SHARDS_OF = {
 _INDEXES = {model.library: [f"{name}.index.json" for name in model.files] for model in _MODELS}
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
-_MOST = 1 << 20
-"""Bytes of a configuration that are looked into."""
 
 
 def library_of(path: str) -> str | None:
@@ -63,13 +60,9 @@ def library_in(folder: str | os.PathLike[str]) -> str | None:
         return library
     if ADAPTER_CONFIG in names:
         return "peft"
-    with (
-        suppress(OSError, ValueError, RecursionError),
-        open(os.path.join(folder, CONFIG), "rb") as file,
-    ):
-        if "_diffusers_version" in json.loads(file.read(_MOST)):
-            return "diffusers"
-    return None
+    return (
+        "diffusers" if "_diffusers_version" in json_object(os.path.join(folder, CONFIG)) else None
+    )
 
 
 def model_file(library: str | None, *, safe: bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -10,6 +9,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ckptool.errors import CheckpointError
+from ckptool.files.json_object import json_object
 from ckptool.formats.base import Probe
 from ckptool.formats.registry import candidates
 from ckptool.limits import DEFAULT_LIMITS
@@ -47,12 +47,7 @@ def run_in(folder: str, names: Iterable[str]) -> Run | None:
 
 def trainer_state(folder: str) -> Mapping[str, Any]:
     """Return what the Trainer of transformers stated in the folder of a step; empty if nothing."""
-    with suppress(OSError, ValueError, RecursionError):
-        with open(os.path.join(folder, _STATE), "rb") as file:
-            state = json.loads(file.read(_MOST_BYTES))
-        if isinstance(state, dict):
-            return state
-    return {}
+    return json_object(os.path.join(folder, _STATE), _MOST_BYTES)
 
 
 def _trainer(folder: str, names: Iterable[str]) -> Run | None:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.quantizers import LIBRARIES, LOOKS_QUANTIZED, find_quantized
-from ckptool.errors import CheckpointError
+from ckptool.files.json_object import json_object
 from ckptool.files.place import is_address
-from ckptool.files.source import FileSource
 from ckptool.words import are, counted, listed, printable
 
 _CONFIG = "config.json"
-_MOST = 1 << 20
-"""Bytes of it that are looked into."""
 _KEYS = ("quantization_config", "quantization")
 """Where configurations say it: of transformers and diffusers, of MLX."""
 _BY_METHOD = {
@@ -105,15 +101,12 @@ def _method(config: Any) -> str:
     return ""
 
 
-def _beside(path: str) -> Any:
-    """Return the `config.json` in the folder of a file; None if it cannot be read."""
+def _beside(path: str) -> Mapping[str, Any]:
+    """Return the `config.json` in the folder of a file; empty if it cannot be read."""
     if not path or is_address(path):
-        return None
+        return {}
     folder = path if os.path.isdir(path) else os.path.dirname(path)
-    # A pipe of that name is refused here, where a plain `open` would wait for its writer.
-    with suppress(CheckpointError), closing(FileSource(os.path.join(folder, _CONFIG))) as source:
-        return _parsed(source.read(0, min(source.size, _MOST)))
-    return None
+    return json_object(os.path.join(folder, _CONFIG))
 
 
 def _parsed(text: str | bytes) -> Any:

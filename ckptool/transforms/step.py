@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar, overload
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
+from ckptool.files.source import Source as Bytes
 from ckptool.formats import Source, open_checkpoint
 from ckptool.words import a_class
 
@@ -101,23 +102,36 @@ def changed(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
     """Return the checkpoint after all steps; `Change.wanted` says what the user asked to lose.
 
     Raises:
-        CheckpointError: a step cannot be done.
+        CheckpointError: a step cannot be done; the files that steps opened are closed again.
         UsageError: one of `steps` is no step.
     """
-    for step in steps:
-        if not isinstance(step, Step):
-            raise UsageError(
-                f"a step is wanted, not {a_class(step)}", hint="for example ckptool.Strip()"
-            )
-        before, made = len(checkpoint.changes), step.applied(checkpoint)
-        checkpoint = made
-        if step.selects:
-            marked = (
-                replace(one, wanted=one.wanted or not one.needed) for one in made.changes[before:]
-            )
-            changes = (*made.changes[:before], *marked)
-            checkpoint = made if changes == made.changes else replace(made, changes=changes)
+    with ExitStack() as stack:
+        for step in steps:
+            if not isinstance(step, Step):
+                raise UsageError(
+                    f"a step is wanted, not {a_class(step)}", hint="for example ckptool.Strip()"
+                )
+            made = step.applied(checkpoint)
+            for source in opened_by([step], checkpoint, made):
+                stack.callback(source.close)
+            checkpoint = _marked(made, len(checkpoint.changes)) if step.selects else made
+        stack.pop_all()
     return checkpoint
+
+
+def _marked(made: Checkpoint, before: int) -> Checkpoint:
+    """Return the checkpoint with the changes after the first `before` as those that were wanted."""
+    marked = (replace(one, wanted=one.wanted or not one.needed) for one in made.changes[before:])
+    changes = (*made.changes[:before], *marked)
+    return made if changes == made.changes else replace(made, changes=changes)
+
+
+def opened_by(steps: Iterable[Step], before: Checkpoint, made: Checkpoint) -> list[Bytes]:
+    """Return the sources that steps opened: not those of open checkpoints given by the caller."""
+    values = (getattr(step, one.name) for step in steps for one in fields(step))
+    given = [before, *(value for value in values if isinstance(value, Checkpoint))]
+    known = {id(source) for one in given for source in one.sources}
+    return [source for source in made.sources if id(source) not in known]
 
 
 def opened_and_changed(

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import Opaque, Path, TensorRef, remade
@@ -251,7 +251,7 @@ class Move(Step):
             NotFound: there is nothing at an old path, or no dict for a new one.
             UsageError: something that stays is at a new path; or an entry would move into itself.
         """
-        rules = _rules("move", self.paths)
+        rules = cast("dict[str, str]", self.paths)  # made by __post_init__
         file = checkpoint.path or None
         olds = {old: _existing(checkpoint, old) for old in rules}
         moving = {path for path, _ in olds.values()}

@@ -87,3 +87,21 @@ def test_wrong_words_are_refused(ckptool, file, tmp_path, words, hint):
 def test_a_prefix_that_is_a_key_of_the_file_is_told(ckptool, file, tmp_path):
     done = ckptool("rename", file, "--prefix", "ema=net", "-o", tmp_path / "b.pth")
     assert "--move ema=net gives it another name" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "hint"),
+    [
+        (["--overlay-include", "a", "--overlay-add"],
+         "--overlay-include, --overlay-add are about another file, and there is none",
+         "add --overlay FILE"),
+        (["--allow-missing", "a"], "--allow-missing is about a reference", "add --like FILE"),
+        (["--param", "heads=2"], "--param is about a recipe", "add --recipe NAME"),
+        (["--reverse"], "--reverse is about a recipe", "add --recipe NAME"),
+    ],
+)  # fmt: skip
+def test_an_option_without_the_one_it_is_about(ckptool, options, text, hint):
+    made = ckptool("convert", "model.pth", "-o", "out.pth", *options)
+    assert made.code == 2
+    assert text in made.err
+    assert hint in made.err

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import struct
 from dataclasses import dataclass
 
 import pytest
@@ -279,6 +280,56 @@ def test_a_flipped_bit_of_a_tensor_is_refused_or_stays_known(ckptool, folder, ve
     else:
         assert (done.code, "model.pth" in done.err) == (2, True)
         assert set(os.listdir()) == FOLDER
+
+
+def cut(content):
+    return content[: len(content) // 2]
+
+
+def no_end(content):
+    return content[:-1]
+
+
+def longer(content):
+    return content + b"junk"
+
+
+def other_pickle(content):
+    at = content.index(b"module.fc.bias")
+    return content[:at] + b"m\0dule" + content[at + 6 :]
+
+
+def other_directory(content):
+    """Return the bytes with another size of a record in the directory at the end of the zip."""
+    at = content.rindex(b"PK\1\2", 0, content.rindex(b"data/0")) + 24
+    return content[:at] + struct.pack("<I", 12_345) + content[at + 4 :]
+
+
+def other_tensor(content):
+    at = content.index(torch.tensor([7.0, 8.0]).numpy().tobytes())
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+@beside
+@pytest.mark.parametrize(
+    "damage",
+    [cut, no_end, longer, other_pickle, other_directory, other_tensor],
+    ids=lambda one: one.__name__,
+)
+def test_a_damaged_file_is_refused_in_place_or_the_damage_stays_known(
+    ckptool, folder, verb, damage
+):
+    """What is refused keeps its bytes; what is edited has no tensor whose damage is hidden."""
+    content = damage((folder / "model.pth").read_bytes())
+    (folder / "model.pth").write_bytes(content)
+    done = ckptool(*verb.words("model.pth", "--in-place", "--force"))
+    assert "unexpected" not in done.err
+    if done.code != 0:
+        assert (done.code, "model.pth" in done.err) == (2, True)
+        assert (folder / "model.pth").read_bytes() == content
+    elif damage is not longer:  # which harms no tensor
+        assert ckptool("verify", "model.pth").code == 1
+    assert set(os.listdir()) == FOLDER
 
 
 @every

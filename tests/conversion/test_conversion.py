@@ -293,3 +293,17 @@ def test_every_tensor_is_in_the_result_or_named_as_left_out(entries, beside, cha
     for number, key in keys.items():
         kept = target == "out.pth" and struct.pack("<f", number) in content  # below an object
         assert number in after or kept or key in said
+
+
+def test_a_folder_is_edited_in_place(tmp_path):
+    folder = tmp_path / "model"
+    state = {"module.a": torch.ones(4), "module.b": torch.zeros(4)}
+    torch.save(state, tmp_path / "plain.pth")
+    keep = ckptool.Strip(levels=0)
+    ckptool.convert(tmp_path / "plain.pth", f"{folder}/", keep, max_shard_size=20)
+    before = sorted(one.name for one in folder.iterdir())
+    assert len(before) == 3
+    assert sorted(ckptool.load(folder)) == ["module.a", "module.b"]
+    ckptool.convert(folder, folder, ckptool.Strip(), in_place=True)
+    assert sorted(one.name for one in folder.iterdir()) == before
+    assert sorted(ckptool.load(folder)) == ["a", "b"]

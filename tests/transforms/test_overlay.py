@@ -6,6 +6,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError
+from ckptool.transforms import overlay
 
 
 @pytest.fixture
@@ -126,3 +127,18 @@ def test_a_pickled_module_is_refused_with_the_option_that_helps(tmp_path):
     with pytest.raises(UsageError, match="is a pickled module") as caught:
         over(tmp_path / "whole.pth", tmp_path / "state.pth")
     assert "--model-only" in caught.value.hint
+
+
+def test_a_refused_later_step_closes_the_file_that_was_opened(base, tmp_path, monkeypatch):
+    torch.save({"unet.w": torch.ones(3)}, tmp_path / "other.pth")
+    opened, real = [], overlay.open_checkpoint
+    monkeypatch.setattr(
+        overlay, "open_checkpoint", lambda path: opened.append(real(path)) or opened[-1]
+    )
+    with ckptool.open(base) as checkpoint:
+        with pytest.raises(NotFound):
+            checkpoint.then(ckptool.Overlay(tmp_path / "other.pth"), ckptool.Drop(["nothing"]))
+        (other,) = opened
+        with pytest.raises(ValueError, match="closed"):
+            other.sources[0].read(0, 1)
+        assert checkpoint.sources[0].read(0, 2) == b"PK"

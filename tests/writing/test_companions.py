@@ -187,3 +187,13 @@ def test_the_file_that_opens_a_folder_brings_its_companions_and_another_none(bes
     receipt = ckptool.convert(folder, folder)  # its own folder: they are there
     assert receipt.path == str(folder / "model.safetensors")
     assert not [note for note in receipt.notes if "config.json" in note]
+
+
+@pytest.mark.parametrize("text", ["3", "null", "[1]", '"_diffusers_version"', "{", "[" * 100_000])
+def test_a_configuration_that_is_no_object_is_copied_and_not_read(beside, tmp_path, text):
+    for name in ("model.safetensors", "model.safetensors.index.json", "config.json"):
+        (beside / name).unlink()
+    torch.save({"w": torch.ones(2)}, beside / "weights.pth")
+    (beside / "config.json").write_text(text)
+    ckptool.convert(beside / "weights.pth", f"{tmp_path / 'out'}/", files_from=beside)
+    assert (tmp_path / "out" / "model.safetensors").exists()
