@@ -43,6 +43,7 @@ INSIDE = {
         "quantizers",
         "modules",
         "checkpoint",
+        "quantization_config",
         "tree",
         "names",
         "addressing",

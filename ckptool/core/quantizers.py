@@ -39,6 +39,8 @@ class Quantizer:
     """How the element type of the quantized numbers begins, where names alone do not tell."""
     library: str = ""
     """Who loads it."""
+    plain: str | None = None
+    """The ending of the name of the weight that it stands for; None: that of the numbers."""
     classes: tuple[str, ...] = ()
     """How the qualified names of its classes begin: of modules, tensors and objects."""
 
@@ -83,7 +85,10 @@ QUANTIZERS = (
         library="bitsandbytes",
     ),
     Quantizer("torchao", classes=("torchao.",), library="torchao"),
-    Quantizer("torchao", "_qdata", "_scale", ("_zero_point",), library="torchao"),
+    Quantizer(
+        "torchao", "_qdata", "_scale", ("_zero_point", "_act_pre_scale", "_per_tensor_scale"),
+        library="torchao", plain="",
+    ),
     Quantizer(
         "quanto", "._data", "._scale", ("._shift", "._zeropoint"),
         dtypes=("int8", "uint8", "float8_"), library="optimum-quanto",
@@ -192,6 +197,18 @@ def find_quantized(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[s
             more = (far for one in companions for far in looking.get(one, ()))
             found[name] = Quantized(LOOKS_QUANTIZED, tuple(dict.fromkeys((*companions, *more))))
     return found
+
+
+def plain_key(scheme: str, name: str) -> str:
+    """Return the key of the plain weight for which quantized numbers under `name` stand."""
+    for known in QUANTIZERS:
+        if known.scheme == scheme and known.plain is not None and name.endswith(known.weight):
+            stem = name.removesuffix(known.weight)
+            if scheme == "torchao":  # 0._weight_qdata is of 0.weight
+                parent, dot, last = stem.rpartition(".")
+                stem = f"{parent}{dot}{last.removeprefix('_')}"
+            return stem + known.plain
+    return name
 
 
 def _with_scales(state: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:

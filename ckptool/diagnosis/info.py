@@ -46,6 +46,7 @@ from ckptool.inspection.commands import (
 from ckptool.inspection.neighbors import neighbor_notes
 from ckptool.inspection.quantization import quantizations
 from ckptool.symbolic.encoder import blockers
+from ckptool.transforms.casting import Cast
 from ckptool.transforms.compacting import storage_use
 from ckptool.words import printable
 from ckptool.writing.target import default_target
@@ -163,7 +164,7 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
     layout = (*layout_blockers(checkpoint), *outdated_names(checkpoint, objects))
     name, part = misnamed(checkpoint), missing_weights(checkpoint)
     verdicts = known.by_machine()
-    stuck = bool(objects) and not any(found.commands for found in verdicts.values())
+    stuck = bool(objects) and not any(one.commands for one in verdicts.values())
     notes = [] if part is None else [f"{part.text}; {part.hint}"]
     if name is None and unnamed(checkpoint):
         command = convert_command(checkpoint.path, default_target(checkpoint.path, "named"), [])
@@ -180,7 +181,10 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
     notes += waste_notes(checkpoint.path, held - reached, details.dead_bytes)
     if stuck and (text := needed_import(objects)):
         notes.append(text)
-    notes += map(str, quantizations(checkpoint))
+    for found in quantizations(checkpoint):
+        steps, target = (Cast(dequantize="bfloat16"),), default_target(checkpoint.path, "plain")
+        plain = f"; {convert_command(checkpoint.path, target, steps)} makes plain weights"
+        notes.append(f"{found}{plain if found.is_known else ''}")
     notes += _layout_notes(checkpoint, only_model(likely_models(checkpoint)))
     for section in sections:
         if section.kind == "optimizer" and has_training_weights(section):

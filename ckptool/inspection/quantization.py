@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint
+from ckptool.core.quantization_config import QuantizationConfig, quantization_config
 from ckptool.core.quantizers import LIBRARIES, LOOKS_QUANTIZED, find_quantized
-from ckptool.files.json_object import json_object
-from ckptool.files.place import is_address
+from ckptool.tensors.dequantizing import can_dequantize
 from ckptool.words import are, counted, listed, printable
 
-_CONFIG = "config.json"
-_KEYS = ("quantization_config", "quantization")
-"""Where configurations say it: of transformers and diffusers, of MLX."""
 _BY_METHOD = {
     "gptq": "gptqmodel or vLLM", "awq": "autoawq or vLLM", "bitsandbytes": "bitsandbytes",
     "quanto": "optimum-quanto", "torchao": "torchao", "hqq": "hqq", "aqlm": "aqlm", "eetq": "eetq",
@@ -35,6 +30,8 @@ class Quantization(NamedTuple):
     remedy: str
     """Which library loads them."""
     names: tuple[str, ...]
+    is_known: bool = False
+    """Whether `--dequantize` makes plain weights of all of them."""
 
     def __str__(self) -> str:
         """Return a sentence without a full stop."""
@@ -42,20 +39,25 @@ class Quantization(NamedTuple):
 
 
 def quantizations(checkpoint: Checkpoint) -> Iterator[Quantization]:
-    """Yield what is quantized in the models of a checkpoint.
+    """Yield what is quantized in the models of a checkpoint, with bits and group sizes if stated.
 
     The method is that of a configuration, of the header's metadata, or of the table of names.
     """
     quantized = [section for section in checkpoint.sections if section.quantizers]
-    method, where = _declared(checkpoint) if quantized else ("", "")
+    config = quantization_config(checkpoint) if quantized else QuantizationConfig()
+    method, where = config.method, config.where
     for section in quantized:
         found = find_quantized(section.node)
         for scheme, count in section.quantizers.items():
             own = {name: one.companions for name, one in found.items() if one.scheme == scheme}
-            what, library = scheme, LIBRARIES.get(scheme, "")
+            what, library, details = scheme, LIBRARIES.get(scheme, ""), list(config.sizes)
             if method:
-                what = f"{method} (by {where})" if scheme == LOOKS_QUANTIZED else scheme
+                if scheme == LOOKS_QUANTIZED:
+                    what, details = method, [f"by {where}", *details]
+                elif method.lower() not in scheme.lower():
+                    details.append(f"{where} says {method}")
                 library = library or _BY_METHOD.get(method.lower(), "")
+            what += f" ({', '.join(details)})" if details else ""
             verb = f"{are(count).strip()} quantized: {what}"
             if what == LOOKS_QUANTIZED:
                 name, companions = next(iter(own.items()))
@@ -63,54 +65,8 @@ def quantizations(checkpoint: Checkpoint) -> Iterator[Quantization]:
                 verb += (
                     f" quantized, judging by shapes: {printable(name)} with {listed(companions)}"
                 )
-            elif method and scheme != LOOKS_QUANTIZED and method.lower() not in scheme.lower():
-                verb += f" ({where} says {method})"
             remedy = f"{library} loads {'it' if count == 1 else 'them'}" if library else ""
             remedy = remedy or "load it with the library that wrote it"
-            yield Quantization(f"{counted(count, 'tensor')} {verb}", remedy, tuple(own))
-
-
-def _declared(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Return the method that a configuration states, and where it does; both empty: none does."""
-    root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
-    header = {key: _parsed(text) for key, text in checkpoint.details.header.items()}
-    for where, config in (
-        (_CONFIG, _beside(checkpoint.path)),
-        ("the file", root),
-        ("the file", root.get("config")),
-        ("the metadata", header),
-        ("the metadata", header.get("config")),
-    ):
-        method = _method(config)
-        if method:
-            return printable(method), where
-    return ("MLX", "the metadata") if header.get("format") == "mlx" else ("", "")
-
-
-def _method(config: Any) -> str:
-    for key in _KEYS if isinstance(config, Mapping) else ():
-        found = config.get(key)
-        if isinstance(found, Mapping):
-            method = found.get("quant_method")
-            if isinstance(method, str):
-                return method
-            if any(str(one).startswith("load_in_") for one in found):
-                return "bitsandbytes"
-            if {"bits", "group_size"} <= found.keys():
-                return "MLX" if key == "quantization" else ""
-    return ""
-
-
-def _beside(path: str) -> Mapping[str, Any]:
-    """Return the `config.json` in the folder of a file; empty if it cannot be read."""
-    if not path or is_address(path):
-        return {}
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
-    return json_object(os.path.join(folder, _CONFIG))
-
-
-def _parsed(text: str | bytes) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+            fact = f"{counted(count, 'tensor')} {verb}"
+            is_known = all(can_dequantize(section.node, name, found[name], config) for name in own)
+            yield Quantization(fact, remedy, tuple(own), is_known)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool._lazy import uncollected
 from ckptool.core.placeholders import placeholders_of
+from ckptool.core.quantization_config import quantization_config
 from ckptool.core.quantizers import LIBRARIES, find_quantized
 from ckptool.errors import (
     CheckpointError,
@@ -49,7 +50,7 @@ from ckptool.matching.layouts import TransposeRules
 from ckptool.matching.report import counted
 from ckptool.renamed import renamed_arguments
 from ckptool.tensors import require_torch
-from ckptool.tensors.dequantizing import dequantized
+from ckptool.tensors.dequantizing import can_dequantize
 from ckptool.tensors.live import memory_of
 from ckptool.tensors.materialize import MapLocation, Placement
 from ckptool.transforms.name_rules import Rule
@@ -248,7 +249,8 @@ def _refuse_codes(state: StateDict, target: ModelTarget, plan: LoadPlan) -> None
         ):
             library = LIBRARIES.get(found.scheme, "the library that wrote it")
             hint = f"load it into a model of {library}"
-            if not state.tree.in_memory and dequantized(state.root, own, found) is not None:
+            config = quantization_config(state.tree)
+            if not state.tree.in_memory and can_dequantize(state.root, own, found, config):
                 hint = f"ckptool cast --dequantize bfloat16 {shell(state.file)} makes plain numbers"
             raise MatchError(
                 f"{printable(own)!r} {found}: {target.label} would take its codes for numbers, "

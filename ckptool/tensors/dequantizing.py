@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ckptool.core.model import Global, Storage, TensorRef, row_major_strides
-from ckptool.core.quantizers import Quantized
+from ckptool.core.quantization_config import QuantizationConfig
+from ckptool.core.quantizers import Quantized, plain_key
 from ckptool.dtypes import BY_NAME, CODES
+from ckptool.errors import NotRepresentable
 from ckptool.files.computed import computed
 from ckptool.tensors.casting import CHUNK, checked, chunks
 from ckptool.tensors.materialize import require_torch, torch_dtype
@@ -28,41 +30,87 @@ _OF_TORCHAO = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 _PER_127 = 7.874015718698502e-3
 
 
+class UnknownLayout(NotRepresentable):
+    """The layout of a quantized weight is not known, or not all of it is stated."""
+
+    def __init__(self, fact: str = "ckptool does not know this layout") -> None:
+        """Say what is missing."""
+        super().__init__(fact)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A quantized weight and what it needs."""
+
+    name: str
+    weight: TensorRef
+    beside: Mapping[str, TensorRef]
+    """The companions, by the last parts of their keys."""
+    config: QuantizationConfig
+
+    def __getitem__(self, ending: str) -> TensorRef:
+        """Return a companion.
+
+        Raises:
+            UnknownLayout: it is not there.
+        """
+        if ending not in self.beside:
+            raise UnknownLayout(f"{ending} is missing next to it")
+        return self.beside[ending]
+
+    def get(self, ending: str) -> TensorRef | None:
+        """Return a companion, or None."""
+        return self.beside.get(ending)
+
+
 def dequantized(
-    state: Mapping[Any, Any], name: str, found: Quantized
-) -> dict[str, TensorRef] | None:
+    state: Mapping[Any, Any],
+    name: str,
+    found: Quantized,
+    config: QuantizationConfig,
+) -> dict[str, TensorRef]:
     """Return the weight of a state dict as the numbers that it stands for, under the name "".
 
-    Packed parameters (a name that ends with `PACKED`) become `weight` and `bias` in its place.
-    None: the quantizer is not among those that are known here, or has another layout.
+    Packed parameters (a name that ends with `PACKED`) become `weight` and `bias`.
+
+    Raises:
+        UnknownLayout: the quantizer is not among those that are known here, has another layout, or
+            does not state all of it.
     """
-    packed = state[name]
+    packed, make = state[name], _LAYOUTS.get(found.scheme)
     match packed:
         case (TensorRef() as codes, bias) if name.endswith(PACKED):
-            weight = _affine(codes)
-            both = {"weight": weight, "bias": bias}
-            return {key: one for key, one in both.items() if one is not None} if weight else None
-    make = _SCHEMES.get(found.scheme)
+            return {"weight": _affine(codes)} | ({} if bias is None else {"bias": bias})
     beside = {one.rpartition(".")[2]: state[one] for one in found.companions}
-    if make is not None and beside and all(map(_is_plain, (packed, *beside.values()))):
-        weight = make(packed, beside)
-    else:
-        weight = _affine(packed)
-    return None if weight is None else {"": weight}
+    if make is None or not beside:
+        return {"": _affine(packed)}
+    if not all(map(_is_plain, (packed, *beside.values()))):
+        raise UnknownLayout("its parts are not plain tensors")
+    return {"": make(Parts(name, packed, beside, config))}
+
+
+def can_dequantize(
+    state: Mapping[Any, Any], name: str, found: Quantized, config: QuantizationConfig
+) -> bool:
+    """Return whether `dequantized` knows how."""
+    try:
+        return bool(dequantized(state, name, found, config))
+    except UnknownLayout:
+        return False
 
 
 def _is_plain(tensor: Any) -> TypeGuard[TensorRef]:
     return isinstance(tensor, TensorRef) and tensor.has_content and tensor.is_verbatim
 
 
-def _by_scales(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef | None:
+def _by_scales(parts: Parts) -> TensorRef:
     """Return weights times their scales.
 
     The scales are one for all, one for each index of the first dimension, or one for each block of
-    128 x 128, cut at the edges; None for any other layout. After `weight_dequant` of
+    128 x 128, cut at the edges; `UnknownLayout` for any other. After `weight_dequant` of
     DeepSeek-V3 (inference/kernel.py), which rounds the same product to bfloat16.
     """
-    scale = next(iter(beside.values()))
+    weight, scale = parts.weight, next(iter(parts.beside.values()))
     shape, scales = weight.sizes, scale.sizes
     if scale.numel == 1:
         block = shape
@@ -71,7 +119,7 @@ def _by_scales(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef 
     elif len(shape) == 2 and scales == tuple(-(-size // _BLOCK) for size in shape):
         block = (_BLOCK, _BLOCK)
     else:
-        return None
+        raise UnknownLayout
 
     def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         factors = _spread(tables[0].float(), shape, block, start, stop)
@@ -80,16 +128,18 @@ def _by_scales(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef 
     return _computed(weight, shape, (scale,), numbers)
 
 
-def _eight_bit(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef | None:
+def _eight_bit(parts: Parts) -> TensorRef:
     """Return what `int8_vectorwise_dequant` of bitsandbytes makes: rows times 1/127 of their SCB.
 
-    None where `weight_format` says that the rows are in tiles of a GPU.
+    Raises:
+        UnknownLayout: `weight_format` says that the rows are in tiles of a GPU.
     """
-    scale, layout, shape = beside["SCB"], beside.get("weight_format"), weight.sizes
+    weight, scale, layout = parts.weight, parts["SCB"], parts.get("weight_format")
+    shape = weight.sizes
     if weight.dtype != "int8" or not shape or not _is_table(scale, shape[0]):
-        return None
+        raise UnknownLayout
     if layout is not None and any(layout.read() if layout.numel == 1 else b"?"):
-        return None
+        raise UnknownLayout
 
     def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         factors = _spread(tables[0], shape, (1, *shape[1:]), start, stop)
@@ -98,30 +148,31 @@ def _eight_bit(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef 
     return _computed(weight, shape, (scale,), numbers)
 
 
-def _four_bit(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef | None:
+def _four_bit(parts: Parts) -> TensorRef:
     """Return what `dequantize_4bit` of bitsandbytes makes: two elements a byte, high bits first.
 
     An element is its entry of `quant_map` times the `absmax` of its block. With nested maps
     `absmax` is quantized, a byte a block, after `nested_offset` was taken off.
     """
-    facts, codes, absmax = _facts(beside), beside.get("quant_map"), beside["absmax"]
+    weight, facts = parts.weight, _facts(parts.beside)
+    codes, absmax = parts.get("quant_map"), parts["absmax"]
     shape, block = facts.get("shape", 0), facts.get("blocksize", 0)
     if not (isinstance(shape, list) and all(map(_is_count, shape)) and _is_count(block) and block):
-        return None
+        raise UnknownLayout
     blocks = -(-prod(shape) // block)
     if CHUNK % block or weight.nbytes != -(-prod(shape) // 2) or not _is_table(codes, 16):
-        return None
-    outer, outer_codes = beside.get("nested_absmax"), beside.get("nested_quant_map")
+        raise UnknownLayout
+    outer, outer_codes = parts.get("nested_absmax"), parts.get("nested_quant_map")
     size, offset = facts.get("nested_blocksize", 0), facts.get("nested_offset", 0)
     if not _is_table(absmax, blocks, "float32" if outer is None else "uint8"):
-        return None
-    parts = [codes, absmax]
+        raise UnknownLayout
+    tensors = [codes, absmax]
     if outer is not None:
         if not (_is_count(size) and size and isinstance(offset, float)):
-            return None
+            raise UnknownLayout
         if not (_is_table(outer, -(-blocks // size)) and _is_table(outer_codes, 256)):
-            return None
-        parts += [outer, outer_codes]
+            raise UnknownLayout
+        tensors += [outer, outer_codes]
 
     def elements(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch
@@ -137,62 +188,86 @@ def _four_bit(weight: TensorRef, beside: Mapping[str, TensorRef]) -> TensorRef |
         numbers = torch.index_select(tables[0], 0, both.int())
         return numbers * scales.repeat_interleave(block)[: stop - start]
 
-    return _computed(weight, tuple(shape), parts, elements)
+    return _computed(weight, tuple(shape), tensors, elements)
 
 
-def _affine(tensor: Any) -> TensorRef | None:
-    """Return what `dequantize` of torch or torchao makes of a tensor that has its scales in it.
-
-    That is codes less a zero point, times a scale, each of which counts for a block of the tensor.
-    """
+def _affine(tensor: Any) -> TensorRef:
+    """Return what `dequantize` of torch or torchao makes of a tensor that has its scales in it."""
     parts = (tensor.parts if isinstance(tensor, TensorRef) else None) or {}
-    codes: TensorRef | None
-    scale: Any
-    zero: Any
     match parts:
-        case {"quantizer": (Global(name="per_tensor_affine"), float(scale), int(zero))}:
-            codes, block = _codes(tensor), tensor.sizes
-            if not -(1 << 31) <= zero < 1 << 31:
-                return None
-        case {"quantizer": (Global(), TensorRef() as scale, TensorRef() as zero, int(axis))}:
-            codes = _codes(tensor)
+        case {"quantizer": (Global(name="per_tensor_affine"), float(scale), int(zero))} if (
+            -(1 << 31) <= zero < 1 << 31
+        ):
+            return _by_blocks(_codes(tensor), scale, zero, tensor.sizes, tensor)
+        case {"quantizer": (Global(), TensorRef() as scales, TensorRef() as zeros, int(axis))}:
             block = tuple(1 if at == axis else size for at, size in enumerate(tensor.sizes))
-        case {
-            "type": Global(name=name),
-            "state": {
-                "qdata": codes,
-                "scale": TensorRef() as scale,
-                "block_size": [*sizes],
-                **others,
-            },
-        } if name in _OF_TORCHAO and others.get("act_pre_scale") is None:
-            block, zero = tuple(sizes), others.get("zero_point")
+            return _by_blocks(_codes(tensor), scales, zeros, block, tensor)
+        case {"type": Global(name=name), "state": {**state}}:
+            return _of_class(name, state)
         case _:
-            return None
+            raise UnknownLayout
+
+
+def _of_torchao(parts: Parts) -> TensorRef:
+    """Return the tensor of an entry of torchao's `flatten_tensor_state_dict`."""
+    entry = parts.config.header.get(plain_key("torchao", parts.name))
+    match entry:
+        case {"_type": str(name), "_data": {**fields}, "_tensor_data_names": [*names]}:
+            stem = parts.name.rpartition(".")[2].removesuffix("qdata")
+            tensors = {one: parts[f"{stem}{one}"] for one in names if one != "qdata"}
+            return _of_class(name, {**fields, **tensors, "qdata": parts.weight})
+        case _:
+            raise UnknownLayout("no entry of its file's __metadata__ states its class")
+
+
+def _of_class(name: str, state: Mapping[Any, Any]) -> TensorRef:
+    """Return what `dequantize` of a class of torchao makes of its attributes."""
+    match state:
+        case {
+            "qdata": TensorRef() as codes,
+            "scale": TensorRef() as scale,
+            "block_size": [*block],
+        } if name in _OF_TORCHAO and state.get("act_pre_scale") is None:
+            return _by_blocks(codes, scale, state.get("zero_point"), tuple(block))
+        case _:
+            raise UnknownLayout
+
+
+def _by_blocks(
+    codes: TensorRef,
+    scale: TensorRef | float,
+    zero: TensorRef | int | None,
+    block: tuple[int, ...],
+    whole: TensorRef | None = None,
+) -> TensorRef:
+    """Return codes less a zero point, times a scale, each for a block of the tensor.
+
+    `whole` is the quantized tensor that the codes were taken from.
+    """
     if not _is_plain(codes) or len(block) != len(codes.shape):
-        return None
+        raise UnknownLayout
     shape = codes.sizes
     pairs = list(zip(block, shape, strict=True))
     if not all(_is_count(own) and own and not size % own for own, size in pairs):
-        return None
+        raise UnknownLayout
     blocks = prod(size // own for own, size in pairs)
     tables = [one for one in (scale, zero) if one is not None and not isinstance(one, (float, int))]
     if not all(_is_plain(one) and one.numel == blocks for one in tables):
-        return None
+        raise UnknownLayout
 
     def numbers(start: int, stop: int, found: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch
 
         elements = _elements(codes, start, stop)
         if isinstance(scale, float):
-            return torch.mul(
-                elements.int() - zero, torch.tensor(scale, dtype=torch.float32, device="cpu")
-            )
-        factors, *less = (_spread(one, shape, block, start, stop) for one in found[: len(tables)])
+            shifted = elements.int() - zero if isinstance(zero, int) else elements
+            return shifted * torch.tensor(scale, dtype=torch.float32, device="cpu")
+        factors, *less = (_spread(one, shape, block, start, stop) for one in found)
         wide = torch.float64 if scale.dtype == "float64" else torch.float32
         return (elements.float() - (less[0].float() if less else 0)) * factors.to(wide)
 
-    return _computed(codes, shape, tables, numbers, [] if tensor.is_contiguous else [tensor])
+    others = [] if whole is None or whole.is_contiguous else [whole]
+    return _computed(codes, shape, tables, numbers, others)
 
 
 def _codes(tensor: TensorRef) -> TensorRef:
@@ -262,7 +337,7 @@ def _computed(
     parts: Sequence[TensorRef],
     numbers: Callable[[int, int, Sequence[torch.Tensor]], torch.Tensor],
     checked_only: Sequence[TensorRef] = (),
-) -> TensorRef | None:
+) -> TensorRef:
     """Return a tensor of float32 in the place of a weight, of elements that `numbers` makes.
 
     Give it the elements of `parts`, which are in memory from the first to the last of the weight.
@@ -273,7 +348,7 @@ def _computed(
     checks = [checked(one, one.data) for one in beside if one is not None and one.data is not None]
     tables: list[torch.Tensor] = []
     if held is None:
-        return None
+        raise UnknownLayout
 
     def fill(offset: int, buffer: memoryview) -> None:
         require_torch()
@@ -299,9 +374,10 @@ def _computed(
     return replace(weight, dtype="float32", shape=shape, stride=stride, storage=storage, offset=0)
 
 
-_SCHEMES: dict[str, Callable[[TensorRef, Mapping[str, TensorRef]], TensorRef | None]] = {
+_LAYOUTS: dict[str, Callable[[Parts], TensorRef]] = {
     "fp8 with scales": _by_scales,
     "bitsandbytes 4 bit": _four_bit,
     "bitsandbytes 8 bit": _eight_bit,
+    "torchao": _of_torchao,
 }
 """By the scheme (`core/quantizers.py`), what makes plain numbers of a weight and its companions."""

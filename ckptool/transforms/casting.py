@@ -24,14 +24,15 @@ from ckptool.core.model import (
 )
 from ckptool.core.modules import held_apart, modules_below, own_tensors
 from ckptool.core.placeholders import refuse_placeholders
-from ckptool.core.quantizers import MARKERS, OF_OPTIMIZERS, Quantized, find_quantized
+from ckptool.core.quantization_config import plain_header, quantization_config
+from ckptool.core.quantizers import MARKERS, OF_OPTIMIZERS, Quantized, find_quantized, plain_key
 from ckptool.core.sections import MODEL_KINDS, only_its_class
 from ckptool.core.tree import everything as every_node, is_within, name_of, rebuild, walk
 from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import ReadAhead
 from ckptool.tensors.casting import FLOATS, Caster, Losses
-from ckptool.tensors.dequantizing import PACKED, dequantized
+from ckptool.tensors.dequantizing import PACKED, UnknownLayout, can_dequantize, dequantized
 from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
 
@@ -262,7 +263,8 @@ class Cast(Step):
             return checkpoint.with_root(checkpoint.root, *told) if told else checkpoint
         work = _Work(plan, allow_overflow=self.allow_overflow)
         root = rebuild(plan.checkpoint.root, work.leaf)
-        made = checkpoint.with_root(root, *changes, *plan.parted())
+        made = replace(checkpoint, details=plan.checkpoint.details)
+        made = made.with_root(root, *changes, *plan.parted())
         return replace(made, reports=(*made.reports, work.report))
 
 
@@ -318,10 +320,11 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
             file = f" {shell(checkpoint.path)}" if checkpoint.path else ""
             plain = f"ckptool cast --dequantize bfloat16{file} makes plain numbers of them"
             cls = getattr(state[name], "class_name", "")
+            config = quantization_config(checkpoint)
             held = listed(found.companions) if found.companions else f"its class, {printable(cls)}"
             refuse(
                 f"{printable(name)!r} {found}: its numbers mean something only with {held}",
-                plain if dequantized(state, name, found) is not None else "",
+                plain if can_dequantize(state, name, found, config) else "",
             )
 
 
@@ -413,31 +416,38 @@ class _Plan:
             NotRepresentable: a weight is quantized otherwise.
             NotFound: none is quantized.
         """
-        made: dict[tuple[int, ...], dict[str, TensorRef] | None] = {}
+        made: dict[tuple[int, ...], dict[str, TensorRef]] = {}
         plain: dict[int, dict[str, dict[str, TensorRef]]] = {}
         nodes = {id(node) for node in every_node(self.checkpoint.root)}
-        known = set[int]()
+        known, config = set[int](), quantization_config(self.checkpoint)
         for state, name, found in _quantized(self.checkpoint, alone=True):
             if id(state) not in nodes and id(state[name]) in known:
                 continue  # of a pickled module, and made already
             known.add(id(state[name]))
             parts = (id(state[name]), *(id(state[one]) for one in found.companions))
-            is_made = id(state) in nodes or None
-            new = made[parts] = made.get(parts) or (is_made and dequantized(state, name, found))
-            if new is None:
+            own = plain.setdefault(id(state), {})
+            try:
+                if parts not in made and id(state) not in nodes:
+                    raise UnknownLayout
+                new = made.get(parts) or dequantized(state, name, found, config)
+                stem = plain_key(found.scheme, name).removesuffix(PACKED)
+                named = {stem + end: one for end, one in new.items()}
+                if name not in named and any(key in state for key in named):
+                    raise UnknownLayout(f"the file has {listed(named)}, too")
+            except UnknownLayout as error:
                 raise NotRepresentable(
-                    f"{printable(name)!r} cannot be dequantized: it {found}, and ckptool does not "
-                    "know this layout",
+                    f"{printable(name)!r} cannot be dequantized: it {found}, and {error.message}",
                     file=self.checkpoint.path,
-                    hint=None if is_made else "--model-only makes a state dict of the module first",
-                )
+                    hint=None
+                    if id(state) in nodes
+                    else "--model-only makes a state dict of the module first",
+                ) from None
+            made[parts] = new
             self.scaled[id(next(iter(new.values())).storage)] = dtype
             self.schemes[found.scheme] = None
             marks = (one for one in state if str(one).rpartition(".")[2] in MARKERS)
             left_out = (*found.companions, *marks)
             self.gone.update(dict.fromkeys(left_out))
-            named = {name.removesuffix(PACKED) + end: one for end, one in new.items()}
-            own = plain.setdefault(id(state), {})
             own.update({name: named} | {one: {} for one in left_out})
         if not plain:
             raise NotFound("there are no quantized weights", file=self.checkpoint.path)
@@ -447,8 +457,9 @@ class _Plan:
             entries = (own.get(key, {key: value}).items() for key, value in old.items())
             return remade(old, chain.from_iterable(entries)) if own else old
 
-        root = rebuild(self.checkpoint.root, None, mapping)
-        self.checkpoint = self.checkpoint.with_root(root)
+        root, details = rebuild(self.checkpoint.root, None, mapping), self.checkpoint.details
+        details = replace(details, header=plain_header(details.header))
+        self.checkpoint = replace(self.checkpoint, root=root, details=details)
 
     def choose(self, spared: set[Path]) -> None:
         """Decide over every tensor of the checkpoint but those at the paths `spared`."""

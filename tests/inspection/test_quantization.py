@@ -23,7 +23,7 @@ STATE = {"l.codes": torch.ones(8, 8, dtype=torch.int8), "l.steps": torch.ones(8)
             "1 tensor is quantized: mine (by config.json); load it with the library that wrote it",
         ),
         ({"quantization": {"bits": 4, "group_size": 64}},
-         "1 tensor is quantized: MLX (by config.json); mlx loads it"),
+         "1 tensor is quantized: MLX (by config.json, 4 bits, groups of 64); mlx loads it"),
         ({"quantization_config": "?"}, None),
         ([], None),
         ("not JSON", None),

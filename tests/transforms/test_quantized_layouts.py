@@ -1,0 +1,106 @@
+"""Layouts of quantizers, next to what their own libraries make of them: `fixtures/quantizers/`."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import ckptool
+from ckptool.diagnosis.info import info
+from ckptool.errors import NotRepresentable
+from tests.sources import PROJECT
+
+FOLDERS = PROJECT / "fixtures" / "quantizers"
+LAYOUTS = sorted(path.name for path in FOLDERS.iterdir())
+SCHEMES = {
+    "torchao": "torchao",
+}
+"""What `info` calls them, by how their folders' names begin."""
+LARGEST_ERROR = {
+    "torchao": 0.13,
+}
+"""How far a weight of `weights()` in `fixtures/make/quantizers.py` is off, at most."""
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def of(table, layout):
+    return next(value for start, value in table.items() if layout.startswith(start))
+
+
+def dequantized(source, target, dtype):
+    receipt = ckptool.convert(source, target, ckptool.Cast(dequantize=dtype))
+    return load_file(target), receipt
+
+
+@every_layout
+def test_every_weight_is_what_its_library_makes_of_it(layout, tmp_path):
+    source, plain = FOLDERS / layout, load_file(FOLDERS / layout / "plain.safetensors")
+    before = load_file(source / "model.safetensors")
+    stems = tuple(f"{key.rpartition('.')[0]}." for key in plain)
+    kept = {key for key in before if not key.startswith(stems) or key.endswith("bias")}
+    for dtype in {one.dtype for one in plain.values()} | {torch.float32}:
+        target = tmp_path / f"{dtype}.safetensors"
+        made, receipt = dequantized(source / "model.safetensors", target, dtype)
+        assert made.keys() == plain.keys() | kept
+        for key, wanted in plain.items():
+            assert made[key].dtype == dtype
+            assert torch.equal(made[key].to(wanted.dtype), wanted), key
+        assert all(torch.equal(made[key], before[key]) for key in kept)
+        [text] = [change.text for change in receipt.changes if change.kind == "dequantize"]
+        assert text.startswith(
+            f"{len(plain)} tensors dequantized ({of(SCHEMES, layout)}); left out"
+        )
+
+
+@every_layout
+def test_nothing_marks_the_result_as_quantized(layout, tmp_path):
+    for name in ("model.safetensors", "config.json"):
+        if (FOLDERS / layout / name).exists():
+            shutil.copy(FOLDERS / layout / name, tmp_path / name)
+    ckptool.convert(
+        tmp_path / "model.safetensors", f"{tmp_path}/out/", ckptool.Cast(dequantize="bfloat16")
+    )
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    if (tmp_path / "config.json").exists():
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert not [key for key in config if key.startswith("quantization")]
+    assert not [note for note in info(tmp_path / "out").notes if "quantized" in note]
+
+
+@every_layout
+def test_diff_shows_the_errors_of_the_method(layout, tmp_path):
+    dequantized(FOLDERS / layout / "model.safetensors", tmp_path / "o.safetensors", "float32")
+    found = ckptool.diff(FOLDERS / layout / "original.safetensors", tmp_path / "o.safetensors")
+    errors = [one.difference.max_abs for one in found.changed if one.difference]
+    assert len(errors) == len(load_file(FOLDERS / layout / "original.safetensors"))
+    assert 0 < max(errors) <= of(LARGEST_ERROR, layout)
+
+
+@every_layout
+def test_info_names_the_scheme_and_the_command(layout):
+    [note] = [
+        one for one in info(FOLDERS / layout / "model.safetensors").notes if "quantized" in one
+    ]
+    assert f" quantized: {of(SCHEMES, layout)}" in note
+    assert "--dequantize bfloat16 makes plain weights" in note
+
+
+@pytest.mark.parametrize("part", ["0._weight_zero_point", "2._weight_zero_point"])
+def test_parts_of_torchao_that_are_missing_are_named(part, tmp_path):
+    with safe_open(FOLDERS / "torchao" / "model.safetensors", "pt") as file:
+        state, header = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    del state[f"layers.{part}"]
+    save_file(state, tmp_path / "m.safetensors", header)
+    with pytest.raises(NotRepresentable, match=f"and {part[2:]} is missing next to it"):
+        dequantized(tmp_path / "m.safetensors", tmp_path / "o.safetensors", "float32")
+
+
+def test_torchao_without_its_metadata_is_refused(tmp_path):
+    save_file(load_file(FOLDERS / "torchao" / "model.safetensors"), tmp_path / "m.safetensors")
+    with pytest.raises(NotRepresentable, match="no entry of its file's __metadata__ states its"):
+        dequantized(tmp_path / "m.safetensors", tmp_path / "o.safetensors", "float32")
