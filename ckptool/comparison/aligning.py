@@ -30,6 +30,7 @@ from ckptool.errors import AmbiguousName, NameCollision, NotFound
 from ckptool.inspection.equality import first_difference
 from ckptool.matching.align import align as pair_keys
 from ckptool.matching.report import slots_of
+from ckptool.transforms.extraction import part_of
 from ckptool.transforms.name_rules import AppliedRules, Rule
 from ckptool.transforms.names import followed, unwrapped_modules
 from ckptool.words import listed, printable
@@ -133,6 +134,7 @@ def align(
     strict_names: bool = False,
     rules: Sequence[Rule] = (),
     key: Any = None,
+    model_only: bool = False,
 ) -> Alignment:
     """Hold the entries of two checkpoints against each other, from their headers alone.
 
@@ -143,13 +145,17 @@ def align(
         rules: Applied in order, after the wrappers are off.
         key: An address (`tree.resolve`): only what stands there. Where one file is a flat state
             dict and has no such address, all of it.
+        model_only: Only the weights of both, as `Take(key=key, model_only=True)` has them.
 
     Raises:
         NameCollision: two entries of one file would be compared under one name.
-        NotFound: there is nothing at `key`, or several things (`AmbiguousName`).
+        NotFound: there is nothing at `key`, no model, or several (`AmbiguousName`).
         LimitExceeded: a tree is nested deeper, or mentioned more often, than real ones are.
     """
-    one, other, error = _scopes(a, b, key)
+    if model_only:
+        (one, other), error = (_weights_of(checkpoint, key) for checkpoint in (a, b)), None
+    else:
+        one, other, error = _scopes(a, b, key)
     whole = error is None and not (one.entry or other.entry)
     aligned = _Alignment(
         one,
@@ -214,6 +220,11 @@ def _scopes(a: Checkpoint, b: Checkpoint, key: Any) -> tuple[Scope, Scope, NotFo
     return scopes[0], scopes[1], None if nodes else error
 
 
+def _weights_of(checkpoint: Checkpoint, key: Any) -> Scope:
+    part, base = part_of(checkpoint, None if is_flat(checkpoint.root) else key, model_only=True)
+    return Scope(part.root, base)
+
+
 def _found(checkpoint: Checkpoint, key: Any) -> Scope | NotFound:
     try:
         path, node = resolve(checkpoint, key)
@@ -268,7 +279,7 @@ class _Alignment:
         ]
         self.notes.extend(_unpaired(left[0], left[1]))
         if rest and self.whole:
-            self.notes.extend(_weights_alone(self.a, self.b, couples))
+            self.notes.extend(_weights_alone(couples))
         self.notes.extend(self.names_a.rules.idle())
         return Alignment(
             tuple(self.pairs), tuple(self.only_a), tuple(self.only_b), tuple(self.notes)
@@ -435,9 +446,11 @@ def _fill(
         key, compared = under(path, leaf, names.compared)
         return key, compared, under(path, leaf, names.shown)[0]
 
-    changes = names.compared or names.shown
-    known = changed if changes else None
-    region.fill(part.holder, base, outer=outer, before=before, changed=known)
+    region.fill(
+        part.holder, base, outer=outer, before=before,
+        changed=changed if names.compared or names.shown else _unchanged,
+        weights=part.kind in MODEL_KINDS,
+    )  # fmt: skip
 
 
 def _model_names(path: Path, leaf: Any, renamed: Renamed) -> tuple[Path, Any]:
@@ -484,18 +497,20 @@ def _unpaired(left_a: list[str], left_b: list[str]) -> Iterator[str]:
         )
 
 
-def _weights_alone(a: Scope, b: Scope, couples: list[Couple]) -> Iterator[str]:
+def _weights_alone(couples: list[Couple]) -> Iterator[str]:
     """Yield what to tell where one file is a state dict and the other holds more beside it."""
     for one, other in couples:
         if one.kind in MODEL_KINDS and bool(one.path) != bool(other.path):
-            scope, part = (a, one) if one.path else (b, other)
-            whole, more = ("B", "A") if one.path else ("A", "B")
-            name = printable(name_of(scope.base + part.path))
-            yield f"{whole} is a state dict alone: --key {name} leaves out what else is in {more}"
+            part, whole = "BA" if one.path else "AB"
+            yield f"{part} is only a state dict: --model-only leaves out the rest of {whole}"
 
 
 Changed = Callable[[Path, Any], tuple[Path, Any, Path]]
 """Of a leaf: its path below its part, itself, both as they are compared, and the path as shown."""
+
+
+def _unchanged(path: Path, leaf: Any) -> tuple[Path, Any, Path]:
+    return path, leaf, path
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,6 +524,10 @@ class DiffEntry:
     path: Path
     """From the root of its file, as it is there."""
     leaf: Any
+    is_weight: bool = False
+    """True in the section of a model."""
+    container: str | None = None
+    """The outermost container around an unpaired entry that the other file does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,6 +549,8 @@ class Region:
 
     leaves: dict[Key, DiffEntry] = field(default_factory=dict)
     containers: dict[Key, DiffEntry] = field(default_factory=dict)
+    entered: dict[Key, str] = field(default_factory=dict)
+    """The names of containers and of objects with entries of their own."""
     _again: dict[Key, int] = field(default_factory=dict)
 
     def fill(
@@ -540,17 +561,20 @@ class Region:
         outer: Path = (),
         before: Path = (),
         skip: frozenset[Path] = frozenset(),
-        changed: Changed | None = None,
+        changed: Changed = _unchanged,
+        weights: bool = False,
     ) -> None:
         """Take what stands below `root`, whose path in the file is `base`.
 
         `before` is put before each key, and `outer` before that in names alone; `skip` has the
-        paths below `root` that are left out.
+        paths below `root` that are left out. `weights` is True for the section of a model.
         """
 
         def enter(path: Path, node: Any) -> bool:
             if path in skip:
                 return False
+            key, _, compared = changed(path, node)
+            self.entered[comparable(before + key)] = name_of(outer + before + compared)
             if isinstance(node, Opaque):
                 return not is_set(node)
             shown = before + path
@@ -559,8 +583,8 @@ class Region:
             return True
 
         for path, leaf in walk(root, enter=enter):
-            key, leaf, shown = (path, leaf, path) if changed is None else changed(path, leaf)
-            entry = DiffEntry(name_of(outer + before + shown), base + path, leaf)
+            key, leaf, shown = changed(path, leaf)
+            entry = DiffEntry(name_of(outer + before + shown), base + path, leaf, weights)
             self._add(comparable(before + key), entry)
 
     def _add(self, key: Key, entry: DiffEntry) -> None:
@@ -584,17 +608,24 @@ def pair_regions(a: Region, b: Region) -> tuple[list[Pair], list[DiffEntry], lis
         if against is not None:
             pairs.append(Pair(entry, against))
         else:
-            only_a.append(entry)
+            only_a.append(_unpaired_entry(key, entry, a, b))
     for key, entry in b.leaves.items():
         if key in a.containers and key not in a.leaves:
             pairs.append(Pair(a.containers[key], entry))
         elif key not in a.leaves:
-            only_b.append(entry)
+            only_b.append(_unpaired_entry(key, entry, b, a))
     for key, entry in a.containers.items():
         against = b.containers.get(key)
         if against is not None and not _same_container(entry.leaf, against.leaf):
             pairs.append(Pair(entry, against))
     return pairs, [*only_a, *_empty(a, b)], [*only_b, *_empty(b, a)]
+
+
+def _unpaired_entry(key: Key, entry: DiffEntry, here: Region, there: Region) -> DiffEntry:
+    """Return an entry with the outermost container around it that `there` does not have."""
+    outer = (key[:end] for end in range(1, len(key) + 1))
+    alone = (here.entered[at] for at in outer if at in here.entered and at not in there.entered)
+    return replace(entry, container=next(alone, None))
 
 
 def _same_container(a: Any, b: Any) -> bool:
@@ -606,4 +637,4 @@ def _empty(here: Region, there: Region) -> Iterator[DiffEntry]:
     """Yield empty containers that nothing on the other side stands against."""
     for key, entry in here.containers.items():
         if not entry.leaf and key not in there.containers and key not in there.leaves:
-            yield entry
+            yield _unpaired_entry(key, entry, here, there)

@@ -30,8 +30,9 @@ from ckptool.inspection.equality import (
 )
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.renamed import renamed_arguments
+from ckptool.tensors.bytewise import is_floating
 from ckptool.transforms.name_rules import Rule, rules_of
-from ckptool.words import counted
+from ckptool.words import counted, listed
 
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Difference
@@ -40,6 +41,7 @@ _FIGURES = (
     "elements",
     "mismatched",
     "share",
+    "rel_norm",
     "max_abs",
     "mean_abs",
     "max_rel",
@@ -74,12 +76,15 @@ class Side:
     nbytes: int = 0
     value: Any = None
     """Of a value: itself, as JSON holds it; of an object or container: a few words."""
+    container: str | None = None
+    """In `Diff.only_in_a` and `only_in_b`: the outermost container, a section or another, around
+    the entry that the other file does not have."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `ckptool.diff/1` tells of one side."""
         if self.sort != "tensor":
             return {"name": self.name, "type": self.type, "value": self.value}
-        return documented(self, "sort", "type", "value")
+        return documented(self, "sort", "type", "value", "container")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,13 @@ class Changed:
     """Whether it makes the files differ: device and requires_grad alone do only when asked."""
     change: tuple[str, str] | None = None
     """What stands at `place` in A and in B, in a few words; None where figures tell, or a side."""
+    is_weight: bool = False
+    """Whether it is in the section of a model."""
+
+    @property
+    def is_integer(self) -> bool:
+        """True for a tensor that has no floating-point numbers on either side."""
+        return not any(side.dtype and is_floating(side.dtype) for side in (self.a, self.b))
 
     @property
     def status(self) -> str:
@@ -146,9 +158,10 @@ class Renamed:
 class Diff(Result):
     """Two checkpoints compared.
 
-    `changed` has tensors: those of another type first, then those that became NaN or infinite, then
-    by the largest relative change, those that do not count last. `values` has plain values, objects
-    and containers, in the order of A.
+    `changed` has tensors: those that do not count last, the weights before others, then those of
+    another type, then floating-point numbers before integers, then those without figures, then by
+    the figure `sort`: NaN first, then the largest change. `values` has plain values, objects and
+    containers, in the order of A.
     """
 
     a: str
@@ -189,6 +202,8 @@ class Diff(Result):
     """Elements of the tensors whose values were compared, by reading or by checksum."""
     structure: bool = False
     """Whether values were left alone."""
+    sort: str = "rel_norm"
+    """The figure by which `changed` is sorted, one of `SORTABLE`."""
     notes: tuple[str, ...] = ()
     """Sentences worth telling the user."""
 
@@ -205,18 +220,23 @@ class Diff(Result):
         return {"schema": "ckptool.diff/1", **documented(self), **only}
 
 
-def magnitude(found: Difference | None) -> tuple[int, float, float]:
-    """Return a sort key for figures: by the relative change, then by the absolute one.
+SORTABLE = ("rel_norm", "max_abs", "mean_abs", "max_rel", "rmse", "cosine", "share")
+"""The figures that tensors can be sorted by."""
 
-    Figures whose numbers of NaN or infinities differ are above all others; no figures are above
-    those. A change that is NaN is infinite, and a change that is unknown is below 0.
+
+def magnitude(found: Difference | None, sort: str = "rel_norm") -> tuple[int, float, float]:
+    """Return a sort key for figures, the larger change last: by `sort`, then by `max_abs`.
+
+    A `rel_norm` that is NaN is above all others; no figures are above that. Another figure that is
+    NaN is infinite, and one that is unknown is below all. A smaller cosine is a larger change.
     """
     if found is None:
         return 2, math.inf, math.inf
-    odd = (found.nan_a, found.inf_a) != (found.nan_b, found.inf_b)
-    changes = [-1.0 if one is None else one for one in (found.max_rel, found.max_abs)]
-    relative, absolute = (math.inf if math.isnan(one) else one for one in changes)
-    return int(odd), relative, absolute
+    figures = getattr(found, sort), found.max_abs
+    main, absolute = (-math.inf if one is None else one for one in figures)
+    main = -main if sort == "cosine" and main > -math.inf else main
+    main, absolute = (math.inf if math.isnan(one) else one for one in (main, absolute))
+    return int(found.rel_norm is not None and math.isnan(found.rel_norm)), main, absolute
 
 
 TAGS = frozenset({"device", "requires_grad"})
@@ -232,6 +252,7 @@ def diff(
     strict_names: bool = False,
     rename: Iterable[str | Rule] = (),
     key: Any = None,
+    model_only: bool = False,
     structure: bool = False,
     quick: bool = False,
     strict: bool = False,
@@ -239,6 +260,7 @@ def diff(
     rtol: float | None = None,
     equal_nan: bool = False,
     ignore_dtype: bool = False,
+    sort: str = "rel_norm",
     max_diffs: int | None = None,
     progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
@@ -254,6 +276,7 @@ def diff(
         strict_names: Compare keys with their wrapper prefixes.
         rename: `REGEX=>REPL` each: rename the keys of `a` to those of `b`.
         key: The address of the only part to compare.
+        model_only: Compare the weights only: the state dict of the model in each file.
         structure: Compare keys, types, dtypes and shapes only; read no values.
         quick: Compare the CRC-32 and size where both files state them; compute no figures.
         strict: Count differences of device tags and `requires_grad`.
@@ -262,15 +285,18 @@ def diff(
         equal_nan: Count NaN as equal to NaN where values are compared.
         ignore_dtype: Compare a wider floating type as the narrower type of the other side has it,
             rounded to nearest even; of other types the values must be equal.
-        max_diffs: Keep at most this many entries of `Diff.changed`: the largest relative changes.
+        sort: The figure of `Difference` by which the tensors in `Diff.changed` are sorted, the
+            largest change first: rel_norm, max_abs, mean_abs, max_rel, rmse, cosine or share.
+        max_diffs: Keep at most this many entries of `Diff.changed`, the first ones.
         progress: Called with the bytes done and the bytes in all, of one side.
         limits: Bounds for what a hostile file may cost.
 
     Raises:
         UnreadableFile, LimitExceeded: a path cannot be opened, or bytes cannot be read.
         NameCollision: two entries of one file would be compared under the same key.
-        NotFound: there is nothing at `key`.
-        UsageError: a text is not a rule, or arguments exclude each other.
+        NotFound: there is nothing at `key`; with `model_only` no model, or several
+            (`AmbiguousName`).
+        UsageError: a text is not a rule, `sort` is no figure, or arguments exclude each other.
     """
     made = rules_of(rename)
     tolerant = atol is not None or rtol is not None
@@ -286,7 +312,9 @@ def diff(
             hint="leave one of them out",
         )
     if max_diffs is not None and max_diffs < 0:
-        raise UsageError(f"so many differences cannot be shown: {max_diffs}")
+        raise UsageError(f"max_diffs is {max_diffs}; it must be 0 or more")
+    if sort not in SORTABLE:
+        raise UsageError(f"cannot sort by {sort!r}; there are {listed(SORTABLE)}")
     meter = Meter(progress)
     contents = Contents(
         quick=quick, atol=atol, rtol=rtol, equal_nan=equal_nan, rounded=ignore_dtype, meter=meter,
@@ -294,7 +322,9 @@ def diff(
     )  # fmt: skip
     with opened(a) as one, opened(b) as other:
         one, other = one.with_late_values(), other.with_late_values()
-        aligned = align(one, other, strict_names=strict_names, rules=made, key=key)
+        aligned = align(
+            one, other, strict_names=strict_names, rules=made, key=key, model_only=model_only
+        )
         run = _Comparison(aligned, contents, meter, structure, quick, strict, ignore_dtype, limits)
         if progress is not None and not (structure or quick):
             meter.total = _expected(aligned.pairs)
@@ -302,7 +332,7 @@ def diff(
         if not structure:
             run.rename()
         meter.finish()
-        return run.result(one, other, max_diffs)
+        return run.result(one, other, sort, max_diffs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,6 +473,7 @@ class _Comparison:
             unlike.place if unlike is not None and unlike.place != ITSELF else None,
             counts,
             None if unlike is None else unlike.change,
+            pair.a.is_weight,
         )
         self.tally[row.status if counts else "tagged"] += 1
         tensors = "tensor" in (row.a.sort, row.b.sort)
@@ -460,7 +491,7 @@ class _Comparison:
             what = tuple(_unlike_headers(one.leaf, other.leaf) + _unlike_tags(one.leaf, other.leaf))
             self.renamed.append(Renamed(_side(one, one.name), _side(other, other.name), what))
 
-    def result(self, a: Checkpoint, b: Checkpoint, max_diffs: int | None) -> Diff:
+    def result(self, a: Checkpoint, b: Checkpoint, sort: str, max_diffs: int | None) -> Diff:
         """Return the result of the comparison."""
         only_a, only_b = (
             tuple(_side(entry, entry.name) for entry in entries if id(entry) not in self.gone)
@@ -476,7 +507,7 @@ class _Comparison:
             identical=not any(counts.values()),
             only_in_a=only_a,
             only_in_b=only_b,
-            changed=tuple(sorted(self.changed, key=_rank)[:max_diffs]),
+            changed=tuple(sorted(self.changed, key=lambda row: _rank(row, sort))[:max_diffs]),
             values=tuple(self.values),
             renamed=tuple(self.renamed),
             changed_in_all=len(self.changed),
@@ -489,6 +520,7 @@ class _Comparison:
             read=self.tally["read"],
             elements=self.tally["elements"],
             structure=self.structure,
+            sort=sort,
             notes=(*self.aligned.notes, *self._notes()),
         )
 
@@ -527,16 +559,10 @@ def _unlike_tags(a: TensorRef, b: TensorRef) -> list[str]:
     return [name for name in ("device", "requires_grad") if getattr(a, name) != getattr(b, name)]
 
 
-def _rank(row: Changed) -> tuple[Any, ...]:
-    """Return what counts before what does not; other types first, then by the size of the change.
-
-    Where more or fewer elements are NaN or infinite than before, no other change is larger.
-    """
-    found = row.difference
-    if row.status == "T" or found is None:
-        return not row.counts, row.status != "T", False, 0.0, 0.0
-    odd, relative, absolute = magnitude(found)
-    return not row.counts, True, not odd, -relative, -absolute
+def _rank(row: Changed, sort: str) -> tuple[Any, ...]:
+    """Return the sort key of `Diff.changed`."""
+    group = not row.counts, not row.is_weight, row.status != "T", row.is_integer
+    return *group, *(-figure for figure in magnitude(row.difference, sort))
 
 
 def _side(entry: DiffEntry, name: str | None = None) -> Side:
@@ -554,11 +580,14 @@ def _side(entry: DiffEntry, name: str | None = None) -> Side:
             leaf.requires_grad,
             leaf.kind,
             leaf.nbytes,
+            container=entry.container,
         )
     if plain := value_of(leaf):
-        return Side(shown, "value", type_name(leaf), value=json_value(plain[1]))
+        content = json_value(plain[1])
+        return Side(shown, "value", type_name(leaf), value=content, container=entry.container)
     sort = "container" if isinstance(leaf, (dict, list, tuple)) else "object"
     device = leaf.storage.device if isinstance(leaf, StorageRef) else None
     if isinstance(leaf, DeviceValue):
         device = leaf.tag
-    return Side(shown, sort, type_name(leaf), device=device, value=summarize(leaf))
+    told, outer = summarize(leaf), entry.container
+    return Side(shown, sort, type_name(leaf), device=device, value=told, container=outer)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from ckptool.inspection.stats import TensorStats, stats
 if TYPE_CHECKING:
     from ckptool.comparison.aligning import Alignment
     from ckptool.comparison.diff import Diff
-    from ckptool.tensors.comparing import Difference
 
 BINS = 24
 
@@ -111,13 +109,12 @@ def _compared(
     from ckptool.comparison.diff import diff
 
     found = diff(checkpoint, other, key=one.key, structure=structure, progress=progress)
-    norms = {row.row.name: row.measures.norm for row in one.tensors if row.measures}
     alignment = align(checkpoint, other, key=one.key)
     return replace(
         one,
         other=info(other),
         diff=found,
-        chart=bars(checkpoint, other, alignment, found, norms),
+        chart=bars(checkpoint, other, alignment, found),
     )
 
 
@@ -130,16 +127,10 @@ class Bar:
     status: str
     """`=` where nothing that counts differs, else as in a diff: `A`, `D`, `M`, `R`, `T`."""
     change: float | None = None
-    """As `relative_change`."""
+    """`Difference.rel_norm`; None where the values were not compared."""
 
 
-def bars(
-    a: Checkpoint,
-    b: Checkpoint,
-    alignment: Alignment,
-    diff: Diff,
-    norms: Mapping[str, float | None],
-) -> tuple[Bar, ...]:
+def bars(a: Checkpoint, b: Checkpoint, alignment: Alignment, diff: Diff) -> tuple[Bar, ...]:
     """Return a bar for each tensor of A, in its order, with those of B alone in between.
 
     Args:
@@ -147,16 +138,14 @@ def bars(
         b: The other one.
         alignment: Which of their entries stand for each other.
         diff: What differs, of as many entries.
-        norms: The length of each tensor of A as a vector, by its address, where it is known.
     """
     changed = {row.a.name: row for row in diff.changed if row.counts}
     renamed = [{row.a.name for row in diff.renamed}, {row.b.name for row in diff.renamed}]
     drawn: dict[Path, Bar] = {}
     for pair in alignment.pairs:
         if isinstance(pair.a.leaf, TensorRef):
-            name = name_of(pair.a.path)
-            row = changed.get(name)
-            change = relative_change(row.difference, norms.get(name)) if row else None
+            row = changed.get(name_of(pair.a.path))
+            change = row.difference.rel_norm if row and row.difference else None
             drawn[pair.a.path] = Bar(pair.name, row.status if row else "=", change)
     for entry in alignment.only_a:
         if isinstance(entry.leaf, TensorRef):
@@ -178,21 +167,3 @@ def bars(
         found += [drawn[path]] if path in drawn else []
         found += after.get(path, ())
     return tuple(found)
-
-
-def relative_change(difference: Difference | None, norm: float | None) -> float | None:
-    """Return the length of the difference of two tensors, relative to the first one.
-
-    0.01 says that a hundredth of it has changed. Infinite where the first is all zero, or where
-    NaN or infinite elements have come or gone; None where the values were not compared, or the
-    length of the first is not known.
-    """
-    if difference is None or norm is None:
-        return None
-    odd_a = difference.nan_a, difference.inf_a
-    if odd_a != (difference.nan_b, difference.inf_b):
-        return math.inf
-    length = (difference.rmse or 0.0) * math.sqrt(difference.elements - sum(odd_a))
-    if norm == 0:
-        return math.inf if length else 0.0
-    return length / norm

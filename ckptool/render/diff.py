@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 _SHORT = 40  # characters of a value that is one of two on a line
 _MOST_MOVES = 5
-_FIGURES = ("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
-_SPARE = ("rmse", "mean abs", "cosine", "what", "NaN, Inf", "max abs")
+_FIGURES = ("rel norm", "max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
+_NUMBERS = range(5, 12)
+"""Columns of a table that are numbers: all of `_FIGURES` but the last."""
+_SPARE = ("rmse", "mean abs", "cosine", "max rel", "what", "NaN, Inf", "max abs")
 """Columns that are left out on a narrow terminal, the first one first."""
 _MARKS = {"M": "~", "T": "~", "D": "-", "A": "+", "R": ">"}
 """The mark of each status in the bars of `--stat`."""
@@ -43,6 +45,8 @@ class Row:
     figures: Difference | None = None
     """The worst figures of the entries."""
     count: int = 1
+    is_weight: bool = False
+    is_integer: bool = False
 
 
 def diff_rows(diff: Diff, *, whole: bool = False) -> Iterator[Row]:
@@ -66,12 +70,22 @@ def _changed(found: Iterable[Changed], *, tags: bool = False, whole: bool = Fals
                 f"{a} {clean(text)}".strip() for a, text in zip((a, b), row.change, strict=True)
             )
         if aspects:
-            yield Row(row.status if row.counts else "=", row.name, what, a, b, row.difference)
+            yield Row(
+                row.status if row.counts else "=", row.name, what, a, b, row.difference,
+                is_weight=row.is_weight, is_integer=row.is_integer,
+            )  # fmt: skip
 
 
-def _unpaired(diff: Diff, whole: bool) -> Iterator[Row]:
-    yield from (Row("D", side.name, a=_about(side, whole)) for side in diff.only_in_a)
-    yield from (Row("A", side.name, b=_about(side, whole)) for side in diff.only_in_b)
+def _unpaired(
+    diff: Diff, whole: bool, hidden: Collection[tuple[str, str | None]] = ()
+) -> Iterator[Row]:
+    """Yield a row for each entry of one file, but for those in containers that are `hidden`."""
+    only_a, only_b = (
+        [side for side in sides if (letter, side.container) not in hidden]
+        for letter, sides in (("A", diff.only_in_a), ("B", diff.only_in_b))
+    )
+    yield from (Row("D", side.name, a=_about(side, whole)) for side in only_a)
+    yield from (Row("A", side.name, b=_about(side, whole)) for side in only_b)
     for moved in diff.renamed:
         tags = "".join(f", another {tag}" for tag in moved.what)
         yield Row("R", moved.a.name, _about(moved.a, whole) + tags, b=moved.b.name)
@@ -129,7 +143,7 @@ def _alike(row: Row, number: int) -> Hashable:
         return row.what, texts if before == after else number
     one = row.figures
     odd = one and tuple(map(bool, (one.nan_a, one.nan_b, one.inf_a, one.inf_b)))
-    return row.status, row.what, row.a, row.b, odd
+    return row.status, row.what, row.a, row.b, odd, row.is_weight, row.is_integer
 
 
 def _worst(found: Sequence[Difference]) -> Difference | None:
@@ -143,7 +157,7 @@ def _worst(found: Sequence[Difference]) -> Difference | None:
 
     return replace(
         max(found, key=lambda one: one.share),
-        **{name: most(name) for name in ("max_abs", "mean_abs", "max_rel", "rmse")},
+        **{name: most(name) for name in ("rel_norm", "max_abs", "mean_abs", "max_rel", "rmse")},
         cosine=most("cosine", -1),
         **{
             name: sum(getattr(one, name) for one in found)
@@ -169,6 +183,7 @@ def _figures(found: Difference | None, whole: bool) -> list[str]:
 
     odd = (("NaN", found.nan_a, found.nan_b), ("Inf", found.inf_a, found.inf_b))
     return [
+        said(found.rel_norm),
         said(found.max_abs),
         said(found.mean_abs),
         said(found.max_rel),
@@ -191,12 +206,12 @@ def _label(name: str) -> str:
 
 
 def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator[str]:
-    """Yield the files, the differences with the largest change first, and a summary.
+    """Yield the files, a summary, and the differences: the weights first, the largest change first.
 
-    With `fold` repeated layers are one row, with the worst of each figure. With `look.fmt` the
-    result is one table that has a row for every difference.
+    With `fold` repeated layers are one row, with the worst of each figure, and a container that
+    only one file has is one line. With `look.fmt` the result is one table that has a row for every
+    difference.
     """
-    ending = (note_lines(diff, look), summary_lines(diff, look))
     if look.fmt:
         headings = ("status", "name", "what", "in A", "in B", *_FIGURES)
         rows = [
@@ -204,14 +219,14 @@ def diff_lines(diff: Diff, look: Look = PLAIN, *, fold: bool = True) -> Iterator
             for row in diff_rows(diff, whole=True)
             if row.status != "="
         ]
-        yield from table(headings, rows, look, right=range(5, 11))
+        yield from table(headings, rows, look, right=_NUMBERS)
     elif diff.identical:
-        yield from chain(*ending)
+        yield from chain(summary_lines(diff, look), note_lines(diff, look))
     else:
         ignored = ", ignored without --strict" if diff.tagged else ""
         tags = (line for tag in _tags(diff) for line in wrapped(f"{tag}{ignored}", look.width))
-        blocks = (_headlines(diff, look), *_tables(diff, look, fold), tags)
-        yield from apart([*blocks, *ending])
+        top = chain(_headlines(diff, look), summary_lines(diff, look))
+        yield from apart([top, *_tables(diff, look, fold), tags, note_lines(diff, look)])
 
 
 def _headlines(diff: Diff, look: Look) -> Iterator[str]:
@@ -224,17 +239,42 @@ def _headlines(diff: Diff, look: Look) -> Iterator[str]:
 
 
 def _tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
-    found = (_changed(diff.changed), _changed(diff.values), _unpaired(diff, whole=False))
-    rows = map(list, found)
+    alone = _containers(diff) if fold else {}
+    unpaired = _unpaired(diff, whole=False, hidden=alone)
+    rows = map(list, (_changed(diff.changed), _changed(diff.values), unpaired))
     tensors, values, others = map(_folded, rows) if fold else rows
-    yield _table("name", [row for row in tensors if row.figures is None], look)
-    measured = [_brief(row) for row in tensors if row.figures is not None]
-    measured.sort(key=lambda row: magnitude(row.figures), reverse=True)
-    yield _table("name", measured, look, _SPARE)
+    for heading in ("weight", "tensor"):
+        part = [row for row in tensors if row.is_weight == (heading == "weight")]
+        yield _table(heading, [row for row in part if row.figures is None], look)
+        measured = [_brief(row) for row in part if row.figures is not None]
+        measured.sort(
+            key=lambda row: (not row.is_integer, magnitude(row.figures, diff.sort)), reverse=True
+        )
+        yield _table(heading, measured, look, _SPARE)
     yield _table("value", values, look)
+    yield (
+        line
+        for (side, name), text in alone.items()
+        for line in wrapped(f"only in {side}: {_label(name or '')}, {text}", look.width)
+    )
     yield _table("only in A", [_brief(row) for row in others if row.status == "D"], look)
     yield _table("only in B", [_brief(row) for row in others if row.status == "A"], look)
     yield _table("renamed from", [row for row in others if row.status == "R"], look)
+
+
+def _containers(diff: Diff) -> dict[tuple[str, str | None], str]:
+    """Return, by A or B and name, what is in each container of several entries on one side only."""
+    found: dict[tuple[str, str | None], list[Side]] = {}
+    for letter, sides in (("A", diff.only_in_a), ("B", diff.only_in_b)):
+        for side in sides:
+            if side.container is not None:
+                found.setdefault((letter, side.container), []).append(side)
+    tensors = {at: sum(side.sort == "tensor" for side in found[at]) for at in found}
+    return {
+        at: counted(tensors[at], "tensor") if tensors[at] else counted(len(sides), "entry")
+        for at, sides in found.items()
+        if len(sides) > 1
+    }
 
 
 def _brief(row: Row) -> Row:
@@ -256,7 +296,7 @@ def _table(
             headings,
             cells,
             look,
-            right=range(5, 11),
+            right=_NUMBERS,
             flexible=(0, 2, 3, 4),
             spare=[headings.index(name) for name in spare],
             optional=range(1, len(headings)),
@@ -337,7 +377,7 @@ def stat_lines(diff: Diff, look: Look, *, fold: bool = True) -> Iterator[str]:
     """Return a line for each module that differs, and the totals; `fold` repeated modules."""
     if look.fmt:
         return _modules(diff, look, fold=False)
-    return apart([_modules(diff, look, fold), note_lines(diff, look), summary_lines(diff, look)])
+    return apart([summary_lines(diff, look), _modules(diff, look, fold), note_lines(diff, look)])
 
 
 def _modules(diff: Diff, look: Look, fold: bool) -> Iterator[str]:

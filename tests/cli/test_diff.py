@@ -29,13 +29,13 @@ def tensors(path, **named):
     return path
 
 
-def test_the_largest_relative_change_stands_first(ckptool, files):
+def test_the_largest_relative_norm_stands_first(ckptool, files):
     done = ckptool("diff", "a.pth", "b.pth")
     assert (done.code, done.err) == (1, "")
     rows = re.findall(r"^state_dict/(\S+) +value ", done.out, re.MULTILINE)
     assert rows == ["fc.bias", "bn1.weight"]
     assert "epoch  value  1     2" in done.out
-    assert done.out.endswith("3 of 10 common entries differ; 7 equal\n")
+    assert done.out.splitlines()[2] == "3 of 10 common entries differ; 7 equal"
 
 
 def test_the_figures_are_those_of_torch(ckptool, files):
@@ -43,6 +43,8 @@ def test_the_figures_are_those_of_torch(ckptool, files):
     one, other = a["fc.bias"].double(), b["module.fc.bias"].double()
     rows = list(csv.DictReader(ckptool("diff", "a.pth", "b.pth", "--fmt", "csv").out.splitlines()))
     row = next(row for row in rows if row["name"] == "state_dict/fc.bias")
+    norm = (one - other).norm() / one.norm()
+    assert float(row["rel norm"]) == pytest.approx(norm.item(), rel=1e-5)
     assert float(row["max abs"]) == pytest.approx((one - other).abs().max().item(), rel=1e-5)
     assert float(row["mean abs"]) == pytest.approx((one - other).abs().mean().item(), rel=1e-5)
     assert float(row["rmse"]) == pytest.approx((one - other).square().mean().sqrt().item(), 1e-5)
@@ -106,9 +108,11 @@ def test_names_are_compared_as_they_are_or_as_they_are_mapped(ckptool, files):
 def test_layers_are_one_row_unless_asked(ckptool, tmp_path):
     a = tensors(tmp_path / "a.pth", **{f"l.{n}.w": torch.ones(4) for n in range(3)})
     b = tensors(tmp_path / "b.pth", **{f"l.{n}.w": torch.full((4,), 2.0 + n) for n in range(3)})
-    assert re.search(r"^l\.\{0\.\.2\}\.w +x3 +value +3 ", ckptool("diff", a, b).out, re.MULTILINE)
+    assert re.search(
+        r"^l\.\{0\.\.2\}\.w +x3 +value +3 +3 ", ckptool("diff", a, b).out, re.MULTILINE
+    )
     apart = ckptool("diff", a, b, "--no-fold").out
-    assert re.findall(r"^(l\.\d\.w) +value +(\d) ", apart, re.MULTILINE) == [
+    assert re.findall(r"^(l\.\d\.w) +value +(\d) +\d ", apart, re.MULTILINE) == [
         ("l.2.w", "3"),
         ("l.1.w", "2"),
         ("l.0.w", "1"),
@@ -156,6 +160,42 @@ def test_what_became_nan_is_kept_first(ckptool, tmp_path):
     b = tensors(tmp_path / "b.pth", big=torch.zeros(3), bad=torch.tensor([1, float("nan"), 1]))
     done = ckptool("diff", a, b, "--max-diffs", "1", "--json")
     assert [row["name"] for row in done.document["changed"]] == ["bad"]
+
+
+def test_the_figure_to_sort_by(ckptool, tmp_path):
+    a = tensors(tmp_path / "a.pth", small=torch.full((4,), 0.1), large=torch.full((4,), 9.0))
+    b = tensors(tmp_path / "b.pth", small=torch.full((4,), 0.3), large=torch.full((4,), 10.0))
+    for sort, names in [("rel_norm", ["small", "large"]), ("max_abs", ["large", "small"])]:
+        done = ckptool("diff", a, b, "--sort", sort)
+        assert re.findall(r"^(small|large) ", done.out, re.MULTILINE) == names
+        document = ckptool("diff", a, b, "--sort", sort, "--json").document
+        assert [row["name"] for row in document["changed"]] == names
+        assert document["sort"] == sort
+
+
+def test_after_a_conversion_the_rest_is_a_few_lines(ckptool, model):
+    target = model.with_suffix(".safetensors")
+    assert ckptool("convert", model, target).code == 0
+    done = ckptool("diff", model, target)
+    assert done.code == 1
+    assert re.search(r"^only in A: optim_dict, \d+ entries$", done.out, re.MULTILINE)
+    assert "optim_dict/" not in done.out
+    assert len(done.out.splitlines()) < 15
+    assert "optim_dict/param_groups/0/lr" in ckptool("diff", model, target, "--no-fold").out
+    weights = ckptool("diff", model, target, "--model-only")
+    assert (weights.code, weights.out) == (0, "identical: 9 entries\n")
+
+
+def test_weights_that_differ_are_found_without_the_rest(ckptool, files):
+    done = ckptool("diff", "a.pth", "b.pth", "--model-only", "--json")
+    assert done.code == 1
+    assert [row["a"]["name"] for row in done.document["changed"]] == [
+        "state_dict/fc.bias",
+        "state_dict/bn1.weight",
+    ]
+    assert done.document["values"] == []
+    tensors("none.pth", state={}, param_groups=[])
+    assert ckptool("diff", "a.pth", "none.pth", "--model-only").code == 2
 
 
 def test_the_document(ckptool, files):

@@ -136,7 +136,36 @@ class TestSections:
     def test_a_state_dict_below_is_held_against_a_flat_file(self):
         found = aligned({"state_dict": state(*WEIGHTS), "epoch": 3}, state(*WEIGHTS))
         assert names(found) == (list(WEIGHTS), ["epoch"], [])
-        assert "--key state_dict" in found.notes[0]
+        assert "--model-only" in found.notes[0]
+
+    def test_the_weights_only(self):
+        a = {"state_dict": state(*WEIGHTS), "epoch": 3}
+        for b in (state(*WEIGHTS), {"model": state(*WEIGHTS), "lr": 1}):
+            assert names(aligned(a, b, model_only=True)) == (list(WEIGHTS), [], [])
+        several = {**a, "ema": state("x")}
+        with pytest.raises(AmbiguousName):
+            aligned(several, state("x"), model_only=True)
+        chosen = aligned(several, state("x"), model_only=True, key="ema")
+        assert names(chosen) == (["x"], [], [])
+
+    def test_what_stands_alone_names_the_outermost_container_around_it(self):
+        a = {
+            "state_dict": state("w"),
+            "optimizer": {"state": {0: {"exp_avg": tensor(floats(1.0), [1])}}, "param_groups": []},
+            "args": {"steps": [1, 2], "lr": 3},
+            "epoch": 3,
+        }
+        found = aligned(a, {"state_dict": state("w", "more"), "args": {"lr": 3}})
+        assert {entry.name: entry.container for entry in found.only_a} == {
+            "optimizer/state/0/exp_avg": "optimizer",
+            "optimizer/param_groups": "optimizer",
+            "args/steps/0": "args/steps",
+            "args/steps/1": "args/steps",
+            "epoch": None,
+        }
+        assert [(entry.name, entry.container) for entry in found.only_b] == [
+            ("state_dict/more", None)
+        ]
 
     def test_state_dicts_of_one_path_come_first_then_the_ones_left(self):
         a = {"model": state("w"), "ema": state("w")}

@@ -141,7 +141,7 @@ class TestValues:
         assert found.identical == (not unequal)
         assert found.counts["M"] == len(unequal)
 
-    def test_the_largest_relative_change_comes_first_other_types_before(self, compare):
+    def test_the_largest_relative_norm_comes_first_other_types_before(self, compare):
         one = torch.ones(4)
         a = {"l.small": one, "l.big": one, "l.type": one, "l.shape": one, "l.mid": one}
         b = {
@@ -153,14 +153,55 @@ class TestValues:
         }
         found = compare(a, b)
         assert [row.name for row in found.changed] == [
-            "l.type",
             "l.shape",
+            "l.type",
             "l.big",
             "l.mid",
             "l.small",
         ]
         assert [row.status for row in found.changed] == ["T", "T", "M", "M", "M"]
         assert found.counts == {"A": 0, "D": 0, "M": 3, "R": 0, "T": 2}
+
+    def test_the_order_is_by_weights_then_floats_then_the_relative_norm(self, compare):
+        one = torch.ones(2)
+        steps = torch.tensor(3)
+        a = {
+            "optimizer": {"state": {0: {"exp_avg": one}}, "param_groups": [{"params": [0]}]},
+            "model": {"l.n": steps, "l.zero": one * 0, "l.some": one, "l.more": one, "l.nan": one},
+        }
+        b = {
+            "optimizer": {"state": {0: {"exp_avg": -one}}, "param_groups": [{"params": [0]}]},
+            "model": {
+                "l.n": steps * 9,
+                "l.zero": one,
+                "l.some": one + 0.1,
+                "l.more": one + 0.2,
+                "l.nan": one * math.nan,
+            },
+        }
+        found = compare(a, b)
+        assert [(row.name.rpartition("/")[2], row.is_weight) for row in found.changed] == [
+            ("l.nan", True),
+            ("l.zero", True),
+            ("l.more", True),
+            ("l.some", True),
+            ("l.n", True),
+            ("exp_avg", False),
+        ]
+        figures = [row["rel_norm"] for row in found.to_dict()["changed"]]
+        assert figures == ["nan", "inf", pytest.approx(0.2), pytest.approx(0.1), 8.0, 2.0]
+
+    def test_the_figure_to_sort_by(self, compare):
+        a = {"l.a": torch.ones(2), "l.b": torch.full((2,), 10.0), "l.c": torch.tensor([1.0, 0.0])}
+        b = {"l.a": torch.ones(2) * 3, "l.b": torch.full((2,), 13.0), "l.c": torch.tensor([0, 0.1])}
+        order = {
+            "rel_norm": ["l.a", "l.c", "l.b"],
+            "max_abs": ["l.b", "l.a", "l.c"],
+            "max_rel": ["l.c", "l.a", "l.b"],
+            "cosine": ["l.c", "l.b", "l.a"],
+        }
+        for sort, names in order.items():
+            assert [row.name for row in compare(a, b, sort=sort).changed] == names, sort
 
     def test_the_first_of_many_are_kept(self, compare):
         a = {f"l.{index}": torch.ones(2) for index in range(6)}
@@ -419,6 +460,7 @@ def test_without_torch_there_are_no_figures(compare, monkeypatch):
         {"quick": True, "atol": 0.1},
         {"quick": True, "equal_nan": True},
         {"max_diffs": -1},
+        {"sort": "name"},
         {"atol": -1.0},
         {"rtol": math.nan},
         {"rename": ["no rule"]},

@@ -1,6 +1,7 @@
 """What diff looks like."""
 
 import csv
+from dataclasses import replace
 
 from ckptool.comparison.diff import Changed, Diff, Renamed, Side
 from ckptool.render.diff import diff_lines, stat_lines, status_lines
@@ -19,14 +20,15 @@ def value(name, content):
     return Side(name, "value", type(content).__name__, value=content)
 
 
-def figures(max_rel=0.5, **others):
+def figures(rel_norm=0.5, **others):
     known = {
         "elements": 6,
         "mismatched": 3,
         "close": None,
+        "rel_norm": rel_norm,
         "max_abs": 0.25,
         "mean_abs": 0.0625,
-        "max_rel": max_rel,
+        "max_rel": 2.0,
         "rmse": 0.125,
         "cosine": 0.9999,
         "nan_a": 0,
@@ -76,7 +78,10 @@ def everything():
     return made(
         changes=[
             changed("head.w", ("shape",), b={"shape": (4, 3)}),
-            *(changed(f"l.{n}.w", difference=figures(n / 8, max_abs=n)) for n in range(4)),
+            *(
+                changed(f"l.{n}.w", difference=figures(n / 8, max_abs=n), is_weight=True)
+                for n in range(4)
+            ),
             changed("n.w", difference=figures(float("nan"), cosine=None, nan_b=2, inf_a=1)),
         ],
         values=[Changed("epoch", ("value",), value("epoch", 3), value("epoch", 4))],
@@ -94,14 +99,17 @@ def test_the_screen_has_everything_with_the_largest_change_first_and_layers_fold
     assert text(everything()) == (
         "A  a.pth  torch-zip, 15 entries\n"
         "B  b.safetensors  safetensors, 13 entries\n"
+        "7 of 10 common entries differ, 3 only in A, 1 only in B, 2 renamed; 3 equal\n"
         "\n"
-        "name    what   in A    in B\n"
+        "weight          what   rel norm  max abs  mean abs  max rel   rmse    cosine  differing\n"
+        "l.{0..3}.w  x4  value     0.375        3    0.0625        2  0.125  0.999900      50.0%\n"
+        "\n"
+        "tensor  what   in A    in B\n"
         "head.w  shape  [2, 3]  [4, 3]\n"
         "\n"
-        "name            what   max abs  mean abs  max rel   rmse    cosine  differing  NaN, Inf\n"
-        "n.w             value     0.25    0.0625      nan  0.125                50.0%  NaN 0 -> 2,"
-        " Inf 1 -> 0\n"
-        "l.{0..3}.w  x4  value        3    0.0625    0.375  0.125  0.999900      50.0%\n"
+        "tensor  what   rel norm  max abs  mean abs  max rel   rmse  differing  NaN, Inf\n"
+        "n.w     value       nan     0.25    0.0625        2  0.125      50.0%  NaN 0 -> 2, Inf"
+        " 1 -> 0\n"
         "\n"
         "value  what   in A  in B\n"
         "epoch  value  3     4\n"
@@ -114,10 +122,54 @@ def test_the_screen_has_everything_with_the_largest_change_first_and_layers_fold
         "seed       None\n"
         "\n"
         "renamed from      what            in B\n"
-        "l.{0..1}.k    x2  float32 [2, 3]  h.{0..1}.key\n"
-        "\n"
-        "7 of 10 common entries differ, 3 only in A, 1 only in B, 2 renamed; 3 equal"
+        "l.{0..1}.k    x2  float32 [2, 3]  h.{0..1}.key"
     )
+
+
+def test_a_container_that_only_one_file_has_is_one_line():
+    optimizer = [
+        tensor("optim/state/0/exp_avg"),
+        tensor("optim/state/1/exp_avg"),
+        value("optim/lr", 0.1),
+    ]
+    found = made(
+        only_a=[*(replace(side, container="optim") for side in optimizer), value("epoch", 1)],
+        only_b=[
+            *(replace(value(f"loop/{n}", n), container="loop") for n in range(2)),
+            replace(value("args/lr", 3), container="args"),
+        ],
+    )
+    assert text(found).split("\n")[4:] == [
+        "only in A: optim, 2 tensors",
+        "only in B: loop, 2 entries",
+        "",
+        "only in A  what",
+        "epoch      int 1",
+        "",
+        "only in B  what",
+        "args/lr    int 3",
+    ]
+    assert sum("optim/" in line for line in diff_lines(found, PLAIN, fold=False)) == 3
+    assert sum(line.startswith("D\toptim/") for line in status_lines(found)) == 3
+
+
+def test_weights_come_first_and_integers_after_floats():
+    whole = {"dtype": "int64"}
+    rows = [
+        changed("optim.nan", difference=figures(float("nan"))),
+        changed("steps", a=whole, b=whole, difference=figures(float("inf")), is_weight=True),
+        changed("w.small", difference=figures(0.1, max_abs=9), is_weight=True),
+        changed("w.large", difference=figures(0.2, max_abs=1), is_weight=True),
+        changed("w.zero", difference=figures(float("inf")), is_weight=True),
+    ]
+
+    def names(**more):
+        lines = text(made(rows, **more)).split("\n")
+        return [line.split()[0] for line in lines[5:] if line and not line.startswith("tensor")]
+
+    assert names() == ["w.zero", "w.large", "w.small", "steps", "optim.nan"]
+    by_gap = ["w.small", "w.large", "w.zero", "steps", "optim.nan"]
+    assert names(sort="max_abs") == by_gap
 
 
 def test_nothing_is_wider_than_the_terminal():
@@ -143,13 +195,13 @@ def test_nothing_is_wider_than_the_terminal():
 
 def test_a_narrow_terminal_is_told_what_a_wide_one_shows():
     found = text(made([changed("l.0.mlp.weight.of.a.layer", difference=figures())]), Look(70))
-    assert "(a wider terminal shows names in full, rmse, mean abs)" in found
-    assert "max rel" in found
+    assert "(a wider terminal shows names in full, rmse, mean abs, cosine)" in found
+    assert "rel norm" in found
 
 
 def test_other_dtypes_stand_beside_the_figures():
     row = changed("w", ("dtype", "value"), b={"dtype": "bfloat16"}, difference=figures())
-    assert "w     float32 -> bfloat16     0.25" in text(made([row]))
+    assert "w       float32 -> bfloat16       0.5     0.25" in text(made([row]))
 
 
 def test_a_family_has_the_worst_of_each_figure_whatever_the_order():
@@ -162,7 +214,7 @@ def test_a_family_has_the_worst_of_each_figure_whatever_the_order():
     for order in (rows, rows[::-1]):
         (line,) = (line for line in text(made(order)).split("\n") if line.startswith("l."))
         said = " ".join(line.split())
-        assert said == "l.{0..3}.w x4 value 10 4 0.9 7 -0.500000 100% NaN 5 -> 6"
+        assert said == "l.{0..3}.w x4 value 0.9 10 4 2 7 -0.500000 100% NaN 5 -> 6"
 
 
 def test_without_folding_each_tensor_is_a_row():
@@ -173,20 +225,20 @@ def test_without_folding_each_tensor_is_a_row():
 
 
 def test_what_has_no_finite_pair_has_no_figures():
-    none = dict.fromkeys(("max_abs", "mean_abs", "rmse", "cosine"))
+    none = dict.fromkeys(("max_abs", "mean_abs", "max_rel", "rmse", "cosine"))
     row = changed("w", difference=figures(None, **none, nan_b=6))
-    line = text(made([row])).split("\n")[4]
+    line = text(made([row])).split("\n")[5]
     assert " ".join(line.split()) == "w value 50.0% NaN 0 -> 6"
 
 
 def test_what_became_nan_stands_before_any_number():
     rows = [
         changed("big", difference=figures(float("inf"))),
-        changed("nan", difference=figures(0.0, nan_b=1)),
+        changed("nan", difference=figures(float("nan"), nan_b=1)),
         changed("nan.in.both", difference=figures(0.1, nan_a=1, nan_b=1)),
     ]
     lines = text(made(rows)).split("\n")
-    assert [line.split()[0] for line in lines[4:7]] == ["nan", "big", "nan.in.both"]
+    assert [line.split()[0] for line in lines[5:8]] == ["nan", "big", "nan.in.both"]
 
 
 def test_a_layer_with_nan_is_not_hidden_among_others():
@@ -210,12 +262,12 @@ def test_devices_are_a_line_and_no_rows():
     found = text(made(rows))
     assert "device: cuda:3 -> cpu (3), cuda:1 -> cpu (1), ignored without --strict" in found
     assert "l.{0..2}" not in found
-    assert "l.3.w  value" in found
+    assert "l.3.w   value" in found
 
 
 def test_devices_that_count_are_told_without_ignored():
     found = text(made([changed("w", ("device",), {"device": "cuda:3"})]))
-    assert "device: cuda:3 -> cpu (1)\n" in found
+    assert found.endswith("\n\ndevice: cuda:3 -> cpu (1)")
     assert "1 of 10 common entries differ" in found
 
 
@@ -248,7 +300,7 @@ def test_notes_and_what_was_cut_off_are_told():
 
 def test_nothing_in_common():
     found = text(made(only_a=[tensor("a")], common=0, equal=0))
-    assert found.endswith("\nno name in common: 1 only in A")
+    assert found.split("\n")[2] == "no name in common: 1 only in A"
 
 
 def test_names_of_a_file_do_not_reach_the_terminal_as_they_are():
@@ -278,14 +330,14 @@ def test_with_a_format_it_is_one_table_with_whole_cells():
     rows = list(csv.reader(diff_lines(everything(), Look(fmt="csv"))))
     assert rows[0][:5] == ["status", "name", "what", "in A", "in B"]
     assert rows[0][5:] == [
-        *("max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
+        *("rel norm", "max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
     ]
-    assert {len(row) for row in rows} == {12}
+    assert {len(row) for row in rows} == {13}
     by_name = {row[1]: row for row in rows[1:]}
     assert not any("{" in name for name in by_name)
     assert by_name["l.3.w"][:3] == ["M", "l.3.w", "value"]
-    assert by_name["l.3.w"][5:11] == ["3", "0.0625", "0.375", "0.125", "0.9999", "50.0%"]
-    assert by_name["l.1.w"][5:8] == ["1", "0.0625", "0.125"]
+    assert by_name["l.3.w"][5:12] == ["0.375", "3", "0.0625", "2", "0.125", "0.9999", "50.0%"]
+    assert by_name["l.1.w"][5:8] == ["0.125", "1", "0.0625"]
     assert by_name["note"][:4] == ["D", "note", "", f"str '{'x' * 50}'"]
     assert by_name["seed"][4] == "None"
     assert by_name["l.1.k"][:5] == ["R", "l.1.k", "float32 [2, 3]", "l.1.k", "h.1.key"]
@@ -332,21 +384,23 @@ def test_another_type_is_told_with_its_value():
         (value("x", 1), Side("x", "container", "dict", value="dict of 0"), "int 1  dict of 0"),
     ]
     for a, b, said in sides:
-        assert f"x      type  {said}\n" in text(made(values=[Changed("x", ("type",), a, b)]))
+        assert f"x      type  {said}" in text(made(values=[Changed("x", ("type",), a, b)]))
     row = Changed("x", ("type",), tensor("x"), value("x", 3))
-    assert "x     type  torch.Tensor float32 [2, 3]  int 3" in text(made([row]))
+    assert "x       type  torch.Tensor float32 [2, 3]  int 3" in text(made([row]))
     assert "1 of 10 common entries differs" in text(made([row]))
 
 
 def test_what_stands_inside_is_told_of_both():
     row = changed("q", ("quantizer",), place="quantizer/scale", change=("0.1", "0.2"))
-    assert "q     quantizer at scale  0.1   0.2\n" in text(made([row]))
+    assert "q       quantizer at scale  0.1   0.2" in text(made([row]))
     entries = changed("s", change=("3 entries", "2 entries"))
-    assert "s     value  3 entries  2 entries\n" in text(made([entries]))
+    assert "s       value  3 entries  2 entries" in text(made([entries]))
 
 
 def test_stat_counts_by_module():
     assert list(stat_lines(everything(), PLAIN)) == [
+        "7 of 10 common entries differ, 3 only in A, 1 only in B, 2 renamed; 3 equal",
+        "",
         "module           differing",
         "head                     1  ~",
         "l.{0..1}     x2          4  ~~--",
@@ -354,15 +408,13 @@ def test_stat_counts_by_module():
         "n                        1  ~",
         "(top level)              3  ~-+",
         "h.{0..1}     x2          2  >>",
-        "",
-        "7 of 10 common entries differ, 3 only in A, 1 only in B, 2 renamed; 3 equal",
     ]
     assert list(stat_lines(made(), PLAIN)) == ["identical: 10 entries"]
 
 
 def test_a_bar_keeps_its_length_and_hides_nothing():
     rows = [changed(f"m.w{n}", difference=figures()) for n in range(1000)]
-    (_, line, *_) = stat_lines(made(rows, only_a=[tensor("m.x")]), PLAIN)
+    (_, _, _, line, *_) = stat_lines(made(rows, only_a=[tensor("m.x")]), PLAIN)
     assert line.split() == ["m", "1,001", "~" * 32 + "-"]
 
 

@@ -73,10 +73,12 @@ def expected(a, b, close=None, equal_nan=False):
     gap = (x - y).abs()
     ratios = torch.nan_to_num(gap / y.abs(), 0.0, INF)
     length = float(x.norm()) * float(y.norm())
+    appeared = bool((differ & ~both & ~finite).any())
     return Difference(
         a.numel(),
         int(differ.sum()),
         close,
+        relative_norm(x, y, appeared),
         float(gap.max()) if len(gap) else None,
         float(gap.mean()) if len(gap) else None,
         float(ratios.max()) if len(gap) else None,
@@ -86,12 +88,20 @@ def expected(a, b, close=None, equal_nan=False):
     )
 
 
+def relative_norm(x, y, appeared):
+    """Of the finite elements, in float64; `appeared`: others are not finite on one side only."""
+    if appeared or not len(x):
+        return NAN if appeared else None
+    gap, length = float((x - y).norm()), float(x.norm())
+    return gap / length if length else INF if gap else 0.0
+
+
 def assert_same(found, wanted, precision):
     for name in ("elements", "mismatched", "close", "nan_a", "nan_b", "inf_a", "inf_b"):
         assert getattr(found, name) == getattr(wanted, name), name
-    for name in ("max_abs", "mean_abs", "max_rel", "rmse"):
+    for name in ("rel_norm", "max_abs", "mean_abs", "max_rel", "rmse"):
         figure = getattr(wanted, name)
-        near = None if figure is None else pytest.approx(figure, rel=precision)
+        near = None if figure is None else pytest.approx(figure, rel=precision, nan_ok=True)
         assert getattr(found, name) == near, name
     if wanted.cosine is None:
         assert found.cosine is None
@@ -198,8 +208,16 @@ def test_complex_numbers_that_are_not_finite():
 
 def test_nothing_finite_has_no_figures():
     found = compare(torch.tensor([NAN, INF, 1.0]), torch.tensor([1.0, INF, -INF]), rtol=1.0)
-    assert found == Difference(3, 2, False, *[None] * 5, 1, 0, 1, 2)
+    assert_same(found, Difference(3, 2, False, NAN, *[None] * 5, 1, 0, 1, 2), 0)
     assert found.share == 2 / 3
+
+
+def test_what_is_not_finite_in_both_alike_leaves_the_norm():
+    mask = torch.tensor([-INF, NAN, 3.0, 4.0])
+    changed = mask + torch.tensor([0, 0, 0, 0.5])
+    assert compare(mask, changed).rel_norm == 0.1
+    assert math.isnan(compare(mask, mask.flip(0)).rel_norm)
+    assert compare(mask[:2], mask[:2]).rel_norm is None
 
 
 def test_a_complex_number_that_is_both_is_nan():
@@ -273,22 +291,23 @@ def test_big_endian_files():
 def test_no_elements(shape):
     nothing = torch.zeros(shape)
     found = compare(nothing, nothing, atol=0.1)
-    assert found == Difference(0, 0, True, *[None] * 5, 0, 0, 0, 0)
+    assert found == Difference(0, 0, True, *[None] * 6, 0, 0, 0, 0)
     assert found.share == 0.0
     assert compare(nothing, nothing).close is None
 
 
 def test_a_single_number():
     found = compare(torch.tensor(3.0), torch.tensor(2.0))
-    assert found == Difference(1, 1, None, 1.0, 1.0, 0.5, 1.0, 1.0, 0, 0, 0, 0)
+    assert found == Difference(1, 1, None, 1 / 3, 1.0, 1.0, 0.5, 1.0, 1.0, 0, 0, 0, 0)
 
 
 def test_zeros():
     zero, some = torch.zeros(3), torch.tensor([0.0, 1.0, 0.0])
-    assert compare(zero, -zero) == Difference(3, 0, None, 0.0, 0.0, 0.0, 0.0, None, 0, 0, 0, 0)
+    assert compare(zero, -zero) == Difference(3, 0, None, *[0.0] * 5, None, 0, 0, 0, 0)
     assert compare(some, zero).max_rel == INF
     assert compare(zero, some).max_rel == 1.0
     assert compare(zero, some).cosine is None
+    assert (compare(zero, some).rel_norm, compare(some, zero).rel_norm) == (INF, 1.0)
 
 
 def test_integers_beyond_float64():
