@@ -13,8 +13,8 @@ from ckptool.files.place import is_address
 from ckptool.words import printable
 
 _CONFIG = "config.json"
-_KEYS = ("quantization_config", "quantization")
-"""Where configurations have it: of transformers and diffusers, of MLX."""
+_KEYS = ("quantization", "quantization_config")
+"""Where configurations have it: of MLX, which may keep that of its source, of transformers."""
 _BITS = ("bits", "w_bit", "num_bits", "nbits")
 _GROUP = ("group_size", "q_group_size")
 _TORCHAO = "tensor_names"

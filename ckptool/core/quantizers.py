@@ -89,9 +89,13 @@ QUANTIZERS = (
         "torchao", "_qdata", "_scale", ("_zero_point", "_act_pre_scale", "_per_tensor_scale"),
         library="torchao", plain="",
     ),
-    Quantizer(
-        "quanto", "._data", "._scale", ("._shift", "._zeropoint"),
-        dtypes=("int8", "uint8", "float8_"), library="optimum-quanto",
+    *(
+        Quantizer(
+            "quanto", codes, "weight._scale",
+            ("weight._shift", "weight._zeropoint", "input_scale", "output_scale"),
+            dtypes=("int8", "uint8", "float8_"), library="optimum-quanto", plain="weight",
+        )
+        for codes in ("weight._data", "weight._data._data")
     ),
     Quantizer("MLX", "weight", "scales", ("biases",), dtypes="uint32", library="mlx"),
     Quantizer("GPTQ", "qweight", "g_idx", ("qzeros", "scales"), library="gptqmodel or vLLM"),

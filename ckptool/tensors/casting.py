@@ -243,17 +243,17 @@ among threads, whose waiting for each other costs more than it gains where the m
 
 
 def chunks(
-    offset: int, buffer: memoryview, size: int, count: int
+    offset: int, buffer: memoryview, size: int, count: int, step: int = CHUNK
 ) -> Iterator[tuple[int, int, memoryview, int]]:
     """Yield the chunks of `count` elements that a buffer for the bytes from `offset` has parts of.
 
-    Elements have `size` bytes; chunks begin at multiples of `CHUNK`. Each comes as its first
+    Elements have `size` bytes; chunks begin at multiples of `step`. Each comes as its first
     element, the one after its last, the part of the buffer that its bytes go to, and how many of
     its first bytes lie before that.
     """
-    first, last = offset // size // CHUNK * CHUNK, -(-(offset + len(buffer)) // size)
-    for start in range(first, last, CHUNK):
-        stop = min(start + CHUNK, count)
+    first, last = offset // size // step * step, -(-(offset + len(buffer)) // size)
+    for start in range(first, last, step):
+        stop = min(start + step, count)
         at = start * size - offset
         yield start, stop, buffer[max(at, 0) : at + (stop - start) * size], max(-at, 0)
 

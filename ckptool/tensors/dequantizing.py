@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeGuard
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from ckptool.core.model import Global, Storage, TensorRef, row_major_strides
 from ckptool.core.quantization_config import QuantizationConfig
@@ -17,6 +18,7 @@ from ckptool.errors import NotRepresentable
 from ckptool.files.computed import computed
 from ckptool.tensors.casting import CHUNK, checked, chunks
 from ckptool.tensors.materialize import require_torch, torch_dtype
+from ckptool.words import listed
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,7 @@ _MOST_FACTS = 1 << 16
 """Bytes of JSON that are read about one weight."""
 PACKED = "_packed_params._packed_params"
 _OF_TORCHAO = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
+_OF_ACTIVATIONS = {"input_scale", "output_scale"}
 _PER_127 = 7.874015718698502e-3
 
 
@@ -43,10 +46,18 @@ class Parts:
     """A quantized weight and what it needs."""
 
     name: str
+    state: Mapping[Any, Any]
     weight: TensorRef
     beside: Mapping[str, TensorRef]
     """The companions, by the last parts of their keys."""
+    plain: str
+    """The key of the plain weight."""
     config: QuantizationConfig
+
+    @property
+    def stem(self) -> str:
+        """The key of its layer, with a dot at the end."""
+        return self.plain.removesuffix("weight")
 
     def __getitem__(self, ending: str) -> TensorRef:
         """Return a companion.
@@ -61,6 +72,22 @@ class Parts:
     def get(self, ending: str) -> TensorRef | None:
         """Return a companion, or None."""
         return self.beside.get(ending)
+
+    def stated(self, key: str, entries: Mapping[str, Any] | None = None) -> int:
+        """Return a positive number that the configuration states.
+
+        Raises:
+            UnknownLayout: it does not.
+        """
+        value = (self.config.entries if entries is None else entries).get(key)
+        if not (_is_count(value) and value):
+            raise UnknownLayout(f"no config.json next to it states {key}")
+        return int(value)
+
+    def refuse_contradiction(self) -> NoReturn:
+        """Raise `UnknownLayout`: shapes and configuration differ."""
+        stated = listed(self.config.sizes)
+        raise UnknownLayout(f"its shapes contradict {self.config.where} ({stated})")
 
 
 def dequantized(
@@ -86,7 +113,8 @@ def dequantized(
         return {"": _affine(packed)}
     if not all(map(_is_plain, (packed, *beside.values()))):
         raise UnknownLayout("its parts are not plain tensors")
-    return {"": make(Parts(name, packed, beside, config))}
+    plain = plain_key(found.scheme, name)
+    return {"": make(Parts(name, state, packed, beside, plain, config))}
 
 
 def can_dequantize(
@@ -210,7 +238,7 @@ def _affine(tensor: Any) -> TensorRef:
 
 def _of_torchao(parts: Parts) -> TensorRef:
     """Return the tensor of an entry of torchao's `flatten_tensor_state_dict`."""
-    entry = parts.config.header.get(plain_key("torchao", parts.name))
+    entry = parts.config.header.get(parts.plain)
     match entry:
         case {"_type": str(name), "_data": {**fields}, "_tensor_data_names": [*names]}:
             stem = parts.name.rpartition(".")[2].removesuffix("qdata")
@@ -270,6 +298,68 @@ def _by_blocks(
     return _computed(codes, shape, tables, numbers, others)
 
 
+def _of_quanto(parts: Parts) -> TensorRef:
+    """Return what `dequantize` of optimum-quanto makes: codes times their scale, less a shift.
+
+    Packed codes are rows of groups, the first rows in the low bits. Their file states the shape of
+    the weight only by a bias, which has an element for each row of a linear layer.
+    """
+    weight, scale, shift = parts.weight, parts["_scale"], parts.get("_shift")
+    if not parts.name.endswith("._data._data"):
+        block = _block(weight.sizes, scale.sizes)
+        if weight.dtype == "uint8" or len(parts.beside.keys() - _OF_ACTIVATIONS) > 1 or not block:
+            raise UnknownLayout
+        return _by_blocks(weight, scale, None, block)
+    groups, bias = scale.sizes[0] if scale.shape else 0, parts.state.get(parts.stem + "bias")
+    bits = [one for one in (2, 4) if weight.sizes[:1] == (-(-groups * one // 8),)]
+    if len(bits) != 1 or len(weight.shape) != 2 or shift is None or weight.dtype != "uint8":
+        raise UnknownLayout
+    if not {scale.sizes, shift.sizes} == {(groups, 1)} or scale.dtype != shift.dtype:
+        raise UnknownLayout
+    if not isinstance(bias, TensorRef) or len(bias.shape) != 1 or groups % max(bias.numel, 1):
+        raise UnknownLayout("its shape is not known: it has no bias, which would tell its rows")
+    size, shifts = weight.sizes[1], range(0, 8, bits[0])
+
+    def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        first, last = start // size, -(-stop // size)
+        own, less = (
+            one[first:last].repeat_interleave(size)[start - first * size : stop - first * size]
+            for one in tables
+        )
+        return own * _planes(weight, start, stop, shifts, bits[0]) - less
+
+    shape = (bias.numel, groups * size // bias.numel)
+    return _computed(weight, shape, (scale, shift), numbers)
+
+
+def _of_mlx(parts: Parts) -> TensorRef:
+    """Return what `dequantize` of MLX makes of its affine mode: codes times a scale plus a bias."""
+    weight, scales, biases = parts.weight, parts["scales"], parts["biases"]
+    stated = parts.config.entries
+    own = stated.get(parts.stem.removesuffix("."))
+    stated = {**stated, **own} if isinstance(own, Mapping) else stated
+    bits, size = (parts.stated(key, stated) for key in ("bits", "group_size"))
+    *outer, words = weight.sizes
+    columns = words * 32 // bits
+    if stated.get("mode", "affine") != "affine" or scales.sizes != biases.sizes:
+        raise UnknownLayout
+    if (
+        scales.sizes != (*outer, columns // size)
+        or columns % size
+        or (columns % 8, words * 32 % bits) != (0, 0)
+    ):
+        parts.refuse_contradiction()
+
+    def rows(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        codes = _unpacked(_rows(weight, prod(outer), first, last), bits)
+        scale, bias = (
+            one.view(prod(outer), -1)[first:last].repeat_interleave(size, 1) for one in tables
+        )
+        return scale * codes + bias
+
+    return _by_rows(weight, (*outer, columns), (scales, biases), rows)
+
+
 def _codes(tensor: TensorRef) -> TensorRef:
     """Return the integers of a quantized tensor of torch, in row-major order."""
     codes = replace(tensor, dtype=CODES.get(tensor.dtype, tensor.dtype), kind="strided", parts=None)
@@ -312,6 +402,18 @@ def _elements(tensor: TensorRef, start: int, stop: int) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=torch_dtype(tensor.dtype))
 
 
+def _block(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes of the blocks of a tensor that have one scale each; () if it cannot be."""
+    if prod(scales) == 1:
+        return shape
+    if len(scales) != len(shape) or not all(scales):
+        return ()
+    pairs = list(zip(shape, scales, strict=True))
+    return (
+        tuple(whole // count for whole, count in pairs) if not any(a % b for a, b in pairs) else ()
+    )
+
+
 def _spread(
     table: torch.Tensor, shape: Sequence[int], block: Sequence[int], start: int, stop: int
 ) -> torch.Tensor:
@@ -331,22 +433,84 @@ def _spread(
     return torch.index_select(table, 0, at)
 
 
+def _unpacked(raw: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes in rows of bytes as int32: a stream of bits, the lowest ones first."""
+    import torch
+
+    groups = raw.view(len(raw), -1, bits).int()  # of eight codes
+    codes = []
+    for at in range(0, 8 * bits, bits):
+        byte, shift = divmod(at, 8)
+        code = groups[..., byte] >> shift
+        if shift + bits > 8:
+            code = code | groups[..., byte + 1] << (8 - shift)
+        codes.append(code & ((1 << bits) - 1))
+    return torch.stack(codes, -1).view(len(raw), -1)
+
+
+def _rows(tensor: TensorRef, count: int, first: int, last: int) -> torch.Tensor:
+    """Return the bytes of the rows from `first` up to `last` of a contiguous tensor of `count`."""
+    import torch
+
+    size = tensor.nbytes // count
+    raw = bytearray(tensor.data.read(first * size, (last - first) * size))
+    return torch.frombuffer(raw, dtype=torch.uint8).view(last - first, size)
+
+
+def _planes(
+    weight: TensorRef, start: int, stop: int, shifts: Sequence[int], bits: int
+) -> torch.Tensor:
+    """Return codes, of which each element of `weight` has one for each shift.
+
+    Those with the first shift are the first ones, in the order of the elements.
+    """
+    import torch
+
+    count, found = weight.numel, []
+    for plane in range(start // count, -(-stop // count)):
+        first, last = max(start - plane * count, 0), min(stop - plane * count, count)
+        found.append(_elements(weight, first, last) >> shifts[plane] & ((1 << bits) - 1))
+    return torch.cat(found)
+
+
+def _by_rows(
+    weight: TensorRef,
+    shape: tuple[int, ...],
+    parts: Sequence[TensorRef],
+    rows: Callable[[int, int, Sequence[torch.Tensor]], torch.Tensor],
+    *,
+    per: int = 1,
+) -> TensorRef:
+    """Return a tensor as `_computed` does, of which `rows` makes whole rows, `per` at a time."""
+    columns = shape[-1]
+    unit = per * columns
+
+    def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        return rows(start // columns, stop // columns, tables).flatten()
+
+    return _computed(weight, shape, parts, numbers, step=-(-CHUNK // unit) * unit)
+
+
 def _computed(
     weight: TensorRef,
     shape: tuple[int, ...],
     parts: Sequence[TensorRef],
     numbers: Callable[[int, int, Sequence[torch.Tensor]], torch.Tensor],
     checked_only: Sequence[TensorRef] = (),
+    *,
+    step: int = CHUNK,
 ) -> TensorRef:
     """Return a tensor of float32 in the place of a weight, of elements that `numbers` makes.
 
-    Give it the elements of `parts`, which are in memory from the first to the last of the weight.
-    These and `checked_only` are checked by their CRC-32.
+    Give it the elements of `parts`, which are in memory from the first to the last of the weight,
+    and a range of elements that begins at a multiple of `step`. Each is made once if they are read
+    in order. Parts and `checked_only` are checked by their CRC-32.
     """
     held, data, count = weight.storage, weight.data, prod(shape)
     beside = {id(one.storage): one.storage for one in (*parts, *checked_only)}.values()
     checks = [checked(one, one.data) for one in beside if one is not None and one.data is not None]
     tables: list[torch.Tensor] = []
+    last, made, lock = -1, bytearray(), Lock()
     if held is None:
         raise UnknownLayout
 
@@ -354,22 +518,25 @@ def _computed(
         require_torch()
         import torch
 
-        nonlocal tables
+        nonlocal tables, last, made
         if not buffer:
             return
-        for check in checks:
-            check.check()
-        own = tables or [_elements(one, 0, one.numel) for one in parts]
-        tables = own  # another thread may let go of them
-        for start, stop, room, skipped in chunks(offset, buffer, 4, count):
-            made = bytearray((stop - start) * 4)
-            torch.frombuffer(made, dtype=torch.float32).copy_(numbers(start, stop, own))
-            room[:] = made[skipped : skipped + len(room)]
-        if offset + len(buffer) == count * 4:
-            tables = []
+        with lock:
+            for check in checks:
+                check.check()
+            tables = tables or [_elements(one, 0, one.numel) for one in parts]
+            for start, stop, room, skipped in chunks(offset, buffer, 4, count, step):
+                if start != last:
+                    made = bytearray((stop - start) * 4)
+                    elements = torch.frombuffer(made, dtype=torch.float32)
+                    elements.copy_(numbers(start, stop, tables))
+                    last = start
+                room[:] = made[skipped : skipped + len(room)]
+            if offset + len(buffer) == count * 4:
+                tables, last, made = [], -1, bytearray()
 
-    made = computed((data,), count * 4, fill)
-    storage = Storage(held.key, made, made.length, held.device, sys.byteorder, whole=held.data)
+    source = computed((data,), count * 4, fill)
+    storage = Storage(held.key, source, source.length, held.device, sys.byteorder, whole=held.data)
     stride = row_major_strides(shape)
     return replace(weight, dtype="float32", shape=shape, stride=stride, storage=storage, offset=0)
 
@@ -379,5 +546,7 @@ _LAYOUTS: dict[str, Callable[[Parts], TensorRef]] = {
     "bitsandbytes 4 bit": _four_bit,
     "bitsandbytes 8 bit": _eight_bit,
     "torchao": _of_torchao,
+    "quanto": _of_quanto,
+    "MLX": _of_mlx,
 }
 """By the scheme (`core/quantizers.py`), what makes plain numbers of a weight and its companions."""

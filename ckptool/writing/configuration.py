@@ -16,7 +16,8 @@ from ckptool.words import listed, printable
 _MOST = 1 << 20
 """Bytes of it that are looked into."""
 _SPACE = re.compile(r"[ \t\n\r]*")
-_QUANTIZATION = "quantization_config"
+_QUANTIZATION = ("quantization_config", "quantization")
+"""Of transformers; of MLX, which writes both."""
 _ROWS, _TYPES, _TEXT = "vocab_size", ("torch_dtype", "dtype"), "text_config"
 
 
@@ -78,13 +79,17 @@ class _Work:
     def follow(self, start: int, prefix: str, *, plain: bool = False) -> None:
         """Edit the object that begins at `start`, and that of the text model in it."""
         members = list(_members(self._text, start))
+        gone = [plain and one.key in _QUANTIZATION for one in members]
+        leading = next((at for at, is_gone in enumerate(gone) if not is_gone), len(gone))
+        if leading:
+            last = members[leading].start if leading < len(gone) else members[-1].stop
+            self._edits.append((members[0].start, last, ""))
         for at, one in enumerate(members):
             name = f"{prefix}{one.key}"
-            if one.key == _QUANTIZATION and plain:
+            if gone[at]:
                 self.notes.append(f"config.json: removed {name}")
-                first = members[at - 1].stop if at else one.start
-                last = members[at + 1].start if not at and len(members) > 1 else one.stop
-                self._edits.append((first, last, ""))
+                if at > leading:
+                    self._edits.append((members[at - 1].stop, one.stop, ""))
             elif one.key == _ROWS and self._rows and type(one.value) is int:
                 self._follow_rows(one, name)
             elif one.key in _TYPES and self._types and isinstance(one.value, str):

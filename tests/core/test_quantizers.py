@@ -329,7 +329,7 @@ def int8(*shape):
 
 OF_LIBRARIES = {
     "quanto": ("optimum-quanto", {
-        "a.weight._data": int8(8, 8), "a.weight._scale": torch.rand(8, 1),
+        "a.weight._data": int8(8, 8).view(torch.uint8), "a.weight._scale": torch.rand(8, 1),
     }),
     "torchao": ("torchao", {
         "a._weight_qdata": torch.ones(8, 8).to(torch.float8_e4m3fn),

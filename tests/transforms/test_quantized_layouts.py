@@ -17,10 +17,14 @@ FOLDERS = PROJECT / "fixtures" / "quantizers"
 LAYOUTS = sorted(path.name for path in FOLDERS.iterdir())
 SCHEMES = {
     "torchao": "torchao",
+    "quanto": "quanto",
+    "mlx": "MLX (4 bits, groups of 64)",
 }
 """What `info` calls them, by how their folders' names begin."""
 LARGEST_ERROR = {
     "torchao": 0.13,
+    "quanto": 0.4,
+    "mlx": 0.4,
 }
 """How far a weight of `weights()` in `fixtures/make/quantizers.py` is off, at most."""
 
@@ -42,6 +46,7 @@ def test_every_weight_is_what_its_library_makes_of_it(layout, tmp_path):
     before = load_file(source / "model.safetensors")
     stems = tuple(f"{key.rpartition('.')[0]}." for key in plain)
     kept = {key for key in before if not key.startswith(stems) or key.endswith("bias")}
+    scheme = of(SCHEMES, layout).partition(" (")[0]
     for dtype in {one.dtype for one in plain.values()} | {torch.float32}:
         target = tmp_path / f"{dtype}.safetensors"
         made, receipt = dequantized(source / "model.safetensors", target, dtype)
@@ -51,9 +56,7 @@ def test_every_weight_is_what_its_library_makes_of_it(layout, tmp_path):
             assert torch.equal(made[key].to(wanted.dtype), wanted), key
         assert all(torch.equal(made[key], before[key]) for key in kept)
         [text] = [change.text for change in receipt.changes if change.kind == "dequantize"]
-        assert text.startswith(
-            f"{len(plain)} tensors dequantized ({of(SCHEMES, layout)}); left out"
-        )
+        assert text.startswith(f"{len(plain)} tensors dequantized ({scheme}); left out")
 
 
 @every_layout
@@ -104,3 +107,52 @@ def test_torchao_without_its_metadata_is_refused(tmp_path):
     save_file(load_file(FOLDERS / "torchao" / "model.safetensors"), tmp_path / "m.safetensors")
     with pytest.raises(NotRepresentable, match="no entry of its file's __metadata__ states its"):
         dequantized(tmp_path / "m.safetensors", tmp_path / "o.safetensors", "float32")
+
+
+def changed_file(layout, folder, *, config=None, **tensors):
+    """A copy of a layout's file with other tensors (None: without it), and other configuration."""
+    state = load_file(FOLDERS / layout / "model.safetensors")
+    state |= {key.replace("__", "."): one for key, one in tensors.items()}
+    path = folder / "m.safetensors"
+    save_file({key: one for key, one in state.items() if one is not None}, path)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def refused(path, reason):
+    with pytest.raises(NotRepresentable, match=f"cannot be dequantized: it is .*{reason}"):
+        ckptool.convert(path, path.with_name("o.safetensors"), ckptool.Cast(dequantize="float32"))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({"layers__2__bias": None}, "its shape is not known: it has no bias"),
+        ({"layers__2__bias": torch.zeros(7)}, "its shape is not known"),
+        ({"layers__2__weight___shift": None}, "ckptool does not know this layout"),
+        ({"layers__2__weight___shift": torch.zeros(9)}, "ckptool does not know this layout"),
+        ({"layers__0__weight___shift": torch.zeros(6, 1)}, "ckptool does not know this layout"),
+        ({"layers__0__weight___scale": torch.ones(5, 1)}, "ckptool does not know this layout"),
+    ],
+)
+def test_quanto_whose_shape_or_parts_are_unknown_is_refused(tensors, reason, tmp_path):
+    refused(changed_file("quanto-float32", tmp_path, **tensors), reason)
+
+
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        (None, "no config.json next to it states bits"),
+        ({"bits": 4}, "no config.json next to it states bits"),
+        ({"bits": 4, "group_size": "x"}, "no config.json next to it states group_size"),
+        (
+            {"bits": 4, "group_size": 64},
+            r"its shapes contradict config.json \(4 bits, groups of 64",
+        ),
+        ({"bits": 4, "group_size": 64, "mode": "mxfp4"}, "ckptool does not know this layout"),
+    ],
+)
+def test_mlx_whose_configuration_does_not_tell_is_refused(stated, reason, tmp_path):
+    config = {} if stated is None else {"quantization": stated}
+    refused(changed_file("mlx-float16", tmp_path, config=config), reason)

@@ -71,6 +71,9 @@ def test_only_what_changed_is_edited(converted, state, options, edits, notes):
     [
         ('{"quantization_config":{}}', "{}"),
         ('{"a":1,"quantization_config":{}}', '{"a":1}'),
+        ('{"quantization":{},"quantization_config":{}}', "{}"),
+        ('{"quantization":{}, "quantization_config":{}, "a":1}', '{"a":1}'),
+        ('{"quantization":{}, "a":1 ,"quantization_config":{}}', '{"a":1}'),
         ('{"a":1 , "quantization_config":{}, "b":[]}', '{"a":1, "b":[]}'),
         ("{}", "{}"),
     ],
