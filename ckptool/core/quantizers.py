@@ -102,11 +102,13 @@ QUANTIZERS = (
     Quantizer("AWQ", "qweight", "qzeros", ("scales",), library="autoawq or vLLM"),
     Quantizer(
         "compressed-tensors", "weight_packed", "weight_scale",
-        ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
-        library="compressed-tensors or vLLM",
+        ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale",
+         "input_global_scale", "input_scale", "input_zero_point"),
+        library="compressed-tensors or vLLM", plain="weight",
     ),
     Quantizer(
-        "int8 with scales", "weight", "weight_scale", ("weight_zero_point", "comfy_quant"),
+        "int8 with scales", "weight", "weight_scale",
+        ("weight_zero_point", "input_scale", "input_zero_point", "comfy_quant"),
         dtypes="int8", library="compressed-tensors or vLLM",
     ),
     Quantizer("HQQ", "W_q", "zero", ("scale",), library="hqq"),

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
@@ -14,7 +14,7 @@ from ckptool.core.model import Global, Storage, TensorRef, row_major_strides
 from ckptool.core.quantization_config import QuantizationConfig
 from ckptool.core.quantizers import Quantized, plain_key
 from ckptool.dtypes import BY_NAME, CODES
-from ckptool.errors import NotRepresentable
+from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files.computed import computed
 from ckptool.tensors.casting import CHUNK, checked, chunks
 from ckptool.tensors.materialize import require_torch, torch_dtype
@@ -27,9 +27,13 @@ _BLOCK = 128
 """Rows and columns that have one scale in the files of DeepSeek-V3."""
 _MOST_FACTS = 1 << 16
 """Bytes of JSON that are read about one weight."""
+_MOST_SIZES = 8
+"""Integers in a tensor that states a shape."""
 PACKED = "_packed_params._packed_params"
 _OF_TORCHAO = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 _OF_ACTIVATIONS = {"input_scale", "output_scale"}
+_FP4 = [sign * one for sign in (1.0, -1.0) for one in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
+"""The numbers of e2m1, by their codes."""
 _PER_127 = 7.874015718698502e-3
 
 
@@ -84,6 +88,21 @@ class Parts:
             raise UnknownLayout(f"no config.json next to it states {key}")
         return int(value)
 
+    def small(self, ending: str) -> list[int]:
+        """Return the integers of a companion with a few of them: a shape."""
+        tensor = self[ending]
+        if tensor.dtype not in ("int32", "int64") or tensor.numel > _MOST_SIZES:
+            raise UnknownLayout
+        size = tensor.itemsize
+        raw = tensor.read()
+        sizes = [
+            int.from_bytes(raw[at : at + size], "little", signed=True)
+            for at in range(0, len(raw), size)
+        ]
+        if not all(map(_is_count, sizes)):
+            raise UnknownLayout
+        return sizes
+
     def refuse_contradiction(self) -> NoReturn:
         """Raise `UnknownLayout`: shapes and configuration differ."""
         stated = listed(self.config.sizes)
@@ -134,8 +153,8 @@ def _is_plain(tensor: Any) -> TypeGuard[TensorRef]:
 def _by_scales(parts: Parts) -> TensorRef:
     """Return weights times their scales.
 
-    The scales are one for all, one for each index of the first dimension, or one for each block of
-    128 x 128, cut at the edges; `UnknownLayout` for any other. After `weight_dequant` of
+    The scales are one for all, one for each index of the first dimension or each group of columns
+    in it, or one for each block of 128 x 128, cut at the edges. After `weight_dequant` of
     DeepSeek-V3 (inference/kernel.py), which rounds the same product to bfloat16.
     """
     weight, scale = parts.weight, next(iter(parts.beside.values()))
@@ -146,6 +165,8 @@ def _by_scales(parts: Parts) -> TensorRef:
         block = (1, *shape[1:])
     elif len(shape) == 2 and scales == tuple(-(-size // _BLOCK) for size in shape):
         block = (_BLOCK, _BLOCK)
+    elif len(shape) == 2 and scales[:1] == shape[:1] and _block(shape, scales):
+        block = _block(shape, scales)
     else:
         raise UnknownLayout
 
@@ -360,6 +381,88 @@ def _of_mlx(parts: Parts) -> TensorRef:
     return _by_rows(weight, (*outer, columns), (scales, biases), rows)
 
 
+def _of_whole_bytes(parts: Parts) -> TensorRef:
+    """Return codes less `weight_zero_point`, times `weight_scale`, as compressed-tensors does."""
+    if "comfy_quant" in parts.beside:
+        raise UnknownLayout
+    scale = parts["weight_scale"]
+    block = _block(parts.weight.sizes, scale.sizes)
+    return _by_blocks(parts.weight, scale, parts.get("weight_zero_point"), block)
+
+
+def _of_compressed(parts: Parts) -> TensorRef:
+    """Return what compressed-tensors makes of `weight_packed`: of int32, or of pairs of fp4.
+
+    Integers are streams of bits along a row, zero points along a column, both shifted to be
+    positive. Of a bit width that does not divide 32 its versions write other layouts.
+    """
+    packed, scale = parts.weight, parts["weight_scale"]
+    if packed.dtype == "uint8":
+        return _of_pairs(parts, parts.get("weight_global_scale"))
+    shape = tuple(parts.small("weight_shape"))
+    rows, columns = shape if len(shape) == 2 else (0, 0)
+    fitting = [
+        one for one in (2, 4, 8) if packed.sizes == (rows, -(-columns * one // 32)) and columns
+    ]
+    if packed.dtype != "int32" or len(fitting) != 1:
+        raise UnknownLayout("weight_shape does not fit weight_packed with 2, 4 or 8 bits")
+    [bits], groups = fitting, scale.sizes[1] if len(scale.shape) == 2 else 1
+    zero, order, offset = parts.get("weight_zero_point"), parts.get("weight_g_idx"), 1 << bits - 1
+    if scale.sizes not in ((rows, groups), (1,)) or columns % max(groups, 1):
+        raise UnknownLayout
+    if zero is not None and zero.sizes != (-(-rows * bits // 32), groups):
+        raise UnknownLayout
+    if order is not None and order.sizes != (columns,):
+        raise UnknownLayout
+    others = [one for one in (zero, order) if one is not None]
+
+    def prepared(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        import torch
+
+        scales, *more = tables
+        zeros, index = torch.tensor([[offset]]), torch.arange(columns) // (columns // groups)
+        if zero is not None:
+            words = more.pop(0).view(-1, groups).t().contiguous()
+            zeros = _unpacked(words.view(torch.uint8), bits)[:, :rows].t()
+        if order is not None and bool((more[0] >= 0).all()):  # else it is not in use
+            index = _checked_index(more[0], groups)
+        return scales.view(-1, groups).expand(rows, -1), zeros.expand(rows, groups), index
+
+    def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        scales, zeros, index = tables
+        codes = _unpacked(_rows(packed, rows, first, last), bits)[:, :columns]
+        less = zeros[first:last].index_select(1, index)
+        return (codes - less) * scales[first:last].float().index_select(1, index)
+
+    return _by_rows(packed, shape, (scale, *others), numbers, prepared=prepared)
+
+
+def _of_pairs(parts: Parts, whole_scale: TensorRef | None) -> TensorRef:
+    """Return pairs of fp4 numbers times the scale of their group, as compressed-tensors does.
+
+    A scale is an fp8 number, divided by that of the whole weight, or the biased exponent of a power
+    of two.
+    """
+    packed, scale = parts.weight, parts["weight_scale"]
+    if whole_scale is None and scale.dtype != "uint8":
+        raise UnknownLayout("weight_global_scale is missing next to it")
+    if len(packed.shape) != 2 or len(scale.shape) != 2 or packed.dtype != "uint8":
+        raise UnknownLayout
+    (rows, half), size = packed.sizes, 16 if whole_scale is not None else 32
+    if scale.sizes != (rows, 2 * half // size) or 2 * half % size:
+        raise UnknownLayout
+    if whole_scale is not None and (scale.dtype, whole_scale.sizes) != ("float8_e4m3fn", (1,)):
+        raise UnknownLayout
+
+    def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        scales = tables[0].view(rows, -1)[first:last]
+        factors = _power(scales) if whole_scale is None else scales.float() / tables[1].float()
+        return _fp4(_rows(packed, rows, first, last)) * factors.repeat_interleave(size, 1)
+
+    tensors = (scale,) if whole_scale is None else (scale, whole_scale)
+    return _by_rows(packed, (rows, 2 * half), tensors, numbers)
+
+
 def _codes(tensor: TensorRef) -> TensorRef:
     """Return the integers of a quantized tensor of torch, in row-major order."""
     codes = replace(tensor, dtype=CODES.get(tensor.dtype, tensor.dtype), kind="strided", parts=None)
@@ -437,15 +540,43 @@ def _unpacked(raw: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the codes in rows of bytes as int32: a stream of bits, the lowest ones first."""
     import torch
 
-    groups = raw.view(len(raw), -1, bits).int()  # of eight codes
+    size = bits // gcd(bits, 8)
+    groups = raw.view(len(raw), -1, size).int()  # of whole codes in whole bytes
     codes = []
-    for at in range(0, 8 * bits, bits):
+    for at in range(0, 8 * size, bits):
         byte, shift = divmod(at, 8)
         code = groups[..., byte] >> shift
         if shift + bits > 8:
             code = code | groups[..., byte + 1] << (8 - shift)
         codes.append(code & ((1 << bits) - 1))
     return torch.stack(codes, -1).view(len(raw), -1)
+
+
+def _fp4(raw: torch.Tensor) -> torch.Tensor:
+    """Return the fp4 numbers (e2m1) in rows of bytes, two in each, the low bits first."""
+    import torch
+
+    values = torch.tensor(_FP4, device="cpu")
+    pairs = torch.stack((raw & 15, raw >> 4), -1).int().view(len(raw), -1)
+    return torch.index_select(values, 0, pairs.flatten()).view(pairs.shape)
+
+
+def _power(exponents: torch.Tensor) -> torch.Tensor:
+    """Return two to the power of exponents that have a bias of 127 (e8m0)."""
+    import torch
+
+    return torch.exp2(exponents.view(torch.uint8).float() - 127)
+
+
+def _checked_index(index: torch.Tensor, count: int) -> torch.Tensor:
+    """Return indexes of groups.
+
+    Raises:
+        CorruptFile: there is no such group.
+    """
+    if not bool(((index >= 0) & (index < count)).all()):
+        raise CorruptFile(f"g_idx of a quantized weight leads to groups beyond its {count:,}")
+    return index.long()
 
 
 def _rows(tensor: TensorRef, count: int, first: int, last: int) -> torch.Tensor:
@@ -480,6 +611,8 @@ def _by_rows(
     rows: Callable[[int, int, Sequence[torch.Tensor]], torch.Tensor],
     *,
     per: int = 1,
+    prepared: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tuple,
+    checked_only: Sequence[TensorRef] = (),
 ) -> TensorRef:
     """Return a tensor as `_computed` does, of which `rows` makes whole rows, `per` at a time."""
     columns = shape[-1]
@@ -488,7 +621,8 @@ def _by_rows(
     def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         return rows(start // columns, stop // columns, tables).flatten()
 
-    return _computed(weight, shape, parts, numbers, step=-(-CHUNK // unit) * unit)
+    step = -(-CHUNK // unit) * unit
+    return _computed(weight, shape, parts, numbers, checked_only, step=step, prepared=prepared)
 
 
 def _computed(
@@ -499,17 +633,19 @@ def _computed(
     checked_only: Sequence[TensorRef] = (),
     *,
     step: int = CHUNK,
+    prepared: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tuple,
 ) -> TensorRef:
     """Return a tensor of float32 in the place of a weight, of elements that `numbers` makes.
 
     Give it the elements of `parts`, which are in memory from the first to the last of the weight,
     and a range of elements that begins at a multiple of `step`. Each is made once if they are read
-    in order. Parts and `checked_only` are checked by their CRC-32.
+    in order. `prepared` makes once for all ranges what they need of the parts. Parts and
+    `checked_only` are checked by their CRC-32.
     """
     held, data, count = weight.storage, weight.data, prod(shape)
     beside = {id(one.storage): one.storage for one in (*parts, *checked_only)}.values()
     checks = [checked(one, one.data) for one in beside if one is not None and one.data is not None]
-    tables: list[torch.Tensor] = []
+    tables: Sequence[torch.Tensor] = ()
     last, made, lock = -1, bytearray(), Lock()
     if held is None:
         raise UnknownLayout
@@ -524,7 +660,7 @@ def _computed(
         with lock:
             for check in checks:
                 check.check()
-            tables = tables or [_elements(one, 0, one.numel) for one in parts]
+            tables = tables or prepared([_elements(one, 0, one.numel) for one in parts])
             for start, stop, room, skipped in chunks(offset, buffer, 4, count, step):
                 if start != last:
                     made = bytearray((stop - start) * 4)
@@ -533,7 +669,7 @@ def _computed(
                     last = start
                 room[:] = made[skipped : skipped + len(room)]
             if offset + len(buffer) == count * 4:
-                tables, last, made = [], -1, bytearray()
+                tables, last, made = (), -1, bytearray()
 
     source = computed((data,), count * 4, fill)
     storage = Storage(held.key, source, source.length, held.device, sys.byteorder, whole=held.data)
@@ -548,5 +684,7 @@ _LAYOUTS: dict[str, Callable[[Parts], TensorRef]] = {
     "torchao": _of_torchao,
     "quanto": _of_quanto,
     "MLX": _of_mlx,
+    "int8 with scales": _of_whole_bytes,
+    "compressed-tensors": _of_compressed,
 }
 """By the scheme (`core/quantizers.py`), what makes plain numbers of a weight and its companions."""

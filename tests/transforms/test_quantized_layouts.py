@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.diagnosis.info import info
 from ckptool.errors import NotRepresentable
+from ckptool.words import counted
 from tests.sources import PROJECT
 
 FOLDERS = PROJECT / "fixtures" / "quantizers"
@@ -19,12 +20,21 @@ SCHEMES = {
     "torchao": "torchao",
     "quanto": "quanto",
     "mlx": "MLX (4 bits, groups of 64)",
+    "compressed-int8": "int8 with scales (8 bits, config.json says compressed-tensors)",
+    "compressed-fp8": "fp8 with scales (8 bits, config.json says compressed-tensors)",
+    "compressed-packed": "compressed-tensors (4 bits, groups of 32)",
+    "compressed-order": "compressed-tensors (4 bits, groups of 32)",
+    "compressed-nvfp4": "compressed-tensors (4 bits, groups of 16)",
+    "compressed-mxfp4": "compressed-tensors (4 bits, groups of 32)",
 }
 """What `info` calls them, by how their folders' names begin."""
 LARGEST_ERROR = {
     "torchao": 0.13,
     "quanto": 0.4,
     "mlx": 0.4,
+    "compressed-int8": 0.01,
+    "compressed-fp8": 0.08,
+    "compressed": 0.6,
 }
 """How far a weight of `weights()` in `fixtures/make/quantizers.py` is off, at most."""
 
@@ -56,7 +66,7 @@ def test_every_weight_is_what_its_library_makes_of_it(layout, tmp_path):
             assert torch.equal(made[key].to(wanted.dtype), wanted), key
         assert all(torch.equal(made[key], before[key]) for key in kept)
         [text] = [change.text for change in receipt.changes if change.kind == "dequantize"]
-        assert text.startswith(f"{len(plain)} tensors dequantized ({scheme}); left out")
+        assert text.startswith(f"{counted(len(plain), 'tensor')} dequantized ({scheme}); left out")
 
 
 @every_layout
@@ -156,3 +166,25 @@ def test_quanto_whose_shape_or_parts_are_unknown_is_refused(tensors, reason, tmp
 def test_mlx_whose_configuration_does_not_tell_is_refused(stated, reason, tmp_path):
     config = {} if stated is None else {"quantization": stated}
     refused(changed_file("mlx-float16", tmp_path, config=config), reason)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tensors", "reason"),
+    [
+        ("packed", {"layers__0__weight_shape": torch.tensor([9, 65])}, "weight_shape does not fit"),
+        ("packed", {"layers__0__weight_shape": torch.tensor([-9, 64])}, "ckptool does not know"),
+        ("packed", {"layers__0__weight_shape": None}, "weight_shape is missing next to it"),
+        ("packed", {"layers__0__weight_packed": torch.ones(9, 6).int()}, "with 2, 4 or 8 bits"),
+        ("packed", {"layers__0__weight_scale": torch.ones(9, 3)}, "ckptool does not know"),
+        ("packed", {"layers__1__weight_zero_point": torch.ones(3, 2).int()}, "does not know"),
+        ("int8", {"layers__0__weight_scale": torch.ones(8, 1)}, "ckptool does not know"),
+        ("int8", {"layers__1__weight_zero_point": torch.ones(8, 1).byte()}, "does not know"),
+        ("int8", {"layers__0__comfy_quant": torch.ones(9).byte()}, "ckptool does not know"),
+        ("fp8", {"layers__2__weight_scale": torch.ones(9, 3)}, "ckptool does not know"),
+        ("nvfp4", {"layers__0__weight_global_scale": None}, "weight_global_scale is missing"),
+        ("nvfp4", {"layers__0__weight_global_scale": torch.ones(9)}, "ckptool does not know"),
+        ("mxfp4", {"layers__0__weight_scale": torch.ones(9, 4).byte()}, "ckptool does not know"),
+    ],
+)
+def test_compressed_tensors_whose_parts_do_not_fit_are_refused(layout, tensors, reason, tmp_path):
+    refused(changed_file(f"compressed-{layout}", tmp_path, **tensors), reason)
