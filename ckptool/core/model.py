@@ -554,10 +554,13 @@ class TensorRef(Result):
 
 
 def over_elements(tensor: TensorRef, **place: Any) -> TensorRef:
-    """Return the tensor with another `dtype`, `storage`, `offset`, `stride` or `flags`.
+    """Return the tensor with another `dtype`, `shape`, `storage`, `offset`, `stride` or `flags`.
 
-    A tensor of a back end without storages (a TPU) is then carried by a tensor of the CPU.
+    A tensor of a back end without storages (a TPU) is then carried by a tensor of the CPU. A numpy
+    array becomes a tensor: its pickle has the old elements.
     """
+    if place and "array" in (tensor.parts or {}):
+        place = {"kind": "strided", "parts": None, **place}
     made = replace(tensor, **place)
     if "carrier" not in (tensor.parts or {}):
         return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
@@ -78,7 +78,8 @@ def keyed(source: str) -> tuple[str, str] | None:
 
 
 def open_by_key(
-    sources: Sequence[tuple[str, str]], *, limits: Limits = DEFAULT_LIMITS
+    sources: Iterable[tuple[str, str]],
+    open_one: Callable[[str], Checkpoint] = open_checkpoint,
 ) -> Checkpoint:
     """Return a checkpoint whose root is a dict: the tree of each file below its key.
 
@@ -92,7 +93,7 @@ def open_by_key(
         for key, path in sources:
             if key in root:
                 raise UsageError(f"two sources have the key {printable(key)!r}")
-            files.append(stack.enter_context(open_checkpoint(path, limits=limits)))
+            files.append(stack.enter_context(open_one(path)))
             root[key] = files[-1].root
         first = files[0]
         made = of_files(
@@ -100,8 +101,6 @@ def open_by_key(
             Checkpoint(root, first.format, first.path),
             writer=f"{counted(len(files), 'file')}, each below a key",
             folder="",
-            byteorder=first.details.byteorder,
-            protocol=first.details.protocol,
         )
         stack.pop_all()
     return replace(made, original=root)

@@ -8,7 +8,6 @@ the order of the target, and moved to its places by slices with a step, which Py
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -145,8 +144,6 @@ def _over(tensor: TensorRef, key: str, shape: tuple[int, ...], data: ByteRange) 
 
 
 def _reshaped(tensor: TensorRef, shape: tuple[int, ...], **place: Any) -> TensorRef:
-    if tensor.kind == "numpy":  # its pickle has the old shape
-        tensor = replace(tensor, kind="strided", parts=None)
     return over_elements(tensor, shape=shape, stride=row_major_strides(shape), **place)
 
 

@@ -7,9 +7,10 @@ two digits, `{n+1}`, `{n+layers}` and `{3-n}` a shifted number. A `?` at the end
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from ckptool.errors import UsageError
@@ -228,6 +229,15 @@ class Pattern:
 def is_number(text: str | int) -> bool:
     """Return whether a value of a variable is a whole number without zeros before it."""
     return re.fullmatch(r"0|[1-9][0-9]{0,8}", str(text), re.ASCII) is not None
+
+
+def first_missing(
+    numbers: Collection[tuple[int, ...]], counts: Iterable[int]
+) -> tuple[int, ...] | None:
+    """Return the first of all combinations of numbers below the counts that is not there."""
+    most = len(numbers) + 1  # among so many one is missing, however large a count is
+    every = product(*(range(min(count, most)) for count in counts))
+    return next((one for one in every if one not in numbers), None)
 
 
 def patterns(texts: Iterable[str]) -> list[Pattern]:

@@ -17,7 +17,7 @@ from ckptool.core.names import similar
 from ckptool.errors import LimitExceeded, NameCollision, UsageError
 from ckptool.recipes.assembling import BoxAxis, Piece, ordered
 from ckptool.recipes.axes import Equation, Misfit, Part, Shape
-from ckptool.recipes.names import MAX_KEY, Pattern, Values, is_number
+from ckptool.recipes.names import MAX_KEY, Pattern, Values, first_missing, is_number
 from ckptool.recipes.recipe import Recipe, RecipeRule
 from ckptool.words import counted, listed, printable
 
@@ -368,9 +368,7 @@ class _Planner(Generic[T]):
                 highest = max((number[at] for number in held), default=-1)
                 counts[name] = max(counts.get(name, 0), 1 + highest, pattern.choices_of(name))
         for pattern, names, held in zip(rule.left, rule.stacked, group.members, strict=True):
-            most = len(held) + 1  # among so many one is missing, however large a number is
-            every = product(*(range(min(counts[name], most)) for name in names))
-            lacking = next((number for number in every if number not in held), None)
+            lacking = first_missing(held, [counts[name] for name in names])
             if lacking is not None:
                 values = {**group.values, **dict(zip(names, lacking, strict=True))}
                 text = f"{printable(pattern.fill(values))!r} is missing"

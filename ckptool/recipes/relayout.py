@@ -19,7 +19,7 @@ from ckptool.recipes.axes import Shape
 from ckptool.recipes.params import Params
 from ckptool.recipes.planning import Plan, Sketch, Sketches, differences, left_over, plan
 from ckptool.recipes.recipe import Recipe, all_shipped
-from ckptool.recipes.several import prefix_of
+from ckptool.recipes.several import nested, prefix_of
 from ckptool.transforms.casting import optimizer_tensors, refuse_apart
 from ckptool.transforms.names import NamePlan, moved_metadata
 from ckptool.words import counted, listed, printable, shell
@@ -107,7 +107,7 @@ def relayout(
     changes = [*_changes(checkpoint, recipe, made, found), _way_back(recipe, made, found)]
     if section is None or recipe.reversed().uses_paths:
         others = _others(checkpoint, section)
-        return checkpoint.with_root(_nested(made.tensors), *changes, *others)
+        return checkpoint.with_root(nested(made.tensors), *changes, *others)
     return _in_place(checkpoint, recipe, section, made, changes)
 
 
@@ -169,26 +169,6 @@ def _in_place(
         raise UsageError(text, file=file or None, hint=hint)
     names.changes[:0] = changes
     return names.applied(checkpoint)
-
-
-def _nested(tensors: Mapping[str, TensorRef]) -> OrderedMap:
-    """Return tensors in the dicts that the `/` of their keys lead through.
-
-    Raises:
-        NameCollision: a key is that of a tensor and of a dict.
-    """
-    root = OrderedMap()
-    for key, tensor in tensors.items():
-        *path, name = key.split("/")
-        holder = root
-        for one in path:
-            holder = holder.setdefault(one, OrderedMap())
-            if not isinstance(holder, dict):
-                break
-        if not isinstance(holder, dict) or name in holder:
-            raise NameCollision(f"{printable(key)!r} leads through a tensor, or is a dict too")
-        holder[name] = tensor
-    return root
 
 
 def _others(checkpoint: Checkpoint, section: Section | None) -> Iterator[Change]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import OrderedMap
-from ckptool.errors import FileMissing, NotFound, UsageError
+from ckptool.errors import FileMissing, NameCollision, NotFound, UsageError
 from ckptool.files.place import place_of
-from ckptool.formats.base import of_files
 from ckptool.formats.distributed.megatron import RANK_FILE, is_rank
-from ckptool.recipes.names import Pattern
+from ckptool.formats.several import open_by_key
+from ckptool.recipes.names import Pattern, first_missing
 from ckptool.recipes.recipe import Recipe
 from ckptool.words import counted, printable
 
@@ -81,26 +79,41 @@ def open_files(
             found[tuple(int(values[one.name]) for one in pattern.variables)] = name
     if not found:
         raise FileMissing(f"the folder has no file {recipe.files}", file=path or None)
-    words = [one.name for one in pattern.variables]
-    most = len(found) + 1  # among so many one is missing, however large a number is
-    for number in product(*(range(min(max(axis) + 1, most)) for axis in zip(*found, strict=True))):
-        if number not in found:
-            name = pattern.fill({w: str(n) for w, n in zip(words, number, strict=True)})
-            raise FileMissing(f"the folder has no {name}", file=path or None, hint="copy it too")
-    root, files = OrderedMap(), []
-    with ExitStack() as stack:
-        for number, name in sorted(found.items()):
-            files.append(stack.enter_context(open_one(os.path.join(path, name))))
-            key = before.fill({w: str(n) for w, n in zip(words, number, strict=True)})
-            *outer, last = key.split("/")
-            holder: Any = root
-            for one in outer:
-                holder = holder.setdefault(one, OrderedMap())
-            holder[last] = files[-1].root
-        stack.pop_all()
-    what = f"{counted(len(files), 'file')}: {recipe.files}"
-    made = Checkpoint(root, files[0].format, path, original=root)
-    return of_files(files, made, notes=(what, *files[0].details.notes))
+
+    def filled(one: Pattern, number: Iterable[int]) -> str:
+        words = (variable.name for variable in pattern.variables)
+        return one.fill({word: str(n) for word, n in zip(words, number, strict=True)})
+
+    counts = [1 + max(axis) for axis in zip(*found, strict=True)]
+    if (missing := first_missing(found, counts)) is not None:
+        text = f"the folder has no {filled(pattern, missing)}"
+        raise FileMissing(text, file=path or None, hint="copy it too")
+    names = ((filled(before, one), os.path.join(path, found[one])) for one in sorted(found))
+    made = open_by_key(names, open_one)
+    what = f"{counted(len(found), 'file')}: {recipe.files}"
+    details = replace(made.details, notes=(what, *made.details.notes))
+    root = nested(made.root)
+    return replace(made, root=root, original=root, path=path, details=details)
+
+
+def nested(entries: Mapping[str, Any]) -> OrderedMap:
+    """Return entries in the dicts that the `/` of their keys lead through.
+
+    Raises:
+        NameCollision: a key is that of an entry and of a dict.
+    """
+    root = OrderedMap()
+    for key, entry in entries.items():
+        *path, name = key.split("/")
+        holder: Any = root
+        for one in path:
+            holder = holder.setdefault(one, OrderedMap())
+            if not isinstance(holder, dict):
+                break
+        if not isinstance(holder, dict) or name in holder:
+            raise NameCollision(f"{printable(key)!r} leads through a tensor, or is a dict too")
+        holder[name] = entry
+    return root
 
 
 def split_files(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Checkpoint]:

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -51,6 +52,25 @@ def test_rows_are_cut_or_added(tmp_path):
         found, _ = changed(tmp_path, {"emb.w": old}, resize=[f"emb.w={rows}:zero"])
         assert not found["emb.w"][10:].any(), (dtype, rows)
         assert found["emb.w"].shape[0] == rows, (dtype, rows)
+
+
+def test_a_numpy_array_becomes_a_tensor_of_the_new_shape(tmp_path):
+    old = numpy.arange(12.0).reshape(4, 3)
+    for options, expected in (
+        ({"resize": ["a=2"]}, {"a": old[:2]}),
+        ({"resize": ["a=5:zero"]}, {"a": numpy.vstack([old, numpy.zeros((1, 3))])}),
+        ({"resize": ["a=4"]}, {}),
+        ({"split": ["a=>b,c@0"]}, {"b": old[:2], "c": old[2:]}),
+        ({"fuse": ["a,z=>b@0"]}, {"b": numpy.vstack([old, old])}),
+    ):
+        torch.save({"a": old, "z": old.copy()}, tmp_path / "in.pth")
+        step, target = ckptool.Reshape(**options), tmp_path / "out.pth"
+        receipt = ckptool.convert(tmp_path / "in.pth", target, step, overwrite=True)
+        found = torch.load(target, weights_only=False)
+        for name, array in expected.items():
+            assert torch.equal(found[name], torch.from_numpy(array)), options
+        told = any("numpy array" in one.text for one in receipt.changes)
+        assert told == bool(expected), options
 
 
 def test_what_is_tied_changes_with_it_and_stays_tied(tmp_path):
