@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckptool.limits import Limits
     from ckptool.loading.inert import InertObject
     from ckptool.matching import MatchReport
-    from ckptool.recipes import Relayout
+    from ckptool.recipes import Relayout, Reshape
     from ckptool.render.page import PageReceipt
     from ckptool.transforms import (
         Cast,
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         Plain,
         Remap,
         Rename,
-        Reshape,
         Salvage,
         Set,
         Step,
@@ -74,7 +73,7 @@ _HOMES = {
     "matching": ("MatchReport",),
     "core.model": ("Opaque", "Storage", "TensorRef"),
     "loading.inert": ("InertObject",),
-    "recipes": ("Relayout",),
+    "recipes": ("Relayout", "Reshape"),
     "render.page": ("PageReceipt",),
     "transforms": (
         "Cast",
@@ -88,7 +87,6 @@ _HOMES = {
         "Plain",
         "Remap",
         "Rename",
-        "Reshape",
         "Salvage",
         "Set",
         "Step",

@@ -11,11 +11,11 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import TensorRef
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.formats import format_of
-from ckptool.recipes import Relayout
+from ckptool.recipes import Concat, Relayout, Reshape
+from ckptool.recipes.reshaping import refuse_mixed
 from ckptool.transforms import (
     Cast,
     Compact,
-    Concat,
     Drop,
     Flatten,
     Masters,
@@ -25,7 +25,6 @@ from ckptool.transforms import (
     Plain,
     Remap,
     Rename,
-    Reshape,
     Salvage,
     Set,
     Step,
@@ -36,7 +35,6 @@ from ckptool.transforms import (
     changed,
     single_state_dict,
 )
-from ckptool.transforms.resizing import refuse_mixed
 from ckptool.transforms.tree_edits import METADATA, is_of_header
 from ckptool.words import listed
 

@@ -12,6 +12,7 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
+from ckptool.core.checkpoint import Change
 from ckptool.core.model import Storage, TensorRef, over_elements, row_major_strides
 from ckptool.dtypes import PACKED
 from ckptool.errors import NotRepresentable
@@ -20,7 +21,7 @@ from ckptool.files.computed import FilledSource, joined
 from ckptool.files.source import BLOCK
 from ckptool.files.strided import FORMATS, UNITS, row_major as blocks_of
 from ckptool.formats.distributed.placements import row_major_data
-from ckptool.words import printable
+from ckptool.words import counted, printable
 
 _WIDE, _WORTH = 4 * BLOCK, 256 << 10
 """Bytes that are put together at once where runs are short, so that reads of a source get longer;
@@ -150,6 +151,54 @@ def _reshaped(tensor: TensorRef, shape: tuple[int, ...], **place: Any) -> Tensor
 def _run(piece: Piece, tensor: TensorRef) -> ByteRange:
     size = tensor.itemsize
     return _stored(tensor).slice((tensor.offset + piece.start) * size, piece.numel * size)
+
+
+class TensorMaker:
+    """A maker of tensors over byte ranges of a checkpoint's."""
+
+    def __init__(self, file: str) -> None:
+        """Start with no tensor; `file` is named in errors."""
+        self._file, self._last = file, LastBlock()
+        self.moved: set[int] = set()
+        """The identities of tensors whose elements an equation takes."""
+        self._arrays: set[int] = set()
+        self._rows: dict[int, tuple[TensorRef, TensorRef]] = {}
+
+    def prepare(self, key: str, tensor: TensorRef, *, in_rows: bool = False) -> TensorRef:
+        """Return a tensor that pieces can be taken of; `in_rows`: over its elements in a row."""
+        self.moved.add(id(tensor))
+        check_movable(key, tensor, self._file)
+        if tensor.kind == "numpy":
+            self._arrays.add(id(tensor))
+        swapped = tensor.storage is not None and tensor.storage.byteorder == "big"
+        if not (in_rows or tensor.flags or swapped):
+            return tensor
+        if id(tensor) not in self._rows:
+            self._rows[id(tensor)] = tensor, row_major(key, tensor, self._file)
+        return self._rows[id(tensor)][1]
+
+    def make(
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        pieces: Sequence[Piece],
+        members: Sequence[TensorRef],
+        place: Any,
+    ) -> TensorRef:
+        """Return the tensor that pieces of some members make, one piece of each."""
+        return assembled(key, shape, pieces, members, self._last, self._file)
+
+    def is_same(self, one: TensorRef, other: TensorRef) -> bool:
+        """Return whether two tensors of one dtype and shape have the same elements."""
+        from ckptool.tensors.bytewise import same_elements  # which brings threads
+
+        return (one.place is not None and one.place == other.place) or same_elements(one, other)
+
+    def changes(self) -> Iterator[Change]:
+        """Yield a change about arrays that became tensors."""
+        if self._arrays:
+            text = f"made tensors of {counted(len(self._arrays), 'numpy array')}"
+            yield Change("array", text, len(self._arrays))
 
 
 class _Box(NamedTuple):

@@ -378,6 +378,8 @@ def _words(dimensions: Iterable[Expression]) -> str:
         if isinstance(one, Sum):
             terms = (_words(_inside(t)) if isinstance(t, Product) else _words((t,)) for t in one[0])
             made.append(f"({' + '.join(terms)})")
+        elif isinstance(one, str):
+            made.append("..." if one.startswith("~") else one)
         else:
-            made.append(one if isinstance(one, str) else f"({_words(_inside(one))})")
+            made.append(f"({_words(_inside(one))})")
     return " ".join(made)

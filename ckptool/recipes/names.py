@@ -203,14 +203,16 @@ class Pattern:
         return self.match(key.rpartition("/")[2])
 
     def fill(self, values: Mapping[str, str | int]) -> str:
-        """Return the key in which the variables are these.
+        """Return the key in which the variables are these; `{name}` for one that is not given.
 
         Raises:
             UsageError: a shifted number would be negative, or is no number.
         """
         made = self.literals[0]
         for one, literal in zip(self.variables, self.literals[1:], strict=True):
-            made += self._filled(one, values[one.name]) + literal
+            is_known = one.name in values
+            made += self._filled(one, values[one.name]) if is_known else f"{{{one.name}}}"
+            made += literal
         return made
 
     def _filled(self, one: Variable, value: str | int) -> str:

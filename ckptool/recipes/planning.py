@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptool.core.model import MAX_ELEMENTS, row_major_strides
-from ckptool.core.names import similar
+from ckptool.core.names import families, similar
 from ckptool.errors import LimitExceeded, NameCollision, UsageError
 from ckptool.recipes.assembling import BoxAxis, Piece, ordered
 from ckptool.recipes.axes import Equation, Misfit, Part, Shape
@@ -101,6 +101,28 @@ class Use(NamedTuple):
     """-1: the rule has none."""
 
 
+class Stack(NamedTuple):
+    """The tensors of one key of a rule in one group."""
+
+    key: str
+    """`{rank}` stands for the numbers of several."""
+    shape: Shape
+    """Of each."""
+    tensors: int
+
+    def __str__(self) -> str:
+        """Return the key, the shape, and how many there are."""
+        return f"{self.key} {list(self.shape)}" + (f" x {self.tensors}" if self.tensors > 1 else "")
+
+
+class Group(NamedTuple):
+    """Tensors that a rule took together, and what it made of them."""
+
+    use: Use
+    left: tuple[Stack, ...]
+    right: tuple[Stack, ...]
+
+
 @dataclass
 class Outcome(Generic[T]):
     """What one pass made of the tensors."""
@@ -114,6 +136,25 @@ class Outcome(Generic[T]):
     """By the keys before the pass, the first that each of them became."""
     counts: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By rule, how many tensors it took and how many it made."""
+    groups: list[Group] = field(default_factory=list)
+    """Of the rules that do more than rename."""
+
+    def lines(self, rule: RecipeRule) -> Iterator[tuple[str, Use, int]]:
+        """Yield what a rule did with tensors of some shapes, folded by layer, and their number.
+
+        `{rank}/layers.{0..31}.wq [2, 4] x 2 -> layers.{0..31}.q [4, 4]`
+        """
+        groups = [one for one in self.groups if one.use.rule == rule.number]
+        alike = (
+            (one.left[0].key, (one.use, *((s.shape, s.tensors) for s in (*one.left, *one.right))))
+            for one in groups
+        )
+        for family in families(alike):
+            members = [groups[number] for number in family.numbers]
+            _, *both = zip(*members, strict=True)
+            sides = (zip(*side, strict=True) for side in both)
+            text = " -> ".join(", ".join(map(_folded, side)) for side in sides)
+            yield text, members[0].use, sum(one.tensors for group in members for one in group.left)
 
 
 @dataclass
@@ -149,6 +190,12 @@ class Plan(Generic[T]):
         return {old: key for old, key in found.items() if key in self.tensors}
 
 
+def _folded(stacks: Sequence[Stack]) -> str:
+    """Return the stacks of one key in several groups, their numbers folded."""
+    keys = (family.label for family in families((one.key, None) for one in stacks))
+    return str(stacks[0]._replace(key=listed(keys)))
+
+
 Match: TypeAlias = "Callable[[str], Values | None]"
 
 
@@ -174,7 +221,7 @@ class _Renamed(NamedTuple, Generic[T]):
     use: Use | None
 
 
-class _Group(Generic[T]):
+class _Members(Generic[T]):
     """Tensors that a rule takes together."""
 
     def __init__(self, rule: RecipeRule, values: Values) -> None:
@@ -185,6 +232,20 @@ class _Group(Generic[T]):
     def keys(self) -> list[str]:
         """The keys of all members."""
         return [one.key for held in self.members for one in held.values()]
+
+    def shown(self, use: Use, made: Sequence[Sequence[tuple[str, T]]]) -> Group:
+        """Return what is told of the group, and of the tensors that were made for each key."""
+        left = [[one.tensor for one in held.values()] for held in self.members]
+        right = [[tensor for _, tensor in side] for side in made]
+        sides = (
+            tuple(
+                Stack(pattern.fill(self.values), tensors[0].sizes, len(tensors))
+                for pattern, tensors in zip(patterns, every, strict=True)
+                if tensors
+            )
+            for patterns, every in ((self.rule.left, left), (self.rule.right, right))
+        )
+        return Group(use, *sides)
 
 
 def plan(
@@ -269,8 +330,8 @@ class _Planner(Generic[T]):
             for rule in rules
             for at, match in enumerate(self._matchers(rule.left))
         ]
-        groups: dict[Any, _Group[T]] = {}
-        order: list[_Renamed[T] | _Group[T]] = []
+        groups: dict[Any, _Members[T]] = {}
+        order: list[_Renamed[T] | _Members[T]] = []
         for key, tensor in tensors.items():
             for match, rule, at, common, stacked, renames in matchers:
                 values = match(key)
@@ -283,7 +344,7 @@ class _Planner(Generic[T]):
                 name = rule.number, *(values[one] for one in common)
                 group = groups.get(name)
                 if group is None:
-                    group = groups[name] = _Group(rule, {one: values[one] for one in common})
+                    group = groups[name] = _Members(rule, {one: values[one] for one in common})
                     order.append(group)
                 self._join(group, at, [values[one] for one in stacked], _Member(key, tensor))
                 break
@@ -300,7 +361,7 @@ class _Planner(Generic[T]):
         return outcome
 
     def _join(
-        self, group: _Group[T], at: int, numbers: Sequence[str | int], member: _Member[T]
+        self, group: _Members[T], at: int, numbers: Sequence[str | int], member: _Member[T]
     ) -> None:
         """Put a tensor into its group."""
         held = group.members[at]
@@ -313,15 +374,17 @@ class _Planner(Generic[T]):
             raise NameCollision(f"{both} have one place in {group.rule.text}", file=self._file)
         held[number] = member
 
-    def _put(self, order: Sequence[_Renamed[T] | _Group[T]], outcome: Outcome[T]) -> None:
+    def _put(self, order: Sequence[_Renamed[T] | _Members[T]], outcome: Outcome[T]) -> None:
         """Put what the rules made into the outcome, in the order of the source."""
         tensors, counts = outcome.tensors, outcome.counts
         for one in order:
             use: Use | None
-            if isinstance(one, _Group):
+            if isinstance(one, _Members):
                 self._plan.is_one_to_one = False
                 keys = one.keys
-                use, made = self._applied(one)
+                use, sides = self._applied(one)
+                made = [pair for side in sides for pair in side]
+                outcome.groups.append(one.shown(use, sides))
                 outcome.taken.update(dict.fromkeys(keys, use))
             else:
                 keys, use, made = [one.old], one.use, [(one.key, one.tensor)]
@@ -342,8 +405,8 @@ class _Planner(Generic[T]):
         both = f"{printable(first)!r} and {printable(second)!r}"
         return NameCollision(f"{both} would both become {printable(key)!r}", file=self._file)
 
-    def _applied(self, group: _Group[T]) -> tuple[Use, list[tuple[str, T]]]:
-        """Return which equation a group fits, and the tensors that are made of it."""
+    def _applied(self, group: _Members[T]) -> tuple[Use, list[list[tuple[str, T]]]]:
+        """Return which equation a group fits, and the tensors that are made for each key."""
         rule, counts = group.rule, self._counts(group)
         firsts = [held[(0,) * len(next(iter(held)))] for held in group.members]
         if not rule.takes_single or len(firsts) > 1:
@@ -358,7 +421,7 @@ class _Planner(Generic[T]):
                 misfits.append(self._misfit(group, firsts, equation or _SAME, misfit, sizes))
         raise misfits[0]
 
-    def _counts(self, group: _Group[T]) -> dict[str, int]:
+    def _counts(self, group: _Members[T]) -> dict[str, int]:
         """Return how many there are of each variable that only the source has."""
         rule, counts = group.rule, dict[str, int]()
         if rule.takes_single and all(group.members):
@@ -371,15 +434,18 @@ class _Planner(Generic[T]):
             lacking = first_missing(held, [counts[name] for name in names])
             if lacking is not None:
                 values = {**group.values, **dict(zip(names, lacking, strict=True))}
-                text = f"{printable(pattern.fill(values))!r} is missing"
-                raise self._error(f"{text}, which belongs to {listed(group.keys)}: {rule.text}")
+                key = pattern.fill(values)
+                is_taken = key in self._plan.source
+                what = "is already taken, but" if is_taken else "is missing, which"
+                text = f"{printable(key)!r} {what} belongs to {listed(group.keys)}"
+                raise self._error(f"{text}: {rule.text}")
         for name, count in counts.items():
             if (given := self._params.get(name, count)) != count:
                 text = f"there are {count:,} of {{{name}}}, and --param says {given:,}"
                 raise self._error(f"{text}: {rule.text}")
         return counts
 
-    def _check_alike(self, group: _Group[T], firsts: Sequence[_Member[T]]) -> None:
+    def _check_alike(self, group: _Members[T], firsts: Sequence[_Member[T]]) -> None:
         """Refuse members of other shapes or dtypes."""
         for first, held in zip(firsts, group.members, strict=True):
             for one in held.values():
@@ -393,13 +459,13 @@ class _Planner(Generic[T]):
 
     def _made(
         self,
-        group: _Group[T],
+        group: _Members[T],
         firsts: Sequence[_Member[T]],
         use: Use,
         counts: Mapping[str, int],
         sizes: dict[str, int],
-    ) -> list[tuple[str, T]]:
-        """Return the tensors that an equation makes of a group, with their keys.
+    ) -> list[list[tuple[str, T]]]:
+        """Return the tensors that an equation makes of a group, for each key on the right.
 
         Raises:
             Misfit: it does not fit their shapes.
@@ -409,7 +475,7 @@ class _Planner(Generic[T]):
             self._check_same(group, frozenset())
             self._note(counts, counts)
             numbers = self._numbers(rule.unstacked[0], rule.right[0], sizes)
-            return [(self._key(group, 0, number), firsts[0].tensor) for number in numbers]
+            return [[(self._key(group, 0, number), firsts[0].tensor) for number in numbers]]
         equation = rule.equations[use.equation]
         tensors = [
             {number: maker.prepare(one.key, one.tensor) for number, one in held.items()}
@@ -428,7 +494,7 @@ class _Planner(Generic[T]):
             self._templates[name] = template
         if not rule.takes_single:
             self._check_same(group, equation.right_axes)
-        made = []
+        made: list[list[tuple[str, T]]] = [[] for _ in template.shapes]
         for at, (shape, every) in enumerate(zip(template.shapes, template.pieces, strict=True)):
             for number, pieces in every.items():
                 key = self._key(group, at, number)
@@ -438,17 +504,17 @@ class _Planner(Generic[T]):
                 if tensor is None:  # else what is tied stays tied
                     tensor = maker.make(key, shape, pieces, members, place)
                     self._known[place] = tensor
-                made.append((key, tensor))
+                made[at].append((key, tensor))
         return made
 
-    def _key(self, group: _Group[T], at: int, number: tuple[int, ...]) -> str:
+    def _key(self, group: _Members[T], at: int, number: tuple[int, ...]) -> str:
         names = group.rule.unstacked[at]
         key = group.rule.right[at].fill({**group.values, **dict(zip(names, number, strict=True))})
         if len(key) > MAX_KEY:
             raise self._error(f"a key would have {len(key):,} characters: {group.rule.text}")
         return key
 
-    def _check_same(self, group: _Group[T], axes: frozenset[str]) -> None:
+    def _check_same(self, group: _Members[T], axes: frozenset[str]) -> None:
         """Refuse members that differ although no axis follows their variables.
 
         Raises:
@@ -564,7 +630,7 @@ class _Planner(Generic[T]):
 
     def _misfit(
         self,
-        group: _Group[T],
+        group: _Members[T],
         firsts: Sequence[_Member[T]],
         equation: Equation,
         misfit: Misfit,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ckptool._lazy import uncollected
 from ckptool.core.checkpoint import Change, Checkpoint
@@ -14,8 +13,7 @@ from ckptool.core.names import RULES_HINT, families
 from ckptool.core.sections import MODEL_KINDS, Section, model_state_dict, named_tensors
 from ckptool.core.tree import is_within, name_of
 from ckptool.errors import CheckpointError, NameCollision, UsageError
-from ckptool.recipes.assembling import LastBlock, Piece, assembled, check_movable, row_major
-from ckptool.recipes.axes import Shape
+from ckptool.recipes.assembling import TensorMaker
 from ckptool.recipes.params import Params
 from ckptool.recipes.planning import Plan, Sketch, Sketches, differences, left_over, plan
 from ckptool.recipes.recipe import Recipe, all_shipped
@@ -26,44 +24,6 @@ from ckptool.words import counted, listed, printable, shell
 
 _MOST_ALIKE = 16
 """Keys that only differ in numbers, of which a recipe is proposed."""
-
-
-class _Tensors:
-    """A maker of tensors over byte ranges of a checkpoint's."""
-
-    def __init__(self, file: str) -> None:
-        self._file, self._last = file, LastBlock()
-        self.moved: set[int] = set()
-        """The identities of tensors whose elements an equation takes."""
-        self._rows: dict[int, tuple[TensorRef, TensorRef]] = {}
-
-    def prepare(self, key: str, tensor: TensorRef, *, in_rows: bool = False) -> TensorRef:
-        """Return a tensor that pieces can be taken of; `in_rows`: over its elements in a row."""
-        self.moved.add(id(tensor))
-        check_movable(key, tensor, self._file)
-        swapped = tensor.storage is not None and tensor.storage.byteorder == "big"
-        if not (in_rows or tensor.flags or swapped):
-            return tensor
-        if id(tensor) not in self._rows:
-            self._rows[id(tensor)] = tensor, row_major(key, tensor, self._file)
-        return self._rows[id(tensor)][1]
-
-    def make(
-        self,
-        key: str,
-        shape: Shape,
-        pieces: Sequence[Piece],
-        members: Sequence[TensorRef],
-        place: Any,
-    ) -> TensorRef:
-        """Return the tensor that pieces of some members make, one piece of each."""
-        return assembled(key, shape, pieces, members, self._last, self._file)
-
-    def is_same(self, one: TensorRef, other: TensorRef) -> bool:
-        """Return whether two tensors of one dtype and shape have the same elements."""
-        from ckptool.tensors.bytewise import same_elements  # which brings threads
-
-        return (one.place is not None and one.place == other.place) or same_elements(one, other)
 
 
 @uncollected()
@@ -100,11 +60,12 @@ def relayout(
     found = Params(recipe.params, params, checkpoint, configs)
     section = None if recipe.uses_paths else model_state_dict(checkpoint)
     tensors = _by_path(checkpoint, recipe) if section is None else named_tensors(section.node)
-    maker = _Tensors(file)
+    maker = TensorMaker(file)
     made = plan(recipe, tensors, found.values, maker, file)
     if maker.moved:
         refuse_apart(checkpoint, maker.moved)
-    changes = [*_changes(checkpoint, recipe, made, found), _way_back(recipe, made, found)]
+    changes = [*_changes(checkpoint, recipe, made, found), *maker.changes()]
+    changes.append(_way_back(recipe, made, found))
     if section is None or recipe.reversed().uses_paths:
         others = _others(checkpoint, section)
         return checkpoint.with_root(nested(made.tensors), *changes, *others)
@@ -215,13 +176,14 @@ def _changes(
     yield Change("recipe", text + (f" ({', '.join(known)})" if known else ""), count)
     for outcome, rules in zip(made.outcomes, recipe.passes, strict=True):
         for rule in rules:
-            taken, became = outcome.counts.get(rule.number, (0, 0))
-            uses = {use.equation for use in outcome.taken.values() if use.rule == rule.number}
-            ways = [rule.equations[at].text for at in sorted(uses) if at >= 0]
-            if taken and not rule.renames:
-                how = f", {'; '.join(ways)}" if ways else ", the same in all"
-                text = f"{rule.text}: {counted(taken, 'tensor')} became {became:,}{how}"
+            taken, _ = outcome.counts.get(rule.number, (0, 0))
+            if taken and rule.renames and rule.left != rule.right:
+                text = f"{rule.text}: renamed {counted(taken, 'tensor')}"
                 yield Change("recipe", text, taken)
+            for text, use, count in outcome.lines(rule):
+                has_axes = use.equation >= 0
+                how = rule.equations[use.equation].text if has_axes else "the same in all"
+                yield Change("recipe", f"{text}, {how}", count)
     for key, of in made.untied.items() if not made.aliases else ():
         yield Change("recipe", f"left {printable(key)} out: it is tied to {printable(of)}", 1)
     if made.dropped:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ckptool.transforms.nesting import Flatten as Flatten, Nest as Nest
     from ckptool.transforms.overlay import Overlay as Overlay
     from ckptool.transforms.plain import Plain as Plain
-    from ckptool.transforms.resizing import Concat as Concat, Reshape as Reshape
     from ckptool.transforms.step import Step as Step, changed as changed
     from ckptool.transforms.take import Take as Take
     from ckptool.transforms.tree_edits import Drop as Drop, Move as Move, Set as Set
@@ -48,7 +47,6 @@ _HOMES = {
     "names": ("Rename", "Strip", "Wrap"),
     "nesting": ("Flatten", "Nest"),
     "plain": ("Plain",),
-    "resizing": ("Concat", "Reshape"),
     "step": ("Step", "changed"),
     "take": ("Take",),
     "overlay": ("Overlay",),

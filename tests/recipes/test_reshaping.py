@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import ckptool
 from ckptool.errors import CorruptFile, NameCollision, NotRepresentable, UsageError
-from ckptool.transforms import Concat
+from ckptool.recipes import Concat
 from tests.conversions import convert_by_options
 from tests.formats.distributed.megatron_files import (
     EMBEDDING,
@@ -102,7 +102,25 @@ def test_parts_are_those_of_torch(tmp_path, dim):
     assert all(torch.equal(found[f"l.0.{n}.w"], part) for n, part in zip("qkv", parts, strict=True))
     again, texts = changed(tmp_path, found, fuse=[f"*.q.w,*.k.w,*.v.w=>*.qkv.w@{dim}"])
     assert torch.equal(again["l.0.qkv.w"], whole)
-    assert texts[-1] == f"l.0.q.w, l.0.k.w, l.0.v.w -> l.0.qkv.w, along dimension {dim}"
+    part, full = ([*parts[0].shape], [*whole.shape])
+    parts_text = ", ".join(f"l.0.{n}.w {part}" for n in "qkv")
+    assert texts[-1] == f"{parts_text} -> l.0.qkv.w {full}, along dimension {dim}"
+
+
+def test_parts_of_other_sizes_are_fused_and_told_by_kind(tmp_path):
+    sizes = {"q": 6, "k": 2, "v": 2}
+    state = {f"l.{n}.{w}": torch.randn(size, 4) for n in range(3) for w, size in sizes.items()}
+    state = {**state, "step": 3, "b": torch.ones(1)}
+    fuse = ["*.q,*.k,*.v=>*.qkv@0"]
+    found, texts = changed(tmp_path, state, fuse=fuse)
+    assert list(found) == ["l.0.qkv", "l.1.qkv", "l.2.qkv", "b", "step"]
+    for n in range(3):
+        assert torch.equal(found[f"l.{n}.qkv"], torch.cat([state[f"l.{n}.{w}"] for w in sizes]))
+    shapes = ", ".join(f"l.{{0..2}}.{w} [{size}, 4]" for w, size in sizes.items())
+    assert texts[-1] == f"{shapes} -> l.{{0..2}}.qkv [10, 4], along dimension 0"
+    state["l.1.k"] = torch.randn(2, 5)
+    with pytest.raises(UsageError, match=r"'l.1.k' of shape \[2, 5\] .* has 5, and \.\.\. is 4"):
+        changed(tmp_path, state, fuse=fuse)
 
 
 @given(
@@ -129,14 +147,14 @@ def test_what_is_split_and_fused_is_as_before(tmp_path_factory, shape, count, da
         ({"resize": ["ids=9"]}, UsageError, "has no mean"),
         ({"interpolate_pos": ["emb=2"]}, UsageError, "not a glob with a grid"),
         ({"interpolate_pos": ["emb=2x2"]}, UsageError, "no position embedding"),
-        ({"split": ["emb=>a,b,c@0"]}, UsageError, "has no 3 equal parts"),
+        ({"split": ["emb=>a,b,c@0"]}, UsageError, r"'emb' of shape \[4, 3\] .*4 does not divide"),
         ({"split": ["emb=>a@0"]}, UsageError, "does not say"),
         ({"split": ["emb=>a,ids@0"]}, NameCollision, "ids"),
-        ({"fuse": ["emb,lost=>a@0"]}, UsageError, "there is no lost"),
-        ({"fuse": ["emb,ids=>a@0"]}, UsageError, "cannot be joined"),
-        ({"fuse": ["emb,emb=>a@0"]}, UsageError, "emb, emb would be fused twice"),
-        ({"fuse": ["p.*,*.q=>f.*@0"]}, UsageError, r"p\.q would be fused twice"),
-        ({"split": ["packed=>a,b@0"]}, NotRepresentable, "whose shape stays"),
+        ({"fuse": ["emb,lost=>a@0"]}, UsageError, "'lost' is missing, which belongs to emb"),
+        ({"fuse": ["emb,ids=>a@0"]}, UsageError, r"int64 \[4\], and 'emb' is float32 \[4, 3\]"),
+        ({"fuse": ["emb,emb=>a@0"]}, UsageError, "has one part twice"),
+        ({"fuse": ["p.*,*.q=>f.*@0"]}, UsageError, r"'p\.q' is already taken, but belongs to p\.p"),
+        ({"split": ["packed=>a,b@0"]}, NotRepresentable, "'packed' is a .* sparse_coo tensor"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path, options, error, text):
@@ -250,10 +268,13 @@ def change_rank(folder, change):
             lambda model: model.update({NORM: torch.ones(8)}),
             "ranks differ in 1 tensor, .*norm",
         ),
-        (lambda model: model.update({QKV: torch.ones(6, 7)}), "cannot be joined along dimension 0"),
+        (
+            lambda model: model.update({QKV: torch.ones(6, 7)}),
+            r"\[6, 7\], and .*\[6, 8\], but they belong",
+        ),
         (
             lambda model: model.update({QKV: torch.ones(6, 8)}),
-            r"bfloat16 \[6, 8\], float32 \[6, 8\]",
+            r"is float32 \[6, 8\], and .* is bfloat16 \[6, 8\]",
         ),
     ],
 )
@@ -271,7 +292,7 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path, change, message):
         (["=0"], "not a glob with a dimension"),
         (["*=-1"], "not a glob with a dimension"),
         (["*.nothing=0", "*=0"], r"no tensor of the model matches '\*.nothing'"),
-        (["*=1"], "cannot be joined along dimension 1"),
+        (["*=1"], r"norm.weight' of shape \[8\] .*it has 1 dimensions"),
     ],
 )
 def test_a_rule_that_is_none_is_refused(tmp_path, rules, message):
