@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 from ckptool.core.model import Shape, TensorRef
-from ckptool.core.sections import MOMENTS, Section, noted_owners
-from ckptool.core.tree import walk
+from ckptool.core.sections import (
+    MOMENTS,
+    Section,
+    is_flat_optimizer,
+    is_optimizer,
+    loose_optimizers,
+    noted_owners,
+)
+from ckptool.core.tree import everything, walk
 
 _FACTORS = (("row_var", "col_var", -1), ("exp_avg_sq_row", "exp_avg_sq_col", None))
 """Keys of Adafactor's rows and columns, which have the shape together; of the rows' sizes those
@@ -20,6 +27,9 @@ OPTIONS = (
     "step_sizes", "max_iter", "momentum_decay",
 )  # fmt: skip
 """Options of torch's optimizers that `step()` takes from a group, and some kinds have not."""
+
+FLAT_KEY = re.compile(r"(state\.|param_groups\.)(.+)(\.[^.]+)", re.DOTALL)
+"""A key of `get_optimizer_state_dict` with `flatten_optimizer_state_dict`."""
 
 _COMMON_WORDS = re.compile(
     r"optimi[sz]ers?|optim|opt|state_?dicts?|states?|models?|modules?|networks?|nets?|weights|"
@@ -58,6 +68,33 @@ def names_in(section: Section) -> list[str]:
 def _texts(group: dict[Any, Any]) -> list[str]:
     held = group.get("param_names")
     return [one for one in held if isinstance(one, str)] if isinstance(held, (list, tuple)) else []
+
+
+def moments_in(root: Any, sections: Iterable[Section]) -> Iterator[tuple[Any, str, TensorRef]]:
+    """Yield the tensors in the state of optimizers: the parameter, the key below it, the tensor.
+
+    The parameter is a name, or a number if no group has names.
+    """
+    for section in sections:
+        loose = loose_optimizers(section.holder) if section.kind == "values" else [section]
+        for one in loose:
+            if one.kind == "optimizer" and is_optimizer(one.node):
+                yield from _moments_of(one)
+    for flat in everything(root):
+        if isinstance(flat, dict) and is_flat_optimizer(flat):
+            for key, value in flat.items():
+                found = FLAT_KEY.fullmatch(key) if isinstance(key, str) else None
+                if found and isinstance(value, TensorRef):
+                    yield found[2], found[3], value
+
+
+def _moments_of(section: Section) -> Iterator[tuple[Any, str, TensorRef]]:
+    keys = [key for group in groups_of(section) for key in group]
+    names = dict(zip(keys, names_in(section), strict=False))  # empty if there are no names
+    for key, state in section.node["state"].items():
+        for moment, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, TensorRef):
+                yield names.get(key, key), str(moment), value
 
 
 def shapes_in(section: Section) -> dict[Any, Shape]:

@@ -177,7 +177,7 @@ class Plan(Generic[T]):
     disputed: set[str] = field(default_factory=set)
     """Those of them that are not the same for all tensors."""
     is_one_to_one: bool = True
-    """Whether tensors only got other keys."""
+    """Whether each tensor became one other, which nothing else became."""
     has_padding: bool = False
     """Whether padding was cut off."""
 
@@ -380,10 +380,10 @@ class _Planner(Generic[T]):
         for one in order:
             use: Use | None
             if isinstance(one, _Members):
-                self._plan.is_one_to_one = False
                 keys = one.keys
                 use, sides = self._applied(one)
                 made = [pair for side in sides for pair in side]
+                self._plan.is_one_to_one &= len(keys) == len(made) == 1
                 outcome.groups.append(one.shown(use, sides))
                 outcome.taken.update(dict.fromkeys(keys, use))
             else:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckptool._lazy import uncollected
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import OrderedMap, TensorRef, remade
 from ckptool.core.names import RULES_HINT, families
+from ckptool.core.optimizers import moments_in
 from ckptool.core.sections import MODEL_KINDS, Section, model_state_dict, named_tensors
 from ckptool.core.tree import is_within, name_of
 from ckptool.errors import CheckpointError, NameCollision, UsageError
@@ -69,7 +71,8 @@ def relayout(
     if section is None or recipe.reversed().uses_paths:
         others = _others(checkpoint, section)
         return checkpoint.with_root(nested(made.tensors), *changes, *others)
-    return _in_place(checkpoint, recipe, section, made, changes)
+    moments = _rearranged_moments(checkpoint, recipe, found.values, made)
+    return _in_place(checkpoint, recipe, section, made, moments, changes)
 
 
 def _by_path(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, TensorRef]:
@@ -95,9 +98,13 @@ def _in_place(
     recipe: Recipe,
     section: Section,
     made: Plan[TensorRef],
+    moments: Mapping[int, TensorRef] | None,
     changes: Sequence[Change],
 ) -> Checkpoint:
-    """Return the checkpoint with other entries in one state dict; the optimizer follows."""
+    """Return the checkpoint with other entries in one state dict; the optimizer follows.
+
+    `moments` take the place of its tensors, by their identities; None: it cannot follow.
+    """
     root, file = checkpoint.root, checkpoint.path
     holder = section.holder if section.path else root
     hint = f"ckptool convert {shell(file)} OUT --model-only takes the weights alone"
@@ -120,16 +127,53 @@ def _in_place(
     if isinstance(new, OrderedMap) and isinstance(new.metadata, dict):
         kept = {old: key for old, key in renamed.items() if old not in dropped}
         new.attributes = {**new.attributes, "_metadata": moved_metadata(new.metadata, kept)}
-    if made.is_one_to_one:
-        names.note(own, {old: key for old, key in renamed.items() if old != key})
-        names.follow(root, checkpoint.sections, lambda _: {})
-    elif optimizer_tensors(checkpoint) or any(
-        one.kind == "optimizer" for one in checkpoint.sections
-    ):
+    if moments is None:
         text = "has an optimizer, whose state would not fit parameters of another layout"
         raise UsageError(text, file=file or None, hint=hint)
+    names.instead.update(moments)
+    names.note(own, {old: key for old, key in renamed.items() if old != key})
+    names.follow(root, checkpoint.sections, lambda _: {})
+    if moments:
+        text = f"{counted(len(moments), 'tensor')} of the optimizer rearranged as the parameters"
+        names.changes.append(Change("follow", text, len(moments)))
     names.changes[:0] = changes
     return names.applied(checkpoint)
+
+
+def _rearranged_moments(
+    checkpoint: Checkpoint, recipe: Recipe, params: Mapping[str, int], made: Plan[TensorRef]
+) -> dict[int, TensorRef] | None:
+    """Return what takes the place of optimizers' tensors, by their identities.
+
+    A tensor in the state of a parameter that changes, of the parameter's shape, goes through the
+    same rules. None: the state is of no known parameter, has tensors of other shapes, or tensors
+    became others not one to one.
+    """
+    changed = {
+        old: key for old, key in made.renamed().items() if made.tensors[key] is not made.source[old]
+    }
+    if made.is_one_to_one and not changed:
+        return {}
+    left = {id(checkpoint.tensors[path]) for path in optimizer_tensors(checkpoint)}
+    if not (left or any(one.kind == "optimizer" for one in checkpoint.sections)):
+        return {}
+    by_moment: dict[str, dict[str, TensorRef]] = {}
+    for name, moment, tensor in moments_in(checkpoint.root, checkpoint.sections):
+        is_known = isinstance(name, str)
+        if is_known and (name not in changed or tensor.numel == 1):
+            left.discard(id(tensor))
+        elif is_known and tensor.sizes == made.source[name].sizes:
+            left.discard(id(tensor))
+            by_moment.setdefault(moment, {})[name] = tensor
+    if left or not made.is_one_to_one:
+        return None
+    rules = tuple(tuple(replace(one, is_optional=True) for one in each) for each in recipe.passes)
+    recipe = replace(recipe, passes=rules, drop=((), ()), tied=({}, {}), keeps_rest=True)
+    found: dict[int, TensorRef] = {}
+    for tensors in by_moment.values():
+        new = plan(recipe, tensors, params, TensorMaker(checkpoint.path), checkpoint.path).tensors
+        found |= {id(one): new[changed[name]] for name, one in tensors.items()}
+    return found
 
 
 def _others(checkpoint: Checkpoint, section: Section | None) -> Iterator[Change]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from ckptool.core.names import (
     strip_names,
     wrapped_in_part,
 )
+from ckptool.core.optimizers import FLAT_KEY
 from ckptool.core.sections import (
     MODEL_KINDS,
     Section,
@@ -45,9 +45,6 @@ from ckptool.words import counted, listed, printable, shell
 Targets = dict[Any, int]
 """The new paths of one module, each with its rank: where two modules come to one path, the entry
 of the lower rank stands there."""
-
-_FLAT_KEY = re.compile(r"(state\.|param_groups\.)(.+)(\.[^.]+)", re.DOTALL)
-"""A key of `get_optimizer_state_dict` with `flatten_optimizer_state_dict`."""
 
 # How sure it is that the metadata of a module goes to a new path, the surest first: a key right
 # below it keeps that path; keys moved from it (`module.fc` to `fc`); only keys further below kept
@@ -281,7 +278,7 @@ class NamePlan:
     def _follow_flat(self, root: Any) -> None:
         dicts = (node for node in everything(root) if isinstance(node, dict))
         for flat in filter(is_flat_optimizer, dicts):
-            found = (_FLAT_KEY.fullmatch(key) for key in flat if isinstance(key, str))
+            found = (FLAT_KEY.fullmatch(key) for key in flat if isinstance(key, str))
             parts = [one.groups() for one in found if one]
             new = followed((name for _, name, _ in parts), self._namings)
             renamed = {

@@ -406,7 +406,7 @@ def trained(named):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_an_optimizer_follows_new_keys_and_stops_anything_else(tmp_path, named):
+def test_an_optimizer_follows_new_keys(tmp_path, named):
     state = trained(named)
     recipe = Recipe.parse('[names]\n"{n}.{p}" = "net.{n+1}.{p}"', name="names")
     made = relayout(opened(tmp_path, state), recipe, {})
@@ -417,9 +417,60 @@ def test_an_optimizer_follows_new_keys_and_stops_anything_else(tmp_path, named):
     assert found["epoch"] == 3
     group = found["optimizer"]["param_groups"][0]
     assert group.get("param_names") == (list(found["state_dict"]) if named else None)
+
+
+TURNED = """
+[names]
+"{n}.bias" = "{n}.b"
+[[tensors]]
+from = "{n}.weight"
+to = "{n}.w"
+axes = "o i -> i o"
+"""
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_moments_of_named_parameters_are_rearranged_as_the_parameters_are(tmp_path, flat):
+    state = trained(named=True)
+    names = state["optimizer"]["param_groups"][0]["param_names"]
+    moments = {name: state["optimizer"]["state"][at] for at, name in enumerate(names)}
+    if flat:
+        state["optimizer"] = {f"state.{n}.{k}": v for n, s in moments.items() for k, v in s.items()}
+        state["optimizer"] |= {f"param_groups.{name}.lr": 0.1 for name in names}
+    made = relayout(opened(tmp_path, state), Recipe.parse(TURNED, name="turned"), {})
+    made.save(tmp_path / "out.pth")
+    found = torch.load(tmp_path / "out.pth")
+    assert texts(made, "follow")[-1] == "4 tensors of the optimizer rearranged as the parameters"
+    new = {name: name.replace("weight", "w").replace("bias", "b") for name in names}
+    for at, name in enumerate(names):
+        own = found["optimizer"] if flat else found["optimizer"]["state"][at]
+        before = f"state.{new[name]}." if flat else ""
+        assert torch.equal(own[before + "step"], moments[name]["step"])
+        for key in ("exp_avg", "exp_avg_sq"):
+            old = moments[name][key]
+            assert torch.equal(own[before + key], old.t() if name.endswith("weight") else old)
+    assert torch.equal(found["state_dict"]["0.w"], state["state_dict"]["0.weight"].t())
+
+
+@pytest.mark.parametrize(
+    ("named", "rule"),
+    [
+        (False, ("{n}.weight", "{n}.w", "i o -> o i")),  # of which parameter is the state?
+        (True, ("{n}.weight", ["{n}.a", "{n}.b"], A)),
+        (True, (["0.bias", "1.bias"], "bias", "a, b -> (a + b)")),
+    ],
+)
+def test_an_optimizer_that_cannot_follow_is_refused(tmp_path, named, rule):
     with pytest.raises(UsageError, match="has an optimizer") as error:
-        relayout(opened(tmp_path, state), Recipe.of_rule("{n}.weight", "{n}.w", "i o -> o i"), {})
+        relayout(opened(tmp_path, trained(named)), Recipe.of_rule(*rule), {})
     assert "--model-only" in error.value.hint
+
+
+def test_state_of_another_shape_than_the_parameter_is_refused(tmp_path):
+    state = trained(named=True)
+    state["optimizer"]["state"][0]["exp_avg_sq"] = torch.ones(4)  # rows of Adafactor
+    with pytest.raises(UsageError, match="has an optimizer"):
+        relayout(opened(tmp_path, state), Recipe.parse(TURNED, name="turned"), {})
 
 
 def test_values_among_the_tensors_stay_and_dropped_ones_go(tmp_path):
