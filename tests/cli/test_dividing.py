@@ -116,6 +116,22 @@ def test_shards_are_cast_by_workers(model, tmp_path):
     assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
 
 
+def test_a_recipe_makes_the_files_of_one_process(program, tmp_path):
+    folder = PROJECT / "fixtures" / "recipes" / "llama3-meta-two"
+    there = ["--recipe", "llama-meta-to-hf", "--max-shard-size", "8kB"]
+    back = ["--recipe", "llama-meta-to-hf", "--reverse", "--param", "rank=2"]
+    back += ["--files-from", folder / "source"]
+    for name, source, words in (
+        ("hf/", folder / "source", there),
+        ("meta/", folder / "target.safetensors", back),
+    ):
+        ckptool_does("convert", source, f"{tmp_path}/one/{name}", *words)
+        told, ended_well = torchrun(["convert", source, f"{tmp_path}/two/{name}", *words], program)
+        assert ended_well, told
+        assert files_in(tmp_path / "one" / name) == files_in(tmp_path / "two" / name)
+        assert len(files_in(tmp_path / "one" / name)) == (5 if name == "hf/" else 3)
+
+
 def test_a_single_file_is_written_by_one_of_them(model, tmp_path):
     ckptool_does("convert", model, tmp_path / "m.safetensors", "--workers", 2)
     assert ckptool.diff(model, tmp_path / "m.safetensors").identical
