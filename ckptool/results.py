@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ckptool.limits import Limits
     from ckptool.loading.inert import InertObject
     from ckptool.matching import MatchReport
-    from ckptool.recipes import Relayout, Reshape
+    from ckptool.recipes import Relayout
+    from ckptool.recipes.reshaping import Reshape
     from ckptool.render.page import PageReceipt
     from ckptool.transforms import (
         Cast,
@@ -73,7 +74,8 @@ _HOMES = {
     "matching": ("MatchReport",),
     "core.model": ("Opaque", "Storage", "TensorRef"),
     "loading.inert": ("InertObject",),
-    "recipes": ("Relayout", "Reshape"),
+    "recipes": ("Relayout",),
+    "recipes.reshaping": ("Reshape",),
     "render.page": ("PageReceipt",),
     "transforms": (
         "Cast",

@@ -11,8 +11,8 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import TensorRef
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.formats import format_of
-from ckptool.recipes import Concat, Relayout, Reshape
-from ckptool.recipes.reshaping import refuse_mixed
+from ckptool.recipes import Relayout
+from ckptool.recipes.reshaping import Concat, Reshape, refuse_mixed
 from ckptool.transforms import (
     Cast,
     Compact,

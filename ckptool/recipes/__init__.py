@@ -6,7 +6,6 @@ from ckptool.recipes.relayout import (
     looks_like as looks_like,
     relayout as relayout,
 )
-from ckptool.recipes.reshaping import Concat as Concat, Reshape as Reshape
 from ckptool.recipes.several import (
     open_files as open_files,
     split_files as split_files,

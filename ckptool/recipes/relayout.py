@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ckptool._lazy import uncollected
 from ckptool.core.checkpoint import Change, Checkpoint
@@ -111,16 +112,7 @@ def _in_place(
     if not isinstance(holder, dict):
         raise UsageError("the weights are in a pickled module or object", file=file, hint=hint)
     own, dropped = named_tensors(section.node), set(made.dropped)
-    others = {
-        key: one
-        for key, one in holder.items()
-        if key not in own
-        and not (isinstance(key, str) and any(p.covers(key) for p in recipe.drop[0]))
-    }
-    if both := made.tensors.keys() & others.keys():
-        text = f"a tensor would get the key {listed(sorted(both))}, which a value has"
-        raise NameCollision(text, file=file or None)
-    new = remade(holder, {**made.tensors, **others})
+    new = remade(holder, entries_of(recipe, made, holder, own, file))
     renamed = made.renamed()
     names = NamePlan(file, RULES_HINT)
     names.instead[id(holder)] = new
@@ -138,6 +130,33 @@ def _in_place(
         names.changes.append(Change("follow", text, len(moments)))
     names.changes[:0] = changes
     return names.applied(checkpoint)
+
+
+def entries_of(
+    recipe: Recipe, made: Plan[TensorRef], node: Mapping[Any, Any], own: Collection[str], file: str
+) -> dict[Any, Any]:
+    """Return the entries of a state dict: the tensors of the result, and values that stay.
+
+    Args:
+        recipe: What made the result.
+        made: The result.
+        node: The state dict before.
+        own: The keys of its tensors.
+        file: For messages.
+
+    Raises:
+        NameCollision: a tensor gets the key of a value.
+    """
+    drop = recipe.drop[0]
+    rest = {
+        key: one
+        for key, one in node.items()
+        if key not in own and not (isinstance(key, str) and any(p.covers(key) for p in drop))
+    }
+    if both := made.tensors.keys() & rest.keys():
+        text = f"a tensor would get the key {listed(sorted(both))}, which a value has"
+        raise NameCollision(text, file=file or None)
+    return {**made.tensors, **rest}
 
 
 def _rearranged_moments(

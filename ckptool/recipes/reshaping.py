@@ -12,13 +12,14 @@ from ckptool.core.model import Path, TensorRef, find_tensors, remade
 from ckptool.core.names import families
 from ckptool.core.sections import MODEL_KINDS, Section, named_tensors
 from ckptool.core.tree import name_of
-from ckptool.errors import NameCollision, UsageError
+from ckptool.errors import UsageError
 from ckptool.formats.distributed.megatron import is_rank
 from ckptool.recipes.assembling import TensorMaker
 from ckptool.recipes.axes import Equation, Sum
 from ckptool.recipes.names import Pattern, Variable
 from ckptool.recipes.planning import plan
 from ckptool.recipes.recipe import Recipe, RecipeRule
+from ckptool.recipes.relayout import entries_of
 from ckptool.tensors.bytewise import same_elements
 from ckptool.transforms.casting import optimizer_tensors, refuse_apart, tensors_placed
 from ckptool.transforms.names import distinct, with_items
@@ -152,16 +153,12 @@ def _by_rule(kind: str, rule: RecipeRule, dim: int) -> SectionRule:
         if not any(pattern.covers(name) for name in tensors for pattern in rule.left):
             return SectionWork([], set(), [])
         made = plan(recipe, tensors, {}, maker, file)
-        rest = {key: one for key, one in part.node.items() if key not in tensors}
-        if both := made.tensors.keys() & rest.keys():
-            text = f"a tensor would get the key {listed(sorted(both))}, which a value has"
-            raise NameCollision(text, file=file or None)
         lines = made.outcomes[0].lines(rule)
         changes = [
             Change(kind, f"{text}, along dimension {dim}", count) for text, _, count in lines
         ]
-        items = [*made.tensors.items(), *rest.items()]
-        return SectionWork(items, maker.moved, [*changes, *maker.changes()])
+        entries = entries_of(recipe, made, part.node, tensors, file)
+        return SectionWork([*entries.items()], maker.moved, [*changes, *maker.changes()])
 
     return step
 

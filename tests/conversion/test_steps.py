@@ -10,7 +10,7 @@ import ckptool
 from ckptool.conversion.fit import Fit, Reference
 from ckptool.conversion.steps import STEPS, steps_of
 from ckptool.errors import CheckpointError, UsageError
-from ckptool.recipes import Concat
+from ckptool.recipes.reshaping import Concat
 
 EXAMPLES = [
     ckptool.Salvage(),

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import ckptool
 from ckptool.errors import CorruptFile, NameCollision, NotRepresentable, UsageError
-from ckptool.recipes import Concat
+from ckptool.recipes.reshaping import Concat
 from tests.conversions import convert_by_options
 from tests.formats.distributed.megatron_files import (
     EMBEDDING,
