@@ -20,6 +20,7 @@ from ckptool.core.sections import (
     wrapped_names,
 )
 from ckptool.diagnosis.companions import Companion, companion_of
+from ckptool.quotes import Quote
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import Step
 from ckptool.words import printable, shell
@@ -38,6 +39,8 @@ class Choice:
 
     steps: Steps
     word: str = ""
+    code: str = ""
+    """The Python that loads the target, which is called FILE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +51,16 @@ class Complaint(Finding):
     (`and 12 more` where there are more), `hint` what helps where no command does, or next to it.
     """
 
-    why: str
-    """What happens, with the text of torch's own error."""
+    quote: Quote | None = None
+    """The error of the library that loads the file."""
+    effect: str = ""
+    """What happens otherwise, or why."""
     commands: tuple[str, ...] = ()
     """The command of the plan, where it fixes this."""
     alternatives: tuple[str, ...] = ()
     """Commands apart from the plan, of which one may be chosen."""
+    code: str = ""
+    """The Python that loads what an alternative writes, where the usual call does not."""
     fix: Steps | None = None
     """The steps that fix it: None where no command helps, empty where any rewrite does."""
     format: str | None = None
@@ -62,6 +69,11 @@ class Complaint(Finding):
     """Conversions of which one may be chosen in place of `fix`."""
     resume: Steps | None = None
     """What fixes it for a training that resumes with the reference, where `fix` drops that."""
+
+    @property
+    def why(self) -> str:
+        """What happens, with the text of torch's own error."""
+        return "; ".join(filter(None, (str(self.quote or ""), self.effect)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the complaint as an entry of `ckptool.doctor/1`."""
@@ -153,8 +165,3 @@ def with_file(text: str, path: str) -> str:
     """Return a hint with the file's name for FILE: a string of Python, or a word of a shell."""
     text = re.sub(r"(?<=\()FILE\b", lambda _: repr(path), text)
     return re.sub(r"\bFILE\b", lambda _: shell(path), text)
-
-
-def quoted(name: str) -> str:
-    """Return a name as torch quotes it in its errors."""
-    return f'"{printable(name)}"'

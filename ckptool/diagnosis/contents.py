@@ -19,7 +19,7 @@ from itertools import takewhile
 from ckptool.core.finding import Finding, Severity
 from ckptool.core.sections import named_tensors
 from ckptool.core.tree import name_of, ties
-from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject, names_of, quoted
+from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject, names_of
 from ckptool.errors import UsageError
 from ckptool.files.source import Progress
 from ckptool.formats import format_of
@@ -27,6 +27,7 @@ from ckptool.formats.safetensors import overlapping_names
 from ckptool.inspection.blockers import ANYWHERE, restored_devices
 from ckptool.inspection.quantization import quantizations
 from ckptool.limits import Limits
+from ckptool.quotes import Quote, quote
 from ckptool.transforms import Cast, Compact, Remap, Take, Untie
 from ckptool.transforms.compacting import storage_use
 from ckptool.transforms.devices import CARRIED
@@ -86,19 +87,21 @@ def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Itera
     problems = verify(
         subject.checkpoint.path, values=True, progress=progress, limits=limits
     ).problems
-    for kind, severity, kinds, why, remedy in _BYTES:
+    for kind, severity, kinds, effect, remedy in _BYTES:
         found = [one for one in problems if one.kind in kinds]
         if found:
             front = "it is damaged: " if kind == "damaged" else ""
             more = f", and {counted(len(found) - 1, 'problem')} more" if len(found) > 1 else ""
             what, where = f"{front}{found[0].text}{more}", _places(found)
             fix: Steps | None = None if remedy else ()
-            yield Complaint(kind, what, where, hint=remedy, severity=severity, why=why, fix=fix)
+            yield Complaint(
+                kind, what, where, hint=remedy, severity=severity, effect=effect, fix=fix
+            )
     text = unwritten(subject.checkpoint)
     if text is not None:
-        why = "it loads without an error, and these weights are zero"
+        effect = "it loads without an error, and these weights are zero"
         yield Complaint(
-            "unwritten", text, hint="download or copy it again", severity="misleads", why=why
+            "unwritten", text, hint="download or copy it again", severity="misleads", effect=effect
         )
     meant = _meant({one.place for one in problems if one.kind == "inf"}, subject)
     for kind, word in (("nan", "NaN"), ("infinite", "infinite values")):
@@ -111,7 +114,7 @@ def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Itera
                 _places(found),
                 hint="no command restores the numbers: take an earlier checkpoint",
                 severity="misleads",
-                why="it loads without an error, and the model computes NaN",
+                effect="it loads without an error, and the model computes NaN",
             )
 
 
@@ -160,9 +163,8 @@ def quantization(subject: Subject) -> Iterator[Complaint]:
             str(found),
             names_of(found.names),
             severity="note",
-            why="load_state_dict into a model of plain layers rejects the keys and shapes, or "
-            "copies "
-            "codes for weights",
+            effect="load_state_dict into a model of plain layers rejects the keys and shapes, or "
+            "copies codes for weights",
             choices=(Choice((Cast(dequantize="bfloat16"),), "plain"),),
         )
 
@@ -187,9 +189,8 @@ def _bloat(subject: Subject) -> Iterator[Complaint]:
             " and ".join(facts),
             names_of(views),
             severity="misleads",
-            why="torch.save writes the whole storage of a view (big[:10] takes as much space as "
-            "big), "
-            "and torch.load reads all of it into memory",
+            effect="torch.save writes the whole storage of a view (big[:10] takes as much space as "
+            "big), and torch.load reads all of it into memory",
             fix=(Compact(),),
         )
 
@@ -207,8 +208,8 @@ def _aliases(subject: Subject) -> Iterator[Complaint]:
             "aliases",
             f"{counted(len(kept), 'tied name')} stored only in the metadata of the file",
             names_of(f"{printable(name)} = {printable(other)}" for name, other in kept.items()),
-            why="load_state_dict(safetensors.torch.load_file(FILE)) says: Missing key(s) in "
-            f"state_dict: {quoted(next(iter(kept)))}; safetensors.torch.load_model knows of them",
+            quote=quote("missing-key", printable(next(iter(kept)))),
+            effect="safetensors.torch.load_model knows of them",
             fix=(),
             format="torch-zip",
             choices=(Choice((Untie(),)),),
@@ -230,9 +231,8 @@ def _not_for_safetensors(subject: Subject) -> Iterator[Complaint]:
             "tied weights: one tensor has several names",
             names_of(" = ".join(map(printable, names)) for names in tied),
             severity="note",
-            why="torch.load keeps the tie; safetensors.torch.save_file says: Some tensors share "
-            "memory, this will lead to duplicate memory on disk and potential differences when "
-            "loading them again",
+            quote=quote("shared"),
+            effect="torch.load keeps the tie",
             choices=choices,
         )
     several = {name for names in tied for name in names}
@@ -244,16 +244,13 @@ def _not_for_safetensors(subject: Subject) -> Iterator[Complaint]:
             "tensors are views: they are not contiguous, or share bytes with others",
             names_of(dict.fromkeys((*scattered, *shared))),
             severity="note",
-            why="torch.load keeps them as they are; safetensors.torch.save_file refuses them",
+            effect="torch.load keeps them as they are; safetensors.torch.save_file refuses them",
             choices=choices,
         )
 
 
 def placement(subject: Subject) -> Iterator[Complaint]:
-    """Yield what is wrong with where the tensors are to be restored.
-
-    The texts are those of torch/serialization.py (`_deserialize`, `validate_cuda_device`).
-    """
+    """Yield what is wrong with where the tensors are to be restored."""
     if format_of(subject.checkpoint.format).tensors_only:
         return
     tags = [tag for tag in restored_devices(subject.checkpoint.root) if tag not in ANYWHERE]
@@ -266,7 +263,10 @@ def placement(subject: Subject) -> Iterator[Complaint]:
             f"{counted(len(names), 'tensor')} on {listed(missing)}: this machine has "
             f"{listed(subject.devices)}",
             names_of(names),
-            why=f"torch.load says: {_error(missing[0], gpus)}",
+            quote=_error(missing[0], gpus),
+            effect="map_location='cpu' or a dict helps, a function does not"
+            if missing[0].partition(":")[0] in CARRIED
+            else "",
             fix=(Remap("cpu"),),
         )
     wide = [
@@ -281,8 +281,7 @@ def placement(subject: Subject) -> Iterator[Complaint]:
             names_of(wide),
             hint="ckptool cast FILE --dtype float32",
             severity="note",
-            why="torch.load(FILE, map_location='mps') says: Cannot convert a MPS Tensor to float64 "
-            "dtype as the MPS framework doesn't support float64. Please use float32 instead.",
+            quote=quote("mps-float64"),
         )
     if len(tags) == 1 and tags[0].partition(":")[0] == "cuda":
         tag, names = printable(tags[0]), _names(subject, tags)
@@ -293,9 +292,8 @@ def placement(subject: Subject) -> Iterator[Complaint]:
             f"{who} tensors are on {tag}",
             names_of(names),
             severity="misleads",
-            why=f"without map_location every rank of a DDP run loads the file onto {tag}, which "
-            "then "
-            "runs out of memory (CUDA out of memory after a resume)",
+            effect=f"without map_location every rank of a DDP run loads the file onto {tag}, which "
+            "then runs out of memory (CUDA out of memory after a resume)",
             fix=(Remap("cpu"),),
         )
 
@@ -304,33 +302,17 @@ def _names(subject: Subject, tags: list[str]) -> list[str]:
     return [name_of(path) for path, one in subject.checkpoint.tensors() if one.device in tags]
 
 
-def _error(tag: str, gpus: int) -> str:
+def _error(tag: str, gpus: int) -> Quote:
     """Return torch's error for a device tag that this machine lacks."""
     kind, _, index = tag.partition(":")
     word = kind.upper()
     if kind == "cuda" and gpus:
-        return (
-            f"Attempting to deserialize object on CUDA device {index or 0} but "
-            f"torch.cuda.device_count() is {gpus}. Please use torch.load with map_location to map "
-            "your storages to an existing device."
-        )
+        return quote("no-cuda", index or 0, gpus)
     if kind == "cuda" or kind in _NAMED:
-        return (
-            f"Attempting to deserialize object on a {word} device but torch.{kind}.is_available() "
-            "is False. If you are running on a CPU-only machine, please use torch.load with "
-            "map_location=torch.device('cpu') to map your storages to the CPU."
-        )
+        return quote("no-device", word, kind)
     if kind == "mps":
-        return "torch.UntypedStorage(): Storage device not recognized: mps"
-    if kind in CARRIED:
-        return (
-            "Could not run 'aten::empty.memory_format' with arguments from the "
-            f"'{word}' backend; map_location='cpu' or a dict helps, a function does not"
-        )
-    return (
-        "don't know how to restore data location of torch.storage.UntypedStorage (tagged with "
-        f"{printable(tag)})"
-    )
+        return quote("no-mps")
+    return quote("no-backend", word) if kind in CARRIED else quote("no-location", printable(tag))
 
 
 _WORD = re.compile(r"([a-z][a-z0-9_]*)(:\d+)?", re.ASCII)

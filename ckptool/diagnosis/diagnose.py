@@ -54,7 +54,11 @@ from ckptool.writing.target import default_target, target_format
 _CHECKS = (layout, level, objects, naming, fit, training, versions, memory,
            quantization, placement)  # fmt: skip
 _RANK = {"fails": 0, "misleads": 0, "note": 1}
-_FIRST = {"malicious": -3, "damaged": -2, "part": -1, "meta": -1, "packed": -1, "frozen": -1}
+_ORDER = {
+    "malicious": -3, "damaged": -2, "part": -1, "meta": -1, "packed": -1, "frozen": -1,
+    "format-unnamed": 1,
+}  # fmt: skip
+"""Kinds of complaint that come before all others, or behind them."""
 _UNMENDED = "no command fixes it"
 _HOPELESS = frozenset({"damaged", "part", "meta", "packed", "frozen"})
 """Kinds of complaint after which no command is worth running."""
@@ -123,7 +127,7 @@ class Diagnosis(Result):
         steps = self.plan.steps
         asked = {
             "--model-only": TRAINING[0] in self.training
-            and any(isinstance(step, Take) and step.model_only for step in steps),
+            and any(isinstance(step, Take) and (step.model_only or step.ema) for step in steps),
             "--drop-objects": any(isinstance(step, Plain) and step.drop_objects for step in steps),
             "--allow-unexpected": any(
                 isinstance(step, Fit) and step.allow_unexpected for step in steps
@@ -303,8 +307,10 @@ def _answered(found: Complaint, planner: Planner, plan: FixPlan, first: str) -> 
     """Return a complaint with its commands, or with what must come first (`first`)."""
     if first:
         return replace(found, hint=found.hint or (first if found.fix is not None else None))
-    tried = [planner.choice(one, plan) for one in found.choices]
-    others = tuple(dict.fromkeys(command for command in tried if command is not None))
+    tried = [(one, planner.choice(one, plan)) for one in found.choices]
+    others = tuple(dict.fromkeys(made[0] for _, made in tried if made is not None))
+    lines = (one.code.replace("FILE", repr(made[1])) for one, made in tried if made and one.code)
+    found = replace(found, code="; ".join(lines))
     if plan.command is not None and found.kind in plan.mended:
         return replace(found, commands=(plan.command,), alternatives=others)
     hint = found.hint
@@ -315,8 +321,7 @@ def _answered(found: Complaint, planner: Planner, plan: FixPlan, first: str) -> 
 
 def _urgency(complaint: Complaint) -> tuple[int, int, bool]:
     """Return the sort key of a complaint: worst first, then mended by the plan, notes last."""
-    first = _FIRST.get(complaint.kind, 0)
-    return first, _RANK[complaint.severity], not complaint.commands
+    return _ORDER.get(complaint.kind, 0), _RANK[complaint.severity], not complaint.commands
 
 
 MENDED, RESUMED = "mended", "resume"
@@ -338,7 +343,7 @@ class Planner:
         self._subject = subject
         self._fixes = sorted((one for one in found if one.fix is not None), key=_place)
         self._taken: set[str] = set()
-        self._commands: dict[tuple[str, ...], str] = {}
+        self._commands: dict[tuple[str, ...], tuple[str, str]] = {}
 
     def plan(self, *, resume: bool = False) -> FixPlan:
         """Return the conversion that fixes most; `resume` keeps all that training needs."""
@@ -388,8 +393,8 @@ class Planner:
         if self._subject.model is not None:
             yield (Take(self._subject.key, model_only=True),)
 
-    def choice(self, choice: Choice, plan: FixPlan) -> str | None:
-        """Return the command of a choice combined with the plan, or None if it would fail.
+    def choice(self, choice: Choice, plan: FixPlan) -> tuple[str, str] | None:
+        """Return the command of a choice combined with the plan, and its target; None if it fails.
 
         The command reads the source: the plan need not have run.
         """
@@ -400,7 +405,7 @@ class Planner:
             with suppress(CheckpointError):
                 if known not in self._commands:
                     self._applied(chosen)
-                    self._commands[known], _ = self._command(chosen, choice.word)
+                    self._commands[known] = self._command(chosen, choice.word)
                 return self._commands[known]
         return None
 
@@ -463,6 +468,8 @@ def _joined(one: Step, other: Step) -> Step:
         if isinstance(new, tuple):
             new = tuple(dict.fromkeys((*old, *new)))
         given[field.name] = old if new == field.default else new
+    if given.get("ema"):  # the averages are the state dict of the model, without anything else
+        given.update(key=None, model_only=False)
     return replace(one, **given)
 
 

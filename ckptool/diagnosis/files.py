@@ -32,6 +32,7 @@ from ckptool.inspection.blockers import (
     would_run,
     would_run_of,
 )
+from ckptool.quotes import Quote, quote
 from ckptool.transforms import Plain
 from ckptool.words import listed, printable
 
@@ -39,7 +40,6 @@ _COMMAND = re.compile(
     r"(?:^|: )((?:git|dvc|mkdir|gzip|bzip2|xz|zstd|lz4|7z|unrar|python -m torch\S*) .+)$"
 )
 """A hint that is a command, or ends with one, which gets the checkpoint itself."""
-_HEADER = "safetensors says: Error while deserializing header"
 
 
 def layout(subject: Subject) -> Iterator[Complaint]:
@@ -50,18 +50,19 @@ def layout(subject: Subject) -> Iterator[Complaint]:
         yield _malicious(runs)
     part = missing_weights(checkpoint)
     if part is not None:
-        why = "load_state_dict fails on names or shapes, or loads a model that was never trained"
+        effect = "load_state_dict fails on names or shapes, or loads a model that was never trained"
         where = names_of(part.where)
         yield Complaint(
-            part.kind, part.text, where, hint=part.hint, severity=part.severity, why=why
+            part.kind, part.text, where, hint=part.hint, severity=part.severity, effect=effect
         )
     yield from _misnamed(subject)
     if known.refusal is not None:
-        severity: Severity = "note" if known.refusal.reader else "fails"
-        yield _rewritten(known.refusal.kind, severity, known.refusal.what, known.refusal.says)
+        refused = known.refusal
+        severity: Severity = "note" if refused.reader else "fails"
+        yield _rewritten(refused.kind, severity, refused.what, refused.instead, said=refused.quote)
     elif os.path.isdir(checkpoint.path):
         what = "it is a folder: a checkpoint that was unzipped"
-        yield _rewritten("folder", "fails", what, A_FOLDER)
+        yield _rewritten("folder", "fails", what, said=A_FOLDER)
     yield from _refused(subject)
     yield from _compressed(subject)
     if checkpoint.details.byteorder == "big":
@@ -77,19 +78,25 @@ def layout(subject: Subject) -> Iterator[Complaint]:
             "legacy",
             "note",
             "it is a stream as torch wrote them before 1.6",
-            "torch.load reads all of it into memory; torch.load(mmap=True) says: mmap can only be "
-            "used with files saved with `torch.save(..., _use_new_zipfile_serialization=True)",
+            "torch.load reads all of it into memory",
+            said=quote("mmap"),
         )
     yield from _python2(subject)
     for text in checkpoint.details.left_behind:
-        why = "torch.load does not look at it, and a rewrite does not carry it over"
-        yield Complaint("beside", text, severity="note", why=why)
+        effect = "torch.load does not look at it, and a rewrite does not carry it over"
+        yield Complaint("beside", text, severity="note", effect=effect)
 
 
 def _rewritten(
-    kind: str, severity: Severity, what: str, why: str, where: tuple[str, ...] = ()
+    kind: str,
+    severity: Severity,
+    what: str,
+    effect: str = "",
+    where: tuple[str, ...] = (),
+    *,
+    said: Quote | None = None,
 ) -> Complaint:
-    return Complaint(kind, what, where, severity=severity, why=why, fix=())
+    return Complaint(kind, what, where, severity=severity, quote=said, effect=effect, fix=())
 
 
 def _malicious(calls: tuple[str, ...]) -> Complaint:
@@ -98,7 +105,7 @@ def _malicious(calls: tuple[str, ...]) -> Complaint:
         f"loading it would run {listed(first_calls(calls))}",
         calls,
         hint="take the weights alone, or none of it",
-        why="torch.load(weights_only=False), and pickle.load, run it; ckptool never does",
+        effect="torch.load(weights_only=False), and pickle.load, run it; ckptool never does",
         fix=(Plain(),),
     )
 
@@ -109,19 +116,23 @@ def _misnamed(subject: Subject) -> Iterator[Complaint]:
     what = misnamed(checkpoint)
     if what is None:
         if unnamed(checkpoint):
-            why = (
-                "safetensors loads it; transformers says: The safetensors archive passed at ... "
-                "does not contain the valid metadata, and mlx asks for it too"
-            )
-            what = "its header does not say format: pt"
-            yield _rewritten("format-unnamed", "note", what, why)
+            effect = "safetensors loads it; mlx asks for the entry too"
+            what = 'its header has no entry "format": "pt"'
+            yield _rewritten("format-unnamed", "note", what, effect, said=quote("no-format"))
     elif format_of(checkpoint.format).tensors_only:
-        why = f"{_operand(_head(checkpoint.path)[:1])}; with the ending .safetensors it loads"
-        yield Complaint("misnamed", what, why=why, fix=(), format="torch-zip")
+        said, effect = _operand(_head(checkpoint.path)[:1])
+        effect = f"{effect}; with the extension .safetensors it loads"
+        yield Complaint("misnamed", what, quote=said, effect=effect, fix=(), format="torch-zip")
     else:
-        why = f"{_HEADER}: header too large; torch.load opens it"
         format = "torch-zip" if subject.is_training else "safetensors"
-        yield Complaint("misnamed", what, why=why, fix=(), format=format)
+        yield Complaint(
+            "misnamed",
+            what,
+            quote=quote("long-header"),
+            effect="torch.load opens it",
+            fix=(),
+            format=format,
+        )
 
 
 def _refused(subject: Subject) -> Iterator[Complaint]:
@@ -133,13 +144,13 @@ def _refused(subject: Subject) -> Iterator[Complaint]:
             yield _rewritten("records", "fails", reason, "torch.load refuses the archive")
     texts = [text for text in layout_blockers(checkpoint) if text.startswith(_ABOUT_PICKLE)]
     if texts:
-        operand = " 149" if (details.protocol or 0) >= 4 else ""
+        is_framed = (details.protocol or 0) >= 4
         yield _rewritten(
             "protocol",
             "fails",
             f"the pickle is of protocol {details.protocol}, written in a way that "
             f"weights_only=True does not read ({'; '.join(texts)})",
-            f"torch.load says: Weights only load failed. ... Unsupported operand{operand}",
+            said=quote("operand", 149) if is_framed else quote("any-operand"),
         )
     names = outdated_names(checkpoint, subject.blocked)
     if names:
@@ -147,8 +158,7 @@ def _refused(subject: Subject) -> Iterator[Complaint]:
             "outdated",
             "fails",
             f"its pickle names what today's torch does not allow: {listed(names)}",
-            "torch.load says: Weights only load failed. ... Unsupported global: GLOBAL "
-            f"{printable(names[0])} was not an allowed global by default",
+            said=quote("global", printable(names[0])),
         )
 
 
@@ -184,8 +194,9 @@ def _python2(subject: Subject) -> Iterator[Complaint]:
             "python2",
             "fails",
             "it was pickled by Python 2, with text that is not UTF-8",
-            "torch.load says: 'utf-8' codec can't decode byte ...; encoding='latin1' reads it",
+            "torch.load(encoding='latin1') reads it",
             names_of(places),
+            said=quote("not-utf-8"),
         )
 
 
@@ -203,12 +214,14 @@ def unopened(error: CheckpointError, path: str) -> Iterator[Complaint]:
     """Yield the complaints about a file that does not open as a checkpoint."""
     what = error.message.removeprefix(f"{path} is ")
     command = _COMMAND.search(error.hint or "")
+    said, effect = _failure(error, path)
     yield Complaint(
         _kind(error),
         what if what == error.message else f"it is {what}",
         (error.file,) if error.file and error.file != path else (),
         hint=None if command else error.hint or "download, copy or save it again",
-        why=_says(error, path),
+        quote=said,
+        effect=effect,
         commands=(command[1],) if command else (),
     )
     found = would_run_of([path])
@@ -226,34 +239,29 @@ def _kind(error: CheckpointError) -> str:
     return "unsupported" if isinstance(error, UnsupportedFormat) else "not-a-checkpoint"
 
 
-def _says(error: CheckpointError, path: str) -> str:
-    """Return what the library says that would be asked to load the file."""
+def _failure(error: CheckpointError, path: str) -> tuple[Quote | None, str]:
+    """Return the error of the library that would load the file, and what else happens."""
     if os.path.isdir(path):
-        return A_FOLDER
+        return A_FOLDER, ""
     if isinstance(error, FileMissing):
-        return "what is in the missing file stays as the model was initialized, or loading fails"
+        return None, "the weights in the missing file keep their initial values, or loading fails"
     if path.lower().endswith(".safetensors"):
-        return _HEADER
+        return quote("header"), ""
     head = _head(path)
     if not head:
-        return "torch.load raises an EOFError without a message (before 2.6: Ran out of input)"
+        return None, "torch.load raises an EOFError (before 2.6: Ran out of input)"
     if head.startswith(b"PK\x03\x04"):
-        return (
-            "torch.load says: PytorchStreamReader failed reading zip archive: failed finding "
-            "central directory; or it fails on the pickle"
-        )
+        return quote("no-directory"), "or it fails on the pickle"
     if head[:1] == b"\x80":
-        return "torch.load fails on the pickle, or where a storage ends too early"
+        return None, "torch.load fails on the pickle, or where a storage ends too early"
     return _operand(head[:1])
 
 
-def _operand(first: bytes) -> str:
+def _operand(first: bytes) -> tuple[Quote, str]:
     byte = first[0] if first else 0
     shown = f"'{first.decode()}'" if 32 < byte < 127 else f"'\\x{byte:02x}'"
-    return (
-        f"torch.load says: Weights only load failed. ... Unsupported operand {byte}; before torch "
-        f"2.6: invalid load key, {shown}. weights_only=False, which it proposes, never helps here"
-    )
+    effect = f"before torch 2.6: invalid load key, {shown}. weights_only=False, which it proposes, "
+    return quote("operand", byte), f"{effect}never helps here"
 
 
 def _head(path: str) -> bytes:

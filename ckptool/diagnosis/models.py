@@ -17,7 +17,6 @@ from ckptool.diagnosis.complaint import (
     Complaint,
     Subject,
     names_of,
-    quoted,
     unwrapped,
 )
 from ckptool.errors import NameCollision
@@ -26,6 +25,7 @@ from ckptool.inspection.blockers import calls, missing_weights, needed_import
 from ckptool.inspection.scan_calls import makes_data
 from ckptool.matching.align import escaped, literal, wrapped_submodules
 from ckptool.matching.known_renames import ADAPTER
+from ckptool.quotes import Quote, quote
 from ckptool.symbolic.encoder import blocking
 from ckptool.transforms import Plain, Rename, Strip, Take
 from ckptool.transforms.plain import class_of, refusals
@@ -51,7 +51,7 @@ _RANDOM = frozenset({"uint8", "uint32"})
 """Types of the states of torch's and numpy's random generators."""
 _BLOCKED = ("sys", "os", "posix", "nt")
 """Modules of which torch words its refusal otherwise (torch/_weights_only_unpickler.py)."""
-_NO_DICT = "Expected state_dict to be dict-like"
+_UNWRAPPED = "load_state_dict on the unwrapped model"
 _SHARDED = ("DTensor", "ShardedTensor")
 
 
@@ -78,7 +78,7 @@ def level(subject: Subject) -> Iterator[Complaint]:
             f"the state dict has values among its tensors: {listed(names)}",
             names_of(names),
             hint="ckptool.load_state_dict leaves them out, and so does a safetensors file",
-            why="load_state_dict says: Unexpected key(s) in state_dict: ... " + quoted(names[0]),
+            quote=quote("unexpected-key", printable(names[0])),
             fix=(Take(model_only=True),),
         )
     held = unwrapped(model)
@@ -87,9 +87,8 @@ def level(subject: Subject) -> Iterator[Complaint]:
             "averaged",
             f"{N_AVERAGED} says that an AveragedModel was saved",
             (N_AVERAGED,),
-            why="load_state_dict into the model says: Unexpected key(s) in state_dict: "
-            f'"{N_AVERAGED}"'
-            "; an AveragedModel loads it, with module. before the names",
+            quote=quote("unexpected-key", N_AVERAGED),
+            effect='an AveragedModel loads it, with "module." before the keys',
             fix=(Take(exclude=(name_of((*model.path, N_AVERAGED)),)),),
         )
 
@@ -106,8 +105,7 @@ def _one_level_down(subject: Subject, model: Section) -> Complaint:
         (printable(model.name),),
         hint=f"in code: torch.load(FILE){_way(model)}",
         severity="note" if beside else "fails",
-        why="load_state_dict(torch.load(FILE)) says: "
-        + (f"Unexpected key(s) in state_dict: ... {quoted(keys[0])}" if keys else _NO_DICT),
+        quote=quote("unexpected-key", printable(keys[0])) if keys else quote("no-dict"),
         fix=(Take(subject.key, model_only=True),),
     )
 
@@ -130,7 +128,7 @@ def _several(subject: Subject) -> Complaint:
         names_of(shown, most=20),
         hint="--key NAME chooses one, here and in ckptool convert",
         severity="note" if subject.is_training else "fails",
-        why="load_state_dict(torch.load(FILE)) says: Missing key(s) in state_dict",
+        quote=quote("missing"),
         choices=tuple(choices),
     )
 
@@ -164,14 +162,14 @@ def _none(subject: Subject) -> Complaint:
             remedy = f"unpickling the file calls {listed(called, most=5)}"
     elif not harmless:
         remedy = "give the file that has the weights"
-    says = "Missing key(s) in state_dict" if isinstance(root, dict) else _NO_DICT
+    said = quote("missing" if isinstance(root, dict) else "no-dict")
     if subject.companion is not None:
         return Complaint(
             "no-model",
             subject.companion.what,
             hint=f"{subject.companion.reader} reads it",
             severity="note",
-            why=f"load_state_dict(torch.load(FILE)) says: {says}",
+            quote=said,
         )
     return Complaint(
         "no-model",
@@ -180,7 +178,7 @@ def _none(subject: Subject) -> Complaint:
         names_of(kinds),
         hint=remedy,
         severity="note" if harmless else "fails",
-        why=f"load_state_dict(torch.load(FILE)) says: {says}",
+        quote=said,
     )
 
 
@@ -204,21 +202,20 @@ def objects(subject: Subject) -> Iterator[Complaint]:
     others = [(name_of(path), class_of(node)) for path, node in refused if id(node) not in whole]
     names = subject.checkpoint.details.globals
     first = next(iter(blocking(names)), None) or next(iter(subject.blocked), "")
-    says = f"Unsupported global: GLOBAL {printable(first)} was not an allowed global by default"
-    if first.partition(".")[0] in _BLOCKED:
-        says = f"Trying to load unsupported GLOBAL {printable(first)}"
-    says = f"torch.load says: Weights only load failed. ... {says}"
+    kind = "blocked-global" if first.partition(".")[0] in _BLOCKED else "global"
+    said = quote(kind, printable(first))
     if modules:
         classes = dict.fromkeys(class_of(node) for _, node in modules)
         known = [*classes, *subject.blocked]
         own = next((one for one in known if one.partition(".")[0] not in _EVERYWHERE), None)
-        absent = f"; without the class {printable(own)} nothing else loads it" if own else ""
+        absent = f"without the class {printable(own)} nothing else loads it" if own else ""
         alone = subject.model is not None and subject.model.kind == "module"
         yield Complaint(
             "module",
             f"the model itself was pickled, not its state_dict: {listed(classes)}",
             names_of(name or "the root" for name, _ in modules),
-            why=says + absent,
+            quote=said,
+            effect=absent,
             fix=(Take(model_only=True),) if alone else (Plain(),),
         )
     if others or (subject.blocked and not modules):
@@ -228,7 +225,8 @@ def objects(subject: Subject) -> Iterator[Complaint]:
             f"it holds objects that weights_only=True refuses: {listed(classes)}",
             names_of((f"{name or 'the root'} ({kind})" for name, kind in others), most=20),
             hint=_remedy(classes),
-            why=f"{says}; weights_only=False, which it proposes, runs any code in the file",
+            quote=said,
+            effect="weights_only=False, which it proposes, runs any code in the file",
             fix=(Plain(),),
         )
     texts = [text for section in subject.models for text in section.unread]
@@ -242,8 +240,8 @@ def objects(subject: Subject) -> Iterator[Complaint]:
             else f"{format_of(subject.checkpoint.format).unsafe_loader} where its classes are, "
             "and save model.state_dict()",
             severity="misleads",
-            why="a class with a __getstate__ of its own keeps them in a form that only it reads; "
-            "load_state_dict then says: Missing key(s) in state_dict",
+            quote=quote("missing"),
+            effect="a class with a __getstate__ of its own keeps them in a form that only it reads",
         )
     numpy = [name for name in names if name.startswith("numpy._core.")]
     if numpy:
@@ -251,8 +249,7 @@ def objects(subject: Subject) -> Iterator[Complaint]:
             "numpy",
             f"numpy 2 pickled something in it ({listed(numpy)})",
             severity="note",
-            why="torch.load(weights_only=False) with numpy 1 ends with: No module named "
-            "'numpy._core'",
+            quote=quote("numpy"),
             fix=(Plain(),),
         )
 
@@ -279,7 +276,7 @@ def naming(subject: Subject) -> Iterator[Complaint]:
                 names_of(within),
                 hint="if it is a wrapper: ckptool rename with --prefix module.=",
                 severity="note",
-                why="strip-module keeps it, because it may be a layer of that name",
+                effect="strip-module keeps it, because it may be a layer of that name",
             )
         yield from _adapters(section, subject.checkpoint.path)
     yield from _lightning(subject)
@@ -297,10 +294,8 @@ def _wrappers(sections: list[Section]) -> Iterator[Complaint]:
         f"{listed(f'{word}.' for word in kinds)}",
         names_of(names),
         hint=_collision(sections),
-        why="load_state_dict of the unwrapped model says: Missing key(s) in state_dict: ... "
-        "Unexpected "
-        f"key(s) in state_dict: {quoted(names[0])}; with strict=False it loads nothing, "
-        "without an error",
+        quote=quote("other-keys", printable(names[0]), call=_UNWRAPPED),
+        effect="with strict=False it loads nothing, without an error",
         fix=(Strip(),),
     )
 
@@ -328,9 +323,8 @@ def _submodules(models: list[Section]) -> Iterator[Complaint]:
         f'every name below {listed(map(printable, paths), most=3)} starts with "module.": '
         "DataParallel wrapped a part of the model",
         names_of(own),
-        why="load_state_dict of the unwrapped model says: Unexpected key(s) in state_dict: ... "
-        f"{quoted(own[0])}; a model that has a layer of that name loads it (--like "
-        "REFERENCE knows)",
+        quote=quote("unexpected-key", printable(own[0]), call=_UNWRAPPED),
+        effect="a model that has a layer of that name loads it (--like REFERENCE knows)",
         fix=(Rename(tuple(rules)),),
     )
 
@@ -364,8 +358,8 @@ def _adapters(section: Section, path: str) -> Iterator[Complaint]:
         names_of(shown),
         hint=remedy,
         severity="note" if own and not wrapped else "fails",
-        why="load_state_dict into the model says: Unexpected key(s) in state_dict: ... "
-        f"{quoted(shown[0])}; with strict=False an adapter is not applied, without an error",
+        quote=quote("unexpected-key", printable(shown[0])),
+        effect="with strict=False an adapter is not applied, without an error",
         fix=None if own else (Rename((f"^{escaped(PEFT)}=>",)),),
     )
 
@@ -386,8 +380,10 @@ def _lightning(subject: Subject) -> Iterator[Complaint]:
         "holds the model",
         names_of(names),
         severity="note",
-        why="it loads into that LightningModule; load_state_dict into the model alone says: "
-        f"Unexpected key(s) in state_dict: ... {quoted(names[0])}",
+        quote=quote(
+            "unexpected-key", printable(names[0]), call="load_state_dict on the model inside"
+        ),
+        effect="it loads into that LightningModule",
         choices=(Choice((Rename((f"^{escaped(prefix)}=>",)),), "renamed"),),
     )
 
@@ -409,9 +405,8 @@ def versions(subject: Subject) -> Iterator[Complaint]:
                 names_of(cast),
                 hint="in code: state[name] = state[name].long(); ckptool cast leaves them out",
                 severity="misleads",
-                why="load_state_dict copies them into the model's integer buffers without an "
-                "error: "
-                "float16 counts to 2048, bfloat16 to 256, and fractions are cut off",
+                effect="load_state_dict copies them into the model's integer buffers without an "
+                "error: float16 counts to 2048, bfloat16 to 256, and fractions are cut off",
             )
         if section.kind == "state_dict" and not _has_metadata(section.node):
             yield from _norms(subject, tensors)
@@ -424,8 +419,8 @@ def versions(subject: Subject) -> Iterator[Complaint]:
         if isinstance(key, str) and key.endswith("._packed_params") and not isinstance(value, dict)
     ]
     if packed:
-        why = "a quantized layer takes the state for the oldest one: KeyError: 'weight'"
-        yield _lost("fails", packed, why)
+        why = "a quantized layer takes the state for the oldest one"
+        yield _lost("fails", packed, why, quote("packed"))
 
 
 def _norms(subject: Subject, tensors: dict[str, TensorRef]) -> Iterator[Complaint]:
@@ -444,12 +439,15 @@ def _has_metadata(node: Any) -> bool:
     return isinstance(node, OrderedMap) and bool(node.metadata)
 
 
-def _lost(severity: Severity, names: Iterable[str], why: str) -> Complaint:
+def _lost(
+    severity: Severity, names: Iterable[str], why: str, said: Quote | None = None
+) -> Complaint:
     return Complaint(
         "metadata",
         "the state dict has lost its _metadata, the versions of its modules",
         names_of(names),
         hint="save model.state_dict() unchanged, where the model is in memory",
         severity=severity,
-        why=f"{{k: v for k, v in state.items()}} and safetensors drop it; {why}",
+        quote=said,
+        effect=f"{{k: v for k, v in state.items()}} and safetensors drop it; {why}",
     )

@@ -23,7 +23,6 @@ from ckptool.diagnosis.complaint import (
     Steps,
     Subject,
     names_of,
-    quoted,
     unwrapped,
 )
 from ckptool.diagnosis.models import INTEGERS, is_floating
@@ -33,6 +32,7 @@ from ckptool.matching import DtypeChange, MatchReport
 from ckptool.matching.align import is_average_counter
 from ckptool.matching.judging import difference
 from ckptool.matching.known_renames import MERGE
+from ckptool.quotes import quote
 from ckptool.transforms import Rename, Strip, Take
 from ckptool.words import are, counted, listed, printable
 
@@ -50,10 +50,6 @@ _FORMS = (
 _MOST_JOINED = 20
 """Tensors of one module that are looked at: q, k, v, their biases and a projection."""
 _ANEW = "without the optimizer the weights load; its state starts anew"
-_OTHER_NUMBER = "loaded state dict has a different number of parameter groups"
-_OTHER_SIZE = (
-    "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
-)
 
 
 def fit(subject: Subject) -> Iterator[Complaint]:
@@ -83,8 +79,8 @@ def fit(subject: Subject) -> Iterator[Complaint]:
             f"{are(len(missing))} missing",
             names_of(missing),
             hint=remedy,
-            why=f"load_state_dict says: Missing key(s) in state_dict: {quoted(missing[0])}; with "
-            f"strict=False they stay as they were initialized. {_HALF_LOADED}",
+            quote=quote("missing-key", printable(missing[0])),
+            effect=f"with strict=False they keep their initial values. {_HALF_LOADED}",
             choices=choices,
         )
     if unexpected:
@@ -94,8 +90,8 @@ def fit(subject: Subject) -> Iterator[Complaint]:
             "reference",
             names_of(unexpected),
             hint="" if missing else remedy,
-            why="load_state_dict says: Unexpected key(s) in state_dict: ... "
-            f"{quoted(unexpected[0])}; with strict=False they are left out. {_HALF_LOADED}",
+            quote=quote("unexpected-key", printable(unexpected[0])),
+            effect=f"with strict=False they are left out. {_HALF_LOADED}",
             fix=like if alone else None,
         )
     yield from _shapes(report, "" if missing else differs)
@@ -191,9 +187,8 @@ def _renamed(model: Section, report: MatchReport, fix: Steps | None) -> Iterator
         "wrappers" if kinds == {"wrapper"} else "renamed",
         f"names differ from the reference: {listed(texts, most=3)}",
         names_of(pairs),
-        why=f"load_state_dict says: Missing key(s) in state_dict: ... "
-        f"{quoted([*pairs.values()][-1])}; with strict=False they are left out, without "
-        "an error",
+        quote=quote("missing-key", printable([*pairs.values()][-1])),
+        effect="with strict=False they are left out, without an error",
         fix=fix,
         resume=(Strip(),) if is_stripped else None,
     )
@@ -215,9 +210,8 @@ def _shapes(report: MatchReport, differs: str) -> Iterator[Complaint]:
         or ("resize position embeddings (torch.nn.functional.interpolate), or " * resized)
         + "delete them from the state dict and load with strict=False: the model keeps its own "
         + listed(names_of(names, most=2)),
-        why=f"load_state_dict says: size mismatch for {first.name}: copying a param with shape "
-        f"torch.Size({list(first.shape)}) from checkpoint, the shape in current model is "
-        f"torch.Size({list(first.wanted)}); strict=False does not skip it. {_HALF_LOADED}",
+        quote=quote("size", printable(first.name), list(first.shape), list(first.wanted)),
+        effect=f"strict=False does not skip it. {_HALF_LOADED}",
     )
 
 
@@ -232,7 +226,7 @@ def _types(casts: Sequence[DtypeChange]) -> Iterator[Complaint]:
             names_of(one.name for one in truncated),
             hint="in code: state[name] = state[name].long(), if the values are whole",
             severity="misleads",
-            why="load_state_dict copies them without an error: 2.87 becomes 2, inf the smallest "
+            effect="load_state_dict copies them without an error: 2.87 becomes 2, inf the smallest "
             "integer, anything but 0 True",
         )
     if rounded:
@@ -243,9 +237,8 @@ def _types(casts: Sequence[DtypeChange]) -> Iterator[Complaint]:
             names_of(one.name for one in rounded),
             hint="ckptool cast counts what overflows, underflows and loses precision",
             severity="note",
-            why="load_state_dict casts to the model's type without an error; values that are "
-            "too large "
-            "become inf (65,520 and more in float16)",
+            effect="load_state_dict casts to the model's type without an error; values that are "
+            "too large become inf (65,520 and more in float16)",
         )
 
 
@@ -264,9 +257,8 @@ def training(subject: Subject) -> Iterator[Complaint]:
                 (_where(section),),
                 hint=f"{ema_command(subject.checkpoint)} writes the weights for evaluation",
                 severity="misleads",
-                why="load_state_dict loads them without an error, and they evaluate worse than "
-                "those "
-                "after optimizer.eval()",
+                effect="load_state_dict loads them without an error, and they evaluate worse than "
+                "those after optimizer.eval()",
             )
         for found in _complaints(subject, section):
             # mended by going on without it, where it is clear which model that is
@@ -283,7 +275,7 @@ def _complaints(subject: Subject, section: Section) -> Iterator[Complaint]:
             "the optimizer has no parameter group",
             (f"{_where(section)}/param_groups",),
             hint=_ANEW,
-            why=f"load_state_dict of the optimizer says: {_OTHER_NUMBER}",
+            quote=quote("group-count"),
         )
         return
     known = {key for group in groups_of(section) for key in group}
@@ -296,7 +288,7 @@ def _complaints(subject: Subject, section: Section) -> Iterator[Complaint]:
             names_of(f"{_where(section)}/state/{key}" for key in gone),
             hint=_ANEW,
             severity="misleads",
-            why="the optimizer loads it without an error and never uses it",
+            effect="the optimizer loads it without an error and never uses it",
         )
     model = model_of(section, subject.models, subject.optimizers)
     if model is not None and (subject.model is None or subject.model.holder is model.holder):
@@ -352,7 +344,8 @@ def _misfit(section: Section, what: str) -> Complaint:
         what,
         (_where(section),),
         hint=_ANEW,
-        why=f"load_state_dict of the optimizer says: {_OTHER_SIZE}; or step() fails on a size",
+        quote=quote("group-size"),
+        effect="or step() fails on a size",
     )
 
 
@@ -365,6 +358,6 @@ def _permuted(wrong: list[int], names: Sequence[str]) -> Complaint:
         hint="build the optimizer with its parameters in the order that it was saved in; without "
         "the optimizer the weights load",
         severity="misleads",
-        why="load_state_dict of the optimizer goes by position and checks no shape: parameters get "
-        "the moments of other parameters, and step() fails or, with equal shapes, uses them",
+        effect="load_state_dict of the optimizer goes by position and checks no shape: parameters "
+        "get the moments of other parameters, and step() fails or, with equal shapes, uses them",
     )

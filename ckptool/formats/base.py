@@ -23,6 +23,7 @@ from ckptool.errors import (
 from ckptool.files import ByteRange, Source
 from ckptool.files.place import place_of
 from ckptool.limits import Limits
+from ckptool.quotes import Quote, quote
 
 if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _Answer = TypeVar("_Answer")
 
-A_FOLDER = "torch.load says: [Errno 21] Is a directory"
+A_FOLDER = quote("folder")
 OPAQUE_CONSTANTS = "used by its code, and not stored in the file (mkldnn constants)"
 """What a note says of the constants that `torch.jit.optimize_for_inference` leaves behind."""
 
@@ -325,10 +326,12 @@ class Refusal(NamedTuple):
     """Doctor's word for it."""
     what: str
     """What the file is, beginning with "it is"."""
-    says: str
-    """What torch says, and what opens the file instead."""
+    quote: Quote | None
+    """The error of torch; None where it depends on the files."""
     reader: str = ""
     """The library that reads the file as it is, where another one wrote it."""
+    instead: str = ""
+    """What opens the file instead, as a clause."""
 
 
 def of_many_files(what: str, reader: str = "") -> Refusal:

@@ -16,6 +16,7 @@ from ckptool.files import ByteRange
 from ckptool.formats.base import Format, Probe, Refusal, pickled
 from ckptool.formats.identify import JOBLIB_HINT
 from ckptool.formats.legacy_stream import unpickle_outer
+from ckptool.quotes import quote
 from ckptool.symbolic import Unpickled
 from ckptool.words import are, counted, printable, shell
 
@@ -36,7 +37,7 @@ class PickleFile(Format):
     refusal = Refusal(
         "bare-pickle",
         "it is a bare pickle (pickle.dump, joblib, numpy), not a file of torch.save",
-        "torch.load says: Weights only load failed",
+        quote("weights-only"),
     )
     unsafe_loader = "pickle.load(open(FILE, 'rb'))"
 

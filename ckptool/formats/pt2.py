@@ -31,6 +31,7 @@ from ckptool.formats.archive import (
 from ckptool.formats.base import Archive, Format, Probe, Record, Refusal, naming
 from ckptool.formats.torch_zip import known_byteorder, read_contents
 from ckptool.limits import Limits
+from ckptool.quotes import quote
 
 _FORMAT = "archive_format"
 _FLAT = ("serialized_state_dict.pt", "serialized_state_dict.json")
@@ -59,8 +60,8 @@ class PT2Archive(Format):
     refusal = Refusal(
         "exported-program",
         "it is an exported program (torch.export), with its weights",
-        "torch.load says: PytorchStreamReader failed locating file data.pkl: file not found; "
-        "torch.export.load gives a program, not a state dict",
+        quote("no-pickle"),
+        instead="torch.export.load gives a program, not a state dict",
     )
 
     def recognize(self, probe: Probe) -> bool:

@@ -25,6 +25,7 @@ from ckptool.formats.identify import Identification
 from ckptool.formats.registry import candidates
 from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored, texts_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
+from ckptool.quotes import quote
 from ckptool.words import are, counted, few, listed, printable, quoted, shell
 
 _WEIGHT_MAP = "weight_map"
@@ -374,8 +375,7 @@ class Sharded(Format):
     refusal = Refusal(
         "shards",
         "it is an index of shards: the tensors are in several files",
-        "torch.load opens one file at a time, and of the index torch.load says: Weights only "
-        "load failed. ... Unsupported operand 123",
+        quote("operand", ord("{"), call="torch.load of the index"),
         "from_pretrained of transformers or diffusers",
     )
 

@@ -14,6 +14,7 @@ from ckptool.files import ByteRange, Source
 from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, pickled
 from ckptool.formats.legacy_stream import COUNT, SourceTexts, unpickle_outer, unpickle_record
 from ckptool.limits import Limits
+from ckptool.quotes import quote
 from ckptool.symbolic import unpickle
 from ckptool.symbolic.rebuild import storage_type
 
@@ -141,8 +142,7 @@ class TorchTar(Format):
     refusal = Refusal(
         "tar",
         "it is a tar as torch 0.1 wrote them",
-        "torch.load says: Cannot use ``weights_only=True`` with files saved in the legacy .tar "
-        "format",
+        quote("tar"),
     )
 
     def recognize(self, probe: Probe) -> bool:

@@ -37,6 +37,7 @@ from ckptool.formats.zip_writer import (
     plan_zip,
 )
 from ckptool.limits import Limits
+from ckptool.quotes import quote
 from ckptool.symbolic import Unpickled
 from ckptool.symbolic.rebuild import StoragePid, is_storage_pid, parse_storage_pid
 from ckptool.words import are, few
@@ -228,10 +229,7 @@ class TorchZip(EditableFormat):
     by_torch = True
     can_salvage = True
     hands_on_crc = True
-    remark = (
-        "torch.load is its loader; torch.jit.load says: PytorchStreamReader failed locating file "
-        "constants.pkl: file not found"
-    )
+    remark = f"torch.load is its loader; {quote('no-constants')}"
 
     def recognize(self, probe: Probe) -> bool:
         """Return whether there is a `data.pkl`, and no `constants.pkl` as TorchScript has."""

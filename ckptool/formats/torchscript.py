@@ -16,6 +16,7 @@ from ckptool.formats.archive import count_of, counts_of, open_archive, read_json
 from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Format, Probe, Refusal, naming
 from ckptool.formats.torch_zip import Storages, read_contents, records_are
 from ckptool.limits import Limits
+from ckptool.quotes import quote
 from ckptool.symbolic import unpickle
 from ckptool.words import counted
 
@@ -105,8 +106,8 @@ class TorchScript(Format):
     refusal = Refusal(
         "torchscript",
         "it is a TorchScript archive: a program with its weights",
-        "torch.load says: Cannot use ``weights_only=True`` with TorchScript archives passed to "
-        "``torch.load``; torch.jit.load gives a module, not a state dict",
+        quote("torchscript"),
+        instead="torch.jit.load gives a module, not a state dict",
     )
 
     def recognize(self, probe: Probe) -> bool:

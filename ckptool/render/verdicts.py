@@ -43,9 +43,10 @@ def diagnosis_lines(
         return
     if diagnosis.would_run:
         yield look.alarm(clean(f"would run {listed(first_calls(diagnosis.would_run))}"))
+    quoted: dict[str, int] = {}
     for number, complaint in enumerate(diagnosis.complaints, start=1):
         yield ""
-        yield from _block(number, complaint, look, explain)
+        yield from _block(number, complaint, look, explain, quoted)
     plan = list(_plan(diagnosis, look))
     yield from ("", *plan) if plan else ()
 
@@ -69,7 +70,10 @@ def _loader(diagnosis: Diagnosis) -> str:
     return "safetensors.torch.load_file" if is_flat else "torch.load"
 
 
-def _block(number: int, complaint: Complaint, look: Look, explain: bool) -> Iterator[str]:
+def _block(
+    number: int, complaint: Complaint, look: Look, explain: bool, quoted: dict[str, int]
+) -> Iterator[str]:
+    """Yield a complaint; `quoted` has the numbers at which kinds of error were quoted before."""
     word = _WORDS[complaint.severity]
     colored = look.alarm(word) if complaint.severity == "fails" else look.bold(word)
     what = wrapped(f"{number}. {word}: {_sentence(complaint.text)}", look.width, indent="   ")
@@ -77,12 +81,23 @@ def _block(number: int, complaint: Complaint, look: Look, explain: bool) -> Iter
     yield from what[1:]
     if explain:
         yield from _fact("where", ", ".join(complaint.where), look)
-        yield from _fact("why", complaint.why, look)
+        why = filter(None, (_error(complaint, number, quoted), complaint.effect))
+        yield from _fact("why", "; ".join(why), look)
     elif complaint.severity != "note":
-        why = _sentence(complaint.why.partition("; ")[0])
-        yield from wrapped(f"   {why}", look.width, indent="   ")
+        text = _error(complaint, number, quoted) or complaint.effect.partition("; ")[0]
+        yield from wrapped(f"   {_sentence(text)}", look.width, indent="   ")
     if explain or not (complaint.commands or complaint.alternatives):
         yield from _fact("hint", complaint.hint or "", look)
+
+
+def _error(complaint: Complaint, number: int, quoted: dict[str, int]) -> str:
+    """Return the error of another library; of a kind that was quoted before, the number there."""
+    if complaint.quote is None:
+        return ""
+    before = quoted.setdefault(complaint.quote.kind, number)
+    if before != number:
+        return f"{complaint.quote.call} fails as in {before}"
+    return str(complaint.quote)
 
 
 def _fact(name: str, text: str, look: Look) -> Iterator[str]:
@@ -109,13 +124,20 @@ def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
     if diagnosis.code:
         title = "or in Python" if diagnosis.resume else resume_title(diagnosis.training)
         yield from (look.bold(title), f"  {clean(diagnosis.code)}")
-    choices: dict[tuple[str, ...], list[str]] = {}
+    choices: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for number, complaint in every:
         if complaint.alternatives:
-            choices.setdefault(complaint.alternatives, []).append(str(number))
-    for commands, numbers in choices.items():
+            choice = complaint.alternatives, complaint.code
+            choices.setdefault(choice, []).append(str(number))
+    for (commands, code), numbers in choices.items():
         title = f"for {listed(numbers, most=len(numbers))}"
         yield from titled_commands(title + ", one of" * (len(commands) > 1), commands, look)
+        if code:
+            yield from (look.bold("then in Python"), f"  {clean(code)}")
+    left = [str(at) for at, one in every if not (one.commands or one.alternatives)]
+    if 0 < len(left) < len(every):
+        *others, last = left
+        yield f"{', '.join(others)} and {last} stay" if others else f"{last} stays"
 
 
 _MOST_PROBLEMS = 40

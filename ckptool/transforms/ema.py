@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -29,6 +29,8 @@ _LIGHTNING = ("state_dict", "current_model_state", "averaging_state")
 _LITEMA = "model_ema."
 """LDM, `ldm/modules/ema.py`: buffers of `LitEma`, named as parameters without their dots."""
 _LITEMA_COUNTS = ("decay", "num_updates")
+_TIMM = "model_ema.module."
+"""timm's `ModelEmaV2` as an attribute of a LightningModule: a copy of another attribute."""
 _ONLINE, _AVERAGED = "online_model.", "ema_model."
 """ema-pytorch: the two copies that its `EMA` holds."""
 _SHADOW = "shadow_params"
@@ -112,21 +114,40 @@ def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
         return
     for part in parts:
         tensors = named_tensors(part.node)
-        litema, inner = _under(_LITEMA, tensors), _under(_AVERAGED, tensors)
-        if litema:
-            counts = {name: one for name, one in litema.items() if name not in _LITEMA_COUNTS}
-            model = replace(part, node=without_keys(part.node, {_LITEMA + name for name in litema}))
+        prefix = average_prefix(tensors)
+        inner = _under(prefix, tensors) if prefix else {}
+        if prefix == _TIMM:
+            rest = without_keys(part.node, {_TIMM + name for name in inner})
+            model = replace(part, node=rest) if named_tensors(rest) else None
+            own = replace(part, node=OrderedMap(inner))
+            yield _Average((*part.path, _TIMM), inner, own, model)
+        elif prefix == _LITEMA:
+            counts = {name: one for name, one in inner.items() if name not in _LITEMA_COUNTS}
+            model = replace(part, node=without_keys(part.node, {_LITEMA + name for name in inner}))
             yield _Average((*part.path, _LITEMA), counts, None, model)
         elif inner:
             online = _under(_ONLINE, tensors)
-            model = replace(part, node=OrderedMap(online))
-            yield _Average(part.path, inner, None, model if online else None)
+            model = replace(part, node=OrderedMap(online)) if online else None
+            yield _Average(part.path, inner, replace(part, node=OrderedMap(inner)), model)
         elif any(isinstance(key, str) and _EMA.search(key) for key in part.path):
             yield _Average(part.path, named_tensors(plain_state_dict(checkpoint, part)), part)
     for path, node in _lists(root, ()):
         yield _Average(path, node)
     for optimizer, model, weights in weights_for_evaluation(checkpoint):
         yield _Average(optimizer.path, weights, None, model)
+
+
+def average_prefix(names: Collection[str]) -> str:
+    """Return the prefix of the keys that are averages in a state dict; "" without any."""
+    known = (_TIMM, _LITEMA, _AVERAGED)
+    return next((one for one in known if any(name.startswith(one) for name in names)), "")
+
+
+def has_online_model(names: Collection[str]) -> bool:
+    """Return whether a state dict with averages has the weights that they are averages of."""
+    if average_prefix(names) == _AVERAGED:
+        return any(name.startswith(_ONLINE) for name in names)
+    return not all(name.startswith(_LITEMA) for name in names)
 
 
 def _lists(node: Any, path: Path, depth: int = 4) -> Iterator[tuple[Path, list[TensorRef]]]:
@@ -150,6 +171,8 @@ def _named(average: _Average, raw: _Tensors) -> _Tensors | None:
     if average.path[-1:] == (_LITEMA,):
         own = {name.replace(".", ""): one for name, one in average.tensors.items()}
         ways = [_by_dotless(raw, "model."), _by_dotless(raw, "")]
+    elif average.path[-1:] == (_TIMM,):
+        own, ways = dict(average.tensors), _by_attribute(average.tensors, raw)
     else:
         own = {new: average.tensors[old] for new, old in _by_bare(average.tensors).items()}
         ways = [_by_bare(raw)]
@@ -172,6 +195,15 @@ def _by_dotless(tensors: _Tensors, prefix: str) -> dict[str, str]:
     inside = _under(prefix, tensors)
     found = {name.replace(".", ""): f"{prefix}{name}" for name in inside}
     return found if len(found) == len(inside) else {}
+
+
+def _by_attribute(averages: _Tensors, raw: _Tensors) -> list[dict[str, str]]:
+    """Return the names below the one attribute that has all names of the averages."""
+    first = next(iter(averages))
+    fronts = [name.removesuffix(first) for name in raw if f".{name}".endswith(f".{first}")]
+    found = [{name: front + name for name in averages} for front in fronts]
+    found = [names for names in found if raw.keys() >= {*names.values()}]
+    return found if len(found) == 1 else []
 
 
 def _by_order(averages: Sequence[TensorRef], raw: _Tensors) -> _Tensors | None:

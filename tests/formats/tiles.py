@@ -16,6 +16,7 @@ from ckptool.files.tiled import Tile, late, tiled
 from ckptool.formats import registry
 from ckptool.formats.base import Checksum, Findings, Format, Probe, Refusal, check_limit, naming
 from ckptool.formats.safetensors_header import parse_json
+from ckptool.quotes import quote
 
 INDEX = "tiles.json"
 
@@ -23,7 +24,7 @@ INDEX = "tiles.json"
 class Tiles(Format):
     name = "tiles"
     flat = True
-    refusal = Refusal("tiles", "it is a folder of tiles", "torch.load says: no")
+    refusal = Refusal("tiles", "it is a folder of tiles", quote("folder"))
 
     def recognize(self, probe: Probe) -> bool:
         return INDEX in probe.entries

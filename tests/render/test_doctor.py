@@ -18,11 +18,11 @@ def diagnosis(**fields):
         "what is \x1b[2J wrong",
         ("a", "b"),
         hint="help",
-        why=WHY,
+        effect=WHY,
         commands=COMMANDS[:1],
         alternatives=("ckptool x", "ckptool y"),
     )
-    note = Complaint("ties", "tied", severity="note", why="torch keeps it", commands=COMMANDS[:1])
+    note = Complaint("ties", "tied", severity="note", effect="torch keeps it", commands=COMMANDS[:1])
     return Diagnosis("a b.pth", "torch-zip", ("cpu",), (complaint, note), **fields)
 
 
@@ -59,10 +59,10 @@ def test_each_complaint_has_torchs_error_below_it():
 
 
 def test_a_file_that_loads_is_said_to_load():
-    misleads = Complaint("bloat", "what", severity="misleads", why="why")
+    misleads = Complaint("bloat", "what", severity="misleads", effect="why")
     for given, verdict in (
         ((misleads,), "torch.load opens it; 1 warning"),
-        ((Complaint("ties", "tied", severity="note", why="kept"),), "torch.load opens it; 1 note"),
+        ((Complaint("ties", "tied", severity="note", effect="kept"),), "torch.load opens it; 1 note"),
     ):
         found = Diagnosis("m.pth", "torch-zip", ("cpu",), given)
         assert lines(found)[0] == f"m.pth: {verdict}"
@@ -86,7 +86,7 @@ def test_a_broken_command_is_one_to_a_shell():
 def test_a_command_of_other_programs_stays_whole():
     command = "git lfs install && git -C /a/long/path lfs pull --include '**/model.pth'"
     found = Diagnosis("m.pth", None, ("cpu",), (
-        Complaint("not-a-checkpoint", "a pointer", why="why", commands=(command,)),
+        Complaint("not-a-checkpoint", "a pointer", effect="why", commands=(command,)),
     ), commands=(command,))  # fmt: skip
     assert f"  {command}" in lines(found, Look(width=40))
 
@@ -96,6 +96,6 @@ def test_color_is_for_a_terminal():
 
 
 def test_a_refusal_of_several_lines_has_no_backslash():
-    one = Complaint("renamed", "what", hint="no command: first\nsecond", why="why")
+    one = Complaint("renamed", "what", hint="no command: first\nsecond", effect="why")
     found = Diagnosis("m.pth", "torch-zip", ("cpu",), (one,))
     assert "   hint   no command: first; second" in lines(found)

@@ -24,6 +24,7 @@ from ckptool.formats.distributed.placements import ONE_SAVE, check_ranks, row_ma
 from ckptool.formats.opening import TORCH_FILES, opened_together
 from ckptool.formats.torch_zip import TORCH_ZIP, stored_in
 from ckptool.limits import Limits
+from ckptool.quotes import quote
 from ckptool.words import counted, listed, printable
 
 _REFERENCE = "torch_xla.utils.serialization.TensorReference"
@@ -41,8 +42,7 @@ class XlaXser(Format):
     refusal = Refusal(
         "distributed",
         "its tensors lie in files of their own beside it, as torch_xla saves them",
-        f"torch.load says: Weights only load failed. ... Unsupported global: GLOBAL {_REFERENCE} "
-        "was not an allowed global by default",
+        quote("global", _REFERENCE),
     )
 
     def recognize(self, probe: Probe) -> bool:

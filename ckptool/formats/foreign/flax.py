@@ -20,6 +20,7 @@ from ckptool.files.computed import joined
 from ckptool.formats.base import Format, Probe, Refusal, check_limit
 from ckptool.formats.foreign.cursor import Cursor
 from ckptool.limits import Limits
+from ckptool.quotes import quote
 from ckptool.words import few, printable
 
 _MAP_OF_NAMES = re.compile(
@@ -53,7 +54,7 @@ class Flax(Format):
     refusal = Refusal(
         "flax",
         "it is a MessagePack file, as Flax writes (flax_model.msgpack)",
-        "torch.load says: Weights only load failed; flax.serialization.msgpack_restore reads it",
+        quote("weights-only"),
         "flax.serialization.msgpack_restore",
     )
 

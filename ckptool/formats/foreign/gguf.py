@@ -20,6 +20,7 @@ from ckptool.files import ByteRange, Source
 from ckptool.files.computed import ComputedSource
 from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, needing
 from ckptool.formats.foreign.cursor import Cursor
+from ckptool.quotes import quote
 from ckptool.words import counted, listed, printable
 
 _MAGIC = b"GGUF"
@@ -78,8 +79,9 @@ class Gguf(Format):
     refusal = Refusal(
         "gguf",
         "it is a GGUF model of llama.cpp's, not a file of torch.save",
-        "torch.load says: Weights only load failed; the gguf package reads it, and llama.cpp",
+        quote("weights-only"),
         "llama.cpp",
+        "the gguf package reads it, and llama.cpp",
     )
 
     def recognize(self, probe: Probe) -> bool:

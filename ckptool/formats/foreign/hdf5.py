@@ -26,6 +26,7 @@ from ckptool.files.tiled import late
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Format, Probe, Refusal, check_limit, needing
 from ckptool.limits import Limits
+from ckptool.quotes import quote
 from ckptool.words import listed, printable
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -44,8 +45,9 @@ class Hdf5(Format):
     refusal = Refusal(
         "keras",
         "it is a file of Keras (HDF5), not of torch.save",
-        "torch.load says: Weights only load failed; h5py reads the weights, Keras the whole model",
+        quote("weights-only"),
         "Keras",
+        "h5py reads the weights, Keras the whole model",
     )
 
     def recognize(self, probe: Probe) -> bool:

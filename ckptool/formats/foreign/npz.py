@@ -109,8 +109,9 @@ class NumpyArchive(Format):
     refusal = Refusal(
         "numpy",
         "it is an archive of numpy's (numpy.savez), not a file of torch.save",
-        "torch.load refuses archives that it did not write; numpy.load opens this one",
+        None,
         "numpy.load",
+        "torch.load refuses archives that it did not write; numpy.load opens this one",
     )
     unsafe_loader = "numpy.load(FILE, allow_pickle=True)"
 

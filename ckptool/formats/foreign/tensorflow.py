@@ -110,8 +110,9 @@ class TensorFlow(Format):
     refusal = Refusal(
         "tensorflow",
         "it is a checkpoint of TensorFlow, not a file of torch.save",
-        "torch.load refuses files that it did not write; ckptool convert makes one of it",
+        None,
         "tf.train.load_checkpoint",
+        "torch.load refuses files that it did not write; ckptool convert makes one of it",
     )
 
     def recognize(self, probe: Probe) -> bool:
