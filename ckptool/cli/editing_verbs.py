@@ -35,7 +35,7 @@ from ckptool.transforms import (
     Strip,
     Wrap,
 )
-from ckptool.words import clean, listed
+from ckptool.words import clean, listed, shell
 
 
 @verb(
@@ -67,10 +67,24 @@ def strip_module_command(
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
         changed = checkpoint.then(Strip(only or None, levels, at))
-        none = Change("warning", f"no name has the prefix {listed(only or ['of a wrapper'])}")
-        return changed if changed.changes else changed.with_root(changed.root, none)
+        if changed.changes:
+            return changed
+        text = f"no name has the prefix {listed(only or ['of a wrapper'])}"
+        if at is None and "module" in (only or WRAPPERS) and (paths := _wrapped_parts(changed)):
+            text += f'; "module." is behind {listed(paths, most=3)}: '
+            text += f"ckptool strip-module {shell(file)} --at {shell(paths[0])} removes it"
+        return changed.with_root(changed.root, Change("warning", text))
 
     write_changed(file, change, target, word="stripped")
+
+
+def _wrapped_parts(checkpoint: Checkpoint) -> list[str]:
+    """Return the submodules below which a wrapper of their own is in every key."""
+    from ckptool.matching.align import wrapped_submodules  # only for a file without other wrappers
+
+    models = (one for one in checkpoint.sections if one.kind == "state_dict")
+    keys = (key for one in models for key in one.node if isinstance(key, str))
+    return wrapped_submodules(keys)
 
 
 @verb(

@@ -24,6 +24,7 @@ from ckptool.errors import UsageError
 from ckptool.files.source import Progress
 from ckptool.formats import format_of
 from ckptool.formats.safetensors import overlapping_names
+from ckptool.formats.transfers import salvage_command
 from ckptool.inspection.blockers import ANYWHERE, restored_devices
 from ckptool.inspection.quantization import quantizations
 from ckptool.limits import Limits
@@ -39,7 +40,7 @@ _BYTES: tuple[tuple[str, Severity, frozenset[str], str, str], ...] = (
         "fails",
         frozenset({"checksum", "corrupt", "truncated", "missing", "limit"}),
         "torch.load checks no checksum: it loads wrong numbers, or fails",
-        "download or copy it again; ckptool verify lists every damaged record",
+        "download or copy it again{}; ckptool verify FILE lists every damaged record",
     ),
     (
         "offsets",
@@ -94,9 +95,8 @@ def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Itera
             more = f", and {counted(len(found) - 1, 'problem')} more" if len(found) > 1 else ""
             what, where = f"{front}{found[0].text}{more}", _places(found)
             fix: Steps | None = None if remedy else ()
-            yield Complaint(
-                kind, what, where, hint=remedy, severity=severity, effect=effect, fix=fix
-            )
+            hint = remedy.format(_salvage(subject)) if remedy else remedy
+            yield Complaint(kind, what, where, hint=hint, severity=severity, effect=effect, fix=fix)
     text = unwritten(subject.checkpoint)
     if text is not None:
         effect = "it loads without an error, and these weights are zero"
@@ -116,6 +116,13 @@ def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Itera
                 severity="misleads",
                 effect="it loads without an error, and the model computes NaN",
             )
+
+
+def _salvage(subject: Subject) -> str:
+    checkpoint = subject.checkpoint
+    if not format_of(checkpoint.format).can_salvage:
+        return ""
+    return f"; or run {salvage_command(checkpoint.path, checkpoint.root)}"
 
 
 def _meant(infinite: Collection[str], subject: Subject) -> set[str]:

@@ -245,7 +245,7 @@ def _assembled(subject: Subject, found: list[Complaint]) -> Diagnosis:
     plan = planner.plan()
     first = ""
     if hopeless:
-        damaged = any(one.kind in ("damaged", "part") for one in found)
+        damaged = any(one.kind == "damaged" for one in found)
         first = (
             "first get an intact file"
             if damaged

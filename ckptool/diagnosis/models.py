@@ -22,12 +22,14 @@ from ckptool.diagnosis.complaint import (
 from ckptool.errors import NameCollision
 from ckptool.formats import format_of
 from ckptool.inspection.blockers import calls, missing_weights, needed_import
+from ckptool.inspection.commands import ema_command
 from ckptool.inspection.scan_calls import makes_data
 from ckptool.matching.align import escaped, literal, wrapped_submodules
-from ckptool.matching.known_renames import ADAPTER
+from ckptool.matching.known_renames import ADAPTER, NAMED_ADAPTER
 from ckptool.quotes import Quote, quote
 from ckptool.symbolic.encoder import blocking
-from ckptool.transforms import Plain, Rename, Strip, Take
+from ckptool.transforms import Flatten, Plain, Rename, Strip, Take
+from ckptool.transforms.ema import AVERAGED, average_prefix, has_online_model
 from ckptool.transforms.plain import class_of, refusals
 from ckptool.words import counted, listed, printable, shell
 
@@ -117,6 +119,7 @@ def _way(section: Section) -> str:
 
 def _several(subject: Subject) -> Complaint:
     named = [section for section in subject.models if section.name]
+    flat = (Choice((Flatten(),)),) if _are_parts(subject) else ()
     shown = [
         f"{section.name or 'the root'} ({counted(len(section.tensors()), 'tensor')})"
         for section in subject.models
@@ -124,13 +127,28 @@ def _several(subject: Subject) -> Complaint:
     choices = (Choice((Take(one.name, model_only=True),), _word(one)) for one in named)
     return Complaint(
         "several-models",
-        f"it has {len(shown)} state dicts: choose the one to load",
+        f"it has {len(shown)} state dicts"
+        + (
+            " without a common key: load one, or all as one" if flat else ": choose the one to load"
+        ),
         names_of(shown, most=20),
-        hint="--key NAME chooses one, here and in ckptool convert",
+        hint=f"ckptool doctor FILE --key {shell(named[0].name)}" if named else None,
         severity="note" if subject.is_training else "fails",
         quote=quote("missing"),
-        choices=tuple(choices),
+        choices=(*flat, *choices),
     )
+
+
+def _are_parts(subject: Subject) -> bool:
+    """Return whether the state dicts are all that the file has, and share no key.
+
+    One library reads these together, from a dict of dicts or from flat keys: `image_proj.` and
+    `ip_adapter.` of an IP-Adapter, in diffusers.
+    """
+    root, keys = subject.checkpoint.root, [key for one in subject.models for key in one.node]
+    paths = [one.path for one in subject.models]
+    is_whole = isinstance(root, dict) and paths == [(key,) for key in root]
+    return is_whole and len(keys) == len({*keys})
 
 
 def _word(section: Section) -> str:
@@ -264,6 +282,8 @@ def _remedy(classes: Iterable[str]) -> str:
 def naming(subject: Subject) -> Iterator[Complaint]:
     """Yield what is wrong with the names; a reference says more than these checks know."""
     models = [one for one in subject.models if not subject.is_compared(one)]
+    for section in models:
+        yield from _averages(subject, section)
     yield from _wrappers([section for section in models if section.wrappers])
     yield from _submodules(models)
     for section in models:
@@ -274,11 +294,11 @@ def naming(subject: Subject) -> Iterator[Complaint]:
                 f"{counted(len(within), 'name')} {'starts' if len(within) == 1 else 'start'} with "
                 f'"module.", and {printable(others[0])} does not',
                 names_of(within),
-                hint="if it is a wrapper: ckptool rename with --prefix module.=",
+                hint="if it is a wrapper: ckptool rename FILE --prefix module.=",
                 severity="note",
                 effect="strip-module keeps it, because it may be a layer of that name",
             )
-        yield from _adapters(section, subject.checkpoint.path)
+        yield from _adapters(section)
     yield from _lightning(subject)
 
 
@@ -310,14 +330,46 @@ def _collision(sections: Iterable[Section]) -> str:
     return ""
 
 
+def _averages(subject: Subject, section: Section) -> Iterator[Complaint]:
+    """Yield a complaint about averages that are under a prefix in the state dict of their class."""
+    names = [*named_tensors(section.node)]
+    prefix = average_prefix(names)
+    if not prefix:
+        return
+    own = [name for name in names if name.startswith(prefix)]
+    others = [name for name in names if not name.startswith(prefix)]
+    steps, is_alone = (Take(ema=True),), not has_online_model(names)
+    besides = f" but {listed(others, most=3)}" if others else ""
+    yield Complaint(
+        "averages",
+        f'every key{besides} starts with "{prefix}": averaged weights (EMA)'
+        if is_alone
+        else f'{len(own):,} of {len(names):,} keys start with "{prefix}": averaged weights (EMA), '
+        "next to those of the model",
+        names_of(own),
+        hint=f"{ema_command(subject.checkpoint)} writes them under the keys of the model",
+        severity="fails" if is_alone or prefix == AVERAGED else "note",
+        quote=quote("unexpected-key", printable(own[0])),
+        effect="the class that computed the averages loads them",
+        fix=steps if is_alone else None,
+        choices=() if is_alone else (Choice(steps, "ema"),),
+    )
+
+
 def _submodules(models: list[Section]) -> Iterator[Complaint]:
-    names = [name for section in models for name in unwrapped(section).values()]
+    names = [
+        name
+        for section in models
+        for name in unwrapped(section).values()
+        if not average_prefix([name])  # a copy of another part
+    ]
     paths = wrapped_submodules(filter(counts, names))[:_MOST_PARTS]
     if not paths:
         return
     before = tuple(f"{path}.module." for path in paths)
     own = [name for name in names if name.startswith(before)]
     rules = (rf"^{escaped(path)}\.module\.=>{literal(path)}." for path in paths)
+    is_simple = len(paths) == 1 and not any(section.wrappers for section in models)
     yield Complaint(
         "submodule-wrapper",
         f'every name below {listed(map(printable, paths), most=3)} starts with "module.": '
@@ -325,16 +377,21 @@ def _submodules(models: list[Section]) -> Iterator[Complaint]:
         names_of(own),
         quote=quote("unexpected-key", printable(own[0]), call=_UNWRAPPED),
         effect="a model that has a layer of that name loads it (--like REFERENCE knows)",
-        fix=(Rename(tuple(rules)),),
+        fix=(Strip(at=paths[0]) if is_simple else Rename(tuple(rules)),),
     )
 
 
-def _adapters(section: Section, path: str) -> Iterator[Complaint]:
+def _adapters(section: Section) -> Iterator[Complaint]:
     """Yield a complaint about PEFT's prefix `base_model.model.` and its `base_layer` components."""
     every = [name for name in wrapped_names(section.node) if counts(name)]
     names = [name for name in every if name.startswith(PEFT)]
-    adapted = [name for name in names if ADAPTER.search(name)]
+    named = {name: found[2] for name in every if (found := NAMED_ADAPTER.search(name))}
+    adapted = [
+        name for name in every if name in named or (name.startswith(PEFT) and ADAPTER.search(name))
+    ]
     wrapped = [name for name in every if _BASE_LAYER in name]
+    if len(named) == len(every) and len(adapters := {*named.values()}) == 1:
+        yield _named_adapter(adapters.pop(), [*named])
     if not names and not wrapped:
         return
     own = bool(adapted or wrapped) or len(names) < len(every)
@@ -343,12 +400,12 @@ def _adapters(section: Section, path: str) -> Iterator[Complaint]:
     if own:
         kind = "adapters without their base model" if alone else "a model with its adapters"
         remedy = (
-            "ckptool merge-lora BASE ADAPTER -o OUT merges it into its base model; peft "
+            "ckptool merge-lora BASE FILE -o OUT merges it into its base model; peft "
             "(PeftModel.from_pretrained) loads it over that"
         )
     if adapted and wrapped and not alone:
         remedy = (
-            f"ckptool merge-lora {shell(path)} -o OUT --alpha N makes the model of it, where N is "
+            "ckptool merge-lora FILE -o OUT --alpha N makes the model of it, where N is "
             "its lora_alpha; its PeftModel loads it as it is"
         )
     shown = wrapped or adapted or names
@@ -361,6 +418,21 @@ def _adapters(section: Section, path: str) -> Iterator[Complaint]:
         quote=quote("unexpected-key", printable(shown[0])),
         effect="with strict=False an adapter is not applied, without an error",
         fix=None if own else (Rename((f"^{escaped(PEFT)}=>",)),),
+    )
+
+
+def _named_adapter(adapter: str, names: list[str]) -> Complaint:
+    """Return the note about keys that `get_peft_model_state_dict` would write without a name."""
+    rule = rf"\.{escaped(adapter)}(?=(\.weight|\.bias)?$)=>"
+    return Complaint(
+        "adapter-name",
+        f'the keys have the name of the adapter, "{printable(adapter)}", as the state dict of a '
+        "PeftModel does",
+        names_of(names),
+        severity="note",
+        effect="the PeftModel loads them with strict=False; PeftModel.from_pretrained adds a name "
+        "itself, and finds none of these keys",
+        choices=(Choice((Rename((rule,)),)),),
     )
 
 

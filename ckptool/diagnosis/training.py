@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ckptool.conversion.fit import Fit, compared
+from ckptool.conversion.fit import Fit, Reference, compared
 from ckptool.core.model import Shape, TensorRef
 from ckptool.core.names import BUFFER_NAMES, bare_names
 from ckptool.core.optimizers import groups_of, has_training_weights, model_of, names_in, shapes_in
@@ -27,14 +27,13 @@ from ckptool.diagnosis.complaint import (
 )
 from ckptool.diagnosis.models import INTEGERS, is_floating
 from ckptool.inspection.commands import ema_command
-from ckptool.loading.target import ModelTarget
 from ckptool.matching import DtypeChange, MatchReport
 from ckptool.matching.align import is_average_counter
-from ckptool.matching.judging import difference
+from ckptool.matching.judging import Allowance, difference
 from ckptool.matching.known_renames import MERGE
 from ckptool.quotes import quote
 from ckptool.transforms import Rename, Strip, Take
-from ckptool.words import are, counted, listed, printable
+from ckptool.words import are, counted, listed, printable, shell
 
 _HALF_LOADED = (
     "load_state_dict raises only at its end: what fits has been copied by then, so the model is "
@@ -47,6 +46,7 @@ _FORMS = (
     ("_g", "_v", "torch.nn.utils.remove_weight_norm(module, {0})"),
 )
 """Two endings of names by which torch stores one weight, and the function that joins them."""
+_INTERPOLATE = "ckptool convert FILE OUT --interpolate-pos GLOB=HxW"
 _MOST_JOINED = 20
 """Tensors of one module that are looked at: q, k, v, their biases and a projection."""
 _ANEW = "without the optimizer the weights load; its state starts anew"
@@ -70,7 +70,7 @@ def fit(subject: Subject) -> Iterator[Complaint]:
     like = (Fit(subject.reference, allow_unexpected=allowed),)
     rules = tuple(one.rule for one in report.proposed if one.rule)
     choices = (Choice((Rename(rules), *like), "fitting"),) if rules else ()
-    remedy = _difference(subject.model, target, report, missing, differs)
+    remedy = _difference(subject.model, subject.reference, report, missing, differs)
     yield from _renamed(subject.model, report, () if lost else like)
     if missing:
         yield Complaint(
@@ -94,24 +94,29 @@ def fit(subject: Subject) -> Iterator[Complaint]:
             effect=f"with strict=False they are left out. {_HALF_LOADED}",
             fix=like if alone else None,
         )
-    yield from _shapes(report, "" if missing else differs)
+    heads = _without_heads(subject.reference, report)
+    yield from _shapes(report, "" if missing else differs, heads)
     yield from _types(report.cast)
 
 
 def _difference(
-    model: Section, target: ModelTarget, report: MatchReport, missing: Sequence[str], differs: str
+    model: Section,
+    reference: Reference,
+    report: MatchReport,
+    missing: Sequence[str],
+    differs: str,
 ) -> str:
     """Say in one sentence why names differ, and what makes them equal."""
     unexpected = report.unexpected_keys
     if differs == MERGE or report.recipe:
-        return differs
+        return differs.replace("ADAPTER", "FILE")
     if form := _reparametrised(unexpected):
         return f"in the model that saved it, call {form}, and save it again"
     if form := _reparametrised(missing):
         return f"the file has plain weights: in the new model, call {form}, then load"
-    held = named_tensors(model.node)
+    held, wanted = named_tensors(model.node), reference.target.slots
     ours = {name: held[name].shape for name in unexpected if name in held}
-    theirs = {name: shape for name in missing if (shape := target.slots[name].shape) is not None}
+    theirs = {name: shape for name in missing if (shape := wanted[name].shape) is not None}
     for whole, parts, text in (
         (theirs, ours, "{0} = torch.cat([{1}])"),
         (ours, theirs, "{1} = {0}.chunk({2})"),
@@ -121,7 +126,8 @@ def _difference(
             code = text.format(printable(found[0]), shown, len(found[1]))
             return f"in code: {code}, in the order in which the model uses them"
     if report.proposed:
-        return "ckptool match FILE --like REFERENCE shows the rules that it proposes for the names"
+        shows = f"ckptool match FILE --like {shell(reference.word)} shows"
+        return f"{shows} the rules that it proposes for the names"
     if not report.fitting:
         return "no name matches: the file is for another architecture"
     if differs or not missing:
@@ -194,7 +200,23 @@ def _renamed(model: Section, report: MatchReport, fix: Steps | None) -> Iterator
     )
 
 
-def _shapes(report: MatchReport, differs: str) -> Iterator[Complaint]:
+def _without_heads(reference: Reference, report: MatchReport) -> tuple[Choice, ...]:
+    """Return the conversion that leaves out tensors of another shape, where all others fit."""
+    given = dict(Allowance().judged(report).remedy.arguments)
+    names = given.get("allow_mismatched")
+    if not isinstance(names, tuple) or not given.keys() <= {"allow_mismatched", "allow_unexpected"}:
+        return ()
+    extra = given.get("allow_unexpected")
+    steps = Fit(
+        reference,
+        allow_mismatched=names,
+        allow_unexpected=extra if isinstance(extra, (bool, tuple)) else None,
+    )
+    code = f"ckptool.load_into(model, FILE, allow_missing={list(names)!r})"
+    return (Choice((steps,), "fitting", code),)
+
+
+def _shapes(report: MatchReport, differs: str, choices: tuple[Choice, ...]) -> Iterator[Complaint]:
     wrong = report.mismatched
     if not wrong:
         return
@@ -207,11 +229,12 @@ def _shapes(report: MatchReport, differs: str) -> Iterator[Complaint]:
         f"{listed(shown, most=3)}",
         names_of(names),
         hint=differs
-        or ("resize position embeddings (torch.nn.functional.interpolate), or " * resized)
+        or (f"resize position embeddings ({_INTERPOLATE}), or " * resized)
         + "delete them from the state dict and load with strict=False: the model keeps its own "
         + listed(names_of(names, most=2)),
         quote=quote("size", printable(first.name), list(first.shape), list(first.wanted)),
         effect=f"strict=False does not skip it. {_HALF_LOADED}",
+        choices=() if resized or differs else choices,
     )
 
 
@@ -235,7 +258,8 @@ def _types(casts: Sequence[DtypeChange]) -> Iterator[Complaint]:
             f"{counted(len(rounded), 'tensor')} with another type than in the reference: "
             f"{_kinds(rounded)}",
             names_of(one.name for one in rounded),
-            hint="ckptool cast counts what overflows, underflows and loses precision",
+            hint=f"ckptool cast FILE --dtype {rounded[0].after} --dry-run counts what overflows, "
+            "underflows and loses precision",
             severity="note",
             effect="load_state_dict casts to the model's type without an error; values that are "
             "too large become inf (65,520 and more in float16)",

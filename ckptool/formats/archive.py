@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter, index
 from typing import Any, NamedTuple, NoReturn
@@ -401,27 +402,30 @@ def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
     """Return the error for a zip that ends before its directory.
 
     torch writes the pickle first, and the pickle names every storage with its length: where it
-    is still whole, it tells the least that the file must have had.
+    is still whole, it tells the least that the file must have had. Without it nothing can be
+    salvaged, nor of a `.distcp` file, which is a run of archives.
     """
     missing = "the file is cut short: the zip directory, which stands at its end, is missing"
     fact = f"{missing}; it has {data.length:,} bytes"
-    try:
-        wanted = _least_size(data, limits)
-    except (CheckpointError, struct.error):
-        wanted = 0
+    wanted, hint = 0, "download or copy it again"
+    with suppress(CheckpointError, struct.error):
+        end, sizes, root = _first_pickle(data, limits)
+        wanted = end + sum(sizes)
+        is_torch = not data.source.name.endswith(".distcp")
+        if is_torch and sizes and end + sizes[0] <= data.length:
+            hint += f"; or run {salvage_command(data.source.name, root)}"
     if wanted > data.length:
         lost = wanted - data.length
         fact += f", and its tensors alone need {wanted:,}, so at least {lost:,} are missing"
-    hint = f"download or copy it again; or run {salvage_command(data.source.name)}"
     return TruncatedFile(fact, hint=hint)
 
 
-def _least_size(data: ByteRange, limits: Limits) -> int:
-    """Return the bytes up to the end of the pickle plus those of the storages that it names."""
+def _first_pickle(data: ByteRange, limits: Limits) -> tuple[int, list[int], Any]:
+    """Return where the pickle ends, the bytes of each storage that it names, and its tree."""
     header = LOCAL.unpack(data.read(0, LOCAL.size))
     method, name_length, extra_length = header[3], header[9], header[10]
     if method or not data.read(LOCAL.size, name_length).endswith(b"/data.pkl"):
-        return 0
+        return 0, [], None
     sizes: dict[str, int] = {}
 
     def note(pid: Any) -> Any:
@@ -434,7 +438,7 @@ def _least_size(data: ByteRange, limits: Limits) -> int:
 
     start = LOCAL.size + name_length + extra_length
     pickle = unpickle(data, persistent_load=note, limits=limits, start=start)
-    return pickle.end + sum(sizes.values())
+    return pickle.end, [*sizes.values()], pickle.root
 
 
 ARRAY = ".npy"

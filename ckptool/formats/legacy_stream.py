@@ -305,7 +305,7 @@ class LegacyStream:
         return TruncatedFile(
             f"the file ends in storage {keys[index]!r:.80} ({index + 1:,} of {len(keys):,}): "
             f"{missing:,} of {position + wanted:,} bytes are missing",
-            hint=f"copy it again; or run {salvage_command(self.data.source.name)}",
+            hint=f"copy it again; or run {salvage_command(self.file, self.unpickled.root)}",
         )
 
 

@@ -15,7 +15,7 @@ from ckptool.files import Source as Bytes
 from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
 from ckptool.formats.base import Probe
-from ckptool.formats.registry import candidates
+from ckptool.formats.registry import candidates, shard_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
 
 TORCH_FILES = ("torch-zip", "torch-legacy")
@@ -145,7 +145,9 @@ def _read(probe: Probe) -> Checkpoint:
                 raise UsageError(
                     f"is {known.name}: one file of torch.save's or of safetensors can be salvaged",
                     file=probe.path,
-                    hint="salvage the files of a set one by one",
+                    hint="salvage its shards one by one"
+                    if shard_of(known.name)
+                    else "leave out --salvage; if the file is damaged, copy it again",
                 )
             checkpoint = known.read(probe)
             for _ in walk(checkpoint.root, probe.limits):

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 from codecs import getincrementaldecoder
+from typing import Any
 
+from ckptool.core.model import Opaque
+from ckptool.core.modules import model_state
+from ckptool.core.tree import everything
 from ckptool.errors import CorruptFile, without_query
 from ckptool.files import Source
 from ckptool.files.source import BLOCK
+from ckptool.symbolic.encoder import blockers
 from ckptool.words import shell
 
 _REPLACED = "\ufffd"
@@ -40,12 +45,22 @@ def text_fault(source: Source) -> CorruptFile | None:
     return CorruptFile(f"the file was transferred as text: {how}", hint=AS_TEXT_HINT)
 
 
-def salvage_command(file: str) -> str:
-    """Return the command that saves the intact tensors of a file under another name."""
+def salvage_command(file: str, root: Any = None) -> str:
+    """Return the command that saves the intact tensors of a file under another name.
+
+    `root` is the tree in it, if it is known: a pickled model becomes a state dict, and other
+    objects become data, so that torch loads the result.
+    """
     path = os.path.basename(without_query(file)) if "://" in file else file
     stem, extension = os.path.splitext(path)
     target = f"{stem}.salvaged{extension}"
-    return f"ckptool convert --salvage {shell(file)} {shell(target)}"
+    every = [node for node in everything(root) if isinstance(node, Opaque)]
+    option = ""
+    if any(model_state(node) is not None for node in every):
+        option = " --model-only"
+    elif blockers(root):
+        option = " --plain"
+    return f"ckptool convert --salvage {shell(file)} {shell(target)}{option}"
 
 
 def last_copy(source: Source, head: bytes) -> int:

@@ -67,7 +67,8 @@ FOREIGN = {
 """The rules for names of TensorFlow, Keras and Flax, in this order, each with its text."""
 _TUNER = r"(?:^|\.)((?:lora|ia3|hada|lokr|oft|boft|vera)_\w+)\."
 """What PEFT calls the parts of an adapter in a layer."""
-_ADAPTER = re.compile(_TUNER + r"(?!(?:weight|bias)$)(\w+)")
+NAMED_ADAPTER = re.compile(_TUNER + r"(?!(?:weight|bias)$)(\w+)")
+"""A part of an adapter and the name of the adapter: `lora_A.default`."""
 _DEFAULT = re.compile(_TUNER + r"default((?:\.(?:weight|bias))?)$")
 _BASE = re.compile(r"([^.]+)\.base_layer\.([^.]+)$")
 """What PEFT puts a layer with an adapter into: `q_proj.base_layer.weight`."""
@@ -143,7 +144,7 @@ def _adapted(names: Collection[str]) -> Iterator[tuple[str, Respelling]]:
     where there is nothing else.
     """
     marked = [name for name in names if any(mark in name for mark in _MARKS)]
-    adapters = {found[2] for name in names if (found := _ADAPTER.search(name))}
+    adapters = {found[2] for name in names if (found := NAMED_ADAPTER.search(name))}
     saved = {name.partition(".modules_to_save.")[0] for name in names if ".modules_to_" in name}
     for name in marked:
         if adapters == {"default"} and (found := _DEFAULT.search(name)):

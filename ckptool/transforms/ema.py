@@ -31,13 +31,13 @@ _LITEMA = "model_ema."
 _LITEMA_COUNTS = ("decay", "num_updates")
 _TIMM = "model_ema.module."
 """timm's `ModelEmaV2` as an attribute of a LightningModule: a copy of another attribute."""
-_ONLINE, _AVERAGED = "online_model.", "ema_model."
+_ONLINE, AVERAGED = "online_model.", "ema_model."
 """ema-pytorch: the two copies that its `EMA` holds."""
 _SHADOW = "shadow_params"
 """torch-ema and the `EMAModel` of diffusers: a list in the order of `model.parameters()`."""
 _LOOKED_FOR = (
     "a state dict or module called ema (`model_ema`, `state_dict_ema`); names that begin with "
-    f"`{_LITEMA}` or `{_AVERAGED}`; a list `{_SHADOW}`; `averaging_state` of Lightning; "
+    f"`{_LITEMA}` or `{AVERAGED}`; a list `{_SHADOW}`; `averaging_state` of Lightning; "
     "a schedule-free optimizer in train mode"
 )
 
@@ -116,11 +116,9 @@ def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
         tensors = named_tensors(part.node)
         prefix = average_prefix(tensors)
         inner = _under(prefix, tensors) if prefix else {}
-        if prefix == _TIMM:
+        if prefix == _TIMM and has_online_model(tensors):
             rest = without_keys(part.node, {_TIMM + name for name in inner})
-            model = replace(part, node=rest) if named_tensors(rest) else None
-            own = replace(part, node=OrderedMap(inner))
-            yield _Average((*part.path, _TIMM), inner, own, model)
+            yield _Average((*part.path, _TIMM), inner, None, replace(part, node=rest))
         elif prefix == _LITEMA:
             counts = {name: one for name, one in inner.items() if name not in _LITEMA_COUNTS}
             model = replace(part, node=without_keys(part.node, {_LITEMA + name for name in inner}))
@@ -139,13 +137,13 @@ def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
 
 def average_prefix(names: Collection[str]) -> str:
     """Return the prefix of the keys that are averages in a state dict; "" without any."""
-    known = (_TIMM, _LITEMA, _AVERAGED)
+    known = (_TIMM, _LITEMA, AVERAGED)
     return next((one for one in known if any(name.startswith(one) for name in names)), "")
 
 
 def has_online_model(names: Collection[str]) -> bool:
     """Return whether a state dict with averages has the weights that they are averages of."""
-    if average_prefix(names) == _AVERAGED:
+    if average_prefix(names) == AVERAGED:
         return any(name.startswith(_ONLINE) for name in names)
     return not all(name.startswith(_LITEMA) for name in names)
 

@@ -25,7 +25,7 @@ class Flatten(Step):
 
     def words(self) -> Iterator[str]:
         """Yield the words that ask `convert` for this step."""
-        yield f"--flatten={self.separator}"
+        yield "--flatten" if self.separator == "." else f"--flatten={self.separator}"
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with one dict as its root.

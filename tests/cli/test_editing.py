@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import struct
@@ -67,6 +68,16 @@ def test_nothing_to_change_is_said_and_written_all_the_same(ckptool, model, tmp_
         "warning: no name has the prefix of a wrapper\nnames, values and devices stay" in done.err
     )
     assert (tmp_path / "model.stripped.stripped.pth").exists()
+
+
+def test_a_wrapper_inside_the_model_is_named_with_its_command(ckptool, tmp_path):
+    inner = {"encoder.module.w": torch.ones(2), "head.w": torch.ones(2)}
+    torch.save(inner, tmp_path / "inner.pth")
+    done = ckptool("strip-module", tmp_path / "inner.pth")
+    (command,) = re.findall(r"ckptool (strip-module .* --at encoder)", done.err)
+    assert ckptool(*shlex.split(command), "--force").code == 0
+    made = torch.load(tmp_path / "inner.stripped.pth")
+    assert [*made] == ["encoder.w", "head.w"]
 
 
 def test_a_change_of_format_or_protocol_alone_is_said(ckptool, net, tmp_path):

@@ -103,8 +103,6 @@ def run(diagnosis):
         (lambda: layers(True), lambda: layers(False), r"0\.qkv\.weight\.chunk\(3\)"),
         (lambda: Placed(4), lambda: Placed(9),
          r"resize position embeddings .* strict=False: the model keeps its own pos_embed"),
-        (Net, lambda: Net(classes=7),
-         r"delete them .* strict=False: the model keeps its own head\.weight, head\.bias"),
         (lambda: Wrapped(True), Net, "merge-lora"),
         (lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(6))),
          lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))),
@@ -120,7 +118,7 @@ def run(diagnosis):
         (lambda: nn.LSTM(3, 4), Net, "no name matches: the file is for another architecture"),
     ],
     ids=["pruned", "into pruned", "spectral norm", "parametrised", "q, k, v", "qkv",
-         "positions", "head", "adapter", "fewer layers", "more layers", "one of the layers",
+         "positions", "adapter", "fewer layers", "more layers", "one of the layers",
      "average", "another model"],
 )  # fmt: skip
 def test_a_difference_that_no_command_mends_is_explained(diagnosed, model, reference, says):
@@ -173,8 +171,21 @@ def test_rules_that_match_proposes_are_a_command_where_all_then_fits(diagnosed):
 def test_names_are_made_right_where_something_else_is_missing(diagnosed):
     wrapped = OrderedDict((f"module.{name}", value) for name, value in Net(9).state_dict().items())
     found = diagnosed(wrapped, like=Net().state_dict())
-    assert list(run(found)) == []
+    (fitted,) = run(found)
     assert torch.load(found.target).keys() == Net().state_dict().keys()
+    assert fitted.keys() == Net().state_dict().keys() - {"head.weight", "head.bias"}
+
+
+def test_a_head_of_another_size_is_left_out_and_the_rest_is_loaded(diagnosed):
+    big, small = Net(9), Net()
+    kept = small.head.weight.clone()
+    found = diagnosed({"net": big.state_dict(), "epoch": 1}, like=small.state_dict())
+    (wrong,) = [one for one in found.complaints if one.kind == "size-mismatch"]
+    list(run(found))
+    assert wrong.code in str(found)
+    exec(wrong.code, {"ckptool": ckptool, "model": small})
+    assert torch.equal(small.features[0].weight, big.features[0].weight)
+    assert torch.equal(small.head.weight, kept)
 
 
 def test_no_line_to_resume_changes_what_the_training_calls_its_parameters(diagnosed):

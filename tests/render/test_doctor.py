@@ -22,7 +22,9 @@ def diagnosis(**fields):
         commands=COMMANDS[:1],
         alternatives=("ckptool x", "ckptool y"),
     )
-    note = Complaint("ties", "tied", severity="note", effect="torch keeps it", commands=COMMANDS[:1])
+    note = Complaint(
+        "ties", "tied", severity="note", effect="torch keeps it", commands=COMMANDS[:1]
+    )
     return Diagnosis("a b.pth", "torch-zip", ("cpu",), (complaint, note), **fields)
 
 
@@ -62,7 +64,10 @@ def test_a_file_that_loads_is_said_to_load():
     misleads = Complaint("bloat", "what", severity="misleads", effect="why")
     for given, verdict in (
         ((misleads,), "torch.load opens it; 1 warning"),
-        ((Complaint("ties", "tied", severity="note", effect="kept"),), "torch.load opens it; 1 note"),
+        (
+            (Complaint("ties", "tied", severity="note", effect="kept"),),
+            "torch.load opens it; 1 note",
+        ),
     ):
         found = Diagnosis("m.pth", "torch-zip", ("cpu",), given)
         assert lines(found)[0] == f"m.pth: {verdict}"

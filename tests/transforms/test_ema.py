@@ -162,6 +162,30 @@ def test_ema_pytorch(net, averaged, extracted):
     same(extracted(root)[0], averaged.state_dict())
 
 
+def test_ema_pytorch_without_the_model(averaged, extracted):
+    root = {f"ema_model.{name}": value for name, value in averaged.state_dict().items()}
+    root.update(initted=torch.tensor(True), step=torch.tensor(3))
+    same(extracted(root)[0], averaged.state_dict())
+
+
+def prefixed(state, prefix):
+    return {prefix + name: value for name, value in state.items()}
+
+
+@pytest.mark.parametrize("attribute", ["model", "net"])
+def test_timm_inside_a_lightning_module(net, averaged, extracted, attribute):
+    """As `ModelEmaV2` has it, whose own name for its copy is `module`."""
+    own = prefixed(net.state_dict(), f"{attribute}.")
+    ema = prefixed(averaged.state_dict(), "model_ema.module.")
+    loss = {"loss.weight": torch.ones(3)}
+    made, told = extracted({"state_dict": {**own, **ema, **loss}})
+    same(made, prefixed(averaged.state_dict(), f"{attribute}.") | loss)
+    assert "11 averaged weights of state_dict/model_ema.module." in told[0]
+    same(extracted(ema)[0], averaged.state_dict())
+    with pytest.raises(NotFound, match="no model in one way alone"):
+        extracted({**own, **prefixed(net.state_dict(), "teacher."), **ema})
+
+
 def test_lightning(net, averaged, extracted):
     root = {
         "state_dict": dict(averaged.state_dict()),
