@@ -16,6 +16,7 @@ ROOMS = [
     "renamed",
     "limits",
     "dtypes",
+    "quotes",
     "files",
     "factories",
     "core",

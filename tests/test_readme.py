@@ -21,7 +21,7 @@ AROUND = ("make", "pip")
 
 
 SHOWN = {
-    "doctor": r"wrapper prefix module\.",
+    "doctor": r'every key in state_dict starts with "module\."',
     "info": r"cuda:3 \(27\)",
     "list": r"27 tensors",
     "show": r"module\.fc\.weight",

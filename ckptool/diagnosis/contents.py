@@ -32,7 +32,7 @@ from ckptool.quotes import Quote, quote
 from ckptool.transforms import Cast, Compact, Remap, Take, Untie
 from ckptool.transforms.compacting import storage_use
 from ckptool.transforms.devices import CARRIED
-from ckptool.words import counted, listed, printable
+from ckptool.words import are, counted, listed, printable
 
 _BYTES: tuple[tuple[str, Severity, frozenset[str], str, str], ...] = (
     (
@@ -267,8 +267,8 @@ def placement(subject: Subject) -> Iterator[Complaint]:
         gpus = sum(tag.startswith("cuda:") for tag in subject.devices)
         yield Complaint(
             "device",
-            f"{counted(len(names), 'tensor')} on {listed(missing)}: this machine has "
-            f"{listed(subject.devices)}",
+            f"{counted(len(names), 'tensor')} {are(len(names))} on {listed(missing)}, but this "
+            f"machine only has {listed(subject.devices)}",
             names_of(names),
             quote=_error(missing[0], gpus),
             effect="map_location='cpu' or a dict helps, a function does not"

@@ -324,7 +324,7 @@ def _urgency(complaint: Complaint) -> tuple[int, int, bool]:
     return _ORDER.get(complaint.kind, 0), _RANK[complaint.severity], not complaint.commands
 
 
-MENDED, RESUMED = "mended", "resume"
+MENDED, RESUMED = "fixed", "resume"
 """The words before the ending of the file that a plan writes."""
 _OF_A_MODEL = (Take, Strip, Rename, Fit)
 """Steps after which the training that saved the file cannot resume from it."""

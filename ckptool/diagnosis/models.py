@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import Any
 
 from ckptool.core.finding import Severity
 from ckptool.core.model import Opaque, OrderedMap, TensorRef, find_tensors
 from ckptool.core.modules import model_state
-from ckptool.core.names import N_AVERAGED, PEFT, counts, strip_names, wrapped_in_part
+from ckptool.core.names import N_AVERAGED, PEFT, WRAPPERS, counts, strip_names, wrapped_in_part
 from ckptool.core.sections import Section, named_tensors, values_inside, wrapped_names
 from ckptool.core.tree import everything, name_of
 from ckptool.diagnosis.complaint import (
@@ -102,7 +104,7 @@ def _one_level_down(subject: Subject, model: Section) -> Complaint:
     beside = subject.is_training
     return Complaint(
         "level",
-        f"the weights are under the key {printable(model.name)}"
+        f'the weights are under the key "{printable(model.name)}"'
         + (", next to the training state" if beside else ""),
         (printable(model.name),),
         hint=f"in code: torch.load(FILE){_way(model)}",
@@ -230,7 +232,7 @@ def objects(subject: Subject) -> Iterator[Complaint]:
         alone = subject.model is not None and subject.model.kind == "module"
         yield Complaint(
             "module",
-            f"the model itself was pickled, not its state_dict: {listed(classes)}",
+            f"it contains a pickled model ({listed(classes)}), not a state dict",
             names_of(name or "the root" for name, _ in modules),
             quote=said,
             effect=absent,
@@ -240,7 +242,7 @@ def objects(subject: Subject) -> Iterator[Complaint]:
         classes = dict.fromkeys([kind for _, kind in others] or subject.blocked)
         yield Complaint(
             "objects",
-            f"it holds objects that weights_only=True refuses: {listed(classes)}",
+            f"it contains objects that weights_only=True rejects: {listed(classes)}",
             names_of((f"{name or 'the root'} ({kind})" for name, kind in others), most=20),
             hint=_remedy(classes),
             quote=said,
@@ -307,17 +309,30 @@ def _wrappers(sections: list[Section]) -> Iterator[Complaint]:
         return
     kinds = dict.fromkeys(word for section in sections for word in section.wrappers)
     names = [name for section in sections for name in wrapped_names(section.node) if counts(name)]
+    where = listed(dict.fromkeys(section.name for section in sections if section.name))
+    inside = f" in {where}" if where else ""
+    fronts = {_front(wrapped_names(section.node)) for section in sections}
+    front = fronts.pop() if len(fronts) == 1 else ""
+    text = f'every key{inside} starts with "{front}"'
+    if not front:
+        prefixes = listed(f'"{word}."' for word in kinds)
+        text = f"keys{inside} have the wrapper prefix{'es' if len(kinds) > 1 else ''} {prefixes}"
     yield Complaint(
         "wrappers",
-        f"the names in {listed(section.name or 'the root' for section in sections)} have the "
-        f"wrapper prefix{'es' if len(kinds) > 1 else ''} "
-        f"{listed(f'{word}.' for word in kinds)}",
+        text,
         names_of(names),
         hint=_collision(sections),
         quote=quote("other-keys", printable(names[0]), call=_UNWRAPPED),
         effect="with strict=False it loads nothing, without an error",
         fix=(Strip(),),
     )
+
+
+def _front(names: Iterable[str]) -> str:
+    """Return the wrapper prefixes that every key starts with: `module._orig_mod.`."""
+    common = os.path.commonprefix([name for name in names if counts(name)])
+    words = takewhile(WRAPPERS.__contains__, common.split(".")[:-1])
+    return "".join(f"{word}." for word in words)
 
 
 def _collision(sections: Iterable[Section]) -> str:

@@ -164,21 +164,21 @@ def _sections(sections: Iterable[SectionInfo], look: Look) -> Iterator[str]:
 
 def _commands(info: Info, look: Look) -> Iterator[str]:
     commands = {name: info.commands[name] for name in _MACHINES if name in info.commands}
-    title = "to use the weights" if "resume" in info.commands else "to make it load"
+    title = "To use the weights" if "resume" in info.commands else "To load it"
     loads = f"{clean(info.reader)} reads it as it is" if info.reader else "loads as it is"
     if info.part:
         yield f"no command makes it load: {clean(info.part)}"
     elif info.alternatives:
         if commands:
-            yield from titled_commands("to make all of it load", [commands["cpu"]], look)
+            yield from titled_commands("To load all of it:", [commands["cpu"]], look)
         several = ", choose one" * (len(info.alternatives) > 1)
-        yield from titled_commands(f"to make it load{several}", info.alternatives, look)
+        yield from titled_commands(f"To load it{several}:", info.alternatives, look)
     elif info.obstacle:
         yield from wrapped(f"no command makes it load: {clean(info.obstacle)}", look.width)
     elif not commands:
         yield loads
     elif len(set(commands.values())) == 1 and len(commands) == len(_MACHINES):
-        yield from titled_commands(title, set(commands.values()), look)
+        yield from titled_commands(f"{title}:", set(commands.values()), look)
     else:
         yield look.bold(f"{title} on a machine with")
         for machine, words in _MACHINES.items():

@@ -59,7 +59,7 @@ def resume_title(training: Sequence[str]) -> str:
     """Return the title of a command that keeps what the file has for a training."""
     *others, last = training or ("",)
     parts = f"{', '.join(others)} and {last}" if others else last
-    return f"to resume the training{f', with {parts}' if parts else ''}"
+    return f"To resume training{f', with the {parts}' if parts else ''}:"
 
 
 def titled_commands(title: str, commands: Iterable[str], look: Look) -> Iterator[str]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckptool.inspection.scan import Scan, Stream
     from ckptool.inspection.verify import ManifestOutcome, Verdict
 
+_FAILS = "does not load on this machine"
 _WORDS = {"fails": "error", "misleads": "warning", "note": "note"}
 
 
@@ -36,7 +37,8 @@ def diagnosis_lines(
 ) -> Iterator[str]:
     """Yield the verdict, the complaints (where and why with `explain`) and what to run."""
     name = clean(diagnosis.file)
-    yield f"{look.bold(name)}: {verdict_text(diagnosis)}"
+    verdict = verdict_text(diagnosis)
+    yield f"{look.bold(name)}{' ' if verdict.startswith(_FAILS) else ': '}{verdict}"
     if not diagnosis.complaints:
         if explain and (remark := format_of(diagnosis.format or "").remark):
             yield from _fact("why", remark, look)
@@ -52,16 +54,16 @@ def diagnosis_lines(
 
 
 def verdict_text(diagnosis: Diagnosis) -> str:
-    """Return `does not load here: 2 errors, 1 note`, or that it loads."""
+    """Return `does not load on this machine: 2 errors, 1 note`, or that it loads."""
     if not diagnosis.complaints:
-        return f"no problem found for {_loader(diagnosis)} and load_state_dict"
+        return f"no problems found with {_loader(diagnosis)} or load_state_dict"
     counts: Counter[str] = Counter(complaint.severity for complaint in diagnosis.complaints)
     text = ", ".join(counted(counts[kind], word) for kind, word in _WORDS.items() if counts[kind])
     if diagnosis.reader:
         others = f", {_loader(diagnosis)} does not: " if counts["fails"] else "; "
         return clean(f"{diagnosis.reader} reads it as it is{others}{text}")
     if counts["fails"]:
-        return f"does not load here: {text}"
+        return f"{_FAILS}: {text}"
     return f"{_loader(diagnosis)} opens it; {text}"
 
 
@@ -115,14 +117,14 @@ def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
     if diagnosis.commands:
         numbers = [str(number) for number, complaint in every if complaint.commands]
         fixed = listed(numbers, most=len(numbers)) if len(every) > 1 else ""
-        title = f"to fix {fixed or 'it'}"
+        title = f"To fix {fixed or 'it'}:"
         if diagnosis.resume:
-            title = "to use the weights" + (f" (fixes {fixed})" if fixed else "")
+            title = "To use the weights" + (f" (fixes {fixed}):" if fixed else ":")
         yield from titled_commands(title, diagnosis.commands, look)
     if diagnosis.resume is not None:
         yield from titled_commands(resume_title(diagnosis.training), [diagnosis.resume], look)
     if diagnosis.code:
-        title = "or in Python" if diagnosis.resume else resume_title(diagnosis.training)
+        title = "Or in Python:" if diagnosis.resume else resume_title(diagnosis.training)
         yield from (look.bold(title), f"  {clean(diagnosis.code)}")
     choices: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for number, complaint in every:
@@ -130,10 +132,10 @@ def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
             choice = complaint.alternatives, complaint.code
             choices.setdefault(choice, []).append(str(number))
     for (commands, code), numbers in choices.items():
-        title = f"for {listed(numbers, most=len(numbers))}"
-        yield from titled_commands(title + ", one of" * (len(commands) > 1), commands, look)
+        title = f"For {listed(numbers, most=len(numbers))}"
+        yield from titled_commands(title + ", one of" * (len(commands) > 1) + ":", commands, look)
         if code:
-            yield from (look.bold("then in Python"), f"  {clean(code)}")
+            yield from (look.bold("Then in Python:"), f"  {clean(code)}")
     left = [str(at) for at, one in every if not (one.commands or one.alternatives)]
     if 0 < len(left) < len(every):
         *others, last = left

@@ -58,7 +58,7 @@ def test_the_command_that_info_proposes_makes_one_file_that_loads(ckptool, tmp_p
     folder = shutil.copytree(WRAPPED, tmp_path / "set")
     command = ckptool("info", folder, "--json").document["commands"]["cpu"].split()
     assert ckptool(*command[1:]).code == 0
-    found = torch.load(folder / "pytorch_model.mended.pth", weights_only=True)
+    found = torch.load(folder / "pytorch_model.fixed.pth", weights_only=True)
     shards = loaded(WRAPPED / "pytorch_model.bin.index.json")
     assert [f"module.{name}" for name in found] == list(shards)
     assert all(found[name.removeprefix("module.")].equal(shards[name]) for name in shards)

@@ -215,9 +215,9 @@ def test_what_peft_trained_beside_an_adapter_is_what_is_kept(diagnosed):
 
 
 RESUMED = {
-    "optimizer": (["optimizer"], "with optimizer"),
-    "optimizer, epoch": (["optimizer", "epoch"], "with optimizer and epoch"),
-    "scheduler": (["optimizer", "epoch", "scheduler"], "with optimizer, epoch and schedule"),
+    "optimizer": (["optimizer"], "with the optimizer"),
+    "optimizer, epoch": (["optimizer", "epoch"], "with the optimizer and epoch"),
+    "scheduler": (["optimizer", "epoch", "scheduler"], "with the optimizer, epoch and schedule"),
 }
 
 
@@ -235,7 +235,7 @@ def test_who_resumes_with_a_model_keeps_what_the_training_saved(diagnosed, word,
     outer = nn.DataParallel(net) if is_wrapped else net
     saved = {"model": outer.state_dict(), **{key: values[key] for key in keys}}
     found = diagnosed(saved, like=net.state_dict())
-    assert f"to resume the training, {title}\n" in str(found)
+    assert f"To resume training, {title}:\n" in str(found)
     fresh = Net()
     mine = torch.optim.Adam(fresh.parameters())
     scope = {"ckptool": ckptool, "model": fresh, "optimizer": mine}

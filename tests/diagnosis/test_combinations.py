@@ -71,7 +71,7 @@ def test_no_way_out_leaves_a_second_checkpoint_of_one_name_in_a_folder_of_shards
     index = tmp_path / "parts" / "pytorch_model.bin.index.json"
     index.parent.mkdir()
     ckptool.open(alone).save(index, max_shard_size=100)
-    for path, target in ((index, "model.mended.safetensors"), (alone, "model.safetensors")):
+    for path, target in ((index, "model.fixed.safetensors"), (alone, "model.safetensors")):
         (tied,) = (one for one in doctor(path).complaints if one.kind == "ties")
         (choice,) = tied.alternatives
         assert choice.endswith(f"{target} --ties copy")

@@ -141,7 +141,7 @@ def test_a_protocol_that_weights_only_refuses_is_named_and_needs_a_rewrite(saved
     found = saved({"w": torch.ones(1)}, pickle_protocol=4)
     assert not found.weights_only
     assert any("opcode" in text for text in found.blockers)
-    command = f"ckptool convert {tmp_path}/model.pth {tmp_path}/model.mended.pth"
+    command = f"ckptool convert {tmp_path}/model.pth {tmp_path}/model.fixed.pth"
     assert set(found.commands.values()) == {command}
 
 

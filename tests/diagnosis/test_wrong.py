@@ -288,7 +288,7 @@ def test_weights_that_an_object_keeps_are_weights(tmp_path):
     average._store._mapping = {f"module.{name}": value for name, value in healthy().items()}
     torch.save(average, tmp_path / "ema.pt")
     run(examined(tmp_path / "ema.pt").all_at_once)
-    assert torch.load(tmp_path / "ema.mended.pth").keys() == healthy().keys()
+    assert torch.load(tmp_path / "ema.fixed.pth").keys() == healthy().keys()
 
 
 def test_torchaos_tensors_load_after_its_import():

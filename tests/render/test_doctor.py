@@ -6,7 +6,7 @@ from ckptool.diagnosis import Complaint, Diagnosis
 from ckptool.render.text import PLAIN, Look
 from ckptool.render.verdicts import diagnosis_lines
 
-COMMANDS = ("ckptool convert 'a b.pth' 'a b.mended.pth' --model-only --wrappers strip",)
+COMMANDS = ("ckptool convert 'a b.pth' 'a b.fixed.pth' --model-only --wrappers strip",)
 
 
 WHY = "why it" + " why it" * 29
@@ -34,18 +34,18 @@ def lines(found, look=PLAIN, explain=True):
 
 def test_the_verdict_comes_first_and_each_command_once_at_the_end():
     found = lines(diagnosis(commands=COMMANDS, all_at_once=COMMANDS[0], resume="ckptool r"))
-    assert found[0] == "a b.pth: does not load here: 1 error, 1 note"
+    assert found[0] == "a b.pth does not load on this machine: 1 error, 1 note"
     assert found[2] == "1. error: what is \\x1b[2J wrong"
     assert "   where  a, b" in found
     assert "   hint   help" in found
     assert "2. note: tied" in found
     assert found[-8:] == [
         "",
-        "to use the weights (fixes 1, 2)",
+        "To use the weights (fixes 1, 2):",
         f"  {COMMANDS[0]}",
-        "to resume the training, with optimizer, epoch and schedule",
+        "To resume training, with the optimizer, epoch and schedule:",
         "  ckptool r",
-        "for 1, one of",
+        "For 1, one of:",
         "  ckptool x",
         "  ckptool y",
     ]
@@ -75,15 +75,15 @@ def test_a_file_that_loads_is_said_to_load():
 
 def test_what_is_piped_is_not_broken_and_what_is_seen_fits():
     assert any(line.count("why it") == 30 for line in lines(diagnosis()))
-    narrow = lines(diagnosis(commands=COMMANDS), Look(width=50))
-    assert max(map(len, narrow)) <= 50
+    narrow = lines(diagnosis(commands=COMMANDS), Look(width=60))
+    assert max(map(len, narrow)) <= 60
 
 
 def test_a_broken_command_is_one_to_a_shell():
     found = diagnosis(commands=COMMANDS, all_at_once=COMMANDS[0])
     narrow = lines(found, Look(width=40))
-    start = narrow.index("to fix 1, 2")
-    end = narrow.index("for 1, one of")
+    start = narrow.index("To fix 1, 2:")
+    end = narrow.index("For 1, one of:")
     text = "\n".join(narrow[start + 1 : end]).replace("\\\n", "")
     assert [shlex.split(line) for line in text.split("\n")] == [shlex.split(c) for c in COMMANDS]
 

@@ -57,7 +57,7 @@ RESULTS = {
     "scan": (lambda a, b: ckptool.scan(a), r"<Scan 1.pth: data \(1 pickle\)>", ["scan", "1.pth"]),
     "doctor": (
         lambda a, b: ckptool.doctor(a, devices="cpu"),
-        "<Diagnosis 1.pth: torch.load opens it; 1 warning>|<Diagnosis 1.pth: does not load .*>",
+        "<Diagnosis 1.pth: torch.load opens it; 1 warning>|<Diagnosis 1.pth does not load .*>",
         ["doctor", "1.pth", "--devices", "cpu"],
     ),
     "match": (

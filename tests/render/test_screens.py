@@ -158,8 +158,8 @@ def test_info_answers_on_one_screen():
         "state_dict     state_dict        2           8   32 B  module\n"
         "(beside them)  values\n"
         "\n"
-        "to make it load\n"
-        "  ckptool convert made.pth made.mended.pth --model-only --wrappers strip --to cpu"
+        "To load it:\n"
+        "  ckptool convert made.pth made.fixed.pth --model-only --wrappers strip --to cpu"
     )
 
 
