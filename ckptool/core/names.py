@@ -14,7 +14,7 @@ Names of repeated layers are shown as one: `layers.{0..31}.mlp.weight`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from heapq import nlargest
 from itertools import chain, islice, product, repeat
@@ -133,6 +133,12 @@ def bare_names(names: Collection[str]) -> dict[str, str]:
     except NameCollision:
         renamed = {}
     return {name: renamed.get(name, name) for name in names}
+
+
+def common_wrapper(bare: Mapping[str, str]) -> str:
+    """Return the wrapper prefix that every key of a state dict has, by its `bare_names`."""
+    fronts = {name.removesuffix(short) for name, short in bare.items() if name.endswith(short)}
+    return fronts.pop() if len(fronts) == 1 and all(map(str.endswith, bare, bare.values())) else ""
 
 
 _WRAPPED = re.compile(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
 from typing import Any
 
 from ckptool.core.finding import Severity
 from ckptool.core.model import Opaque, OrderedMap, TensorRef, find_tensors
 from ckptool.core.modules import model_state
-from ckptool.core.names import N_AVERAGED, PEFT, WRAPPERS, counts, strip_names, wrapped_in_part
+from ckptool.core.names import (
+    N_AVERAGED,
+    PEFT,
+    common_wrapper,
+    counts,
+    strip_names,
+    wrapped_in_part,
+)
 from ckptool.core.sections import Section, named_tensors, values_inside, wrapped_names
 from ckptool.core.tree import everything, name_of
 from ckptool.diagnosis.complaint import (
@@ -311,7 +316,8 @@ def _wrappers(sections: list[Section]) -> Iterator[Complaint]:
     names = [name for section in sections for name in wrapped_names(section.node) if counts(name)]
     where = listed(dict.fromkeys(section.name for section in sections if section.name))
     inside = f" in {where}" if where else ""
-    fronts = {_front(wrapped_names(section.node)) for section in sections}
+    bare = [unwrapped(section) for section in sections]
+    fronts = {common_wrapper({k: v for k, v in one.items() if counts(k)}) for one in bare}
     front = fronts.pop() if len(fronts) == 1 else ""
     text = f'every key{inside} starts with "{front}"'
     if not front:
@@ -326,13 +332,6 @@ def _wrappers(sections: list[Section]) -> Iterator[Complaint]:
         effect="with strict=False it loads nothing, without an error",
         fix=(Strip(),),
     )
-
-
-def _front(names: Iterable[str]) -> str:
-    """Return the wrapper prefixes that every key starts with: `module._orig_mod.`."""
-    common = os.path.commonprefix([name for name in names if counts(name)])
-    words = takewhile(WRAPPERS.__contains__, common.split(".")[:-1])
-    return "".join(f"{word}." for word in words)
 
 
 def _collision(sections: Iterable[Section]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ckptool.core.addressing import NameIndex, select, unmatched_error
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import OrderedMap, TensorRef
-from ckptool.core.names import bare_names
+from ckptool.core.names import bare_names, common_wrapper
 from ckptool.core.quantizers import find_quantized
 from ckptool.core.sections import Section, model_state_dict
 from ckptool.core.tree import where
@@ -92,7 +92,7 @@ class Overlay(Step):
         own = {name: one for name, one in part.node.items() if isinstance(one, TensorRef)}
         bare = bare_names(own)
         by_bare = {short: name for name, short in bare.items()}
-        wrapper = _common_wrapper(bare)
+        wrapper = common_wrapper(bare)
         pairs = {by_bare[short]: one for short, one in taken.items() if short in by_bare}
         added = {wrapper + short: one for short, one in taken.items() if short not in by_bare}
         if not pairs:
@@ -165,12 +165,6 @@ class Overlay(Step):
             hint=f"--overlay-at {best[0][0]} fits {best[0][1]:,} of {len(taken):,}" if best else
             f"the model has {listed(by_bare, 3)}; the other file {listed(taken, 3)}",
         )  # fmt: skip
-
-
-def _common_wrapper(bare: Mapping[str, str]) -> str:
-    """Return the wrapper prefix that every key of a state dict has."""
-    fronts = {name.removesuffix(short) for name, short in bare.items() if name.endswith(short)}
-    return fronts.pop() if len(fronts) == 1 and all(map(str.endswith, bare, bare.values())) else ""
 
 
 def _check_alike(

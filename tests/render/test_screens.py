@@ -168,8 +168,8 @@ def test_info_says_when_nothing_is_needed_or_helps():
     assert fine.endswith("loads as it is")
     root = Opaque(Global("net", "X"), maker="newobj")
     lost = text(info_lines(info(checkpoint(root)), PLAIN))
-    assert lost.endswith("no command makes it load: it holds objects that weights_only=True "
-                         "refuses: net.X")  # fmt: skip
+    assert lost.endswith("no command makes it load: it contains objects that weights_only=True "
+                         "rejects: net.X")  # fmt: skip
 
 
 def test_info_shortens_long_lists():
