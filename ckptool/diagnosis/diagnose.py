@@ -245,12 +245,12 @@ def _assembled(subject: Subject, found: list[Complaint]) -> Diagnosis:
     plan = planner.plan()
     first = ""
     if hopeless:
-        damaged = any(one.kind == "damaged" for one in found)
-        first = (
-            "first get an intact file"
-            if damaged
-            else "no command helps: the file lacks what it would need"
-        )
+        kinds = {one.kind for one in found}
+        first = "no command helps: the file lacks what it would need"
+        if "damaged" in kinds:
+            first = "first get an intact file"
+        elif "part" in kinds:
+            first = "first get all parts"
     path = without_query(subject.checkpoint.path)
     complaints = [_answered(one, planner, plan, first) for one in found]
     complaints = [replace(one, hint=with_file(one.hint or "", path)) for one in complaints]
