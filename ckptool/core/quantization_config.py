@@ -30,6 +30,8 @@ class QuantizationConfig(NamedTuple):
     """`config.json`, `the file` or `the metadata`."""
     entries: Mapping[str, Any] = {}
     """The object that states the method, with bits, group sizes and so on."""
+    model_type: str = ""
+    """The `model_type` next to it: the family of the model in transformers."""
     header: Mapping[str, Any] = {}
     """The `__metadata__` of the file, with JSON texts as their values."""
 
@@ -60,8 +62,9 @@ def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
         ("the metadata", header.get("config")),
     ):
         method, entries = _method(config)
-        if method:
-            return QuantizationConfig(printable(method), where, entries, header)
+        if method and isinstance(config, Mapping):
+            model_type = str(config.get("model_type", ""))
+            return QuantizationConfig(printable(method), where, entries, model_type, header)
     if header.get("format") == "mlx":
         return QuantizationConfig("MLX", "the metadata", header=header)
     return QuantizationConfig(header=header)

@@ -98,8 +98,13 @@ QUANTIZERS = (
         for codes in ("weight._data", "weight._data._data")
     ),
     Quantizer("MLX", "weight", "scales", ("biases",), dtypes="uint32", library="mlx"),
-    Quantizer("GPTQ", "qweight", "g_idx", ("qzeros", "scales"), library="gptqmodel or vLLM"),
-    Quantizer("AWQ", "qweight", "qzeros", ("scales",), library="autoawq or vLLM"),
+    Quantizer(
+        "GPTQ", "qweight", "g_idx", ("qzeros", "scales"), library="gptqmodel or vLLM",
+        plain="weight",
+    ),
+    Quantizer(
+        "AWQ", "qweight", "qzeros", ("scales",), library="autoawq or vLLM", plain="weight",
+    ),
     Quantizer(
         "compressed-tensors", "weight_packed", "weight_scale",
         ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale",

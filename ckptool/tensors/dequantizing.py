@@ -18,7 +18,7 @@ from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files.computed import computed
 from ckptool.tensors.casting import CHUNK, checked, chunks
 from ckptool.tensors.materialize import require_torch, torch_dtype
-from ckptool.words import listed
+from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,10 @@ _OF_TORCHAO = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 _OF_ACTIVATIONS = {"input_scale", "output_scale"}
 _FP4 = [sign * one for sign in (1.0, -1.0) for one in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 """The numbers of e2m1, by their codes."""
+_TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+"""Families of transformers with layers (`Conv1D`) that keep their weights as [in, out]."""
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which four bits of a word of AWQ, counted from the lowest, are those of each of its rows."""
 _PER_127 = 7.874015718698502e-3
 
 
@@ -463,6 +467,131 @@ def _of_pairs(parts: Parts, whole_scale: TensorRef | None) -> TensorRef:
     return _by_rows(packed, (rows, 2 * half), tensors, numbers)
 
 
+def _of_gptq(parts: Parts) -> TensorRef:
+    """Return what `dequantize_weight` of gptqmodel makes: scale times codes less zero points.
+
+    Codes are streams of bits along the columns of `qweight`, which are the rows of a linear layer,
+    zero points along the rows of `qzeros`. The first version of the format states these less one.
+    """
+    weight, scales, qzeros = parts.weight, parts["scales"], parts["qzeros"]
+    order, config = parts.get("g_idx"), parts.config
+    if config.method.lower() != "gptq" or config.model_type in _TRANSPOSED:
+        raise UnknownLayout(_needs(config, "gptq"))
+    version = config.entries.get("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2") or config.entries.get("is_marlin_format"):
+        raise UnknownLayout(f"checkpoint_format {printable(str(version))} is not known")
+    if not len(weight.shape) == len(scales.shape) == len(qzeros.shape) == 2:
+        raise UnknownLayout
+    (words, rows), (groups, width) = weight.sizes, scales.sizes
+    bits = parts.stated("bits")
+    columns = words * 32 // bits if order is None else order.numel
+    if order is not None and "dynamic" in config.entries:  # other bits for some layers
+        bits = words * 32 // max(columns, 1)
+    if bits not in (2, 3, 4, 8) or {weight.dtype, qzeros.dtype} != {"int32"}:
+        raise UnknownLayout
+    size = columns if config.entries.get("group_size") == -1 else parts.stated("group_size")
+    fits = width == rows and qzeros.sizes == (groups, -(-rows * bits // 32))
+    fits = fits and (order is not None or groups == -(-columns // size))
+    if not fits or words != -(-columns * bits // 32) or (bits == 3 and (rows % 32 or words % 3)):
+        parts.refuse_contradiction()
+    turned = _turned(weight)
+
+    def prepared(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        import torch
+
+        zeros = _unpacked(tables[1].view(groups, -1).view(torch.uint8), bits)[:, :rows]
+        if version == "gptq":
+            zeros = zeros + 1
+            if bool((zeros >> bits).any()):
+                raise NotRepresentable(
+                    f"{printable(parts.name)!r}: a zero point is 0, which the first version of "
+                    "GPTQ cannot state: libraries differ in what they read"
+                )
+        index = torch.arange(columns) // size if order is None else tables[2]
+        return tables[0].view(groups, rows), zeros, _checked_index(index, groups)
+
+    def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        scale, zeros, index = tables
+        codes = _unpacked(_rows(turned, rows, first, last), bits)[:, :columns]
+        less, factors = (one[:, first:last].index_select(0, index).t() for one in (zeros, scale))
+        return (codes - less) * factors.float()
+
+    return _by_rows(
+        weight,
+        (rows, columns),
+        (scales, qzeros, *([] if order is None else [order])),
+        numbers,
+        prepared=prepared,
+        checked_only=[weight],
+    )
+
+
+def _of_awq(parts: Parts) -> TensorRef:
+    """Return what `dequantize_gemm` of autoawq makes: codes less zero points, times a scale.
+
+    A word has eight rows of a linear layer at one column, in the order of `_AWQ_ORDER`. Files of
+    GPTQ without `g_idx` have the same names, and other shapes.
+    """
+    weight, scales, qzeros = parts.weight, parts["scales"], parts["qzeros"]
+    if parts.config.method.lower() != "awq" or len(weight.shape) != 2 or len(scales.shape) != 2:
+        if scales.sizes[1:] == weight.sizes[1:]:
+            return _of_gptq(parts)
+        raise UnknownLayout(_needs(parts.config, "awq"))
+    (columns, words), (groups, rows) = weight.sizes, scales.sizes
+    version = parts.config.entries.get("version", "gemm")
+    if {weight.dtype, qzeros.dtype} != {"int32"} or str(version).lower() != "gemm":
+        raise UnknownLayout(f"version {printable(str(version))} is not known")
+    size = parts.stated("group_size") if groups > 1 else columns
+    if parts.config.entries.get("bits", 4) != 4 or groups * size != columns:
+        parts.refuse_contradiction()
+    if rows != words * 8 or qzeros.sizes != (groups, words):
+        parts.refuse_contradiction()
+    turned, shifts = _turned(weight), [4 * at for at in _AWQ_ORDER]
+
+    def prepared(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        import torch
+
+        packed = tables[1].view(groups, words, 1) >> torch.tensor(shifts, dtype=torch.int32) & 15
+        return tables[0].view(groups, rows), packed.view(groups, rows)
+
+    def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        packed = _rows(turned, words, first // 8, last // 8).view(torch.int32)
+        codes = torch.stack([packed >> shift & 15 for shift in shifts], 1).view(-1, columns)
+        scale, zeros = (one[:, first:last].t().repeat_interleave(size, 1) for one in tables)
+        return (codes - zeros) * scale.float()
+
+    return _by_rows(
+        weight,
+        (rows, columns),
+        (scales, qzeros),
+        numbers,
+        per=8,
+        prepared=prepared,
+        checked_only=[weight],
+    )
+
+
+def _needs(config: QuantizationConfig, method: str) -> str:
+    """Return what is missing for a method whose layout only a configuration tells."""
+    if config.model_type in _TRANSPOSED:
+        return f"the layers of a {config.model_type} model may have their weights transposed"
+    stated = f"{config.where} states {config.method}" if config.method else "no config.json"
+    return f"its layout is that of quant_method {method}, but {stated}"
+
+
+def _turned(weight: TensorRef) -> TensorRef:
+    """Return a matrix with rows as columns, gathered as they are read."""
+    rows, columns = weight.sizes
+    view = replace(weight, shape=(columns, rows), stride=(1, columns))
+    data = view.row_major
+    if weight.storage is None:
+        raise UnknownLayout
+    storage = replace(weight.storage, data=data, nbytes=data.length, crc32=None)
+    return replace(view, storage=storage, stride=(rows, 1), offset=0)
+
+
 def _codes(tensor: TensorRef) -> TensorRef:
     """Return the integers of a quantized tensor of torch, in row-major order."""
     codes = replace(tensor, dtype=CODES.get(tensor.dtype, tensor.dtype), kind="strided", parts=None)
@@ -686,5 +815,7 @@ _LAYOUTS: dict[str, Callable[[Parts], TensorRef]] = {
     "MLX": _of_mlx,
     "int8 with scales": _of_whole_bytes,
     "compressed-tensors": _of_compressed,
+    "GPTQ": _of_gptq,
+    "AWQ": _of_awq,
 }
 """By the scheme (`core/quantizers.py`), what makes plain numbers of a weight and its companions."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.diagnosis.info import info
-from ckptool.errors import NotRepresentable
+from ckptool.errors import CheckpointError, NotRepresentable
 from ckptool.words import counted
 from tests.sources import PROJECT
 
@@ -23,6 +24,9 @@ SCHEMES = {
     "compressed-int8": "int8 with scales (8 bits, config.json says compressed-tensors)",
     "compressed-fp8": "fp8 with scales (8 bits, config.json says compressed-tensors)",
     "compressed-packed": "compressed-tensors (4 bits, groups of 32)",
+    "gptq-v2-no-index": "AWQ (4 bits, groups of 32",
+    "gptq": "GPTQ (4 bits, groups of 32)",
+    "awq": "AWQ (4 bits, groups of 64)",
     "compressed-order": "compressed-tensors (4 bits, groups of 32)",
     "compressed-nvfp4": "compressed-tensors (4 bits, groups of 16)",
     "compressed-mxfp4": "compressed-tensors (4 bits, groups of 32)",
@@ -35,6 +39,8 @@ LARGEST_ERROR = {
     "compressed-int8": 0.01,
     "compressed-fp8": 0.08,
     "compressed": 0.6,
+    "gptq": 0.5,
+    "awq": 0.1,
 }
 """How far a weight of `weights()` in `fixtures/make/quantizers.py` is off, at most."""
 
@@ -188,3 +194,88 @@ def test_mlx_whose_configuration_does_not_tell_is_refused(stated, reason, tmp_pa
 )
 def test_compressed_tensors_whose_parts_do_not_fit_are_refused(layout, tensors, reason, tmp_path):
     refused(changed_file(f"compressed-{layout}", tmp_path, **tensors), reason)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("stated", "tensors", "reason"),
+    [
+        (None, {}, "its layout is that of quant_method gptq, but no config.json"),
+        ({**GPTQ, "quant_method": "mine"}, {}, "but config.json states mine"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, {}, "checkpoint_format marlin is not known"),
+        ({**GPTQ, "is_marlin_format": True}, {}, "checkpoint_format gptq is not known"),
+        ({**GPTQ, "bits": 8}, {}, r"its shapes contradict config.json \(8 bits, groups of 32\)"),
+        ({"quant_method": "gptq"}, {}, "no config.json next to it states bits"),
+        (GPTQ, {"layers__0__scales": torch.ones(2, 31)}, "its shapes contradict config.json"),
+        (GPTQ, {"layers__0__qzeros": torch.ones(2, 5).int()}, "its shapes contradict config"),
+        (GPTQ, {"layers__0__g_idx": torch.zeros(63).int()}, "its shapes contradict config.json"),
+        (GPTQ, {"layers__0__g_idx": None, "layers__0__scales": torch.ones(3, 32)}, "contradict"),
+        (GPTQ, {"layers__0__weight": torch.ones(32, 64)}, "the file has layers.0.weight, too"),
+    ],
+)
+def test_gptq_whose_layout_is_not_stated_or_contradicted_is_refused(
+    stated, tensors, reason, tmp_path
+):
+    config = {} if stated is None else {"quantization_config": stated}
+    refused(changed_file("gptq-v1-order", tmp_path, config=config, **tensors), reason)
+
+
+def test_gptq_of_a_model_with_transposed_layers_is_refused(tmp_path):
+    config = {"model_type": "gpt2", "quantization_config": GPTQ}
+    reason = "the layers of a gpt2 model may have their weights transposed"
+    refused(changed_file("gptq-v1-order", tmp_path, config=config), reason)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error"),
+    [
+        ({"layers__0__qzeros": torch.full((2, 4), -1).int()}, "a zero point is 0, which the first"),
+        ({"layers__0__g_idx": torch.full((64,), 2).int()}, "leads to groups beyond its 2"),
+    ],
+)
+def test_values_of_gptq_without_a_meaning_are_refused_when_they_are_read(tensors, error, tmp_path):
+    config = {"quantization_config": {**GPTQ, "dynamic": {}}}
+    path = changed_file("gptq-v1-order", tmp_path, config=config, **tensors)
+    with pytest.raises(CheckpointError, match=error):
+        ckptool.convert(path, tmp_path / "o.safetensors", ckptool.Cast(dequantize="float32"))
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "tensors", "reason"),
+    [
+        (None, {}, "its layout is that of quant_method awq, but no config.json"),
+        ({**AWQ, "version": "gemv"}, {}, "version gemv is not known"),
+        ({**AWQ, "bits": 8}, {}, r"its shapes contradict config.json \(8 bits, groups of 64\)"),
+        ({**AWQ, "group_size": 32}, {}, "its shapes contradict config.json"),
+        (AWQ, {"layers__0__scales": torch.ones(2, 31)}, "its shapes contradict config.json"),
+        (AWQ, {"layers__0__scales": None}, "scales is missing next to it"),
+    ],
+)
+def test_awq_whose_layout_is_not_stated_or_contradicted_is_refused(
+    stated, tensors, reason, tmp_path
+):
+    config = {} if stated is None else {"quantization_config": stated}
+    refused(changed_file("awq", tmp_path, config=config, **tensors), reason)
+
+
+@pytest.mark.parametrize("layout", ["gptq-v1-order", "awq", "quanto-bfloat16", "mlx-float16"])
+def test_any_part_of_a_weight_is_that_part_of_all(layout, monkeypatch):
+    """In chunks of a few rows, read from anywhere, by several threads."""
+    monkeypatch.setattr("ckptool.tensors.dequantizing.CHUNK", 300)
+    with ckptool.open(FOLDERS / layout / "model.safetensors") as checkpoint:
+        made = checkpoint.then(ckptool.Cast(dequantize="float32"))
+        plain = load_file(FOLDERS / layout / "plain.safetensors")
+        for key, wanted in plain.items():
+            data = made[key].data
+            whole = data.read()
+            assert torch.equal(made[key].torch().to(wanted.dtype), wanted)
+            parts = [(0, 1), (1201, 777), (3, len(whole) - 3), (len(whole) // 2, 5), (1196, 8)]
+            with ThreadPoolExecutor(4) as threads:
+                found = list(threads.map(lambda one, data=data: data.read(*one), parts))
+            assert found == [whole[start : start + size] for start, size in parts]
