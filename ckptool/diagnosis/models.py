@@ -340,7 +340,7 @@ def _collision(sections: Iterable[Section]) -> str:
         for section in sections:
             strip_names(wrapped_names(section.node))
     except NameCollision as error:
-        return f"{error.message}: load the one that is meant by itself (ckptool extract --include)"
+        return f"{error.message}: load one of them (ckptool extract FILE --include NAME)"
     return ""
 
 

@@ -302,10 +302,13 @@ class LegacyStream:
         """Return the error for a stream that ends before storage number `index` does."""
         wanted = sum(COUNT.size + self.stored[key].whole.nbytes for key in keys[index:])
         missing = position + wanted - self.data.length
+        hint = "copy it again"
+        if index:  # the storages before it are whole
+            hint += f"; or run {salvage_command(self.file, self.unpickled.root)}"
         return TruncatedFile(
             f"the file ends in storage {keys[index]!r:.80} ({index + 1:,} of {len(keys):,}): "
             f"{missing:,} of {position + wanted:,} bytes are missing",
-            hint=f"copy it again; or run {salvage_command(self.file, self.unpickled.root)}",
+            hint=hint,
         )
 
 

@@ -112,7 +112,7 @@ def test_a_file_without_a_verb_is_info_with_the_verdict_of_doctor(ckptool, tmp_p
     doctor = ckptool("doctor", "--quick", "model.pth")
     done = ckptool("model.pth")
     assert (doctor.code, done.code, done.err) == (1, 0, "")
-    verdict = doctor.out.partition("\n")[0].removeprefix("model.pth: ")
+    verdict = doctor.out.partition("\n")[0].removeprefix("model.pth ")
     command = ckptool("doctor", "--quick", "model.pth", "--json").document["commands"][0]
     facts = ckptool("info", "model.pth").out.partition("\n\n")[0]
     assert done.out.startswith(facts)

@@ -1,14 +1,21 @@
 """What is whole of damaged files: all of that, and nothing else."""
 
+import argparse
+import re
+import shlex
 import zipfile
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckptool
+from ckptool.cli import main
 from ckptool.errors import CheckpointError, CorruptFile, NotFound, TruncatedFile, UsageError
+from ckptool.formats import open_checkpoint
 
 COUNT = 8
 
@@ -233,3 +240,75 @@ def test_a_pickled_module_is_salvaged_as_a_state_dict(tmp_path):
     found = torch.load(tmp_path / "new.pth")
     assert list(found) == ["0.weight", "0.bias"]
     assert torch.equal(found["0.weight"], model[0].weight)
+
+
+@pytest.fixture(scope="module")
+def net():
+    return torch.nn.Sequential(*(torch.nn.Linear(20, 20, bias=False) for _ in range(COUNT)))
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError) as caught:
+        ckptool.open(path)
+    return caught.value.hint
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (lambda net: net.state_dict(), ""),
+        (lambda net: {"net": net, "epoch": 3}, " --model-only"),
+        (lambda net: {"net": net.state_dict(), "args": argparse.Namespace(lr=1)}, " --plain"),
+    ],
+    ids=["state dict", "module", "objects"],
+)
+def test_the_command_in_the_hint_writes_a_file_that_torch_loads(
+    tmp_path, net, make, option, legacy
+):
+    path = tmp_path / "model.pth"
+    torch.save(make(net), path, _use_new_zipfile_serialization=not legacy)
+    hint = cut(path, path.stat().st_size - 5000)
+    command = re.search(r"ckptool (convert --salvage .*)", hint)[1]
+    target = f"{tmp_path}/model.salvaged.pth"
+    assert command.endswith(target + option)
+    assert main(shlex.split(command)) == 1  # some tensors are lost
+    made = torch.load(target, weights_only=True)
+    assert 1 <= len(made["net"] if option == " --plain" else made) < COUNT
+
+
+def test_no_command_where_no_tensor_is_whole(tmp_path, net):
+    path = tmp_path / "model.pth"
+    torch.save(net.state_dict(), path)
+    with zipfile.ZipFile(path) as archive:
+        size = archive.getinfo("model/data.pkl").file_size
+    assert "--salvage" not in cut(path, size + 400)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["model.npz", "__0_0.distcp", "model.pt"])
+def test_no_command_for_formats_that_cannot_be_salvaged(tmp_path, net, name):
+    path = tmp_path / name
+    if name.endswith(".npz"):
+        np.savez(path, w=np.ones((100, 100)))
+    elif name.endswith(".pt"):
+        torch.jit.save(torch.jit.script(net), path)
+    else:
+        torch.distributed.checkpoint.save(net.state_dict(), checkpoint_id=tmp_path / "all")
+        (tmp_path / "all" / name).rename(path)
+    assert "--salvage" not in cut(path, path.stat().st_size * 2 // 3)
+
+
+def test_one_file_of_another_format_is_no_set(tmp_path):
+    path = tmp_path / "model.npz"
+    np.savez(path, w=np.ones(3))
+    with pytest.raises(UsageError) as caught:
+        open_checkpoint(path, salvage=True)
+    assert "leave out --salvage" in caught.value.hint
+    index = tmp_path / "model.safetensors.index.json"
+    torch.save(weights(), tmp_path / "a.pth")
+    ckptool.convert(tmp_path / "a.pth", index, max_shard_size=4000)
+    with pytest.raises(UsageError) as caught:
+        open_checkpoint(index, salvage=True)
+    assert caught.value.hint == "salvage its shards one by one"
