@@ -2,39 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptool.core.addressing import resolve
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.core.model import Path, TensorRef
+from ckptool.core.model import Opaque, Path, TensorRef
+from ckptool.core.names import bare_names
+from ckptool.core.optimizers import fits_shape, groups_of, model_of, names_in
+from ckptool.core.sections import MODEL_KINDS, named_tensors
 from ckptool.core.tree import is_within, name_of
-from ckptool.diagnosis.info import Info, info
+from ckptool.core.values import json_path, summarize
+from ckptool.diagnosis import Diagnosis
+from ckptool.diagnosis.contents import devices_here
+from ckptool.diagnosis.info import Info, overview
 from ckptool.errors import NotRepresentable, TorchMissing
 from ckptool.files.source import Progress
 from ckptool.inspection.listing import tensor_rows
 from ckptool.inspection.stats import TensorStats, stats
+from ckptool.transforms.schedule_free import keys_of_parameters
 
 if TYPE_CHECKING:
     from ckptool.comparison.aligning import Alignment
     from ckptool.comparison.diff import Diff
 
 BINS = 24
+_MOST_CHARACTERS = 200
+"""Of a value as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSummary:
+    """What the page shows of one file besides its tensors."""
+
+    info: Info
+    diagnosis: Diagnosis
+    """Of the header, for this machine."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """The values and objects outside of all sections, by address, as text. An object with
+    attributes is these."""
+    parameters: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    """The name of each parameter by the path of its state in an optimizer, without wrapper
+    prefixes, where names or positions prove it."""
+
+    def named(self, path: Sequence[str | int]) -> tuple[str, ...]:
+        """Return the path of a tensor with the name of its parameter in place of the number."""
+        parts = tuple(map(str, path))
+        ends = (end for end in range(1, len(parts)) if parts[:end] in self.parameters)
+        end = next(ends, 0)
+        return (*parts[: end - 1], self.parameters[parts[:end]], *parts[end:]) if end else parts
+
+
+def summarized(checkpoint: Checkpoint) -> FileSummary:
+    """Return the summary of a file, from its header."""
+    told, diagnosis = overview(checkpoint, devices_here())
+    settled = checkpoint.with_late_values()
+    return FileSummary(told, diagnosis, dict(_values(settled)), dict(_parameters(checkpoint)))
+
+
+def _values(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    for section in checkpoint.sections:
+        for path, leaf in section.node.items() if section.kind == "values" else ():
+            if isinstance(leaf, TensorRef):
+                continue
+            attributes = leaf.attributes if isinstance(leaf, Opaque) and not leaf.plain else None
+            for key, value in attributes.items() if attributes else (((), leaf),):
+                name = name_of(path if key == () else (*path, key))
+                yield name, summarize(value, _MOST_CHARACTERS)
+
+
+def _parameters(checkpoint: Checkpoint) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the path of each parameter's state, and the name of the parameter.
+
+    Positions are taken only if each state has the shape of its parameter.
+    """
+    models = [one for one in checkpoint.sections if one.kind in MODEL_KINDS]
+    optimizers = [one for one in checkpoint.sections if one.kind == "optimizer"]
+    for section in optimizers:
+        model, states = model_of(section, models, optimizers), section.node["state"]
+        if model is None:
+            numbers = [number for group in groups_of(section) for number in group]
+            keys = dict(zip(numbers, names_in(section), strict=False))
+        else:
+            keys = keys_of_parameters(checkpoint, section, model)
+            tensors = named_tensors(model.node)
+            shapes = {number: tensors[key].shape for number, key in keys.items() if key in tensors}
+            if any(not fits_shape(states.get(at, {}), shape) for at, shape in shapes.items()):
+                continue
+        names = bare_names([key for key in keys.values() if key])
+        for number, key in keys.items():
+            if key and number in states:
+                path = json_path((*section.path, "state", number))
+                yield tuple(map(str, path)), names[key]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """What the page is drawn from."""
 
-    info: Info
+    file: FileSummary
     tensors: tuple[TensorStats, ...]
     """Those of the first file, without figures where values were not asked for."""
     measured: bool
     """Whether values were read."""
     key: str | None = None
     """The only part whose tensors are told of."""
-    other: Info | None = None
+    other: FileSummary | None = None
     diff: Diff | None = None
     chart: tuple[Bar, ...] = ()
     """Every tensor of either file, in the order of the first."""
@@ -74,7 +148,7 @@ def report(
     else:
         notes.append("the values of the tensors were not read")
     head = Report(
-        info=info(checkpoint),
+        file=summarized(checkpoint),
         tensors=tuple(_tensors(checkpoint, key)) if found is None else found,
         measured=found is not None,
         key=key,
@@ -112,7 +186,7 @@ def _compared(
     alignment = align(checkpoint, other, key=one.key)
     return replace(
         one,
-        other=info(other),
+        other=summarized(other),
         diff=found,
         chart=bars(checkpoint, other, alignment, found),
     )

@@ -32,7 +32,7 @@ FLAT_KEY = re.compile(r"(state\.|param_groups\.)(.+)(\.[^.]+)", re.DOTALL)
 """A key of `get_optimizer_state_dict` with `flatten_optimizer_state_dict`."""
 
 _COMMON_WORDS = re.compile(
-    r"optimi[sz]ers?|optim|opt|state_?dicts?|states?|models?|modules?|networks?|nets?|weights|"
+    r"optimi[sz]ers?|optim|opt|(?:state_?)?dicts?|states?|models?|modules?|networks?|nets?|weights|"
     r"params|[\W_]"
 )
 

@@ -72,13 +72,18 @@ def _loader(diagnosis: Diagnosis) -> str:
     return "safetensors.torch.load_file" if is_flat else "torch.load"
 
 
+def complaint_text(number: int, complaint: Complaint) -> str:
+    """Return `1. error: It holds objects that ...`."""
+    return f"{number}. {_WORDS[complaint.severity]}: {_sentence(complaint.text)}"
+
+
 def _block(
     number: int, complaint: Complaint, look: Look, explain: bool, quoted: dict[str, int]
 ) -> Iterator[str]:
     """Yield a complaint; `quoted` has the numbers at which kinds of error were quoted before."""
     word = _WORDS[complaint.severity]
     colored = look.alarm(word) if complaint.severity == "fails" else look.bold(word)
-    what = wrapped(f"{number}. {word}: {_sentence(complaint.text)}", look.width, indent="   ")
+    what = wrapped(complaint_text(number, complaint), look.width, indent="   ")
     yield what[0].replace(word, colored, 1)
     yield from what[1:]
     if explain:

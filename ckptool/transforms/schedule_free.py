@@ -50,7 +50,7 @@ def weights_for_evaluation(
     for section in filter(has_training_weights, optimizers):
         are_alone = len(models) == len(optimizers) == 1
         model = models[0] if are_alone else model_of(section, models, optimizers)
-        found = {} if model is None else _named(checkpoint, section, model)
+        found = {} if model is None else keys_of_parameters(checkpoint, section, model)
         tensors = {} if model is None else named_tensors(model.node)
         wholes, made = Wholes(), {}
         for keys, group in zip(groups_of(section), section.node["param_groups"], strict=True):
@@ -79,8 +79,12 @@ def _beta(group: Mapping[Any, Any]) -> float:
     return float(beta) if isinstance(beta, (int, float)) else 0.0
 
 
-def _named(checkpoint: Checkpoint, section: Section, model: Section) -> dict[Any, str]:
-    """Return the key in the model for each parameter, by names or, in one group, by position."""
+def keys_of_parameters(checkpoint: Checkpoint, section: Section, model: Section) -> dict[Any, str]:
+    """Return the key in the model for each parameter of an optimizer, by its key in `state`.
+
+    By names or, in one group, by position; empty if neither proves it. A name that the model does
+    not have has the key "".
+    """
     groups, tensors = groups_of(section), named_tensors(model.node)
     keys = [key for group in groups for key in group]
     names = names_in(section)

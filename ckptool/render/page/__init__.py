@@ -81,8 +81,8 @@ def write_page(
     return PageReceipt(
         path=os.fspath(path),
         size=len(content),
-        source=report.info.file,
-        other=None if report.other is None else report.other.file,
+        source=report.file.info.file,
+        other=None if report.other is None else report.other.info.file,
         tensors=len(report.tensors),
         measured=sum(tensor.measures is not None for tensor in report.tensors),
         identical=None if report.diff is None else report.diff.identical,

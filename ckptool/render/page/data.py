@@ -17,7 +17,7 @@ from ckptool.words import clean
 
 if TYPE_CHECKING:
     from ckptool.comparison.diff import Diff
-    from ckptool.comparison.report import Report
+    from ckptool.comparison.report import Bar, Report
     from ckptool.inspection.stats import TensorStats
 
 DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
@@ -95,16 +95,15 @@ class Names:
         return found
 
 
-_CHANGES = ("max_rel", "max_abs", "mean_abs", "cosine", "share")
+_CHANGES = ("rel_norm", "max_rel", "max_abs", "mean_abs", "cosine", "share")
 
 
 def diff_columns(report: Report, diff: Diff) -> dict[str, Any]:
     """Return the chart and the table of changes, as columns over one tree of names."""
     names = Names()
     rows = list(diff_rows(diff))
-    sizes = {bar.name: bar.change for bar in report.chart if bar.change is not None}
-    chart = names.columns([bar.name.split("/") for bar in report.chart])
-    changes = names.columns([row.name.split("/") for row in rows])
+    chart = names.columns([_named(report, bar) for bar in report.chart])
+    changes = names.columns([_named(report, row) for row in rows])
     return {
         "names": names.to_dict(),
         "chart": {
@@ -117,10 +116,15 @@ def diff_columns(report: Report, diff: Diff) -> dict[str, Any]:
             **changes,
             "status": "".join(row.status for row in rows),
             "what": [clean(in_words(row)) for row in rows],
-            "change": [figure(sizes.get(row.name)) for row in rows],
             **{key: [figure(getattr(row.figures, key, None)) for row in rows] for key in _CHANGES},
         },
     }
+
+
+def _named(report: Report, entry: Bar | Row) -> Sequence[str]:
+    """Return the parts of a name, of optimizer state with the name of the parameter."""
+    file = report.other if entry.status == "A" and report.other else report.file
+    return file.named(entry.name.split("/"))
 
 
 def in_words(row: Row) -> str:
@@ -145,7 +149,8 @@ def columns(report: Report) -> dict[str, Any]:
     """Return the names, tensors, figures and differences for the script of the page."""
     names = Names()
     first = {one.name: i for i, one in reversed([*enumerate(report.tensors)])}
-    placed = names.columns([tensor.row.path for tensor in report.tensors])
+    paths = [report.file.named(tensor.row.path) for tensor in report.tensors]
+    placed = names.columns(paths)
     words, coded = _coded(report.tensors)
     return {
         "names": names.to_dict(),
@@ -157,6 +162,11 @@ def columns(report: Report) -> dict[str, Any]:
             "elements": [tensor.row.numel for tensor in report.tensors],
             "tie": [
                 [i, first[one.tie]] for i, one in enumerate(report.tensors) if one.tie is not None
+            ],
+            "path": [
+                [i, clean(one.name)]
+                for i, (one, path) in enumerate(zip(report.tensors, paths, strict=True))
+                if path != tuple(map(str, one.row.path))
             ],
         },
         "values": _values(report.tensors) if report.measured else None,
@@ -195,5 +205,6 @@ def _values(tensors: Sequence[TensorStats]) -> dict[str, list[Any]]:
         **{key: [figure(getattr(one, key, None)) for one in measured] for key in _FIGURES},
         "low": [figure(getattr(one, "low", None)) for one in drawn],
         "high": [figure(getattr(one, "high", None)) for one in drawn],
+        "fullest": [None if one is None else max(one.counts) for one in drawn],
         "bars": [None if one is None else bars(one.counts, DIGITS) for one in drawn],
     }

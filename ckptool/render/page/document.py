@@ -23,13 +23,15 @@ from ckptool.render.diff import diff_rows, summary_lines
 from ckptool.render.info import SECTION_HEADINGS, counts_text, format_text, section_rows, size_text
 from ckptool.render.page.data import columns, in_words
 from ckptool.render.text import PLAIN, shorten, size
+from ckptool.render.verdicts import complaint_text, verdict_text
 from ckptool.words import clean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckptool.comparison.diff import Diff
-    from ckptool.comparison.report import Report
+    from ckptool.comparison.report import FileSummary, Report
+    from ckptool.diagnosis import Diagnosis
 
 _IN_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
@@ -87,8 +89,9 @@ _MOST_LISTED = 12
 _LONGEST = 200
 
 
-def facts(infos: Sequence[Info]) -> str:
+def facts(files: Sequence[FileSummary]) -> str:
     """Return a table of the facts about each file."""
+    infos = [one.info for one in files]
     rows = [
         ("file", [words(one.file) for one in infos if len(infos) > 1]),
         ("format", [escape(format_text(one)) for one in infos]),
@@ -104,6 +107,7 @@ def facts(infos: Sequence[Info]) -> str:
                 for one in infos
             ],
         ),
+        ("doctor", [_verdict(one.diagnosis) for one in files]),
     ]
     body = "".join(
         element(
@@ -113,7 +117,41 @@ def facts(infos: Sequence[Info]) -> str:
         for name, cells in rows
         if any(cells)
     )
-    return element("div", element("table", body, class_="facts"), class_="scroll")
+    beside = " two" if len(files) > 1 else ""
+    return element("div", element("table", body, class_=f"facts{beside}"), class_="scroll")
+
+
+def _verdict(diagnosis: Diagnosis) -> str:
+    """Return the verdict of `doctor`, what it follows from, and the command to run first."""
+    complaints = enumerate(diagnosis.complaints, start=1)
+    lines = [verdict_text(diagnosis), *(complaint_text(*one) for one in complaints)]
+    command = diagnosis.first_command
+    return _listed(lines) + (f"<br>{element('code', words(command))}" if command else "")
+
+
+def values(files: Sequence[FileSummary]) -> str:
+    """Return a table of the values of all files, a column each; nothing if they have none."""
+    every = list(dict.fromkeys(name for one in files for name in one.values))
+    rows = [
+        [
+            words(shorten(text, _LONGEST))
+            for text in (name, *(one.values.get(name, "") for one in files))
+        ]
+        for name in every[:FIRST]
+    ]
+    if not rows:
+        return ""
+    headers = ["name", *(_title(one.info) if len(files) > 1 else "value" for one in files)]
+    rest = f"The first {FIRST} of {len(every):,}." if len(every) > FIRST else ""
+    drawn = table(headers, rows, right=set(), class_="sections values")
+    return element("div", drawn, class_="frame") + (element("p", rest) if rest else "")
+
+
+def _total(files: Sequence[FileSummary]) -> str:
+    """Return the parameters of the models in each file, once if all have as many."""
+    totals = (sum(section.parameters for section in one.info.sections) for one in files)
+    texts = [f"{total:,}" for total in dict.fromkeys(totals)]
+    return f"{' and '.join(texts)} parameters" if texts != ["0"] else ""
 
 
 def _listed(texts: Iterable[str]) -> str:
@@ -200,19 +238,24 @@ def page(report: Report) -> bytes:
 
 def _document(report: Report) -> Iterator[str]:
     style, script = _asset("page.css"), _script()
-    infos = [report.info] if report.other is None else [report.info, report.other]
+    files = [report.file] if report.other is None else [report.file, report.other]
+    infos = [one.info for one in files]
     title = " and ".join(map(_title, infos))
     part = f"; only {words(shorten(report.key, 120))}" if report.key else ""
-    origin = f"{words(report.info.file)}{part} &middot; ckptool {__version__}"
+    origin = f"{words(report.file.info.file)}{part} &middot; ckptool {__version__}"
     tables = "".join(sections(one, one.file if len(infos) > 1 else "") for one in infos)
     beside = element("div", tables, class_="sides")
-    summary = facts(infos) + beside + notes(report, infos)
+    summary = facts(files) + beside + notes(report, infos)
+    total = _total(files)
+    headline = title + (f" {element('span', total, class_='total')}" if total else "")
     yield f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{_policy()}\n'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
     yield '<meta name="referrer" content="no-referrer">\n'
     yield f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-    yield element("header", element("h1", title) + element("p", origin, class_="by"))
+    yield element("header", element("h1", headline) + element("p", origin, class_="by"))
     yield f"\n<main>\n{element('section', summary, id='summary')}\n"
+    if kept := values(files):
+        yield f"{element('section', element('h2', 'Values') + kept, id='values')}\n"
     if report.diff is not None:
         glance = element("p", words(" ".join(summary_lines(report.diff, PLAIN))))
         rows = first_changes(report.diff)

@@ -25,7 +25,7 @@ class DiffChart {
       const times = [...this.chart.status].filter((one) => one === status).length;
       return make("span", { class: `status${status === "=" ? "E" : status}` }, make("i"), `${this.words[status]} (${count(times)})`);
     });
-    return make("p", { class: "legend" }, ...keys, this.chart.structure ? "Values were not compared." : "The taller, the larger the change against the tensor itself.");
+    return make("p", { class: "legend" }, ...keys, this.chart.structure ? "Values were not compared." : "Each bar is |A − B| / |A| of a tensor, in the order of the file.");
   }
 
   /** The tensors below the node, in runs that have one part of the name in common: as fine as fits. */
@@ -53,23 +53,24 @@ class DiffChart {
   }
 
   draw() {
-    const [width, height, left] = [this.figure.clientWidth || 800, 220, 44];
+    const [width, height, left, top] = [this.figure.clientWidth || 800, 236, 44, 24];
     breadcrumb(this.crumbs, this.names, this.node, "in", "all");
     this.figure.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.figure.setAttribute("height", height);
-    const tall = height - 16;
+    const tall = height - top - 8;
     const lines = [0, -2, -4, -6].flatMap((power) => {
-      const y = 8 + (tall * power) / FLOOR;
+      const y = top + (tall * power) / FLOOR;
       const text = power ? `1e${power}` : "≥ 1";
       return [shape("path", { class: "grid", d: `M${left} ${y}H${width}` }), shape("text", { x: left - 6, y: y + 4, class: "axis" }, text)];
     });
     const bars = this.bars();
     const step = (width - left) / Math.max(1, bars.length);
-    this.figure.replaceChildren(...lines, ...bars.map((bar, i) => this.bar(bar, left + i * step, step, tall)));
+    const unit = shape("text", { x: 0, y: 11, class: "axis unit" }, "change relative to the norm of A (no unit, logarithmic)");
+    this.figure.replaceChildren(unit, ...lines, ...bars.map((bar, i) => this.bar(bar, { x: left + i * step, step, tall, top })));
     rove(this.figure);
   }
 
-  bar(bar, x, step, tall) {
+  bar(bar, { x, step, tall, top }) {
     const status = [...WORST].reverse().find((one) => bar.leaves.some((leaf) => this.chart.status[leaf] === one));
     const changes = bar.leaves.map((leaf) => numeric(this.chart.change[leaf])).filter((one) => one !== null);
     const most = changes.reduce((a, b) => (a > b || Number.isNaN(a) ? a : b), 0);
@@ -80,8 +81,8 @@ class DiffChart {
     const link = shape("a", { class: `bar status${status === "=" ? "E" : status}`, "aria-label": lines.join(", ") });
     leadTo(link, bar.node ? { in: this.names.full[bar.node] } : { find: bar.leaves.length > 1 ? "" : bar.label });
     link.append(
-      shape("rect", { class: "reach", x, y: 8, width: step, height: tall }),
-      shape("rect", { x, y: 8 + tall - high, width: Math.max(0.6, step * 0.84), height: high }),
+      shape("rect", { class: "reach", x, y: top, width: step, height: tall }),
+      shape("rect", { x, y: top + tall - high, width: Math.max(0.6, step * 0.84), height: high }),
     );
     explain(link, () => lines);
     return link;
@@ -108,14 +109,16 @@ function changeColumns(changes, full) {
   const figure = (id, title) => ({
     id, title, width: 7.5, right: true, text: (i) => number(changes[id][i]), value: (i) => numeric(changes[id][i]),
   });
+  const norm = figure("rel_norm", "rel norm");
+  norm.value = (i) => (changes.rel_norm[i] === "nan" ? Infinity : numeric(changes.rel_norm[i]));
   const mark = (i) => make("span", { class: `mark status${changes.status[i]}`, title: WORDS[changes.status[i]] }, changes.status[i]);
   return [
     { id: "status", title: "", width: 2.5, cell: mark, value: (i) => changes.status[i] },
     nameColumn(full, (_, attributes, text) => make("span", attributes, text)),
     { id: "what", title: "what", width: 14, text: (i) => changes.what[i], value: (i) => changes.what[i] },
-    ...(changes.change ? [
-      { ...figure("change", "relative"), keep: true }, figure("max_rel", "max rel"), figure("max_abs", "max abs"), figure("mean_abs", "mean abs"), figure("cosine", "cosine"),
-      { ...figure("share", "elements"), text: (i) => (changes.share[i] === null ? "" : percent(changes.share[i], 1)) },
+    ...(changes.rel_norm ? [
+      { ...norm, keep: true }, figure("max_rel", "max rel"), figure("max_abs", "max abs"), figure("mean_abs", "mean abs"), figure("cosine", "cosine"),
+      { ...figure("share", "differing"), text: (i) => (changes.share[i] === null ? "" : percent(changes.share[i], 1)) },
     ] : []),
   ];
 }

@@ -8,7 +8,9 @@ const PRINTED = 500;
 
 const spare = (column) => !column.grows && !column.keep && column.title;
 
-const classes = (column) => [column.right ? "right" : "", spare(column) ? "spare" : ""].join(" ").trim() || null;
+const classes = (column) => ["right", "grows"].filter((one) => column[one]).concat(spare(column) ? "spare" : []).join(" ") || null;
+
+const narrow = matchMedia("(max-width: 40rem)"); // as in the style sheet, where a name has two lines
 
 class LongTable {
   /**
@@ -96,7 +98,7 @@ class LongTable {
     const first = most ? 0 : Math.max(0, Math.floor(this.frame.scrollTop / ROW) - SPARE);
     const last = Math.min(all, most || first + Math.ceil(this.frame.clientHeight / ROW) + 2 * SPARE);
     const names = this.heads[this.columns.findIndex(({ grows }) => grows)];
-    this.room = most ? Infinity : names.clientWidth - 1.3 * LETTERS;
+    this.room = most ? Infinity : (names.clientWidth - 1.3 * LETTERS) * (narrow.matches ? 1.9 : 1);
     const rows = Array.from(this.order.subarray(first, last), (i, n) => this.row(i, first + n));
     const rest = most ? 0 : all - last;
     this.cut.textContent = all > last ? `The first ${count(last)} of ${count(all)}.` : "";

@@ -8,6 +8,7 @@ class Tensors {
     Object.assign(this, tensors, { values, words });
     for (const [column, list] of Object.entries(words)) this[column] = this[column].map((i) => list[i]);
     this.tie = new Map(tensors.tie);
+    this.path = new Map(tensors.path);
     /** What each adds to the whole: what has several names counts once. */
     this.own = this.bytes.map((bytes, i) => (this.tie.has(i) ? 0 : bytes));
   }
@@ -35,7 +36,7 @@ class Tensors {
 
   figures() {
     const { values } = this;
-    const figure = (id, title, width = 6.2) => ({
+    const figure = (id, title, width = 6.8) => ({
       id, title, width, right: true, text: (i) => number(values[id][i]), value: (i) => numeric(values[id][i]),
     });
     const zeros = {
@@ -61,6 +62,7 @@ class Tensors {
     ];
     if (this.marks[i]) facts.push(["marks", this.marks[i]]);
     if (this.remarks[i]) facts.push(["remarks", this.remarks[i]]);
+    if (this.path.has(i)) facts.push(["path in the file", this.path.get(i)]);
     if (this.tie.has(i)) facts.push(["same tensor as", leaves.full[this.tie.get(i)]]);
     const { values } = this;
     if (values && values.zeros[i] !== null) {
@@ -80,7 +82,9 @@ class Tensors {
     host.replaceChildren(make("h3", {}, leaves.full[i]), away, list);
     const bars = this.values && this.values.bars[i];
     if (!bars) return;
-    const edges = [this.values.low[i], this.values.high[i]].map((edge) => make("span", {}, number(edge)));
-    host.append(make("figure", {}, histogram(bars, 480, 90), make("figcaption", {}, ...edges)));
+    const tallest = `elements in a bin, at most ${count(this.values.fullest[i])}`;
+    const edges = [number(this.values.low[i]), "value of an element", number(this.values.high[i])];
+    const below = make("figcaption", {}, ...edges.map((text) => make("span", {}, text)));
+    host.append(make("figure", {}, make("figcaption", {}, tallest), histogram(bars, 480, 90), below));
   }
 }

@@ -44,7 +44,8 @@ class Treemap {
     this.counts = names.totals(tensors.module, bytes.map(() => 1));
     this.crumbs = make("nav", { class: "crumbs", "aria-label": "Module" });
     this.figure = shape("svg", { class: "map", role: "group", "aria-label": "Bytes by module" });
-    host.append(this.crumbs, this.figure);
+    this.key = make("p", { class: "legend" });
+    host.append(this.crumbs, this.figure, this.key);
     this.node = 0;
     whenResized(host, () => this.draw());
     state.follow(["at"], (at) => { this.node = this.inside(names.find(at)); this.draw(); });
@@ -82,6 +83,7 @@ class Treemap {
     breadcrumb(this.crumbs, this.names, this.node, "at", "all");
     this.figure.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.figure.setAttribute("height", height);
+    this.key.textContent = `Area: bytes, ${size(this.sums[this.node])} in all`;
     const cells = this.cells(this.node);
     const boxes = squarify(cells.map((cell) => cell.bytes), { x: 0, y: 0, w: width, h: height });
     this.figure.replaceChildren(...cells.map((cell, i) => this.cell(cell, boxes[i], i % HUES)));
