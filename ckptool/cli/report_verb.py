@@ -30,9 +30,9 @@ def command(
 ) -> None:
     """Write an HTML page about a checkpoint, or to compare two.
 
-    The page is one file that needs no network. It has a summary, a map of the bytes by module,
-    every tensor with search and sort, and histograms of the values; with FILE2 also what differs,
-    layer by layer.
+    The page is one file that needs no network. It has a summary with the verdict of doctor, the
+    values, a map of the bytes by module, every tensor with search and sort, and histograms; with
+    FILE2 also what differs, layer by layer.
     """
     with screen.progress() as progress:
         receipt = report(

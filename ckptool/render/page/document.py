@@ -168,7 +168,9 @@ def sections(info: Info, caption: str = "") -> str:
     rows = [[words(shorten(cell, _LONGEST)) for cell in row] for row in section_rows(info.sections)]
     if not rows:
         return ""
-    return table(SECTION_HEADINGS, rows, right={2, 3, 4}, class_="sections", caption=words(caption))
+    shown = len(SECTION_HEADINGS) - (not any(row[-1] for row in rows))  # wrappers, if there are any
+    drawn, headings = [row[:shown] for row in rows], SECTION_HEADINGS[:shown]
+    return table(headings, drawn, right={2, 3, 4}, class_="sections", caption=words(caption))
 
 
 def notes(report: Report, infos: Sequence[Info]) -> str:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from ckptool.comparison.report import Report, report
-from ckptool.diagnosis.info import info
+from ckptool.comparison.report import Report, report, summarized
 from ckptool.inspection.listing import TensorRow
 from ckptool.inspection.stats import TensorStats
 from ckptool.render.page import page
@@ -132,7 +131,7 @@ def test_of_a_hundred_thousand_tensors_those_in_sight_are_drawn(tmp_path):
         )
         for n, name in enumerate(names, 1)
     )  # fmt: skip
-    made = page(Report(info(checkpoint({})), rows, measured=False))
+    made = page(Report(summarized(checkpoint({})), rows, measured=False))
     assert len(made) < 30_000_000
     found = looked_at(made, tmp_path, sort="-size")
     assert named(found)[0] == "model/layers.999.experts.99.weight"
@@ -190,25 +189,45 @@ def test_it_follows_whoever_uses_it(tmp_path):
 DEEP = "transformer.encoder_blocks.layers.{}.self_attention_with_a_long_name.output.weight"
 
 
+@pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize("width", [400, 1280])
-def test_nothing_is_cut_and_no_layer_loses_its_number(tmp_path, width):
+def test_nothing_is_cut_and_no_layer_loses_its_number(tmp_path, width, two):
     names = [DEEP.format(n) for n in range(24)]
     over = {name: floats(*range(1000), key=name) for name in names}
-    made = checkpoint({"model_ema": {name: tensor(over[name], (10, 10, 10)) for name in names}})
+    state = {name: tensor(over[name], (10, 10, 10)) for name in names}
+    made, other = (
+        checkpoint(
+            {
+                "model_ema": state,
+                "a_long_name_of_a_state_dict": {
+                    f"l.{n}": tensor(floats(n), (1,)) for n in range(3)
+                },
+                "a_long_name_of_a_value" * 3: "and_a_long_value" * 9,
+                "epoch": epoch,
+            },
+            writer="written by something with a long name",
+        )
+        for epoch in range(2)
+    )
     told = used(
-        page(report(made)),
+        page(report(*((made, other) if two else (made,)))),
         tmp_path,
         """
         await soon(); await soon();
         const shown = (one) => one.getClientRects().length > 0;
         const cut = (one) => shown(one) && one.scrollWidth > one.clientWidth;
         tell("cut", [...document.querySelectorAll(".scroll, .frame, .long th, .long td")].filter(cut).map((one) => one.textContent));
+        tell("wide", document.documentElement.scrollWidth > innerWidth);
+        tell("high", [...document.querySelectorAll(".long td.grows")].filter((one) => one.offsetHeight > 31).length);
         tell("names", [...document.querySelectorAll(".long a")].map((one) => [one.title, one.textContent]));
         tell("map", [...document.querySelectorAll(".map text")].map((one) => one.textContent));
         """,  # noqa: E501 - one statement each
         size=(width, 1500),
     )
     assert told["cut"] == []
-    assert all(title.split(".")[3] in shown.split(".") for title, shown in told["names"])
-    assert len({shown for _, shown in told["names"]}) == len(told["names"]) > 9
+    assert not told["wide"]
+    assert told["high"] == 0  # a taller row would move those below it out of place
+    layers = [(title, shown) for title, shown in told["names"] if "layers" in title]
+    assert all(title.split(".")[3] in shown.split(".") for title, shown in layers)
+    assert len({shown for _, shown in layers}) == len(layers) > 9
     assert {str(n) for n in range(24)} <= set(told["map"])

@@ -120,6 +120,47 @@ def test_two_files_are_compared_in_words_and_in_rows():
     assert found.data["diff"]["chart"]["status"] == "T"
 
 
+def test_the_summary_has_the_parameters_the_verdict_and_the_values():
+    one, two = ({"state_dict": state("module.a"), "epoch": n, "<b>": "</td>"} for n in (7, 8))
+    found = drawn(one)
+    assert found.one("h1").text == "made.pth 4 parameters"
+    facts = dict(
+        zip((th.text for th in found.all("th", scope="row")), found.all("td"), strict=False)
+    )
+    assert facts["doctor"].text.startswith("does not load here: 2 errors")
+    assert (
+        "2. error: the names in state_dict have the wrapper prefix module." in facts["doctor"].text
+    )
+    assert found.one("code").text.startswith("ckptool convert made.pth")
+    values = found.one("section", id="values").text
+    assert values == "Valuesnamevalueepoch7<b>'</td>'"
+    both = drawn(one, two)
+    assert both.one("h1").text == "made.pth and made.pth 4 parameters"
+    values = both.one("section", id="values").text
+    assert values == "Valuesnamemade.pthmade.pthepoch78<b>'</td>''</td>'"
+    assert drawn({"state_dict": state("a")}).all("section", id="values") == []
+
+
+def test_optimizer_state_has_the_names_of_the_parameters():
+    root = {
+        "model": {name: tensor(floats(*range(4)), (2, 2)) for name in ("w.weight", "a.weight")},
+        "optimizer": {
+            "state": {n: {"exp_avg": tensor(floats(n, 1, 2, 3), (2, 2))} for n in range(2)},
+            "param_groups": [{"params": [0, 1]}],
+        },
+    }
+    changed = {**root, "optimizer": {**root["optimizer"], "state": {}}}
+    found = drawn(root, changed)
+    expected = [f"optimizer/state/{name}/exp_avg" for name in ("w.weight", "a.weight")]
+    assert names(found.data)[2:] == expected
+    assert found.data["tensors"]["path"] == [
+        [2, "optimizer/state/0/exp_avg"],
+        [3, "optimizer/state/1/exp_avg"],
+    ]
+    assert names(found.data["diff"], "chart")[2:] == expected
+    assert names(found.data["diff"], "changes")[:2] == expected
+
+
 def test_two_equal_files_have_a_chart_and_no_rows():
     root = {"state_dict": state("a", "b")}
     found = drawn(root, root)

@@ -35,7 +35,7 @@ function percent(part, whole) {
 
 const isNumber = (part) => /^\d+$/.test(part);
 
-/** At most `most` characters: parts of a name before the layer go, the longest others lose their ends, numbers stay. */
+/** At most `most` characters: parts of a name before the layer go, the longest others lose their ends, the last one only if nothing else is left; numbers stay. */
 function shorten(text, most) {
   if (text.length <= most) return text;
   const parts = text.length > 1000 ? [text] : text.split(/([./])/);
@@ -43,6 +43,8 @@ function shorten(text, most) {
   while (long() > 0 && parts.length > 3 && ![0, 2].includes(parts.findIndex(isNumber))) parts.splice(0, 3, `…${parts[2].replace("…", "")}`);
   while (long() > 0) {
     const lengths = parts.map((part) => (isNumber(part) ? 0 : part.length));
+    const last = parts.length - 1;
+    if (lengths.some((length, i) => i < last && length >= 4)) lengths[last] = 0;
     const longest = Math.max(...lengths);
     if (longest < 4) break;
     parts[lengths.indexOf(longest)] = `${parts[lengths.indexOf(longest)].slice(0, parts.length > 1 ? -2 : most - 1)}…`;

@@ -44,7 +44,7 @@ class Treemap {
     this.counts = names.totals(tensors.module, bytes.map(() => 1));
     this.crumbs = make("nav", { class: "crumbs", "aria-label": "Module" });
     this.figure = shape("svg", { class: "map", role: "group", "aria-label": "Bytes by module" });
-    this.key = make("p", { class: "legend" });
+    this.key = make("p", { class: "faint" });
     host.append(this.crumbs, this.figure, this.key);
     this.node = 0;
     whenResized(host, () => this.draw());
