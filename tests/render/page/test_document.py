@@ -9,7 +9,7 @@ import shutil
 import pytest
 from hypothesis import given, strategies as st
 
-from ckptool.comparison.report import report
+from ckptool.comparison.report import report, summarized
 from ckptool.core.tree import name_of
 from ckptool.errors import TargetExists, UnreadableFile, WriteDenied
 from ckptool.formats import open_checkpoint
@@ -17,6 +17,7 @@ from ckptool.render.figures import bars
 from ckptool.render.page import page, write_page
 from ckptool.render.page.data import DIGITS, Names, figure
 from ckptool.render.page.document import FIRST, SCRIPTS, element, script_json, table, words
+from ckptool.render.verdicts import verdict_text
 from ckptool.words import clean
 from tests.inspection.handmade import checkpoint, floats, tensor
 from tests.render.page.pages import ADDRESS, Page, digest, names
@@ -127,10 +128,11 @@ def test_the_summary_has_the_parameters_the_verdict_and_the_values():
     facts = dict(
         zip((th.text for th in found.all("th", scope="row")), found.all("td"), strict=False)
     )
-    assert facts["doctor"].text.startswith("does not load here: 2 errors")
-    assert (
-        "2. error: the names in state_dict have the wrapper prefix module." in facts["doctor"].text
-    )
+    diagnosis = summarized(checkpoint(one)).diagnosis
+    assert [complaint.severity for complaint in diagnosis.complaints] == ["fails", "fails"]
+    first, second = diagnosis.complaints
+    told = (verdict_text(diagnosis), f"1. error: {first.text}", f"2. error: {second.text}")
+    assert facts["doctor"].text == "".join(told) + diagnosis.first_command
     assert found.one("code").text.startswith("ckptool convert made.pth")
     values = found.one("section", id="values").text
     assert values == "Valuesnamevalueepoch7<b>'</td>'"
