@@ -116,12 +116,20 @@ QUANTIZERS = (
         ("weight_zero_point", "input_scale", "input_zero_point", "comfy_quant"),
         dtypes="int8", library="compressed-tensors or vLLM",
     ),
-    Quantizer("HQQ", "W_q", "zero", ("scale",), library="hqq"),
+    Quantizer(
+        "HQQ", "W_q", "zero",
+        ("scale", "nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype",
+         "view_as_float", "quant_scale", "quant_zero", "compute_dtype", "offload_meta",
+         "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero"),
+        library="hqq", plain="weight",
+    ),
     Quantizer(
         "NVFP4", "weight", "weight_scale_2", ("weight_scale", "input_scale", "comfy_quant"),
         dtypes="uint8", library="nvidia-modelopt or vLLM",
     ),
-    Quantizer("MXFP4", "_blocks", "_scales", dtypes="uint8", library="transformers or vLLM"),
+    Quantizer(
+        "MXFP4", "_blocks", "_scales", dtypes="uint8", library="transformers or vLLM", plain="",
+    ),
     Quantizer(
         "fp8 with scales", "weight", "weight_scale", ("input_scale", "comfy_quant"),
         dtypes="float8_", library="transformers, vLLM or ComfyUI",

@@ -32,7 +32,8 @@ from ckptool.dtypes import BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import ReadAhead
 from ckptool.tensors.casting import FLOATS, Caster, Losses
-from ckptool.tensors.dequantizing import PACKED, UnknownLayout, can_dequantize, dequantized
+from ckptool.tensors.dequantizing import PACKED, can_dequantize, dequantized
+from ckptool.tensors.unpacking import UnknownLayout
 from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.diagnosis.info import info
-from ckptool.errors import CheckpointError, NotRepresentable
+from ckptool.errors import CheckpointError, CorruptFile, NotRepresentable
 from ckptool.words import counted
 from tests.sources import PROJECT
 
@@ -27,6 +27,9 @@ SCHEMES = {
     "gptq-v2-no-index": "AWQ (4 bits, groups of 32",
     "gptq": "GPTQ (4 bits, groups of 32)",
     "awq": "AWQ (4 bits, groups of 64)",
+    "nvfp4": "NVFP4 (4 bits, groups of 16, config.json says modelopt)",
+    "mxfp4": "MXFP4",
+    "hqq": "HQQ",
     "compressed-order": "compressed-tensors (4 bits, groups of 32)",
     "compressed-nvfp4": "compressed-tensors (4 bits, groups of 16)",
     "compressed-mxfp4": "compressed-tensors (4 bits, groups of 32)",
@@ -41,6 +44,9 @@ LARGEST_ERROR = {
     "compressed": 0.6,
     "gptq": 0.5,
     "awq": 0.1,
+    "nvfp4": 0.2,
+    "mxfp4": 0.4,
+    "hqq": 1.2,
 }
 """How far a weight of `weights()` in `fixtures/make/quantizers.py` is off, at most."""
 
@@ -267,7 +273,7 @@ def test_awq_whose_layout_is_not_stated_or_contradicted_is_refused(
 @pytest.mark.parametrize("layout", ["gptq-v1-order", "awq", "quanto-bfloat16", "mlx-float16"])
 def test_any_part_of_a_weight_is_that_part_of_all(layout, monkeypatch):
     """In chunks of a few rows, read from anywhere, by several threads."""
-    monkeypatch.setattr("ckptool.tensors.dequantizing.CHUNK", 300)
+    monkeypatch.setattr("ckptool.tensors.unpacking.CHUNK", 300)
     with ckptool.open(FOLDERS / layout / "model.safetensors") as checkpoint:
         made = checkpoint.then(ckptool.Cast(dequantize="float32"))
         plain = load_file(FOLDERS / layout / "plain.safetensors")
@@ -279,3 +285,52 @@ def test_any_part_of_a_weight_is_that_part_of_all(layout, monkeypatch):
             with ThreadPoolExecutor(4) as threads:
                 found = list(threads.map(lambda one, data=data: data.read(*one), parts))
             assert found == [whole[start : start + size] for start, size in parts]
+
+
+MXFP4 = {"quant_method": "mxfp4"}
+BLOCKS = "layers__0__experts__down_proj"
+
+
+@pytest.mark.parametrize(
+    ("layout", "stated", "tensors", "reason"),
+    [
+        ("nvfp4", {}, {"layers__0__comfy_quant": torch.ones(9).byte()}, "does not know"),
+        ("nvfp4", {}, {"layers__0__weight_scale": torch.ones(9, 4)}, "does not know"),
+        ("nvfp4", {}, {"layers__0__weight_scale": None}, "weight_scale is missing next to it"),
+        ("nvfp4", {}, {"layers__0__weight_scale_2": torch.ones(2)}, "does not know"),
+        ("nvfp4", {}, {"layers__0__pre_quant_scale": torch.ones(64)}, "pre_quant_scale next to"),
+        ("mxfp4", {}, {}, "its layout is that of quant_method mxfp4, but no config.json"),
+        ("mxfp4", MXFP4, {f"{BLOCKS}_scales": torch.ones(3, 10, 3).byte()}, "does not know"),
+        ("mxfp4", MXFP4, {f"{BLOCKS}_blocks": torch.ones(10, 2, 16).byte()}, "does not know"),
+        ("hqq-float16", {}, {"layers__1__view_as_float": torch.ones(()).byte()}, "does not know"),
+        ("hqq-float16", {}, {"layers__1__quant_zero": torch.ones(()).byte()}, "does not know"),
+        ("hqq-float16", {}, {"layers__1__scale": torch.ones(31, 1)}, "does not know"),
+        ("hqq-float16", {}, {"layers__1__shape": torch.tensor([16, 127])}, "does not know"),
+        ("hqq-float16", {}, {"layers__1__shape": torch.ones(99).long()}, "does not know"),
+        ("hqq-float16", {}, {"layers__1__packing": None}, "packing is missing next to it"),
+        ("hqq-float16", {}, {"layers__1__packing": torch.ones(3).byte()}, "is not known"),
+        ("hqq-float16", {}, {"layers__1__W_q": torch.ones(15, 64).byte()}, "does not know"),
+        ("hqq-float16", {}, {"layers__1__W_q": torch.ones(16, 64)}, "does not know"),
+    ],
+)
+def test_other_layouts_that_are_not_known_are_refused(layout, stated, tensors, reason, tmp_path):
+    config = {"quantization_config": stated} if stated else {}
+    refused(changed_file(layout, tmp_path, config=config, **tensors), reason)
+
+
+@pytest.mark.parametrize("layout", ["gptq-v1-order", "hqq-float16", "mxfp4"])
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_damage_to_any_part_is_told_and_nothing_is_written(layout, part, tmp_path):
+    """In a file with checksums, of the codes and of what they need."""
+    state = load_file(FOLDERS / layout / "model.safetensors")
+    words = ("qweight", "qzeros", "scales") if "gptq" in layout else ("W_q", "zero", "scale")
+    words = ("_blocks", "_scales", "_blocks") if layout == "mxfp4" else words
+    key = max(key for key in state if key.endswith(words[part]))
+    torch.save(state, tmp_path / "m.pth")
+    shutil.copy(FOLDERS / layout / "config.json", tmp_path / "config.json")
+    content = bytearray((tmp_path / "m.pth").read_bytes())
+    content[content.index(state[key].view(torch.uint8).numpy().tobytes()) + 9] ^= 1
+    (tmp_path / "m.pth").write_bytes(content)
+    with pytest.raises(CorruptFile, match="is damaged"):
+        ckptool.convert(tmp_path / "m.pth", tmp_path / "o.pth", ckptool.Cast(dequantize="float32"))
+    assert not (tmp_path / "o.pth").exists()
