@@ -69,10 +69,10 @@ def cast_command(
     overflow, underflow or lose precision; an overflow is an error. Values are rounded first:
     65519.99 fits float16 (as 65504), 65520 does not. A GLOB is compared with the name of a tensor,
     a GLOB with a / with its whole path. Quantized weights are refused without
-    --dequantize or --raw. --dequantize takes fp8 weights with scales, nf4, fp4 and int8 of
-    bitsandbytes, quantized tensors and linear layers of torch, and Int8Tensor, Float8Tensor and
-    IntxUnpackedToInt8Tensor of torchao: the result is that of the library, and what only
-    quantized weights need is left out. With --dtype bfloat16 the result of model.pth goes to
+    --dequantize or --raw. --dequantize takes weights of bitsandbytes, torch, torchao, quanto, MLX,
+    compressed-tensors, GPTQ, AWQ, HQQ, NVFP4 and MXFP4, and fp8 with scales: the result is that of
+    the library, and what only quantized weights need is left out. What config.json next to the
+    file states counts. With --dtype bfloat16 the result of model.pth goes to
     model.bfloat16.pth.
     """
     word = dtype or dequantize

@@ -42,6 +42,7 @@ COPIES = {
     "hub": FIXTURES / "shards" / "hub_safetensors",
     "deepspeed-run": FIXTURES / "zero" / "z3-bf16",
     "model.gguf": FIXTURES / "gguf" / "quantised.gguf",
+    "llama-gptq": FIXTURES / "quantizers" / "gptq-v1",
     "nf4.pth": FIXTURES / "quantised" / "bnb4_state.pth",
     "flax_model.msgpack": FIXTURES / "flax" / "variables.msgpack",
     "model.keras": FIXTURES / "keras" / "model.keras",
