@@ -15,6 +15,7 @@ from ckptool.core.quantization_config import QuantizationConfig
 from ckptool.errors import NotRepresentable
 from ckptool.tensors.materialize import torch_dtype
 from ckptool.tensors.unpacking import (
+    CONFIG_HINT,
     Parts,
     UnknownLayout,
     block_sizes,
@@ -212,7 +213,7 @@ def of_gptq(parts: Parts) -> TensorRef:
     weight, scales, qzeros = parts.weight, parts["scales"], parts["qzeros"]
     order, config = parts.get("g_idx"), parts.config
     if config.method.lower() != "gptq" or config.model_type in _TRANSPOSED:
-        raise UnknownLayout(_needs(config, "gptq"))
+        raise _unstated(config, "gptq")
     version = config.entries.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2") or config.entries.get("is_marlin_format"):
         raise UnknownLayout(f"checkpoint_format {printable(str(version))} is not known")
@@ -272,7 +273,7 @@ def of_awq(parts: Parts) -> TensorRef:
     if parts.config.method.lower() != "awq" or len(weight.shape) != 2 or len(scales.shape) != 2:
         if scales.sizes[1:] == weight.sizes[1:]:
             return of_gptq(parts)
-        raise UnknownLayout(_needs(parts.config, "awq"))
+        raise _unstated(parts.config, "awq")
     (columns, words), (groups, rows) = weight.sizes, scales.sizes
     version = parts.config.entries.get("version", "gemm")
     if {weight.dtype, qzeros.dtype} != {"int32"} or str(version).lower() != "gemm":
@@ -328,7 +329,7 @@ def of_mxfp4(parts: Parts) -> TensorRef:
     """
     blocks, [scales] = parts.weight, parts.beside.values()
     if parts.config.method.lower() != "mxfp4":
-        raise UnknownLayout(_needs(parts.config, "mxfp4"))
+        raise _unstated(parts.config, "mxfp4")
     if len(blocks.shape) != 4 or blocks.sizes != (*scales.sizes, 16) or scales.dtype != "uint8":
         raise UnknownLayout
     experts, rows, groups, _ = blocks.sizes
@@ -388,9 +389,11 @@ def of_hqq(parts: Parts) -> TensorRef:
     return compute_tensor(weight, shape, (zero, scale), numbers)
 
 
-def _needs(config: QuantizationConfig, method: str) -> str:
-    """Return what is missing for a method whose layout only a configuration tells."""
+def _unstated(config: QuantizationConfig, method: str) -> UnknownLayout:
+    """Return the error for weights whose layout only a configuration with a method tells."""
     if config.model_type in _TRANSPOSED:
-        return f"the layers of a {config.model_type} model may have their weights transposed"
-    stated = f"{config.where} states {config.method}" if config.method else "no config.json"
-    return f"its layout is that of quant_method {method}, but {stated}"
+        fact = f"the layers of a {config.model_type} model may have their weights transposed"
+        return UnknownLayout(fact)
+    stated = f"{config.where} states {config.method}" if config.method else "no config.json does"
+    fact = f"its layout is known if a config.json states quant_method {method}, but {stated}"
+    return UnknownLayout(fact, hint=None if config.method else CONFIG_HINT)

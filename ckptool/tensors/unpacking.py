@@ -25,14 +25,17 @@ _MOST_SMALL = 64
 """Integers in a tensor that states a shape or a word."""
 _FP4 = [sign * one for sign in (1.0, -1.0) for one in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 """The numbers of e2m1, by their codes."""
+CONFIG_HINT = "put the config.json of the model into the folder of the file"
 
 
 class UnknownLayout(NotRepresentable):
     """The layout of a quantized weight is not known, or not all of it is stated."""
 
-    def __init__(self, fact: str = "ckptool does not know this layout") -> None:
-        """Say what is missing."""
-        super().__init__(fact)
+    def __init__(
+        self, fact: str = "ckptool does not know this layout", *, hint: str | None = None
+    ) -> None:
+        """Say what is missing, and what helps."""
+        super().__init__(fact, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Parts:
         """
         value = (self.config.entries if entries is None else entries).get(key)
         if not (is_count(value) and value):
-            raise UnknownLayout(f"no config.json next to it states {key}")
+            raise UnknownLayout(f"no config.json next to it states {key}", hint=CONFIG_HINT)
         return int(value)
 
     def small(self, ending: str) -> list[int]:

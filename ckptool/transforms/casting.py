@@ -439,7 +439,7 @@ class _Plan:
                 raise NotRepresentable(
                     f"{printable(name)!r} cannot be dequantized: it {found}, and {error.message}",
                     file=self.checkpoint.path,
-                    hint=None
+                    hint=error.hint
                     if id(state) in nodes
                     else "--model-only makes a state dict of the module first",
                 ) from None

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.diagnosis.info import info
 from ckptool.errors import CheckpointError, CorruptFile, NotRepresentable
+from ckptool.tensors.unpacking import CONFIG_HINT
 from ckptool.words import counted
 from tests.sources import PROJECT
 
@@ -143,8 +144,12 @@ def changed_file(layout, folder, *, config=None, **tensors):
 
 
 def refused(path, reason):
-    with pytest.raises(NotRepresentable, match=f"cannot be dequantized: it is .*{reason}"):
+    with pytest.raises(
+        NotRepresentable, match=f"cannot be dequantized: it is .*{reason}"
+    ) as caught:
         ckptool.convert(path, path.with_name("o.safetensors"), ckptool.Cast(dequantize="float32"))
+    missing = "no config.json" in str(caught.value)
+    assert caught.value.hint == (CONFIG_HINT if missing else None)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +213,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 @pytest.mark.parametrize(
     ("stated", "tensors", "reason"),
     [
-        (None, {}, "its layout is that of quant_method gptq, but no config.json"),
+        (None, {}, "states quant_method gptq, but no config.json does"),
         ({**GPTQ, "quant_method": "mine"}, {}, "but config.json states mine"),
         ({**GPTQ, "checkpoint_format": "marlin"}, {}, "checkpoint_format marlin is not known"),
         ({**GPTQ, "is_marlin_format": True}, {}, "checkpoint_format gptq is not known"),
@@ -255,7 +260,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
 @pytest.mark.parametrize(
     ("stated", "tensors", "reason"),
     [
-        (None, {}, "its layout is that of quant_method awq, but no config.json"),
+        (None, {}, "states quant_method awq, but no config.json does"),
         ({**AWQ, "version": "gemv"}, {}, "version gemv is not known"),
         ({**AWQ, "bits": 8}, {}, r"its shapes contradict config.json \(8 bits, groups of 64\)"),
         ({**AWQ, "group_size": 32}, {}, "its shapes contradict config.json"),
@@ -299,7 +304,7 @@ BLOCKS = "layers__0__experts__down_proj"
         ("nvfp4", {}, {"layers__0__weight_scale": None}, "weight_scale is missing next to it"),
         ("nvfp4", {}, {"layers__0__weight_scale_2": torch.ones(2)}, "does not know"),
         ("nvfp4", {}, {"layers__0__pre_quant_scale": torch.ones(64)}, "pre_quant_scale next to"),
-        ("mxfp4", {}, {}, "its layout is that of quant_method mxfp4, but no config.json"),
+        ("mxfp4", {}, {}, "states quant_method mxfp4, but no config.json does"),
         ("mxfp4", MXFP4, {f"{BLOCKS}_scales": torch.ones(3, 10, 3).byte()}, "does not know"),
         ("mxfp4", MXFP4, {f"{BLOCKS}_blocks": torch.ones(10, 2, 16).byte()}, "does not know"),
         ("hqq-float16", {}, {"layers__1__view_as_float": torch.ones(()).byte()}, "does not know"),
@@ -334,3 +339,24 @@ def test_damage_to_any_part_is_told_and_nothing_is_written(layout, part, tmp_pat
     with pytest.raises(CorruptFile, match="is damaged"):
         ckptool.convert(tmp_path / "m.pth", tmp_path / "o.pth", ckptool.Cast(dequantize="float32"))
     assert not (tmp_path / "o.pth").exists()
+
+
+def test_torchao_in_shards_is_known_by_the_metadata_of_each(tmp_path):
+    with safe_open(FOLDERS / "torchao" / "model.safetensors", "pt") as file:
+        state, header = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    places, shards = {}, (("layers.0.", "layers.1.", "norm."), ("layers.2.", "layers.3."))
+    for number, stems in enumerate(shards, 1):
+        name = f"model-0000{number}-of-00002.safetensors"
+        part = {key: one for key, one in state.items() if key.startswith(stems)}
+        own = [key for key in header if key.startswith(stems)]
+        entries = {key: header[key] for key in own} | {"tensor_names": json.dumps(own)}
+        save_file(part, tmp_path / name, {**entries, "format": "pt"})
+        places |= dict.fromkeys(part, name)
+    index = {"metadata": {}, "weight_map": places}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    made, _ = dequantized(tmp_path, tmp_path / "o.safetensors", "bfloat16")
+    plain = load_file(FOLDERS / "torchao" / "plain.safetensors")
+    assert made.keys() == plain.keys() | {"norm.weight"}
+    assert all(torch.equal(made[key], one) for key, one in plain.items())
+    with safe_open(tmp_path / "o.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
