@@ -70,7 +70,8 @@ def of_quanto(parts: Parts) -> TensorRef:
         raise UnknownLayout
     if not {scale.sizes, shift.sizes} == {(groups, 1)} or scale.dtype != shift.dtype:
         raise UnknownLayout
-    if not isinstance(bias, TensorRef) or len(bias.shape) != 1 or groups % max(bias.numel, 1):
+    rows = bias.numel if isinstance(bias, TensorRef) and len(bias.shape) == 1 else 0
+    if not rows or groups % rows:
         raise UnknownLayout("its shape is not known: it has no bias, which would tell its rows")
     size, shifts = weight.sizes[1], range(0, 8, bits[0])
 
@@ -82,8 +83,7 @@ def of_quanto(parts: Parts) -> TensorRef:
         )
         return own * read_planes(weight, start, stop, shifts, bits[0]) - less
 
-    shape = (bias.numel, groups * size // bias.numel)
-    return compute_tensor(weight, shape, (scale, shift), numbers)
+    return compute_tensor(weight, (rows, groups * size // rows), (scale, shift), numbers)
 
 
 def of_mlx(parts: Parts) -> TensorRef:

@@ -316,7 +316,7 @@ def compute_tensor(
     checks = [checked(one, one.data) for one in beside if one is not None and one.data is not None]
     tables: Sequence[torch.Tensor] = ()
     last, made, lock = -1, bytearray(), Lock()
-    if held is None:
+    if held is None or (count and not all(one.numel for one in parts)):
         raise UnknownLayout
 
     def fill(offset: int, buffer: memoryview) -> None:

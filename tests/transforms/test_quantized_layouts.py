@@ -156,6 +156,7 @@ def refused(path, reason):
     ("tensors", "reason"),
     [
         ({"layers__2__bias": None}, "its shape is not known: it has no bias"),
+        ({"layers__2__bias": torch.zeros(0)}, "its shape is not known"),
         ({"layers__2__bias": torch.zeros(7)}, "its shape is not known"),
         ({"layers__2__weight___shift": None}, "ckptool does not know this layout"),
         ({"layers__2__weight___shift": torch.zeros(9)}, "ckptool does not know this layout"),
