@@ -31,7 +31,7 @@ class Quantization(NamedTuple):
     """Which library loads them."""
     names: tuple[str, ...]
     is_known: bool = False
-    """Whether `--dequantize` makes plain weights of all of them."""
+    """Whether `--dequantize` makes plain weights, judging by the first one."""
 
     def __str__(self) -> str:
         """Return a sentence without a full stop."""
@@ -68,5 +68,8 @@ def quantizations(checkpoint: Checkpoint) -> Iterator[Quantization]:
             remedy = f"{library} loads {'it' if count == 1 else 'them'}" if library else ""
             remedy = remedy or "load it with the library that wrote it"
             fact = f"{counted(count, 'tensor')} {verb}"
-            is_known = all(can_dequantize(section.node, name, found[name], config) for name in own)
+            # One is enough: some layouts state the shape of each weight in the bytes of a tensor.
+            is_known = any(
+                can_dequantize(section.node, name, found[name], config) for name in [*own][:1]
+            )
             yield Quantization(fact, remedy, tuple(own), is_known)

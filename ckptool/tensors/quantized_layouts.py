@@ -93,6 +93,14 @@ def of_mlx(parts: Parts) -> TensorRef:
     own = stated.get(parts.stem.removesuffix("."))
     stated = {**stated, **own} if isinstance(own, Mapping) else stated
     bits, size = (parts.stated(key, stated) for key in ("bits", "group_size"))
+    for layer, other in () if own else stated.items():  # shapes tell only bits times group size
+        match other:
+            case {"bits": int(one), "group_size": int(of)} if (
+                one * of == bits * size and one != bits and f"{layer}.scales" not in parts.state
+            ):
+                raise UnknownLayout(
+                    f"config.json has {one} bits for {layer}, which may be this one"
+                )
     *outer, words = weight.sizes
     columns = words * 32 // bits
     if stated.get("mode", "affine") != "affine" or scales.sizes != biases.sizes:

@@ -178,6 +178,10 @@ def test_quanto_whose_shape_or_parts_are_unknown_is_refused(tensors, reason, tmp
             {"bits": 4, "group_size": 64},
             r"its shapes contradict config.json \(4 bits, groups of 64",
         ),
+        (
+            {"bits": 4, "group_size": 32, "x.layers.0": {"bits": 2, "group_size": 64}},
+            "config.json has 2 bits for x.layers.0, which may be this one",
+        ),
         ({"bits": 4, "group_size": 64, "mode": "mxfp4"}, "ckptool does not know this layout"),
     ],
 )
