@@ -165,15 +165,15 @@ class CorruptFile(UnreadableFile, ValueError):
 class TruncatedFile(CorruptFile, EOFError):
     """It ends before its content does."""
 
-    usual_hint = "save, copy or download it again"
+    usual_hint = "save, copy or download the file again"
 
 
 class LimitExceeded(UnreadableFile, ValueError):
     """It asks for more than `limits.Limits` allows."""
 
     usual_hint = (
-        "no trainer writes such a file; if you trust it, ckptool.open(file, "
-        "limits=ckptool.Limits(...)) raises most limits"
+        "no trainer writes such a file; if you trust it, raise the limits with "
+        "ckptool.open(file, limits=ckptool.Limits(...))"
     )
 
 

@@ -139,7 +139,7 @@ class FileOutput:
         """
         self._flush()
         if self._size not in (None, self._flushed):
-            raise WriteError(f"{self._flushed:,} bytes came of the {self._size:,} planned")
+            raise WriteError(f"wrote {self._flushed:,} bytes, expected {self._size:,}")
         self._report()
 
     def _copy_file(self, data: ByteRange) -> None:
@@ -163,7 +163,7 @@ class FileOutput:
 
     def _expect(self, length: int) -> None:
         if self._size is not None and self.tell() + length > self._size:
-            raise WriteError(f"more bytes came than the {self._size:,} planned")
+            raise WriteError(f"wrote more than the expected {self._size:,} bytes")
 
     def _step(self) -> None:
         if self._flushed - self._reported >= STEP:
@@ -294,7 +294,9 @@ def refuse_target(path: str | os.PathLike[str], *, overwrite: bool) -> os.stat_r
         return None
     is_folder = stat.S_ISDIR(old.st_mode)
     if not (is_folder or stat.S_ISREG(old.st_mode)):
-        raise WriteDenied("is not a regular file", file=path, hint="give the name of a file")
+        raise WriteDenied(
+            "is not a regular file", file=path, hint="give the path of a regular file"
+        )
     refuse_taken(path, is_folder=is_folder, overwrite=overwrite)
     return old
 
@@ -306,10 +308,10 @@ def refuse_taken(path: str | os.PathLike[str], *, is_folder: bool, overwrite: bo
         TargetExists: it is a folder, or not to be overwritten.
     """
     if is_folder:
-        raise TargetExists("is a folder", file=path, hint="give the name of a file to write")
+        raise TargetExists("is a folder", file=path, hint="give the path of a file")
     if not overwrite:
-        hint = Remedy((("overwrite", True),), " replaces it; or choose another name")
-        raise TargetExists("exists already", file=path, hint=hint)
+        hint = Remedy((("overwrite", True),), " replaces it; or choose another path")
+        raise TargetExists("already exists", file=path, hint=hint)
 
 
 def _remove_debris(target: str, own: str = "") -> None:
@@ -323,7 +325,7 @@ def _remove_debris(target: str, own: str = "") -> None:
             raise FileBusy(
                 f"is being written by {who(holder)}",
                 file=target,
-                hint="try again when it has finished, or choose another name",
+                hint="try again when it has finished, or choose another path",
             )
 
 
@@ -496,7 +498,7 @@ class PendingFile:
     def check_finished(self, *, overwrite: bool) -> None:
         """Refuse a file that did not come, and a target that appeared meanwhile."""
         if self.inode is None:
-            raise WriteError("was announced and not written", file=self.path)
+            raise WriteError("was planned but not written", file=self.path)
         self.old = refuse_target(self.path, overwrite=overwrite)
 
     def move(self) -> PendingRename:
@@ -513,13 +515,13 @@ def parts_of(target: str, sizes: Mapping[str, int], mode: int | None) -> list[Pe
         part = PendingFile(path, os.path.realpath(path), temporary, size, mode)
         if os.path.dirname(part.target) != os.path.dirname(target):
             raise UsageError(
-                f"must be in the folder of the index, {os.path.dirname(target)}",
+                f"must be in the same folder as the index, {os.path.dirname(target)}",
                 file=path,
-                hint="a link among the files may be what leads elsewhere",
+                hint="check whether one of the files is a link to another folder",
             )
         parts.append(part)
     if len({part.target for part in parts}) != len(parts):
-        raise UsageError("two files of the set are the same", file=target)
+        raise UsageError("the set lists the same file twice", file=target)
     if not parts or parts[-1].target != target:
-        raise UsageError("must be the last file of its set", file=target)
+        raise UsageError("must be the last file of the set", file=target)
     return parts

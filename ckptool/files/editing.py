@@ -51,9 +51,9 @@ class Patch:
 class EditState(Enum):
     """How far an edit went."""
 
-    OLD = "the file is as it was before"
-    CUT = "part of the edit is in the file"
-    NEW = "all of the edit is in the file"
+    OLD = "the file is unchanged"
+    CUT = "the file has part of the edit"
+    NEW = "the file has the whole edit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ class Edit:
         size = status.st_size
         if patch.offset != size and (patch.offset or len(patch.data) > size):
             raise WriteError(
-                f"{len(patch.data):,} bytes cannot go to {patch.offset:,} of {size:,} ones"
+                f"cannot put {len(patch.data):,} bytes at {patch.offset:,} of a file of "
+                f"{size:,} bytes"
             )
         old = read_at(fd, patch.offset, min(len(patch.data), size - patch.offset))
         tail = _tail(fd, size, patch.offset, len(old))
@@ -135,9 +136,9 @@ class Edit:
             raise self._stranger(fd, path)
         status = os.fstat(fd)
         if not self.size <= status.st_size <= self.new_size:
-            raise _foreign(path, f"it has {status.st_size:,} bytes, not {self.size:,}")
+            raise _foreign(path, f"size is {status.st_size:,}, expected {self.size:,}")
         if _tail(fd, self.size, self.offset, len(self.old)) != self.tail:
-            raise _foreign(path, f"its last bytes before {self.size:,} are others")
+            raise _foreign(path, f"the bytes before {self.size:,} differ")
         found = read_at(fd, self.offset, min(len(self.new), status.st_size - self.offset))
         if found == self.old and status.st_size == self.size:
             return EditState.OLD
@@ -151,7 +152,7 @@ class Edit:
         with suppress(CorruptFile):
             if self.state(fd, path, moved=True) is EditState.CUT:
                 return _moved(path)
-        return _foreign(path, "another file has taken its place")
+        return _foreign(path, "the file was replaced")
 
     def _is_of(self, status: os.stat_result) -> bool:
         """Return whether it is the file that was edited."""
@@ -187,7 +188,7 @@ class Edit:
                 if torn > 1 or not _broke_off(piece, old, new):
                     at = self.offset + start
                     raise _foreign(
-                        path, f"its bytes at {at:,} are neither the old nor the new ones"
+                        path, f"the bytes at {at:,} are neither the old nor the new ones"
                     )
             start = stop
 
@@ -246,12 +247,12 @@ def _check_target(source: Source, path: str, fd: int) -> None:
     """Refuse to edit a file that is not, or not any more, the one that was read."""
     if not os.access(path, os.W_OK):
         raise WriteDenied(
-            "the system does not let us write to it", hint="write the result to another file"
+            "no write permission", hint="write the result to another file with -o FILE"
         )
     if not leads_to(path, source.fd() or -1):
         raise WriteError(
-            "another file has taken its place meanwhile; nothing was written",
-            hint="write the result to another file",
+            "the file was replaced during the edit; nothing was written",
+            hint="write the result to another file with -o FILE",
         )
     source.check_unchanged()
     refuse_cut_short(path)
@@ -273,15 +274,16 @@ def _tail(fd: int, size: int, offset: int, length: int) -> str:
 
 def _moved(path: str) -> CorruptFile:
     return CorruptFile(
-        "an edit of it was cut short, and then the file was copied or moved; nothing was changed",
+        "an in-place edit was interrupted, and the file was then copied or moved; nothing "
+        "was changed",
         file=path,
-        hint=f"roll the copy back: ckptool recover --force {shell(path)}",
+        hint=f"roll back this copy: ckptool recover --force {shell(path)}",
     )
 
 
 def _foreign(path: str, why: str) -> CorruptFile:
     return CorruptFile(
-        f"the journal beside it is for other content ({why}); nothing was changed",
+        f"the journal next to it belongs to other content ({why}); nothing was changed",
         file=path,
         hint=f"keep the file as it is: ckptool recover --discard {shell(path)}",
     )

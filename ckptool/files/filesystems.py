@@ -67,14 +67,14 @@ def system_of(path: str) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise UnsupportedFormat(
-            "is read by fsspec, which is not installed", file=path, hint=INSTALL
+            "reading this address needs fsspec, which is not installed", file=path, hint=INSTALL
         ) from error
     with asked(path):  # a chain asks for what it leads through
         try:
             found: tuple[Any, str] = url_to_fs(path)
         except (ImportError, ValueError) as error:
             raise UnsupportedFormat(
-                f"is not an address that fsspec knows here: {error}", file=path
+                f"fsspec does not support this address: {error}", file=path
             ) from error
     return found
 
@@ -94,10 +94,10 @@ def asked(path: str, *, to_write: bool = False) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, FileNotFoundError) and not to_write:
-            raise FileMissing("there is no such file", file=path) from error
+            raise FileMissing("no such file", file=path) from error
         denied, failed = (WriteDenied, WriteError) if to_write else (FileDenied, UnreadableFile)
         raise (denied if isinstance(error, PermissionError) else failed)(
-            f"cannot be {'written' if to_write else 'fetched'}: {type(error).__name__}, {error}",
+            f"cannot be {'written' if to_write else 'downloaded'}: {type(error).__name__}, {error}",
             file=path,
         ) from error
 
@@ -117,8 +117,8 @@ def refuse_object(path: str, *, overwrite: bool) -> None:
     kind = path.partition("://")[0].lower()
     if kind in ("http", "https", "hf"):
         raise UsageError(
-            f"nothing is written to {kind}://: no file of it appears whole or not at all",
-            hint="write a file here, and upload it" + (": hf upload" if kind == "hf" else ""),
+            f"cannot write to {kind}://, where a file is not written as a whole",
+            hint="write a local file, then upload it" + (" with hf upload" if kind == "hf" else ""),
         )
     system, inner = system_of(path)
     with asked(path, to_write=True):
@@ -166,7 +166,7 @@ def uploaded_set(
         yield output_of
     except BaseException:
         if done:
-            warn(f"{index}: was not written; these of its files are there: {listed(done)}")
+            warn(f"{index}: was not written; these of its files were: {listed(done)}")
         raise
 
 
@@ -197,7 +197,9 @@ def _uploaded(path: str, size: int, progress: Progress | None) -> Iterator[FileO
         there = int(system.info(inner)["size"])
         if there != size:
             system.rm_file(inner)
-            raise WriteError(f"{size:,} bytes were sent, and it has {there:,}: removed", file=path)
+            raise WriteError(
+                f"sent {size:,} bytes, but the object had {there:,} and was removed", file=path
+            )
 
 
 class _Upload(FileOutput):

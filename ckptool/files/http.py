@@ -82,13 +82,15 @@ def fetch(
         except CheckpointError:
             raise
         except (http.client.InvalidURL, ValueError) as error:
-            raise UnreadableFile(f"is not an address: {error}", file=url) from error
+            raise UnreadableFile(f"is not a valid address: {error}", file=url) from error
         except (OSError, http.client.HTTPException) as error:
             why = _reason(error)
         attempt += 1
         if attempt < ATTEMPTS:
             time.sleep(min(LONGEST_PAUSE, 0.125 * 2**attempt if pause is None else pause))
-    raise UnreadableFile(f"cannot be fetched: {why}", file=url, hint="try again, or " + _DOWNLOAD)
+    raise UnreadableFile(
+        f"cannot be downloaded: {why}", file=url, hint="try again, or " + _DOWNLOAD
+    )
 
 
 def _opener() -> urllib.request.OpenerDirector:
@@ -128,7 +130,7 @@ def _ask(url: str, start: int, stop: int, tag: str, headers: Mapping[str, str]) 
         with error:
             if there != url and error.code in (400, 401, 403, 404, 410):  # it has expired
                 _LED.pop(url, None)
-                raise _Retry("the place that it led to is gone", 0.0) from error
+                raise _Retry("the redirect has expired", 0.0) from error
             raise _refused(url, error, start) from error
 
 
@@ -136,31 +138,31 @@ def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> RangeRespon
     told, status = answer.headers, answer.status
     if told.get("Content-Encoding", "identity").lower() not in ("identity", ""):
         raise UnreadableFile(
-            f"the server packs what it sends ({told['Content-Encoding']}), so that no part of the "
-            "file can be asked for",
+            f"the server compresses the file ({told['Content-Encoding']}), so its parts "
+            "cannot be read",
             file=url,
             hint=_DOWNLOAD,
         )
     if told.get_content_type() == "text/html" and "Content-Length" not in told:
-        hint = "log in where the page is; give the link of the file itself"
-        raise UnreadableFile("the server sends a web page, not the file", file=url, hint=hint)
+        hint = "log in on that page, and give the direct link of the file"
+        raise UnreadableFile("the server sent a web page, not the file", file=url, hint=hint)
     now = told.get("ETag") or told.get("Last-Modified") or ""
     if tag and now and now != tag:
         raise changed(url)
     if status == 206:
         found = _RANGE.fullmatch(told.get("Content-Range", ""))
         if found is None or int(found[1]) != start:
-            raise UnreadableFile("the server sends other bytes than those asked for", file=url)
+            raise UnreadableFile("the server sent other bytes than requested", file=url)
         size, end = int(found[3]), int(found[2]) + 1
         data = _exactly(answer, min(stop, size, end) - start)
         if data and end < min(stop, size):
-            raise _Retry("the server sends fewer bytes at a time than asked for", 0.0, data)
+            raise _Retry("the server sent fewer bytes than requested", 0.0, data)
         return RangeResponse(data, size, now)
     length = told.get("Content-Length", "")
     if stop > FROM_THE_START or not re.fullmatch(r"[0-9]{1,18}", length):
         raise UnreadableFile(
-            "the server does not support ranges: only the beginning of a file of known size is "
-            "read without them",
+            "the server does not support range requests; without them, only the start of a "
+            "file of known size can be read",
             file=url,
             hint=_DOWNLOAD,
         )
@@ -178,7 +180,7 @@ def _exactly(answer: Any, length: int) -> bytes:
         except (OSError, http.client.HTTPException):
             data = b""
         if not data:
-            raise _Retry("the connection broke off", None, b"".join(parts))
+            raise _Retry("the connection was lost", None, b"".join(parts))
         parts.append(data)
         left -= len(data)
     return b"".join(parts)
@@ -187,20 +189,23 @@ def _exactly(answer: Any, length: int) -> bytes:
 def _refused(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
     code, file = error.code, url
     if code == 404 or code == 410:
-        return FileMissing("the server has no such file", file=file, hint="look for a misspelling")
+        return FileMissing("the server has no such file", file=file, hint="check the spelling")
     if code in (401, 403):
         own = error.headers.get("X-Error-Message") or error.reason
-        hint = "an address that is signed may have expired; or download it where you are logged in"
+        hint = (
+            "a signed address may have expired; get a new one, or download the file where you "
+            "are logged in"
+        )
         if error.headers.get("X-Error-Code") == "GatedRepo":
-            hint = "ask for access on its page, then: hf auth login"
+            hint = "request access on its page, then run: hf auth login"
         elif "X-Error-Message" in error.headers or "/resolve/" in url:
-            hint = "log in: hf auth login, or HF_TOKEN"
-        return FileDenied(f"the server does not give it to us ({code} {own})", file=file, hint=hint)
+            hint = "run hf auth login, or set HF_TOKEN"
+        return FileDenied(f"the server denied access ({code} {own})", file=file, hint=hint)
     if code == 412:
         return changed(url)
     if code == 416:
         return TruncatedFile(f"the file ends before {start:,}", file=file)
-    why = f"the server answers {code} {str(error.reason).splitlines()[0]}"
+    why = f"the server answered {code} {str(error.reason).splitlines()[0]}"
     if code in _AGAIN:
         pause = error.headers.get("Retry-After", "")
         return _Retry(why, float(pause) if pause.isdecimal() else None)
@@ -210,9 +215,9 @@ def _refused(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
 def changed(file: str) -> UnreadableFile:
     """Return the error for a file that is another one by now."""
     return UnreadableFile(
-        "changed while it was read: there is another version of it by now",
+        "changed while it was read: the server has another version now",
         file=file,
-        hint="try again: it is read from the beginning then",
+        hint="try again to read the new version",
     )
 
 

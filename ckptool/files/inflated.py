@@ -81,8 +81,8 @@ class InflatedSource(Source):
         inflater = self._inflater
         if self._inflate(1):
             raise CorruptFile(
-                f"a compressed record inflates to more than the {self.size:,} bytes "
-                "that the zip directory states",
+                f"a compressed record inflates to more than the {self.size:,} bytes given in "
+                "the zip directory",
                 file=self.name,
             )
         if inflater is not None:
@@ -133,7 +133,7 @@ def refuse_bomb(data: ByteRange, most: int) -> None:
         return
     if data.length > source.packed_size * most:
         raise LimitExceeded(
-            f"a header of {source.packed_size:,} bytes inflates to {data.length:,}, "
-            f"more than {most:,} times as much",
+            f"a header of {source.packed_size:,} bytes inflates to {data.length:,}, more than "
+            f"{most:,} times its size",
             file=source.name,
         )

@@ -99,7 +99,10 @@ def read_journal(target: str) -> Journal | None:
     try:
         return _parse(source)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        text = "the journal of an edit cannot be used: damaged, or of another version of ckptool"
+        text = (
+            "the journal of an in-place edit cannot be used: it is damaged, or from another "
+            "version of ckptool"
+        )
         raise unusable(target, text, file=path) from error
     finally:
         source.close()
@@ -112,8 +115,8 @@ def refuse_cut_short(path: str) -> None:
         WriteError: there is a journal.
     """
     if os.path.lexists(journal_path(path)):
-        hint = f"ckptool recover {shell(path)}"
-        raise WriteError("an edit of it was cut short", file=path, hint=hint)
+        hint = f"undo it with: ckptool recover {shell(path)}"
+        raise WriteError("an in-place edit was interrupted", file=path, hint=hint)
 
 
 def remove_journal(target: str) -> None:
@@ -139,12 +142,12 @@ def remove_unfinished(target: str) -> None:
 def _parse(source: FileSource) -> Journal:
     length = source.size - _DIGEST_BYTES
     if not 0 < length <= _LINE_BYTES + DEFAULT_LIMITS.max_pickle_bytes:
-        raise ValueError("a length that no journal has")
+        raise ValueError("impossible length")
     digest = hashlib.sha256()
     for block in ByteRange(source, 0, length).reread():
         digest.update(block)
     if digest.digest() != source.read(length, _DIGEST_BYTES):
-        raise ValueError("another checksum")
+        raise ValueError("checksum mismatch")
     head = source.read(0, min(length, _LINE_BYTES)).split(b"\n", 1)[0]
     line = json.loads(head)
     position, blobs = len(head) + 1, []
@@ -152,7 +155,7 @@ def _parse(source: FileSource) -> Journal:
         blobs.append(source.read(position, size))
         position += size
     if line["ckptool-journal"] != VERSION or position != length:
-        raise ValueError("another version, or another length than it states")
+        raise ValueError("other version or length")
     return Journal(
         str(line["kind"]), dict(line["facts"]), tuple(blobs), int(line["pid"]), str(line["boot"])
     )
@@ -160,12 +163,12 @@ def _parse(source: FileSource) -> Journal:
 
 def unusable(
     target: str,
-    text: str = "the journal beside it was not written by this version of ckptool",
+    text: str = "the journal next to it was not written by this version of ckptool",
     *,
     file: str | None = None,
 ) -> CorruptFile:
     """Return the error for a journal of `target` that is not followed; `file`: what is at fault."""
-    hint = f"ckptool recover --discard {shell(target)}"
+    hint = f"discard the journal: ckptool recover --discard {shell(target)}"
     return CorruptFile(text, file=file or target, hint=hint)
 
 
@@ -244,7 +247,8 @@ def occupied(folder: str) -> Iterator[None]:
     lock = lock_file(
         os.path.join(folder, LOCK),
         lambda pid: FileBusy(
-            f"{folder} is in use by {who(pid)}", hint="another folder, or wait until it has ended"
+            f"{folder} is in use by {who(pid)}",
+            hint="choose another folder, or wait until it has finished",
         ),
     )
     with ExitStack() as stack:

@@ -68,7 +68,7 @@ def open_recovered(path: str) -> FileSource:
         except OSError:
             if state is not EditState.CUT:
                 return FileSource(path)
-            warn(f"{path}: read as its {_before(edit)} and cannot be undone here")
+            warn(f"{path}: reading its {_before(edit)}, which cannot be restored here")
             return FileSource(path, size=edit.size, head=edit.old)
         with suppress(OSError):  # what it tells of is over
             remove_journal(path)
@@ -96,9 +96,9 @@ def recover_before_writing(path: str | os.PathLike[str]) -> None:
         if not has_journal(path):
             return
         raise WriteError(
-            "the journal of an edit is there, and the edited file is gone",
+            "an edit was interrupted, and the edited file is gone",
             file=path,
-            hint=f"ckptool recover --discard {shell(path)}",
+            hint=f"discard the journal: ckptool recover --discard {shell(path)}",
         ) from error
     if done.action != "nothing":
         warn(f"{done.path}: {done.text}")
@@ -121,22 +121,22 @@ def recover(
         WriteDenied, WriteError: the system refuses to write there.
     """
     path = os.fspath(path)
-    nothing = Recovery(path, "nothing", "no edit of it was cut short")
+    nothing = Recovery(path, "nothing", "nothing to recover")
     with worded(path):
         if discard and force:
-            raise UsageError("discard and force exclude each other", hint="choose one of them")
+            raise UsageError("discard and force cannot be combined", hint="choose one of them")
         if not discard and _finish_set(path):
             return Recovery(path, "completed", FINISHED)
         is_there = os.path.exists(path)
         if not (discard or is_there):
-            raise FileMissing("there is no such file", file=path)
+            raise FileMissing("no such file", file=path)
         if not has_journal(path):
             return nothing
         with _held(path) if is_there else nullcontext(-1) as fd:
             if discard:
                 remove_unfinished(path)
                 remove_journal(path)
-                text = "the journal of an edit is removed, the file left as it is"
+                text = "removed the journal of an interrupted edit; the file is unchanged"
                 return Recovery(path, "discarded", text)
             edit = _leftover(path)
             if edit is None:
@@ -166,12 +166,12 @@ def _leftover(path: str) -> Edit | None:
 def _outcome(edit: Edit, state: EditState) -> tuple[str, str]:
     """Return the action of a `Recovery`, and its text."""
     if state is EditState.NEW:
-        return "completed", f"the edit of process {edit.pid} that was cut short is all there"
+        return "completed", f"kept the interrupted edit of process {edit.pid}, which was complete"
     return "rolled-back", f"rolled back to its {_before(edit)}"
 
 
 def _before(edit: Edit) -> str:
-    return f"{edit.size:,} bytes from before an edit of process {edit.pid} that was cut short"
+    return f"{edit.size:,} bytes from before the interrupted edit of process {edit.pid}"
 
 
 def _finish_set(path: str) -> bool:

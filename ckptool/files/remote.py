@@ -198,7 +198,7 @@ class RemotePlace(Place):
     def _there(self, path: str) -> RemoteSource:
         source = self._found(path)
         if source is None:
-            raise FileMissing("there is no such file", file=path)
+            raise FileMissing("no such file", file=path)
         return source
 
     def _found(self, path: str) -> RemoteSource | None:
@@ -355,9 +355,9 @@ def _fetcher(path: str) -> Fetch:
     if _is_http(path):
         if re.match(r"\w+://[^/?#]*@", path):
             raise UnreadableFile(
-                "has a user or a password in it, which results would show: it is not asked",
+                "the address contains a user or a password, which results would show",
                 file=path,
-                hint="take an address that is signed, or download it first: curl -LOn URL",
+                hint="give a signed address, or download the file first: curl -LOn URL",
             )
         return lambda start, stop, tag: fetch(path, start, stop, tag=tag)
     return by_fsspec(path)
@@ -408,20 +408,20 @@ def _repository(kind: str, name: str, revision: str) -> _Repository:
         from huggingface_hub.errors import GatedRepoError
     except ImportError as error:
         raise UnsupportedFormat(
-            "is looked up by huggingface_hub, which is not installed", file=shown, hint=INSTALL
+            "hf:// addresses need huggingface_hub, which is not installed", file=shown, hint=INSTALL
         ) from error
     try:
         told = HfApi(endpoint=_endpoint()).repo_info(
             name, revision=revision, repo_type=kind.rstrip("s/") or None, files_metadata=True
         )
     except GatedRepoError as error:
-        hint = "ask for access on its page, then: hf auth login"
+        hint = "request access on its page, then run: hf auth login"
         raise FileDenied("the repository is gated", file=shown, hint=hint) from error
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403, 404):
-            hint = "look for a misspelling; a private one needs: hf auth login, or HF_TOKEN"
-            text = "there is no such repository or revision"
+            hint = "check the spelling; for a private one, run hf auth login or set HF_TOKEN"
+            text = "no such repository or revision"
             raise FileMissing(text, file=shown, hint=hint) from error
         raise UnreadableFile(
             f"cannot be looked up: {type(error).__name__}, {error}", file=shown

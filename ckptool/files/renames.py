@@ -28,7 +28,7 @@ KIND = "set"
 """What the journal of a set is called."""
 
 
-FINISHED = "it and its files are all the new ones: their write had been cut short"
+FINISHED = "finished an interrupted write: the index and its files are all new"
 """What to say of an index whose journal has been carried out."""
 
 PART = r"\.ckptool-[0-9a-f]{12}-[0-9]{5,}\.(?:part|whole)"
@@ -56,9 +56,9 @@ class PendingRename:
         temporary, name, old = str(facts["temporary"]), str(facts["name"]), facts["replaces"]
         beginning = os.path.basename(temporary_name(target, ""))
         if not re.fullmatch(re.escape(beginning) + PART, temporary):
-            raise ValueError("a file that is not ours to rename")
+            raise ValueError("not a temporary file of this set")
         if os.path.basename(name) != name or name in ("", os.curdir, os.pardir) or "\0" in name:
-            raise ValueError("a file of another folder")
+            raise ValueError("file in another folder")
         replaces = None if old is None else tuple(map(int, old))
         return cls(temporary, name, int(facts["inode"]), int(facts["size"]), replaces)
 
@@ -124,8 +124,8 @@ def finish_renames(target: str, journal: Journal) -> None:
         if not move.is_done(folder) and not move.is_pending(folder):
             raise unusable(
                 target,
-                f"{move.name} has been changed or removed since the write of this index and its "
-                "files was cut short; no file was touched",
+                f"{move.name} was changed or removed after the write of this index and its "
+                "files was interrupted; no file was touched",
             )
     _carry_out(target, moves)
     remove_journal(target)
@@ -139,7 +139,7 @@ def state_of(status: os.stat_result | None) -> tuple[int, ...] | None:
 def _moves(target: str, journal: Journal) -> list[PendingRename]:
     try:
         if journal.kind != KIND:
-            raise ValueError("of another kind")
+            raise ValueError("other kind")
         return [PendingRename.from_facts(facts, target) for facts in journal.facts["files"]]
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise unusable(target) from error
@@ -195,10 +195,10 @@ def recover_set(path: str | os.PathLike[str], journal: Journal) -> None:
         if isinstance(error, CheckpointError):
             raise
         raise WriteDenied(
-            "the write of this index and its files was cut short, and the system does not let us "
-            f"finish it ({error.strerror or error})",
+            "the write of this index and its files was interrupted and cannot be finished "
+            f"here ({error.strerror or error})",
             file=path,
-            hint=f"ckptool recover {shell(path)}, as one who may write to the folder",
+            hint=f"run ckptool recover {shell(path)} as a user who can write to the folder",
         ) from error
 
 
@@ -210,7 +210,7 @@ def only_writer(target: str, path: str) -> AbstractContextManager[bool]:
     return lock_file(
         temporary_name(target, LOCK),
         lambda pid: FileBusy(
-            f"is being written, with its files, by {who(pid)}",
+            f"{who(pid)} is writing it and its files",
             file=path,
             hint="try again when it has finished",
         ),

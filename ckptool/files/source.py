@@ -90,7 +90,7 @@ class Source:
             raise UnreadableFile(
                 f"changed while it was read: {change}",
                 file=self.name,
-                hint="try again when nothing writes to the file any more",
+                hint="try again when no process is writing to it",
             )
 
     def take_as_it_is(self) -> None:
@@ -102,7 +102,7 @@ class Source:
     def _check(self, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise TruncatedFile(
-                f"{length:,} bytes are wanted at offset {offset:,} of {self.size:,}",
+                f"cannot read {length:,} bytes at offset {offset:,}: the file has {self.size:,}",
                 file=self.name,
             )
 
@@ -124,7 +124,7 @@ def open_descriptor(path: str) -> int:
     except FileNotFoundError as error:
         raise _missing(path) from error
     except PermissionError as error:
-        raise FileDenied("the system does not let us read it", file=path) from error
+        raise FileDenied("permission denied", file=path) from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise UnreadableFile(f"cannot be opened ({reason})", file=path) from error
@@ -134,14 +134,17 @@ def _missing(path: str) -> FileMissing:
     """Say why nothing is at `path`: a link leads nowhere, or it is no path but an address."""
     if os.path.islink(path):
         gone = os.path.realpath(path)
-        hint = "download or copy what it leads to; in a cache of Hugging Face: hf download again"
-        return FileMissing(f"is a link to {gone}, where there is nothing", file=path, hint=hint)
+        hint = (
+            "download or copy the target of the link; in the Hugging Face cache, run hf download "
+            "again"
+        )
+        return FileMissing(f"is a link to {gone}, which does not exist", file=path, hint=hint)
     is_file_name = re.search(r"\.(?:pth?|th|tar|ckpt|bin|safetensors|pkl|npz|json)\Z", path)
     folder = re.fullmatch(r"([\w-][\w.-]*)/[\w.-]+", path)
     if folder and not is_file_name and not os.path.exists(folder[1]):
-        hint = f"of a repository of Hugging Face: hf://{path}"
-        return FileMissing("there is no such file", file=path, hint=hint)
-    return FileMissing("there is no such file", file=path)
+        hint = f"for a Hugging Face repository, use hf://{path}"
+        return FileMissing("no such file", file=path, hint=hint)
+    return FileMissing("no such file", file=path)
 
 
 _Wanted = TypeVar("_Wanted")
@@ -178,7 +181,7 @@ class FileSource(Source):
         self._head, self.overlaid = head, len(head)
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise UnreadableFile("cannot be read, as it is not a regular file", file=self.path)
+            raise UnreadableFile("is not a regular file", file=self.path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have copies and pickles open the file again: a descriptor means nothing elsewhere."""
@@ -224,8 +227,8 @@ class FileSource(Source):
         """Return what has been done to the open file since it was opened; None: nothing."""
         status = os.fstat(self.fd())
         if status.st_size != self._stored:
-            return f"it had {self._stored:,} bytes and has {status.st_size:,}"
-        return "its content was written again" if status.st_mtime_ns != self._mtime else None
+            return f"size was {self._stored:,} and is now {status.st_size:,}"
+        return "its content was rewritten" if status.st_mtime_ns != self._mtime else None
 
     def take_as_it_is(self) -> None:
         """Take what has been done to the file for what it was read as: we did it ourselves."""
@@ -339,8 +342,8 @@ class ByteRange:
         if self.offset < 0 or self.length < 0 or self.offset + self.length > self.source.size:
             missing = self.offset + self.length - self.source.size
             raise TruncatedFile(
-                f"{self.length:,} bytes are wanted at offset {self.offset:,}, but the file ends at "
-                f"{self.source.size:,}: {missing:,} bytes are missing",
+                f"cannot read {self.length:,} bytes at offset {self.offset:,}: the file ends "
+                f"at {self.source.size:,}, {missing:,} bytes too early",
                 file=self.source.name,
             )
 
@@ -357,7 +360,7 @@ class ByteRange:
         """Return the sub-range of `length` bytes from `start`."""
         if start < 0 or length < 0 or start + length > self.length:
             raise TruncatedFile(
-                f"{length:,} bytes are wanted at {start:,} of a run of {self.length:,}",
+                f"cannot read {length:,} bytes at {start:,} of a range of {self.length:,}",
                 file=self.source.name,
             )
         return ByteRange(self.source, self.offset + start, length)

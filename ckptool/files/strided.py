@@ -312,7 +312,7 @@ def _completed(index: Any, dimensions: int) -> list[Any]:
     items = list(index) if isinstance(index, tuple) else [index]
     dots = [position for position, item in enumerate(items) if item is Ellipsis]
     if len(dots) > 1:
-        raise UsageError("an index can have a single ellipsis ('...')")
+        raise UsageError("an index can have only one ellipsis ('...')")
     missing = dimensions - len(items) + len(dots)
     if missing < 0:
         raise UsageError(f"{len(items) - len(dots)} indices for {dimensions} dimensions")
@@ -323,7 +323,7 @@ def _completed(index: Any, dimensions: int) -> list[Any]:
 def _chosen(item: Any, size: int, axis: int) -> int | range:
     try:
         if isinstance(item, bool):
-            raise TypeError("only integers, slices and '...' are taken")
+            raise TypeError("use integers, slices and '...'")
         chosen: int | range = range(size)[item]
     except IndexError as error:
         raise OutOfRange(

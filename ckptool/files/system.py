@@ -40,9 +40,9 @@ def worded(path: str) -> Iterator[None]:
             raise NoSpace(
                 f"cannot be written ({reason})",
                 file=path,
-                hint="the system limits how large a file may be: ulimit -f"
+                hint="raise the file size limit: ulimit -f"
                 if is_limit
-                else "make room, or choose another disk",
+                else "free some space, or choose another disk",
             ) from error
         if error.errno in _DENIED:
             raise WriteDenied(
@@ -60,8 +60,8 @@ def check_space(folder: str, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:
         raise NoSpace(
-            f"needs {size:,} bytes, and the disk has {free:,} free",
-            hint="make room, or choose another disk",
+            f"needs {size:,} bytes, but the disk has {free:,} free",
+            hint="free some space, or choose another disk",
         )
 
 
@@ -69,7 +69,7 @@ def who(pid: int | None) -> str:
     """Who holds a lock, in words: one of our own threads, or another process."""
     if not pid:
         return "another process"
-    return f"process {pid}" + (", which is this one" if pid == os.getpid() else "")
+    return f"process {pid}" + (" (this one)" if pid == os.getpid() else "")
 
 
 if sys.platform != "win32":

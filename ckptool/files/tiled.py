@@ -33,7 +33,7 @@ def late(name: str, size: int, find: Callable[[], tuple[ByteRange, int | None]])
         nonlocal found, read, crc
         data, stated = found = found or find()
         if data.length != size:
-            raise CorruptFile(f"has {data.length:,} bytes where {size:,} belong", file=name)
+            raise CorruptFile(f"has {data.length:,} bytes, expected {size:,}", file=name)
         data.read_into(buffer, offset)
         if offset not in (0, read):
             return
@@ -44,10 +44,9 @@ def late(name: str, size: int, find: Callable[[], tuple[ByteRange, int | None]])
         found = None  # it may hold all of the bytes, inflated
         if stated is not None and crc != stated:
             raise CorruptFile(
-                f"a chunk is damaged: its bytes have CRC-32 {crc:08x}, and the file says "
-                f"{stated:08x}",
+                f"a chunk is damaged: CRC-32 is {crc:08x}, expected {stated:08x}",
                 file=name,
-                hint="take another copy of the folder; ckptool verify lists what is damaged",
+                hint="copy the folder again, or run ckptool verify to list the damaged files",
             )
 
     return ByteRange(FilledSource(name, size, fill), 0, size)
@@ -152,7 +151,7 @@ def _check(shape: tuple[int, ...], tiles: Sequence[Tile]) -> None:
     for tile in tiles:
         axes = zip(tile.offsets, tile.sizes, shape, strict=True)
         if any(at < 0 or size < 0 or at + size > whole for at, size, whole in axes):
-            raise CorruptFile(f"chunk {_words(tile)} lies outside of shape {list(shape)}")
+            raise CorruptFile(f"chunk {_words(tile)} is outside shape {list(shape)}")
     held = sum(prod(tile.sizes) for tile in tiles)
     active: list[Tile] = []
     starts = [len({tile.offsets[axis] for tile in tiles}) for axis in range(len(shape))]
@@ -165,7 +164,7 @@ def _check(shape: tuple[int, ...], tiles: Sequence[Tile]) -> None:
         active.append(tile)
     if held != prod(shape):
         missing = prod(shape) - held
-        raise CorruptFile(f"{missing:,} of the {prod(shape):,} elements are in no chunk")
+        raise CorruptFile(f"{missing:,} of {prod(shape):,} elements are in no chunk")
 
 
 def _touch(one: Tile, other: Tile, axis: int) -> bool:

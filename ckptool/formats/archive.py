@@ -30,7 +30,7 @@ from ckptool.formats.transfers import salvage_command
 from ckptool.limits import Limits
 from ckptool.symbolic import unpickle
 from ckptool.symbolic.rebuild import is_storage_pid, parse_storage_pid
-from ckptool.words import few
+from ckptool.words import are, few
 
 STORED, DEFLATED = 0, 8
 _METHODS = {
@@ -96,17 +96,17 @@ def find_end(data: ByteRange) -> End | None:
     end = End(entries, offset, length, position)
     wide = _find_end64(data, end)
     if (disk, first_disk) not in ((0, 0), (1, 1)) and wide is None:
-        raise CorruptFile("the zip is one of several disks")
+        raise CorruptFile("the zip is split over several disks")
     if on_disk != entries:
-        raise CorruptFile(f"the zip states {entries:,} records, and {on_disk:,} on its disk")
+        raise CorruptFile(f"the zip has {entries:,} records in total but {on_disk:,} on this disk")
     end = wide or end
     shift = end.start - end.offset - end.length
     if shift:
         if shift > 0 and data.read(end.offset + shift, 4) in (_ENTRY_SIGNATURE, b"PK\x05\x06"):
             _refuse_shifted(data, shift)
         raise CorruptFile(
-            f"the zip directory of {end.length:,} bytes at offset {end.offset:,} should end at "
-            f"its end record, which stands at {end.start:,}"
+            f"the zip directory ({end.length:,} bytes at offset {end.offset:,}) does not end "
+            f"at its end record at {end.start:,}"
         )
     return end
 
@@ -119,23 +119,23 @@ def _find_end64(data: ByteRange, end: End) -> End | None:
     if signature != b"PK\x06\x07":
         return None
     if offset + END64.size > position or disks > 1:
-        raise CorruptFile(f"the zip64 end record cannot lie at offset {offset:,}")
+        raise CorruptFile(f"the zip64 end record cannot be at offset {offset:,}")
     fields = END64.unpack(data.read(offset, END64.size))
     signature, own_size, _, _, disk, first_disk, on_disk, entries, length, start = fields
     if signature != b"PK\x06\x06" or offset + own_size + 12 != position:
         before = position - END64.size
         if before > offset and data.read(before, 4) == b"PK\x06\x06":
             _refuse_shifted(data, before - offset)
-        raise CorruptFile(f"there is no zip64 end record at offset {offset:,}")
+        raise CorruptFile(f"no zip64 end record at offset {offset:,}")
     if (disk, first_disk) not in ((0, 0), (1, 1)) or on_disk != entries:
-        raise CorruptFile("the zip is one of several disks")
+        raise CorruptFile("the zip is split over several disks")
     for short, wide, unknown in (
         (end.entries, entries, MANY),
         (end.length, length, FAR),
         (end.offset, start, FAR),
     ):
         if short not in (wide, unknown):
-            raise CorruptFile(f"the two end records of the zip differ: {short:,} and {wide:,}")
+            raise CorruptFile(f"the two end records of the zip disagree: {short:,} and {wide:,}")
     return End(entries, start, length, offset)
 
 
@@ -149,16 +149,16 @@ def read_directory(data: ByteRange, end: End, limits: Limits) -> list[ZipEntry]:
             archives one behind another.
         LimitExceeded: more records than `limits` allows.
     """
-    check_limit("the zip states", end.entries, "records", limits.max_records)
+    check_limit("the zip has", end.entries, "records", limits.max_records)
     if not end.entries * CENTRAL.size <= end.length <= end.entries * _LONGEST_ENTRY:
         raise CorruptFile(
-            f"a zip directory of {end.entries:,} records cannot take {end.length:,} bytes"
+            f"a zip directory of {end.length:,} bytes cannot have {end.entries:,} records"
         )
     directory = data.read(end.offset, end.length)
     try:
         return list(_entries(directory, end))
     except struct.error as error:
-        raise CorruptFile("the zip directory ends within a record's entry") from error
+        raise CorruptFile("the zip directory ends within the entry of a record") from error
 
 
 def _entries(directory: bytes, end: End) -> Iterator[ZipEntry]:
@@ -170,13 +170,13 @@ def _entries(directory: bytes, end: End) -> Iterator[ZipEntry]:
             name_length, extra_length, comment_length, disk, _, _, header,
         ) = unpack(directory, position)  # fmt: skip
         if signature != _ENTRY_SIGNATURE:
-            raise CorruptFile(f"the zip directory is damaged at its entry {number:,}")
+            raise CorruptFile(f"the zip directory is damaged at entry {number:,}")
         start = position + width
         raw_name = directory[start : start + name_length]
         extra_start = start + name_length
         position = extra_start + extra_length + comment_length
         if position > end.length:
-            raise CorruptFile(f"the zip directory ends within its entry {number:,}")
+            raise CorruptFile(f"the zip directory ends within entry {number:,}")
         name = raw_name.decode("utf-8", "backslashreplace")
         if FAR in (packed, size, header):
             extra = directory[extra_start : extra_start + extra_length]
@@ -188,7 +188,7 @@ def _entries(directory: bytes, end: End) -> Iterator[ZipEntry]:
             _refuse_record(entry, flags)
         yield entry
     if directory[position : position + 4] == _ENTRY_SIGNATURE:
-        raise CorruptFile(f"the zip directory holds more than the {end.entries:,} it states")
+        raise CorruptFile(f"the zip directory has more than the stated {end.entries:,} entries")
 
 
 def raw_entries(data: ByteRange, end: End) -> list[tuple[bytes, bytes]]:
@@ -231,17 +231,16 @@ def _refuse_record(entry: ZipEntry, flags: int) -> NoReturn:
     if flags & REFUSED:
         what = "a patch" if flags & REFUSED == 1 << 5 else "encrypted"
     elif method not in (STORED, DEFLATED):
-        what = f"compressed by a method that torch cannot read ({_METHODS.get(method, method)})"
+        what = f"compressed with a method that torch cannot read ({_METHODS.get(method, method)})"
     elif entry.packed != entry.size and method == STORED:
         raise CorruptFile(
-            f"record {entry.name!r} is stored in {entry.packed:,} bytes "
-            f"but should have {entry.size:,}"
+            f"record {entry.name!r} is stored in {entry.packed:,} bytes, expected {entry.size:,}"
         )
     else:
-        raise CorruptFile(f"record {entry.name!r} lies on another disk of the zip")
+        raise CorruptFile(f"record {entry.name!r} is on another disk of the zip")
     raise UnsupportedFormat(
         f"record {entry.name!r} is {what}",
-        hint="unzip it with the tool that made it and give the folder",
+        hint="unzip it with the program that made it, and give the folder",
     )
 
 
@@ -250,15 +249,15 @@ def _refuse_shifted(data: ByteRange, shift: int) -> NoReturn:
     if data.read(shift, 4) == data.read(0, 4) == ZIP_MAGIC:
         if began_again(data, shift):
             raise CorruptFile(
-                f"the download began again: a second copy of the file begins at offset {shift:,}",
-                hint=f"download it again; or run {salvage_command(data.source.name)}",
+                f"the download restarted: a second copy of the file begins at offset {shift:,}",
+                hint=f"download it again, or run {salvage_command(data.source.name)}",
             )
         raise UnsupportedFormat(
-            "this is a run of zip archives one behind another, as a shard (`.distcp`) of a "
-            "distributed checkpoint is",
-            hint="give the folder that holds `.metadata`, not one of its shards",
+            "the file is a series of zip archives, for example a shard (`.distcp`) of a "
+            "distributed checkpoint",
+            hint="give the folder that contains `.metadata`, not one of its shards",
         )
-    raise CorruptFile(f"{shift:,} foreign bytes stand before the zip")
+    raise CorruptFile(f"{shift:,} foreign bytes precede the zip")
 
 
 def began_again(data: ByteRange, shift: int) -> bool:
@@ -342,8 +341,8 @@ class LocalHeaders:
         found = self.window[at + LOCAL.size : at + length]
         if signature != ZIP_MAGIC or stated != len(name) or found != name:
             raise CorruptFile(
-                f"there is no record {entry.name!r} at offset {header:,}, "
-                "where the zip directory puts it"
+                f"record {entry.name!r} is not at offset {header:,}, where the zip directory "
+                "places it"
             )
         payload = header + length + int(extra)
         if payload + entry.packed > self.end:
@@ -359,8 +358,8 @@ class LocalHeaders:
 
     def _outside(self, entry: ZipEntry) -> CorruptFile:
         return CorruptFile(
-            f"record {entry.name!r} of {entry.packed:,} bytes at offset {entry.header:,} reaches "
-            f"beyond the zip directory at {self.end:,}"
+            f"record {entry.name!r} ({entry.packed:,} bytes at offset {entry.header:,}) "
+            f"overlaps the zip directory at {self.end:,}"
         )
 
 
@@ -382,8 +381,8 @@ def record_of(
         return Record(name, packed, crc, entry.header)
     if entry.size > entry.packed * limits.max_inflation:
         raise LimitExceeded(
-            f"record {entry.name!r} of {entry.packed:,} bytes claims to inflate to "
-            f"{entry.size:,}, more than {limits.max_inflation:,} times as much"
+            f"record {entry.name!r} of {entry.packed:,} bytes inflates to {entry.size:,}, "
+            f"more than {limits.max_inflation:,} times its size"
         )
     inflated = ByteRange(InflatedSource(packed, entry.size), 0, entry.size)
     return Record(name, inflated, crc, entry.header, compressed=True)
@@ -405,7 +404,7 @@ def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
     is still whole, it tells the least that the file must have had. Without it nothing can be
     salvaged, nor of a `.distcp` file, which is a run of archives.
     """
-    missing = "the file is cut short: the zip directory, which stands at its end, is missing"
+    missing = "the file is truncated: the zip directory at its end is missing"
     fact = f"{missing}; it has {data.length:,} bytes"
     wanted, hint = 0, "download or copy it again"
     with suppress(CheckpointError, struct.error):
@@ -413,10 +412,10 @@ def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
         wanted = end + sum(sizes)
         is_torch = not data.source.name.endswith(".distcp")
         if is_torch and sizes and end + sizes[0] <= data.length:
-            hint += f"; or run {salvage_command(data.source.name, root)}"
+            hint += f", or run {salvage_command(data.source.name, root)}"
     if wanted > data.length:
         lost = wanted - data.length
-        fact += f", and its tensors alone need {wanted:,}, so at least {lost:,} are missing"
+        fact += f", but its tensors need at least {wanted:,}, so at least {lost:,} are missing"
     return TruncatedFile(fact, hint=hint)
 
 
@@ -501,8 +500,7 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = (
         elif not name.endswith("/"):
             name = name[cut:]
             records[name] = record_of(data, entry, offsets.get(entry.header), name, limits)
-    verb = "stand" if len(foreign) > 1 else "stands"
-    note = f"{TORCH_REFUSES} {few(foreign, 3)} {verb} outside the folder {folder!r}"
+    note = f"{TORCH_REFUSES} {few(foreign, 3)} {are(len(foreign))} outside the folder {folder!r}"
     notes = (note,) if foreign else ()
     return Archive(data.source.name, folder, records, sources, data.length, dead, notes)
 
@@ -517,7 +515,7 @@ def check_names(entries: list[ZipEntry], *, exact: bool) -> None:
         other = seen.setdefault(spelled(entry.name), entry)
         if other is not entry:
             raise CorruptFile(
-                f"the zip has two records of one name, {other.name!r} at offset "
+                f"the zip has two records with the same name, {other.name!r} at offset "
                 f"{other.header:,} and {entry.name!r} at {entry.header:,}"
             )
 
@@ -559,9 +557,9 @@ def _files_below(path: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]
         with os.scandir(path) as listing:
             entries = sorted(listing, key=lambda entry: entry.name)
     except FileNotFoundError as error:
-        raise FileMissing("there is no such folder", file=path) from error
+        raise FileMissing("no such folder", file=path) from error
     except PermissionError as error:
-        raise FileDenied("the system does not let us read it", file=path) from error
+        raise FileDenied("permission denied", file=path) from error
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _files_below(entry.path, f"{prefix}{entry.name}/")
@@ -591,7 +589,7 @@ def counts_of(values: Any, limits: Limits) -> tuple[int, ...]:
         TypeError, ValueError: it is no list of counts, or has too many dimensions.
     """
     if not isinstance(values, list) or len(values) > limits.max_dimensions:
-        raise ValueError("no sizes of dimensions")
+        raise ValueError("not a shape")
     return tuple(map(count_of, values))
 
 
@@ -604,7 +602,7 @@ def count_of(value: Any) -> int:
     value = value.get("as_int") if isinstance(value, dict) else value
     number = int(value) if isinstance(value, str) and len(value) < 20 else index(value)
     if number < 0:
-        raise ValueError(f"{number:,} is no count")
+        raise ValueError(f"{number:,} is not a count")
     return number
 
 

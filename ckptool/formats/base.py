@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _Answer = TypeVar("_Answer")
 
 A_FOLDER = quote("folder")
-OPAQUE_CONSTANTS = "used by its code, and not stored in the file (mkldnn constants)"
+OPAQUE_CONSTANTS = "its code uses it, and the file does not contain it (mkldnn constants)"
 """What a note says of the constants that `torch.jit.optimize_for_inference` leaves behind."""
 
 
@@ -141,7 +141,7 @@ def of_files(files: Sequence[Checkpoint], made: Checkpoint, **told: Any) -> Chec
 def check_limit(what: str, count: int, unit: str, most: int) -> None:
     """Raise LimitExceeded if a file asks for more than `most`: "the zip states" 9 "records"."""
     if count > most:
-        raise LimitExceeded(f"{what} {count:,} {unit}; {most:,} are allowed")
+        raise LimitExceeded(f"{what} {count:,} {unit}, more than the limit of {most:,}")
 
 
 @contextmanager
@@ -165,7 +165,9 @@ def naming(
     except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
         if not rules_of:
             raise
-        what = f"{subject} breaks a rule of {rules_of}: {type(error).__name__}, {error}"
+        what = (
+            f"{subject} does not follow the format of {rules_of}: {type(error).__name__}, {error}"
+        )
         raise CorruptFile(what.lstrip(), file=file, hint=hint) from error
 
 
@@ -388,9 +390,9 @@ class Format:
         if not self.layout or all(len(one.shape) < 2 for one in find_tensors(checkpoint.root)):
             return ()
         return (
-            f"kernels lie as {self.layout} has them: Dense [in, out], convolutions [height, width, "
-            f"in, out]; given {self.layout}'s file, load_into and convert --like put them in "
-            "torch's order",
+            f"kernels have the layout of {self.layout}: Dense [in, out], convolutions "
+            f"[height, width, in, out]; load_into and convert --like convert a {self.layout} "
+            "file to torch's layout",
         )
 
     def refuse_unusable(self, checkpoint: Checkpoint) -> None:

@@ -19,13 +19,15 @@ _LONGEST_NAME = 240
 """Bytes of a file's name; 255 are allowed, and a number may come."""
 _KEPT_ENDING = 60
 """Characters at the end of a name that is too long: what it was called, and its endings."""
-_AGAIN = "download it again, by the link of the file itself, and look at its size"
+_AGAIN = "download it again from the direct link of the file, and check its size"
 _ITSELF = "give the checkpoint itself"
 _UNPACK = "mkdir {unpacked} && tar -xf {file} -C {unpacked}"
 """In a folder of its own: where the user is it would write over files without asking."""
-_TORCHFILE = "torchfile.load reads it (pip install torchfile): save its arrays with torch.save"
+_TORCHFILE = (
+    "read it with torchfile.load (pip install torchfile) and save its arrays with torch.save"
+)
 JOBLIB_HINT = (
-    "joblib.load reads it, where whoever made it is trusted: save its arrays with numpy.savez"
+    "if you trust its author, read it with joblib.load and save its arrays with numpy.savez"
 )
 
 
@@ -86,7 +88,7 @@ _INFLATE = (
     'python -c "import sys, zlib; '
     'sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))" <'
 )
-_GGML = "llama.cpp and whisper.cpp of its time read it"
+_GGML = "read it with the llama.cpp or whisper.cpp of its time"
 
 MAGICS: tuple[Magic, ...] = (
     _packed(0, b"\x1f\x8b", "gzip", "gzip -dc"),
@@ -96,7 +98,7 @@ MAGICS: tuple[Magic, ...] = (
     _packed(0, b"\x04\x22\x4d\x18", "lz4", "lz4 -dc"),
     _packed(0, b"\x5d\0\0", "lzma", "xz --format=lzma -dc"),
     *(
-        _packed(0, magic, "zlib (joblib does so)", _INFLATE)
+        _packed(0, magic, "zlib (as joblib does)", _INFLATE)
         for magic in (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
     ),
     _other(0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it: 7z x {file}"),
@@ -105,28 +107,28 @@ MAGICS: tuple[Magic, ...] = (
         0,
         b"Salted__",
         "encrypted by openssl",
-        "decrypt it with the cipher and the password that it was encrypted with: "
-        "openssl enc -d -aes-256-cbc -pbkdf2 -in {file} -out {unpacked}",
+        "decrypt it with its cipher and password, for example: openssl enc -d -aes-256-cbc "
+        "-pbkdf2 -in {file} -out {unpacked}",
     ),
     Magic(0, b"lmgg", "a GGML model", _GGML),
     Magic(0, b"tjgg", "a GGML model (ggjt)", _GGML),
-    Magic(0, b"\x93NUMPY", "a NumPy array (.npy)", "numpy.load reads it"),
-    Magic(4, b"TFL3", "a TensorFlow Lite model", "TensorFlow reads it: tf.lite.Interpreter"),
-    Magic(4, b"ET12", "an ExecuTorch program", "executorch.runtime reads it"),
-    Magic(0, b"ftrt", "a TensorRT engine", "tensorrt.Runtime reads it"),
+    Magic(0, b"\x93NUMPY", "a NumPy array (.npy)", "read it with numpy.load"),
+    Magic(4, b"TFL3", "a TensorFlow Lite model", "read it with tf.lite.Interpreter of TensorFlow"),
+    Magic(4, b"ET12", "an ExecuTorch program", "read it with executorch.runtime"),
+    Magic(0, b"ftrt", "a TensorRT engine", "read it with tensorrt.Runtime"),
     # The table of LevelDB ends so, which TensorFlow writes as its index.
     Magic(
         -8,
         bytes.fromhex("57fb808b247547db"),
-        "a TensorFlow checkpoint of version 1, all in one file, or an index under another name",
-        "an index is called as its data files are, with the ending .index: model.ckpt-1.index; "
-        "version 1: TensorFlow restores it, and its Saver writes version 2",
+        "a TensorFlow version 1 checkpoint in a single file, or an index with another name",
+        "rename an index like its data files, with the extension .index, for example "
+        "model.ckpt-1.index; restore version 1 with TensorFlow, whose Saver writes version 2",
     ),
     Magic(
         0,
         rb".{12,40}brain\.Event:\d",
         "a TensorBoard log",
-        "TensorBoard reads it; the checkpoint is another file",
+        "open it with TensorBoard, and give the checkpoint, which is another file",
         NotACheckpoint,
         is_pattern=True,
     ),
@@ -135,7 +137,7 @@ MAGICS: tuple[Magic, ...] = (
         0,
         rb"\x04\0{3}\x01\0{3}.\0{3}V \d|\x03\0{3}\x01\0{3}..\0\0[\x01\x02]\0{3}"
         rb"|4\n1\n\d\nV \d\n|3\n1\n\d+\n[12]\n",
-        "a file of Torch7 (Lua)",
+        "a Torch7 (Lua) file",
         _TORCHFILE,
         is_pattern=True,
     ),
@@ -149,15 +151,16 @@ MAGICS: tuple[Magic, ...] = (
         0,
         rb"\x08[\x01-\x20](?:[\x1a\x22\x28\x32\x3a\x42]|\x12[\x01-\x3f][!-~]{4})",
         "an ONNX model",
-        "onnx.load reads it; of its graph.initializer, by onnx.numpy_helper.to_array, numpy.savez "
-        "makes a file that ckptool reads",
+        "read it with onnx.load, convert graph.initializer with onnx.numpy_helper.to_array, "
+        "and save the arrays with numpy.savez",
         is_pattern=True,
     ),
     Magic(
         0,
         rb"\x08[\x01-\x20]\x12",
-        "a Core ML model, or a TensorFlow SavedModel's graph",
-        "coremltools reads the one; of the other give the folder: ckptool list {folder}",
+        "a Core ML model, or the graph of a TensorFlow SavedModel",
+        "read a Core ML model with coremltools; for a SavedModel give the folder: ckptool "
+        "list {folder}",
         is_pattern=True,
     ),
 )
@@ -175,17 +178,17 @@ ZIP_KINDS: tuple[NameKind, ...] = (
     NameKind(
         (r"config\.json", r"model\.weights\.npz"),
         "a Keras model (.keras)",
-        "Keras reads it: keras.models.load_model",
+        "load it with keras.models.load_model",
     ),
     NameKind(
         (r"(?:[^/]*/)?\.data/extern_modules",),
         "a torch.package archive",
-        "torch.package.PackageImporter reads it; it runs the code in the archive",
+        "load it with torch.package.PackageImporter, which runs the code in the archive",
     ),
     NameKind(
         (r"[^/]+/version", r"[^/]+/(?:byteorder|\.data/serialization_id)"),
-        "what a torch.save that failed has left: it holds no data.pkl",
-        "save it again; the error that torch.save raised says what was in its way",
+        "the rest of a torch.save that failed: it has no data.pkl",
+        "save it again; the error of torch.save shows the cause",
         TruncatedFile,
     ),
 )
@@ -194,7 +197,7 @@ _PICKLED = r"\.(?:joblib|pkl|pickle|sav)(?:\.\w+)?\Z"
 _WEIGHTS = r".*\.(?:pth|pt|ckpt|bin|safetensors|th|pth\.tar)|.*/data\.pkl"
 
 _TEXTS: tuple[tuple[str, Identification], ...] = (
-    (r"\Z", Identification("a text of white space alone", _AGAIN)),
+    (r"\Z", Identification("a text file with only white space", _AGAIN)),
     (
         r"(?:#.*\n)*(?:outs|md5):.*\n(?s:.*)path:",
         Identification("a DVC pointer, not the file itself", "dvc pull {file}"),
@@ -202,7 +205,7 @@ _TEXTS: tuple[tuple[str, Identification], ...] = (
     (
         r"model_checkpoint_path: ",
         Identification(
-            "the note of a TensorFlow checkpoint on which of its files is the latest",
+            "the file with the latest step of a TensorFlow checkpoint",
             "give the folder: ckptool list {folder}",
             UnsupportedFormat,
         ),
@@ -210,20 +213,22 @@ _TEXTS: tuple[tuple[str, Identification], ...] = (
     (
         r"(?:global_step|iter_)?\d+\s*\Z",
         Identification(
-            "the note of a DeepSpeed or Megatron checkpoint that the latest is {first}",
+            "the file with the latest step ({first}) of a DeepSpeed or Megatron checkpoint",
             "give the folder: ckptool list {folder}",
             UnsupportedFormat,
         ),
     ),
     (
         r"(?:#!.*python|\"\"\"|(?:import|from) \w+)",
-        Identification("a Python script", "run it for the checkpoint that it makes, and give that"),
+        Identification("a Python script", "run it, and give the checkpoint that it writes"),
     ),
     (
         r"[-+]?\.?\d[-+\d.eE]*(?:[\s,;]+[-+]?(?:\.?\d[-+\d.eE]*|nan|inf))+\s*\n",
-        Identification("a text of numbers, which begins with {first}", "numpy.loadtxt reads it"),
+        Identification(
+            "a text file with numbers, beginning with {first}", "read it with numpy.loadtxt"
+        ),
     ),
-    (r"", Identification("a text that begins with {first}", _ITSELF)),
+    (r"", Identification("a text file that begins with {first}", _ITSELF)),
 )
 
 
@@ -235,8 +240,8 @@ def explain(probe: Probe) -> CheckpointError:
         (_nothing(probe) or _zip(probe) or _tar(probe) or _magic(probe) or _text(probe))
         or _data(probe)
         or Identification(
-            f"of no kind that is known; its first bytes are {probe.head[:8].hex(' ')}",
-            f"file {shell(probe.path)}",
+            f"of unknown format; its first bytes are {probe.head[:8].hex(' ')}",
+            f"look at its type: file {shell(probe.path)}",
         )
     )
     return finding.error(probe.path)
@@ -250,9 +255,9 @@ def _data(probe: Probe) -> Identification | None:
         return Identification("the graph of a TensorFlow checkpoint", hint, UnsupportedFormat)
     if not re.search(r"\.data-\d{5}-of-\d{5}\Z", probe.path):
         return None
-    what = "the data of a TensorFlow checkpoint whose index is missing or cut off"
+    what = "the data of a TensorFlow checkpoint with a missing or truncated index"
     name = f"{os.path.basename(probe.path)[:-20]}.index"
-    return Identification(what, f"copy {shell(name)} too", UnsupportedFormat)
+    return Identification(what, f"copy {shell(name)} as well", UnsupportedFormat)
 
 
 def _first(probe: Probe, count: int) -> bytes:
@@ -273,16 +278,16 @@ def _nothing(probe: Probe) -> Identification | None:
     """Return what a file is that is empty, hardly begun, or filled with zeros."""
     head = probe.head
     if not head:
-        hint = "a save or a download that failed leaves such a file: save or download it again"
-        return Identification("empty: it has no bytes at all", hint, TruncatedFile)
+        hint = "the save or download probably failed; repeat it"
+        return Identification("empty (0 bytes)", hint, TruncatedFile)
     if any(magic != head and magic.startswith(head) for magic in _CUT):
-        what = f"cut off after {counted(len(head), 'byte')}, in the very mark of its format"
+        what = f"truncated after {counted(len(head), 'byte')}, within the signature of its format"
         return Identification(what, TruncatedFile.usual_hint, TruncatedFile)
     if head.strip(b"\0"):
         return None
     return Identification(
-        "a file that begins with zero bytes: space was reserved, and its content never written",
-        "a download, a copy or a crashed disk leaves such a file: fetch it again",
+        "a file that begins with zeros: its space was reserved, but the content was not written",
+        "the download, the copy or the disk probably failed; download or copy it again",
     )
 
 
@@ -302,11 +307,11 @@ def _zip(probe: Probe) -> Identification | None:
     weights = [name for name in names if re.fullmatch(_WEIGHTS, name)]
     inside = "policy.pth" if "policy.pth" in weights else next(iter(weights), None)
     if inside is None:  # stable-baselines3 has other files of torch before its policy
-        what = f"a zip archive of other files: it holds {few(names)}"
+        what = f"a zip archive with other files: {few(names)}"
         return Identification(what, _filled("unzip -l {file}", probe))
     target = os.path.join(unused(f"{probe.path}.unpacked"), inside.removesuffix("/data.pkl"))
     return Identification(
-        f"a zip archive with a checkpoint in it: it holds {few(names)}",
+        f"a zip archive with a checkpoint inside: {few(names)}",
         _filled("unzip {file} -d {unpacked} && ckptool list {inside}", probe, inside=shell(target)),
     )
 
@@ -323,12 +328,12 @@ def _tar(probe: Probe) -> Identification | None:
         hint = f"{_UNPACK} {{name}} && ckptool list {{target}}"
         target = shell(os.path.join(unused(f"{probe.path}.unpacked"), weights))
         return Identification(
-            "a NeMo model: a tar archive with the checkpoint and its settings in it",
+            "a NeMo model (a tar archive with a checkpoint and its settings)",
             _filled(hint, probe, name=shell(weights), target=target),
             UnsupportedFormat,
         )
     return Identification(
-        f"a tar archive that holds {few(names)}", _filled(f"unpack it: {_UNPACK}", probe)
+        f"a tar archive with {few(names)}", _filled(f"unpack it: {_UNPACK}", probe)
     )
 
 
@@ -374,8 +379,10 @@ def _text(probe: Probe) -> Identification | None:
     line = next(iter(text.splitlines()), "").strip()
     first = quoted(line)
     if probe.path.endswith(".symlink") and line and line.isprintable():
-        what = f"a link by composer, a text that names the checkpoint {first}"
-        return Identification(what, f"open that one: ckptool list {shell(line)}", UnsupportedFormat)
+        what = f"a link file of Composer, which points to the checkpoint {first}"
+        return Identification(
+            what, f"open that file: ckptool list {shell(line)}", UnsupportedFormat
+        )
     known = next(found for pattern, found in _TEXTS if re.match(pattern, text))
     hint = _filled(known.hint or "", probe)
     return known._replace(what=known.what.format(first=first), hint=hint)
@@ -411,7 +418,7 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
 
 def _git_lfs(path: str, text: str) -> Identification:
     size = re.search(r"^size (\d{1,18})$", text, re.MULTILINE)
-    real = f" (the real one has {int(size[1]) / 2**20:,.1f} MiB)" if size else ""
+    real = f" (the real file has {int(size[1]) / 2**20:,.1f} MiB)" if size else ""
     folder, name = os.path.split(path)
     place = f"-C {shell(folder)} " if folder else ""
     pattern = "**/" + re.sub(r"[*\[\]\\,]", "?", name)  # --include takes a list of patterns
@@ -427,7 +434,7 @@ def _page(text: str) -> Identification:
     answer = re.search(r"<(?:Code|Message)>([^<]*)</", text)
     if not re.search(r"<(?:!doctype html|html|head|body|title)\b", text[:2000], re.IGNORECASE):
         if answer:
-            return Identification(f"a server's error answer: {quoted(answer[1])}", _AGAIN)
+            return Identification(f"an error message of a server: {quoted(answer[1])}", _AGAIN)
         return Identification("an XML document", _ITSELF)
     found = re.search(r"<title[^>]{0,100}>(.{0,400}?)</title", text, re.IGNORECASE | re.DOTALL)
     title = " ".join(unescape(found[1]).split()) if found else ""
@@ -435,8 +442,8 @@ def _page(text: str) -> Identification:
     hint = _AGAIN
     if "drive.google.com" in text or "Google Drive" in text:
         hint = (
-            "download it with gdown, or in a browser by `Download anyway`; where too many have "
-            "done so, copy the file to your own Drive and download the copy"
+            "download it with gdown, or in a browser with `Download anyway`; if it was "
+            "downloaded too often, copy the file to your own Drive and download the copy"
         )
     return Identification(f"an HTML page{named}, not the file itself", hint)
 
@@ -449,21 +456,19 @@ def _json(probe: Probe) -> Identification:
         found = json.loads(_first(probe, _MOST_JSON))
     except (ValueError, RecursionError):
         hint = _filled("look at it: head {file}", probe)
-        return Identification("a text that begins like JSON and is not JSON", hint)
+        return Identification("a text file that begins like JSON but is not JSON", hint)
     if not isinstance(found, dict):
         return Identification("a JSON document", _ITSELF)
     if "weight_map" in found:  # as an index it would have been read
-        return Identification(
-            "an index of shards, where a shard should be", "give the index itself"
-        )
+        return Identification("an index of shards in place of a shard", "give the index itself")
     for key in ("error", "message", "detail"):
         if isinstance(found.get(key), (str, dict)):
             answer = found[key] if isinstance(found[key], str) else json.dumps(found[key])
-            return Identification(f"a server's error answer: {quoted(answer, 200)}", _AGAIN)
+            return Identification(f"an error message of a server: {quoted(answer, 200)}", _AGAIN)
     if found.keys() & {"architectures", "model_type", "hidden_size", "_class_name"}:
         return Identification(
             "a model's configuration (JSON), not its weights",
-            "give the file with the weights: model.safetensors or pytorch_model.bin",
+            "give the file with the weights, for example model.safetensors or pytorch_model.bin",
         )
     return Identification(f"a JSON document with the keys {few(list(found))}", _ITSELF)
 
@@ -497,45 +502,47 @@ def looks_like_checkpoint(head: bytes) -> bool:
 _MOST_OPENED = 64
 
 _ORBAX = (
-    "orbax.checkpoint.StandardCheckpointer().restore reads it; of what it gives, "
-    "flax.serialization.to_bytes makes a file that ckptool reads"
+    "restore it with orbax.checkpoint.StandardCheckpointer().restore, and save the result "
+    "with flax.serialization.to_bytes for ckptool"
 )
 _STEP = "give the folder of one step: ckptool list {entry}"
-_MEGATRON = "Megatron-LM's tools/checkpoint/convert.py makes other formats of it"
-_RANK = (
-    "one rank opens by itself: ckptool list {entry}/model_optim_rng.pt; to join ranks, " + _MEGATRON
-)
+_MEGATRON = "convert it with Megatron-LM's tools/checkpoint/convert.py"
+_RANK = "open one rank with ckptool list {entry}/model_optim_rng.pt; to join ranks, " + _MEGATRON
 _ITERATION = "give the folder of one iteration: ckptool list {folder}/iter_*"
-_PART = "one file opens by itself: ckptool list {entry}"
-_SAVED_MODEL = "copy its folder `variables` too, with variables.index and the data files"
-_TENSORFLOW_DATA = "copy the index too: the file that is called as {entry} up to .data-, and .index"
+_PART = "open one file with ckptool list {entry}"
+_SAVED_MODEL = "copy its folder `variables` as well, with variables.index and the data files"
+_TENSORFLOW_DATA = (
+    "copy the index as well: it has the name of {entry} up to .data-, and the extension .index"
+)
 _SHARDS = (
-    "copy the index too (model.safetensors.index.json, pytorch_model.bin.index.json); "
-    "one shard alone: ckptool list {entry}"
+    "copy the index as well (model.safetensors.index.json, pytorch_model.bin.index.json), or "
+    "open one shard: ckptool list {entry}"
 )
 
 FOLDER_KINDS: tuple[NameKind, ...] = (
     NameKind(
         (r".*\.distcp",),
         "a distributed checkpoint (DCP) whose save was interrupted: it has no index `.metadata`",
-        "if it was copied, copy `.metadata` too; it is written last, by the first rank",
+        "if it was copied, copy `.metadata` as well; the first rank writes it last",
     ),
     NameKind((r"zero_to_fp32\.py|latest", r"global_step\d+"), "a DeepSpeed checkpoint", _STEP),
     NameKind(
         (r"zero_to_fp32\.py",),
-        "a DeepSpeed checkpoint without the folder of a step",
-        "copy the folder too that its file `latest` names, global_step10 for example",
+        "a DeepSpeed checkpoint without the folder of its step",
+        "copy the folder that its file `latest` gives, for example global_step10",
     ),
     NameKind(
         (r".*optim_states\.pt",),
-        "one step of a DeepSpeed checkpoint without the file of the model",
-        "copy that too: mp_rank_00_model_states.pt; what one rank holds: ckptool list {entry}",
+        "a step of a DeepSpeed checkpoint without the model file",
+        "copy mp_rank_00_model_states.pt as well, or open the file of one rank: ckptool list "
+        "{entry}",
     ),
     NameKind((r"latest_checkpointed_iteration\.txt",), "a Megatron-LM checkpoint", _ITERATION),
     NameKind((r"iter_\d{7}",), "a Megatron-LM checkpoint", "ckptool list {entry}"),
     NameKind(
         (r"mp_rank_\d\d(?:_\d{3})*",),
-        "one step of a Megatron-LM checkpoint of a pipeline or of experts, which are not joined",
+        "a step of a Megatron-LM checkpoint with pipeline or expert parallelism, which "
+        "ckptool does not join",
         _RANK,
     ),
     NameKind(
@@ -546,49 +553,50 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
     ),
     NameKind(
         (r".*\.data-\d{5}-of-\d{5}",),
-        "a folder with the data of a TensorFlow checkpoint whose index is missing or cut off",
+        "a folder with the data of a TensorFlow checkpoint with a missing or truncated index",
         _TENSORFLOW_DATA,
     ),
     NameKind(
         (r"tensor_0\.pt",),
-        "the tensors of a torch_xla checkpoint, whose structure is in the file beside the folder",
-        "give that file, whose name is that of the folder without .tensors",
+        "the tensors of a torch_xla checkpoint, with its structure in the file next to this folder",
+        "give that file, which has the name of the folder without .tensors",
     ),
     NameKind(
         (r".*-\d{5}-of-\d{5}\.(?:safetensors|bin|pth?)", r".*\.index\.json"),
-        "a checkpoint in shards with a damaged index",
-        "ckptool list {entry} says what is wrong with it",
+        "a sharded checkpoint with a damaged index",
+        "see what is wrong with it: ckptool list {entry}",
     ),
     NameKind(
         (r".*-\d{5}-of-\d{5}\.(?:safetensors|bin|pth?)",),
-        "a checkpoint in shards without their index, which tells what is in which",
+        "a sharded checkpoint without its index, which lists the tensors of each shard",
         _SHARDS,
     ),
     NameKind(
         (r"pytorch_model_fsdp_\d+",),
-        "a checkpoint of FSDP by accelerate, whose model is a distributed one (DCP) in it",
+        "a checkpoint of FSDP in accelerate, with the model in a distributed checkpoint (DCP)",
         "ckptool list {entry}",
     ),
     NameKind(
         (r"sharded",),
-        "a folder in which torch's Hugging Face writer has not put the parts together: the save "
-        "was interrupted, or failed",
-        "ckptool convert {entry} FOLDER/ does it",
+        "a folder of torch's Hugging Face writer with parts that are not joined: the save "
+        "was interrupted or failed",
+        "join them with ckptool convert {entry} FOLDER/",
     ),
     NameKind(
         (r"checkpoint_\d+\.pt", r"metadata\.pkl"),
-        "a checkpoint of torch_checkpointing, whose parts are not joined here",
-        "torch_checkpointing loads it; a rank's file opens by itself: ckptool list FILE",
+        "a checkpoint of torch_checkpointing with parts, which ckptool does not join",
+        "load it with torch_checkpointing, or open the file of one rank: ckptool list FILE",
     ),
     NameKind(
         (r".*-model_part-\d+-shard\d+\.pt",),
-        "a checkpoint of fairscale's FSDP: flat parameters of each rank, which are not joined here",
-        "fairscale's consolidate_shard_weights joins them; " + _PART,
+        "a checkpoint of fairscale's FSDP with the flat parameters of each rank, which "
+        "ckptool does not join",
+        "join them with fairscale's consolidate_shard_weights, or " + _PART,
     ),
     NameKind(
         (r"rank\d+\.pt",),
-        "files of single ranks, as OLMo saves flat parameters of FSDP, which are not joined here",
-        "OLMo's scripts/unshard.py joins them; " + _PART,
+        "the rank files of OLMo with flat parameters of FSDP, which ckptool does not join",
+        "join them with OLMo's scripts/unshard.py, or " + _PART,
     ),
 )
 
@@ -608,7 +616,7 @@ def _folder(probe: Probe) -> Identification:
         if matches is not None:
             entry = os.path.join(probe.path, matches[-1])
             hint = row.hint.format(folder=shell(probe.path), entry=shell(entry))
-            return Identification(f"{row.what} (it holds {few(names)})", hint, row.kind)
+            return Identification(f"{row.what} (it contains {few(names)})", hint, row.kind)
     if "model_index.json" in names:
         return _pipeline(probe.path, names)
     return _other_folder(probe.path, names)
@@ -622,9 +630,9 @@ def _pipeline(path: str, names: list[str]) -> Identification:
         if os.path.isdir(os.path.join(path, name))
         and any(re.search(_MODEL_FILE, file) for file in os.listdir(os.path.join(path, name)))
     ]
-    what = f"a pipeline of diffusers, whose parts with weights are {few(parts, 12)}"
+    what = f"a diffusers pipeline with weights in {few(parts, 12)}"
     first = os.path.join(path, parts[0]) if parts else path
-    return Identification(what, f"give one part: ckptool list {shell(first)}", UnsupportedFormat)
+    return Identification(what, f"give one of them: ckptool list {shell(first)}", UnsupportedFormat)
 
 
 def _other_folder(path: str, names: list[str]) -> Identification:
@@ -632,27 +640,27 @@ def _other_folder(path: str, names: list[str]) -> Identification:
     if not names:
         return Identification("an empty folder", None)
     if all(".ckptool-" in name for name in names):
-        what = "a folder that ckptool has begun to write, and not finished"
-        return Identification(what, "write it again: the next run removes what is left of this one")
+        what = "a folder that ckptool did not finish writing"
+        return Identification(what, "write it again; the next run removes these files")
     from ckptool.formats.run_folder import run_in
 
     if run := run_in(path, names):
         chosen = os.path.join(path, run.best or run.last)
         return Identification(run.text, f"give one of them: ckptool list {shell(chosen)}")
-    what = f"a folder that is not a checkpoint: it holds {few(names)}"
+    what = f"a folder that is not a checkpoint (it contains {few(names)})"
     files = [name for name in names[:_MOST_OPENED] if _may_be_checkpoint(os.path.join(path, name))]
     if not files:
         return Identification(what, "give the checkpoint itself")
     command = f"ckptool list {shell(os.path.join(path, files[0]))}"
     if len(files) == 1:
-        return Identification(f"a folder; the checkpoint is {quoted(files[0])} in it", command)
+        return Identification(f"a folder with the checkpoint {quoted(files[0])} inside", command)
     if all(map(_BESIDE.fullmatch, files)):
-        what = f"a trainer's folder without the model itself: it holds {few(files)}"
+        what = f"the folder of a trainer without the model (it contains {few(files)})"
         return Identification(
-            what, f"put the model's file beside them, or give one of them: {command}"
+            what, f"add the model's file to the folder, or give one of these files: {command}"
         )
     return Identification(
-        f"a folder with several checkpoints in it: {few(files)}", f"give one: {command}"
+        f"a folder with several checkpoints: {few(files)}", f"give one: {command}"
     )
 
 

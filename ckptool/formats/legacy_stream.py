@@ -55,9 +55,7 @@ COUNT = struct.Struct("<q")
 """The element count before the bytes of a storage."""
 
 _NESTED_TENSOR = "torch._utils._rebuild_nested_tensor"
-_SHARED_PATH = (
-    "download or copy it again; a file that several processes saved to at once looks like this too"
-)
+_SHARED_PATH = "download or copy it again; several processes that save to one file also cause this"
 
 
 class SourceTexts:
@@ -75,7 +73,7 @@ class SourceTexts:
 
     def left_behind(self) -> tuple[str, ...]:
         """Return a sentence for the user, if there is anything to say."""
-        known = f"the file holds the source code of {listed(self.names, 5)}"
+        known = f"the file contains the source code of {listed(self.names, 5)}"
         return (known,) if self.names else ()
 
 
@@ -103,9 +101,7 @@ class NestedStreams:
         """
         self.bytes_left -= len(data)
         if self.bytes_left < 0 or self.depth >= self.limits.max_nested_pickles:
-            raise LimitExceeded(
-                "pickles inside its pickle are nested too deep, or mentioned too often"
-            )
+            raise LimitExceeded("pickles in the pickle are nested too deeply or used too often")
         source = MemorySource(bytes(data), self.file)
         self.depth += 1
         try:
@@ -156,8 +152,8 @@ class _Stored:
         """Return the whole, or the part of it that was saved as a view."""
         if pid.nbytes != self.whole.nbytes:
             raise CorruptFile(
-                f"storage {pid.key!r} has {self.whole.nbytes:,} bytes at its first mention "
-                f"and {pid.nbytes:,} at another"
+                f"storage {pid.key!r} has {self.whole.nbytes:,} bytes when first used and "
+                f"{pid.nbytes:,} later"
             )
         if pid.view is None:
             return self.whole
@@ -217,12 +213,12 @@ class LegacyStream:
     def _header(self) -> int:
         magic = MAGIC.match(self.data.read(0, min(MAGIC_BYTES, self.data.length)))
         if magic is None:
-            raise CorruptFile("bytes that should be a legacy torch stream do not begin as one")
+            raise CorruptFile("a legacy torch stream does not begin as expected")
         number = unpickle_record(self.data, 0, self.limits)
         version = unpickle_record(self.data, magic.end(), self.limits)
         if version.root != VERSION:
             raise UnsupportedFormat(
-                f"its legacy stream is of version {version.root!r:.20}; only {VERSION} is known"
+                f"the legacy stream has version {version.root!r:.20}, expected {VERSION}"
             )
         machine = unpickle_record(self.data, version.end, self.limits)
         self.framed = number.framed and version.framed and machine.framed
@@ -242,9 +238,9 @@ class LegacyStream:
             case ("module", cls, _, text):
                 return self.sources.take(cls, text)
         if not is_storage_pid(pid):
-            raise CorruptFile("its pickle refers to something that is not a storage")
+            raise CorruptFile("the pickle uses a persistent id that is not a storage")
         if len(pid) != 6:
-            raise CorruptFile(f"a storage's persistent id has {len(pid)} parts, not 6")
+            raise CorruptFile(f"the persistent id of a storage has {len(pid)} parts, expected 6")
         storage = parse_storage_pid(pid, self.file)
         stored = self.stored.get(storage.key)
         if stored is None:
@@ -254,12 +250,12 @@ class LegacyStream:
     def _keys(self, items: Any) -> list[str]:
         """Return the order of the storages in the file: each that the pickle names, once."""
         if not isinstance(items, list) or not all(isinstance(one, (str, int)) for one in items):
-            raise CorruptFile("there is no list of storages behind its pickle")
+            raise CorruptFile("the list of storages after the pickle is missing")
         keys = list(map(str, items))
         counts = Counter(keys)
         odd = [key for key in {**self.stored, **counts} if counts[key] != (key in self.stored)]
         if odd:
-            what = "the list behind its pickle must have each storage of the pickle once"
+            what = "the list after the pickle must have each storage of the pickle once"
             raise CorruptFile(f"{what}: {few(odd)}")
         return keys
 
@@ -293,8 +289,8 @@ class LegacyStream:
         (count,) = COUNT.unpack(self.data.read(position, COUNT.size))
         if count != numel:
             raise CorruptFile(
-                f"storage {key!r:.80} should have {numel:,} elements, "
-                f"but the count before its bytes, at offset {position:,}, is {count:,}",
+                f"storage {key!r:.80} should have {numel:,} elements, but the count at offset "
+                f"{position:,} is {count:,}",
                 hint=_SHARED_PATH,
             )
 
@@ -304,7 +300,7 @@ class LegacyStream:
         missing = position + wanted - self.data.length
         hint = "copy it again"
         if index:  # the storages before it are whole
-            hint += f"; or run {salvage_command(self.file, self.unpickled.root)}"
+            hint += f", or run {salvage_command(self.file, self.unpickled.root)}"
         return TruncatedFile(
             f"the file ends in storage {keys[index]!r:.80} ({index + 1:,} of {len(keys):,}): "
             f"{missing:,} of {position + wanted:,} bytes are missing",
@@ -338,6 +334,6 @@ def refuse_second_copy(data: ByteRange, limits: Limits, end: int | None = None) 
     start = second_copy(data, limits)
     if start and (end is None or start < end):
         raise CorruptFile(
-            f"the download began again: a second copy of the file begins at offset {start:,}",
-            hint=f"download it again; or run {salvage_command(data.source.name)}",
+            f"the download restarted: a second copy of the file begins at offset {start:,}",
+            hint=f"download it again, or run {salvage_command(data.source.name)}",
         )

@@ -92,8 +92,8 @@ def of_model_file(probe: Probe) -> Probe:
         probe = file
     if rivals:
         warn(
-            f"{printable(folder)}: {quoted(chosen)} is read, as {library} does it, and not "
-            f"{few(rivals)} beside it"
+            f"{printable(folder)}: reading {quoted(chosen)}, as {library} does, and not "
+            f"{few(rivals)}"
         )
     return probe
 

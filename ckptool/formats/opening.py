@@ -55,9 +55,9 @@ def open_checkpoint(
         if checkpoint is not None:
             return checkpoint
     raise UnreadableFile(
-        "changed whenever it was read",
+        "changed each time it was read",
         file=path,
-        hint="try again when nothing writes to the file any more",
+        hint="try again when no process is writing to it",
     )
 
 
@@ -70,7 +70,7 @@ def opened(source: Source, *, salvage: bool = False) -> Iterator[Checkpoint]:
     """
     if isinstance(source, Checkpoint):
         if salvage:
-            raise UsageError("a file is salvaged when it is opened", hint="give its path")
+            raise UsageError("an open checkpoint cannot be salvaged", hint="give its path")
         yield source
         return
     with open_checkpoint(source, salvage=salvage) as checkpoint:
@@ -95,7 +95,7 @@ def opened_together(
         for path in paths:
             files.append(stack.enter_context(open_checkpoint(path, limits=limits)))
             if files[-1].format not in formats or place_of(path).is_folder(path):
-                what = f"is {files[-1].format}, where a file of {' or '.join(formats)} belongs"
+                what = f"is {files[-1].format}, expected {' or '.join(formats)}"
                 raise UnsupportedFormat(what, file=path)
         yield files
         stack.pop_all()
@@ -143,11 +143,12 @@ def _read(probe: Probe) -> Checkpoint:
         if known.recognize(probe):
             if probe.salvages and not known.can_salvage:
                 raise UsageError(
-                    f"is {known.name}: one file of torch.save's or of safetensors can be salvaged",
+                    f"is {known.name}, which cannot be salvaged; only a torch.save or "
+                    "safetensors file can be",
                     file=probe.path,
                     hint="salvage its shards one by one"
                     if shard_of(known.name)
-                    else "leave out --salvage; if the file is damaged, copy it again",
+                    else "remove --salvage; if the file is damaged, copy it again",
                 )
             checkpoint = known.read(probe)
             for _ in walk(checkpoint.root, probe.limits):

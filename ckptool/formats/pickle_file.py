@@ -18,7 +18,7 @@ from ckptool.formats.identify import JOBLIB_HINT
 from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.quotes import quote
 from ckptool.symbolic import Unpickled
-from ckptool.words import are, counted, printable, shell
+from ckptool.words import counted, printable, shell
 
 _WITH_PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 _WITHOUT = re.compile(rb"[(}\])]|c[\w.]+\n[\w.]+\n", re.ASCII)
@@ -36,7 +36,7 @@ class PickleFile(Format):
     inline = True
     refusal = Refusal(
         "bare-pickle",
-        "it is a bare pickle (pickle.dump, joblib, numpy), not a file of torch.save",
+        "it is a bare pickle (pickle.dump, joblib, numpy), not a torch.save file",
         quote("weights-only"),
     )
     unsafe_loader = "pickle.load(open(FILE, 'rb'))"
@@ -74,9 +74,7 @@ class PickleFile(Format):
             **pickled(found),
             storage_bytes=sum(storage.nbytes for storage in storages.values() if storage),
             dead_bytes=rest,
-            left_behind=(f"{counted(rest, 'byte')} behind the pickle {are(rest)} not read",)
-            if rest
-            else (),
+            left_behind=(f"{counted(rest, 'byte')} after the pickle (not read)",) if rest else (),
         )
         return Checkpoint(found.root, self.name, probe.path, details, sources=(source,))
 
@@ -95,18 +93,18 @@ def _names_storages(head: bytes) -> bool:
 def _of_unzipped(probe: Probe) -> UnsupportedFormat:
     """Return the error for the pickle of an unzipped file, whose numbers are in other files."""
     folder, name = os.path.split(probe.path)
-    what = "the pickle of a file of torch.save that was unzipped"
+    what = "the pickle of an unzipped torch.save file"
     if os.path.isdir(os.path.join(folder, "data")):
         hint = f"give its folder: ckptool list {shell(folder or '.')}"
     else:
-        what += ", without its folder data/, which has the numbers"
-        hint = f"give the file itself; or copy data/ next to {printable(name)}, and give its folder"
+        what += ", without its folder data/, which contains the numbers"
+        hint = f"give the file itself, or copy data/ next to {printable(name)} and give the folder"
     return UnsupportedFormat(f"{probe.path} is {what}", file=probe.path, hint=hint)
 
 
 def _of_joblib(probe: Probe) -> UnsupportedFormat:
     """Return the error for a file of joblib with arrays: their bytes lie between the opcodes."""
-    what = "a file of joblib, with the bytes of numpy's arrays between the opcodes of its pickle"
+    what = "a joblib file with numpy arrays between the opcodes of its pickle"
     return UnsupportedFormat(f"{probe.path} is {what}", file=probe.path, hint=JOBLIB_HINT)
 
 

@@ -61,7 +61,7 @@ class PT2Archive(Format):
         "exported-program",
         "it is an exported program (torch.export), with its weights",
         quote("no-pickle"),
-        instead="torch.export.load gives a program, not a state dict",
+        instead="torch.export.load returns a program, not a state dict",
     )
 
     def recognize(self, probe: Probe) -> bool:
@@ -132,7 +132,7 @@ class _Reader:
         record = self.archive.records.get(name)
         config = read_json(record, self.limits).get("config") if record else None
         if not isinstance(config, dict):
-            raise CorruptFile(f"record {name!r} is missing, or describes no tensors")
+            raise CorruptFile(f"record {name!r} is missing or describes no tensors")
         return OrderedMap((key, self._weight(key, about)) for key, about in config.items())
 
     def _weight(self, name: str, about: Any) -> TensorRef:
@@ -222,7 +222,7 @@ def _torch_version(archive: Archive) -> str | None:
 
 
 def _left_behind(archive: Archive) -> Iterator[str]:
-    yield "the exported program: only its weights are read"
+    yield "the exported program (only its weights are read)"
     constants = [
         name
         for name in archive.records
@@ -230,6 +230,6 @@ def _left_behind(archive: Archive) -> Iterator[str]:
     ]
     if constants:
         yield (
-            f"{len(constants):,} records of constants and non-persistent buffers, which are no "
-            "part of its state dict, are not listed"
+            f"{len(constants):,} records of constants and non-persistent buffers, which are "
+            "not part of the state dict"
         )

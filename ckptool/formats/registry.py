@@ -115,4 +115,4 @@ def writer(name: str) -> WritableFormat:
     known = format_of(name)
     if isinstance(known, WritableFormat):
         return known
-    raise UsageError(f"{name!r} cannot be written; --format takes {', '.join(WRITABLE)}")
+    raise UsageError(f"{name!r} cannot be written; use --format with {', '.join(WRITABLE)}")

@@ -48,13 +48,15 @@ if TYPE_CHECKING:
     from ckptool.files.atomic import FileOutput
 
 _REMEDIES = {
-    **dict.fromkeys(SPARSE_KINDS, "make it dense in torch before saving: .to_dense()"),
-    "quantized": "--dequantize float32 makes it floating; in torch before saving: .dequantize()",
-    "nested": "pad it in torch before saving: torch.nested.to_padded_tensor(tensor, 0.0)",
-    "subclass": "--dequantize float32 makes those of torchao plain; in torch: .dequantize()",
+    **dict.fromkeys(SPARSE_KINDS, "call .to_dense() before saving in torch"),
+    "quantized": "add --dequantize float32, or call .dequantize() before saving in torch",
+    "nested": "pad it with torch.nested.to_padded_tensor(tensor, 0.0) before saving in torch",
+    "subclass": "add --dequantize float32 for torchao tensors, or call .dequantize() before "
+    "saving in "
+    "torch",
 }
 """What helps against a tensor of a kind that has no plain bytes."""
-_GATHER = "gather it in torch before saving: .full_tensor()"
+_GATHER = "call .full_tensor() before saving in torch"
 
 
 def _flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
@@ -67,16 +69,16 @@ def _flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
     tensors = [(key, value) for key, value in items if isinstance(value, TensorRef)]
     if not tensors and (items or not isinstance(root, dict)):
         raise NotRepresentable(
-            "safetensors holds one flat state dict, and this is not one",
+            "safetensors needs one flat state dict, and this is not one",
             file=file,
-            hint="--key NAME chooses a state dict inside; ckptool info lists them",
+            hint="choose a state dict with --key NAME; ckptool info lists them",
         )
     for key, tensor in tensors:
         fact = _name_fault(key) or _tensor_fault(tensor)
         if fact is not None:
             remedy = _GATHER if tensor.is_spread else _REMEDIES.get(tensor.kind)
             raise NotRepresentable(
-                f"tensor '{printable(str(key))}' {fact}, which safetensors cannot hold",
+                f"tensor '{printable(str(key))}' {fact}, which safetensors cannot store",
                 file=file,
                 hint=None if tensor.has_content else remedy,
             )
@@ -110,27 +112,27 @@ def _check_containers(root: Any, file: str) -> None:
         for name in holders
     )
     raise NotRepresentable(
-        f"safetensors holds tensors alone, and no containers of them: {listed(texts)}",
+        f"safetensors stores only tensors, not objects with tensors inside: {listed(texts)}",
         file=file,
-        hint="write a .pth file, or leave it out: "
+        hint="write a .pth file, or leave them out: "
         + " ".join(f"--exclude '{printable(glob)}'" for glob in globs),
     )
 
 
 def _name_fault(key: Any) -> str | None:
     if not isinstance(key, str):
-        return f"has a name of type {type(key).__name__}"
+        return f"has a key of type {type(key).__name__}"
     if key == METADATA:
-        return "has the name of the header's own entry"
-    return None if is_unicode(key) else "has a name that is not Unicode"
+        return "has the key of the header's own entry"
+    return None if is_unicode(key) else "has a key that is not valid Unicode"
 
 
 def _tensor_fault(tensor: TensorRef) -> str | None:
     if tensor.kind == "meta" or tensor.device == "meta":
-        return "is on the meta device and has no bytes"
+        return "is on the meta device and has no data"
     if not tensor.has_content:
         if tensor.is_spread:
-            return "is a distributed tensor, of which this file has a part"
+            return "is a distributed tensor, with only a part of it in this file"
         if tensor.kind == "subclass":
             scheme = class_scheme(tensor)
             known = f" ({scheme})" if scheme else ""
@@ -172,37 +174,36 @@ def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
     ]
     tags = Counter(tensor.device for tensor in tensors if tensor.device != "cpu")
     if tags:
-        yield "device tags: " + listed(
-            f"{tag} on {counted(n, 'tensor')}" for tag, n in tags.items()
-        )
+        shown = listed(f"{tag} on {counted(n, 'tensor')}" for tag, n in tags.items())
+        yield f"saved devices ({shown})"
     for what, count in (
-        ("that it is a Parameter", sum(tensor.is_parameter for tensor in tensors)),
+        ("the Parameter type", sum(tensor.is_parameter for tensor in tensors)),
         ("requires_grad", sum(tensor.requires_grad for tensor in tensors)),
         ("backward hooks", sum(tensor.hooks is not None for tensor in tensors)),
-        ("its class or attributes", sum(classed)),
+        ("the class or attributes", sum(classed)),
     ):
         if count:
-            yield f"{what}, of {counted(count, 'tensor')}"
+            yield f"{what} of {counted(count, 'tensor')}"
 
 
 def remarks(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterator[str]:
     """Yield what comes out otherwise than it was, though nothing is lost."""
     if ties:
         pairs = listed(f"{name} = {kept}" for name, kept in ties.items())
-        yield f"tied tensors are written once, the other names in {METADATA}: {pairs}"
+        yield f"wrote tied tensors once; {METADATA} lists the other keys: {pairs}"
     scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous]
     if scattered:
         yield f"made contiguous: {listed(scattered)}"
     arrays = [name for name, tensor in tensors.items() if tensor.kind == "numpy"]
     if arrays:
-        yield f"numpy arrays become tensors: {listed(arrays)}"
+        yield f"converted numpy arrays to tensors: {listed(arrays)}"
 
 
 def overlapping(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
     """Yield the tensors that share bytes, each of which gets its own."""
     shared = overlapping_names(tensors)
     if shared:
-        yield f"tensors that share memory get bytes of their own: {listed(shared)}"
+        yield f"gave tensors with shared memory their own bytes: {listed(shared)}"
 
 
 def overlapping_names(tensors: Mapping[str, TensorRef]) -> list[str]:
@@ -440,8 +441,8 @@ def _torch_shape(entry: HeaderEntry) -> tuple[int, ...]:
         return entry.shape
     if not entry.shape or entry.shape[-1] % 2:
         raise CorruptFile(
-            f"tensor '{printable(entry.name)}' of F4 and shape {list(entry.shape)} "
-            "splits a byte: its last dimension is not even"
+            f"tensor '{printable(entry.name)}' of F4 and shape {list(entry.shape)} splits a "
+            "byte: its last dimension is odd"
         )
     return (*entry.shape[:-1], entry.shape[-1] // 2)
 
@@ -458,9 +459,9 @@ def _left_behind(header: Header, source: Source) -> tuple[str, ...]:
         return ()
     total = sum(stop - start for start, stop in spans)
     where = listed(f"{start:,} to {stop:,}" for start, stop in spans)
-    return (f"{total:,} bytes of the file that belong to no tensor (offsets {where})",)
+    return (f"{total:,} bytes that belong to no tensor (offsets {where})",)
 
 
 def _notes(rest: dict[str, Any]) -> tuple[str, ...]:
     facts = [f"{key}={value}" for key, value in rest.items() if key != FORMAT]
-    return (f"the header says {listed(facts)}",) if facts else ()
+    return (f"header: {listed(facts)}",) if facts else ()

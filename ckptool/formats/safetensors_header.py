@@ -72,13 +72,13 @@ def read_header(source: Source, limits: Limits, *, salvages: bool = False) -> He
         CorruptFile: any other rule is broken.
     """
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
-    check_limit("the header takes", length, "bytes", limits.max_header_bytes)
+    check_limit("the header has", length, "bytes", limits.max_header_bytes)
     begin = LENGTH.size + length
     if begin > source.size:
         raise TruncatedFile(
-            f"the header takes {length:,} bytes, but the file ends "
-            f"{begin - source.size:,} bytes before its end",
-            hint="fetch the file again: the download or copy was cut short",
+            f"the header has {length:,} bytes, but the file ends {begin - source.size:,} "
+            "bytes before its end",
+            hint="download or copy the file again: it was truncated",
         )
     raw = source.read(LENGTH.size, length)
     if salvages:
@@ -108,7 +108,7 @@ def _parsed(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> H
     except CorruptFile as error:
         with suppress(CorruptFile):
             tuple(_unused(entries, body.length))  # two that overlap cannot be salvaged
-            error.advise(f"fetch the file again; or run {salvage_command(body.source.name)}")
+            error.advise(f"download the file again, or run {salvage_command(body.source.name)}")
         raise
     return Header(entries, metadata, body)
 
@@ -156,17 +156,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise CorruptFile(f"names '{printable(twice)}' twice")
+        raise CorruptFile(f"has the key '{printable(twice)}' twice")
     return fields
 
 
 def _no_constant(word: str) -> NoReturn:
-    raise CorruptFile(f"is not JSON (it holds {word})")
+    raise CorruptFile(f"is not JSON (it contains {word})")
 
 
 def _bounded_integer(digits: str) -> int:
     if len(digits) > len(str(_MAX_SIZE)):
-        raise CorruptFile(f"holds a number of {len(digits):,} digits")
+        raise CorruptFile(f"has a number of {len(digits):,} digits")
     return int(digits)
 
 
@@ -174,7 +174,7 @@ def _check_text(document: Mapping[str, Any], metadata: Mapping[str, str]) -> Non
     """Refuse escapes of half a character, which no other reader takes."""
     for text in (*document, *metadata, *metadata.values()):
         if not is_unicode(text):
-            raise CorruptFile(f"the header holds {text!a}, which is not Unicode")
+            raise CorruptFile(f"the header contains {text!a}, which is not valid Unicode")
 
 
 def is_unicode(text: str) -> bool:
@@ -206,12 +206,12 @@ def _entry(name: str, fields: Any, limits: Limits) -> HeaderEntry:
             raise _wrong(name, "does not have a dtype, a shape and two data_offsets")
     bits = _BITS.get(code)
     if bits is None:
-        raise _wrong(name, f"has the dtype '{printable(code)}', which is unknown")
+        raise _wrong(name, f"has the unknown dtype '{printable(code)}'")
     of = f"tensor '{printable(name)}' has"
     check_limit(of, len(shape), "dimensions", limits.max_dimensions)
     for size in (*shape, start, stop):
         if type(size) is not int or not 0 <= size <= _MAX_SIZE:
-            raise _wrong(name, f"has {size!r} where a count is wanted")
+            raise _wrong(name, f"has {size!r}, expected a count")
     count = _product(name, shape)
     if (count * bits) % 8:
         raise _wrong(
@@ -220,8 +220,8 @@ def _entry(name: str, fields: Any, limits: Limits) -> HeaderEntry:
     if stop - start != count * bits // 8:
         raise _wrong(
             name,
-            f"of {code} and shape {shape} takes {count * bits // 8:,} bytes, "
-            f"but its data_offsets span {stop - start:,}",
+            f"of {code} and shape {shape} needs {count * bits // 8:,} bytes, but its "
+            f"data_offsets span {stop - start:,}",
         )
     return HeaderEntry(name, code, tuple(shape), start, stop)
 
@@ -259,9 +259,7 @@ def check_tiling(entries: Iterable[HeaderEntry], length: int) -> None:
             f"{end - length:,} bytes are missing"
         )
     if end < length:
-        raise CorruptFile(
-            f"{length - end:,} bytes follow after {_shown(last)}, and belong to nothing"
-        )
+        raise CorruptFile(f"{length - end:,} bytes after {_shown(last)} belong to no tensor")
 
 
 def _shown(entry: HeaderEntry | None) -> str:
@@ -288,7 +286,8 @@ def header_bytes(
         text += b" " * ((congruent - LENGTH.size - len(text)) % SHARED)
     if len(text) > MAX_BYTES:
         raise NotRepresentable(
-            f"the header would take {len(text):,} bytes; safetensors allows {MAX_BYTES:,}",
+            f"the header would have {len(text):,} bytes, more than the {MAX_BYTES:,} that "
+            "safetensors allows",
             file=file,
         )
     return LENGTH.pack(len(text)) + text

@@ -68,7 +68,7 @@ def whole_records(data: ByteRange, limits: Limits, sources: tuple[Source, ...]) 
     for entry in entries:
         name = entry.name.rpartition("/")[2]
         if name in _NEEDED and name not in records:
-            raise CorruptFile(f"its record {name!r} is damaged")
+            raise CorruptFile(f"record {name!r} is damaged")
     return Archive(data.source.name, folder, records, sources, data.length, is_partial=True)
 
 

@@ -34,11 +34,13 @@ def opened_parts(
     if isinstance(source, str) or not isinstance(source, Sequence):
         return opened(source, salvage=salvage)
     if salvage:
-        raise UsageError("one file is salvaged at a time", hint="salvage each, then join them")
+        raise UsageError(
+            "only one file can be salvaged at a time", hint="salvage each file, then join them"
+        )
     by_key = [keyed(os.fspath(one)) for one in source]
     if any(by_key):
         if not all(by_key):
-            raise UsageError("either every source has a key (KEY=FILE) or none")
+            raise UsageError("give a key (KEY=FILE) for every source or for none")
         return open_by_key([one for one in by_key if one is not None])
     pattern = _rank_pattern([os.fspath(one) for one in source])
     return open_checkpoint(pattern) if pattern is not None else open_several(source)
@@ -61,9 +63,9 @@ def _rank_pattern(paths: Sequence[str]) -> str | None:
     rest = sorted(there - {os.path.basename(path) for path in paths})
     if rest:
         raise FileMissing(
-            f"is of the same set of rank files, and not given: {rest[0]}",
+            f"belongs to the same set of rank files and was not given: {rest[0]}",
             file=os.path.join(folder, rest[0]),
-            hint=f"give the folder, or all of them: {shell(os.path.join(folder, pattern))}",
+            hint=f"give the folder, or all rank files: {shell(os.path.join(folder, pattern))}",
         )
     return os.path.join(folder, pattern)
 
@@ -99,7 +101,7 @@ def open_by_key(
         made = of_files(
             files,
             Checkpoint(root, first.format, first.path),
-            writer=f"{counted(len(files), 'file')}, each below a key",
+            writer=f"{counted(len(files), 'file')}, each under a key",
             folder="",
         )
         stack.pop_all()
@@ -122,13 +124,13 @@ def open_several(
     with opened_together(names, limits, _FORMATS) as files:
         shards = dict(zip(names, files, strict=True))
         if len(shards) < len(names):
-            raise UsageError("one file is given twice")
+            raise UsageError("a file was given twice")
         weight_map: dict[str, str] = {}
         for path, file in shards.items():
             for key in _keys(path, file):
                 before = weight_map.setdefault(key, path)
                 if before != path:
-                    text = f"tensor '{printable(key)}' is in {before} too"
+                    text = f"tensor '{printable(key)}' is also in {before}"
                     raise NameCollision(text, file=path)
         index = ShardIndex(files[0].sources[0], weight_map, {}, tuple(names))
         made = checkpoint_of(index, shards, files[0].format, files[0].path)
@@ -143,9 +145,9 @@ def _keys(path: str, file: Checkpoint) -> list[str]:
     is_named = bool(keys) and all(isinstance(key, str) for key in keys)
     if not is_named or any(True for _ in find_tensors(rest)):
         raise UsageError(
-            "holds no flat state dict, and several files are joined by the names of their tensors",
+            "has no flat state dict, so it cannot be joined with other files by its keys",
             file=path,
-            hint=f"ckptool convert {shell(path)} --model-only makes one",
+            hint=f"make a flat state dict: ckptool convert {shell(path)} --model-only",
         )
     return keys
 
@@ -162,6 +164,6 @@ def _check_numbers(names: Sequence[str]) -> None:
         missing = next((number for number in every if number not in numbers), None)
         if missing is not None:
             raise FileMissing(
-                f"is one of {int(total):,} files of a set, of which {len(numbers):,} are given",
+                f"is one of a set of {int(total):,} files, and only {len(numbers):,} were given",
                 file=f"{stem}-{missing:0{len(total)}}-of-{total}{ending}",
             )

@@ -151,7 +151,7 @@ def _index_of(source: Source, limits: Limits) -> ShardIndex | None:
         return None
     index = _parsed(raw, source)
     if source.is_far and index:
-        of_far = "the index is on another machine and names"
+        of_far = "the index is on another machine and has"
         check_limit(of_far, len(index.shards), "files", limits.max_far_shards)
     return index
 
@@ -167,8 +167,7 @@ def _parsed(raw: bytes, source: Source) -> ShardIndex | None:
     for name in dict.fromkeys(weight_map.values()):
         if not _is_plain(name):
             raise CorruptFile(
-                f"the index names the shard {quoted(name)}, which is not the name of a file "
-                "beside it"
+                f"the index has the shard {quoted(name)}, which is not a file name in its folder"
             )
     metadata = document.get("metadata")
     return ShardIndex(
@@ -199,8 +198,9 @@ def _joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
     """
     for name in index.unnamed():
         raise CorruptFile(
-            f"the index does not name {name!r}, which lies beside it and is of the same set",
-            hint=f"look at it (ckptool list {index.beside(name)}), and move it away if it is not",
+            f"the index does not list {name!r}, which is next to it and belongs to the same set",
+            hint=f"check it with ckptool list {index.beside(name)}, and move it away if it does "
+            "not belong",
         )
     _check_roots(index, {file: shards[file].root for file in index.shards})
     places, ties = _places(shards)
@@ -228,8 +228,9 @@ def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
             few(list(map(str, dicts[file]))) if file in dicts else f"a {type(roots[file]).__name__}"
         )
         raise CorruptFile(
-            f"the shard {file!r} holds none of the tensors that the index places there, but {what}",
-            hint=f"a shard is a part of one flat state dict: ckptool info {index.beside(file)}",
+            f"the shard {file!r} has none of the tensors that the index lists for it, but {what}",
+            hint="each shard must be a part of one flat state dict: ckptool info "
+            f"{index.beside(file)}",
         )
 
 
@@ -246,7 +247,8 @@ def _places(shards: Mapping[str, Checkpoint]) -> tuple[dict[Any, str], dict[str,
                 raise CorruptFile(
                     f"tensor '{printable(str(name))}' is in two shards, "
                     f"{places[name]!r} and {file!r}",
-                    hint="the shards are of different checkpoints, or of different saves of one",
+                    hint="the shards are from different checkpoints, or from different saves; "
+                    "copy those of one save",
                 )
     return places, ties
 
@@ -261,9 +263,10 @@ def _check_places(
         is_value = stated is None and not isinstance(shards[held or ""].root[name], TensorRef)
         if stated != held and not is_tied and not is_value:
             raise CorruptFile(
-                f"tensor {quoted(str(name))} is in {held or 'no shard'}, and by the index in "
-                f"{stated or 'none'}",
-                hint="index and shards are of different saves: fetch them again, together",
+                f"tensor {quoted(str(name))} is in {held or 'no shard'}, but the index lists "
+                f"it in {stated or 'none'}",
+                hint="index and shards are from different saves; copy or download them again "
+                "together",
             )
 
 
@@ -315,7 +318,7 @@ def checkpoint_of(
         byteorder=orders.pop() if len(orders) == 1 else "mixed" if orders else "little",
         protocol=protocols.pop() if len(protocols) == 1 else None,
         notes=(
-            *(() if index.weight_map else ("the index names no tensor",)),
+            *(() if index.weight_map else ("the index lists no tensors",)),
             *total_size_notes(index, root),
             *notes,
         ),
@@ -365,7 +368,7 @@ def total_size_notes(index: ShardIndex, root: OrderedMap) -> Iterator[str]:
     stored = sum(storage.nbytes for storage in storages.values() if storage is not None)
     if stated not in (None, once, stored, sum(tensor.nbytes for tensor in every)):
         said = f"{stated:,}" if isinstance(stated, (int, float)) else quoted(str(stated))
-        yield f"the index says that the tensors take {said} bytes, and they take {once:,}"
+        yield f"the index states {said} bytes of tensors, but they have {once:,}"
 
 
 class Sharded(Format):
@@ -437,9 +440,9 @@ TORCH_SHARDED = Sharded("torch-sharded", ("torch-zip", "torch-legacy"), ".bin")
 
 def _wrong_kind(path: str, known: Format, wanted: tuple[str, ...]) -> UnsupportedFormat:
     return UnsupportedFormat(
-        f"is a {known.name} file, where the index has a shard of {' or '.join(wanted)}",
+        f"is a {known.name} file, expected a {' or '.join(wanted)} shard",
         file=path,
-        hint="the shards of a checkpoint are files of one kind, each with a flat state dict",
+        hint="all shards of a checkpoint must have one format and each a flat state dict",
     )
 
 
@@ -452,7 +455,7 @@ def _opened(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
             wanted = allow_open_files(len(index.shards))
-            error.advise(f"allow the process more open files: ulimit -n {wanted}")
+            error.advise(f"allow more open files: ulimit -n {wanted}")
         raise
     with ExitStack() as opened, naming(shard.path):
         opened.callback(shard.close)
@@ -468,9 +471,9 @@ def _check_still_there(index: ShardIndex) -> None:
     fd = index.source.fd()
     if has_journal(index.path) or (fd is not None and not leads_to(index.path, fd)):
         raise FileBusy(
-            "is being written anew, shards and all",
+            "is being rewritten with all its shards",
             file=index.path,
-            hint="try again when that has finished",
+            hint="try again when it has finished",
         )
 
 
@@ -479,7 +482,7 @@ def _missing(index: ShardIndex) -> FileMissing:
     gone = [name for name in index.shards if not place.is_file(index.beside(name))]
     lack = f"{len(gone)} of {counted(len(index.shards), 'shard')} {are(len(gone))} missing"
     return FileMissing(
-        f"{lack}: there is no {listed(map(repr, gone))} beside the index",
+        f"{lack}: the folder of the index does not have {listed(map(repr, gone))}",
         file=index.path,
-        hint="fetch what is missing; a shard that is there opens by itself: ckptool list SHARD",
+        hint="copy or download the missing shards; open one shard with ckptool list SHARD",
     )

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 def _unloadable(checkpoint: Checkpoint, what: str) -> NotRepresentable:
     return NotRepresentable(
-        f"no torch can load {what} from a legacy stream",
+        f"no torch version can load {what} from a legacy stream",
         file=checkpoint.path,
-        hint="write it as torch-zip",
+        hint="add --format torch-zip",
     )
 
 
@@ -79,17 +79,17 @@ class TorchLegacy(WritableFormat):
         encoded = encode(checkpoint.root, legacy=True)
         if any(name.endswith("UntypedStorage") for name in encoded.globals):
             untyped = (
-                f"{name_of(path)!r} (of type {ref.dtype})"
+                f"{name_of(path)!r} (dtype {ref.dtype})"
                 for path, ref in checkpoint.tensors()
                 if ref.storage is not None and BY_NAME[ref.dtype].storage is None
             )
             raise _unloadable(checkpoint, next(untyped, "an untyped storage"))
         if "torch._utils._rebuild_nested_tensor" in encoded.globals:
-            raise _unloadable(checkpoint, "a nested tensor (its sizes would come after it)")
+            raise _unloadable(checkpoint, "a nested tensor (its sizes would follow it)")
         payloads: list[tuple[ByteRange, bytes, int]] = []
         for storage, name in zip(encoded.storages, encoded.dtypes, strict=True):
             if storage.data is None:
-                what = f"storage {storage.key!r}, which is on the meta device and has no bytes,"
+                what = f"storage {storage.key!r}, which is on the meta device and has no data,"
                 raise _unloadable(checkpoint, what)
             # The count is in elements of the first mention, as in the pickle.
             count = COUNT.pack(storage.nbytes // BY_NAME[name].itemsize)
@@ -121,14 +121,14 @@ def _writer(names: tuple[str, ...]) -> str:
     """Return which torch wrote the file, by the functions that it names."""
     if "torch._utils._rebuild_tensor" in names:
         return "torch 0.1 to 0.3"
-    return "torch 0.4 to 1.5, or a newer one asked for the legacy format"
+    return "torch 0.4 to 1.5, or newer with the legacy format"
 
 
 def _before(start: int) -> tuple[str, ...]:
     """Return a sentence on what precedes the copy that is read."""
     if not start:
         return ()
-    return (f"{start:,} bytes before the last copy of a download that began again",)
+    return (f"{start:,} bytes before the last copy of a restarted download",)
 
 
 def _behind(source: Source, end: int) -> tuple[str, ...]:
@@ -138,10 +138,10 @@ def _behind(source: Source, end: int) -> tuple[str, ...]:
         return ()
     head = source.read(end, min(MAGIC_BYTES, rest))
     if MAGIC.match(head):
-        what = "another torch.save stream follows (torch.load reads one a call)"
+        what = "another torch.save stream (torch.load reads one per call)"
     else:
-        what = "other bytes follow"
-    return (f"the checkpoint ends at offset {end:,}: {what}, {rest:,} bytes that are not read",)
+        what = "other bytes"
+    return (f"{rest:,} bytes after the end of the checkpoint at offset {end:,} (not read): {what}",)
 
 
 TORCH_LEGACY = TorchLegacy()

@@ -141,7 +141,7 @@ class TorchTar(Format):
     by_torch = True
     refusal = Refusal(
         "tar",
-        "it is a tar as torch 0.1 wrote them",
+        "it is a tar file of torch 0.1",
         quote("tar"),
     )
 
@@ -196,7 +196,7 @@ class _Tar:
                 case (int() as key, storage_class) if self._is_free(key):
                     location = "cpu"  # as the first version of the tar had it
                 case _:
-                    what = "a storage without a key or a device, or a second of one key"
+                    what = "a storage without a key or device, or with a key that is used twice"
                     raise member.corrupt(what)
             dtype, untyped = storage_type(storage_class, self.file)
             (numel,) = member.integers(1)
@@ -219,7 +219,7 @@ class _Tar:
                 ):
                     self.storages[key] = _view(self.storages[root_key], key, offset, numel)
                 case _:
-                    raise CorruptFile("a view of a storage is of unknown form")
+                    raise CorruptFile("the view of a storage has an unknown form")
 
     def _read_tensors(self, member: _Member) -> None:
         for _ in range(member.count()):
@@ -229,13 +229,13 @@ class _Tar:
                     self.tensors[key] = self._tensor(member, self.storages[storage_key])
                 case _:
                     raise member.corrupt(
-                        "a tensor without a key, or over a storage that is not there"
+                        "a tensor without a key, or with a storage that is missing"
                     )
 
     def _tensor(self, member: _Member, ref: StorageRef) -> TensorRef:
         dimensions = member.short_integer()
         if not 0 <= dimensions <= self.limits.max_dimensions:
-            raise member.corrupt(f"a tensor of {dimensions:,} dimensions")
+            raise member.corrupt(f"a tensor with {dimensions:,} dimensions")
         shape, stride = member.integers(dimensions), member.integers(dimensions)
         (offset,) = member.integers(1)
         return TensorRef(ref.dtype, shape, stride, offset, ref.storage, ref.storage.device)
@@ -251,7 +251,7 @@ class _Tar:
                 if key in self.storages:
                     return self.storages[key]
         raise CorruptFile(
-            f"its pickle refers to {pid!r:.80}, which is neither a tensor nor a storage of the tar"
+            f"the pickle uses {pid!r:.80}, which is neither a tensor nor a storage of the tar"
         )
 
 
@@ -283,7 +283,7 @@ class _Member:
         """Return the number of entries that follow; each takes more than a byte."""
         found = self.record()
         if type(found) is not int or not 0 <= found <= self.data.length:
-            raise self.corrupt(f"a number of entries of {found!r:.40}")
+            raise self.corrupt(f"{found!r:.40} as a number of entries")
         return found
 
     def record(self) -> Any:
@@ -310,7 +310,7 @@ class _Member:
 
     def corrupt(self, what: str) -> CorruptFile:
         """Return the error for something that cannot be."""
-        return CorruptFile(f"its member {self.name!r} holds {what} before byte {self.position:,}")
+        return CorruptFile(f"member {self.name!r} has {what} before byte {self.position:,}")
 
 
 TORCH_TAR = TorchTar()

@@ -53,7 +53,7 @@ def _payload(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
     data = storage.data
     if data is None:
         raise NotRepresentable(
-            f"storage {storage.key!r} is on the {storage.device} device and has no bytes to write",
+            f"storage {storage.key!r} is on the {storage.device} device and has no data to write",
             file=file,
         )
     swap = BY_NAME[dtype].swap_size if storage.byteorder == "big" else 1
@@ -115,16 +115,14 @@ class Storages:
             return Opaque(None, (pid,), maker="persid")
         parsed = parse_storage_pid(pid, self.archive.path)
         if parsed.view is not None:
-            raise CorruptFile(
-                f"storage {parsed.key!r} is said to be seen through a view, which zips do not have"
-            )
+            raise CorruptFile(f"storage {parsed.key!r} has a view, which zip files do not support")
         storage = self.by_key.get(parsed.key)
         if storage is None:
             storage = self.by_key[parsed.key] = self._find(parsed)
         elif storage.nbytes != parsed.nbytes or storage.device != parsed.device:
             raise CorruptFile(
-                f"storage {parsed.key!r} has {storage.nbytes:,} bytes on {storage.device} at its "
-                f"first mention and {parsed.nbytes:,} on {parsed.device} at another"
+                f"storage {parsed.key!r} has {storage.nbytes:,} bytes on {storage.device} "
+                f"when first used and {parsed.nbytes:,} on {parsed.device} later"
             )
         return StorageRef(storage, parsed.dtype, parsed.untyped)
 
@@ -139,7 +137,7 @@ class Storages:
         if pid.device == "meta" or self.archive.is_partial:
             return Storage(pid.key, None, pid.nbytes, pid.device)
         raise CorruptFile(
-            f"storage {pid.key!r} is missing: the pickle names it and there is no record "
+            f"storage {pid.key!r} is missing: the pickle uses it, but the zip has no record "
             f"'{self.folders[0]}{pid.key}'"
         )
 
@@ -181,7 +179,7 @@ def known_byteorder(text: str) -> str:
         CorruptFile: there is no such order.
     """
     if text not in ("little", "big"):
-        what = f"its byte order is {text!r}, neither 'little' nor 'big'"
+        what = f"the byte order is {text!r}, expected 'little' or 'big'"
         raise CorruptFile(what)
     return text
 
@@ -208,7 +206,7 @@ def member_of(path: str) -> ByteRange:
     try:
         size = place.size(path)
     except OSError as error:
-        raise FileMissing("is missing", file=path, hint="copy it too") from error
+        raise FileMissing("is missing", file=path, hint="copy it as well") from error
     return ByteRange(place.member(path, size), 0, size)
 
 
@@ -329,7 +327,7 @@ def _details(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Detail
         dead_bytes=archive.dead_bytes + unused_bytes,
         notes=(*archive.notes, *_notes(archive, contents, is_zip=is_zip)),
         left_behind=(f"{records_are(extra)} not part of a checkpoint",) if extra else (),
-        unreferenced=(f"{records_are([one.name for one in unused])} not referred to by the pickle",)
+        unreferenced=(f"{records_are([one.name for one in unused])} not used by the pickle",)
         if unused
         else (),
     )
@@ -338,12 +336,12 @@ def _details(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Detail
 def refusals(archive: Archive, contents: ZipContents) -> Iterator[tuple[str, str, str]]:
     """Yield why torch refuses a zip that reads well: kind of problem, record, and a clause."""
     if not archive.folder:
-        yield "folder", "", "its records do not stand in a folder"
+        yield "folder", "", "its records are not in a folder"
     version = contents.facts.get("version")
     if version is None and archive.find(".data/version") is None:
         yield "version", "", "it has no record 'version'"
     elif version is not None and not _is_known_version(version):
-        yield "version", "version", f"its version is {version!r}, not between 1 and 10"
+        yield "version", "version", f"its version is {version!r}, expected 1 to 10"
 
 
 def _notes(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Iterator[str]:
@@ -351,12 +349,12 @@ def _notes(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Iterator
     for _, _, text in refusals(archive, contents) if is_zip else ():
         yield f"{TORCH_REFUSES} {text}"
     if any(name.startswith("tensors/") for name in contents.storages.used):
-        yield f"{TORCH_REFUSES} its tensors lie in 'tensors/', as torch 1.4 wrote them"
+        yield f"{TORCH_REFUSES} its tensors are in 'tensors/', as in torch 1.4"
     compressed = [name for name, record in records.items() if record.compressed]
     if compressed:
         yield (
-            f"{records_are(compressed)} compressed, which torch.load(mmap=True) reads as garbage; "
-            "a rewrite stores them plainly"
+            f"{records_are(compressed)} compressed, which torch.load(mmap=True) reads as "
+            "garbage; rewrite the file to store them uncompressed"
         )
 
 

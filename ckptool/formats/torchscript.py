@@ -51,7 +51,7 @@ class _Model:
     def collect(self, module: Any, prefix: str, depth: int) -> None:
         """Add parameters, then buffers, then submodules, as `state_dict()` orders them."""
         if depth > self.limits.max_depth:
-            raise LimitExceeded(f"its modules are nested deeper than {self.limits.max_depth}")
+            raise LimitExceeded(f"modules are nested deeper than {self.limits.max_depth}")
         for item in sorted(module.get("parameters", []), key=lambda one: bool(one.get("isBuffer"))):
             self._add(prefix, item, item.get("tensorId", 0))
         for item in module.get("attributes", []):
@@ -92,7 +92,7 @@ _CONSTANTS = "constants/"
 PACKED = ("__torch__.torch.classes.quantized.", "__torch__.torch.classes.xnnpack.")
 """How the names of the classes of packed weights begin."""
 PACKED_WEIGHTS = "its weights are packed for quantized layers, so it has no plain state dict"
-RUN_IT = "torch.jit.load runs it; take the state dict from the model that it was made of"
+RUN_IT = "run it with torch.jit.load, and take the state dict from the original model"
 _KNOWN = frozenset(
     {"data.pkl", "constants.pkl", "model.json", "attributes.pkl", "version", "byteorder"}
 )
@@ -107,7 +107,7 @@ class TorchScript(Format):
         "torchscript",
         "it is a TorchScript archive: a program with its weights",
         quote("torchscript"),
-        instead="torch.jit.load gives a module, not a state dict",
+        instead="torch.jit.load returns a module, not a state dict",
     )
 
     def recognize(self, probe: Probe) -> bool:
@@ -152,7 +152,7 @@ def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details
     if frozen:
         names.update(_constants(archive, contents.storages.byteorder, limits))
     others = sum(1 for tensor in find_tensors(unpickled.root) if id(tensor) not in listed)
-    sentence = f"{others:,} tensors that are neither parameters nor buffers are not listed"
+    sentence = f"{others:,} tensors that are neither parameters nor buffers (not listed)"
     behind = (sentence,) if others else ()
     if collector.opaque:
         behind = (f"{counted(collector.opaque, 'weight')}: {OPAQUE_CONSTANTS}", *behind)
@@ -212,7 +212,7 @@ class _Collector:
         `_metadata` says version 1 of each module, which is what torch says of a scripted one.
         """
         if not isinstance(root, Opaque):
-            raise CorruptFile("its pickle holds no TorchScript module")
+            raise CorruptFile("the pickle contains no TorchScript module")
         self.names.attributes["_metadata"] = self.metadata
         self._module(root, "", 0)
         return self.names
@@ -315,10 +315,10 @@ def _left_behind(archive: Archive, weights: tuple[str, ...]) -> Iterator[str]:
     ]
     code = [name for name in names if name.startswith("code/")]
     if code:
-        yield f"the program ({len(code):,} records of code): only the weights are read"
+        yield f"the program ({len(code):,} code records; only its weights are read)"
     constants = [name for name in names if name.startswith(_CONSTANTS)]
     if constants:
-        yield f"{len(constants):,} constants of the program are not listed"
+        yield f"{len(constants):,} constants of the program (not listed)"
     rest = [name for name in names if not name.startswith(("code/", _CONSTANTS))]
     if rest:
         yield f"{records_are(rest)} not part of the weights"

@@ -19,7 +19,7 @@ _REPLACED = "\ufffd"
 _FEWEST = 3
 """Line feeds that are all preceded by a carriage return: by chance 1 in 16 million files."""
 _FEWEST_REPLACED = 8
-AS_TEXT_HINT = "transfer it again in binary mode, and compare the size"
+AS_TEXT_HINT = "transfer it again in binary mode, and compare the sizes"
 
 
 def text_fault(source: Source) -> CorruptFile | None:

@@ -165,8 +165,8 @@ class NewZip:
             crc = record.write(output)
             if output.tell() != start + place.payload + place.size:
                 raise WriteError(
-                    f"record {record.name!r} should have {place.size:,} bytes and has "
-                    f"{output.tell() - start - place.payload:,}"
+                    f"record {record.name!r} has {output.tell() - start - place.payload:,} "
+                    f"bytes, expected {place.size:,}"
                 )
             output.write(place.descriptor(crc))
             directory.append(place.entry(crc))

@@ -60,7 +60,7 @@ def unpickle(
     while True:
         if window > limits.max_pickle_bytes:
             raise LimitExceeded(
-                f"its pickle is longer than {limits.max_pickle_bytes:,} bytes", file=file
+                f"the pickle is longer than {limits.max_pickle_bytes:,} bytes", file=file
             )
         machine = Machine(
             data.read(start, window),

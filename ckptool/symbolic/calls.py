@@ -95,7 +95,7 @@ def _array(
         return made
     name, order = known
     if any(type(size) is not int or size < 0 for size in shape):
-        raise CorruptFile("a numpy array has a shape that is not all sizes", file=file)
+        raise CorruptFile("a numpy array has an invalid shape", file=file)
     tensor = plain_tensor(
         "numpy", name, shape, ByteRange(MemorySource(raw, file), 0, len(raw)), byteorder=order
     )

@@ -234,7 +234,7 @@ class _Encoder:
         except UnicodeEncodeError:
             spelled = b""
         if spelled.count(b"\n") != 2:
-            raise NotRepresentable(f"the name {node.qualified!r} cannot be written in a pickle")
+            raise NotRepresentable(f"the name {node.qualified!r} cannot be written to a pickle")
         self.out += spelled
         self.named.append(node.qualified)
         self.remember(key)
@@ -313,7 +313,7 @@ class _Encoder:
             return
         if id(node) in self.open:
             raise NotRepresentable(
-                f"an object of class {node.class_name} holds itself among its arguments"
+                f"an object of class {node.class_name} contains itself in its arguments"
             )
         self.open.add(id(node))
         steps: list[Any] = []
@@ -358,7 +358,9 @@ class _Encoder:
         if self.recall(id(node)):
             return
         if node.dtype in NOT_IN_TORCH:
-            raise NotRepresentable(f"torch has no {node.dtype}: no pickle can hold a tensor of it")
+            raise NotRepresentable(
+                f"torch has no dtype {node.dtype}, so no pickle can contain a tensor of it"
+            )
         if node.kind == "numpy" and node.parts:
             self.push(node.parts["array"])
         elif (
@@ -425,4 +427,4 @@ def _writer_for(node: Any) -> Any:
     for kind, writer in _WRITERS.items():
         if isinstance(node, kind):
             return writer
-    raise NotRepresentable(f"a {type(node).__name__} cannot be written in a pickle")
+    raise NotRepresentable(f"a {type(node).__name__} cannot be written to a pickle")

@@ -122,7 +122,7 @@ class Machine:
             raise self.cut_short() from error
         except RecursionError as error:
             raise LimitExceeded(
-                "calls in its pickle are nested too deep", file=self.file
+                "calls in the pickle are nested too deeply", file=self.file
             ) from error
 
     @property
@@ -137,15 +137,14 @@ class Machine:
 
     def cut_short(self) -> CorruptFile:
         """Return the error for a pickle that goes on behind the end of its data."""
-        return TruncatedFile("its pickle ends in the middle", file=self.file)
+        return TruncatedFile("the pickle is truncated", file=self.file)
 
     def damaged(self, position: int, error: Exception) -> CorruptFile:
         """Return the error for an opcode that cannot be carried out."""
         reason = f" ({error})" if str(error) else ""
         opcode = self.data[position : position + 1]
         return CorruptFile(
-            f"its pickle is damaged at byte {position:,}: opcode {opcode!r} cannot be carried out"
-            f"{reason}",
+            f"the pickle is damaged at byte {position:,}: cannot run opcode {opcode!r}{reason}",
             file=self.file,
         )
 

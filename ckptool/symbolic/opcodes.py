@@ -26,7 +26,7 @@ def _absent(why: str) -> Handler:
     return refuse
 
 
-HANDLERS: list[Handler] = [_absent("there is no such opcode")] * 256
+HANDLERS: list[Handler] = [_absent("no such opcode")] * 256
 
 
 def opcode(code: bytes, refused: str = "") -> Callable[[Handler], Handler]:
@@ -92,7 +92,8 @@ def little_endian(raw: bytes, limits: Limits) -> int:
     """Return a little-endian two's complement integer of any size that the limits allow."""
     if len(raw) > limits.max_integer_bytes:
         raise LimitExceeded(
-            f"an integer of {len(raw):,} bytes is beyond the limit of {limits.max_integer_bytes:,}"
+            f"an integer has {len(raw):,} bytes, more than the limit of "
+            f"{limits.max_integer_bytes:,}"
         )
     return int.from_bytes(raw, "little", signed=True)
 
@@ -101,7 +102,7 @@ def decimal(text: bytes, limits: Limits) -> int:
     """Return a decimal integer of no more digits than the limits allow."""
     most = limits.max_integer_bytes * 12 // 5  # digits of a number of so many bytes
     if len(text) > most:
-        raise LimitExceeded(f"an integer of {len(text):,} digits is beyond the limit of {most:,}")
+        raise LimitExceeded(f"an integer has {len(text):,} digits, more than the limit of {most:,}")
     return int(text)
 
 
@@ -334,7 +335,7 @@ def setitems(machine: Machine, position: int) -> int:
 
 def _set_items(machine: Machine, target: Any, items: list[Any]) -> None:
     if len(items) % 2:
-        raise ValueError("a key has no value")
+        raise ValueError("a key without a value")
     keys = items[::2]
     for key in keys:  # of an object too: it may be of a class derived from dict
         if type(key) is not str:
@@ -473,7 +474,7 @@ def stack_global(machine: Machine, position: int) -> int:
     name = machine.stack.pop()
     module = machine.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
-        raise TypeError("a global is named by something that is not text")
+        raise TypeError("the name of a global is not text")
     machine.stack.append(machine.find(module, name))
     return position
 
@@ -536,7 +537,7 @@ def build(machine: Machine, position: int) -> int:
     elif isinstance(target, TensorRef):
         machine.replace_top(target, rebuild.with_old_state(target, state))
     else:
-        raise TypeError(f"state is given to a {type(target).__name__}")
+        raise TypeError(f"state is set on a {type(target).__name__}")
     return position
 
 
@@ -564,14 +565,14 @@ def _load_persistent(machine: Machine, pid: Any) -> Any:
         return Opaque(None, (pid,), maker="persid")
     found = machine.persistent_load(pid)
     if not isinstance(found, (StorageRef, TensorRef, Global, Opaque)):
-        raise TypeError("a persistent id has an unknown meaning")
+        raise TypeError("a persistent id has an unknown form")
     return found
 
 
 HANDLERS[0x82:0x85] = [
-    _absent("it names a class by a number of the copyreg extension registry")
+    _absent("it uses a class by its number in the copyreg extension registry")
 ] * 3
-opcode(b"\x97")(_absent("it refers to an out-of-band buffer, which is not in the file"))
+opcode(b"\x97")(_absent("it uses an out-of-band buffer, which is not in the file"))
 
 
 @opcode(b"\x98", "READONLY_BUFFER")

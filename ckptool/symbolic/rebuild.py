@@ -59,17 +59,19 @@ def parse_storage_pid(pid: tuple[Any, ...], file: str) -> StoragePid:
         CorruptFile: a part is missing or of the wrong type, or the class has no element type.
     """
     if len(pid) not in (5, 6):
-        raise CorruptFile(f"a storage's persistent id has {len(pid)} parts, not 5 or 6", file=file)
+        raise CorruptFile(
+            f"the persistent id of a storage has {len(pid)} parts, expected 5 or 6", file=file
+        )
     _, storage_class, key, location, numel = pid[:5]
     dtype, untyped = storage_type(storage_class, file)
     if not isinstance(key, (str, int)) or isinstance(key, bool):
-        raise CorruptFile(f"a storage's key is {_kind(key)}, not text", file=file)
+        raise CorruptFile(f"the key of a storage is {_kind(key)}, expected text", file=file)
     if not isinstance(location, str):
         raise CorruptFile(
-            f"the device of storage {key!r} is {_kind(location)}, not text", file=file
+            f"the device of storage {key!r} is {_kind(location)}, expected text", file=file
         )
     if not _is_count(numel):
-        raise CorruptFile(f"the length of storage {key!r} is not a count of elements", file=file)
+        raise CorruptFile(f"the length of storage {key!r} is not an element count", file=file)
     view = _parse_view(pid[5], str(key), numel, file) if len(pid) == 6 else None
     return StoragePid(dtype, untyped, str(key), location, numel, view)
 
@@ -99,7 +101,7 @@ def _parse_view(view: Any, key: str, numel: int, file: str) -> tuple[str, int, i
             _is_count(offset) and _is_count(length) and offset + length <= numel
         ):
             return str(view_key), offset, length
-    raise CorruptFile(f"a view of storage {key!r} does not lie inside it", file=file)
+    raise CorruptFile(f"a view of storage {key!r} reaches outside it", file=file)
 
 
 def _is_count(value: Any) -> bool:
@@ -119,7 +121,7 @@ def ints(values: Any) -> tuple[int, ...]:
     if set(map(type, result)) - {int}:
         raise TypeError("sizes, strides and offsets must be integers")
     if len(result) > DEFAULT_LIMITS.max_dimensions:
-        raise LimitExceeded(f"a tensor has {len(result)} dimensions; torch itself stops at 64")
+        raise LimitExceeded(f"a tensor has {len(result)} dimensions, more than torch's limit of 64")
     return result
 
 
@@ -128,7 +130,7 @@ def strided(
 ) -> TensorRef:
     """Return a tensor over the storage of `ref`, of its element type if none is given."""
     if type(ref) is not StorageRef or type(offset) is not int:
-        raise TypeError("no storage, or no integer offset")
+        raise TypeError("no storage or no integer offset")
     storage = ref.storage
     return TensorRef(
         dtype or ref.dtype, ints(size), ints(stride), offset, storage, storage.device, **more
@@ -166,12 +168,12 @@ def _tensor_v3(machine: Machine, args: Any) -> TensorRef:
 def flags_of(metadata: list[Any]) -> tuple[str, ...]:
     """Return the bits that a tensor's last argument sets, such as `conj`."""
     if len(metadata) > 1:
-        raise TypeError("a tensor has more arguments than any")
+        raise TypeError("a tensor has too many arguments")
     if not metadata or not metadata[0]:
         return ()
     unknown = set(metadata[0]) - {"conj", "neg"}
     if unknown:
-        raise ValueError(f"tensor metadata {sorted(map(str, unknown))} is not known")
+        raise ValueError(f"unknown tensor metadata {sorted(map(str, unknown))}")
     return tuple(flag for flag in ("conj", "neg") if metadata[0].get(flag))
 
 
@@ -179,7 +181,7 @@ def element_type(node: Any) -> str:
     """Torch's name of the element type that a global stands for."""
     if not isinstance(node, Global) or node.dtype is None:
         shown = node.qualified if isinstance(node, Global) else f"a {type(node).__name__}"
-        raise ValueError(f"{shown} is not a known element type")
+        raise ValueError(f"{shown} is not a known dtype")
     return node.dtype
 
 
@@ -191,7 +193,7 @@ def util(name: str) -> Global:
 def placed(ref: TensorRef) -> tuple[Any, ...]:
     """Storage, offset, size and stride, as the rebuild functions take them."""
     if ref.storage is None:
-        raise UsageError(f"a {ref.kind} tensor has no storage to be written from")
+        raise UsageError(f"a {ref.kind} tensor has no storage to write")
     return StorageRef(ref.storage, ref.dtype), ref.offset, ref.shape, ref.stride
 
 
@@ -235,7 +237,7 @@ def _sparse(machine: Machine, args: Any) -> TensorRef:
             "values": values, "size": size,
         }  # fmt: skip
     else:
-        raise ValueError(f"the layout {kind} is not known")
+        raise ValueError(f"unknown layout {kind}")
     if not isinstance(values, TensorRef):
         raise TypeError("the values of a sparse tensor are not a tensor")
     return TensorRef(values.dtype, ints(size), (), 0, None, values.device, kind=kind, parts=parts)
@@ -354,12 +356,12 @@ def with_old_state(tensor: TensorRef, state: Any) -> TensorRef:
         case (bool() | int() as requires_grad, _, hooks) if tensor.wrapping:
             layer = Wrapping("parameter", bool(requires_grad), hooks or None)
             return _wrapped(replace(tensor, wrapping=tensor.wrapping[:-1]), layer)
-    raise ValueError("a tensor is given a state of unknown form")
+    raise ValueError("the state of a tensor has an unknown form")
 
 
 def _wrapped(data: Any, layer: Wrapping) -> TensorRef:
     if not isinstance(data, TensorRef):
-        raise TypeError("a parameter is made of something that is not a tensor")
+        raise TypeError("a parameter is made from something that is not a tensor")
     return replace(data, requires_grad=layer.requires_grad, wrapping=(*data.wrapping, layer))
 
 
@@ -398,7 +400,7 @@ def _device_from_cpu(machine: Machine, args: Any) -> TensorRef:
     """`_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`, >= 2.6."""
     data, dtype, device, requires_grad = args
     if data.dtype != element_type(dtype):
-        raise ValueError(f"{element_type(dtype)} is carried as {data.dtype}")
+        raise ValueError(f"{element_type(dtype)} is stored as {data.dtype}")
     return _on_device(data, device, requires_grad, {"carrier": "cpu_tensor", "data": data})
 
 
@@ -419,17 +421,17 @@ def _device_from_numpy(name: str) -> Callable[[Machine, Any], TensorRef]:
 
 def _on_device(data: Any, device: Any, requires_grad: Any, parts: Mapping[str, Any]) -> TensorRef:
     if not isinstance(data, TensorRef):
-        raise TypeError("a device tensor carries something that is not an array")
+        raise TypeError("a device tensor contains something that is not an array")
     tag = device.tag if isinstance(device, DeviceValue) else device
     if not isinstance(tag, str):
-        raise TypeError("a device tensor names no device")
+        raise TypeError("a device tensor has no device")
     return replace(data, device=tag, requires_grad=bool(requires_grad), kind="strided", parts=parts)
 
 
 def _as_bfloat16(array: TensorRef, dtype: str, file: str) -> TensorRef:
     """Return the upper halves of float32 values that were bfloat16 before."""
     if (array.dtype, dtype) != ("float32", "bfloat16"):
-        raise CorruptFile(f"a {dtype} tensor is carried as {array.dtype}", file=file)
+        raise CorruptFile(f"a {dtype} tensor is stored as {array.dtype}", file=file)
     wide = array.read()
     raw = bytearray(len(wide) // 2)
     raw[0::2], raw[1::2] = wide[2::4], wide[3::4]

@@ -40,7 +40,7 @@ def unescape(text: bytes) -> bytes:
     """Return the bytes of a quoted Python 2 string literal."""
     quoted = len(text) >= 2 and text[:1] == text[-1:] and text[:1] in (b"'", b'"')
     if not quoted:
-        raise ValueError("a string has no quotes around it")
+        raise ValueError("a string without quotes")
     return codecs.escape_decode(text[1:-1])[0]
 
 

@@ -68,7 +68,7 @@ class Watcher(Machine):
         """
         root, end = super().run(position)
         if end < self.frame_end:
-            raise CorruptFile("a frame of its pickle continues behind its end", file=self.file)
+            raise CorruptFile("a frame of the pickle continues past its end", file=self.file)
         return root, end
 
     def unknown(self, why: str) -> Opaque:
@@ -81,7 +81,7 @@ class Watcher(Machine):
         found = super().find(module, name)
         if self.data[self.at] in b"ci\x93":  # sets, too, are found
             if not _MODULE.fullmatch(module):
-                raise ValueError(f"no module is called {module[:80]!r}")
+                raise ValueError(f"no module is named {module[:80]!r}")
             self.report("import", found)
         return found
 
@@ -99,7 +99,7 @@ class Watcher(Machine):
             for index, item in items:
                 target[index] = item
         elif not isinstance(target, Global) and items and items != (None, {}):
-            raise TypeError(f"{kind}: not of a {type(target).__name__}")
+            raise TypeError(f"invalid {kind} on a {type(target).__name__}")
 
     def line(self, position: int) -> tuple[bytes, int]:
         """Return a line; the last one may lack its newline, as for pickle's code in Python."""
@@ -138,7 +138,7 @@ def _width(dtype: Any) -> int:
     types = [node for node in everything(dtype) if isinstance(node, Opaque)]
     codes = [_ELEMENT.fullmatch(one.args[0]) for one in types if one.class_name == "numpy.dtype"]
     if not types or len(codes) < len(types) or not all(codes):
-        raise ValueError("nobody writes such an element type")
+        raise ValueError("no library writes this element type")
     if any(code and code[1] for code in codes):
         return 0
     _, kind, size = codes[0].groups()  # type: ignore[union-attr]
@@ -197,7 +197,7 @@ def _number(machine: Watcher, position: int) -> int:
 
 def _stack_global(machine: Watcher, position: int) -> int:
     if any(isinstance(one, Opaque) for one in machine.stack[-2:]):
-        machine.stack[-2:] = [machine.unknown("a name that a call computes")]
+        machine.stack[-2:] = [machine.unknown("a computed name")]
         return position
     return HANDLERS[0x93](machine, position)
 
@@ -207,7 +207,7 @@ def _outside(machine: Watcher, position: int) -> int:
     width = {0x82: 1, 0x83: 2, 0x84: 4}.get(machine.data[machine.at], 0)
     number = int.from_bytes(machine.counted(position, width), "little")
     registered = f"number {number} of the copyreg extension registry"
-    machine.stack.append(machine.unknown(registered if width else "a buffer beside the file"))
+    machine.stack.append(machine.unknown(registered if width else "an out-of-band buffer"))
     return position + width
 
 
@@ -219,7 +219,7 @@ def _recalling(code: int, width: int) -> None:
             return HANDLERS[code](machine, position)
         except KeyError as error:
             machine.at = position - 1
-            machine.stack.append(machine.unknown(f"memo {error.args[0]} was never filled"))
+            machine.stack.append(machine.unknown(f"memo {error.args[0]} was never set"))
             return position + width if width else machine.line(position)[1]
 
     Watcher.handlers[code] = recall

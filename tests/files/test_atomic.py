@@ -124,7 +124,7 @@ def test_nobody_else_can_read_it_before_it_is_finished(tmp_path):
 
 
 def test_an_existing_target_is_refused(old):
-    with pytest.raises(TargetExists, match=r"model\.pth: exists already") as caught:
+    with pytest.raises(TargetExists, match="already exists") as caught:
         write(old)
     assert "overwrite=True" in caught.value.hint
     assert untouched(old)
@@ -169,7 +169,7 @@ def test_an_error_in_the_middle_removes_the_temporary_file(old, error):
 
 @pytest.mark.parametrize("size", [len(NEW) - 1, len(NEW) + 1])
 def test_more_or_fewer_bytes_than_planned_are_an_error(old, size):
-    with pytest.raises(WriteError, match="planned"):
+    with pytest.raises(WriteError, match="expected"):
         write(old, size=size, overwrite=True)
     assert untouched(old)
 
@@ -221,7 +221,7 @@ def test_a_name_as_long_as_a_name_can_be(tmp_path):
 
 def test_more_than_the_disk_has_is_refused_first(old):
     free = shutil.disk_usage(old.parent).free
-    with pytest.raises(NoSpace, match="bytes, and the disk has") as caught:
+    with pytest.raises(NoSpace, match="bytes, but the disk has") as caught:
         write(old, size=10 * free, overwrite=True)
     assert caught.value.file == str(old)
     assert untouched(old)
@@ -328,7 +328,7 @@ def test_an_edit_that_is_cut_short_once_the_target_is_settled(old, monkeypatch):
     monkeypatch.setattr(
         atomic, "recover_before_writing", lambda _: write_journal(str(old), Journal("edit", {}))
     )
-    with pytest.raises(WriteError, match="an edit of it was cut short"):
+    with pytest.raises(WriteError, match="an in-place edit was interrupted"):
         write(old, overwrite=True)
     assert old.read_bytes() == OLD
 

@@ -75,7 +75,9 @@ def test_every_damage_is_noticed(target):
         for content in (spoiled, whole[:position]):
             with open(journal_path(target), "wb") as file:
                 file.write(content)
-            with pytest.raises(CorruptFile, match="journal of an edit cannot be used") as caught:
+            with pytest.raises(
+                CorruptFile, match="journal of an in-place edit cannot be used"
+            ) as caught:
                 read_journal(target)
             assert caught.value.file == journal_path(target)
             assert caught.value.hint == f"ckptool recover --discard {target}"

@@ -75,14 +75,14 @@ def test_pieces_in_order(ranges, target, block, todo):
 def test_more_than_planned_is_refused(ranges, target, kind):
     for length in (101, 70_000):
         out = FileOutput(target.fileno(), 100)
-        with pytest.raises(WriteError, match="more bytes came than the 100 planned"):
+        with pytest.raises(WriteError, match="wrote more than the expected 100 bytes"):
             put(out, ranges[0], kind, 0, length)
 
 
 def test_less_than_planned_is_refused(target):
     out = FileOutput(target.fileno(), 100)
     out.write(b"x" * 99)
-    with pytest.raises(WriteError, match="99 bytes came of the 100 planned"):
+    with pytest.raises(WriteError, match="wrote 99 bytes, expected 100"):
         out.finish()
 
 

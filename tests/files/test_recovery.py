@@ -121,7 +121,7 @@ def test_nothing_to_recover(path):
         "schema": "ckptool.recover/1",
         "file": path,
         "action": "nothing",
-        "text": "no edit of it was cut short",
+        "text": "nothing to recover",
     }
 
 
@@ -228,7 +228,7 @@ def test_a_file_of_other_content_is_never_touched(path, patch, changes):
         change(path)
         found, status, journal = content(path), os.stat(path), content(journal_path(path))
         for attempt in (open_source, recover, recover_before_writing):
-            with pytest.raises(CorruptFile, match="is for other content") as caught:
+            with pytest.raises(CorruptFile, match="belongs to other content") as caught:
                 attempt(path)
             assert caught.value.file == path
             assert "nothing was changed" in caught.value.message
@@ -274,7 +274,7 @@ def test_a_copy_of_a_cut_edit_is_rolled_back_where_that_is_asked_for(path, patch
 def test_force_touches_no_file_of_other_content(path):
     other = OLD[:-1] + b"!" + APPEND.data[:600]
     begun(path, APPEND, other)
-    with pytest.raises(CorruptFile, match="for other content"):
+    with pytest.raises(CorruptFile, match="belongs to other content"):
         recover(path, force=True)
     with open(path, "rb") as file:
         assert file.read() == other
@@ -313,7 +313,7 @@ def test_a_journal_that_tells_of_nothing_known(path):
     ]:
         write_journal(path, Journal(kind, facts, blobs))
         with pytest.raises(
-            CorruptFile, match="the journal beside it was not written by "
+            CorruptFile, match="the journal next to it was not written by this version of ckptool"
         ) as caught:
             open_source(path)
         assert caught.value.hint == f"ckptool recover --discard {path}"
@@ -597,7 +597,7 @@ def test_a_file_that_is_gone_keeps_its_journal(path):
     begun(path, APPEND, cut_at(APPEND, 700))
     os.rename(path, path + ".moved")
     for attempt in (open_source, recover):
-        with pytest.raises(FileMissing, match="there is no such file"):
+        with pytest.raises(FileMissing, match="no such file"):
             attempt(path)
     with pytest.raises(WriteError, match="the edited file is gone"), write_new(path):
         pass

@@ -50,7 +50,7 @@ def test_recover_finishes_a_killed_write(scenes):
 def test_a_journal_can_be_discarded(old):
     killed(old, NEW, 1, overwrite=True)
     (old / "model-2.bin").write_bytes(b"mine")
-    with pytest.raises(CorruptFile, match="has been changed"):
+    with pytest.raises(CorruptFile, match=r"model-2\.bin was changed or removed"):
         recover(old / INDEX)
     assert recover(old / INDEX, discard=True).action == "discarded"
     left = content(old)
@@ -116,7 +116,7 @@ def test_a_file_of_somebody_else_is_never_touched(scenes, change):
             journal = killed(folder, NEW, renamed, overwrite=True)
             change(folder / name)
             before = content(folder)
-            with pytest.raises(CorruptFile, match=f"{name} has been changed") as caught:
+            with pytest.raises(CorruptFile, match=f"{name} was changed or removed") as caught:
                 recover_set(folder / INDEX, journal)
             assert caught.value.file == str(folder / INDEX)
             assert caught.value.hint == f"ckptool recover --discard {folder / INDEX}"
@@ -129,7 +129,7 @@ def test_a_finished_file_that_is_gone(scenes):
         journal = killed(folder, NEW, 0, overwrite=True)
         (temporary,) = folder.glob(f".*-{number + 1:05}.part")
         temporary.unlink()
-        with pytest.raises(CorruptFile, match=f"{list(NEW)[number]} has been changed or removed"):
+        with pytest.raises(CorruptFile, match=f"{list(NEW)[number]} was changed or removed"):
             recover_set(folder / INDEX, journal)
         assert {name: (folder / name).read_bytes() for name in OLD} == OLD, number
 
@@ -185,7 +185,7 @@ def test_a_folder_in_which_nothing_can_be_renamed(old, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(WriteDenied, match="does not let us finish it") as caught:
+    with pytest.raises(WriteDenied, match="was interrupted and cannot be finished here") as caught:
         recover_set(old / INDEX, journal)
     assert "recover" in caught.value.hint
     assert content(old) == before

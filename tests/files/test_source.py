@@ -73,7 +73,9 @@ def test_ranges_of_ranges(opened):
     assert b"".join(part.blocks(7)) == CONTENT[110:1110]
     with pytest.raises(TruncatedFile):
         whole.slice(49_999, 2)
-    with pytest.raises(TruncatedFile, match="1 bytes are missing"):
+    with pytest.raises(
+        TruncatedFile, match="cannot read 100,000 bytes at offset 1: the file ends at 100,000, 1"
+    ):
         ByteRange(opened, 1, len(CONTENT))
 
 
@@ -119,7 +121,10 @@ def test_a_file_that_nobody_writes_to_has_not_changed(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(CONTENT[::-1], "written again"), (CONTENT + b"x", "had 100,000 bytes and has 100,001")],
+    [
+        (CONTENT[::-1], "content was rewritten"),
+        (CONTENT + b"x", "size was 100,000 and is now 100,001"),
+    ],
 )
 def test_a_file_that_is_written_to(tmp_path, content, words):
     opened = file_source(tmp_path)
@@ -167,7 +172,7 @@ def test_a_name_of_a_repository_is_told_from_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileMissing) as caught:
         FileSource("Qwen/Qwen2.5-7B")
-    assert caught.value.hint == "of a repository of Hugging Face: hf://Qwen/Qwen2.5-7B"
+    assert caught.value.hint == "for a Hugging Face repository, use hf://Qwen/Qwen2.5-7B"
     with pytest.raises(FileMissing) as caught:
         FileSource("runs/model.pth")
     assert caught.value.hint is None
@@ -175,7 +180,7 @@ def test_a_name_of_a_repository_is_told_from_a_path(tmp_path, monkeypatch):
 
 def test_a_link_whose_target_is_gone_says_where_it_led(tmp_path):
     (tmp_path / "model.pth").symlink_to(tmp_path / "blobs" / "0af")
-    with pytest.raises(FileMissing, match=r"is a link to .*/blobs/0af, where there is nothing"):
+    with pytest.raises(FileMissing, match=r"is a link to .*/blobs/0af, which does not exist"):
         FileSource(tmp_path / "model.pth")
 
 

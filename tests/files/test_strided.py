@@ -221,7 +221,7 @@ def test_narrow_refuses() -> None:
         (4, "out of range for dimension 0 of size 4"), (-5, "out of range"),
         ((0, 0, 0), "3 indices for 2 dimensions"), (slice(None, None, -1), "positive"),
         (slice(None, None, 0), "zero"), (slice("a", None), "cannot slice"), (None, "NoneType"),
-        (True, "bool"), (1.0, "float"), ((..., ...), "single ellipsis"), ([0, 1], "list"),
+        (True, "bool"), (1.0, "float"), ((..., ...), "only one ellipsis"), ([0, 1], "list"),
     ]  # fmt: skip
     for index, text in refused:
         with pytest.raises(UsageError, match=text):

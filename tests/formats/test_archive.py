@@ -56,14 +56,14 @@ def test_the_folder_is_the_one_that_holds_the_pickle():
     found = archive(build([("__MACOSX/._x", b"?"), ("m/data.pkl", b"x"), ("m/version", b"3")]))
     assert found.folder == "m"
     assert found.notes == (
-        "torch refuses this file because '__MACOSX/._x' stands outside the folder 'm'",
+        "torch refuses this file because '__MACOSX/._x' is outside the folder 'm'",
     )
 
 
 def test_without_a_pickle_the_folder_is_that_of_the_first_entry_as_for_torch():
     found = archive(build([("a/one", b"1"), ("b/two", b"2"), ("b/three", b"3")]))
     assert (found.folder, list(found.records)) == ("a", ["one"])
-    assert "'b/two', 'b/three' stand outside" in found.notes[0]
+    assert "'b/two', 'b/three' are outside" in found.notes[0]
 
 
 def test_records_without_a_folder_keep_their_names():
@@ -92,7 +92,7 @@ def test_a_record_that_is_not_where_the_directory_says_is_refused_and_named():
         ([Entry("a/x", b"data"), Entry("a/y", b"data", header=0)], "overlap"),
         (
             [Entry("a/x", b"data", packed_size=50, size=50)],
-            "'a/x' of 50 bytes at offset 0 reaches beyond",
+            r"record 'a/x' \(50 bytes at offset 0\) overlaps the zip directory at 37",
         ),
         *(([Entry("a/x", b"data", header=at)], "'a/x'") for at in (36, 90, 100_000, 0xFFFFFFFE)),
         ([Entry("a/x", b"data", local_name="a/y")], "no record 'a/x' at offset 0"),
@@ -152,7 +152,9 @@ def test_a_damaged_deflated_record_is_an_error_when_read():
 
 def test_a_record_that_claims_to_inflate_beyond_what_deflate_can_is_refused():
     entry = Entry("a/x", bytes(1000), method=8, size=1 << 31)
-    with pytest.raises(LimitExceeded, match="claims to inflate"):
+    with pytest.raises(
+        LimitExceeded, match="record 'a/x' of 11 bytes inflates to 2,147,483,648, more than 1,100"
+    ):
         archive(build([entry]))
 
 
@@ -162,7 +164,7 @@ def test_a_truncated_file_says_how_much_it_has_and_that_its_end_is_missing(fixtu
         with pytest.raises(TruncatedFile, match=f"it has {length:,} bytes") as caught:
             opened(save(tmp_path, data[:length]))
         if length == 2000:
-            assert "zip directory, which stands at its end, is missing" in str(caught.value)
+            assert "the zip directory at its end is missing" in str(caught.value)
             assert "are missing" in str(caught.value)
             assert "download" in caught.value.hint
 
@@ -224,7 +226,7 @@ def test_pipes_and_linked_folders_of_a_folder_are_not_entered(tmp_path):
 
 
 def test_a_folder_with_more_files_than_allowed_is_refused(unzipped):
-    with pytest.raises(LimitExceeded, match="3 are allowed"):
+    with pytest.raises(LimitExceeded, match="the folder has 4 files, more than the limit of 3"):
         opened(unzipped, Limits(max_records=3))
 
 
@@ -243,7 +245,7 @@ def test_json_that_is_none_is_corrupt(content):
 
 
 def test_text_longer_than_allowed_is_refused():
-    with pytest.raises(LimitExceeded, match="9 bytes; 8 are allowed"):
+    with pytest.raises(LimitExceeded, match="record 'x' has 9 bytes, more than the limit of 8"):
         read_text(record_with(b"123456789"), 8)
 
 

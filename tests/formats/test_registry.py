@@ -33,7 +33,10 @@ def test_an_entry_names_its_format_and_whether_it_can_be_written():
 def test_the_writable_ones_are_found_by_name():
     single = [shard_of(name) or name for name in WRITABLE]
     assert [writer(name).name for name in single] == single
-    with pytest.raises(ckptool.UsageError, match="--format takes torch-zip, safetensors"):
+    with pytest.raises(
+        ckptool.UsageError,
+        match="'pt2' cannot be written; use --format with torch-zip, safetensors,",
+    ):
         writer("pt2")
 
 
@@ -90,7 +93,7 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(changing, error):
 @pytest.mark.parametrize("error", [None, ckptool.CorruptFile("half old, half new")])
 def test_a_file_that_never_stays_as_it_is(changing, error):
     path, _ = changing(9, error=error)
-    with pytest.raises(ckptool.UnreadableFile, match=r"model\.pth: changed whenever it was read"):
+    with pytest.raises(ckptool.UnreadableFile, match=r"model\.pth: changed each time it was read"):
         open_checkpoint(path)
 
 

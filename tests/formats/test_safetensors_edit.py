@@ -123,7 +123,7 @@ def test_ties_of_the_reference_and_their_names(tmp_path):
     plan = edit(path, Strip())
     assert plan.tensors == 2
     assert plan.notes == (
-        "tied tensors are written once, the other names in __metadata__: b.weight = a.weight",
+        "wrote tied tensors once; __metadata__ lists the other keys: b.weight = a.weight",
     )
     with safe_open(path, "pt") as opened:
         assert opened.metadata()["b.weight"] == "a.weight"
@@ -242,7 +242,7 @@ def test_tied_names_that_are_to_have_bytes_of_their_own_take_a_new_file(fixtures
     ("root", "message"),
     [
         ({"state_dict": {"a": 1}}, "one flat state dict"),
-        ({3: "w"}, "a name of type int"),
+        ({3: "w"}, "tensor '3' has a key of type int, which safetensors cannot store"),
         ({"__metadata__": "w"}, "the header's own entry"),
     ],
 )

@@ -124,7 +124,7 @@ def test_other_metadata_is_told_and_kept(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(2)}, path, metadata={"format": "pt", "made by": "me"})
     with open_checkpoint(path) as checkpoint:
-        assert checkpoint.details.notes == ("the header says made by=me",)
+        assert checkpoint.details.notes == ("header: made by=me",)
         assert checkpoint.details.header == {"format": "pt", "made by": "me"}
 
 
@@ -189,7 +189,7 @@ BROKEN = {
     "not UTF-8": (b'{"a\xff":1}', "not UTF-8 at byte 11"),
     "not JSON": (b'{"a":}', "not JSON"),
     "zero bytes behind": (b"{}\0", "not JSON"),
-    "NaN": (b'{"a":NaN}', "it holds NaN"),
+    "NaN": (b'{"a":NaN}', "the header is not JSON (it contains NaN)"),
     "a long number": (b'{"a":%s}' % (b"9" * 5000), "a number of 5,000 digits"),
     "nested": (b'{"a":' + b"[" * 200_000, "nested too deeply"),
     "half a character": (b'{"\\ud800":1}', "not Unicode"),
@@ -252,7 +252,9 @@ def test_a_header_cut_off(tmp_path):
 
 def test_a_header_longer_than_allowed(tmp_path):
     path = raw_file(tmp_path / "x", {"a": entry()}, bytes(8), length=200_000_000)
-    assert "takes 200,000,000 bytes" in refused(path, LimitExceeded)
+    assert "the header has 200,000,000 bytes, more than the limit of 100,000,000" in refused(
+        path, LimitExceeded
+    )
     path = raw_file(tmp_path / "y", {"a": entry()}, bytes(8))
     with pytest.raises(LimitExceeded):
         open_checkpoint(path, limits=Limits(max_header_bytes=10))

@@ -139,8 +139,7 @@ def test_ties_and_versions_come_back(tmp_path):
         "ckptool.tied": '{"head.weight":6}',
     }
     assert receipt.notes == (
-        "tied tensors are written once, the other names in __metadata__: "
-        "head.weight = embed.weight",
+        "wrote tied tensors once; __metadata__ lists the other keys: head.weight = embed.weight",
     )
     assert receipt.tensors == len(state)
     with open_checkpoint(path) as checkpoint:
@@ -262,8 +261,8 @@ def test_what_is_left_out_is_named(tmp_path):
     _, receipt = written(tmp_path, state)
     assert receipt.left_out == (
         "values: epoch, best, size, extra, dtype, name, path (builtins.slice)",
-        "that it is a Parameter, of 1 tensor",
-        "requires_grad, of 2 tensors",
+        "the Parameter type of 1 tensor",
+        "requires_grad of 2 tensors",
         "attributes: note, _metadata of 'x'",
     )
     with open_checkpoint(tmp_path / "out.safetensors") as checkpoint:
@@ -280,7 +279,7 @@ def test_device_tags_are_left_out(fixtures, tmp_path):
     with open_checkpoint(fixtures / "torch-2.13.0" / "dp_cuda3.pth") as checkpoint:
         receipt = save(checkpoint, tmp_path / "out.safetensors")
         count = len(checkpoint.root)
-    assert receipt.left_out == (f"device tags: cuda:3 on {count} tensors",)
+    assert receipt.left_out == (f"saved devices (cuda:3 on {count} tensors)",)
 
 
 @pytest.mark.filterwarnings("ignore:.*(deprecated|prototype|beta)")
@@ -299,8 +298,15 @@ def test_device_tags_are_left_out(fixtures, tmp_path):
         ),
         (lambda: {"a": torch.nested.nested_tensor([torch.ones(2)])}, "'a' is a nested tensor"),
         (lambda: {"a": torch.ones(2, device="meta")}, "there are no values for 1 of 1 tensor"),
-        (lambda: {"__metadata__": torch.ones(2)}, "the name of the header's own entry"),
-        (lambda: {3: torch.ones(2)}, "'3' has a name of type int"),
+        (
+            lambda: {"__metadata__": torch.ones(2)},
+            "tensor '__metadata__' has the key of the header's own entry, which safetensors "
+            "cannot store",
+        ),
+        (
+            lambda: {3: torch.ones(2)},
+            "tensor '3' has a key of type int, which safetensors cannot store",
+        ),
         (lambda: {"epoch": 3}, "this is not one"),
         (lambda: [torch.ones(2)], "this is not one"),
         (lambda: torch.ones(2), "this is not one"),
@@ -330,7 +336,10 @@ def test_the_hint_says_how_torch_makes_it_plain(tmp_path, content, helps):
 
 def test_a_distributed_tensor_is_refused(fixtures, tmp_path):
     source = fixtures / "distributed" / "dtensor_0_of_2.pth"
-    part = pytest.raises(NotRepresentable, match="of which this file has a part")
+    part = pytest.raises(
+        NotRepresentable,
+        match="tensor 'sharded' is a distributed tensor, with only a part of it in",
+    )
     with open_checkpoint(source) as checkpoint, part:
         save(checkpoint, tmp_path / "out.safetensors")
 
@@ -346,7 +355,7 @@ def test_numpy_arrays_become_tensors(tmp_path):
     array = numpy.arange(6, dtype=">f4").reshape(2, 3)
     path, receipt = written(tmp_path, {"a": array, "t": torch.ones(1)})
     assert load_file(path)["a"].tolist() == array.tolist()
-    assert "numpy arrays become tensors: a" in receipt.notes
+    assert "converted numpy arrays to tensors: a" in receipt.notes
 
 
 def big_endian(tensors):
@@ -412,7 +421,10 @@ def test_float6_stays_what_it_is(tmp_path):
 @pytest.mark.parametrize("format", ["torch-zip", "torch-legacy"])
 def test_torch_has_no_float6(tmp_path, format):
     path = raw_file(tmp_path / "in.safetensors", {"a": entry((4,), (0, 3), "F6_E3M2")}, bytes(3))
-    no_type = pytest.raises(NotRepresentable, match="torch has no float6_e3m2fn")
+    no_type = pytest.raises(
+        NotRepresentable,
+        match="torch has no dtype float6_e3m2fn, so no pickle can contain a tensor",
+    )
     with open_checkpoint(path) as checkpoint, no_type:
         save(checkpoint, tmp_path / "out.pth", format=format)
 
@@ -446,7 +458,9 @@ def test_neighbors_are_one_copy(tmp_path):
 
 def test_a_header_that_readers_would_refuse(tmp_path, monkeypatch):
     monkeypatch.setattr("ckptool.formats.safetensors_header.MAX_BYTES", 100)
-    assert "safetensors allows 100" in refused(tmp_path, {"a" * 60: torch.ones(1)})
+    assert "the header would have 144 bytes, more than the 100 that safetensors allows" in refused(
+        tmp_path, {"a" * 60: torch.ones(1)}
+    )
 
 
 @pytest.mark.parametrize("folder", ["torch-2.13.0", "torch-1.13.1", "torch-1.6.0", "torch-1.4.0"])

@@ -147,7 +147,7 @@ MANY = ((20, 10, torch.FloatTensor), (1,) * 65, (1,) * 65, 0)
 
 def test_a_member_that_breaks_a_rule_is_damage(file):
     for changed, words in [
-        ({"storages": storages([FLOATS], count=-1)}, "number of entries of -1"),
+        ({"storages": storages([FLOATS], count=-1)}, "has -1 as a number of entries"),
         ({"storages": storages([FLOATS], count=1 << 60)}, "number of entries"),
         ({"storages": storages([FLOATS], count="1")}, "number of entries of '1'"),
         ({"storages": storages([FLOATS, FLOATS])}, "a second of one key"),
@@ -226,8 +226,8 @@ def test_a_size_in_base_256(file):
 @pytest.mark.parametrize(
     ("data", "kind", "words"),
     [
-        (header(size=b"00000002000\0") + bytes(100), TruncatedFile, "924 bytes are missing"),
-        (header(size=b"\x80" + b"\xff" * 11), TruncatedFile, "are missing"),
+        (header(size=b"00000002000\0") + bytes(100), TruncatedFile, "924 bytes too early"),
+        (header(size=b"\x80" + b"\xff" * 11), TruncatedFile, "bytes too early"),
         (header(size=b"\xff" * 12), CorruptFile, "no size"),
         (header(size=b"9999"), CorruptFile, "no size"),
         (header() + b"x" * 512, CorruptFile, "no member header at offset 512"),

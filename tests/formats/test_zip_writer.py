@@ -118,7 +118,7 @@ def test_a_record_that_turns_out_shorter_is_an_error():
         output.write(b"123")
         return zlib.crc32(b"123")
 
-    with pytest.raises(WriteError, match="'a' should have 5 bytes and has 3"):
+    with pytest.raises(WriteError, match="record 'a' has 3 bytes, expected 5"):
         written(plan_zip("archive", [NewRecord("a", 5, write)], 64))
 
 

@@ -136,10 +136,10 @@ def test_protocol_0_persistent_ids_are_the_repr_of_a_tuple():
 
 def test_damage_is_told_with_its_place():
     for data, said in [
-        (b"", "ends in the middle"),
-        (b"\x80\x02", "ends in the middle"),
-        (b"\x80\x02]", "ends in the middle"),
-        (b"\x80\x02X\xff\xff\xff\xffabc.", "ends in the middle"),
+        (b"", "the pickle is truncated"),
+        (b"\x80\x02", "the pickle is truncated"),
+        (b"\x80\x02]", "the pickle is truncated"),
+        (b"\x80\x02X\xff\xff\xff\xffabc.", "the pickle is truncated"),
         (b"\x80\x09.", "protocol 9"),
         (b"\x80\x02\xfe..", "no such opcode"),
         (b"\x80\x02..", "damaged at byte 2"),

@@ -49,7 +49,7 @@ def test_what_is_not_in_the_file_is_a_symbol():
     root, events = watched(b"\x80\x04h\x05.")
     assert is_unknown(root)
     assert [(at, kind, why) for at, kind, _, why in events] == [
-        (2, "unknown", "memo 5 was never filled")
+        (2, "unknown", "memo 5 was never set")
     ]
 
 

@@ -60,8 +60,8 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
         problems += _pickle_problems(checkpoint)
     if not details.framed:
         text = (
-            "a frame of its pickle does not end where it says: pickle reads beyond its end, or "
-            "asks for all memory"
+            "a frame of the pickle does not end where stated: pickle reads past its end, or "
+            "allocates all memory"
         )
         problems.append(Finding("pickle", text))
     found = Findings(tuple(problems), details.unreferenced)
@@ -110,14 +110,14 @@ _ARRAYS = frozenset({"ndarray", "matrix", "memmap", "recarray"})
 def _pickle_problems(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield what no pickler can have written, each function once."""
     if not checkpoint.details.tidy:
-        text = "its pickle leaves gaps in its memo, or objects on its stack, which no pickler does"
+        text = "the pickle leaves gaps in its memo or objects on its stack, which no pickler does"
         yield Finding("pickle", text)
     told: set[str] = set()
     for node in everything(checkpoint.root):
         for name, fact in _oddities(node):
             if name not in told:
                 told.add(name)
-                yield Finding("pickle", f"its pickle calls {printable(name)} {fact}")
+                yield Finding("pickle", f"the pickle calls {printable(name)} {fact}")
 
 
 def _oddities(node: Any) -> Iterator[tuple[str, str]]:
@@ -128,19 +128,19 @@ def _oddities(node: Any) -> Iterator[tuple[str, str]]:
         return
     if not isinstance(node.func, Global):
         if not isinstance(node.func, Opaque):
-            yield f"something of type {type(node.func).__name__}", "as if it were a function"
+            yield f"an object of type {type(node.func).__name__}", "as if it were a function"
         return
     name, module, own = node.func.qualified, node.func.module, node.func.name
     args = node.args if isinstance(node.args, tuple) else ()
     if name in _KNOWN:
         if own == "encode" or any(isinstance(arg, (StorageRef, TensorRef)) for arg in args):
-            yield name, "with arguments that it does not take"
+            yield name, "with arguments that it does not accept"
         elif own == "_reconstruct" and not (_is_array(args[:1]) and _is_array_state(node.state)):
             yield name, "for an object that is not an array"
     elif own in _NAMES or module in _MODULES:
-        yield name, "and there is no such function"
+        yield name, "(no such function)"
     elif any(isinstance(arg, StorageRef) for arg in args):
-        yield name, "on a storage, which is not known"
+        yield name, "on an unknown storage"
     elif name == "numpy.dtype" and not _is_dtype_made(args, node.state):
         yield name, "for a type with a state that numpy does not write"
 
@@ -211,14 +211,14 @@ def _behind(data: ByteRange, end: int, limits: Limits, magic: int) -> Findings:
             position, more = _following(data, position, limits, magic), more + 1
     except CheckpointError:
         rest = data.length - position
-        where = f"behind its end at offset {position:,}"
+        where = f"at offset {position:,}, after its end,"
         return Findings((Finding("trailing", f"{counted(rest, 'byte')} {where} are not read"),))
     if not more:
         return Findings()
     what = "torch.save stream" if magic else "pickle"
     least = "" if position == data.length else "at least "
     return Findings(
-        notes=(f"{least}{counted(more, f'more {what}')} behind the first, of which one is read",)
+        notes=(f"{least}{counted(more, f'more {what}')} after the first; only the first is read",)
     )
 
 
@@ -232,7 +232,7 @@ def _following(data: ByteRange, position: int, limits: Limits, magic: int) -> in
     if not magic:
         return position + unpickle_outer(rest, limits).end
     if not MAGIC.match(rest.read(0, min(magic, rest.length))):
-        raise CorruptFile("no stream follows", file=data.source.name)
+        raise CorruptFile("no other stream", file=data.source.name)
     return position + LegacyStream(rest, limits).end
 
 
@@ -249,14 +249,16 @@ def _tar_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Fin
         stop = member.offset + member.length
         padded = -(-stop // BLOCK) * BLOCK
         if padded > source.size:
-            problems.append(Finding("truncated", "its last block is cut short", (name,)))
+            problems.append(Finding("truncated", "its last block is truncated", (name,)))
             return Findings(tuple(problems))
         if source.read(stop, padded - stop).strip(b"\0"):
-            problems.append(Finding("padding", "what fills its last block is not zero", (name,)))
+            problems.append(
+                Finding("padding", "the padding of its last block is not zero", (name,))
+            )
         end = max(end, padded)
     if any(block.strip(b"\0") for block in ByteRange(source, end, source.size - end).blocks(_PART)):
         rest = counted(source.size - end, "byte")
-        problems.append(Finding("trailing", f"{rest} behind its last member are not zero"))
+        problems.append(Finding("trailing", f"{rest} after its last member are not zero"))
     return Findings(tuple(problems))
 
 
@@ -266,10 +268,10 @@ def _safetensors_findings(source: Source) -> Findings:
     text = source.read(LENGTH.size, length)
     problems = []
     if not text.startswith(b"{"):
-        problems.append(Finding("header", "its header does not begin with {, as it must"))
+        problems.append(Finding("header", "the header does not begin with {"))
     if text.rstrip(b" ")[-1:] != b"}":
-        problems.append(Finding("padding", "its header is padded with something else than spaces"))
-    note = f"its tensors begin at {LENGTH.size + length:,}, which is not a multiple of 8"
+        problems.append(Finding("padding", "the padding of the header is not spaces"))
+    note = f"tensors begin at {LENGTH.size + length:,}, which is not a multiple of 8"
     return Findings(tuple(problems), () if length % LENGTH.size == 0 else (note,))
 
 
@@ -308,14 +310,11 @@ def _place(archive: Archive, name: str) -> str:
 
 def _notes(archive: Archive, unstated: int) -> Iterator[str]:
     if unstated:
-        yield (
-            f"no CRC-32 was computed of {counted(unstated, 'record')} when the file was written: "
-            "nothing tells whether their bytes are right"
-        )
+        yield f"no CRC-32 for {counted(unstated, 'record')}, so their bytes cannot be checked"
     if archive.dead_bytes:
         yield (
-            f"{counted(archive.dead_bytes, 'byte')} between the records belong to none, as an edit "
-            "in place leaves them"
+            f"{counted(archive.dead_bytes, 'byte')} between the records are unused, as after "
+            "an in-place edit"
         )
 
 
@@ -324,11 +323,11 @@ def _torch_zip_findings(contents: ZipContents, *, unzipped: bool) -> Findings:
     archive, problems = contents.storages.archive, list[Finding]()
     record = archive.find(PICKLE)
     if record is not None and (rest := record.data.length - contents.unpickled.end):
-        text = f"{counted(rest, 'byte')} behind the end of its pickle are not read"
+        text = f"{counted(rest, 'byte')} after the end of the pickle are not read"
         problems.append(Finding("trailing", text, (_place(archive, record.name),)))
     if not unzipped:
         problems += [
-            Finding(kind, f"{text}: torch refuses it", (record and _place(archive, record),))
+            Finding(kind, f"{text}: torch rejects it", (record and _place(archive, record),))
             for kind, record, text in refusals(archive, contents)
         ]
         problems += _compressed(contents)
@@ -341,8 +340,9 @@ def _compressed(contents: ZipContents) -> Iterator[Finding]:
     if keys:
         yield Finding(
             "compressed",
-            f"{counted(len(keys), 'storage')} compressed ({listed(keys, 3)}): mapped with "
-            "torch.load(mmap=True) they are garbage; any rewrite stores them plainly",
+            f"{counted(len(keys), 'storage')} compressed ({listed(keys, 3)}): "
+            "torch.load(mmap=True) reads them as garbage; rewrite the file to store them "
+            "uncompressed",
         )
 
 
@@ -355,8 +355,8 @@ def _misplaced(archive: Archive, contents: ZipContents) -> Iterator[Finding]:
     if alignment is None:
         yield Finding(
             "offsets",
-            "it should state an alignment as a number, from which torch computes where storages "
-            "begin",
+            "it should be a number, the alignment from which torch computes the offsets of "
+            "storages",
             (_place(archive, ".storage_alignment"),),
         )
         return
@@ -367,9 +367,9 @@ def _misplaced(archive: Archive, contents: ZipContents) -> Iterator[Finding]:
     if wrong:
         yield Finding(
             "offsets",
-            "the record .format_version has torch compute where storages begin, and "
-            f"{len(wrong):,} of {counted(len(used), 'storage')} begin elsewhere: "
-            "torch.load(map_location='meta') and readers that compute offsets get wrong ones; "
-            "any rewrite mends it",
+            "torch computes the offsets of storages because of the record .format_version, "
+            f"but {len(wrong):,} of {counted(len(used), 'storage')} are elsewhere: "
+            "torch.load(map_location='meta') and readers that compute offsets get wrong "
+            "ones; rewrite the file to fix it",
             (_place(archive, wrong[0].name),),
         )

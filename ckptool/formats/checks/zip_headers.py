@@ -210,11 +210,11 @@ def _entry_faults(
     """Yield what is wrong with one record's headers, a clause each."""
     if entry.external & _FOLDER and not entry.name.endswith(b"/"):
         yield (
-            "the directory marks it as a folder, so that torch.load does not read its bytes and "
-            "gives what was in memory"
+            "the directory marks it as a folder, so torch.load does not read its bytes and "
+            "returns uninitialized memory"
         )
     if entry.disk:
-        yield f"the directory puts it on disk {entry.disk:,} of the archive, which has one"
+        yield f"the directory puts it on disk {entry.disk:,} of an archive with one disk"
     if entry.fields is None:
         yield "the extra field of its directory entry is damaged"
     if local is None or local.name != entry.name:
@@ -222,7 +222,7 @@ def _entry_faults(
     (needed, *stated), (known, *true) = local.shared, entry.shared
     is_known = needed == known or {needed, known} < _VERSIONS
     if not is_known or stated != true or not _is_sized(entry, local):
-        yield "its own header and the directory contradict each other"
+        yield "its own header contradicts the directory"
     if local.fields is None:
         yield "the extra field of its own header is damaged"
     # Torch pads with Z, other tools with zeros.
@@ -232,7 +232,7 @@ def _entry_faults(
     ):
         yield "the padding before its bytes is damaged"
     if local.shared.flags & DESCRIPTOR and not _is_described(data, entry, local):
-        yield "the data descriptor behind its bytes is missing, or contradicts the directory"
+        yield "the data descriptor after its bytes is missing or contradicts the directory"
     if by_torch and (entry.made_by == 0 or _is_padded(local)):
         yield from _torchs_faults(entry, local)
 
@@ -275,10 +275,10 @@ def _torchs_faults(entry: _Central, local: _Local) -> Iterator[str]:
     needed = {STORED: 0, DEFLATED: 20}.get(entry.shared.method)
     odd = entry.made_by, entry.internal, entry.external & ~_FOLDER, len(entry.comment)
     if any(odd) or needed != entry.shared.needed == local.shared.needed:
-        yield "its directory entry has numbers that torch's writer does not put there"
+        yield "its directory entry has numbers that torch does not write"
     for fields, known in ((entry.fields, (ZIP64,)), (local.fields, (ZIP64, _PADDING))):
         if any(number not in known for number, _ in fields or ()):
-            yield "it has an extra field that torch's writer does not make"
+            yield "it has an extra field that torch does not write"
     if not _is_padded(local) and local.fields is not None:
         yield "the padding before its bytes is damaged"
 
@@ -290,15 +290,15 @@ def _end_problems(data: ByteRange, end: End, by_torch: bool) -> Iterator[Finding
     _, disk, first_disk, _, _, _, _, comment = END.unpack_from(tail, found)
     rest = len(tail) - found - END.size - comment
     if rest > 0:
-        yield Finding("trailing", f"{counted(rest, 'byte')} behind its end belong to nothing")
+        yield Finding("trailing", f"{counted(rest, 'byte')} after the end of the zip")
     elif rest < 0:
-        yield Finding("end", f"its comment of {comment:,} bytes is cut short by {-rest:,}")
+        yield Finding("end", f"the comment of {comment:,} bytes is {-rest:,} bytes too short")
     if found == 0:
         return
     locator = LOCATOR.unpack_from(tail, found - LOCATOR.size)
     if (disk, first_disk, locator[1], locator[3]) != (0, 0, 0, 1):
-        yield Finding("end", "its end records speak of several disks")
+        yield Finding("end", "the end records give several disks")
     made_by, needed = _END64_VERSIONS.unpack_from(tail)
     if needed != _ZIP64_VERSION or (by_torch and made_by != _TORCHS_END):
-        text = f"its 64-bit end record states the versions {made_by:,} and {needed:,}"
+        text = f"the 64-bit end record has the versions {made_by:,} and {needed:,}"
         yield Finding("end", text)

@@ -57,7 +57,7 @@ _AROUND = 64 << 10
 """Bytes that torch.save writes around the elements of one tensor, at most."""
 _AT_ONCE = 64 << 20
 """Bytes of an item on another machine that are fetched at once, not where they are read."""
-_HINT = "copy the whole folder again, or take an earlier checkpoint of the run"
+_HINT = "copy the whole folder again, or use an earlier checkpoint of the run"
 
 
 class _Item(NamedTuple):
@@ -135,7 +135,7 @@ class Dcp(FolderFormat):
             ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
         is_far = any(source.is_far for source in index.sources)  # to ask for a size is a request
         there = map(probe.place.size, filter(probe.place.is_file, ends))
-        what = f"tensors in another shape than their own ({_RESHAPED})"
+        what = f"tensors with a changed shape ({_RESHAPED})"
         return Checkpoint(
             {**(beside.root if beside else {}), **tree},
             self.name,
@@ -289,16 +289,17 @@ def _read(source: Source, limits: Limits) -> Index:
     described, stored = found.get("state_dict_metadata"), found.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise UnsupportedFormat(
-            "the index is not a `Metadata` of torch.distributed.checkpoint",
+            "the index is not a `Metadata` object of torch.distributed.checkpoint",
             file=source.name,
-            hint="PaddlePaddle and others write folders of the same look: load it with its writer",
+            hint="PaddlePaddle and others write similar folders; load it with the library that "
+            "wrote it",
         )
     folder = os.path.dirname(source.name)
     if "all_tensor_metadata" in found:
         raise UnsupportedFormat(
-            "the index is of ByteCheckpoint, whose folders are not read",
+            "the index is from ByteCheckpoint, which is not supported",
             file=source.name,
-            hint="bytecheckpoint.load reads it, and its scripts merge it into safetensors",
+            hint="load it with bytecheckpoint.load, or merge it into safetensors with its scripts",
         )
     with naming(source.name, rules_of="DCP"):
         megatron = found.get("mcore_data") or {}
@@ -317,7 +318,7 @@ def _read(source: Source, limits: Limits) -> Index:
             elif (name, None) in items:
                 values[name] = items[name, None]
             else:
-                raise CorruptFile(f"{printable(name)!r} is in no file")
+                raise CorruptFile(f"{printable(name)!r} is not in any file")
         planned = found.get("planner_data")
         paths = {name: _path(path) for name, path in (planned or {}).items() if name in described}
     return Index(tensors, values, tuple(described), paths, (source,), tuple(sorted(reshaped)))
@@ -331,7 +332,7 @@ def _key(node: Any) -> tuple[str, tuple[int, ...] | None]:
 
 def _path(path: Any) -> tuple[Any, ...]:
     if not isinstance(path, tuple) or not path or not {str, int}.issuperset(map(type, path)):
-        raise CorruptFile(f"the index has {printable(repr(path))} for a path")
+        raise CorruptFile(f"the index has the invalid path {printable(repr(path))}")
     return path
 
 
@@ -341,9 +342,11 @@ def _item(folder: str, info: Any) -> _Item:
     parts = str(name).replace("\\", "/").split("/")
     is_inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in parts
     if not is_inside or b"\0" in os.fsencode(name):
-        raise CorruptFile(f"the index names {printable(repr(name))}, outside of the folder")
+        raise CorruptFile(f"the index points to {printable(repr(name))}, outside the folder")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise CorruptFile(f"the index has no bytes at {offset!r} of {printable(name)!r}")
+        raise CorruptFile(
+            f"the index has invalid bounds for {printable(name)!r} (offset {offset!r})"
+        )
     packed = tuple(map(str, state.get("transform_descriptors") or ()))
     return _Item(os.path.join(folder, name), offset, length, packed)
 
@@ -354,7 +357,7 @@ def _described(
     properties = state["properties"]
     dtype = (properties.state if isinstance(properties, Opaque) else properties)[0]
     if not isinstance(dtype, Global) or dtype.name not in BY_NAME:
-        raise UnsupportedFormat(f"{printable(name)!r} is of a type that is not known")
+        raise UnsupportedFormat(f"{printable(name)!r} has an unknown dtype")
     chunks, itemsize, shape = [], BY_NAME[dtype.name].itemsize, tuple(state["size"])
     of = f"{printable(name)!r} has"
     check_limit(of, len(shape), "dimensions", DEFAULT_LIMITS.max_dimensions)
@@ -362,14 +365,18 @@ def _described(
         place = attributes_of(one)
         offsets, sizes = tuple(place["offsets"]), tuple(place["sizes"])
         if not len(offsets) == len(sizes) == len(shape):
-            raise CorruptFile(f"{printable(name)!r} has chunks of other dimensions than its own")
+            raise CorruptFile(
+                f"{printable(name)!r} and its chunks have different numbers of dimensions"
+            )
         if (name, offsets) not in items:
-            raise CorruptFile(f"the chunk at {list(offsets)} of {printable(name)!r} is in no file")
+            raise CorruptFile(
+                f"the chunk at {list(offsets)} of {printable(name)!r} is not in any file"
+            )
         item = items[name, offsets]._replace(elements=prod(sizes) * itemsize)
         chunks.append(_Chunk(offsets, sizes, item))
     sizes_of = (shape, *(one.offsets for one in chunks), *(one.sizes for one in chunks))
     if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for one in sizes_of for n in one):
-        raise CorruptFile(f"{printable(name)!r} has a size or an offset that is not a number")
+        raise CorruptFile(f"{printable(name)!r} has an invalid size or offset")
     return _Tensor(dtype.name, shape, tuple(chunks))
 
 
@@ -402,10 +409,10 @@ def _elements(
         raise CorruptFile(f"{place} is not a tensor", file=chunk.item.path, hint=_HINT)
     if (found.dtype, found.shape) != (dtype, chunk.sizes):
         raise CorruptFile(
-            f"{place} is a {found.dtype} tensor of shape {list(found.shape)}, and {dtype} of "
-            f"{list(chunk.sizes)} by the index",
+            f"{place} is a {found.dtype} tensor of shape {list(found.shape)}, expected "
+            f"{dtype} of shape {list(chunk.sizes)}",
             file=chunk.item.path,
-            hint="the files are of different saves: " + _HINT,
+            hint="the files are from different saves: " + _HINT,
         )
     data = row_major_data(found, place, chunk.item.path)
     whole = found.is_verbatim and found.storage is not None and data.length == found.storage.nbytes
@@ -427,9 +434,9 @@ def _archive_of(item: _Item, limits: Limits) -> Archive:
         data = _unpacked(data, item, limits)
     if data.read(0, min(data.length, 4)) != ZIP_MAGIC:
         raise UnsupportedFormat(
-            "holds an item that torch.save did not write",
+            "contains an item that torch.save did not write",
             file=item.path,
-            hint="load it with torch.distributed.checkpoint, or take another copy of it",
+            hint="load it with torch.distributed.checkpoint, or copy the folder again",
         )
     return zip_archive(data, limits)
 
@@ -438,9 +445,9 @@ def _unpacked(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
     file = data.source.name
     if item.packed != (_ZSTD,):
         raise UnsupportedFormat(
-            f"is compressed ({listed(item.packed)}), which is not read here",
+            f"is compressed ({listed(item.packed)}), which is not supported",
             file=file,
-            hint="load it with torch.distributed.checkpoint and save it without an extension",
+            hint="load it with torch.distributed.checkpoint, and save it without an extension",
         )
     with needing("zstandard", "is compressed with zstd", file):
         import zstandard
@@ -453,7 +460,7 @@ def _unpacked(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
         raise CorruptFile(f"is damaged: {error}", file=file, hint=_HINT) from error
     if len(raw) > most:
         raise LimitExceeded(
-            f"{data.length:,} bytes inflate to more than {limits.max_inflation:,} times as many",
+            f"{data.length:,} bytes inflate to more than {limits.max_inflation:,} times their size",
             file=file,
         )
     return ByteRange(MemorySource(raw, file), 0, len(raw))
@@ -465,17 +472,17 @@ def _place(tree: dict[Any, Any], path: tuple[Any, ...], leaf: Any, most: int) ->
     for key, following in zip(path, (*path[1:], None), strict=True):
         if isinstance(node, list):
             if type(key) is not int or not 0 <= key < most:
-                raise CorruptFile(f"the index has {printable(repr(path))} for a path")
+                raise CorruptFile(f"the index has the invalid path {printable(repr(path))}")
             node.extend([None] * (key + 1 - len(node)))
             known = node[key]
         else:
             known = node.get(key)
         if following is None:
             if known is not None:
-                raise CorruptFile(f"the index has two things at {printable(repr(path))}")
+                raise CorruptFile(f"the index has two entries at {printable(repr(path))}")
             node[key] = leaf
         elif known is None:
             node[key] = [] if type(following) is int else {}
         elif not isinstance(known, list if type(following) is int else dict):
-            raise CorruptFile(f"the index has two things at {printable(repr(path))}")
+            raise CorruptFile(f"the index has two entries at {printable(repr(path))}")
         node = node[key]

@@ -24,7 +24,7 @@ from ckptool.words import counted, printable
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _NAMES = re.compile(r"shard-\d{5,}-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
-_UNSEEN = "no file tells how many ranks saved it: that the last rank's are missing is not noticed"
+_UNSEEN = "no file states the number of ranks, so missing files of the last rank are not noticed"
 
 
 class DcpSafetensors(Format):
@@ -54,7 +54,7 @@ class DcpSafetensors(Format):
             files,
             Checkpoint(root, self.name, probe.path),
             writer="torch.distributed.checkpoint",
-            notes=(f"{counted(len(files), 'file')} of parts, joined; {_UNSEEN}",),
+            notes=(f"joined {counted(len(files), 'file')}; {_UNSEEN}",),
             header={},
         )
 
@@ -94,7 +94,7 @@ def _offsets(places: Any, name: str, tensor: TensorRef) -> tuple[int, ...]:
     found = places.get(name) if isinstance(places, dict) else None
     offsets = sizes_of(found.get("saved_offsets") if isinstance(found, dict) else None)
     if len(offsets) != len(tensor.shape):
-        what = f"the header does not say where its part of {printable(name)!r} begins"
+        what = f"the header does not state where its part of {printable(name)!r} begins"
         raise CorruptFile(f"{what} ({SHARDING_INFO}: {printable(repr(found))})", hint=ONE_SAVE)
     return offsets
 
@@ -105,7 +105,7 @@ def _whole(
     (_, first), folder = parts[0], os.path.dirname(files[0].path)
     with naming(folder, f"tensor {printable(name)!r}", hint=ONE_SAVE):
         if {(one.dtype, len(one.shape)) for _, one in parts} != {(first.dtype, len(first.shape))}:
-            raise CorruptFile("the files differ in its dtype or dimensions")
+            raise CorruptFile("its dtype or dimensions differ between files")
         ends = [[at + n for at, n in zip(*tile[:2], strict=True)] for tile, _ in parts]
         shape = tuple(map(max, zip(*ends, strict=True)))
         itemsize = BY_NAME[first.dtype].itemsize

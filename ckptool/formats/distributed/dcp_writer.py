@@ -93,10 +93,13 @@ def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Wr
         old = known.old_name(path, leaf)
         name = known.new_name(old, path)
         if name in described:
-            raise refused(checkpoint, f"two entries would be called {printable(name)!r}")
+            raise refused(checkpoint, f"two entries would become {printable(name)!r}")
         paths[name] = path
         if name != old and _OF_A_RUN in there:
-            raise refused(checkpoint, f"{_OF_A_RUN}, which stays, names the parameters too")
+            raise refused(
+                checkpoint,
+                f"{_OF_A_RUN}, which is not rewritten, also contains the parameter names",
+            )
         if old is None:
             described[name], stored[_index(name, None)] = _bytes(), files.add(leaf)
             continue
@@ -109,7 +112,7 @@ def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Wr
     kept = {id(info) for info in stored.values()}
     infos = {id(one): one for held in known.stored.values() for _, one in held}
     gone = sum(one.attributes["length"] for key, one in infos.items() if key not in kept)
-    stays = f"{gone:,} bytes that the index names no more stay in the folder"
+    stays = f"{gone:,} unused bytes stay in the folder"
     plan = files.plan(format, _with(index, **new))
     return replace(
         plan,
@@ -123,7 +126,7 @@ def _flat(
 ) -> dict[str, tuple[Path, Any]]:
     """Return path and content of each item, under the flat name that torch gives it."""
     if not isinstance(checkpoint.root, dict):
-        raise refused(checkpoint, "it holds one dict, and this is not a dict")
+        raise refused(checkpoint, "the root must be a dict")
     entries: dict[str, tuple[Path, Any]] = {}
     todo: list[tuple[Path, Any]] = [((), checkpoint.root)]
     while todo:
@@ -131,7 +134,7 @@ def _flat(
         is_list = isinstance(node, list) and not _is_terminal(node)
         if path and (is_item(path, node) or not (isinstance(node, dict) or is_list)):
             if _joined(path) in entries:
-                raise refused(checkpoint, f"two entries get the name {printable(_joined(path))!r}")
+                raise refused(checkpoint, f"two entries would become {printable(_joined(path))!r}")
             entries[_joined(path)] = path, node
         else:
             items = enumerate(node) if is_list else ((str(key), one) for key, one in node.items())
@@ -230,7 +233,7 @@ class _Known:
         if isinstance(leaf, TensorRef):
             if id(leaf) not in self._tensors:
                 what = printable(name_of(path))
-                raise refused(self._checkpoint, f"{what} is not as it lies in the folder")
+                raise refused(self._checkpoint, f"{what} differs from the tensor in the folder")
             return self._tensors[id(leaf)]
         content, at = _content(leaf), self._at.get(path)
         if at in self._values and _content(self._values[at]) == content:
@@ -247,7 +250,7 @@ class _Known:
         if at is not None and (old in (None, at) or at in self._values):
             return at
         if old is not None and old != _joined(self._paths[old]):
-            raise refused(self._checkpoint, f"{printable(old)!r} is not called after its path")
+            raise refused(self._checkpoint, f"the name {printable(old)!r} does not match its path")
         return _joined(path)
 
     def _leaf(self, path: Path) -> Any:
@@ -263,7 +266,9 @@ class _Known:
         kept = {key for key in keys & now.keys() if _content(was[key]) == _content(now[key])}
         if keys - kept:
             what = listed(sorted(printable(str(key)) for key in keys - kept))
-            raise refused(self._checkpoint, f"{what} lies in a file of its own, which stays")
+            raise refused(
+                self._checkpoint, f"{what} is in a file of its own, which is not rewritten"
+            )
         return keys
 
 
@@ -276,9 +281,9 @@ def _content(node: Any) -> tuple[bytes, tuple[int, ...]]:
 def refused(checkpoint: Checkpoint, why: str) -> NotRepresentable:
     """Return the error for what such a folder, or the one that is there, cannot hold."""
     return NotRepresentable(
-        f"cannot be written as a folder of DCP: {why}",
+        f"cannot be written as a DCP folder: {why}",
         file=checkpoint.path,
-        hint="write another file or folder with -o",
+        hint="write the result to another file or folder with -o",
     )
 
 
@@ -286,9 +291,9 @@ def _plain(name: str, tensor: TensorRef, file: str) -> TensorRef:
     """Return a tensor of the same elements, in row-major order on the CPU."""
     if not tensor.has_content:
         raise NotRepresentable(
-            f"{printable(name)} is a {tensor.kind} tensor, which DCP does not hold",
+            f"{printable(name)} is a {tensor.kind} tensor, which DCP cannot store",
             file=file,
-            hint="--exclude NAME leaves it out; --dequantize DTYPE makes plain ones",
+            hint="leave it out with --exclude NAME, or add --dequantize DTYPE",
         )
     data = row_major_data(tensor, printable(name), file)
     shape = tensor.sizes
@@ -304,9 +309,9 @@ def _left_out(root: Mapping[Any, Any], entries: Mapping[str, tuple[Path, Any]]) 
     )
     dicts = [node for node in everything(root) if isinstance(node, dict)]
     if sum(not node for node in dicts):
-        yield "dicts without an entry"
+        yield "empty dicts"
     if any(type(key) is not str for node in dicts for key in node):
-        yield "that keys are numbers: they become text"
+        yield "integer keys (written as text)"
     if any(getattr(node, "attributes", None) for node in dicts):
         yield "attributes of dicts, such as _metadata"
 

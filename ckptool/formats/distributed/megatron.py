@@ -27,7 +27,7 @@ class Megatron(Format):
     name = "megatron"
     resumes = False
     refusal = of_many_files(
-        "it is a folder of Megatron's ranks: each has a part of every matrix", "Megatron-LM"
+        "it is a folder of Megatron ranks: each has a part of every matrix", "Megatron-LM"
     )
 
     def recognize(self, probe: Probe) -> bool:
@@ -42,8 +42,8 @@ class Megatron(Format):
             made = Checkpoint(roots, self.name, probe.path)
             held = [int(name.removeprefix("mp_rank_")) for name in roots]
             world = max(_world(ranks[0]), len(files))
-            check_ranks(held, world, "mp_rank_{rank:02d}", probe.path, "copy it too")
-            what = f"{counted(len(files), 'rank')} of Megatron's"
+            check_ranks(held, world, "mp_rank_{rank:02d}", probe.path, "copy it as well")
+            what = f"{counted(len(files), 'Megatron rank')}"
             return of_files(ranks, made, notes=(what, *ranks[0].details.notes))
 
 

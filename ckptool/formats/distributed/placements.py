@@ -18,7 +18,7 @@ from ckptool.files.tiled import Tile
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.words import printable
 
-ONE_SAVE = "the files are of different saves, or damaged: copy all files of one save"
+ONE_SAVE = "copy all files of one save again: these are damaged or from different saves"
 
 _MOST_RUNS = 4096
 """Runs of rows that one rank holds of a tensor; FSDP with tensor parallelism has a few."""
@@ -39,10 +39,10 @@ def check_ranks(held: Collection[int], world: int, called: str, folder: str, hin
     known = frozenset(held)  # `held` may be a list, and name a rank twice
     missing = next((rank for rank in range(world) if rank not in known), None)
     if missing is not None:
-        what = f"lacks the file of rank {missing} of {world}: {called.format(rank=missing)}"
+        what = f"the file of rank {missing} of {world} is missing: {called.format(rank=missing)}"
         raise FileMissing(what, file=folder, hint=hint)
     if len(held) > world:
-        what = f"has the files of {len(held)} ranks, and {world} wrote them"
+        what = f"has the files of {len(held)} ranks, but {world} ranks saved it"
         raise CorruptFile(what, file=folder, hint=ONE_SAVE)
 
 
@@ -61,7 +61,7 @@ class LocalShard(NamedTuple):
         """
         sizes = tuple(sum(stop - start for start, stop in axis) for axis in self.rows)
         if self.local.shape != sizes and (self.local.numel or 0 not in sizes):
-            what = f"its part has the shape {list(self.local.shape)}, where {list(sizes)} belongs"
+            what = f"its part has shape {list(self.local.shape)}, expected {list(sizes)}"
             raise CorruptFile(what, file=file)
         axes = [
             list(zip(axis, accumulate((stop - start for start, stop in axis), initial=0)))  # noqa: B905
@@ -87,7 +87,7 @@ def parts_of(every: Sequence[TensorRef]) -> list[list[LocalShard]]:
     specs = [_spec(one, rank) for rank, one in enumerate(every)]
     steps = specs[0][1]
     if any(own != steps for _, own, _ in specs):
-        raise CorruptFile("the ranks place it differently")
+        raise CorruptFile("the ranks have different placements")
     sizes = [max(axis) + 1 for axis in zip(*(place for _, _, place in specs), strict=True)]
     shape = every[0].sizes
     return [
@@ -102,12 +102,12 @@ def _spec(one: TensorRef, rank: int) -> tuple[TensorRef, list[tuple[str, Any]], 
         case {"state": (_, {"_local_tensor": TensorRef() as local, "_spec": Opaque() as spec})}:
             mesh, steps = attributes_of(spec.attributes.get("mesh")), spec.attributes["placements"]
         case _:
-            raise UnsupportedFormat("its DTensor has another form")
+            raise UnsupportedFormat("its DTensor has an unknown form")
     place = sizes_of(mesh.get("_coordinate_on_dim"))
     if not isinstance(steps, tuple) or len(place) != len(steps):
-        raise UnsupportedFormat(f"it does not say where in its mesh rank {rank} is")
+        raise UnsupportedFormat(f"the position of rank {rank} in its mesh is missing")
     if mesh.get("_rank", rank) != rank:
-        raise CorruptFile(f"the file of rank {rank} is of rank {mesh['_rank']}")
+        raise CorruptFile(f"the file of rank {rank} was saved by rank {mesh['_rank']}")
     return local, [(getattr(s, "class_name", ""), attributes_of(s)) for s in steps], place
 
 
@@ -117,12 +117,12 @@ def _shards(one: TensorRef) -> Iterator[LocalShard]:
         case (list() as shards, *_):
             held = map(attributes_of, shards)
         case _:
-            raise UnsupportedFormat("its ShardedTensor has another form")
+            raise UnsupportedFormat("its ShardedTensor has an unknown form")
     for shard in held:
         place, local = attributes_of(shard.get("metadata")), shard.get("tensor")
         offsets, sizes = sizes_of(place.get("shard_offsets")), sizes_of(place.get("shard_sizes"))
         if not isinstance(local, TensorRef) or not len(offsets) == len(sizes) == len(one.shape):
-            raise UnsupportedFormat("its ShardedTensor has another form")
+            raise UnsupportedFormat("its ShardedTensor has an unknown form")
         yield LocalShard(
             local, tuple(((at, at + n),) for at, n in zip(offsets, sizes, strict=True))
         )
@@ -150,11 +150,11 @@ def owned_rows(
         is_known = kind in ("Shard", "_StridedShard") and axis < len(shape)
         if not is_known or not 1 <= factor <= _MOST_RUNS:
             why = ": a sum is pending" if kind.endswith("Partial") else ""
-            raise UnsupportedFormat(f"its placement {printable(kind)} is not read{why}")
+            raise UnsupportedFormat(f"its placement {printable(kind)} is not supported{why}")
         parts = (_share(held[axis], factor, part) for part in range(factor))
         held[axis] = [run for part in parts for run in _share(part, ranks, rank)]
         if prod(map(len, held)) > _MOST_RUNS:
-            raise UnsupportedFormat(f"a rank holds it in more than {_MOST_RUNS:,} pieces")
+            raise UnsupportedFormat(f"a rank has more than {_MOST_RUNS:,} pieces of it")
     return tuple(map(tuple, held))
 
 

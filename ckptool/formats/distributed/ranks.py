@@ -39,7 +39,7 @@ class FsdpRanks(Format):
     """The format `fsdp-ranks`."""
 
     name = "fsdp-ranks"
-    refusal = of_many_files("it is a folder of FSDP's rank files: each has a part of every tensor")
+    refusal = of_many_files("it is a folder of FSDP rank files: each has a part of every tensor")
 
     def recognize(self, probe: Probe) -> bool:
         """Return whether it is a folder with rank files of a model or an optimizer."""
@@ -51,10 +51,12 @@ class FsdpRanks(Format):
             root, differing = _joined(ranks, probe.path)
         joined = {os.path.basename(one.path) for one in ranks}
         others = sorted(set(filter(_OTHERS.fullmatch, probe.entries)) - joined)
-        left = [f"the rank files of other states: {listed(others)}"] if others else []
+        left = [f"rank files of other states ({listed(others)})"] if others else []
         if differing:
-            left.append(f"copies in other ranks' files that differ: {few(differing)}")
-        what = f"{counted(len(ranks), 'rank file')}, joined; plain tensors and values are of rank 0"
+            left.append(f"different copies in the files of other ranks: {few(differing)}")
+        what = (
+            f"joined {counted(len(ranks), 'rank file')}; plain tensors and values are from rank 0"
+        )
         return of_files(
             ranks,
             Checkpoint(root, self.name, probe.path),
@@ -95,14 +97,14 @@ def rank_files(probe: Probe) -> tuple[str, ...]:
         if (found := set_of(name)) is not None:
             sets.setdefault(found[0], {})[found[1]] = os.path.join(probe.path, name)
     if len(sets) > 1:
-        what = f"holds {len(sets)} sets of rank files: {listed(sorted(sets))}"
+        what = f"has {len(sets)} sets of rank files: {listed(sorted(sets))}"
         first = shell(os.path.join(probe.path, min(sets).format(rank="*")))
-        hint = f"give one set by its names: ckptool list {first}"
+        hint = f"choose one set: ckptool list {first}"
         raise UnsupportedFormat(what, file=probe.path, hint=hint)
     ((called, files),) = sets.items()
     stated = re.search(r"world_size_(\d+)", called)
     world = int(stated[1]) if stated else max(files) + 1
-    hint = "copy it too; a rank's file opens by itself: ckptool list FILE"
+    hint = "copy it as well; open the file of one rank with ckptool list FILE"
     check_ranks(files, world, called, probe.path, hint)
     return tuple(files[rank] for rank in range(world))
 
@@ -117,8 +119,7 @@ def _joined(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str]]:
         try:
             if FLAT.search(str(path[-1] if path else "")):
                 raise UnsupportedFormat(
-                    "is a flat parameter of FSDP, which has neither names nor shapes of the "
-                    "parameters in it",
+                    "is a flat FSDP parameter, without the names and shapes of its parameters",
                     hint=_FULL,
                 )
             for one, found in zip(ranks, leaves, strict=True):
@@ -140,7 +141,7 @@ def _joined(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str]]:
             error.advise(error.hint or (ONE_SAVE if isinstance(error, CorruptFile) else _FULL))
             raise
     if not whole and len(ranks) > 1:
-        what = "has rank files that do not say which part of a tensor is in which (DTensor)"
+        what = "has rank files that do not state which part of a tensor they contain (DTensor)"
         raise UnsupportedFormat(what, file=folder, hint=_FULL)
     return _replaced(ranks[0].root, whole), differing
 
@@ -160,15 +161,15 @@ def _check_alike(ranks: Sequence[Checkpoint], one: Checkpoint, first: Any, other
     """Refuse leaves that ranks of one save do not have at one path."""
     files = f"{os.path.basename(ranks[0].path)} and {os.path.basename(one.path)}"
     if type(first) is not type(other):
-        raise CorruptFile(f"is not in both {files}, or of another type")
+        raise CorruptFile(f"is missing in one of {files}, or has another type there")
     if isinstance(first, TensorRef):
         for what in ("class_name", "dtype", "shape"):
             own, its = getattr(first, what), getattr(other, what)
             if own != its:
-                raise CorruptFile(f"differs in {what} in {files}: {own} and {its}")
+                raise CorruptFile(f"has a different {what} in {files}: {own} and {its}")
     elif isinstance(first, _VALUES) and repr(first) != repr(other):
         values = f"{printable(repr(first))} and {printable(repr(other))}"
-        raise CorruptFile(f"differs in {files}: {values}")
+        raise CorruptFile(f"is different in {files}: {values}")
 
 
 def _whole(
@@ -185,7 +186,7 @@ def _whole(
         for part in parts:
             local = part.local
             if local.dtype != first.dtype:
-                what = f"its part is {local.dtype}, and not {first.dtype}"
+                what = f"its part is {local.dtype}, expected {first.dtype}"
                 raise CorruptFile(what, file=one.path)
             if local.numel:
                 seen.append((id(local.storage), local.offset, local.stride, part.rows))
@@ -213,5 +214,7 @@ def _replaced(root: Any, whole: Mapping[int, TensorRef]) -> Any:
     made = rebuild(root, mapping=mapping)
     for path, leaf in walk(made):
         if isinstance(leaf, TensorRef) and leaf.is_spread:
-            raise UnsupportedFormat(f"{printable(name_of(path))!r} is in no dict, and not joined")
+            raise UnsupportedFormat(
+                f"{printable(name_of(path))!r} is not in a dict, so it cannot be joined"
+            )
     return made

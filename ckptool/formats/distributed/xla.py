@@ -41,7 +41,7 @@ class XlaXser(Format):
     name = "xla-xser"
     refusal = Refusal(
         "distributed",
-        "its tensors lie in files of their own beside it, as torch_xla saves them",
+        "its tensors are in files of their own next to it, as torch_xla saves them",
         quote("global", _REFERENCE),
     )
 
@@ -71,7 +71,7 @@ class XlaXser(Format):
             size=found.details.size + size,
             globals=tuple(one for one in found.details.globals if one != _REFERENCE),
             storage_bytes=sum(one.nbytes for one in known.values()),
-            notes=(*found.details.notes, f"{counted(len(known), 'tensor')} in files beside it"),
+            notes=(*found.details.notes, f"{counted(len(known), 'tensor')} in files next to it"),
         )
         return replace(found, root=root, format=self.name, details=details)
 
@@ -83,7 +83,9 @@ def _is_reference(node: Any) -> bool:
 def _stored(path: str, limits: Limits) -> TensorRef:
     found = stored_in(path, limits)
     if not isinstance(found, TensorRef) or found.storage is None:
-        raise CorruptFile("holds no tensor, as the file that refers to it says", file=path)
+        raise CorruptFile(
+            "does not contain a tensor, as expected from the file that refers to it", file=path
+        )
     key = os.path.splitext(os.path.basename(path))[0]
     return replace(found, storage=replace(found.storage, key=key))
 
@@ -93,7 +95,7 @@ class XlaFsdp(Format):
 
     name = "xla-fsdp"
     refusal = of_many_files(
-        "it is a folder of rank files of torch_xla's FSDP: each has a part of every parameter"
+        "it is a folder of torch_xla FSDP rank files: each has a part of every parameter"
     )
 
     def recognize(self, probe: Probe) -> bool:
@@ -111,10 +113,10 @@ class XlaFsdp(Format):
     def read(self, probe: Probe) -> Checkpoint:
         """Return the tree of rank 0 with whole parameters under the names of the bare model."""
         paths = rank_files(probe)
-        rules = naming(probe.path, hint=ONE_SAVE, rules_of="torch_xla's")
+        rules = naming(probe.path, hint=ONE_SAVE, rules_of="torch_xla")
         with opened_together(paths, probe.limits, TORCH_FILES) as ranks, rules:
             root, notes = _whole(ranks, probe.path)
-        what = f"{counted(len(ranks), 'rank file')} of torch_xla's FSDP, joined"
+        what = f"joined {counted(len(ranks), 'torch_xla FSDP rank file')}"
         made = Checkpoint(root, self.name, probe.path)
         return of_files(ranks, made, notes=(what, *notes))
 
@@ -142,9 +144,9 @@ def _whole(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any], li
     world = books[0]["world_size"]
     stated = [one["rank"] for one in books]
     called = f"rank-{{rank}}-of-{world}"
-    check_ranks(stated, world, called, folder, "copy it too")
+    check_ranks(stated, world, called, folder, "copy it as well")
     if stated != list(range(world)) or any(one["world_size"] != world for one in books):
-        what = f"has the files of ranks {listed(map(str, stated))}, and the world size is {world}"
+        what = f"has the files of ranks {listed(map(str, stated))}, but the world size is {world}"
         raise CorruptFile(what, hint=ONE_SAVE)
     infos = {
         f"{prefix}.{suffix}" if prefix else suffix: (prefix, info)
@@ -155,7 +157,9 @@ def _whole(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any], li
     for name, first in ranks[0].root["model"].items():
         if name not in infos:
             if any(part.startswith(_PART) for part in name.split(".")):
-                raise CorruptFile(f"{printable(name)!r} is in no shard_info", file=ranks[0].path)
+                raise CorruptFile(
+                    f"shard_info does not list {printable(name)!r}", file=ranks[0].path
+                )
             model[_bare(name)] = first  # a buffer, which all ranks have
             continue
         prefix, info = infos[name]
@@ -168,10 +172,10 @@ def _whole(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any], li
     notes = []
     if any(True for _ in find_tensors([root.get("optimizer")])):
         del root["optimizer"]
-        notes.append("the optimizer's state is in parts of flat parameters, and is left out")
+        notes.append("left out the optimizer state, which is in parts of flat parameters")
     if books[0].get("buffer_info"):
         names = sorted(map(_bare, books[0]["buffer_info"]))
-        notes.append(f"buffers were of another type in the model: {listed(names)}")
+        notes.append(f"buffers had another dtype in the model: {listed(names)}")
     model.update(unflattened)
     return {**root, "model": model}, notes
 
@@ -187,9 +191,11 @@ def _parameters(
     first = parts[0][0]
     for part, path in parts:
         if not isinstance(part, TensorRef) or part.dtype != first.dtype:
-            raise CorruptFile(f"{printable(name)!r} is not of the type in rank 0", file=path)
+            raise CorruptFile(f"{printable(name)!r} has another dtype than in rank 0", file=path)
         if len(part.shape) > 1 and part.shape[1:] != shape[1:]:
-            what = f"{printable(name)!r} has parts of shape {list(part.shape)}, of {list(shape)}"
+            what = (
+                f"{printable(name)!r} of shape {list(shape)} has a part of shape {list(part.shape)}"
+            )
             raise CorruptFile(what, file=path, hint=ONE_SAVE)
     whole = joined([row_major_data(part, printable(name), path) for part, path in parts])
     below = name.rpartition(".")[0]

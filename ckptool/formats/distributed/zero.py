@@ -66,7 +66,7 @@ MASTER = "fp32"
 SLICED = 3
 """The stage that has weights in slices, as masters alone."""
 _LONGEST_TAG = 256
-_SCRIPT = "DeepSpeed's own zero_to_fp32.py, of the version that wrote it, may read it"
+_SCRIPT = "try zero_to_fp32.py of the DeepSpeed version that wrote it"
 
 
 class _Step(NamedTuple):
@@ -124,7 +124,7 @@ class DeepSpeed(Format):
     name = "deepspeed"
     resumes = False
     refusal = of_many_files(
-        "it is a folder of DeepSpeed's: each rank's file has slices of the parameters",
+        "it is a DeepSpeed folder: the file of each rank has slices of the parameters",
         "load_checkpoint of DeepSpeed",
     )
 
@@ -141,7 +141,7 @@ class DeepSpeed(Format):
             rest = step.models[1:] if frozen else ()  # which have nothing else
             with opened_together(rest, probe.limits, TORCH_FILES) as others:
                 models, files = [first, *others], [first, *others, *optims]
-                with naming(step.folder, hint=ONE_SAVE, rules_of="DeepSpeed's"):
+                with naming(step.folder, hint=ONE_SAVE, rules_of="DeepSpeed"):
                     made = _joined(step, models, optims, probe.limits)
         return of_files(
             files,
@@ -211,8 +211,8 @@ def _step(probe: Probe) -> _Step:
     apart = [name for name in names if _APART.fullmatch(name)]
     apart += [name for name, one in found.items() if int(one["mp"])]
     if apart:
-        what = "holds files of a pipeline, of experts or of tensor parallelism, whose parts are not"
-        hint = f"each opens by itself: ckptool list {shell(os.path.join(folder, apart[0]))}"
+        what = "has files with pipeline, expert or tensor parallelism, whose parts are not"
+        hint = f"open one of them: ckptool list {shell(os.path.join(folder, apart[0]))}"
         raise UnsupportedFormat(f"{what} joined: {few(apart)}", file=folder, hint=hint)
     models = {int(one["rank"] or 0): name for name, one in found.items() if one.re is _MODEL}
     optims = {int(one["rank"]): name for name, one in found.items() if one.re is _OPTIM}
@@ -237,7 +237,10 @@ def _check_ranks(step: _Step, files: Mapping[int, str], world: int) -> None:
     called, hint = re.sub(r"(?<=zero_pp_rank_)\d+", "{rank}", name), ONE_SAVE
     if not step.has_slices:
         alone = shell(os.path.join(step.folder, "mp_rank_00_model_states.pt"))
-        hint = f"copy it too; the weights alone: ckptool convert {alone} OUT --model-only"
+        hint = (
+            f"copy it as well, or convert only the weights: ckptool convert {alone} OUT "
+            "--model-only"
+        )
     check_ranks(files, world, called, step.folder, hint)
 
 
@@ -255,7 +258,7 @@ def _joined(
         path = os.path.join(step.folder, _UNIVERSAL, "optimizer_state.pt")
         own, files = [_mapping(stored_in(path, limits), path)], [path]
     if not own:
-        told = ("no file of the optimizer is in the folder",)
+        told = ("the folder has no optimizer file",)
         return _noted(first, () if first.get("optimizer") else told)
     shapes = _shapes(first.get("param_shapes"))
     if not step.is_universal:
@@ -273,12 +276,12 @@ def _joined(
         "param_groups": _param_groups(own[0], [list(one.shapes) for one in groups]),
         **{key: _number(one) for key, one in own[0].items() if key not in _BOOKS},
     }
-    notes = [f"{counted(len(step.files), 'file')} of DeepSpeed's, joined"]
+    notes = [f"joined {counted(len(step.files), 'DeepSpeed file')}"]
     kept = {key for one in groups for key in one.vectors}
     held = (one.items() for one in _base(own[0])[0].values())
     left = {str(key) for items in held for key, one in items if _is_long(one) and key not in kept}
     if left and optims:
-        notes.append(f"8-bit states of the optimizer are left out: {listed(sorted(left))}")
+        notes.append(f"left out the 8-bit optimizer state: {listed(sorted(left))}")
     whole = {key: one for key, one in first.items() if key not in _PARTS}
     whole["optimizer"] = optimizer
     if not step.has_slices:
@@ -308,7 +311,9 @@ def _check_alike(step: _Step, own: Sequence[Mapping[Any, Any]], files: Sequence[
         marks = _marks(one)
         pairs = zip(first, marks, strict=False)
         if len(marks) != len(first) or any(None not in pair and len({*pair}) > 1 for pair in pairs):
-            what = f"differs from {os.path.basename(files[0])} in its optimizer's options or step"
+            what = (
+                f"has other optimizer options, or another step, than {os.path.basename(files[0])}"
+            )
             raise CorruptFile(what, file=file, hint=ONE_SAVE)
 
 
@@ -347,7 +352,7 @@ def _groups(
     ]
     if any(len(one) != len(shapes) for one in flat):
         numbers = listed(str(len(one)) for one in flat)
-        what = f"has {len(shapes)} groups of parameters, and its ranks {numbers} vectors"
+        what = f"has {len(shapes)} parameter groups, but its ranks have {numbers} vectors"
         raise UnsupportedFormat(what, file=files[0], hint=_SCRIPT)
     states = [_base(one)[0] for one in own]
     groups = []
@@ -375,13 +380,13 @@ def _flat(own: Mapping[Any, Any], file: str) -> list[Any]:
     """Return the flat vectors of fp32 masters in a rank's file."""
     found = own.get("fp32_flat_groups", own.get("single_partition_of_fp32_groups"))
     if not isinstance(found, (list, TensorRef)):
-        raise UnsupportedFormat("has no fp32 masters of ZeRO", file=file, hint=_SCRIPT)
+        raise UnsupportedFormat("has no fp32 master weights of ZeRO", file=file, hint=_SCRIPT)
     return found if isinstance(found, list) else [found]
 
 
 def _vector(node: Any, file: str) -> _Vector:
     if not isinstance(node, TensorRef) or len(node.shape) != 1:
-        raise CorruptFile("a vector of the optimizer is not a tensor of one dimension", file=file)
+        raise CorruptFile("an optimizer vector does not have one dimension", file=file)
     return _Vector(node.dtype, node.device, row_major_data(node, "a vector", file), file)
 
 
@@ -456,7 +461,7 @@ def _in_a_row(group: _Group, paddings: Any) -> dict[str, Find]:
     # deepspeed/utils/zero_to_fp32.py, zero2_align: the whole vector is padded to 2 * world.
     align = 2 * len(vectors)
     if -(-start // align) != -(-ends[-1] // align):
-        what = f"its parameters need {start:,} elements, and the ranks have {ends[-1]:,}"
+        what = f"the parameters need {start:,} elements, but the ranks have {ends[-1]:,}"
         raise CorruptFile(what, file=vectors[0].file, hint=ONE_SAVE)
     return pieces
 
@@ -467,11 +472,14 @@ def _tensor(name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find:
     for rank, start, count in pieces:
         one = vectors[rank]
         if one.dtype != first.dtype:
-            what = f"{printable(name)!r} is {first.dtype}, and {one.dtype} in this file"
+            what = (
+                f"{printable(name)!r} is {first.dtype} in the first file and {one.dtype} in this "
+                "file"
+            )
             raise CorruptFile(what, file=one.file, hint=ONE_SAVE)
         if start + count > one.numel:
             what = f"{printable(name)!r} needs elements {start:,} to {start + count:,} of a vector"
-            raise CorruptFile(f"{what} that has {one.numel:,}", file=one.file, hint=ONE_SAVE)
+            raise CorruptFile(f"{what} with {one.numel:,} elements", file=one.file, hint=ONE_SAVE)
     held = sum(count for _, _, count in pieces)
     if held != prod(shape):
         what = f"{printable(name)!r} of shape {list(shape)} has {held:,} elements in all ranks"
@@ -513,11 +521,11 @@ def _trained(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]]) ->
     for dtype, masters in types.items():
         weights = counted(len(masters), "weight")
         if dtype is None:
-            what = "fp32, as the masters: no file says the type in training"
-            notes.append(f"{weights} stay {what}: {few(list(masters))}")
+            what = "fp32, as in the master weights, because no file states their dtype in training"
+            notes.append(f"kept {weights} {what}: {few(list(masters))}")
         elif any(one.dtype != dtype for one in masters.values()):
-            what = f"rounded to {dtype} from the fp32 masters, as in training"
-            notes.append(f"{weights} {what}; --master (master=True) takes the masters")
+            what = f"rounded {weights} to {dtype} from the fp32 master weights, as in training"
+            notes.append(f"{what}; use --master (master=True) for the master weights")
             changes.append(Change("cast", notes[-1], len(masters)))
             cast = Cast(dtype, cast_optimizer=True, allow_overflow=True, raw=True)
             made = cast(made.with_root({"module": masters}))
@@ -550,7 +558,7 @@ def _weights(
     kept = {*found, *(first.get("buffer_names") or ())}
     for name, one in module.items():
         if isinstance(one, TensorRef) and one.shape == (0,) and name not in kept:
-            what = f"the weight {printable(str(name))!r} is in no file"
+            what = f"the weight {printable(str(name))!r} is not in any file"
             raise CorruptFile(what, file=models[0].path, hint=ONE_SAVE)
     return remade(module, {**module, **found})
 
@@ -558,12 +566,12 @@ def _weights(
 def _universal(folder: str, groups: Sequence[_Group], limits: Limits) -> dict[str, dict[Any, Any]]:
     top = os.path.join(folder, _UNIVERSAL)
     names, states = place_of(top).names(top), {}
-    hint = "make it again with ds_to_universal.py"
+    hint = "create the folder again with ds_to_universal.py"
     for group in groups:
         known: set[str] = set()
         for name, shape in group.shapes.items():
             if name not in names:
-                what = f"lacks the folder of {printable(name)!r}"
+                what = f"the folder of {printable(name)!r} is missing"
                 raise FileMissing(what, file=top, hint=hint)
             states[name] = {
                 os.path.basename(file)[: -len(".pt")]: _stored(name, file, shape, limits)
@@ -571,9 +579,9 @@ def _universal(folder: str, groups: Sequence[_Group], limits: Limits) -> dict[st
             }
             known = known or set(states[name])
             for kind in sorted(known ^ set(states[name])):
-                what = f"{kind}.pt is there for one of {printable(name)!r} and"
+                what = f"only one of {printable(name)!r} and"
                 other = printable(next(iter(group.shapes)))
-                raise FileMissing(f"{what} {other!r}, and not for both", file=top, hint=hint)
+                raise FileMissing(f"{what} {other!r} has {kind}.pt", file=top, hint=hint)
     return states
 
 
@@ -606,7 +614,7 @@ def _shapes(groups: Any) -> list[dict[str, tuple[int, ...]]]:
     found = [dict(group) for group in (groups if isinstance(groups, list) else [groups])]
     for name, shape in (item for group in found for item in group.items()):
         if not isinstance(name, str) or sizes_of(shape) != shape:
-            raise CorruptFile(f"has no shape of the parameter {printable(repr(name))}")
+            raise CorruptFile(f"has no valid shape of the parameter {printable(repr(name))}")
     return found
 
 

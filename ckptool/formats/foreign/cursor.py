@@ -43,7 +43,7 @@ class Cursor:
         begin = self.position
         self.position += length
         if self.position > self.source.size:
-            what = f"the file ends within a value, at {begin:,}"
+            what = f"the file ends within a value at {begin:,}"
             raise CorruptFile(what)
         check_limit("the header has", self.position, "bytes", self._end)
         return begin

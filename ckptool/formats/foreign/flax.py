@@ -53,7 +53,7 @@ class Flax(Format):
     layout = "Flax"
     refusal = Refusal(
         "flax",
-        "it is a MessagePack file, as Flax writes (flax_model.msgpack)",
+        "it is a MessagePack file of Flax (flax_model.msgpack)",
         quote("weights-only"),
         "flax.serialization.msgpack_restore",
     )
@@ -69,15 +69,15 @@ class Flax(Format):
         tree = reader.value(0)
         if reader.position != source.size:
             rest = source.size - reader.position
-            raise CorruptFile(f"has {rest:,} bytes behind its end")
+            raise CorruptFile(f"has {rest:,} bytes after its end")
         if not isinstance(tree, dict):
-            raise CorruptFile("holds no dict of arrays")
+            raise CorruptFile("does not contain a dict of arrays")
         root: dict[Any, Any] = _named(tree, probe.limits)
         if not (reader.unknown or any(find_tensors([tree]))):
-            keys = f"its keys are {few(list(map(str, tree)))}" if tree else "it is empty"
-            what = f"a MessagePack file of another program: it has no array, and {keys}"
+            keys = f"has the keys {few(list(map(str, tree)))}" if tree else "is empty"
+            what = f"a MessagePack file without an array: it {keys}"
             text = f"{probe.path} is {what}"
-            hint = "msgpack.unpackb reads it; give the checkpoint itself"
+            hint = "read it with msgpack.unpackb, or give the checkpoint itself"
             raise UnsupportedFormat(text, file=probe.path, hint=hint)
         if _TRAINING in tree:
             if _MODEL not in tree:
@@ -107,12 +107,12 @@ def _named(tree: dict[str, Any], limits: Limits) -> OrderedMap:
         nonlocal left
         left -= len(name)
         if left < 0:
-            raise LimitExceeded("the names of its arrays take too much memory")
+            raise LimitExceeded("the names of its arrays need too much memory")
         if isinstance(node, dict):
             for key, one in node.items():
                 walk(one, f"{name}.{key}" if name else key)
         elif name in found:
-            raise CorruptFile(f"two arrays are called {printable(name)!r}")
+            raise CorruptFile(f"two arrays have the name {printable(name)!r}")
         else:
             found[name] = node
 
@@ -145,7 +145,7 @@ class _Reader(Cursor):
         if 0xD4 <= code <= 0xD8:
             return self._extension(1 << (code - 0xD4), depth)
         if code not in _LENGTHS:
-            raise self._damaged(f"byte {code:#x} begins no value")
+            raise self._damaged(f"byte {code:#x} does not begin a value")
         kind, layout = _LENGTHS[code]
         return self._of_length(kind, self.numbers(layout)[0], depth)
 
@@ -175,12 +175,12 @@ class _Reader(Cursor):
             parts = self.value(depth + 1)
             pair = tuple(parts.values()) if isinstance(parts, dict) else ()
             if len(pair) != 2 or not all(isinstance(one, (int, float)) for one in pair):
-                raise self._damaged("a complex number is not of two numbers")
+                raise self._damaged("a complex number does not have two numbers")
             found: Any = complex(*pair)
         else:
             found = self._array(depth)
         if self.position != end:
-            raise self._damaged("an array is not as long as it says")
+            raise self._damaged("an array does not have its stated length")
         return found
 
     def _array(self, depth: int) -> Any:
@@ -205,7 +205,7 @@ class _Reader(Cursor):
         if not parts or not all(isinstance(one, TensorRef) for one in parts):
             raise self._damaged("a chunked array has no chunks")
         if len({one.dtype for one in parts}) > 1:
-            raise self._damaged("a chunked array has chunks of several types")
+            raise self._damaged("a chunked array has chunks of different dtypes")
         data, shape = joined([one.data for one in parts]), self._shape(sizes)
         return plain_tensor(str(self.position), parts[0].dtype, shape, data)
 

@@ -78,10 +78,10 @@ class Gguf(Format):
     flat = True
     refusal = Refusal(
         "gguf",
-        "it is a GGUF model of llama.cpp's, not a file of torch.save",
+        "it is a GGUF model (llama.cpp), not a torch.save file",
         quote("weights-only"),
         "llama.cpp",
-        "the gguf package reads it, and llama.cpp",
+        "read it with llama.cpp or the gguf package",
     )
 
     def recognize(self, probe: Probe) -> bool:
@@ -100,7 +100,7 @@ class Gguf(Format):
         root = OrderedMap()
         for one in entries:
             if one.name in root:
-                raise CorruptFile(f"tensor {printable(one.name)!r} is there twice")
+                raise CorruptFile(f"tensor {printable(one.name)!r} occurs twice")
             root[one.name] = _tensor(source, start, one)
         texts = {key: str(one) for key, one in facts.items() if key.startswith("general.")}
         return Checkpoint(
@@ -129,7 +129,7 @@ class _Header(Cursor):
         if version not in _VERSIONS:
             turned = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
             what = "is big-endian" if turned else f"is of version {version}"
-            raise UnsupportedFormat(f"{what}, which is not read")
+            raise UnsupportedFormat(f"{what}, which is not supported")
         tensors, pairs = self.numbers("<QQ")
         facts = {}
         for _ in range(pairs):
@@ -155,7 +155,7 @@ class _Header(Cursor):
         if type == _STRING:
             return self._text()
         if type != _ARRAY or depth > 1:
-            raise CorruptFile(f"a fact is of type {type}, which is not known")
+            raise CorruptFile(f"an entry has the unknown type {type}")
         inner, count = self.numbers("<IQ")
         if inner in _SCALARS:
             self.skip(count * struct.calcsize(_SCALARS[inner]))
@@ -172,11 +172,14 @@ class _Header(Cursor):
 def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
     elements, plain = prod(one.shape), _PLAIN.get(one.type)
     if plain is None and one.type not in _QUANTIZED:
-        what = f"tensor {printable(one.name)!r} is of type {one.type}, which is not known"
+        what = f"tensor {printable(one.name)!r} has the unknown type {one.type}"
         raise UnsupportedFormat(what)
     name, block, size = _QUANTIZED.get(one.type) or (plain, 1, BY_NAME[str(plain)].itemsize)
     if one.shape[-1:] and one.shape[-1] % block:
-        what = f"tensor {printable(one.name)!r} has rows of {one.shape[-1]}, in blocks of {block}"
+        what = (
+            f"tensor {printable(one.name)!r} has rows of {one.shape[-1]} elements, in blocks of "
+            f"{block}"
+        )
         raise CorruptFile(what)
     with naming(source.name, f"tensor {printable(one.name)!r}"):
         data = ByteRange(source, start + one.offset, elements // block * size)
@@ -201,7 +204,7 @@ def _dequantized(
     try:
         found = dequantize(raw.reshape(-1, size), GGMLQuantizationType[name])
     except (KeyError, NotImplementedError) as error:
-        what = f"its tensors are quantized as {name}, which the package gguf does not read"
+        what = f"its tensors are quantized ({name}), which the gguf package cannot read"
         raise UnsupportedFormat(what, file=data.source.name) from error
     content = memoryview(found.astype("<f4").tobytes())
     begin = offset - first * 4 * block
@@ -214,4 +217,4 @@ def _notes(entries: list[_Entry]) -> list[str]:
         return []
     count = counted(sum(types.values()), "tensor")
     each = listed(f"{name} ({number:,})" for name, number in types.most_common())
-    return [f"{count} are quantized, {each}: they are read as the float32 that they mean"]
+    return [f"{count} are quantized ({each}); they are read as float32"]

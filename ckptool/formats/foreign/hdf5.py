@@ -44,10 +44,10 @@ class Hdf5(Format):
     layout = "Keras"
     refusal = Refusal(
         "keras",
-        "it is a file of Keras (HDF5), not of torch.save",
+        "it is a Keras file (HDF5), not a torch.save file",
         quote("weights-only"),
         "Keras",
-        "h5py reads the weights, Keras the whole model",
+        "read the weights with h5py, or the whole model with Keras",
     )
 
     def recognize(self, probe: Probe) -> bool:
@@ -165,12 +165,12 @@ def _tensors(
         for name in group:
             path = f"{front}{name}"
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-                others.append(f"a link at {printable(path)!r}, which is not followed")
+                others.append(f"a link at {printable(path)!r} (not followed)")
                 continue
             node, count, left = group[name], count + 1, left - len(path)
             check_limit("has", count, "datasets and groups", most)
             if left < 0:
-                raise LimitExceeded("the names of its datasets take too much memory")
+                raise LimitExceeded("the names of its datasets need too much memory")
             if isinstance(node, h5py.Group):
                 if hash(node.id) not in groups:  # a hard link may lead back
                     groups.add(hash(node.id))
@@ -192,11 +192,11 @@ def _tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef 
         return None
     file = data.source.name
     if node.external or node.is_virtual:
-        raise UnsupportedFormat(f"{printable(path)!r} lies in another file", file=file)
+        raise UnsupportedFormat(f"{printable(path)!r} is in another file", file=file)
     size = prod(node.shape) * BY_NAME[dtype].itemsize
     offset, stored = node.id.get_offset(), node.id.get_storage_size()
     if size > max(limits.max_repeated_bytes // 4, stored * limits.max_inflation):
-        what = f"{printable(path)!r} has {size:,} bytes, which {stored:,} in the file stand for"
+        what = f"{printable(path)!r} has {size:,} bytes, but only {stored:,} in the file"
         raise LimitExceeded(what, file=file)
     if size and (offset is None or stored != size):
         content = late(data.source.name, size, partial(_content, data, path))

@@ -45,7 +45,7 @@ def varint(raw: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * shift
         if byte < 0x80:
             return value, at + shift + 1
-    raise CorruptFile("a number in the index has no end")
+    raise CorruptFile("a number in the index does not end")
 
 
 class Message(dict[int, list[int | bytes]]):
@@ -126,7 +126,7 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
                 raise CorruptFile("the keys of the index are out of order")
             most -= len(key) + len(value) + _ROW
             if most < 0:
-                raise LimitExceeded("the names in the index take more memory than is allowed")
+                raise LimitExceeded("the names in the index need more memory than allowed")
             entries[key] = value
             last = key
     return entries
@@ -139,14 +139,14 @@ def _block(raw: bytes, handle: bytes, start: int, most: int) -> tuple[bytes, int
     end = offset + size + _TRAILER
     if offset < start or end > len(raw) - _FOOTER:
         raise CorruptFile(
-            f"a block of {size:,} bytes at {offset:,} lies outside of the index of {len(raw):,}"
+            f"a block of {size:,} bytes at {offset:,} is outside the index of {len(raw):,} bytes"
         )
     stated = int.from_bytes(raw[end - 4 : end], "little")
     if masked(crc32c(raw[offset : end - 4])) != stated:
-        raise CorruptFile(f"the block at {offset:,} of the index has other bytes than were written")
+        raise CorruptFile(f"the block at {offset:,} of the index is damaged (checksum mismatch)")
     block, kind = raw[offset : offset + size], raw[end - _TRAILER]
     if kind not in (_PLAIN, _SNAPPY):
-        raise CorruptFile(f"the block at {offset:,} of the index is compressed in way {kind}")
+        raise CorruptFile(f"the block at {offset:,} of the index has unknown compression {kind}")
     return (block if kind == _PLAIN else _unsnapped(block, most)), end
 
 
@@ -154,14 +154,14 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield key and value of the entries; a key begins as the one before it."""
     end = len(block) - 4 - 4 * int.from_bytes(block[-4:], "little")
     if len(block) < 4 or end < 0:
-        raise CorruptFile("a block of the index has no list of restarts")
+        raise CorruptFile("a block of the index has no restart list")
     key, at = b"", 0
     while at < end:
         shared, at = varint(block, at)
         own, at = varint(block, at)
         length, at = varint(block, at)
         if shared > len(key) or at + own + length > end:
-            raise CorruptFile("an entry of the index reaches out of its block")
+            raise CorruptFile("an entry of the index reaches past its block")
         key = key[:shared] + block[at : at + own]
         at += own + length
         yield key, block[at - length : at]

@@ -56,7 +56,7 @@ def read_array_header(record: Record) -> ArrayHeader:
     known = _LENGTHS.get(head[6]) if len(head) > 6 and head.startswith(_MAGIC) else None
     start = 8 + known.size if known is not None else 0
     if known is None or len(head) < start:
-        raise CorruptFile(f"array '{printable(record.name)}' does not begin as an array of numpy's")
+        raise CorruptFile(f"array '{printable(record.name)}' does not begin like a numpy array")
     (length,) = known.unpack_from(head, 8)
     check_limit(f"array '{printable(record.name)}' has a header of", length, "bytes", _LONGEST)
     if len(head) < start + length:
@@ -108,10 +108,10 @@ class NumpyArchive(Format):
     name = "npz"
     refusal = Refusal(
         "numpy",
-        "it is an archive of numpy's (numpy.savez), not a file of torch.save",
+        "it is a numpy archive (numpy.savez), not a torch.save file",
         None,
         "numpy.load",
-        "torch.load refuses archives that it did not write; numpy.load opens this one",
+        "read it with numpy.load; torch.load only opens archives of torch.save",
     )
     unsafe_loader = "numpy.load(FILE, allow_pickle=True)"
 

@@ -109,10 +109,10 @@ class TensorFlow(Format):
     layout = "TensorFlow"
     refusal = Refusal(
         "tensorflow",
-        "it is a checkpoint of TensorFlow, not a file of torch.save",
+        "it is a TensorFlow checkpoint, not a torch.save file",
         None,
         "tf.train.load_checkpoint",
-        "torch.load refuses files that it did not write; ckptool convert makes one of it",
+        "convert it with ckptool; torch.load only opens files of torch.save",
     )
 
     def recognize(self, probe: Probe) -> bool:
@@ -131,7 +131,7 @@ class TensorFlow(Format):
                 continue
             leaf = data.leaf(key, entry)
             if leaf is None:
-                kind = f"TensorFlow's type {entry.dtype}"
+                kind = f"TensorFlow type {entry.dtype}"
                 others.append(f"{printable(name)!r} of {kind} is not a tensor")
                 continue
             section = optimizer if _is_slot(name, names) else model
@@ -235,14 +235,14 @@ def _index_of(probe: Probe) -> _Index:
         hint = f"give one: ckptool list {shell(paths[-1])}"
         raise UnsupportedFormat(what, file=probe.path, hint=hint)
     if not probe.place.is_file(paths[0]):
-        what = f"lacks {os.path.basename(paths[0])}, the latest by its file `{_NOTE}`"
-        raise FileMissing(what, file=probe.path, hint="copy it too, or give another by its name")
+        what = f"lacks {os.path.basename(paths[0])}, the latest checkpoint in its file `{_NOTE}`"
+        raise FileMissing(what, file=probe.path, hint="copy it as well, or give another checkpoint")
     source = probe.source if probe.path == paths[0] else None
     if source is None:
         source = probe.place.open(paths[0])
         probe.on_close(source.close)
     with (
-        needing("google-crc32c", "is an index of TensorFlow's with checksums", source.name),
+        needing("google-crc32c", "is a TensorFlow index with checksums", source.name),
         naming(source.name, hint=_HINT),
     ):
         table = read_table(source, probe.limits)
@@ -261,10 +261,10 @@ def _entry(key: bytes, raw: bytes, limits: Limits) -> _Entry:
         for place in fields.parts(7)
     )
     if any(len(place) != len(shape) for place in slices):
-        raise CorruptFile(f"{what} has parts of other dimensions than its own")
+        raise CorruptFile(f"{what} and its parts have different numbers of dimensions")
     dtype, shard, offset, size, crc = (fields.number(one) for one in (1, 3, 4, 5, 6))
     if min(*shape, shard, offset, size, 0) < 0:
-        raise CorruptFile(f"{what} has a size or a place below zero")
+        raise CorruptFile(f"{what} has a negative size or position")
     return _Entry(dtype, shape, shard, offset, size, crc, slices)
 
 
@@ -296,10 +296,10 @@ class _Data:
         for shard in sorted(used):
             path = f"{prefix}.data-{shard:05d}-of-{index.shards:05d}"
             if shard >= index.shards:
-                what = f"the index names data file {shard:,} of {index.shards:,}"
+                what = f"the index needs data file {shard:,} of {index.shards:,}"
                 raise CorruptFile(what, file=index.path, hint=_HINT)
             if not probe.place.is_file(path):
-                what = f"lacks its data file {printable(os.path.basename(path))}"
+                what = f"the data file {printable(os.path.basename(path))} is missing"
                 raise FileMissing(what, file=index.path, hint=_HINT)
             self._files[shard] = probe.place.open(path)
             probe.on_close(self._files[shard].close)
@@ -335,7 +335,7 @@ class _Data:
                 sizes = tuple(whole if count < 0 else count for (_, count), whole in axes)
                 part = self._index.entries.get(_part_key(key, place))
                 if part is None or (part.dtype, part.shape) != (entry.dtype, sizes) or part.slices:
-                    what = "is missing" if part is None else "is of another shape or type"
+                    what = "is missing" if part is None else "has another shape or type"
                     raise CorruptFile(f"the part at {list(offsets)} of {list(sizes)} {what}")
                 data = plain_tensor("its part", dtype, sizes, self._run(part)).data
                 tiles.append(Tile(offsets, sizes, data))
@@ -345,7 +345,7 @@ class _Data:
         """Return the texts of a variable, in lists as its shape says; bytes that are no text."""
         lengths, summed = self._strings(key, entry)
         if masked(crc32c(summed)) != entry.crc32c:
-            what = f"variable {_shown(key)} has other bytes than were written"
+            what = f"variable {_shown(key)} is damaged (checksum mismatch)"
             raise CorruptFile(what, file=self._files[entry.shard].name, hint=_HINT)
         nodes: list[Any] = []
         at = len(summed) - sum(lengths)
@@ -368,7 +368,7 @@ class _Data:
                 length, at = varint(raw, at)
                 lengths.append(length)
         if len(lengths) != prod(entry.shape) or at + 4 + sum(lengths) != len(raw):
-            what = f"variable {_shown(key)} has other texts than its lengths say"
+            what = f"variable {_shown(key)} has strings that do not match their lengths"
             raise CorruptFile(what, file=data.source.name, hint=_HINT)
         widths = (length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths)
         return lengths, b"".join(widths) + raw[at:]
@@ -424,4 +424,4 @@ def _is_slot(name: str, names: Collection[str]) -> bool:
 def _notes(names: Collection[str]) -> Iterator[str]:
     own = [name.partition("/")[0] for name in _OWN_RECORDS if name in names]
     if own:
-        yield f"TensorFlow's own records are not listed: {listed(own)}"
+        yield f"records of TensorFlow itself: {listed(own)}"

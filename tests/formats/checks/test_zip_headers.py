@@ -11,7 +11,10 @@ from ckptool.files import ByteRange, MemorySource
 from ckptool.formats.checks.zip_headers import header_problems
 from tests.formats.zips import End, Entry, build
 
-OWN, BOTH = "torch's writer does not put there", "own header and the directory contradict"
+OWN, BOTH = (
+    "its directory entry has numbers that torch does not write",
+    "its own header contradicts the directory",
+)
 CENTRAL = {
     "made by": (4, OWN), "needed": (6, BOTH), "flags": (8, BOTH), "method": (10, BOTH),
     "time": (12, BOTH), "date": (14, BOTH), "disk": (34, "disk 1"), "internal": (36, OWN),
@@ -78,7 +81,7 @@ def test_padding_and_descriptors(saved):
     assert [found.text for found in problems(padded)] == ["the padding before its bytes is damaged"]
     mark = bytearray(saved)
     mark[saved.index(b"FB", start)] ^= 1
-    assert "extra field that torch's writer does not make" in problems(mark)[0].text
+    assert "it has an extra field that torch does not write" in problems(mark)[0].text
     longer = bytearray(saved)
     longer[saved.index(b"FB", start) + 2] += 1
     assert "the extra field of its own header is damaged" in problems(longer)[0].text

@@ -93,7 +93,7 @@ def test_a_list_reads_the_index_alone(folder):
         shard.write_bytes(b"")
     assert ckptool.list_tensors(folder).to_dict() == before
     with pytest.raises(
-        UnreadableFile, match=r"'model.weight': an item of the index: 1,\d+ bytes are wanted"
+        UnreadableFile, match=r"'model\.weight': an item of the index: cannot read 1,\\d+ bytes at"
     ):
         ckptool.load(folder)
 
@@ -278,7 +278,7 @@ def test_tensors_that_megatron_has_reshaped_are_named_and_left_out(folder):
     assert list(ckptool.load(folder)["model"]) == ["bias"]
     made.mcore_data = 5
     (folder / ".metadata").write_bytes(pickle.dumps(made))
-    with pytest.raises(CorruptFile, match="breaks a rule"):
+    with pytest.raises(CorruptFile, match="does not follow the format of DCP"):
         ckptool.open(folder)
 
 
@@ -292,7 +292,7 @@ def test_ranks_without_a_common_index_are_all_wanted(fixtures, tmp_path):
     folder = Path(shutil.copytree(fixtures / "dcp" / "alone-2.13.0", tmp_path / "alone"))
     assert ckptool.load(folder)["both"].tolist() == torch.arange(35.0).view(7, 5).tolist()
     (folder / "__2.metadata").unlink()
-    with pytest.raises(FileMissing, match="file of rank 2 of 4: __2"):
+    with pytest.raises(FileMissing, match=r"the file of rank 2 of 4 is missing: __2\.metadata"):
         ckptool.load(folder)
 
 
@@ -324,7 +324,9 @@ def test_zeros_that_are_packed_into_nothing_are_read_and_a_bomb_is_not(tmp_path)
 
     zeros = torch.zeros(2048, 2048)
     assert torch.equal(ckptool.load(saved("zeros", w=zeros))["w"], zeros)
-    with pytest.raises(LimitExceeded, match="times as many"):
+    with pytest.raises(
+        LimitExceeded, match="'text': 1,013 bytes inflate to more than 1,100 times their size"
+    ):
         ckptool.load(saved("value", text="a" * (16 << 20)))
 
 

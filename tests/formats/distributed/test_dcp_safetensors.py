@@ -102,11 +102,14 @@ def with_part(change, *offsets):
     return fault
 
 
-BEGINS, DIFFER = "where its part of 'both' begins", "differ in its dtype or dimensions"
+BEGINS, DIFFER = (
+    "where its part of 'both' begins",
+    "tensor 'both': its dtype or dimensions differ between files",
+)
 FAULTS = {
     "parts that overlap": ("chunks at .* overlap", placed({"saved_offsets": [3, 3]})),
     "a part that is missing": (
-        r"2 of the 35 elements are in no chunk", with_part(lambda both: both[1:].clone(), 5, 3)
+        r"2 of 35 elements are in no chunk", with_part(lambda both: both[1:].clone(), 5, 3)
     ),
     "other dimensions": (DIFFER, with_part(lambda _: torch.ones(6), 0)),
     "another type": (DIFFER, with_part(lambda both: both.double())),
@@ -118,7 +121,7 @@ FAULTS = {
     "a list in the place of all": ("where its part of", lambda _, __: "[1]"),
     "no JSON": ("DCP_SHARDING_INFO is not JSON", lambda _, __: "{both"),
     "JSON without end": ("nested too deeply", lambda _, __: "[" * 100_000),
-    "a name twice": ("names 'both' twice", lambda _, __: '{"both": 1, "both": 2}'),
+    "a name twice": ("has the key 'both' twice", lambda _, __: '{"both": 1, "both": 2}'),
 }  # fmt: skip
 
 
@@ -141,5 +144,5 @@ def test_files_that_all_ranks_lack_are_missed(folder):
 
 def test_another_file_under_the_name_of_a_part_is_refused(folder):
     torch.save({"both": torch.ones(3, 2)}, folder / NAME.format(rank=4, file=1))
-    with pytest.raises(UnsupportedFormat, match="is torch-zip, where a file of safetensors"):
+    with pytest.raises(UnsupportedFormat, match="is torch-zip, expected safetensors"):
         ckptool.open(folder)

@@ -105,18 +105,20 @@ def test_datasets_that_lie_in_other_files_are_refused(made, tmp_path):
     (tmp_path / "raw").write_bytes(bytes(80))
     outside = [(str(tmp_path / "raw"), 0, 80)]
     path = made(lambda file: file.create_dataset("w", (10,), "f8", external=outside))
-    with pytest.raises(UnsupportedFormat, match="'w' lies in another file"):
+    with pytest.raises(UnsupportedFormat, match="'w' is in another file"):
         open_checkpoint(path)
     layout = h5py.VirtualLayout((3,), "f8")
     layout[:] = h5py.VirtualSource(str(tmp_path / "other.h5"), "secret", (3,))
     path = made(lambda file: file.create_virtual_dataset("w", layout))
-    with pytest.raises(UnsupportedFormat, match="'w' lies in another file"):
+    with pytest.raises(UnsupportedFormat, match="'w' is in another file"):
         open_checkpoint(path)
 
 
 def test_a_dataset_of_which_nothing_is_stored(made):
     path = made(lambda file: file.create_dataset("w", (1 << 40,), "f4", chunks=(1 << 20,)))
-    with pytest.raises(LimitExceeded, match="which 0 in the file stand for"):
+    with pytest.raises(
+        LimitExceeded, match="'w' has 4,398,046,511,104 bytes, but only 0 in the file"
+    ):
         open_checkpoint(path)
 
 
@@ -126,7 +128,9 @@ def test_many_groups_and_long_names_cost_little(made):
             file = file.create_group(f"{'g' * 100}{number}")
 
     path = made(fill)
-    with pytest.raises(LimitExceeded, match="10 are allowed"):
+    with pytest.raises(
+        LimitExceeded, match="has 11 datasets and groups, more than the limit of 10"
+    ):
         open_checkpoint(path, limits=Limits(max_records=500))
     with pytest.raises(LimitExceeded, match="names of its datasets"):
         open_checkpoint(path, limits=Limits(max_header_bytes=10_000))

@@ -132,7 +132,7 @@ def test_a_note_with_the_path_of_another_machine(tensorflow):
     assert names_of(tensorflow / "run")[0].endswith("run/ckpt-1.index")
     (tensorflow / "run/checkpoint").write_text(note.replace("ckpt-1", "ckpt-9"))
     with pytest.raises(
-        FileMissing, match=r"run: lacks ckpt-9.index, the latest by its file"
+        FileMissing, match=r"run: lacks ckpt-9\.index, the latest checkpoint in its file"
     ) as info:
         open_checkpoint(tensorflow / "run")
     assert info.value.hint == "copy it too, or give another by its name"
@@ -249,7 +249,7 @@ def test_a_text_with_another_checksum(tensorflow):
     data.write_bytes(data.read_bytes().replace(b"Gr\xc3", b"gr\xc3"))
     with (
         open_checkpoint(tensorflow / "types/types.ckpt") as checkpoint,
-        pytest.raises(CorruptFile, match=r"variable 'text' has other bytes than were written"),
+        pytest.raises(CorruptFile, match=r"variable 'text' is damaged \(checksum mismatch\)"),
     ):
         checkpoint.with_late_values()
 
@@ -257,7 +257,9 @@ def test_a_text_with_another_checksum(tensorflow):
 def test_data_that_is_not_there(tensorflow):
     data = tensorflow / "v1/model.ckpt-1.data-00001-of-00002"
     data.write_bytes(data.read_bytes()[:-1])
-    with pytest.raises(TruncatedFile, match=r"00001-of-00002: .* 1 bytes are missing"):
+    with pytest.raises(
+        TruncatedFile, match=r"cannot read 8 bytes at offset 80: the file ends at 87, 1 bytes too"
+    ):
         open_checkpoint(tensorflow / "v1")
     data.unlink()
     with pytest.raises(FileMissing, match=r"lacks its data file model.ckpt-1.data-00001-of-00002"):
@@ -290,7 +292,7 @@ def test_a_cut_index(written):
 
 ENDLESS = b"\xff" * 11
 WRONG = {
-    "a number in the index has no end": entry_of(more=b"\x38" + ENDLESS),
+    "a number in the index does not end": entry_of(more=b"\x38" + ENDLESS),
     "a message in the index ends within a field": entry_of(more=b"\x3a\x7f"),
     "a field of wire type 3": entry_of(more=b"\x3b"),
     "field 5 of a message in the index is not a number": entry_of(more=field(5, b"8")),
@@ -313,19 +315,23 @@ def test_an_entry_that_lies(written):
 
 def test_more_fields_than_an_index_needs(written):
     for more in (b"\x3a\0" * 65_537, b"".join(field(number, 1) for number in range(99, 65_700))):
-        with pytest.raises(LimitExceeded, match="65,536 are allowed"):
+        with pytest.raises(
+            LimitExceeded, match="a message in the index has 65,537 fields, more than the limit of"
+        ):
             open_checkpoint(written({b"a": entry_of(more=more)}))
 
 
 def test_no_texts_of_a_huge_shape(written):
     with open_checkpoint(written({b"a": entry_of(7, (1 << 60, 0), size=4)}, bytes(4))) as one:
         assert one["a"].find  # its CRC-32C is not that of nothing
-        with pytest.raises(CorruptFile, match="other bytes than were written"):
+        with pytest.raises(CorruptFile, match=r"variable 'a' is damaged \(checksum mismatch\)"):
             one.with_late_values()
 
 
 def test_more_dimensions_than_torch_has(written):
-    with pytest.raises(LimitExceeded, match="65 dimensions; 64 are allowed"):
+    with pytest.raises(
+        LimitExceeded, match="variable 'a' has 65 dimensions, more than the limit of 64"
+    ):
         open_checkpoint(written({b"a": entry_of(shape=(1,) * 65, size=4)}))
 
 
@@ -340,7 +346,7 @@ def sliced(*extents):
 def test_parts_that_do_not_cover_a_variable(written):
     with open_checkpoint(written(sliced(0, 1))) as checkpoint:
         assert checkpoint["a"].read() == b"12341234"
-    with pytest.raises(CorruptFile, match=r"variable 'a': 1 of the 2 elements are in no chunk"):
+    with pytest.raises(CorruptFile, match=r"variable 'a': 1 of 2 elements are in no chunk"):
         open_checkpoint(written(sliced(0)))
     with pytest.raises(CorruptFile, match=r"variable 'a': .* lies outside"):
         open_checkpoint(written(sliced(0, 2)))
@@ -352,7 +358,9 @@ def test_parts_that_do_not_cover_a_variable(written):
 def test_texts_that_lie(written):
     for shape, raw in (((1 << 60,), b"12345678"), ((2,), b"\1\x099876ab"), ((2,), ENDLESS[:8])):
         with open_checkpoint(written({b"a": entry_of(7, shape)}, raw)) as checkpoint:
-            with pytest.raises(CorruptFile, match=r"other texts than its lengths say|no end"):
+            with pytest.raises(
+                CorruptFile, match=r"strings that do not match their lengths|does not end"
+            ):
                 checkpoint.with_late_values()
             assert main(["verify", checkpoint.path]) == 1
 
@@ -367,11 +375,11 @@ def refused(written, table, words, error=CorruptFile, limits=None):
 
 def test_blocks_that_lie(written):
     fine = stored(block_of([(b"", field(1, 1)), (b"a", entry_of())]))
-    refused(written, table_of([fine], [varint(0) + varint(1 << 40)]), "lies outside of the index")
-    refused(written, table_of([fine], [varint(1 << 62) + varint(1)]), "lies outside of the index")
+    refused(written, table_of([fine], [varint(0) + varint(1 << 40)]), "is outside the index")
+    refused(written, table_of([fine], [varint(1 << 62) + varint(1)]), "is outside the index")
     place = varint(0) + varint(len(fine) - 5)
-    refused(written, table_of([fine], [place, place]), "lies outside of the index")
-    refused(written, table_of([fine], [ENDLESS]), "a number in the index has no end")
+    refused(written, table_of([fine], [place, place]), "is outside the index")
+    refused(written, table_of([fine], [ENDLESS]), "a number in the index does not end")
     refused(written, table_of([fine, fine]), "the keys of the index are out of order")
     refused(
         written, table_of([fine[:-1] + b"!"]), "the block at 0 .* other bytes than were written"
