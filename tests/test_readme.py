@@ -40,7 +40,7 @@ SHOWN = {
     "cast": r"lose precision",
     "average": r"the mean of 2 files|on the arc from the first",
     "compact": r"saves [1-9]",
-    "recover": r"no edit of it was cut short",
+    "recover": r"nothing to recover",
     "train": r"Trained to step",
 }
 """What the output of each command shows, which is what the README promises of it."""

@@ -134,7 +134,7 @@ def referred(text: str) -> Any:
         stem = os.path.basename(text).removesuffix(".py")
         raise UsageError(f"{printable(text)} is a Python script", hint=f"{stem}:factory; {HINT}")
     if not is_file:
-        raise FileMissing("there is no such file", file=text, hint=_FORMS)
+        raise FileMissing("no such file", file=text, hint=_FORMS)
     return text
 
 

@@ -328,7 +328,7 @@ def _new_file(destination: str, output: str | None, in_place: bool) -> str:
         )
     if os.path.lexists(destination):
         raise UsageError(
-            f"the file to write, {destination}, exists already",
+            f"the file to write, {destination}, already exists",
             hint=f"-o {destination} --force overwrites it; a command changes one file",
         )
     return destination

@@ -115,7 +115,7 @@ def refuse_cut_short(path: str) -> None:
         WriteError: there is a journal.
     """
     if os.path.lexists(journal_path(path)):
-        hint = f"undo it with: ckptool recover {shell(path)}"
+        hint = f"ckptool recover {shell(path)}"
         raise WriteError("an in-place edit was interrupted", file=path, hint=hint)
 
 
@@ -168,7 +168,7 @@ def unusable(
     file: str | None = None,
 ) -> CorruptFile:
     """Return the error for a journal of `target` that is not followed; `file`: what is at fault."""
-    hint = f"discard the journal: ckptool recover --discard {shell(target)}"
+    hint = f"ckptool recover --discard {shell(target)}"
     return CorruptFile(text, file=file or target, hint=hint)
 
 

@@ -98,7 +98,7 @@ def recover_before_writing(path: str | os.PathLike[str]) -> None:
         raise WriteError(
             "an edit was interrupted, and the edited file is gone",
             file=path,
-            hint=f"discard the journal: ckptool recover --discard {shell(path)}",
+            hint=f"ckptool recover --discard {shell(path)}",
         ) from error
     if done.action != "nothing":
         warn(f"{done.path}: {done.text}")

@@ -210,7 +210,7 @@ def only_writer(target: str, path: str) -> AbstractContextManager[bool]:
     return lock_file(
         temporary_name(target, LOCK),
         lambda pid: FileBusy(
-            f"{who(pid)} is writing it and its files",
+            f"is being written with its files by {who(pid)}",
             file=path,
             hint="try again when it has finished",
         ),

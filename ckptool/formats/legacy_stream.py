@@ -73,7 +73,7 @@ class SourceTexts:
 
     def left_behind(self) -> tuple[str, ...]:
         """Return a sentence for the user, if there is anything to say."""
-        known = f"the file contains the source code of {listed(self.names, 5)}"
+        known = f"the source code of {listed(self.names, 5)} (not read)"
         return (known,) if self.names else ()
 
 

@@ -133,7 +133,7 @@ def examine(
         except CheckpointError as error:
             look.blame(error)
         except PermissionError as error:
-            raise FileDenied("the system does not let us read it", file=path) from error
+            raise FileDenied("permission denied", file=path) from error
     return replace(look.verdict, file=without_query(look.verdict.file)), look.hashed
 
 

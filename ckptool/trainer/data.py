@@ -453,7 +453,7 @@ def read_table(path: str) -> tuple[tuple[str, ...], torch.Tensor]:
     except UnicodeDecodeError as error:
         raise TrainingError("is not UTF-8", file=path, hint="save it as UTF-8") from error
     except FileNotFoundError as error:
-        raise FileMissing("there is no such file", file=path) from error
+        raise FileMissing("no such file", file=path) from error
     except OSError as error:
         raise FileDenied(f"cannot be read: {error.strerror or error}", file=path) from error
 

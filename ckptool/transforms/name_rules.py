@@ -211,7 +211,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         with open(path, encoding="utf-8-sig") as file:
             return file.read()
     except FileNotFoundError as error:
-        raise FileMissing("there is no such file", file=path) from error
+        raise FileMissing("no such file", file=path) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"is not UTF-8 text ({error.reason})", file=path) from error
     except OSError as error:

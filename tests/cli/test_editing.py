@@ -275,7 +275,7 @@ def test_a_second_file_is_written_where_there_is_none_yet(ckptool, model, tmp_pa
     for more in ([], ["--force"]):
         done = ckptool(*verb, model, target, *more)
         assert done.code == 2
-        assert "exists already" in done.err
+        assert "already exists" in done.err
         assert f"-o {target} --force" in done.err
     for more in (["--in-place"], ["-o", tmp_path / "other.pth"]):
         assert ckptool(*verb, model, tmp_path / "new.pth", *more).code == 2
@@ -563,7 +563,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(ckptool, model):
         (["--rename", "(=>x"], "'(' is not a regular expression: "),
         (["--rename", r"a=>\1"], "invalid group reference 1"),
         (["--prefix", "module"], "'module' is not a rule OLD=NEW"),
-        (["--rename-file", "nowhere.txt"], "nowhere.txt: there is no such file"),
+        (["--rename-file", "nowhere.txt"], "nowhere.txt: no such file"),
         (["--rename", ".*=>"], "nothing would be left of the name 'module.conv1.weight'"),
         (
             ["--rename", "weight|bias=>w"],

@@ -172,7 +172,7 @@ def test_keys_of_a_folder_of_dcp_are_dropped_in_its_index(ckptool, fixtures, tmp
     assert "would lose something in place" in ckptool(*words).err
     done = ckptool(*words, "--force")
     assert done.code == 0, done.err
-    assert "bytes that the index names no more stay in the folder" in done.err
+    assert "unused bytes stay in the folder" in done.err
     assert {path.name: path.read_bytes() for path in run.glob("*.distcp")} == items
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

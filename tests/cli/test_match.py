@@ -333,7 +333,7 @@ def test_what_is_proposed_is_enough(ckptool, tmp_path):
 def test_what_is_not_there_is_an_error(ckptool, folder, words):
     done = ckptool("match", *words)
     assert (done.code, done.out) == (2, "")
-    assert "there is no such file" in done.err
+    assert "no such file" in done.err
     assert ckptool("match", "ref.pth").code == 2
 
 

@@ -32,12 +32,13 @@ def test_it_rolls_back_and_says_so(ckptool, cut):
     done = ckptool("recover", model)
     assert (done.code, done.out) == (0, "")
     assert done.err == (
-        f"{model}: rolled back to its {len(old):,} bytes from before an edit of process "
-        f"{os.getpid()} that was cut short\n"
+        f"{model}: rolled back to its {len(old):,} bytes from before the interrupted edit of "
+        "process "
+        f"{os.getpid()}\n"
     )
     assert clean(model, old)
     done = ckptool("recover", model)
-    assert (done.code, done.err) == (0, f"{model}: no edit of it was cut short\n")
+    assert (done.code, done.err) == (0, f"{model}: nothing to recover\n")
 
 
 def test_as_json_and_quiet(ckptool, cut):
@@ -48,8 +49,9 @@ def test_as_json_and_quiet(ckptool, cut):
         "schema": "ckptool.recover/1",
         "file": str(model),
         "action": "rolled-back",
-        "text": f"rolled back to its {len(old):,} bytes from before an edit of process "
-        f"{os.getpid()} that was cut short",
+        "text": f"rolled back to its {len(old):,} bytes from before the interrupted edit of "
+        "process "
+        f"{os.getpid()}",
     }
 
 
@@ -96,7 +98,7 @@ def test_another_file_in_its_place_is_an_error_and_stays(ckptool, cut, verb):
     model.write_bytes(NEW * 50)
     done = ckptool(verb, model)
     assert done.code == 2
-    assert f"{model}: the journal beside it is for other content" in done.err
+    assert f"{model}: the journal next to it belongs to other content" in done.err
     assert f"ckptool recover --discard {model}" in done.err
     assert model.read_bytes() == NEW * 50
     done = ckptool("recover", "--discard", "--json", model)
@@ -112,7 +114,7 @@ def test_a_damaged_journal(ckptool, cut):
         file.write(b"{}")
     done = ckptool("recover", model)
     assert done.code == 2
-    assert "the journal of an edit cannot be used" in done.err
+    assert "the journal of an in-place edit cannot be used" in done.err
     assert ckptool("recover", "--discard", model).code == 0
     assert clean(model, before)
 
@@ -120,4 +122,4 @@ def test_a_damaged_journal(ckptool, cut):
 def test_no_such_file(ckptool, tmp_path):
     done = ckptool("recover", tmp_path / "nothing.pth")
     assert done.code == 2
-    assert "nothing.pth: there is no such file" in done.err
+    assert "nothing.pth: no such file" in done.err

@@ -49,7 +49,7 @@ def test_an_existing_page_needs_force(ckptool, model, tmp_path):
     target.write_text("mine")
     done = ckptool("report", model, "-o", target, "--no-values")
     assert done.code == 2
-    assert "exists already" in done.err
+    assert "already exists" in done.err
     assert "--force" in done.err
     assert target.read_text() == "mine"
     assert ckptool("report", model, "-o", target, "--no-values", "--force").code == 0

@@ -39,7 +39,7 @@ def test_a_truncated_file_is_no_interruption(failing):
     # TruncatedFile is an EOFError, which click would take for Ctrl-D.
     done = failing(TruncatedFile("ends too early"))
     assert done.code == 2
-    assert done.err == "ckptool: ends too early\nhint: save, copy or download it again\n"
+    assert done.err == "ckptool: ends too early\nhint: save, copy or download the file again\n"
 
 
 def test_any_error_is_a_sentence_and_no_traceback(failing):

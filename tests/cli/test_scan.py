@@ -52,7 +52,7 @@ def test_a_folder_and_a_pattern_and_what_is_missing(ckptool, tmp_path):
     assert done.out == f"{tmp_path / 'a.pth'}: data (1 pickle)\n"
     done = ckptool("scan", tmp_path / "no.pth", tmp_path)
     assert done.code == 2
-    assert "there is no such file" in done.err
+    assert "no such file" in done.err
     assert "1 runs" in done.out
 
 

@@ -26,8 +26,8 @@ SERIAL = {
 
 BUSY = "FileBusy: "
 MEANWHILE = (
-    "changed while it was read", "taken its place meanwhile", "has been removed meanwhile",
-    "exists already", "is being written anew",
+    "changed while it was read", "was replaced during the edit", "has been removed meanwhile",
+    "already exists", "is being rewritten",
 )  # fmt: skip
 """What is said of something that the other did and finished."""
 
@@ -106,7 +106,7 @@ def test_a_reader_beside_a_writer(before, writer, reader, folder, light):
         assert not meeting.first, meeting
         assert "1" in meeting.states, meeting
     for meeting in light(meetings, before, reader, writer, folder):
-        anew = meeting.first.endswith("is being written anew, shards and all")
+        anew = meeting.first.endswith("is being rewritten with all its shards")
         assert meeting.first in (old, new) or anew, meeting
         assert not meeting.second, meeting
 
@@ -184,7 +184,7 @@ def test_two_that_write_one_set_of_shards(model, ckptool):
         second = ckptool(*command, "--force")
         listed = ckptool("list", index)
     assert (second.code, listed.code) == (2, 2)
-    assert f"{index}: is being written, with its files, by process {first.pid}\n" in second.err
+    assert f"{index}: is being written with its files by process {first.pid}\n" in second.err
     assert f"by process {first.pid}\n" in listed.err
     assert ckptool("list", index).code == 0
     assert not [name for name in os.listdir(model.parent) if name.startswith(".")]

@@ -49,7 +49,7 @@ def test_several_files_a_line_each_and_one_for_all(ckptool, model, damaged, tmp_
 def test_errors_are_told_and_the_others_looked_at_all_the_same(ckptool, model, damaged, tmp_path):
     done = ckptool("verify", tmp_path / "nothing.pth", damaged, model)
     assert done.code == 2
-    assert done.err == f"ckptool: {tmp_path / 'nothing.pth'}: there is no such file\n"
+    assert done.err == f"ckptool: {tmp_path / 'nothing.pth'}: no such file\n"
     assert done.out.splitlines()[-1] == "3 files: 1 fine, 1 with 1 problem, 1 not read"
 
 
@@ -61,7 +61,7 @@ def test_a_file_that_may_not_be_read_keeps_no_other_from_being_looked_at(
     forbidden(secret)
     done = ckptool("verify", secret, model)
     assert done.code == 2
-    assert f"{secret}: the system does not let us read it" in done.err
+    assert f"{secret}: permission denied" in done.err
     assert done.out.startswith(f"{model}: fine")
     assert done.out.splitlines()[-1] == "2 files: 1 fine, 1 not read"
 
@@ -81,7 +81,7 @@ def test_notes_go_to_stderr(ckptool, fixtures):
     done = ckptool("verify", path)
     assert (done.code, len(done.out.splitlines())) == (0, 1)
     assert done.err == (
-        f"note: {path}: record 'data/99' is not referred to by the pickle\n"
+        f"note: {path}: record 'data/99' is not used by the pickle\n"
         f"note: {path}: record 'notes.txt' is not part of a checkpoint\n"
     )
     assert ckptool("verify", "-q", path).err == ""

@@ -213,7 +213,7 @@ def test_constants_without_a_value_are_counted(tmp_path):
     path = optimized(tmp_path)
     with pytest.raises(RuntimeError):
         torch.jit.load(path)
-    assert any(note.startswith("2 weights: used by its code") for note in summary(path).notes)
+    assert any(note.startswith("2 weights: its code uses") for note in summary(path).notes)
 
 
 def test_only_the_weights_that_go_with_objects_are_counted():

@@ -194,9 +194,7 @@ def test_reading_outside_of_what_is_joined_is_an_error_and_its_name_is_that_of_t
     data = joined([ByteRange(SOURCE, 0, 4), ByteRange(SOURCE, 100, 6)])
     assert data.source.name == "model.pth"
     for offset, length in ((-1, 2), (0, -1), (9, 2)):
-        with pytest.raises(
-            TruncatedFile, match=r"cannot read 2 bytes at offset -1: the file has 10"
-        ):
+        with pytest.raises(TruncatedFile, match=r"the file has 10"):
             data.source.read(offset, length)
 
 

@@ -107,7 +107,7 @@ def test_a_link_is_followed(path, tmp_path):
 
 @pytest.mark.parametrize("patch", [Patch(1, b"x"), Patch(len(OLD) + 1, b"x"), Patch(0, OLD + b"x")])
 def test_a_patch_that_does_not_fit(path, patch):
-    with pytest.raises(WriteError, match="cannot put .* bytes at .* of a file of 5,000 bytes"):
+    with pytest.raises(WriteError, match=r"cannot put .* bytes at .* of a file of 5,000 bytes"):
         apply(path, patch)
     assert recovered(path) == OLD
 

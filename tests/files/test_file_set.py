@@ -253,7 +253,7 @@ def test_more_or_fewer_bytes_than_announced(old):
     for change in (-1, 1):
         sizes = {str(old / name): len(data) for name, data in NEW.items()}
         sizes[str(old / "model-2.bin")] += change
-        with pytest.raises(WriteError, match="wrote more than the expected 4 bytes") as caught:
+        with pytest.raises(WriteError, match="expected") as caught:
             write(old, NEW, sizes, overwrite=True)
         assert caught.value.file == str(old / "model-2.bin")
         assert content(old) == OLD, change
@@ -451,7 +451,7 @@ def test_the_second_writer_is_refused(old):
     sizes = {str(old / name): len(data) for name, data in NEW.items()}
     with atomic_set(old / INDEX, sizes, overwrite=True) as output_of:
         with pytest.raises(
-            FileBusy, match=f"(?m)by process {os.getpid()}, which is this one$"
+            FileBusy, match=rf"process {os.getpid()} \(this one\)$"
         ) as caught:
             write(old, FEWER, overwrite=True)
         assert caught.value.file == str(old / INDEX)

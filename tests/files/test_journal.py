@@ -112,7 +112,7 @@ def test_a_journal_that_cannot_be_read(target, monkeypatch):
         read_journal(target)
 
     def refuse(path):
-        raise FileDenied("the system does not let us read it", file=path)
+        raise FileDenied("permission denied", file=path)
 
     monkeypatch.setattr(journals, "FileSource", refuse)
     with pytest.raises(FileDenied, match="ckptool-journal"):

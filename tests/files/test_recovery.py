@@ -84,7 +84,8 @@ def test_an_edit_that_broke_off_is_rolled_back(path, patch):
     for done in (1, 511, 512, 513, 700, 1499):
         edit = begun(path, patch, cut_at(patch, done))
         said = (
-            f"model.pth: rolled back to its 5,000 bytes from before an edit of process {edit.pid} "
+            "model.pth: rolled back to its 5,000 bytes from before the interrupted edit "
+            f"of process {edit.pid} "
         )
         with pytest.warns(CheckpointWarning, match=said + "that was cut short") as caught:
             source = open_source(path)
@@ -106,7 +107,7 @@ def test_an_edit_that_had_not_begun(path, patch):
 @pytest.mark.parametrize("patch", BOTH)
 def test_an_edit_that_was_all_there_is_kept(path, patch):
     edit = begun(path, patch, edited(patch))
-    said = f"the edit of process {edit.pid} that was cut short is all there"
+    said = f"kept the interrupted edit of process {edit.pid}, which was complete"
     with pytest.warns(CheckpointWarning, match=said):
         open_source(path).close()
     assert (content(path), beside(path)) == (edited(patch), [])
@@ -262,7 +263,7 @@ def test_a_copy_of_a_cut_edit_is_rolled_back_where_that_is_asked_for(path, patch
     for attempt in (open_source, recover):
         with pytest.raises(CorruptFile, match="copied or moved") as caught:
             attempt(path)
-        assert caught.value.hint == f"roll the copy back: ckptool recover --force {path}"
+        assert caught.value.hint == f"roll back this copy: ckptool recover --force {path}"
     with open(path, "rb") as file:
         assert file.read() == cut
     assert recover(path, force=True).action == "rolled-back"
@@ -405,8 +406,11 @@ def refused(request, monkeypatch):
 def test_what_cannot_be_undone_reads_as_it_was_before(path, patch):
     state = cut_at(patch, 700)
     edit = begun(path, patch, state)
-    said = f"model.pth: read as its 5,000 bytes from before an edit of process {edit.pid} "
-    with pytest.warns(CheckpointWarning, match=said + "that was cut short and cannot be undone"):
+    said = (
+        "model.pth: reading its 5,000 bytes from before the interrupted edit of process "
+        f"{edit.pid} "
+    )
+    with pytest.warns(CheckpointWarning, match=said + ", which cannot be restored here"):
         source = open_source(path)
     assert source.size == SIZE
     assert source.read(0, SIZE) == OLD
@@ -425,7 +429,7 @@ def test_what_cannot_be_undone_reads_as_it_was_before(path, patch):
 @pytest.mark.parametrize("patch", BOTH)
 def test_copies_by_the_kernel_and_by_pickle_see_the_same(path, patch, tmp_path):
     begun(path, patch, cut_at(patch, 700))
-    with pytest.warns(CheckpointWarning, match="cannot be undone"):
+    with pytest.warns(CheckpointWarning, match="cannot be restored"):
         source = open_source(path)
     for other in (source, copy.copy(source), pickle.loads(pickle.dumps(source))):
         with open(tmp_path / "copy", "wb", buffering=0) as file:

@@ -85,17 +85,17 @@ def is_a(error, kind, *words):
 def test_an_empty_file(content):
     error = content(b"")
     assert is_a(error, TruncatedFile, "empty")
-    assert "again" in error.hint
+    assert "repeat it" in error.hint
 
 
 @pytest.mark.parametrize("head", [b"P", b"PK\x03", b"GG", b"\x89HD"])
 def test_a_file_cut_in_its_mark(content, head):
-    assert is_a(content(head), TruncatedFile, f"cut off after {len(head)} byte")
+    assert is_a(content(head), TruncatedFile, f"truncated after {len(head)} byte")
 
 
 def test_zeros(content):
-    assert is_a(content(bytes(3000)), NotACheckpoint, "begins with zero bytes")
-    assert is_a(content(bytes(3000) + b"x"), NotACheckpoint, "begins with zero bytes")
+    assert is_a(content(bytes(3000)), NotACheckpoint, "begins with zeros")
+    assert is_a(content(bytes(3000) + b"x"), NotACheckpoint, "begins with zeros")
 
 
 def test_bytes_of_no_known_kind(content):
@@ -115,7 +115,7 @@ size 87064576
 
 def test_a_git_lfs_pointer(content):
     error = content(POINTER, "my model.pth")
-    assert is_a(error, NotACheckpoint, "git-lfs pointer", "(the real one has 83.0 MiB)")
+    assert is_a(error, NotACheckpoint, "git-lfs pointer", "(the real file has 83.0 MiB)")
     assert "lfs pull --include '**/my model.pth'" in error.hint
     assert is_a(content(POINTER.replace("size 87064576", "")), NotACheckpoint, "git-lfs pointer")
     assert "'**/a?1???.pth'" in content(POINTER, "a[1],*.pth").hint
@@ -147,18 +147,18 @@ def test_a_text(content):
         ("<html>" + "<title" * 10_000, "an HTML page"),
         (
             "<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
-            "a server's error answer: 'AccessDenied'",
+            "an error message of a server: 'AccessDenied'",
         ),
         ("<svg>", "an XML document"),
-        ('{"error": "Repository not found"}', "error answer: 'Repository not found'"),
+        ('{"error": "Repository not found"}', "error message of a server: 'Repository not found'"),
         ('{"message": "Bad credentials"}', "error answer: 'Bad credentials'"),
         ('{"error": {"code": 404}}', "error answer"),
         ('{"architectures": ["Bert"], "hidden_size": 768}', "a model's configuration"),
         ('{"b": 1, "a": 2}', "keys 'b', 'a'"),
         ("[1, 2]", "a JSON document"),
-        ("{" * 5000, "begins like JSON and is not JSON"),
-        ("[" * 200_000, "begins like JSON and is not JSON"),
-        ("[" + "1" * 5000 + "]", "begins like JSON and is not JSON"),
+        ("{" * 5000, "begins like JSON but is not JSON"),
+        ("[" * 200_000, "begins like JSON but is not JSON"),
+        ("[" + "1" * 5000 + "]", "begins like JSON but is not JSON"),
         ("outs:\n- md5: 6ae\n  size: 3\n  path: model.pth\n", "a DVC pointer"),
         ("import torch\n", "a Python script"),
         ("#!/usr/bin/env python\n", "a Python script"),
@@ -180,15 +180,15 @@ def test_a_page_in_other_encodings(content):
 
 def test_an_index_of_shards_is_no_shard(content):
     error = content(json.dumps({"metadata": {}, "weight_map": {"a": "b.bin"}}), "x.index.json")
-    assert is_a(error, NotACheckpoint, "an index of shards, where a shard should be")
+    assert is_a(error, NotACheckpoint, "an index of shards in place of a shard")
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ('model_checkpoint_path: "model.ckpt-3"\n', "TensorFlow"),
-        ("global_step1000", "latest is 'global_step1000'"),
-        ("1000\n", "latest is '1000'"),
+        ("global_step1000", "latest step ('global_step1000')"),
+        ("1000\n", "latest step ('1000')"),
     ],
 )
 def test_a_note_that_belongs_to_a_checkpoint(content, text, words):
@@ -249,13 +249,13 @@ def test_a_log_as_tensorboard_writes_it(tmp_path):
 def test_the_parts_of_a_tensorflow_checkpoint(content, tmp_path):
     table = bytes(range(128, 228)) + bytes.fromhex("57fb808b247547db")
     error = content(b"\0\0" + table, "model")
-    words = "a TensorFlow checkpoint of version 1", "or an index under another name"
+    words = "a TensorFlow version 1 checkpoint", "or an index with another name"
     assert is_a(error, UnsupportedFormat, *words)
     noise = bytes(range(128, 256)) * 4
     error = content(noise, "other.data-00000-of-00001")
-    words = "the data of a TensorFlow checkpoint whose index is missing or cut off"
+    words = "the data of a TensorFlow checkpoint with a missing or truncated index"
     assert is_a(error, UnsupportedFormat, words)
-    assert error.hint == "copy other.index too"
+    assert error.hint == "copy other.index as well"
     (tmp_path / "m.index").touch()
     error = content(b"\x0a\x86\x08\x12\xdf" + noise, "m.meta")
     assert is_a(error, UnsupportedFormat, "the graph of a TensorFlow checkpoint")
@@ -280,7 +280,7 @@ def test_protocol_buffers(content):
 ARCHIVES = {
     "a Keras model (.keras)": ["metadata.json", "config.json", "model.weights.npz"],
     "a torch.package archive": ["pkg/.data/extern_modules", "pkg/.data/version"],
-    "what a torch.save that failed has left: it holds no data.pkl": [
+    "the rest of a torch.save that failed: it has no data.pkl": [
         "m/version",
         "m/byteorder",
         "m/.data/serialization_id",
@@ -300,12 +300,12 @@ def test_other_zips_say_what_they_hold(content):
     error = content(images)
     assert is_a(error, NotACheckpoint, "'img/0.png'", "and 5 more")
     error = content(zipped(**{"readme.md": b"", "out/model.pth": b""}))
-    assert is_a(error, NotACheckpoint, "with a checkpoint in it")
+    assert is_a(error, NotACheckpoint, "with a checkpoint inside")
     assert " -d " in error.hint  # into a folder of its own, over nothing that is there
     assert error.hint.endswith(".unpacked/out/model.pth")
     error = content(zipped(**{"out/archive/data.pkl": b"", "out/archive/data/0": b""}))
     assert error.hint.endswith(".unpacked/out/archive")
-    assert is_a(content(zipped()), NotACheckpoint, "it holds nothing")
+    assert is_a(content(zipped()), NotACheckpoint, "other files: nothing")
     assert is_a(content(zipped(**{"\x1b[31m": b""})), NotACheckpoint, r"'\x1b[31m'")
 
 
@@ -319,15 +319,15 @@ def is_refused(path, data, kind, *words):
 def test_a_damaged_zip(tmp_path):
     whole = zipped(a=b"x" * 100)
     path = tmp_path / "model.pth"
-    assert is_refused(path, whole[:90], TruncatedFile, "its end, is missing")
-    assert is_refused(path, whole[:-40] + whole[-20:], TruncatedFile, "its end, is missing")
+    assert is_refused(path, whole[:90], TruncatedFile, "its end is missing")
+    assert is_refused(path, whole[:-40] + whole[-20:], TruncatedFile, "its end is missing")
     broken = whole.replace(b"PK\x01\x02", b"PK\x09\x02")
     assert is_refused(path, broken, CorruptFile, "the zip directory is damaged")
 
 
 def test_a_tar(content, tmp_path):
     error = content(tarred({"run/model.pth": b"x", "run/log": b""}))
-    assert is_a(error, NotACheckpoint, "a tar archive that holds 'run/model.pth', 'run/log'")
+    assert is_a(error, NotACheckpoint, "a tar archive with 'run/model.pth', 'run/log'")
     folder = f"{tmp_path}/model.pth.unpacked"
     unpacking = f"mkdir {folder} && tar -xf {tmp_path}/model.pth -C {folder}"
     assert error.hint == f"unpack it: {unpacking}"
@@ -336,15 +336,15 @@ def test_a_tar(content, tmp_path):
     weights = "./model_weights.ckpt"
     assert error.hint == f"{unpacking} {weights} && ckptool list {folder}/{weights}"
     cut = tarred({"a": b"x" * 9000}, mtime=0)[:5000]
-    words = "tar member 'a': 9,000 bytes are wanted", "4,512 bytes are missing"
+    words = "tar member 'a': cannot read 9,000 bytes", "4,512 bytes too early"
     assert is_refused(tmp_path / "cut", cut, TruncatedFile, *words)
 
 
 def test_a_link_of_composer_names_the_checkpoint(tmp_path):
     (tmp_path / "latest-rank0.pt.symlink").write_text("my run/ep0-ba10/ep0-ba10-rank0.pt")
-    with pytest.raises(UnsupportedFormat, match="a link by composer") as caught:
+    with pytest.raises(UnsupportedFormat, match="a link file of Composer") as caught:
         open_checkpoint(tmp_path / "latest-rank0.pt.symlink")
-    assert caught.value.hint == "open that one: ckptool list 'my run/ep0-ba10/ep0-ba10-rank0.pt'"
+    assert caught.value.hint == "open that file: ckptool list 'my run/ep0-ba10/ep0-ba10-rank0.pt'"
 
 
 # Folders
@@ -396,8 +396,8 @@ def test_a_pipeline_names_its_parts(folder, tmp_path):
         "unet/diffusion_pytorch_model.safetensors.index.json",
         "vae/diffusion_pytorch_model.bin",
     )
-    assert is_a(error, UnsupportedFormat, "parts with weights are 'text_encoder', 'unet', 'vae'")
-    assert error.hint == f"give one part: ckptool list '{tmp_path}/run 1/text_encoder'"
+    assert is_a(error, UnsupportedFormat, "with weights in 'text_encoder', 'unet', 'vae'")
+    assert error.hint == f"give one of them: ckptool list '{tmp_path}/run 1/text_encoder'"
 
 
 def test_the_hints_for_folders_are_commands(folder, tmp_path):
@@ -408,13 +408,13 @@ def test_the_hints_for_folders_are_commands(folder, tmp_path):
 
 def test_a_folder_whose_writing_was_stopped(folder):
     names = (f".model.safetensors.index.json.ckptool-{12 * '0'}-00001.part", ".m.ckptool-lock")
-    assert is_a(folder(*names), NotACheckpoint, "ckptool has begun to write, and not finished")
+    assert is_a(folder(*names), NotACheckpoint, "ckptool did not finish writing")
 
 
 def test_a_folder_that_holds_checkpoints(folder, tmp_path):
     path = tmp_path / "run 1"
     assert is_a(folder(), NotACheckpoint, "an empty folder")
-    assert is_a(folder("log.txt", "images/"), NotACheckpoint, "it holds 'images', 'log.txt'")
+    assert is_a(folder("log.txt", "images/"), NotACheckpoint, "it contains 'images', 'log.txt'")
     torch.save({}, path / "best.pth")
     error = folder()
     assert is_a(error, NotACheckpoint, "the checkpoint is 'best.pth' in it")
@@ -434,6 +434,6 @@ def test_what_a_failed_save_of_torch_s_leaves(tmp_path):
     given = torch.randn(3, dtype=torch.complex64)
     with pytest.raises(RuntimeError, match="view the same data as different types"):
         torch.save({"c": given, "r": torch.view_as_real(given)}, tmp_path / "f.pth")
-    with pytest.raises(TruncatedFile, match=r"torch\.save that failed has left") as caught:
+    with pytest.raises(TruncatedFile, match=r"rest of a torch\.save that failed") as caught:
         open_checkpoint(tmp_path / "f.pth")
     assert caught.value.hint.startswith("save it again")

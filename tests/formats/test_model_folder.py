@@ -80,7 +80,7 @@ def test_the_one_model_in_a_folder_is_read(folder, name):
 def test_of_one_model_twice_the_one_that_its_library_takes_is_read_and_told(folder, names):
     paths = [write(folder, name) for name in names]
     whose = RIVALS[names]
-    told = rf"{names[0]}' is read, as {whose} does it, and not '{names[1]}'"
+    told = rf"reading '{names[0]}', as {whose} does, and not '{names[1]}'"
     with pytest.warns(CheckpointWarning, match=told):
         assert read(folder) == ([names[0]], str(paths[0]))
 
@@ -94,18 +94,16 @@ def test_of_one_model_twice_the_one_that_its_library_takes_is_read_and_told(fold
 def test_of_two_models_none_is_taken(folder, names):
     for name in names:
         write(folder, name)
-    with pytest.raises(NotACheckpoint, match="several checkpoints in it"):
+    with pytest.raises(NotACheckpoint, match="several checkpoints"):
         read(folder)
 
 
 def test_of_a_trainers_folder_without_the_model_that_is_told(folder):
     for name in ("optimizer.pt", "scheduler.pt", "training_args.bin"):
         write(folder, name)
-    with pytest.raises(
-        NotACheckpoint, match="a trainer's folder without the model itself"
-    ) as caught:
+    with pytest.raises(NotACheckpoint, match="the folder of a trainer without the model") as caught:
         read(folder)
-    assert str(caught.value.hint).startswith("put the model's file beside them, or give one of")
+    assert str(caught.value.hint).startswith("add the model's file to the folder, or give one of")
 
 
 @pytest.mark.parametrize("name", [SAFE, PICKLED])
@@ -119,7 +117,7 @@ def test_one_file_beside_the_shards_of_its_name_is_a_rival(folder, name):
 @pytest.mark.parametrize("name", ["best.pth", "model.pt", "model.fp16.safetensors", "weights.bin"])
 def test_other_names_are_told_and_not_taken(tmp_path, name):
     write(tmp_path, name)
-    with pytest.raises(NotACheckpoint, match=f"the checkpoint is '{name}' in it"):
+    with pytest.raises(NotACheckpoint, match=f"the checkpoint '{name}' inside"):
         read(tmp_path)
 
 

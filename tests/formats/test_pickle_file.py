@@ -109,7 +109,7 @@ def test_what_follows_the_pickle_is_a_note(read):
     assert checkpoint.details.dead_bytes == 5
     assert checkpoint.details.left_behind == ("5 bytes after the pickle (not read)",)
     one = read(pickle.dumps({"a": 1}, 2) + b"1")
-    assert one.details.left_behind == ("1 byte behind the pickle is not read",)
+    assert one.details.left_behind == ("1 byte after the pickle (not read)",)
 
 
 def test_other_content_is_not_taken(recognized):

@@ -221,7 +221,7 @@ def test_a_description_that_breaks_the_form_is_refused(tmp_path, exported):
         (with_bias(dtype=99), "weight 'bn.bias' .*KeyError, 99"),
         (with_bias(dtype="7"), "weight 'bn.bias' .*KeyError, '7'"),
         (with_bias(sizes=[{}]), "weight 'bn.bias' .*TypeError"),
-        (with_bias(sizes=None), "no sizes"),
+        (with_bias(sizes=None), "ValueError, not a shape"),
         (with_bias(device="cpu"), "weight 'bn.bias' .*TypeError"),
         (with_bias(sizes=[{"as_int": 99}]), "outside its storage"),
         (lambda records: records.update({CONFIG: b"{"}), "not JSON"),

@@ -116,7 +116,7 @@ def test_float6_is_listed_and_its_bytes_are_at_hand(tmp_path):
 def test_float4_that_splits_a_pair(tmp_path, shape):
     offsets = [0, 3] if shape else [0, 0]
     path = raw_file(tmp_path / "x", {"t": entry(shape, offsets, "F4")}, bytes(offsets[1]))
-    said = "is not even" if shape else "not a whole number of bytes"
+    said = "is odd" if shape else "not a whole number of bytes"
     assert said in refused(path)
 
 
@@ -192,20 +192,20 @@ BROKEN = {
     "NaN": (b'{"a":NaN}', "the header is not JSON (it contains NaN)"),
     "a long number": (b'{"a":%s}' % (b"9" * 5000), "a number of 5,000 digits"),
     "nested": (b'{"a":' + b"[" * 200_000, "nested too deeply"),
-    "half a character": (b'{"\\ud800":1}', "not Unicode"),
-    "a name twice": (b'{"a":1,"a":2}', "names 'a' twice"),
+    "half a character": (b'{"\\ud800":1}', "not valid Unicode"),
+    "a name twice": (b'{"a":1,"a":2}', "has the key 'a' twice"),
     "a field twice": (b'{"a":{"dtype":"F32","dtype":"F32"}}', "names 'dtype' twice"),
     "metadata a list": ({"__metadata__": []}, "not an object of strings"),
     "metadata of numbers": ({"__metadata__": {"k": 1}}, "__metadata__ is not an object of strings"),
     "no object": ({"a": 1}, "'a' does not have a dtype, a shape and two data_offsets"),
     "no dtype": ({"a": {"shape": [], "data_offsets": [0, 4]}}, "does not have a dtype"),
     "three offsets": ({"a": entry(offsets=(0, 4, 8))}, "two data_offsets"),
-    "unknown dtype": ({"a": entry(dtype="F3\x1b")}, r"the dtype 'F3\x1b', which is unknown"),
-    "negative size": ({"a": entry((-2,))}, "has -2 where a count is wanted"),
-    "size a float": ({"a": entry((2.0,))}, "has 2.0 where a count is wanted"),
-    "size a bool": ({"a": entry((True,))}, "has True where a count is wanted"),
-    "size beyond 64 bits": ({"a": entry((1 << 64,))}, "where a count is wanted"),
-    "offset a text": ({"a": entry(offsets=("0", 8))}, "where a count is wanted"),
+    "unknown dtype": ({"a": entry(dtype="F3\x1b")}, r"the unknown dtype 'F3\x1b'"),
+    "negative size": ({"a": entry((-2,))}, "has -2, expected a count"),
+    "size a float": ({"a": entry((2.0,))}, "has 2.0, expected a count"),
+    "size a bool": ({"a": entry((True,))}, "has True, expected a count"),
+    "size beyond 64 bits": ({"a": entry((1 << 64,))}, ", expected a count"),
+    "offset a text": ({"a": entry(offsets=("0", 8))}, ", expected a count"),
     "overflow": ({"a": entry((1 << 40, 1 << 40, 0), (0, 0))}, "more than 2**64 elements"),
     "backwards": ({"a": entry(offsets=(8, 0))}, "takes 8 bytes, but its data_offsets span -8"),
     "wrong size": ({"a": entry((3,))}, "takes 12 bytes, but its data_offsets span 8"),
@@ -219,7 +219,7 @@ BROKEN = {
         {"a": entry(), "b": entry(offsets=(4, 12))},
         "'b' begins at 4, but tensor 'a' ends at 8",
     ),
-    "bytes behind": ({"a": entry((1,), (0, 4))}, "4 bytes follow after tensor 'a'"),
+    "bytes behind": ({"a": entry((1,), (0, 4))}, "4 bytes after tensor 'a'"),
 }
 
 

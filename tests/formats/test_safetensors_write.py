@@ -109,7 +109,7 @@ def test_views_are_made_contiguous(tmp_path):
         equal(found[name], tensor)
     notes = "\n".join(receipt.notes)
     assert "made contiguous: transposed, step, expanded, conv, neg" in notes
-    assert "get bytes of their own: transposed, step, expanded, scalar" in notes
+    assert "their own bytes: transposed, step, expanded, scalar" in notes
     assert receipt.left_out == ()
 
 
@@ -271,7 +271,7 @@ def test_what_is_left_out_is_named(tmp_path):
     assert "this would be left out: values: epoch" in refused(tmp_path, state, strict=True)
     state.update(extra={"inner": torch.rand(2)}, note=torch.nn.Parameter(torch.rand(1)))
     state["note"].scale = torch.rand(3)
-    said = "no containers of them: extra (1 tensor inside), note (1 tensor inside)"
+    said = "not objects with tensors inside: extra (1 tensor inside), note (1 tensor inside)"
     assert said in refused(tmp_path, state)
 
 

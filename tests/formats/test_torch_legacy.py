@@ -209,9 +209,9 @@ def test_a_large_file_with_a_damaged_pickle_is_not_read_to_its_end(tmp_path, byt
             stream({}, [], []),
             "88 bytes after the end of the checkpoint at offset 102 (not read): another torch.save",
         ),
-        (b"PK\x03\x04abc", "other bytes follow"),
-        (bytes(100), "other bytes follow"),
-        (b"abc", "other bytes follow"),
+        (b"PK\x03\x04abc", "other bytes"),
+        (bytes(100), "other bytes"),
+        (b"abc", "other bytes"),
     ],
 )
 def test_what_follows_the_stream_is_a_note(file, behind, words):
@@ -256,9 +256,9 @@ def test_a_count_that_is_not_the_pickles_is_damage(file, count):
 def test_a_key_list_that_is_not_the_pickles_is_damage(file):
     for keys, words in [
         (["one", "one"], "once: 'one', 'two'"), (["one"], "once: 'two'"),
-        (["one", "two", "three"], "once: 'three'"), (["one", ["two"]], "list of storages after the pickle"),
-        (["one", None], "list of storages after the pickle"), ("one", "list of storages after the pickle"),
-        (7, "list of storages after the pickle"), ({"one": 1}, "list of storages after the pickle"),
+        (["one", "two", "three"], "once: 'three'"), (["one", ["two"]], "storages after the pickle"),
+        (["one", None], "storages after the pickle"), ("one", "storages after the pickle"),
+        (7, "storages after the pickle"), ({"one": 1}, "storages after the pickle"),
     ]:  # fmt: skip
         with pytest.raises(CorruptFile, match=words):
             read(file(stream(PAIR, keys, [FOUR, LONGS])))
@@ -267,7 +267,7 @@ def test_a_key_list_that_is_not_the_pickles_is_damage(file):
 @pytest.mark.parametrize("keys", [None, {}, [None]])
 def test_a_storage_without_a_name_needs_a_list_as_well(file, keys):
     unnamed = Pid("storage", torch.FloatStorage, "", "cpu", 4, None)
-    with pytest.raises(CorruptFile, match="list of storages after the pickle"):
+    with pytest.raises(CorruptFile, match="storages after the pickle"):
         read(file(stream({"w": tensor(unnamed, (4,))}, keys, [FOUR])))
 
 

@@ -149,19 +149,19 @@ def test_a_member_that_breaks_a_rule_is_damage(file):
     for changed, words in [
         ({"storages": storages([FLOATS], count=-1)}, "has -1 as a number of entries"),
         ({"storages": storages([FLOATS], count=1 << 60)}, "number of entries"),
-        ({"storages": storages([FLOATS], count="1")}, "number of entries of '1'"),
-        ({"storages": storages([FLOATS, FLOATS])}, "a second of one key"),
+        ({"storages": storages([FLOATS], count="1")}, "has '1' as a number of entries"),
+        ({"storages": storages([FLOATS, FLOATS])}, "a key that is used twice"),
         ({"storages": storages([(("10", "cpu", torch.FloatStorage), *FLOATS[1:])])}, "key"),
         ({"storages": storages([((10, 5, torch.FloatStorage), *FLOATS[1:])])}, "device"),
         ({"storages": storages([((10, "cpu", torch.nn.Linear), *FLOATS[1:])])}, "Linear"),
         ({"storages": storages([(10, *FLOATS[1:])])}, "key"),
         (
             {"storages": storages([(FLOATS[0], -6, FLOATS[2])])},
-            "member 'storages': -24 bytes are wanted",
+            "member 'storages': cannot read -24 bytes",
         ),
         (
             {"storages": storages([(FLOATS[0], 1 << 62, FLOATS[2])])},
-            "member 'storages': .* of a run of",
+            "member 'storages': .* of a range of",
         ),
         ({"storages": storages([FLOATS, LONGS], [(12, 10, 4, 3)])}, "view 12"),
         ({"storages": storages([FLOATS, LONGS], [(12, 10, -1, 3)])}, "view"),
@@ -169,14 +169,14 @@ def test_a_member_that_breaks_a_rule_is_damage(file):
         ({"storages": storages([FLOATS, LONGS], [7])}, "view"),
         ({"tensors": tensors([OVER])}, "outside its storage"),
         ({"tensors": tensors([MANY])}, "65 dimensions"),
-        ({"tensors": tensors([((20, 99, 0), (1,), (1,), 0)])}, "storage that is not there"),
+        ({"tensors": tensors([((20, 99, 0), (1,), (1,), 0)])}, "storage that is missing"),
         ({"tensors": tensors([("20", (1,), (1,), 0)])}, "without a key"),
-        ({"tensors": tensors(TENSORS, count=4)}, "ends in the middle"),
-        ({"tensors": b""}, "ends in the middle"),
+        ({"tensors": tensors(TENSORS, count=4)}, "is truncated"),
+        ({"tensors": b""}, "is truncated"),
         ({"pickle": odd_pid("99")}, "neither a tensor nor a storage"),
         ({"pickle": odd_pid("x" * 1000)}, "neither a tensor nor a storage"),
         ({"pickle": odd_pid(2.5)}, "neither a tensor nor a storage"),
-        ({"pickle": b"\x80\x02}q\0"}, "ends in the middle"),
+        ({"pickle": b"\x80\x02}q\0"}, "is truncated"),
     ]:
         path = file(tarred(members(**changed)))
         with pytest.raises(CorruptFile, match=words) as error:

@@ -240,7 +240,7 @@ def test_the_same_storage_mentioned_twice_must_be_the_same(tmp_path):
     for other in (("storage", FLOATS, "0", "cuda:0", 2), ("storage", FLOATS, "0", "cpu", 1)):
         with pytest.raises(
             CorruptFile,
-            match="storage '0' has 8 bytes on cpu when first used and 8 on cuda:0 later",
+            match="storage '0' has 8 bytes on cpu when first used and",
         ):
             read(TORCH_ZIP, pid_file(tmp_path, first, other, **storage))
 
@@ -259,11 +259,17 @@ def test_a_persistent_id_that_breaks_a_rule_is_refused(tmp_path):
             "the key of a storage is of type NoneType, expected text",
         ),
         (("storage", FLOATS, "0", 3, 2), "device of storage '0' is of type int"),
-        (("storage", FLOATS, "0", "cpu", -1), "not a count"),
-        (("storage", FLOATS, "0", "cpu", 1 << 70), "not a count"),
-        (("storage", FLOATS, "0", "cpu", True), "not a count"),
-        (("storage", FLOATS, "0", "cpu", 2, ("1", 1, 2)), "does not lie inside"),
-        (("storage", FLOATS, "0", "cpu", 2, ("1", 1, 1)), "through a view"),
+        (("storage", FLOATS, "0", "cpu", -1), "the length of storage '0' is not an element count"),
+        (
+            ("storage", FLOATS, "0", "cpu", 1 << 70),
+            "the length of storage '0' is not an element count",
+        ),
+        (
+            ("storage", FLOATS, "0", "cpu", True),
+            "the length of storage '0' is not an element count",
+        ),
+        (("storage", FLOATS, "0", "cpu", 2, ("1", 1, 2)), "reaches outside it"),
+        (("storage", FLOATS, "0", "cpu", 2, ("1", 1, 1)), "has a view"),
     ]:
         with pytest.raises(CorruptFile, match=said):
             read(TORCH_ZIP, pid_file(tmp_path, pid, **{"data/0": bytes(8)}))

@@ -78,19 +78,19 @@ def test_an_end_record_in_the_comment_is_the_one_that_counts_and_must_be_true():
 def test_an_end_record_that_lies_is_refused():
     for end, said in [
         (End(entries=5), "a zip directory of 155 bytes cannot have 5 records"),
-        (End(entries=2), "more than the 2 it states"),
-        (End(on_disk=1), "1 on its disk"),
+        (End(entries=2), "the zip directory has more than the stated 2 entries"),
+        (End(on_disk=1), "1 on this disk"),
         (End(disk=2), "several disks"),
-        (End(offset=10), "foreign bytes stand before"),
+        (End(offset=10), "foreign bytes precede"),
         (End(offset=10_000), "does not end at its end record"),
         (End(length=10_000), "does not end at its end record"),
         (End(length=139), "does not end at its end record"),
-        (End(zip64={"at": 5}), "foreign bytes stand before"),
-        (End(zip64={"at": 1 << 60}), "cannot lie at offset"),
-        (End(zip64={"entries": 4, "on_disk": 4}), "differ: 3 and 4"),
+        (End(zip64={"at": 5}), "foreign bytes precede"),
+        (End(zip64={"at": 1 << 60}), "cannot be at offset"),
+        (End(zip64={"entries": 4, "on_disk": 4}), "disagree: 3 and 4"),
         (End(zip64={"on_disk": 4}), "several disks"),
-        (End(zip64={"disks": 2}), "cannot lie"),
-        (End(zip64={"length": 1 << 62}), "differ"),
+        (End(zip64={"disks": 2}), "cannot be at"),
+        (End(zip64={"length": 1 << 62}), "disagree"),
         (End(zip64={"signature": b"PK\6\5"}), "no zip64 end record"),
     ]:
         with pytest.raises(CorruptFile, match=said):

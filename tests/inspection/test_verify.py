@@ -94,7 +94,7 @@ def test_a_damaged_pickle_is_told_by_its_checksum_and_by_its_reader(model):
 def test_checksums_that_were_not_computed_are_a_note(tmp_path):
     verdict = verify(FIXTURES / "archives/no_crc.pth")
     assert (verdict.ok, verdict.checked) == (True, 0)
-    assert "no CRC-32 was computed of 12 records" in verdict.notes[0]
+    assert "no CRC-32 for 12 records" in verdict.notes[0]
 
 
 def test_dead_bytes_are_a_note(model):
@@ -103,14 +103,14 @@ def test_dead_bytes_are_a_note(model):
         renamed.save(model, in_place=True, overwrite=True)
     verdict = verify(model)
     assert verdict.ok
-    assert "bytes between the records belong to none" in verdict.notes[0]
+    assert "bytes between the records are unused" in verdict.notes[0]
 
 
 def test_a_record_that_the_pickle_does_not_mention_is_a_note():
     verdict = verify(FIXTURES / "archives/extra_record.pth")
     assert verdict.ok
     assert verdict.notes == (
-        "record 'data/99' is not referred to by the pickle",
+        "record 'data/99' is not used by the pickle",
         "record 'notes.txt' is not part of a checkpoint",
     )
 
@@ -133,11 +133,11 @@ def test_what_a_repacked_zip_may_be_wrong_in(model, tmp_path):
     for changes, kind, word in [
         ({}, "offsets", "2 of 2 storages begin elsewhere"),
         ({".format_version": b"0"}, None, ""),
-        ({".storage_alignment": b"none"}, "offsets", "an alignment as a number"),
+        ({".storage_alignment": b"none"}, "offsets", "a number, the alignment"),
         ({".format_version": None, "version": None}, "version", "no record 'version'"),
-        ({".format_version": None, "version": b"11"}, "version", "'11', not between 1 and 10"),
+        ({".format_version": None, "version": b"11"}, "version", "'11', expected 1 to 10"),
         ({".format_version": None, "more": {"__MACOSX/x": b""}}, "foreign", "outside the folder"),
-        ({".format_version": None, "folder": ""}, "folder", "do not stand in a folder"),
+        ({".format_version": None, "folder": ""}, "folder", "are not in a folder"),
         ({".format_version": None, "byteorder": b"middle"}, "corrupt", "byte order"),
         ({".format_version": None, "data/0": b"1234"}, "corrupt", "should take 24 bytes"),
         ({".format_version": None, "data/0": None}, "corrupt", "storage '0' is missing"),
@@ -203,7 +203,7 @@ def test_a_legacy_stream(tmp_path, model):
     path.write_bytes(whole + whole)
     verdict = verify(path)
     assert verdict.ok
-    assert verdict.notes == ("1 more torch.save stream behind the first, of which one is read",)
+    assert verdict.notes == ("1 more torch.save stream after the first; only the first is read",)
     for rest in (b"\0", whole[:-1], model.read_bytes()):
         path.write_bytes(whole + rest)
         (found,) = verify(path).problems
@@ -225,7 +225,7 @@ def test_a_pickle_without_a_checksum_must_be_one_that_torch_writes(tmp_path):
         ({"w": tensor(pid(), (2,)), "x": Called(os.path.join, "a")}, None),
         ([tensor(pid(), (2,)), Called(torch._utils._rebuild_tensor_v2, pid())], "corrupt"),
         ([tensor(pid(), (2,)), Called(torch._utils.ExceptionWrapper, "x")], "no such function"),
-        ([tensor(pid(), (2,)), Called(os.path.join, pid())], "on a storage"),
+        ([tensor(pid(), (2,)), Called(os.path.join, pid())], "on an unknown storage"),
     ]:
         (tmp_path / "made.pth").write_bytes(stream(root, ["0"], [floats(1.0, 2.0)]))
         found = verify(tmp_path / "made.pth").problems
@@ -292,7 +292,7 @@ def test_what_no_pickler_leaves(tmp_path):
         path.write_bytes(data)
         assert verify(path).ok is fine
     path.write_bytes(plain + plain)
-    assert verify(path).notes == ("1 more pickle behind the first, of which one is read",)
+    assert verify(path).notes == ("1 more pickle after the first; only the first is read",)
     path.write_bytes(plain + b"junk")
     assert kinds(path) == ["trailing"]
 
@@ -368,7 +368,7 @@ def test_shards_and_their_index(index):
 def test_the_total_of_an_index(index):
     changed(index, metadata={"total_size": 1})
     (found,) = verify(index).problems
-    assert (found.kind, "they take 36" in found.text) == ("total-size", True)
+    assert (found.kind, "they have 36" in found.text) == ("total-size", True)
     changed(index, metadata={})
     assert verify(index).ok
 

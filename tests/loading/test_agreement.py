@@ -35,7 +35,7 @@ def test_what_all_ranks_can_load_is_loaded_in_all(told, wrap):
 
 FAILURES = {
     "lacking": ("MatchError", "MatchError", "2.bias"),
-    "absent": ("FileMissing", "FileMissing", "absent.pth: there is no such file"),
+    "absent": ("FileMissing", "FileMissing", "absent.pth: no such file"),
     "damaged": ("CorruptFile", "CorruptFile", "tensor '0.weight' is damaged"),
     "hook": ("ValueError", "MatchError", "not today"),
     "read": ("ValueError", "MatchError", "not today"),

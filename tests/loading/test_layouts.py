@@ -334,6 +334,6 @@ def test_a_name_that_the_model_has_is_left(folder):
 
 def test_a_file_written_in_that_layout_says_so(folder, tmp_path):
     kept = ckptool.convert(folder / "images.msgpack", tmp_path / "a.safetensors")
-    assert "kernels lie as Flax has them" in kept.notes[0]
+    assert "kernels have the layout of Flax" in kept.notes[0]
     turned = ckptool.convert(folder / "images.msgpack", tmp_path / "b.pth", ckptool.Fit(Images()))
     assert turned.notes == ()

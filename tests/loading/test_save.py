@@ -226,9 +226,9 @@ def test_a_model_that_lies_in_a_mapped_file_can_be_saved_over_that_file(tmp_path
 
 def test_a_file_that_is_there_can_be_kept(tmp_path):
     save(tmp_path / "f.pth", epoch=1)
-    with pytest.raises(TargetExists, match="exists already") as caught:
+    with pytest.raises(TargetExists, match="already exists") as caught:
         save(tmp_path / "f.pth", epoch=2, overwrite=False)
-    assert caught.value.hint == "`overwrite=True` replaces it; or choose another name"
+    assert caught.value.hint == "`overwrite=True` replaces it; or choose another path"
     with pytest.raises(TargetExists, match="is a folder"):
         save(tmp_path, epoch=2)
     assert loaded(tmp_path / "f.pth") == {"epoch": 1}
@@ -364,7 +364,7 @@ def test_a_path_with_a_null_byte_is_none(tmp_path):
 
 def test_another_thread_that_writes_the_same_file_is_told_as_ours(tmp_path):
     save(tmp_path / "f.pth", model=net())
-    with exclusive(str(tmp_path / "f.pth")), pytest.raises(FileBusy, match="which is this one"):
+    with exclusive(str(tmp_path / "f.pth")), pytest.raises(FileBusy, match="this one"):
         save(tmp_path / "f.pth", model=net())
 
 

@@ -62,7 +62,7 @@ def test_every_entry_has_something_that_runs():
 def test_a_command_that_prints_something_else_is_seen(tmp_path):
     prepare(tmp_path)
     entry = next(one for one in ENTRIES if "$ ckptool info empty.pth" in one.text)
-    changed = cookbook.Entry(entry.title, entry.text.replace("no bytes at all", "some bytes"))
+    changed = cookbook.Entry(entry.title, entry.text.replace("0 bytes", "some bytes"))
     assert cookbook.filled(changed, tmp_path) == entry.text != changed.text
 
 

@@ -67,7 +67,7 @@ RESULTS = {
     ),
     "recover": (
         lambda a, b: ckptool.recover(a),
-        "<Recovery 1.pth: no edit of it was cut short>",
+        "<Recovery 1.pth: nothing to recover>",
         ["recover", "1.pth"],
     ),
     "convert": (

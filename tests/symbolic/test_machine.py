@@ -143,25 +143,27 @@ def test_damage_is_told_with_its_place():
         (b"\x80\x09.", "protocol 9"),
         (b"\x80\x02\xfe..", "no such opcode"),
         (b"\x80\x02..", "damaged at byte 2"),
-        (b"\x80\x02a...", "cannot be carried out"),
-        (b"\x80\x02h\x05..", "cannot be carried out"),
-        (b"\x80\x02K\x01K\x02b..", "state is given to a int"),
-        (b"\x80\x02}(K\x01u...", "a key has no value"),
+        (b"\x80\x02a...", "cannot run"),
+        (b"\x80\x02h\x05..", "cannot run"),
+        (b"\x80\x02K\x01K\x02b..", "state is set on a int"),
+        (b"\x80\x02}(K\x01u...", "a key without a value"),
         (b"\x80\x02}]K\x01s..", "a list is used as a dict key"),
         (b"\x80\x02cfoo\nBar\n)\x81]K\x01s.", "a list is used as a dict key"),
         (b"\x80\x02\x82\x01....", "extension registry"),
         (b"\x80\x05\x97....", "out-of-band"),
         (b"\x80\x02K\x01K\x02a...", "added to a int"),
         (b"\x80\x02K\x01(K\x02\x90...", "added to a int"),
-        (b"\x80\x02K\x01K\x02\x93...", "named by something"),
-        (b"I1x\n....", "cannot be carried out"),
-        (b"S'abc\n....", "no quotes"),
+        (b"\x80\x02K\x01K\x02\x93...", "name of a global"),
+        (b"I1x\n....", "cannot run"),
+        (b"S'abc\n....", "without quotes"),
     ]:
         with pytest.raises(CorruptFile, match=said) as caught:
             read(data)
         assert caught.value.file == "test.pkl", data
         is_cut = isinstance(caught.value, TruncatedFile)
-        assert caught.value.hint == ("save, copy or download it again" if is_cut else None), data
+        assert caught.value.hint == ("save, copy or download the file again" if is_cut else None), (
+            data
+        )
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_table_with_a_mistake_names_the_file_and_what_is_wrong(tmp_path):
 
 
 def test_a_table_that_cannot_be_read(tmp_path):
-    with pytest.raises(FileMissing, match="there is no such file"):
+    with pytest.raises(FileMissing, match="no such file"):
         read_map_file(tmp_path / "nowhere")
     with pytest.raises(FileDenied, match="cannot be read: Is a directory"):
         read_map_file(tmp_path)

@@ -94,7 +94,7 @@ def test_the_same_write_finishes_renames_that_a_kill_cut_short(model, tmp_path, 
         with pytest.raises(KeyboardInterrupt):
             write(model, index, Alone())
     assert not index.exists()
-    with pytest.raises(TargetExists, match="exists already"), open_checkpoint(model) as checkpoint:
+    with pytest.raises(TargetExists, match="already exists"), open_checkpoint(model) as checkpoint:
         save(checkpoint, str(index), max_shard_size="10KB", group=Alone(), options="others")
     assert not index.exists()
     inodes = [os.stat(path).st_ino for path in moved]

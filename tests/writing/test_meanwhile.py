@@ -51,7 +51,7 @@ def append(path):
 def test_in_place_a_newer_file_of_the_same_name_stays(path, overwrite):
     with (
         open_checkpoint(path) as checkpoint,
-        pytest.raises(WriteError, match="another file has taken its place meanwhile; nothing"),
+        pytest.raises(WriteError, match="the file was replaced during the edit; nothing"),
     ):
         save(
             checkpoint,

@@ -102,7 +102,7 @@ def test_the_command_line(arguments, named, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         f"ckptool: {named}: cannot be written (File too large)",
-        "hint: the system limits how large a file may be: ulimit -f",
+        "hint: raise the file size limit: ulimit -f",
     ]
     assert os.listdir(tmp_path) == ["model.pth"]
     assert (tmp_path / "model.pth").read_bytes() == MATERIALS["zip"]

@@ -151,7 +151,7 @@ def test_a_dry_run_plans_and_writes_nothing(checkpoint, tmp_path):
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_an_existing_target_is_refused(checkpoint, tmp_path, dry_run):
     (tmp_path / "out.pth").write_bytes(OLD)
-    with pytest.raises(TargetExists, match="exists already") as caught:
+    with pytest.raises(TargetExists, match="already exists") as caught:
         save(checkpoint, tmp_path / "out.pth", dry_run=dry_run)
     assert "overwrite=True" in caught.value.hint
     assert (tmp_path / "out.pth").read_bytes() == OLD

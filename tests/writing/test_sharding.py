@@ -208,7 +208,7 @@ def test_ties_that_safetensors_cannot_hold_are_in_the_index_as_the_hub_has_them(
     metadata = index_of(found)["metadata"]
     assert metadata.pop("total_size") == 12
     assert metadata == {"b": "first", "ckptool.tied": '{"b":2}'}
-    assert any("tied tensors are written once" in note for note in found.notes)
+    assert any("wrote tied tensors once" in note for note in found.notes)
 
 
 def test_a_tied_name_that_means_the_size_does_not_hide_it(opened, tmp_path):
@@ -264,7 +264,7 @@ def test_what_safetensors_cannot_hold_is_named_once(opened):
     found = plan(opened(tensors), 6)
     assert found.left_out == (
         "values: _extra_state",
-        "that it is a Parameter, of 1 tensor",
+        "the Parameter type of 1 tensor",
         "requires_grad, of 1 tensor",
     )
     assert plan(opened(tensors), 6, format="torch-sharded").left_out == ()
@@ -278,7 +278,7 @@ def test_a_tensor_that_the_shards_cannot_hold_is_refused(opened):
 @both_formats
 def test_a_root_that_is_no_state_dict_is_refused(opened, format):
     for root in ([1], {3: torch.ones(1)}, {"x": {"a": torch.ones(1)}, 1: 2}):
-        with pytest.raises(NotRepresentable, match=r"this is not one|a name of type int"):
+        with pytest.raises(NotRepresentable, match=r"this is not one|a key of type int"):
             plan(opened(root), 1, format=format)
 
 

@@ -100,7 +100,7 @@ def test_padding_and_descriptors(saved):
         (b"PK\6\7", 16, "end", "several disks"),
         (b"PK\5\6", 4, "end", "several disks"),
         (b"PK\5\6", 6, "end", "several disks"),
-        (b"PK\5\6", 20, "end", "cut short by 1"),
+        (b"PK\5\6", 20, "end", "1 bytes too short"),
     ],
 )
 def test_the_end_records(saved, mark, offset, kind, word):

@@ -66,7 +66,7 @@ def test_what_torch_put_together_is_read_and_not_its_parts(fixtures, tmp_path):
     assert all(torch.equal(whole[name], tensor) for name, tensor in parts.items())
     for whole in folder.glob("model*"):
         whole.unlink()
-    with pytest.raises(UnsupportedFormat, match="not put the parts together") as caught:
+    with pytest.raises(UnsupportedFormat, match="with parts that are not joined") as caught:
         ckptool.open(folder)
     assert f"{folder}/sharded" in caught.value.hint
 

@@ -166,7 +166,7 @@ def test_weights_whose_type_no_file_says_stay_masters(run):
     with ckptool.open(folder) as checkpoint:
         assert checkpoint["module/up.bias"].dtype == "float32"
         assert checkpoint["module/up.weight"].dtype == "bfloat16"
-        assert "1 weight stay" in checkpoint.details.notes[-1]
+        assert "kept 1 weight" in checkpoint.details.notes[-1]
 
 
 def test_a_weight_that_was_infinite_in_training_is_written_and_reported(run, tmp_path):
@@ -413,7 +413,7 @@ def test_a_state_and_a_parameter_that_a_universal_folder_lacks_are_named(run):
     ):
         ckptool.open(folder)
     shutil.rmtree(folder / "zero" / "up.bias")
-    with pytest.raises(FileMissing, match=r"lacks the folder of 'up\.bias'"):
+    with pytest.raises(FileMissing, match=r"the folder of 'up\.bias' is missing"):
         ckptool.open(folder)
 
 

@@ -101,10 +101,10 @@ def test_a_file_that_lies(made):
         ({"w": b"\xc9\xff\xff\xff\xff\x01"}, b"", "ends within a value"),
         ({"w": b"\xdb\xff\xff\xff\xff"}, b"", "ends within a value"),
         ({"w": b"\xdf\xff\xff\xff\xff"}, b"", "ends within a value"),
-        ({"w": b"\xc1"}, b"", "0xc1 begins no value"),
-        ({"w": 1}, b"\0", "1 bytes behind its end"),
+        ({"w": b"\xc1"}, b"", "byte 0xc1 does not begin a value, at 5"),
+        ({"w": 1}, b"\0", "1 bytes after its end"),
         (b"\x82" + packed("a") + packed(1) + packed("a") + packed(1), b"", "occurs twice"),
-        ({"a": {"b": 1}, "a.b": 2}, b"", "two arrays are called 'a.b'"),
+        ({"a": {"b": 1}, "a.b": 2}, b"", "two arrays have the name 'a.b'"),
         ({"w": {"__msgpack_chunked_array__": b"\xc3"}}, b"", "has no chunks"),
     ]:
         with pytest.raises(CorruptFile, match=words):

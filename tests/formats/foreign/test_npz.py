@@ -211,11 +211,11 @@ def test_headers_of_compressed_arrays_are_read_without_the_arrays(archive):
 
 
 def test_archives_that_are_not_numpys_are_named(archive, tmp_path):
-    with pytest.raises(NotACheckpoint, match="a zip archive of other files"):
+    with pytest.raises(NotACheckpoint, match="a zip archive with other files"):
         ckptool.open(archive({"w.npy": npy(FLOATS), "notes.txt": b""}))
     empty = tmp_path / "empty.npz"
     np.savez(empty)
-    with pytest.raises(UnreadableFile, match="it holds nothing"):
+    with pytest.raises(UnreadableFile, match="other files: nothing"):
         ckptool.open(empty)
 
 

@@ -135,7 +135,7 @@ def test_a_note_with_the_path_of_another_machine(tensorflow):
         FileMissing, match=r"run: lacks ckpt-9\.index, the latest checkpoint in its file"
     ) as info:
         open_checkpoint(tensorflow / "run")
-    assert info.value.hint == "copy it too, or give another by its name"
+    assert info.value.hint == "copy it as well, or give another checkpoint"
 
 
 def test_several_checkpoints_without_a_note(tensorflow):
@@ -180,8 +180,8 @@ def test_the_weights_go_to_torch_and_safetensors(fixtures, tmp_path, capfd):
 def test_whose_layout_it_is(fixtures, capfd):
     assert main(["info", str(fixtures / "tensorflow/run")]) == 0
     out = " ".join(capfd.readouterr().out.split())
-    assert "kernels lie as TensorFlow has them: Dense [in, out]" in out
-    assert "own records are not listed: _CHECKPOINTABLE_OBJECT_GRAPH, save_counter" in out
+    assert "kernels have the layout of TensorFlow: Dense [in, out]" in out
+    assert "records of TensorFlow itself: _CHECKPOINTABLE_OBJECT_GRAPH, save_counter" in out
 
 
 def test_texts_are_values(fixtures, tmp_path):
@@ -262,7 +262,9 @@ def test_data_that_is_not_there(tensorflow):
     ):
         open_checkpoint(tensorflow / "v1")
     data.unlink()
-    with pytest.raises(FileMissing, match=r"lacks its data file model.ckpt-1.data-00001-of-00002"):
+    with pytest.raises(
+        FileMissing, match=r"the data file model\.ckpt-1\.data-00001-of-00002 is missing"
+    ):
         open_checkpoint(tensorflow / "v1")
 
 
@@ -298,10 +300,10 @@ WRONG = {
     "field 5 of a message in the index is not a number": entry_of(more=field(5, b"8")),
     "field 7 of a message in the index is not a message": entry_of(more=field(7, 1)),
     "takes 8 bytes, and 4 are there": entry_of(size=4),
-    "1 bytes are missing": entry_of(offset=1),
-    "variable 'a' has a size or a place below zero": entry_of(offset=-1),
-    "the index names data file 7 of 1": entry_of(shard=7),
-    "variable 'a' has parts of other dimensions": entry_of(more=field(7, b"")),
+    "1 bytes too early": entry_of(offset=1),
+    "variable 'a' has a negative size or position": entry_of(offset=-1),
+    "the index needs data file 7 of 1": entry_of(shard=7),
+    "variable 'a' and its parts have different numbers of dimensions": entry_of(more=field(7, b"")),
     "the part at .0. of .2. is missing": entry_of(more=field(7, field(1, b""))),
 }
 
@@ -348,10 +350,10 @@ def test_parts_that_do_not_cover_a_variable(written):
         assert checkpoint["a"].read() == b"12341234"
     with pytest.raises(CorruptFile, match=r"variable 'a': 1 of 2 elements are in no chunk"):
         open_checkpoint(written(sliced(0)))
-    with pytest.raises(CorruptFile, match=r"variable 'a': .* lies outside"):
+    with pytest.raises(CorruptFile, match=r"variable 'a': .* is outside shape"):
         open_checkpoint(written(sliced(0, 2)))
     other = {**sliced(0, 1), b"\0a\0\1\1\1\x80\x81": entry_of(3, (1,), size=4)}
-    with pytest.raises(CorruptFile, match="is of another shape or type"):
+    with pytest.raises(CorruptFile, match="has another shape or type"):
         open_checkpoint(written(other))
 
 
@@ -382,15 +384,17 @@ def test_blocks_that_lie(written):
     refused(written, table_of([fine], [ENDLESS]), "a number in the index does not end")
     refused(written, table_of([fine, fine]), "the keys of the index are out of order")
     refused(
-        written, table_of([fine[:-1] + b"!"]), "the block at 0 .* other bytes than were written"
+        written,
+        table_of([fine[:-1] + b"!"]),
+        r"the block at 0 of the index is damaged \(checksum mismatch\)",
     )
     refused(
-        written, table_of([stored(b"", 2)]), "the block at 0 of the index is compressed in way 2"
+        written, table_of([stored(b"", 2)]), "the block at 0 of the index has unknown compression 2"
     )
-    refused(written, table_of([stored(b"")]), "no list of restarts")
-    refused(written, table_of([stored(b"\xff" * 8)]), "no list of restarts")
+    refused(written, table_of([stored(b"")]), "no restart list")
+    refused(written, table_of([stored(b"\xff" * 8)]), "no restart list")
     for row in (b"\1\1\0a", b"\0\x7f\0a", b"\0\1\x7fa"):
-        refused(written, table_of([stored(row + bytes(4))]), "reaches out of its block")
+        refused(written, table_of([stored(row + bytes(4))]), "reaches past its block")
 
 
 def test_an_index_beyond_the_limits(written):

@@ -366,7 +366,7 @@ def test_the_file_is_the_page_and_the_receipt_says_so(opened, made, tmp_path):
 def test_a_file_that_is_there_is_replaced_only_when_asked(opened, made, tmp_path):
     target = tmp_path / "page.html"
     target.write_text("old")
-    with pytest.raises(TargetExists, match="exists already"):
+    with pytest.raises(TargetExists, match="already exists"):
         write_page(made, target, [opened])
     assert target.read_text() == "old"
     write_page(made, target, [opened], overwrite=True)
