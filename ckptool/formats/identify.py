@@ -241,7 +241,7 @@ def explain(probe: Probe) -> CheckpointError:
         or _data(probe)
         or Identification(
             f"of unknown format; its first bytes are {probe.head[:8].hex(' ')}",
-            f"look at its type: file {shell(probe.path)}",
+            f"file {shell(probe.path)}",
         )
     )
     return finding.error(probe.path)

@@ -313,11 +313,11 @@ def check_still_there(path: str | os.PathLike[str], sources: Iterable[Bytes]) ->
     """
     if not is_a_source(path, sources):
         there = os.path.lexists(path)
-        what = "another file has taken its place" if there else "it has been removed"
+        what = "the file was replaced" if there else "the file was removed"
         raise WriteError(
-            f"{what} meanwhile; nothing was written",
+            f"{what} during the edit; nothing was written",
             file=path,
-            hint="write the result to another file",
+            hint="write the result to another file with -o FILE",
         )
 
 

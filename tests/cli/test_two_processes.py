@@ -26,7 +26,7 @@ SERIAL = {
 
 BUSY = "FileBusy: "
 MEANWHILE = (
-    "changed while it was read", "was replaced during the edit", "has been removed meanwhile",
+    "changed while it was read", "was replaced during the edit", "was removed during the edit",
     "already exists", "is being rewritten",
 )  # fmt: skip
 """What is said of something that the other did and finished."""

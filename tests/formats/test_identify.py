@@ -151,8 +151,8 @@ def test_a_text(content):
         ),
         ("<svg>", "an XML document"),
         ('{"error": "Repository not found"}', "error message of a server: 'Repository not found'"),
-        ('{"message": "Bad credentials"}', "error answer: 'Bad credentials'"),
-        ('{"error": {"code": 404}}', "error answer"),
+        ('{"message": "Bad credentials"}', "error message of a server: 'Bad credentials'"),
+        ('{"error": {"code": 404}}', "error message of a server"),
         ('{"architectures": ["Bert"], "hidden_size": 768}', "a model's configuration"),
         ('{"b": 1, "a": 2}', "keys 'b', 'a'"),
         ("[1, 2]", "a JSON document"),
@@ -417,7 +417,7 @@ def test_a_folder_that_holds_checkpoints(folder, tmp_path):
     assert is_a(folder("log.txt", "images/"), NotACheckpoint, "it contains 'images', 'log.txt'")
     torch.save({}, path / "best.pth")
     error = folder()
-    assert is_a(error, NotACheckpoint, "the checkpoint is 'best.pth' in it")
+    assert is_a(error, NotACheckpoint, "the checkpoint 'best.pth' inside")
     assert error.hint == f"ckptool list '{path}/best.pth'"
     torch.save({}, path / "last.pth", _use_new_zipfile_serialization=False)
     (path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")

@@ -68,7 +68,7 @@ def test_in_place_a_newer_file_of_the_same_name_stays(path, overwrite):
 def test_in_place_a_file_that_came_before_the_write_stays_too(path):
     with open_checkpoint(path) as checkpoint:
         replace(path)
-        with pytest.raises(WriteError, match="another file has taken its place"):
+        with pytest.raises(WriteError, match="the file was replaced"):
             save(checkpoint, path, in_place=True, overwrite=True)
     assert path.read_bytes() == NEWER
 
@@ -76,7 +76,7 @@ def test_in_place_a_file_that_came_before_the_write_stays_too(path):
 def test_in_place_a_file_that_is_removed_does_not_come_back(path):
     with (
         open_checkpoint(path) as checkpoint,
-        pytest.raises(WriteError, match="has been removed meanwhile"),
+        pytest.raises(WriteError, match="the file was removed during the edit"),
     ):
         save(checkpoint, path, in_place=True, rewrite=True, progress=meanwhile(path.unlink))
     assert os.listdir(path.parent) == []

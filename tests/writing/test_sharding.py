@@ -265,7 +265,7 @@ def test_what_safetensors_cannot_hold_is_named_once(opened):
     assert found.left_out == (
         "values: _extra_state",
         "the Parameter type of 1 tensor",
-        "requires_grad, of 1 tensor",
+        "requires_grad of 1 tensor",
     )
     assert plan(opened(tensors), 6, format="torch-sharded").left_out == ()
 

@@ -213,7 +213,7 @@ def test_a_type_that_torch_has_not(written):
     with open_checkpoint(written({b"a": entry_of(), b"v": entry_of(21)})) as checkpoint:
         assert list(checkpoint) == ["a"]
         (left,) = checkpoint.details.left_behind
-    assert left.startswith("'v' of TensorFlow's type 21 is not a tensor")
+    assert left.startswith("'v' of TensorFlow type 21 is not a tensor")
 
 
 def test_big_endian_elements(written):
