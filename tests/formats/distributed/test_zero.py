@@ -481,7 +481,9 @@ def test_no_form_of_an_optimizer_crashes(run, key, value):
 
 def test_loading_warns_that_weights_are_rounded(fixtures):
     folder = fixtures / "zero" / "z3-bf16"
-    with pytest.warns(ckptool.errors.CheckpointWarning, match=r"rounded .* to bfloat16 from the fp32"):
+    with pytest.warns(
+        ckptool.errors.CheckpointWarning, match=r"rounded .* to bfloat16 from the fp32"
+    ):
         rounded = ckptool.load_state_dict(folder)
     with warnings.catch_warnings(), ckptool.open(folder, master=True) as checkpoint:
         warnings.simplefilter("error")
