@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all; several of them, the last of which names the others."""
+"""Write a file, or a set of files with an index, so that it appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -51,32 +51,32 @@ from ckptool.files.temporary import journal_path, temporary_name
 from ckptool.remedies import Remedy
 
 STEP = 64 << 20
-"""Bytes between two calls of the progress, and before writing to the disk begins."""
+"""Bytes between two progress calls, and between two starts of writing to the disk."""
 SMALL = 64 << 10
-"""A range of up to so many bytes is gathered with its neighbors: one call in place of three."""
+"""Ranges of up to this size are gathered with their neighbors, in one call instead of three."""
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What went through Python on its way into a file."""
+    """A range of the output that was copied by Python, not by the kernel."""
 
     length: int
     crc32: int
 
 
 class FileOutput:
-    """Where a planned file puts its bytes: a descriptor, to get exactly `size` bytes, if stated."""
+    """The output of a planned file: a descriptor that expects exactly `size` bytes, if stated."""
 
     def __init__(
         self, fd: int, size: int | None, progress: Progress | None = None, name: str = ""
     ) -> None:
-        """Write to `fd` from its first byte on; `progress` is told after every `STEP` or so."""
+        """Write to `fd` from its first byte; call `progress` about every `STEP` bytes."""
         self.name = name
-        """The path of what is being written: not yet that of the target."""
+        """The path of the temporary file, not of the target."""
         self.streamed: dict[int, Streamed] = {}
-        """By offset, what was no kernel copy."""
+        """By offset, the ranges that the kernel did not copy."""
         self.is_verified = True
-        """Whether what is streamed is compared afterwards, and its CRC-32 kept for that."""
+        """True if streamed ranges are verified afterwards, so their CRC-32 is kept."""
         self._fd = fd
         self._size = size
         self._progress = progress
@@ -85,7 +85,7 @@ class FileOutput:
         self._reported = 0
 
     def tell(self) -> int:
-        """Return the bytes written so far."""
+        """Return the number of bytes written so far."""
         return self._flushed + len(self._pending)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -99,7 +99,7 @@ class FileOutput:
             self._put(data)
 
     def copy(self, data: ByteRange) -> None:
-        """Copy a range, by the kernel where it lies in a file.
+        """Copy a range, with a kernel copy if it is in a file.
 
         Raises:
             TruncatedFile: the source has become shorter.
@@ -123,7 +123,7 @@ class FileOutput:
         return self.stream(data.reread())
 
     def stream(self, blocks: Iterable[bytes | memoryview]) -> int:
-        """Write blocks as they come and return the CRC-32 of all."""
+        """Write the blocks and return their CRC-32."""
         start, crc = self.tell(), 0
         for block in blocks:
             crc = zlib.crc32(block, crc)
@@ -132,10 +132,10 @@ class FileOutput:
         return crc
 
     def finish(self) -> None:
-        """Hand everything to the system.
+        """Write the pending bytes and check the size.
 
         Raises:
-            WriteError: fewer bytes came than were announced.
+            WriteError: fewer bytes were written than planned.
         """
         self._flush()
         if self._size not in (None, self._flushed):
@@ -177,18 +177,18 @@ class FileOutput:
 
 
 def _found_beside(target: str, ending: str) -> list[str]:
-    """Return the files beside `target` whose names `temporary_name` gives with such an ending."""
+    """Return the temporary files of `target` with an ending that matches the pattern `ending`."""
     folder, beginning = os.path.split(temporary_name(target, ""))
     pattern = re.compile(re.escape(beginning) + ending)
     found: list[str] = []
-    with suppress(OSError):  # a folder that we may write to, and not list
+    with suppress(OSError):  # a folder that can be written but not listed
         found = [name for name in os.listdir(folder) if pattern.fullmatch(name)]
     return [os.path.join(folder, name) for name in found]
 
 
 @contextmanager
 def _folder_of(target: str) -> Iterator[str]:
-    """Give the target's folder, made if need be, and removed again if the block fails."""
+    """Yield the target's folder; create it if needed, and remove it again if the block fails."""
     folder = os.path.dirname(target)
     missing = missing_folders(folder)
     try:
@@ -204,19 +204,19 @@ def _folder_of(target: str) -> Iterator[str]:
 
 
 def _seal(file: FileIO, output: FileOutput, old: os.stat_result | None, mode: int | None) -> None:
-    """Put a file on the disk, with owner, group and mode of the one that it will replace.
+    """Sync a file to the disk, with the owner, group and mode of the file that it will replace.
 
-    `mode` is that of a file that replaces none (None: as it was made).
+    `mode` is the mode of a file that replaces nothing (None: unchanged).
 
     Raises:
-        WriteError: fewer bytes came than were announced.
-        OSError: the system refuses it.
+        WriteError: fewer bytes were written than planned.
+        OSError: the system call fails.
     """
     output.finish()
     if old is not None:
         hand_over(file.name, old)
         mode = stat.S_IMODE(old.st_mode)
-    if mode is not None:  # last: a change of the owner takes bits away
+    if mode is not None:  # last: changing the owner clears mode bits
         os.chmod(file.name, mode)
     os.fsync(file.fileno())
 
@@ -235,28 +235,27 @@ def atomic_output(
     progress: Progress | None = None,
     shared: Shared | None = None,
 ) -> Iterator[FileOutput]:
-    """Give an output for `size` bytes that become the file at `path` if the block ends well.
+    """Yield an output for `size` bytes; they become the file at `path` if the block succeeds.
 
-    `size` is None where it is not known before; the space is then not reserved, nor is it where
-    blocks are `shared` with the source: a disk with room for the others will do.
+    If `size` is None (unknown), no space is reserved. Blocks that are `shared` with the source need
+    no space either.
 
-    Whatever else happens, a kill included, an old file stays as it was. The temporary file is
-    removed; after a kill, by the next run that writes to the same name: whoever writes holds a
-    lock on the temporary file, so one that nobody holds is debris (systems without such locks
-    keep it). Links are resolved: what a link leads to is replaced, the link stays. `mode` is
-    the permission bits of a new file (None: what the umask leaves); a file that is replaced hands
-    on its own, and its owner and group where the system lets us. `check` is called when all is on
-    the disk, right before the rename; what it raises leaves the old file. What a killed edit
-    of the target left is set right first, and nobody can edit it meanwhile: a journal is never
-    beside another file than its own.
+    If anything fails, or the process is killed, an old file is unchanged. The temporary file is
+    removed, after a kill by the next run that writes to the same path. The writer locks the
+    temporary file, so an unlocked one is debris (systems without locks keep it). Links are
+    followed: the target of a link is replaced, the link stays. `mode` is the permission bits of a
+    new file (None: from the umask); a replaced file passes on its mode, and its owner and group
+    where permitted. `check` is called when everything is on the disk, just before the rename; if it
+    raises, the old file stays. An interrupted edit of the target is recovered first, and the target
+    is locked against edits, so that a journal is never next to a file that it does not belong to.
 
     Raises:
-        FileBusy: another process, or thread, is editing or writing it; the message says who.
-        CorruptFile: the journal of an edit of other content lies beside the target.
-        TargetExists: the target is there and not to be overwritten, or is a folder.
+        FileBusy: another process or thread is editing or writing it; the message has its number.
+        CorruptFile: the journal next to the target belongs to other content.
+        TargetExists: the target exists and `overwrite` is false, or it is a folder.
         NoSpace: the disk cannot hold `size` bytes.
-        WriteDenied: the system does not let us write there.
-        WriteError: another refusal of the system, or more or fewer bytes than `size`.
+        WriteDenied: no permission to write there.
+        WriteError: another system error, or more or fewer bytes than `size`.
     """
     target = os.path.realpath(path)
     with worded(os.fspath(path)):
@@ -282,11 +281,11 @@ def atomic_output(
 
 
 def refuse_target(path: str | os.PathLike[str], *, overwrite: bool) -> os.stat_result | None:
-    """Return what the system says of a file that may be replaced; None where there is none.
+    """Return the status of a file that may be replaced; None if it does not exist.
 
     Raises:
-        TargetExists: it is there and not to be overwritten, or is a folder.
-        WriteDenied: it is a device, a pipe or the like.
+        TargetExists: it exists and `overwrite` is false, or it is a folder.
+        WriteDenied: it is not a regular file.
     """
     try:
         old = os.stat(path)
@@ -302,10 +301,10 @@ def refuse_target(path: str | os.PathLike[str], *, overwrite: bool) -> os.stat_r
 
 
 def refuse_taken(path: str | os.PathLike[str], *, is_folder: bool, overwrite: bool) -> None:
-    """Refuse the name of something that is there.
+    """Refuse a target that exists.
 
     Raises:
-        TargetExists: it is a folder, or not to be overwritten.
+        TargetExists: it is a folder, or `overwrite` is false.
     """
     if is_folder:
         raise TargetExists("is a folder", file=path, hint="give the path of a file")
@@ -315,10 +314,10 @@ def refuse_taken(path: str | os.PathLike[str], *, is_folder: bool, overwrite: bo
 
 
 def _remove_debris(target: str, own: str = "") -> None:
-    """Remove what killed runs were to make `target` of, and refuse to write what another writes.
+    """Remove temporary files of killed runs, and refuse a target that another process writes.
 
-    Asked again once our `own` file shows that we write: of two that begin at the same moment both
-    may be refused, never none.
+    Called again when our `own` temporary file exists: of two processes that start at the same time
+    both may be refused, but never neither.
     """
     for found in _found_beside(target, _TEMPORARY):
         if found != own and (holder := remove_unlocked(found)) is not None:
@@ -331,13 +330,13 @@ def _remove_debris(target: str, own: str = "") -> None:
 
 @contextmanager
 def _temporary_file(target: str, mode: int | None) -> Iterator[FileIO]:
-    """Give a new file beside the target, open and locked; remove it if the block fails."""
+    """Yield a new temporary file, open and locked; remove it if the block fails."""
     while True:
         temporary = temporary_name(target, f".ckptool-{secrets.token_hex(6)}.tmp")
         try:
             with open(temporary, "xb", buffering=0, opener=private(mode)) as file:
                 lock(file.fileno())
-                if not os.path.lexists(temporary):  # taken for debris before it was locked
+                if not os.path.lexists(temporary):  # it was removed before it was locked
                     continue
                 yield file
                 return
@@ -361,27 +360,27 @@ def atomic_set(
     progress: Progress | None = None,
     shared: Shared | None = None,
 ) -> Iterator[Outputs]:
-    """Give outputs for files that appear together if the block ends well; see `atomic_output`.
+    """Yield outputs for files that appear together if the block succeeds; see `atomic_output`.
 
-    Each is written beside its target; when all are on the disk, they are renamed, the index last.
-    Whatever else happens leaves the old files, and nothing beside them; what a kill leaves, the
-    next run that writes the same index removes, or finishes (`files.renames`). Files of an older
-    set that are not among the new ones stay. The outputs are asked for one after the other, by the
-    path; a file is on the disk when the block of its output ends well.
+    Each is written to a temporary file in the same folder; when all are on the disk, they are
+    renamed, the index last. If anything fails, the old files stay and the temporary files are
+    removed. After a kill, the next run that writes the same index removes or finishes the set
+    (`files.renames`). Files of an older set that have no new file stay. Get the outputs one by one,
+    by path; a file is on the disk when the block of its output succeeds.
 
     Args:
-        index: The last of the files, for which the others are there.
-        sizes: The bytes of every file, in the order in which they are written.
-        overwrite: Replace files that are there.
-        mode: Permission bits of new files (None: what the umask leaves).
-        check: Called when all is on the disk, before the first rename; what it raises leaves the
-            old files.
-        progress: Told bytes done and bytes of all files.
-        shared: As `atomic_output` takes it, where it is one file.
+        index: The last of the files, which lists the others.
+        sizes: The size of each file in bytes, in the order of writing.
+        overwrite: Replace existing files.
+        mode: Permission bits of new files (None: from the umask).
+        check: Called when everything is on the disk, before the first rename; if it raises, the old
+            files stay.
+        progress: Called with the bytes done and the bytes of all files.
+        shared: As in `atomic_output`, for a set of one file.
 
     Raises:
         UsageError: the files are not in one folder, two are the same, or the index is not the last.
-        CorruptFile: an earlier write was cut short, and can be neither finished nor taken back.
+        CorruptFile: an earlier write was interrupted, and can be neither finished nor undone.
         WriteError: a file of the set was not written; and all errors of `atomic_output`.
     """
     path, target = os.fspath(index), os.path.realpath(index)
@@ -419,7 +418,7 @@ def atomic_set(
                 check()
             rename_all(target, [part.move() for part in parts])
         except BaseException:
-            if not os.path.lexists(journal_path(target)):  # else it still needs them
+            if not os.path.lexists(journal_path(target)):  # otherwise it still needs them
                 for part in parts:
                     remove(part.temporary)
             raise
@@ -434,7 +433,7 @@ def begun_set(
     overwrite: bool,
     keeps: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[None]:
-    """Hold the lock on a set; what a kill left of it is finished, or removed unless `keeps` it.
+    """Lock a set; finish what a killed run left of it, or remove that unless `keeps`.
 
     Raises:
         As `atomic_set`.
@@ -458,16 +457,16 @@ def begun_set(
 
 
 def counting_on(progress: Progress | None, done: int, total: int) -> Progress | None:
-    """Return the progress of one of several files, with `done` bytes in those before it."""
+    """Return the progress callback of one file in a set, with `done` bytes in earlier files."""
     return progress and (lambda now, _: progress(done + now, total))
 
 
 @dataclass(slots=True)
 class PendingFile:
-    """One file of a set while it is written."""
+    """One file of a set that is being written."""
 
     path: str
-    """As the caller names it."""
+    """The path as given by the caller."""
     target: str
     temporary: str
     size: int
@@ -475,10 +474,10 @@ class PendingFile:
     old: os.stat_result | None = None
     """The file that it replaces."""
     inode: int | None = None
-    """Of the finished file."""
+    """The inode of the finished file."""
 
     def reserve(self) -> None:
-        """Make the file, with all the space that it will take."""
+        """Create the file, and reserve its space."""
         mode = self.mode if self.old is None else 0o600
         with (
             worded(self.path),
@@ -488,7 +487,7 @@ class PendingFile:
 
     @contextmanager
     def output(self, progress: Progress | None) -> Iterator[FileOutput]:
-        """Write it, to the disk when the block ends well."""
+        """Yield its output; sync it to the disk if the block succeeds."""
         with open(self.temporary, "r+b", buffering=0) as file:
             output = FileOutput(file.fileno(), self.size, progress, self.temporary)
             yield output
@@ -496,19 +495,19 @@ class PendingFile:
             self.inode = os.fstat(file.fileno()).st_ino
 
     def check_finished(self, *, overwrite: bool) -> None:
-        """Refuse a file that did not come, and a target that appeared meanwhile."""
+        """Refuse a file that was not written, and a target that has appeared since."""
         if self.inode is None:
             raise WriteError("was planned but not written", file=self.path)
         self.old = refuse_target(self.path, overwrite=overwrite)
 
     def move(self) -> PendingRename:
-        """Return what is left to do for it."""
+        """Return the rename that remains to be done."""
         names = os.path.basename(self.temporary), os.path.basename(self.target)
         return PendingRename(*names, self.inode or 0, self.size, state_of(self.old))
 
 
 def parts_of(target: str, sizes: Mapping[str, int], mode: int | None) -> list[PendingFile]:
-    """Return the files, which lie in one folder, the index last."""
+    """Return the files of a set, all in one folder, the index last."""
     token, parts = secrets.token_hex(6), []
     for number, (path, size) in enumerate(sizes.items(), 1):
         temporary = temporary_name(target, f".ckptool-{token}-{number:05}.part")

@@ -1,4 +1,4 @@
-"""CRC-32: of a run that is read in parts, and of many runs by several threads; CRC-32C."""
+"""Compute CRC-32 (of ranges that are read in parts, and of many ranges in threads) and CRC-32C."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from ckptool.files.source import ByteRange, BytesDone
 from ckptool.files.threads import in_order
 
 _POLYNOMIAL = 0xEDB88320
-"""Of CRC-32, its bits reversed."""
+"""The polynomial of CRC-32, with its bits reversed."""
 
 
 class Checked:
-    """A run of bytes whose CRC-32 is known, checked while it is read."""
+    """A range of bytes with a known CRC-32, which is checked while the range is read."""
 
     def __init__(
         self, data: ByteRange, crc32: int | None, refused: Callable[[], Exception]
     ) -> None:
-        """Expect `crc32` (None: nothing is expected) of `data`; else raise what `refused` makes."""
+        """Expect `crc32` (None: unknown) for `data`; `refused` makes the error of a mismatch."""
         self._data = data
         self._refused = refused
         self._expected = crc32
         self._parts: dict[int, tuple[int, int]] = {}
-        """By their first byte the length of each part that was met, and its CRC-32."""
+        """By its first byte, the length and the CRC-32 of each part that was read."""
         self._met = 0
         self._lock = Lock()
 
     @property
     def is_known(self) -> bool:
-        """Whether nothing is left to check."""
+        """True if nothing remains to be checked."""
         return self._expected is None
 
-    def met(self, start: int, length: int, crc32: int) -> None:
-        """Take the CRC-32 of a part that was read; parts do not overlap.
+    def add_part(self, start: int, length: int, crc32: int) -> None:
+        """Add the CRC-32 of a part that was read; parts do not overlap.
 
-        Raises what `refused` makes where all have been read and are not what they should be.
+        Raises the error from `refused` if all parts have been read and the CRC-32 does not match.
         """
         with self._lock:
             if self._expected is None or start in self._parts:
@@ -54,7 +54,7 @@ class Checked:
             self._settle(found)
 
     def check(self) -> None:
-        """Read all of it now, unless it was checked; raises as `met` does."""
+        """Read and check all of it now, unless it was checked; raises as `add_part`."""
         with self._lock:
             if self._expected is None:
                 return
@@ -68,7 +68,7 @@ class Checked:
 
 
 def crc32_of(blocks: Iterable[bytes | memoryview]) -> int:
-    """Return the CRC-32 of blocks on end."""
+    """Return the CRC-32 of consecutive blocks."""
     crc = 0
     for block in blocks:
         crc = zlib.crc32(block, crc)
@@ -76,14 +76,14 @@ def crc32_of(blocks: Iterable[bytes | memoryview]) -> int:
 
 
 def crc32c(data: bytes, crc: int = 0) -> int:
-    """Return the CRC-32C of `data`, which follows bytes of the CRC-32C `crc`."""
-    import google_crc32c  # here: only TensorFlow's files have such sums
+    """Return the CRC-32C of `data`, continued from `crc`."""
+    import google_crc32c  # only TensorFlow files have these checksums
 
     return int(google_crc32c.extend(crc, data))
 
 
 def crc32cs(runs: Sequence[ByteRange], told: BytesDone) -> Iterator[int]:
-    """Yield the CRC-32C of each run; `told` is called with bytes done, now and then."""
+    """Yield the CRC-32C of each range; `told` is called with the bytes done."""
     for run in runs:
         crc = 0
         for block in run.blocks(_BLOCK):
@@ -93,7 +93,7 @@ def crc32cs(runs: Sequence[ByteRange], told: BytesDone) -> Iterator[int]:
 
 
 def combined(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of two runs of bytes on end, the second of `length` bytes."""
+    """Return the CRC-32 of two consecutive ranges, the second of `length` bytes."""
     if first == 0:
         return second
     return _product(_shift(length), first) ^ second
@@ -101,7 +101,7 @@ def combined(first: int, second: int, length: int) -> int:
 
 @lru_cache(maxsize=64)
 def _shift(length: int) -> int:
-    """Return the factor of a CRC-32 before `length` bytes: x to the power of their bits.
+    """Return the factor of a CRC-32 before `length` more bytes: x to the power of their bits.
 
     After `crc32_combine` of zlib 1.2.12.
     """
@@ -115,7 +115,7 @@ def _shift(length: int) -> int:
 
 
 def _product(one: int, other: int) -> int:
-    """Multiply two polynomials modulo that of CRC-32; the highest bit is the power 0."""
+    """Multiply two polynomials modulo the CRC-32 polynomial; the highest bit is the power 0."""
     product, bit = 0, 1 << 31
     while bit:
         if one & bit:
@@ -126,27 +126,27 @@ def _product(one: int, other: int) -> int:
 
 
 _Piece = tuple[int, int, int]
-"""A part of a run: the number of the run, its first byte, its length."""
+"""A piece of a range: the number of the range, the first byte, the length."""
 _Found = tuple[int, int, int | CorruptFile]
-"""Of a part: the number of its run, its length, its CRC-32 or why it has none."""
+"""The result for a piece: the number of its range, its length, its CRC-32 or the error."""
 
 _PIECE = 32 << 20
-"""Bytes that a thread is given at a time: parts of a long run, or many short ones."""
+"""Bytes of one job of a thread: a piece of a long range, or many short ranges."""
 _BLOCK = 512 << 10
-"""Bytes read at a time: they are still in the processor's cache when they are summed up."""
+"""Bytes read at a time, few enough to be in the processor's cache for the checksum."""
 _CALL = 16 << 10
-"""What a run costs whatever its length, in bytes."""
+"""The fixed cost of a range, in bytes."""
 _WORTH = 4 << 20
-"""Bytes in all from which threads are worth their start."""
+"""Total bytes from which threads pay off."""
 
 
 def crc32s(runs: Sequence[ByteRange], told: BytesDone | None = None) -> Iterator[int | CorruptFile]:
-    """Yield the CRC-32 of each run, in order; of one that cannot be inflated, the error.
+    """Yield the CRC-32 of each range, in order, or the error if it cannot be inflated.
 
-    `told` is called with bytes done, now and then.
+    `told` is called with the bytes done.
 
     Raises:
-        UnreadableFile: the system cannot read a file.
+        UnreadableFile: a file cannot be read.
     """
     jobs = _jobs(runs)
     work = partial(_summed, runs)
@@ -166,7 +166,7 @@ def crc32s(runs: Sequence[ByteRange], told: BytesDone | None = None) -> Iterator
 
 
 def _jobs(runs: Iterable[ByteRange]) -> Iterator[list[_Piece]]:
-    """Divide all runs, in order, into lists of about as much work each."""
+    """Divide all ranges, in order, into jobs of about equal work."""
     job: list[_Piece] = []
     weight = 0
     for index, run in enumerate(runs):

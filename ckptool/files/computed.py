@@ -1,4 +1,4 @@
-"""Runs of bytes that no file holds: computed, gathered from a view, or joined of several runs."""
+"""Ranges of bytes that are not in a file: computed, gathered from a view, or joined."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 WORTH = 256 << 10
-"""Bytes from which other threads are asked for what comes next."""
+"""Bytes from which other threads compute the following blocks."""
 THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))
-"""That compute while the reader's own writes: no more than there are processors for."""
+"""Threads that compute while the reader's thread writes, at most one per processor."""
 DEPTH = 2
-"""Blocks that are kept ready or are being computed."""
+"""Blocks that are ready or being computed."""
 
 
 class FilledSource(Source):
-    """A source whose bytes `fill` puts into a buffer when they are asked for.
+    """A source with bytes that `fill` writes into a buffer on demand.
 
-    They lie in files, in several pieces, and a write of them is not read back.
+    They are in files, in several pieces, and a write of them is not read back.
     """
 
     def __init__(self, name: str, size: int, fill: Callable[[int, memoryview], None]) -> None:
-        """Stand for `size` bytes; `fill(offset, buffer)` puts those from `offset` into `buffer`.
+        """Represent `size` bytes; `fill(offset, buffer)` writes those from `offset` into `buffer`.
 
-        `name` is the file that they come from.
+        `name` is the file of the bytes.
         """
         self.name, self.size, self._filler = name, size, fill
 
@@ -44,7 +44,7 @@ class FilledSource(Source):
 
 
 class ComputedSource(FilledSource):
-    """A source whose bytes are computed block by block, and not kept: no file has them."""
+    """A source with bytes that are computed block by block, and not kept."""
 
     def __init__(
         self,
@@ -54,10 +54,11 @@ class ComputedSource(FilledSource):
         *,
         ahead: ReadAhead | None = None,
     ) -> None:
-        """Stand for `size` bytes; `fill(offset, buffer)` puts those from `offset` into `buffer`.
+        """Represent `size` bytes; `fill(offset, buffer)` writes those from `offset` into `buffer`.
 
-        `ahead`: it may be called from several threads at once, as a source that `is_shared`. They
-        compute the next blocks, of this source and those after it, while the last one is used.
+        `ahead`: `fill` can be called from several threads at once, as for a source that
+        `is_shared`. They compute the next blocks, of this source and of those after it, while the
+        last block is used.
         """
         super().__init__(name, size, fill)
         self._ahead = ahead if size >= WORTH else None
@@ -74,30 +75,30 @@ class ComputedSource(FilledSource):
 
 
 class ReadAhead:
-    """The next blocks of some sources, computed by other threads.
+    """Computes the next blocks of some sources in other threads.
 
-    The sources are expected to be read in the order in which they were made, each from front to
-    back; where that turns out to be wrong more often than right, each is looked at alone.
+    The sources are expected to be read in the order of their creation, each from front to back. If
+    that is wrong more often than right, each source is predicted by itself.
     """
 
     def __init__(self) -> None:
-        """Start with nothing expected."""
+        """Start without expected sources."""
         self._order: dict[int, int] = {}
         self._sources: list[ComputedSource] = []
         self._blocks: deque[tuple[ComputedSource, int, int, Future[None], bytearray]] = deque()
         self._spare: list[bytearray] = []
         self._next = (0, 0)
-        """The place of a source, and the offset in it, that was read up to."""
+        """The index of a source, and the offset in it, up to which was read."""
         self._right = 1
-        """How often the source that came next was guessed, less how often it was not."""
+        """Correct minus wrong predictions of the next source."""
 
     def expect(self, source: ComputedSource) -> None:
-        """Take it that this source is read after those before it."""
+        """Expect this source to be read after the earlier ones."""
         self._order[id(source)] = len(self._sources)
         self._sources.append(source)
 
     def read_into(self, source: ComputedSource, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from a block computed ahead, if there is the right one, or now."""
+        """Fill `buffer` from a block that was computed ahead, or compute it now."""
         place, length = self._order[id(source)], len(buffer)
         if not self._take(source, offset, buffer):
             source.fill(offset, buffer)
@@ -118,12 +119,12 @@ class ReadAhead:
             self._right += not offset
             return True
         self._right -= 2 * (known is not source)
-        while self._blocks:  # in vain, and to be out of the way
+        while self._blocks:  # not needed, and must not delay others
             self._blocks.popleft()[3].cancel()
         return False
 
     def _go_ahead(self, place: int, offset: int, length: int) -> None:
-        """Have the blocks after the last one computed."""
+        """Start to compute the blocks after the last one."""
         if self._blocks:
             source, start, size, *_ = self._blocks[-1]
             place, offset = self._order[id(source)], start + size
@@ -143,13 +144,13 @@ class ReadAhead:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Return the same for all sources."""
-    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
+    """Return the thread pool that all sources share."""
+    from concurrent.futures import ThreadPoolExecutor  # imports logging: milliseconds
 
     return ThreadPoolExecutor(THREADS, thread_name_prefix="ckptool-ahead")
 
 
-if hasattr(os, "register_at_fork"):  # a process has not the threads of the one that it came from
+if hasattr(os, "register_at_fork"):  # a forked process does not have the threads of its parent
     os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
@@ -160,7 +161,7 @@ def computed(
     *,
     ahead: ReadAhead | None = None,
 ) -> ByteRange:
-    """Return `size` bytes that `fill` computes from others, as `ComputedSource` has them."""
+    """Return `size` bytes that `fill` computes; see `ComputedSource`."""
     source = ComputedSource(made_of[0].source.name, size, fill, ahead=ahead)
     source.made_of = made_of
     return ByteRange(source, 0, size)
@@ -174,10 +175,10 @@ def gathered(
     stride: tuple[int, ...],
     offset: int,
 ) -> ByteRange:
-    """Return the elements of a view of `data` in row-major order, gathered as they are read.
+    """Return the elements of a view of `data` in row-major order, gathered on demand.
 
-    `stride` and `offset` count elements of `itemsize` bytes; the view lies inside `data`. Reading
-    on where the last read ended costs one pass, from elsewhere a start at the row there.
+    `stride` and `offset` count elements of `itemsize` bytes; the view is inside `data`. Sequential
+    reads take one pass; a jump starts at the row of its offset.
     """
     axes = list(zip(shape, stride, strict=True)) or [(1, 1)]
     rows = _Rows(data, itemsize, axes, offset)
@@ -187,7 +188,7 @@ def gathered(
 
 
 class _Rows:
-    """A view that is read from front to back, from any byte on."""
+    """Reads a view from front to back, starting at any byte."""
 
     def __init__(
         self, data: ByteRange, itemsize: int, axes: list[tuple[int, int]], offset: int
@@ -213,11 +214,11 @@ class _Rows:
             done += len(part)
             self._pending = block[len(part) :]
         self._position = offset + done
-        if self._position == self.size:  # else each of many views holds its last blocks
+        if self._position == self.size:  # otherwise each of many views would keep its last blocks
             self._blocks, self._pending, self._position = iter(()), memoryview(b""), -1
 
     def _seek(self, offset: int) -> None:
-        """Begin at the row of the outermost dimension in which `offset` lies."""
+        """Begin at the row of the outermost dimension that contains `offset`."""
         (rows, step), *inner = self._axes
         row = prod(size for size, _ in inner) * self._itemsize
         skipped, within = divmod(offset, row)
@@ -235,7 +236,7 @@ class _Rows:
 
 
 def joined(parts: Sequence[ByteRange]) -> ByteRange:
-    """Return the parts as one range: of their own source where they follow each other in it."""
+    """Return the parts as one range, in their own source if they are adjacent there."""
     runs = neighbors(parts)
     if len(runs) == 1:
         return runs[0]

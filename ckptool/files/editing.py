@@ -1,7 +1,7 @@
-"""A file changed where it lies: bytes put behind its end, or over its head.
+"""Edit a file in place: append bytes, or overwrite its beginning.
 
-A journal is on the disk before the first byte. It says what the file was and what it is to become,
-so that an edit that was cut short can be told from a file that has nothing to do with it.
+A journal is on the disk before the first byte is written. It records the file before and after the
+edit, so that an interrupted edit can be distinguished from an unrelated file.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from ckptool.files.system import boot_id, check_space, worded, write_at
 from ckptool.words import shell
 
 KIND = "edit"
-"""What the journal of an edit is called."""
+"""The kind of the journal of an edit."""
 
 SECTOR = 512
-"""A disk writes so many bytes, aligned in the file, or none of them."""
+"""Bytes, aligned in the file, that a disk writes completely or not at all."""
 
 _NUMBERS = ("device", "inode", "size", "offset")
-"""The facts of a journal besides the hash."""
+"""The facts of a journal except the hash."""
 
 _TAIL = 64 << 10
-"""Bytes at the end of the old file by which it is known again."""
+"""Bytes at the end of the old file that identify it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Bytes that go into a file at `offset`: its length (they are appended), or 0 (its head)."""
+    """Bytes to write at `offset`: the length of the file (append), or 0 (overwrite)."""
 
     offset: int
     data: bytes
 
 
 class EditState(Enum):
-    """How far an edit went."""
+    """The progress of an edit."""
 
     OLD = "the file is unchanged"
     CUT = "the file has part of the edit"
@@ -58,30 +58,30 @@ class EditState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A patch to a certain file: what is known of that file, the bytes before and after."""
+    """A patch of one file: the identity of the file, and the bytes before and after."""
 
     device: int
     inode: int
     size: int
-    """Bytes of the file before the edit."""
+    """Size of the file before the edit."""
     tail: str
-    """SHA-256 of the last bytes before the edit, as far as it leaves them alone."""
+    """SHA-256 of the last bytes before the edit that the edit does not change."""
     offset: int
     old: bytes
-    """What lay in the place of `new`; empty where that was behind the end."""
+    """The bytes that `new` replaces; empty if it is appended."""
     new: bytes
     pid: int = field(default_factory=os.getpid)
-    """The process that edits, or did."""
+    """The process of the edit."""
     boot: str = field(default_factory=boot_id)
-    """The run of the system in which it does: then device numbers and processes are the same."""
+    """The boot of the system, for which device and process numbers are valid."""
 
     @classmethod
     def of(cls, fd: int, patch: Patch) -> Edit:
-        """Return the edit that brings `patch` into the open file.
+        """Return the edit that applies `patch` to the open file.
 
         Raises:
             WriteError: the patch begins neither at the end of the file nor at its beginning, or is
-                longer than what it is to replace.
+                longer than the bytes that it replaces.
         """
         status = os.fstat(fd)
         size = status.st_size
@@ -96,10 +96,10 @@ class Edit:
 
     @classmethod
     def from_journal(cls, journal: Journal, path: str) -> Edit:
-        """Return the edit that a journal tells of.
+        """Return the edit that a journal describes.
 
         Raises:
-            CorruptFile: it tells of none.
+            CorruptFile: it does not describe an edit.
         """
         try:
             numbers = [int(journal.facts[key]) for key in _NUMBERS]
@@ -115,22 +115,21 @@ class Edit:
 
     @property
     def new_size(self) -> int:
-        """Bytes of the file after the edit."""
+        """Size of the file after the edit."""
         return max(self.size, self.offset + len(self.new))
 
     def to_journal(self) -> Journal:
-        """Return what must be on the disk before the edit begins."""
+        """Return the journal, which must be on the disk before the edit begins."""
         facts = {key: getattr(self, key) for key in (*_NUMBERS, "tail")}
         return Journal(KIND, facts, (self.old, self.new), self.pid, self.boot)
 
     def state(self, fd: int, path: str, *, moved: bool = False) -> EditState:
-        """Return how far this edit went in the open file, which is at `path`.
+        """Return the progress of this edit in the open file, which is at `path`.
 
-        `moved` allows it to be a copy of the file that was edited, if its content is what the edit
-        left.
+        `moved` also accepts a copy of the edited file, with the content that the edit left.
 
         Raises:
-            CorruptFile: the file is another one, or something else has been done to it.
+            CorruptFile: it is another file, or it was changed in another way.
         """
         if not moved and not self._is_of(os.fstat(fd)):
             raise self._stranger(fd, path)
@@ -148,35 +147,35 @@ class Edit:
         return EditState.CUT
 
     def _stranger(self, fd: int, path: str) -> CorruptFile:
-        """Return the error for a file that is not the one that was edited: a copy of it, say."""
+        """Return the error for a file that was not edited itself, for example a copy."""
         with suppress(CorruptFile):
             if self.state(fd, path, moved=True) is EditState.CUT:
                 return _moved(path)
         return _foreign(path, "the file was replaced")
 
     def _is_of(self, status: os.stat_result) -> bool:
-        """Return whether it is the file that was edited."""
-        # The system may number its devices otherwise after a restart.
+        """Return whether it is the edited file."""
+        # Device numbers may change with a restart.
         moved = self.boot == boot_id() and status.st_dev != self.device
         return status.st_ino == self.inode and not moved
 
     def apply(self, fd: int) -> None:
-        """Put the new bytes in and wait until they are on the disk."""
+        """Write the new bytes and wait until they are on the disk."""
         write_at(fd, self.new, self.offset)
         os.fsync(fd)
 
     def undo(self, fd: int) -> None:
-        """Put the old bytes back and wait until that is on the disk."""
+        """Restore the old bytes and wait until they are on the disk."""
         if os.fstat(fd).st_size != self.size:
             os.ftruncate(fd, self.size)
         write_at(fd, self.old, self.offset)
         os.fsync(fd)
 
     def _check_sectors(self, found: bytes, path: str) -> None:
-        """Refuse what neither a kill nor a loss of power can make of the old and the new bytes.
+        """Refuse content that neither a kill nor a power loss can leave.
 
-        A sector is new, or still old (zeros, behind the old end); in one of them at most, the
-        write broke off.
+        A sector is new, or still old (zeros after the old end); the write stopped within at most
+        one of them.
         """
         before = self.old.ljust(len(self.new), b"\0")
         start, torn = 0, 0
@@ -194,7 +193,7 @@ class Edit:
 
 
 def _broke_off(piece: bytes, old: bytes, new: bytes) -> bool:
-    """Return whether `piece` begins as `new` and goes on as `old`."""
+    """Return whether `piece` begins as `new` and continues as `old`."""
     begun = next((i for i, (a, b) in enumerate(zip(piece, new, strict=True)) if a != b), len(piece))
     return piece[begun:] == old[begun:]
 
@@ -206,22 +205,22 @@ def apply_patch(
     path: str | None = None,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Edit the file that `source` has read; whatever goes wrong leaves it as it was.
+    """Edit the file of `source` in place; an error leaves the file unchanged.
 
-    After a kill, the next one who opens the file (`recovery.open_source`) sets it right.
+    After a kill, the next reader of the file (`local.open_source`) recovers it.
 
     Args:
-        source: Still open. What it has read of tensors stays true.
-        patch: What to put in, and where.
-        path: Where the file is, if not at `source.name`; links are resolved.
-        check: Called when the edit is on the disk; what it raises takes the edit back.
+        source: The open file. Tensor ranges that it has read stay valid.
+        patch: The bytes to write, and where.
+        path: The path of the file, if it is not `source.name`; links are followed.
+        check: Called when the edit is on the disk; if it raises, the edit is undone.
 
     Raises:
-        FileBusy: another process is editing it; the message names that one.
-        UnreadableFile: it has been written to since it was read.
+        FileBusy: another process is editing it; the message has its number.
+        UnreadableFile: it has changed since it was read.
         NoSpace: the disk cannot hold the result.
-        WriteDenied: the system does not let us write to the file, or a journal beside it.
-        WriteError: another file is at its place, or another refusal of the system.
+        WriteDenied: no permission to write the file, or the journal next to it.
+        WriteError: the file was replaced, or another system error.
     """
     path = path or source.name
     with worded(path), exclusive(path) as fd:
@@ -239,12 +238,12 @@ def apply_patch(
             _take_back(edit, path, fd)
             raise
         source.take_as_it_is()
-        with suppress(OSError):  # all of the edit is there: whoever opens the file removes it
+        with suppress(OSError):  # the edit is complete: the next reader removes the journal
             remove_journal(path)
 
 
 def _check_target(source: Source, path: str, fd: int) -> None:
-    """Refuse to edit a file that is not, or not any more, the one that was read."""
+    """Refuse to edit a file that is no longer the one that was read."""
     if not os.access(path, os.W_OK):
         raise WriteDenied(
             "no write permission", hint="write the result to another file with -o FILE"
@@ -259,7 +258,7 @@ def _check_target(source: Source, path: str, fd: int) -> None:
 
 
 def _take_back(edit: Edit, path: str, fd: int) -> None:
-    """Undo what was done; where the system refuses that too, the journal stays for a recovery."""
+    """Undo the edit; if that fails too, the journal stays for a recovery."""
     with suppress(OSError, CheckpointError):
         if edit.state(fd, path) is not EditState.OLD:
             edit.undo(fd)
@@ -267,7 +266,7 @@ def _take_back(edit: Edit, path: str, fd: int) -> None:
 
 
 def _tail(fd: int, size: int, offset: int, length: int) -> str:
-    """Hash of the last bytes before `size` that are not among the `length` ones from `offset`."""
+    """Hash the last bytes before `size`, without the `length` bytes from `offset`."""
     first = max(size - _TAIL, 0 if offset == size else offset + length)
     return hashlib.sha256(read_at(fd, first, max(size - first, 0))).hexdigest()
 

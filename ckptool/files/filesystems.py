@@ -1,8 +1,8 @@
-"""The file systems of fsspec: what an address names, ranges of its files, objects put there.
+"""The file systems of fsspec: resolve addresses, read ranges, write objects.
 
-An object is sent in parts as its bytes come, and is there when the last has come; what fails
-before, be it by Ctrl-C, discards the parts. Several objects appear one after the other, the index
-last. The size of each is asked for afterwards; nothing is read back.
+An object is uploaded in parts as its bytes arrive, and appears with the last part; a failure before
+that, Ctrl-C included, discards the parts. Several objects appear one after the other, the index
+last. The size of each is checked afterwards; nothing is read back.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ckptool.words import listed
 INSTALL = "pip install fsspec huggingface_hub"
 
 Fetch = Callable[[int, int, str], RangeResponse]
-"""Bytes from an offset to another, of the file that still has a tag."""
+"""Returns the bytes between two offsets of a file, if it still has the tag."""
 
 
 def by_fsspec(path: str) -> Fetch:
-    """Return what fetches the bytes of a file."""
+    """Return the function that fetches the bytes of a file."""
     system, inner = system_of(path)
     with asked(path):
         system.invalidate_cache()
@@ -58,7 +58,7 @@ def by_fsspec(path: str) -> Fetch:
 
 
 def system_of(path: str) -> tuple[Any, str]:
-    """Return the file system of fsspec that an address names, and the path in there.
+    """Return the fsspec file system of an address, and the path in it.
 
     Raises:
         UnsupportedFormat: fsspec, or the package of the file system, is not installed.
@@ -69,7 +69,7 @@ def system_of(path: str) -> tuple[Any, str]:
         raise UnsupportedFormat(
             "reading this address needs fsspec, which is not installed", file=path, hint=INSTALL
         ) from error
-    with asked(path):  # a chain asks for what it leads through
+    with asked(path):  # resolving a chained address may send requests
         try:
             found: tuple[Any, str] = url_to_fs(path)
         except (ImportError, ValueError) as error:
@@ -81,11 +81,11 @@ def system_of(path: str) -> tuple[Any, str]:
 
 @contextmanager
 def asked(path: str, *, to_write: bool = False) -> Iterator[None]:
-    """Put into words what a file system raises, which is of any kind.
+    """Convert the exceptions of a file system, of any type, to our errors.
 
     Raises:
-        FileMissing, FileDenied, UnreadableFile: it gives nothing; WriteDenied, WriteError if asked
-            `to_write`.
+        FileMissing, FileDenied, UnreadableFile: reading fails; WriteDenied, WriteError with
+        `to_write`.
     """
     try:
         yield
@@ -103,16 +103,16 @@ def asked(path: str, *, to_write: bool = False) -> Iterator[None]:
 
 
 _PART, _PARTS = 16 << 20, 9_000
-"""Bytes of a part of an object, and how many it has at most: S3 takes 10,000."""
+"""The size of a part of an object, and the most parts: S3 allows 10,000."""
 
 
 def refuse_object(path: str, *, overwrite: bool) -> None:
-    """Refuse an address where nothing can be written, or that is not to be replaced.
+    """Refuse an address that cannot be written or must not be replaced.
 
     Raises:
-        UsageError: nothing is written to addresses of this kind.
-        TargetExists: it is there.
-        WriteError: the file system does not say whether it is there.
+        UsageError: ckptool does not write to addresses of this kind.
+        TargetExists: it exists.
+        WriteError: the file system fails to report whether it exists.
     """
     kind = path.partition("://")[0].lower()
     if kind in ("http", "https", "hf"):
@@ -139,14 +139,14 @@ def uploaded_set(
     check: Callable[[], None] | None,
     progress: Progress | None,
 ) -> Iterator[Outputs]:
-    """Give outputs for objects, asked for one by one, the index last; see `atomic_set`.
+    """Yield outputs for objects, used one by one, the index last; see `atomic_set`.
 
-    `check` is called before the last one appears. Those that are there when something fails stay,
-    and are named in a `CheckpointWarning`.
+    `check` is called before the last one appears. After a failure, the objects that have appeared
+    stay, and a `CheckpointWarning` lists them.
 
     Raises:
-        TargetExists: an object is there and not to be overwritten.
-        WriteDenied, WriteError: the file system refuses it, or has another number of bytes.
+        TargetExists: an object exists and `overwrite` is false.
+        WriteDenied, WriteError: the write fails, or the object has another size.
     """
     done: list[str] = []
 
@@ -172,10 +172,10 @@ def uploaded_set(
 
 @contextmanager
 def _uploaded(path: str, size: int, progress: Progress | None) -> Iterator[FileOutput]:
-    """Give an object that appears when the block ends well."""
+    """Yield an output; the object appears if the block succeeds."""
     system, inner = system_of(path)
     transaction = system.transaction
-    transaction.start()  # every file system defers what is written in one, `memory` too
+    transaction.start()  # every file system defers writes in a transaction, even `memory`
     file: Any = None
     try:
         with asked(path, to_write=True):
@@ -186,10 +186,10 @@ def _uploaded(path: str, size: int, progress: Progress | None) -> Iterator[FileO
             output.finish()
             file.close()
     except BaseException:
-        with suppress(Exception):  # what went wrong first is what is told
+        with suppress(Exception):  # report the first error
             transaction.complete(commit=False)
         with suppress(AttributeError):
-            file.closed = True  # else Python closes it in the end, which may make it appear
+            file.closed = True  # otherwise the garbage collector closes it, and it may appear
         raise
     with asked(path, to_write=True):
         transaction.complete(commit=True)
@@ -203,7 +203,7 @@ def _uploaded(path: str, size: int, progress: Progress | None) -> Iterator[FileO
 
 
 class _Upload(FileOutput):
-    """An output that sends what comes."""
+    """An output that uploads its bytes."""
 
     def __init__(self, file: Any, path: str, size: int, progress: Progress | None) -> None:
         super().__init__(-1, size, progress, path)

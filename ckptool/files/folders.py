@@ -1,6 +1,6 @@
-"""A folder that appears whole or not at all.
+"""Write a folder so that it appears whole or not at all.
 
-.NAME.new     is being written, and is whole once it has the file that is written last
+.NAME.new     is being written, and is complete once it has the file that is written last
 .NAME.old     is being replaced
 .NAME.gone    is being removed
 """
@@ -28,39 +28,39 @@ def atomic_folder(
     first: Callable[[Callable[[], None]], object] = lambda work: work(),
     own: int = 0,
 ) -> Iterator[str]:
-    """Make a hidden folder to write into, which gets the name `path` when the block ends well.
+    """Create a hidden folder to write into; it is renamed to `path` if the block succeeds.
 
-    An error leaves the folder that has the name now. A kill between the two renames of a folder
-    that is replaced leaves none: `recover_folders` finishes.
+    After an error the old folder is unchanged. A kill between the two renames of a replacement
+    leaves no folder of this name: `recover_folders` finishes it.
 
     Args:
-        path: The folder; one that is there is replaced.
-        size: Bytes that it is to hold.
-        last: The file in it that is written last; without it, it is not whole.
-        first: Calls what rank 0 does, where several processes write into the folder: each of them
-            comes here, and to the end of the block, or an error is raised in all of them.
+        path: The folder; an existing one is replaced.
+        size: Its expected size in bytes.
+        last: The file that is written last; without it, the folder is incomplete.
+        first: Runs the part of rank 0 if several processes write into the folder: all processes
+            enter the block and reach its end, or all raise an error.
         own: The rank of this process.
 
     Raises:
         NoSpace: the disk cannot hold it.
-        WriteError: the system does not let us.
+        WriteError: a system call fails.
     """
     new = _hidden(path, "new")
     first(lambda: _begin(path, new, size, last))
     try:
         yield new
     except CheckpointError:
-        if own == 0:  # what cannot be removed is by `recover_folders`
+        if own == 0:  # `recover_folders` removes the rest
             shutil.rmtree(new, ignore_errors=True)
         raise
     first(lambda: _take_place(path, new))
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder, which loses its name before anything of it goes.
+    """Remove a folder; rename it before its files are removed.
 
     Raises:
-        OSError: the system does not let us.
+        OSError: a system call fails.
     """
     gone = _hidden(path, "gone")
     shutil.rmtree(gone, ignore_errors=True)
@@ -69,10 +69,10 @@ def remove_folder(path: str) -> None:
 
 
 def recover_folders(folder: str, names: re.Pattern[str], last: str) -> None:
-    """Finish what a kill interrupted while folders of these names were written in `folder`.
+    """Finish interrupted writes of folders with these names in `folder`.
 
     Raises:
-        WriteError: the system does not let us.
+        WriteError: a system call fails.
     """
     with worded(folder):
         for entry in os.listdir(folder) if os.path.isdir(folder) else ():

@@ -1,7 +1,7 @@
-"""Ranges of files over http and https, by the standard library.
+"""Read ranges of files over http and https with the standard library.
 
-Proxies and certificates are those of the environment (`HTTPS_PROXY`, `SSL_CERT_FILE`). A token goes
-to the host that it is for, and to none that this one redirects to. RFC 9110, 13 and 14.
+Proxies and certificates come from the environment (`HTTPS_PROXY`, `SSL_CERT_FILE`). A token is sent
+only to its host, not to hosts that this one redirects to. RFC 9110, 13 and 14.
 """
 
 from __future__ import annotations
@@ -22,52 +22,51 @@ TIMEOUT = 30.0
 ATTEMPTS = 5
 LONGEST_PAUSE = 30.0
 _PROGRESS = 16 << 10
-"""Bytes after which a connection that breaks does not count among the attempts."""
+"""After so many bytes, a lost connection does not count as an attempt."""
 FROM_THE_START = 64 << 20
-"""Bytes that are read from the beginning where a server sends no ranges."""
+"""Bytes that are read from the beginning if a server does not support ranges."""
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _LED: dict[str, str] = {}
-"""Where an address led to, for the further parts of one file: hosts count what they redirect."""
+"""The redirect target of an address, for further parts of the file: hosts limit their redirects."""
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _DOWNLOAD = "download it first: curl -LO URL"
 
 
 class RangeResponse(NamedTuple):
-    """Some bytes of a file, and what the server says of all of it."""
+    """A range of a file, and the size and tag of the file."""
 
     data: bytes
     size: int
-    """Bytes of the whole file."""
+    """Size of the whole file in bytes."""
     tag: str
-    """What is another where the content is: ETag, else the time of the last change, else empty."""
+    """Identifies the content: ETag, or else the time of the last change, or else empty."""
 
 
 class _Retry(Exception):
-    """What may go well at another try; its words are those of the last one."""
+    """A failure that is worth another attempt; the last one becomes the error message."""
 
     def __init__(self, why: str, pause: float | None = None, data: bytes = b"") -> None:
         super().__init__(why)
         self.pause, self.data = pause, data
-        """Seconds to wait; what came before the answer ended."""
+        """Seconds to wait; the bytes that arrived before the failure."""
 
 
 def fetch(
     url: str, start: int, stop: int, *, tag: str = "", headers: Mapping[str, str] | None = None
 ) -> RangeResponse:
-    """Return the bytes from `start` to `stop`, fewer where the file ends before.
+    """Return the bytes from `start` to `stop`, fewer if the file ends before.
 
     Args:
         url: http or https.
         start: The first byte.
-        stop: The one behind the last.
-        tag: What the file must still be, as an earlier answer had it.
-        headers: For this host alone, a token.
+        stop: The byte after the last.
+        tag: The tag of an earlier response, which the file must still have.
+        headers: Headers for this host only, for example a token.
 
     Raises:
-        FileMissing, FileDenied: the server has no such file, or does not give it to us.
+        FileMissing, FileDenied: the server has no such file, or denies access.
         TruncatedFile: it ends before `start`.
-        UnreadableFile: the server does not answer, answers with something else, or the file is
-            another one by now.
+        UnreadableFile: no response, an unexpected response, or the file has changed.
     """
     done, attempt = b"", 0
     while attempt < ATTEMPTS:
@@ -94,7 +93,7 @@ def fetch(
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """Return what opens http and https alone: a redirect to a local file is none."""
+    """Return an opener for http and https only, so that redirects to local files fail."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),
@@ -112,7 +111,7 @@ def _opener() -> urllib.request.OpenerDirector:
 def _ask(url: str, start: int, stop: int, tag: str, headers: Mapping[str, str]) -> RangeResponse:
     there = _LED.get(url, url) if tag else url
     request = urllib.request.Request(
-        quote(urldefrag(there).url, safe="%/:=&?~#+!$,;'@()*[]"),  # as a browser takes it
+        quote(urldefrag(there).url, safe="%/:=&?~#+!$,;'@()*[]"),  # as a browser quotes it
         headers={"Accept-Encoding": "identity", "User-Agent": "ckptool"},
     )
     request.add_header("Range", f"bytes={start}-{stop - 1}")
@@ -171,7 +170,7 @@ def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> RangeRespon
 
 
 def _exactly(answer: Any, length: int) -> bytes:
-    """Return so many bytes of an answer, and no more, however many it has."""
+    """Return exactly `length` bytes of a response."""
     parts: list[bytes] = []
     left = max(length, 0)
     while left:
@@ -213,7 +212,7 @@ def _refused(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
 
 
 def changed(file: str) -> UnreadableFile:
-    """Return the error for a file that is another one by now."""
+    """Return the error for a file that has changed on the server."""
     return UnreadableFile(
         "changed while it was read: the server has another version now",
         file=file,

@@ -1,4 +1,4 @@
-"""Bytes that a file holds deflated: a compressed record of a zip."""
+"""Inflate the compressed records of a zip."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ckptool.files.source import BLOCK, ByteRange, Source
 
 _SMALL = 128 << 10
 _PREAMBLE = 4 << 10
-"""Stored bytes by which a deflated beginning may be longer than what it inflates to: its tables."""
+"""Extra bytes that a deflated beginning may need for its tables."""
 
 
 class InflatedSource(Source):
-    """A deflated zip record, read as what it inflates to, in bounded blocks.
+    """The inflated content of a deflated zip record, read in bounded blocks.
 
     Reading forwards costs one pass; reading backwards starts the record again.
     """
@@ -31,7 +31,7 @@ class InflatedSource(Source):
 
     @property
     def packed_size(self) -> int:
-        """Bytes as they are stored."""
+        """The stored size in bytes."""
         return self._packed.length
 
     def fill(self, offset: int, buffer: memoryview) -> None:
@@ -49,7 +49,7 @@ class InflatedSource(Source):
             done += len(part)
 
     def head(self, length: int) -> bytes:
-        """Up to `length` first bytes; nothing is kept for the next read.
+        """Return up to `length` first bytes; nothing is kept for the next read.
 
         Raises:
             CorruptFile: they cannot be inflated.
@@ -67,7 +67,7 @@ class InflatedSource(Source):
         self._position = 0
 
     def _take(self, most: int) -> bytes:
-        """Between 1 and `most` inflated bytes."""
+        """Return 1 to `most` inflated bytes."""
         data = self._inflate(most)
         if not data:
             raise CorruptFile("a compressed record ends too early", file=self.name)
@@ -77,7 +77,7 @@ class InflatedSource(Source):
         return data
 
     def _finish(self) -> None:
-        """See whether the stream ends with the last byte that it should have."""
+        """Check that the stream ends after its last byte."""
         inflater = self._inflater
         if self._inflate(1):
             raise CorruptFile(
@@ -90,12 +90,12 @@ class InflatedSource(Source):
         self._inflater = None
 
     def ends_well(self) -> bool:
-        """Return whether the stream has its end mark and nothing behind it, as far as it was read.
+        """Return whether the stream has its end mark and nothing after it, as far as it was read.
 
-        What it inflates to is right all the same, and every reader takes it.
+        The inflated bytes are right in any case, and every reader accepts them.
 
         Raises:
-            CorruptFile: nothing is to be inflated, and something is.
+            CorruptFile: an empty record inflates to some bytes.
         """
         if self.size == 0 and self._ends_well is None:
             self._start()
@@ -103,7 +103,7 @@ class InflatedSource(Source):
         return self._ends_well is not False
 
     def _inflate(self, most: int) -> bytes:
-        """Up to `most` more bytes, none at the end of the stream."""
+        """Return up to `most` more bytes, none at the end of the stream."""
         inflater = self._inflater
         while inflater is not None and not inflater.eof:
             block = self._pending or next(self._blocks, b"")
@@ -123,7 +123,7 @@ class InflatedSource(Source):
 
 
 def refuse_bomb(data: ByteRange, most: int) -> None:
-    """Refuse what inflates to more than `most` times what is stored, beyond 128 KiB.
+    """Refuse content that inflates to more than 128 KiB and more than `most` times its stored size.
 
     Raises:
         LimitExceeded: it does.

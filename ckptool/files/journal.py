@@ -1,4 +1,4 @@
-"""The journal of an edit in place, and the locks of those who write."""
+"""The journal of an in-place edit, and the locks of writers."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ from ckptool.words import shell
 
 VERSION = 1
 _LINE_BYTES = 64 << 20
-"""The most that the first line may take: a thousand times what a set of a thousand files needs."""
+"""The longest first line: a thousand times what a set of a thousand files needs."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @dataclass(frozen=True)
 class Journal:
-    """What is being done to a file: JSON facts, and bytes that belong to them."""
+    """A pending operation on a file: JSON facts and their bytes."""
 
     kind: str
     facts: Mapping[str, Any]
     blobs: tuple[bytes, ...] = ()
     pid: int = field(default_factory=os.getpid)
-    """The process that is doing it, or was."""
+    """The process of the operation."""
     boot: str = field(default_factory=boot_id)
-    """The run of the system in which this process is, and device numbers mean something."""
+    """The boot of the system, for which process and device numbers are valid."""
 
 
 def write_journal(target: str, journal: Journal) -> None:
-    """Put the journal of `target` on the disk, in the place of any other.
+    """Write the journal of `target` to the disk, replacing any other.
 
     Raises:
-        OSError: the folder or the disk refuses it; no part of a journal is left.
+        OSError: a system call fails; no part of a journal is left.
     """
     path = journal_path(target)
     line = {
@@ -85,12 +85,12 @@ def write_journal(target: str, journal: Journal) -> None:
 
 
 def read_journal(target: str) -> Journal | None:
-    """Return the journal of `target`; None where there is none.
+    """Return the journal of `target`, or None.
 
     Raises:
-        CorruptFile: it is damaged, or of a version that is not known here.
-        FileDenied: the system does not let us read it.
-        UnreadableFile: it is no regular file.
+        CorruptFile: it is damaged, or has an unknown version.
+        FileDenied: no permission to read it.
+        UnreadableFile: it is not a regular file.
     """
     path = journal_path(target)
     if not os.path.lexists(path):
@@ -109,10 +109,10 @@ def read_journal(target: str) -> Journal | None:
 
 
 def refuse_cut_short(path: str) -> None:
-    """Refuse to change a file while its journal is there: an edit was cut short just now.
+    """Refuse to change a file that has a journal, because an edit was interrupted just now.
 
     Raises:
-        WriteError: there is a journal.
+        WriteError: the file has a journal.
     """
     if os.path.lexists(journal_path(path)):
         hint = f"ckptool recover {shell(path)}"
@@ -120,10 +120,10 @@ def refuse_cut_short(path: str) -> None:
 
 
 def remove_journal(target: str) -> None:
-    """Remove the journal of `target`, for good; harmless where there is none.
+    """Remove the journal of `target`, if any, and sync the folder.
 
     Raises:
-        OSError: the folder refuses it.
+        OSError: a system call fails.
     """
     path = journal_path(target)
     with suppress(FileNotFoundError):
@@ -132,9 +132,9 @@ def remove_journal(target: str) -> None:
 
 
 def remove_unfinished(target: str) -> None:
-    """Remove the beginning of a journal that a killed process left, as far as the system lets us.
+    """Try to remove an unfinished journal that a killed process left.
 
-    Only for one who holds the lock on `target`: it may be another's who is just writing it.
+    Call it only with the lock on `target`: another process may be writing its journal.
     """
     remove(journal_path(target) + UNFINISHED)
 
@@ -167,13 +167,13 @@ def unusable(
     *,
     file: str | None = None,
 ) -> CorruptFile:
-    """Return the error for a journal of `target` that is not followed; `file`: what is at fault."""
+    """Return the error for an unusable journal of `target`; `file` is the file to report."""
     hint = f"ckptool recover --discard {shell(target)}"
     return CorruptFile(text, file=file or target, hint=hint)
 
 
 def _share(path: str, target: str) -> None:
-    """Let those read the journal who can read the target: they may have to recover it."""
+    """Give the journal the owner and mode of the target: readers may have to recover it."""
     with suppress(FileNotFoundError):
         status = os.stat(target)
         hand_over(path, status)
@@ -181,24 +181,24 @@ def _share(path: str, target: str) -> None:
 
 
 LOCK = ".ckptool-lock"
-"""The lock file of a folder, and the ending of the lock file of an index."""
+"""The lock file of a folder, and the extension of the lock file of an index."""
 _ATTEMPTS = 3
-"""How often a lock is asked for that somebody has, and nobody a moment later."""
+"""Attempts to get a lock whose holder seems to have ended."""
 
 
 @contextmanager
 def exclusive(path: str | os.PathLike[str]) -> Iterator[int]:
-    """Give the file at `path`, links resolved, open and locked against others that ask.
+    """Yield a descriptor of the file at `path` (links followed), locked against other writers.
 
-    The descriptor can be written to where the system lets us, else only read. The lock ends with
-    the block, or with the process. A system or a file system without locks goes on without, unless
-    the journal of a running process lies beside the file.
+    The descriptor is read-only without write permission. The lock ends with the block or with the
+    process. Without system support for locks the file is not locked, and is refused only if a
+    journal of a running process is next to it.
 
     Raises:
-        FileBusy: another has the lock; the message names the process.
-        FileMissing: there is no such file.
-        FileDenied: the system does not even let us read it.
-        UnreadableFile: any other refusal.
+        FileBusy: another process has the lock; the message has its number.
+        FileMissing: the file does not exist.
+        FileDenied: no permission to read it.
+        UnreadableFile: another system error.
     """
     path = os.fspath(path)
     target = os.path.realpath(path)
@@ -206,7 +206,7 @@ def exclusive(path: str | os.PathLike[str]) -> Iterator[int]:
         fd = _open(target)
         try:
             _lock(fd, path)
-            if leads_to(target, fd):  # else it was replaced before it was locked
+            if leads_to(target, fd):  # otherwise it was replaced before it was locked
                 yield fd
                 return
         finally:
@@ -215,14 +215,14 @@ def exclusive(path: str | os.PathLike[str]) -> Iterator[int]:
 
 @contextmanager
 def hold_edit_lock(path: str) -> Iterator[None]:
-    """Nobody else edits a file that is about to be replaced: its journal would outlive it.
+    """Keep other processes from editing a file that is about to be replaced.
 
-    Nothing is locked where there is no file, where we may not even read it, and where an open
-    file cannot be replaced (Windows).
+    Their journal would outlive the file. Nothing is locked if there is no file, if it cannot be
+    read, or if open files cannot be replaced (Windows).
 
     Raises:
-        FileBusy: another process is editing it, or about to replace it.
-        WriteError: an edit of it was cut short, since it was recovered.
+        FileBusy: another process is editing it or about to replace it.
+        WriteError: another edit was interrupted since the recovery.
     """
     with ExitStack() as stack:
         if os.name == "posix":
@@ -234,14 +234,14 @@ def hold_edit_lock(path: str) -> Iterator[None]:
 
 @contextmanager
 def occupied(folder: str) -> Iterator[None]:
-    """Give a folder, made if need be, and keep it from every other process that asks for it.
+    """Yield a folder, created if needed, and lock it against other processes.
 
-    That ends with the block, or with the process. A system or a file system without locks goes on
-    without. A folder that was made for it goes again if nothing is in it at the end.
+    The lock ends with the block or with the process; there is none without system support for
+    locks. A folder that was created here is removed if it is empty at the end.
 
     Raises:
-        FileBusy: another has it; the message names the process.
-        WriteError: it cannot be made, or nothing can be written there.
+        FileBusy: another process has the lock; the message has its number.
+        WriteError: it cannot be created or written.
     """
     made = missing_folders(folder)
     lock = lock_file(
@@ -259,13 +259,13 @@ def occupied(folder: str) -> Iterator[None]:
 
 
 def _remove_empty(folders: list[str]) -> None:
-    with suppress(OSError):  # something is in it
+    with suppress(OSError):  # it is not empty
         for one in folders:
             os.rmdir(one)
 
 
 def missing_folders(folder: str) -> list[str]:
-    """Return the folders that would have to be made for this one, the innermost first."""
+    """Return the missing folders that lead to this one, innermost first."""
     missing = []
     while folder and not os.path.lexists(folder):
         missing.append(folder)
@@ -275,10 +275,10 @@ def missing_folders(folder: str) -> list[str]:
 
 @contextmanager
 def lock_file(path: str, busy: Callable[[int | None], FileBusy]) -> Iterator[bool]:
-    """Make a file that is there to be locked, lock it, and remove it after the block.
+    """Create a lock file, lock it, and remove it after the block.
 
     Yields:
-        Whether the system, and the file system, has locks.
+        Whether the system and the file system support locks.
 
     Raises:
         FileBusy: another process has the lock; `busy` makes the error from its number.
@@ -289,15 +289,15 @@ def lock_file(path: str, busy: Callable[[int | None], FileBusy]) -> Iterator[boo
             taken = try_lock(fd)
             if taken is False:
                 raise busy(lock_holder(fd))
-            ours = leads_to(path, fd)  # else it was removed before it was locked
+            ours = leads_to(path, fd)  # otherwise it was removed before it was locked
             if ours:
                 yield bool(taken)
                 return
         finally:
-            if ours and taken:  # while it is locked, so that it is nobody else's
+            if ours and taken:  # while it is locked, so that no other process has it
                 remove(path)
             os.close(fd)
-            if ours and not taken:  # Windows removes no open file
+            if ours and not taken:  # Windows cannot remove an open file
                 remove(path)
 
 
@@ -307,22 +307,22 @@ def _open_lock(path: str) -> int:
         os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
         try:
             return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
-        except FileNotFoundError:  # the folder was removed by whoever had made it
+        except FileNotFoundError:  # its creator has removed the folder
             continue
         except PermissionError:
             if not os.path.lexists(path):
                 raise
-            return os.open(path, os.O_RDONLY | flags)  # another user's
+            return os.open(path, os.O_RDONLY | flags)  # it belongs to another user
 
 
 def remove(path: str) -> None:
-    """Remove a file, as far as the system lets us."""
+    """Try to remove a file."""
     with suppress(OSError):
         os.unlink(path)
 
 
 def leads_to(path: str | os.PathLike[str], fd: int) -> bool:
-    """Return whether the file at `path` is the open one."""
+    """Return whether `path` leads to the open file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except OSError:
@@ -330,7 +330,7 @@ def leads_to(path: str | os.PathLike[str], fd: int) -> bool:
 
 
 def _open(path: str) -> int:
-    """Return a descriptor to read and write, or to read where that is all that we may."""
+    """Return a descriptor for reading and writing, or for reading only without write permission."""
     with suppress(OSError):
         return os.open(path, os.O_RDWR | getattr(os, "O_BINARY", 0))
     return open_descriptor(path)
@@ -343,7 +343,7 @@ def _lock(fd: int, path: str) -> None:
         if taken or (taken is None and not _is_at_work(journal)):
             return
         pid = lock_holder(fd) or (journal.pid if journal else None)
-        if pid:  # else it may have ended just now
+        if pid:  # otherwise it may have ended just now
             break
     raise FileBusy(
         f"is being edited by {who(pid)}",
@@ -359,7 +359,7 @@ def _journal(path: str) -> Journal | None:
 
 
 def _is_at_work(journal: Journal | None) -> bool:
-    """Return whether the process that wrote the journal still runs, as far as can be known here."""
+    """Return whether the process that wrote the journal is known to be running."""
     if journal is None or journal.pid == os.getpid() or journal.boot != boot_id():
         return False
     return is_running(journal.pid)

@@ -1,4 +1,4 @@
-"""The files and folders of this machine, asked by few questions."""
+"""The files and folders of this machine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ if TYPE_CHECKING:
 
 
 def open_source(path: str | os.PathLike[str]) -> FileSource:
-    """Open a file for reading, after what a killed edit left of it has been set right.
+    """Open a file for reading; recover it first if an edit was interrupted.
 
-    Where the system does not let us set it right, the file reads as it was before the edit. What
-    was done is said in a `CheckpointWarning`.
+    If the recovery fails, the file reads as it was before the edit. A `CheckpointWarning` reports
+    the recovery.
 
     Raises:
         FileMissing: there is no such file.
-        FileBusy: another process is editing it; the message names that one.
-        CorruptFile: a journal lies beside it that is damaged, or about other content; nothing was
-            touched.
+        FileBusy: another process is editing it; the message has its number.
+        CorruptFile: its journal is damaged or belongs to other content; nothing was changed.
         UnreadableFile: any other refusal.
     """
     path = os.fspath(path)
@@ -37,57 +36,57 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
     else:
         edited = has_journal(path)
         if not edited and source.changed() is None:
-            return source  # of one state: no edit had begun when it was opened
+            return source  # consistent: no edit had begun when it was opened
         source.close()
         if not edited:
             return open_source(path)
-    # Imported here: next to every file is as its last writer left it, and opens at once.
+    # Imported here: almost no file needs a recovery.
     from ckptool.files.recovery import open_recovered
 
     return open_recovered(path)
 
 
 class Place:
-    """The file system of this machine; what lies elsewhere answers the same questions."""
+    """The file system of this machine; other places have the same methods."""
 
     def spelled(self, path: str) -> str:
-        """Return the path in the form that others are made of by joining."""
+        """Return the path in a form that can be joined with other names."""
         return path
 
     def pinned(self, path: str) -> str:
-        """Return what a path that means another thing from time to time has been taken for."""
+        """Return the path with its revision, if its content may change over time."""
         return ""
 
     def exists(self, path: str) -> bool:
-        """Return whether something is there, be it a link that leads nowhere."""
+        """Return whether the path exists, even as a broken link."""
         return os.path.lexists(path)
 
     def is_folder(self, path: str) -> bool:
-        """Return whether a folder is there."""
+        """Return whether the path is a folder."""
         return os.path.isdir(path)
 
     def is_file(self, path: str) -> bool:
-        """Return whether a file is there; links are followed."""
+        """Return whether the path is a file; links are followed."""
         return os.path.isfile(path)
 
     def names(self, folder: str) -> frozenset[str]:
-        """Return what is in a folder (empty: the one we are in).
+        """Return the names in a folder (empty: the current folder).
 
         Raises:
-            OSError: it is none, or may not be listed.
+            OSError: it is not a folder, or cannot be listed.
         """
         return frozenset(os.listdir(folder or "."))
 
     def size(self, path: str) -> int:
-        """Return the bytes of a file.
+        """Return the size of a file in bytes.
 
         Raises:
-            OSError: there is none.
+            OSError: it does not exist.
         """
         return os.path.getsize(path)
 
     def open(self, path: str) -> Source:
-        """Open a file for reading, after what a killed edit left of it has been set right.
+        """Open a file for reading; recover it first if an edit was interrupted.
 
         Raises:
             UnreadableFile: as `open_source`.
@@ -95,15 +94,15 @@ class Place:
         return open_source(path)
 
     def expect(self, paths: Sequence[str]) -> None:
-        """Make ready for files that are about to be opened one after the other."""
+        """Prepare for files that are about to be opened one after the other."""
 
     def member(self, path: str, size: int) -> Source:
-        """Return a file of a folder, which is opened when it is read and has `size` bytes then."""
+        """Return a file in a folder, which is opened when read and must then have `size` bytes."""
         return FolderFile(path, size)
 
     def refuse_target(self, path: str, *, overwrite: bool) -> None:
-        """Refuse a target that is not to be replaced; as `files.atomic.refuse_target`."""
-        from ckptool.files.atomic import refuse_target  # most only read
+        """Refuse a target that must not be replaced; see `files.atomic.refuse_target`."""
+        from ckptool.files.atomic import refuse_target  # most callers only read
 
         refuse_target(path, overwrite=overwrite)
 
@@ -118,7 +117,7 @@ class Place:
         progress: Progress | None,
         shared: Shared | None = None,
     ) -> AbstractContextManager[Outputs]:
-        """Give outputs for files that appear together; as `files.atomic.atomic_set`."""
+        """Yield outputs for files that appear together; see `files.atomic.atomic_set`."""
         from ckptool.files.atomic import atomic_set
 
         return atomic_set(

@@ -1,4 +1,4 @@
-"""Where paths lead: to this machine, or to another one."""
+"""Find the place of a path: this machine or another one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]+::)*[a-z][a-z0-9+.-]+://", re.IGNORE
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is the address of something on another machine."""
+    """Return whether a path is an address on another machine."""
     return _ADDRESS.match(os.fsdecode(path)) is not None
 
 
 def place_of(path: str | os.PathLike[str]) -> Place:
-    """Return the place that a path leads to."""
+    """Return the place of a path."""
     if not is_address(path):
         return _HERE
-    from ckptool.files.remote import remote_place  # local files need none of it
+    from ckptool.files.remote import remote_place  # not needed for local files
 
     return remote_place()

@@ -1,4 +1,4 @@
-"""What a killed edit left is set right: by whoever opens the file next, or by `recover`."""
+"""Recover from an interrupted edit, when the file is opened next or with `recover`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ckptool.words import shell
 _Got = TypeVar("_Got")
 
 _PAUSES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.4)
-"""Seconds between two attempts to get the lock: an edit takes less than they are together."""
+"""Seconds between two attempts to get the lock: an edit takes less than their sum."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Recovery(Result):
-    """What `recover` found beside a file, and did."""
+    """The result of `recover`."""
 
     path: str
-    """The file that the edit was of."""
+    """The edited file."""
     action: str
     """`nothing` (no journal), `rolled-back` (the file is as before the edit), `completed` (all of
     the edit is in it), `discarded` (the journal is gone, the file untouched)."""
@@ -49,7 +49,7 @@ class Recovery(Result):
 
 
 def open_recovered(path: str) -> FileSource:
-    """Return the file beside which a journal lies, open for reading, set right first.
+    """Recover a file that has a journal, and open it for reading.
 
     Raises:
         FileMissing, FileBusy, CorruptFile, UnreadableFile: as `open_source`.
@@ -70,7 +70,7 @@ def open_recovered(path: str) -> FileSource:
                 return FileSource(path)
             warn(f"{path}: reading its {_before(edit)}, which cannot be restored here")
             return FileSource(path, size=edit.size, head=edit.old)
-        with suppress(OSError):  # what it tells of is over
+        with suppress(OSError):  # the edit is settled
             remove_journal(path)
         _, text = _outcome(edit, state)
         warn(f"{path}: {text}")
@@ -78,13 +78,13 @@ def open_recovered(path: str) -> FileSource:
 
 
 def recover_before_writing(path: str | os.PathLike[str]) -> None:
-    """Set right what a killed edit left of a file that is about to be replaced.
+    """Recover a file that is about to be replaced.
 
     Raises:
         FileBusy: another process is editing it.
         CorruptFile: a journal lies beside it that is damaged, or about other content; nothing was
             touched.
-        WriteError: the file of the journal is gone.
+        WriteError: the file of the journal is missing.
     """
     path = os.fspath(path)
     if not has_journal(path):
@@ -107,7 +107,7 @@ def recover_before_writing(path: str | os.PathLike[str]) -> None:
 def recover(
     path: str | os.PathLike[str], *, discard: bool = False, force: bool = False
 ) -> Recovery:
-    """Finish or roll back an edit of a file that was killed, and return what was done.
+    """Finish or roll back an interrupted edit of a file, and return what was done.
 
     Args:
         path: The file.
@@ -116,9 +116,9 @@ def recover(
 
     Raises:
         FileMissing: the file does not exist.
-        FileBusy: another process is editing the file; the message names the process.
+        FileBusy: another process is editing the file; the message has its number.
         CorruptFile: the journal is damaged, or belongs to other content; nothing was changed.
-        WriteDenied, WriteError: the system refuses to write there.
+        WriteDenied, WriteError: writing fails.
     """
     path = os.fspath(path)
     nothing = Recovery(path, "nothing", "nothing to recover")
@@ -149,7 +149,7 @@ def recover(
 
 
 def _set_right(edit: Edit, state: EditState, fd: int) -> None:
-    """Undo what was begun; what is whole is kept, for good before the journal goes."""
+    """Undo an incomplete edit; sync a complete one before the journal is removed."""
     if state is EditState.CUT:
         edit.undo(fd)
     else:
@@ -157,14 +157,14 @@ def _set_right(edit: Edit, state: EditState, fd: int) -> None:
 
 
 def _leftover(path: str) -> Edit | None:
-    """Return what the journal of a file tells that we hold the lock on."""
+    """Return the edit in the journal of a locked file, or None."""
     remove_unfinished(path)
     journal = read_journal(path)
     return None if journal is None else Edit.from_journal(journal, path)
 
 
 def _outcome(edit: Edit, state: EditState) -> tuple[str, str]:
-    """Return the action of a `Recovery`, and its text."""
+    """Return the action and the text of a `Recovery`."""
     if state is EditState.NEW:
         return "completed", f"kept the interrupted edit of process {edit.pid}, which was complete"
     return "rolled-back", f"rolled back to its {_before(edit)}"
@@ -175,7 +175,7 @@ def _before(edit: Edit) -> str:
 
 
 def _finish_set(path: str) -> bool:
-    """Finish the set of files whose index is `path`, if its journal tells of one."""
+    """Finish the write of the set with the index `path`, if its journal describes one."""
     journal = read_journal(path)
     if journal is None or journal.kind == KIND:
         return False
@@ -185,13 +185,13 @@ def _finish_set(path: str) -> bool:
 
 @contextmanager
 def _held(path: str) -> Iterator[int]:
-    """Give the file, open and locked."""
+    """Yield a descriptor of the locked file; wait for other processes."""
     with ExitStack() as stack:
         yield _patiently(lambda: stack.enter_context(exclusive(path)))
 
 
 def _patiently(attempt: Callable[[], _Got]) -> _Got:
-    """Return what `attempt` gives; wait for the edit of another process."""
+    """Return the result of `attempt`; wait for the edit of another process."""
     for pause in _PAUSES:
         try:
             return attempt()
@@ -201,7 +201,7 @@ def _patiently(attempt: Callable[[], _Got]) -> _Got:
 
 
 def _check_access(path: str) -> None:
-    """Refuse to begin what could not be finished: the journal could not be removed, say."""
+    """Refuse a recovery that could not be finished, for example in a read-only folder."""
     folder = os.path.dirname(os.path.realpath(path))
     if not (os.access(path, os.W_OK) and os.access(folder, os.W_OK)):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)

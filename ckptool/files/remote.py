@@ -1,8 +1,8 @@
-"""Files that lie on other machines: https and Hugging Face by ranges, all else by fsspec.
+"""Files on other machines: https and Hugging Face with range requests, all others with fsspec.
 
-Only the ranges that are asked for are fetched; nothing is kept on this disk. `hf://owner/name`, and
-the addresses of huggingface.co as a browser shows them, are pinned to the commit that they mean
-when they are first asked for.
+Only the needed ranges are fetched; nothing is stored on the local disk. `hf://owner/name`, and the
+addresses of huggingface.co in a browser, are pinned to the commit that they refer to when they are
+first used.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from ckptool.files.atomic import Outputs
 
 WINDOW = 128 << 10
-"""Bytes of a request for less: what lies beside them is asked for next."""
+"""The size of a request for less: the bytes around are often needed next."""
 _KEPT = 16
-"""Windows that a source keeps."""
+"""Windows that are kept for each source."""
 _PIECE, _IN_FLIGHT = 2 << 20, 8
-"""Bytes of a request for what is read in order, and how many are on their way at a time."""
+"""The size of a request in a sequential read, and the number of concurrent requests."""
 _AT_ONCE = 16
-"""Files whose beginnings are asked for at a time."""
+"""Files with beginnings that are fetched concurrently."""
 
 
 @dataclass
 class Traffic:
-    """What has been asked for in this process."""
+    """The requests of this process."""
 
     requests: int = 0
     bytes: int = 0
@@ -69,17 +69,17 @@ class _Repository(NamedTuple):
     address: str
     """With the commit: `hf://owner/name@COMMIT`."""
     base: str
-    """Where its files are, without a last slash."""
+    """The URL of its files, without a trailing slash."""
     headers: Mapping[str, str]
     sizes: Mapping[str, int]
-    """Bytes by path."""
+    """The size in bytes by path."""
 
 
 class RemotePlace(Place):
-    """What lies at addresses; what has been asked once is known."""
+    """The files at addresses; results of requests are cached."""
 
     def __init__(self) -> None:
-        """Know nothing yet."""
+        """Start with empty caches."""
         self._sources: dict[str, RemoteSource | None] = {}
         self._opened: set[str] = set()
 
@@ -95,30 +95,30 @@ class RemotePlace(Place):
         return "" if (found := _in_hub(path)) is None else found[0].address
 
     def exists(self, path: str) -> bool:
-        """Return whether something is there."""
+        """Return whether the address exists."""
         return self.is_file(path) or self.is_folder(path)
 
     def is_folder(self, path: str) -> bool:
-        """Return whether a folder is there; a server of plain http has none."""
+        """Return whether the address is a folder; plain http has none."""
         if _in_hub(path) is not None:
             return bool(self.names(path))
         if _is_http(path):
             return False
         try:
             system, inner = system_of(path)
-        except FileMissing:  # of a chain, what it leads through
+        except FileMissing:  # for a chained address, the files it leads through
             return False
         with asked(path):
             return bool(system.isdir(inner))
 
     def is_file(self, path: str) -> bool:
-        """Return whether a file is there."""
+        """Return whether the address is a file."""
         if (found := _in_hub(path)) is not None:
             return found[1] in found[0].sizes
         return self._found(path) is not None
 
     def names(self, folder: str) -> frozenset[str]:
-        """Return what is in a folder; of plain http what has been asked for in it."""
+        """Return the names in a folder; for plain http those that were requested."""
         if (found := _in_hub(folder)) is not None:
             repository, inner = found
             beginning = f"{inner}/" if inner else ""
@@ -134,7 +134,7 @@ class RemotePlace(Place):
                 url.removeprefix(beginning) for url in known if url.startswith(beginning)
             )
         if "::" in folder:
-            return frozenset()  # the last part of a chain is no folder of the first
+            return frozenset()  # the parts of a chained address share no folder
         system, inner = system_of(folder)
         with asked(folder):
             there = system.ls(inner, detail=False)
@@ -144,17 +144,17 @@ class RemotePlace(Place):
         """Return the bytes of a file.
 
         Raises:
-            FileMissing: there is none.
+            FileMissing: it does not exist.
         """
         return self._there(path).size
 
     def open(self, path: str) -> Source:
-        """Return a file, its beginning fetched; another time, as it is by then.
+        """Return a file with its beginning fetched; a second call fetches it again.
 
         Raises:
-            UnreadableFile: it cannot be fetched (`FileMissing`: there is none).
+            UnreadableFile: it cannot be fetched (`FileMissing`: it does not exist).
         """
-        if path in self._opened:  # what lies beside it may be new, too
+        if path in self._opened:  # files next to it may be new, too
             beginning = os.path.dirname(path) + "/"
             self._opened = {one for one in self._opened if not one.startswith(beginning)}
             for one in [one for one in self._sources if one.startswith(beginning)]:
@@ -163,7 +163,7 @@ class RemotePlace(Place):
         return self._there(path)
 
     def member(self, path: str, size: int) -> Source:
-        """Return a file of a folder."""
+        """Return a file in a folder."""
         return self._there(path)
 
     def expect(self, paths: Sequence[str]) -> None:
@@ -172,11 +172,11 @@ class RemotePlace(Place):
             self._sources.pop(one, None)
             self._opened.discard(one)
         for found in in_order(self._found, paths, _AT_ONCE):
-            if found is None:  # nothing more is asked for
+            if found is None:  # no more requests are sent
                 return
 
     def refuse_target(self, path: str, *, overwrite: bool) -> None:
-        """Refuse a target that cannot be written, or is not to be replaced; as `refuse_object`."""
+        """Refuse a target that cannot be written or must not be replaced; see `refuse_object`."""
         refuse_object(path, overwrite=overwrite)
 
     def new_files(
@@ -190,7 +190,7 @@ class RemotePlace(Place):
         progress: Progress | None,
         shared: Shared | None = None,
     ) -> AbstractContextManager[Outputs]:
-        """Give outputs for objects of which the index appears last; as `uploaded_set`."""
+        """Yield outputs for objects, of which the index appears last; see `uploaded_set`."""
         for path in sizes:
             self._sources.pop(path, None)
         return uploaded_set(index, sizes, overwrite=overwrite, check=check, progress=progress)
@@ -211,13 +211,13 @@ class RemotePlace(Place):
 
 
 class RemoteSource(Source):
-    """A file on another machine: small reads come from windows, large ones are requests."""
+    """A file on another machine: small reads use cached windows, large ones are requests."""
 
     is_far = True
     is_shared = True
 
     def __init__(self, name: str, ask: Fetch) -> None:
-        """Fetch the first bytes, and with them its size.
+        """Fetch the first bytes, and thereby the size.
 
         Raises:
             UnreadableFile: it cannot be fetched.
@@ -247,14 +247,14 @@ class RemoteSource(Source):
                 done += len(piece)
 
     def version(self) -> str:
-        """Return size and tag, which the server changes with the content."""
+        """Return the size and the tag, which changes with the content."""
         return f"{self.size} {self._tag}"
 
     def check_unchanged(self) -> None:
-        """Ask once more what the file is.
+        """Request the tag of the file again.
 
         Raises:
-            UnreadableFile: it is another one by now.
+            UnreadableFile: it has changed.
         """
         now = _fetcher(self.name)(0, 1, "")
         TRAFFIC.add(len(now.data))
@@ -262,11 +262,11 @@ class RemoteSource(Source):
             raise changed(self.name)
 
     def close(self) -> None:
-        """Ask for nothing more."""
+        """Send no more requests."""
         self._ahead.end()
 
     def _window(self, offset: int) -> tuple[int, bytes]:
-        """Return the window that holds the byte at `offset`; the last one is as long as others."""
+        """Return the window with the byte at `offset`; the last window is as long as the others."""
         tail = max(self.size - WINDOW, 0)
         start = tail if offset >= tail else offset // WINDOW * WINDOW
         if start not in self._windows:
@@ -284,7 +284,7 @@ class RemoteSource(Source):
 
 
 class _Ahead:
-    """The bytes that follow what was read in order, several requests at a time."""
+    """Fetches the bytes after a sequential read, with several concurrent requests."""
 
     def __init__(self, size: int, fetch: Callable[[int, int], bytes]) -> None:
         self._size, self._fetch = size, fetch
@@ -293,7 +293,7 @@ class _Ahead:
         self._pool: ThreadPoolExecutor | None = None
 
     def give(self, offset: int, buffer: memoryview) -> int:
-        """Fill as much of `buffer` as is on its way, and return how much that is."""
+        """Fill `buffer` as far as requests are under way, and return the number of bytes."""
         while self._pieces and self._pieces[0][1] <= offset:
             self._pieces.popleft()
         if not self._pieces or self._pieces[0][0] > offset:
@@ -311,7 +311,7 @@ class _Ahead:
         return done
 
     def follow(self, start: int, stop: int) -> None:
-        """Look ahead where a read begins about where the last one ended; more each time."""
+        """Read ahead if a read begins near the end of the last one; further each time."""
         if 0 <= start - self._end <= WINDOW:
             self._ask_for_more(stop)
         else:
@@ -330,7 +330,7 @@ class _Ahead:
             self._pieces.append((start, stop, self._pool.submit(self._fetch, start, stop)))
 
     def end(self) -> None:
-        """Ask for nothing more."""
+        """Send no more requests."""
         for _, _, coming in self._pieces:
             coming.cancel()
         self._pieces.clear()
@@ -345,7 +345,7 @@ def _is_http(path: str) -> bool:
 
 
 def _fetcher(path: str) -> Fetch:
-    """Return what fetches the bytes of a file."""
+    """Return the function that fetches the bytes of a file."""
     if (found := _in_hub(path)) is not None:
         repository, inner = found
         if inner not in repository.sizes:
@@ -374,13 +374,13 @@ _PASTED = re.compile(
 
 
 def _in_hub(path: str) -> tuple[_Repository, str] | None:
-    """Return the repository and the path in it that an address of Hugging Face means."""
+    """Return the repository and the path of a Hugging Face address, or None."""
     found = _HUB.fullmatch(path)
     if found is None and _is_http(path):
         try:
             parts = urlsplit(path)
         except ValueError:
-            return None  # no address: `fetch` says so
+            return None  # not an address: `fetch` reports it
         if parts.netloc in ("huggingface.co", "hf.co", urlsplit(_endpoint()).netloc):
             found = _PASTED.fullmatch(unquote(parts.path.lstrip("/")))
     if found is None:
@@ -396,7 +396,7 @@ def _endpoint() -> str:
 
 @cache
 def _repository(kind: str, name: str, revision: str) -> _Repository:
-    """Look a repository up, once: its commit, and its files.
+    """Look up a repository (once): its commit and its files.
 
     Raises:
         UnsupportedFormat: huggingface_hub is not installed.
@@ -437,5 +437,5 @@ def _repository(kind: str, name: str, revision: str) -> _Repository:
 
 @cache
 def remote_place() -> RemotePlace:
-    """Return the one place that knows of what has been asked."""
+    """Return the single `RemotePlace`, which has the caches."""
     return RemotePlace()

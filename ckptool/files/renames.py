@@ -1,4 +1,4 @@
-"""Renames that give several files their names together, and the end of a killed write."""
+"""Rename the files of a set together, and finish the renames of a killed write."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from ckptool.files.temporary import temporary_name
 from ckptool.words import shell
 
 KIND = "set"
-"""What the journal of a set is called."""
+"""The kind of the journal of a set."""
 
 
 FINISHED = "finished an interrupted write: the index and its files are all new"
-"""What to say of an index whose journal has been carried out."""
+"""The message about an index with a journal that was carried out."""
 
 PART = r"\.ckptool-[0-9a-f]{12}-[0-9]{5,}\.(?:part|whole)"
-"""How the temporary names of a set end, behind that of the index."""
+"""The pattern of a set's temporary names, after the name of the index."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingRename:
-    """A finished file that gets its name, both names in the folder of the index."""
+    """A finished file and its new name, both in the folder of the index."""
 
     temporary: str
     name: str
     inode: int
     size: int
     replaces: tuple[int, ...] | None
-    """Inode, size and time of the file that has the name before."""
+    """Inode, size and time of the file that is replaced."""
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any], target: str) -> PendingRename:
-        """Return what a journal says of one file.
+        """Return the rename of one file in a journal.
 
         Raises:
-            ValueError, KeyError, TypeError, OverflowError: it says nothing of that kind.
+            ValueError, KeyError, TypeError, OverflowError: the facts do not describe a rename.
         """
         temporary, name, old = str(facts["temporary"]), str(facts["name"]), facts["replaces"]
         beginning = os.path.basename(temporary_name(target, ""))
@@ -67,17 +67,17 @@ class PendingRename:
         return self._is_new(os.path.join(folder, self.name))
 
     def is_pending(self, folder: str) -> bool:
-        """Return whether the new file waits for its name, and nobody else has taken that."""
+        """Return whether the new file has its temporary name, and the old file is unchanged."""
         now = state_of(_status(os.path.join(folder, self.name)))
         return self._is_new(os.path.join(folder, self.temporary)) and now in (None, self.replaces)
 
     def carry_out(self, folder: str) -> None:
-        """Rename it, if that is not done yet."""
+        """Rename it, unless it is renamed."""
         if not self.is_done(folder):
             os.replace(os.path.join(folder, self.temporary), os.path.join(folder, self.name))
 
     def take_back(self, folder: str) -> None:
-        """Rename it back, if it has been renamed."""
+        """Rename it back, if it is renamed."""
         if self.is_done(folder):
             os.replace(os.path.join(folder, self.name), os.path.join(folder, self.temporary))
 
@@ -87,25 +87,24 @@ class PendingRename:
 
 
 def rename_all(target: str, moves: Sequence[PendingRename]) -> None:
-    """Give all files their names, or none; from the journal on, a kill changes nothing about that.
+    """Rename all files or none; once the journal is written, also after a kill.
 
     Raises:
-        FileBusy: another process is settling what happened to the index before, or editing one of
-            the files.
-        OSError: the system does not let us.
+        FileBusy: another process is recovering the index, or editing one of the files.
+        OSError: a system call fails.
     """
     folder = os.path.dirname(target)
-    sync_folder(folder)  # no journal without the files that it tells about
+    sync_folder(folder)  # no journal without its files
     with ExitStack() as stack:
-        # Who opens the index must not take the journal for one that a kill left half written, and
-        # nobody is to edit a file that is just being replaced.
+        # A reader of the index must not take the journal for one that a kill left unfinished, and
+        # no process may edit a file that is just being replaced.
         allow_open_files(len(moves))
         for move in moves:
             stack.enter_context(hold_edit_lock(os.path.join(folder, move.name)))
         try:
             write_journal(target, Journal(KIND, {"files": [asdict(move) for move in moves]}))
             _carry_out(target, moves)
-            with suppress(OSError):  # all files are there: whoever opens the index removes it
+            with suppress(OSError):  # all renamed: the next reader of the index removes it
                 remove_journal(target)
         except BaseException:
             _end(target, moves)
@@ -113,11 +112,11 @@ def rename_all(target: str, moves: Sequence[PendingRename]) -> None:
 
 
 def finish_renames(target: str, journal: Journal) -> None:
-    """Carry out what the journal of `target` says, for one who has the lock on the set.
+    """Carry out the renames in the journal of `target`; the caller has the lock on the set.
 
     Raises:
-        CorruptFile: it tells of no set, or a file has been changed since; no file was touched.
-        OSError: the system does not let us rename them.
+        CorruptFile: it does not describe a set, or a file has changed; no file was touched.
+        OSError: a rename fails.
     """
     folder, moves = os.path.dirname(target), _moves(target, journal)
     for move in moves:
@@ -132,7 +131,7 @@ def finish_renames(target: str, journal: Journal) -> None:
 
 
 def state_of(status: os.stat_result | None) -> tuple[int, ...] | None:
-    """Return what tells a file from others and from what it was before; None: there is none."""
+    """Return the identity and state of a file; None if it does not exist."""
     return None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
@@ -153,9 +152,9 @@ def _carry_out(target: str, moves: Sequence[PendingRename]) -> None:
 
 
 def _end(target: str, moves: Sequence[PendingRename]) -> None:
-    """After an interruption: all is taken back, or all is done where an old file is gone already.
+    """After an interruption, undo all renames, or finish them if an old file is gone already.
 
-    Where the system refuses that too, the journal stays for who opens the index next.
+    If that fails too, the journal stays for the next reader of the index.
     """
     folder = os.path.dirname(target)
     with suppress(OSError):
@@ -175,16 +174,16 @@ def _status(path: str) -> os.stat_result | None:
 
 
 def recover_set(path: str | os.PathLike[str], journal: Journal) -> None:
-    """Finish the write of a set that was cut short when its files were being renamed.
+    """Finish the write of a set that was interrupted between its renames.
 
-    `journal` is what `read_journal` gave for the index at `path`; nothing is done where it has
-    been recovered by another process meanwhile.
+    `journal` is the result of `read_journal` for the index at `path`; nothing is done if another
+    process has recovered the set.
 
     Raises:
-        FileBusy: another process is writing the set, and alive.
-        CorruptFile: the journal tells of no set, or a file has been changed since; no file was
+        FileBusy: another process is writing the set.
+        CorruptFile: the journal does not describe a set, or a file has changed; no file was
             touched.
-        WriteDenied: the system does not let us rename the files.
+        WriteDenied: the files cannot be renamed.
     """
     path, target = os.fspath(path), os.path.realpath(path)
     try:
@@ -203,9 +202,9 @@ def recover_set(path: str | os.PathLike[str], journal: Journal) -> None:
 
 
 def only_writer(target: str, path: str) -> AbstractContextManager[bool]:
-    """Hold a lock on the set; the block gets whether there is such a thing on this system.
+    """Lock the set; yields whether the system supports locks.
 
-    It is on a file of its own, since the index may not be there yet, and is another one afterwards.
+    It is a separate lock file, since the index may not exist yet, and is replaced.
     """
     return lock_file(
         temporary_name(target, LOCK),

@@ -1,7 +1,7 @@
-"""Where bytes come from: a file, a run of memory; and ranges of them.
+"""Sources of bytes (a file, memory, computed bytes) and ranges of them.
 
-Nothing is read until asked, and never by mapping the file: a mapped file that something else
-truncates would kill the process.
+Nothing is read before it is needed, and files are not mapped: if another process truncates a mapped
+file, this process is killed.
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ from typing import Any, NamedTuple, TypeVar
 from ckptool.errors import FileDenied, FileMissing, TruncatedFile, UnreadableFile, UsageError
 
 Progress = Callable[[int, int], None]
-"""Is called with the bytes done and the bytes in all."""
+"""Called with the bytes done and the total bytes."""
 BytesDone = Callable[[int], None]
-"""Is called with the bytes done since the last call, by the thread that asked for the work."""
+"""Called with the bytes done since the last call, in the thread of the caller."""
 
 BLOCK = 4 << 20
-"""Bytes handled at a time wherever content streams through Python."""
+"""The block size for content that streams through Python."""
 
 
 class Source:
-    """Something with a size that can be read at any offset: a file, memory, what is computed.
+    """Bytes of known size that can be read at any offset: a file, memory, computed bytes.
 
-    A kind of source has a `name`, a `size` and a `fill`.
+    A subclass has a `name`, a `size` and a `fill`.
     """
 
     name: str
-    """What to call it in a message: the path of the file."""
+    """The name for messages: the path of the file."""
     size: int
-    """Bytes in all."""
+    """The size in bytes."""
     stated: Sequence[Stated] = ()
-    """What it says of its own bytes, as far as a reader found."""
+    """The checksums that the file states about its bytes, as far as a reader found them."""
     overlaid = 0
-    """First bytes that it gives otherwise than the open descriptor does."""
+    """The number of first bytes that differ from those of the open descriptor."""
     is_shared = False
-    """Whether several threads may read it at once, in whatever order, at no cost."""
+    """True if several threads can read it at once, in any order, at no cost."""
     is_far = False
-    """Whether a read may be a request to another machine."""
+    """True if a read may be a request to another machine."""
     rearranges = False
-    """Whether its bytes are those of `made_of` in another order, which nobody checks on the way."""
+    """True if its bytes are those of `made_of` in another order, which is not checked."""
     made_of: Sequence[ByteRange] = ()
-    """What its bytes are computed or put together from, as far as that is known."""
+    """The ranges that its bytes are computed or assembled from, as far as known."""
 
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`; the source has these bytes."""
         raise NotImplementedError
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
+        """Return exactly `length` bytes from `offset`, or raise `TruncatedFile`."""
         self._check(offset, length)
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` (bytes) from `offset`, or `TruncatedFile`."""
+        """Fill `buffer` (bytes) from `offset`, or raise `TruncatedFile`."""
         self._check(offset, len(buffer))
         self.fill(offset, buffer)
 
     def fd(self) -> int | None:
-        """Return the open descriptor, for copies and mappings by the kernel; None if none is.
+        """Return the open descriptor for kernel copies, or None.
 
         Raises:
             UsageError: the file has been closed.
@@ -72,18 +72,18 @@ class Source:
         return None
 
     def version(self) -> str:
-        """Return what other content under the same name has not."""
+        """Return a text that changes with the content."""
         return str(self.size)
 
     def changed(self) -> str | None:
-        """Return what has been done to it since it was opened; None: nothing."""
+        """Return the change since it was opened, as a clause; None if it has not changed."""
         return None
 
     def check_unchanged(self) -> None:
-        """Refuse a source whose bytes may be of two states.
+        """Refuse a source that changed, with bytes that may be from two states.
 
         Raises:
-            UnreadableFile: something has written to it since it was opened.
+            UnreadableFile: it has changed since it was opened.
         """
         change = self.changed()
         if change is not None:
@@ -94,10 +94,10 @@ class Source:
             )
 
     def take_as_it_is(self) -> None:
-        """Take what has been done to it for what it was read as: we did it ourselves."""
+        """Accept the current state as the one that was read: we changed it ourselves."""
 
     def close(self) -> None:
-        """Give back what it holds of the system; harmless a second time."""
+        """Release system resources; harmless a second time."""
 
     def _check(self, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.size:
@@ -107,7 +107,7 @@ class Source:
             )
 
 
-# A pipe would wait for a writer; a regular file is never non-blocking.
+# Otherwise opening a pipe waits for a writer; regular files ignore the flag.
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
@@ -115,9 +115,9 @@ def open_descriptor(path: str) -> int:
     """Open `path` for reading.
 
     Raises:
-        FileMissing: there is no such file.
-        FileDenied: the system refuses it.
-        UnreadableFile: any other refusal.
+        FileMissing: it does not exist.
+        FileDenied: no permission to read it.
+        UnreadableFile: another system error.
     """
     try:
         return os.open(path, _OPEN_FLAGS)
@@ -131,7 +131,7 @@ def open_descriptor(path: str) -> int:
 
 
 def _missing(path: str) -> FileMissing:
-    """Say why nothing is at `path`: a link leads nowhere, or it is no path but an address."""
+    """Return the error for a missing file, which may be a broken link or a repository name."""
     if os.path.islink(path):
         gone = os.path.realpath(path)
         hint = (
@@ -152,25 +152,25 @@ _Got = TypeVar("_Got")
 
 
 class FileSource(Source):
-    """A file, opened once for reading; positions are never shared, so threads may read at will."""
+    """A file, opened once for reading; it has no position, so threads can read freely."""
 
     is_shared = hasattr(os, "preadv")
-    """Otherwise the position of the file is shared by its readers."""
+    """Without `preadv`, readers share the position of the file."""
 
     def __init__(
         self, path: str | os.PathLike[str], *, size: int | None = None, head: bytes = b""
     ) -> None:
-        """Open `path`; `size` and `head` show it as it was before an edit that was cut short.
+        """Open `path`; `size` and `head` present it as before an interrupted edit.
 
         Args:
             path: A regular file.
-            size: As if it ended there; None: where it ends.
-            head: What is read in the place of as many first bytes.
+            size: The presented size (None: the real one).
+            head: Bytes that replace as many first bytes.
 
         Raises:
-            FileMissing: there is no such file.
-            FileDenied: the system refuses it.
-            UnreadableFile: any other refusal; a folder, a pipe, a device.
+            FileMissing: it does not exist.
+            FileDenied: no permission to read it.
+            UnreadableFile: it is a folder, a pipe or a device, or another system error.
         """
         self.name = self.path = os.fspath(path)
         self._fd = open_descriptor(self.path)
@@ -184,12 +184,12 @@ class FileSource(Source):
             raise UnreadableFile("is not a regular file", file=self.path)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Have copies and pickles open the file again: a descriptor means nothing elsewhere."""
+        """Make copies and pickles open the file again, since the descriptor is only valid here."""
         state = self._stored, self._mtime
         return _reopened, (os.path.abspath(self.path), state, self.size, self._head)
 
     def version(self) -> str:
-        """Return size and time of the open file."""
+        """Return the size and time of the open file."""
         return f"{self.size} {self._mtime}"
 
     def fd(self) -> int:
@@ -203,7 +203,7 @@ class FileSource(Source):
         return self._fd
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`, or `TruncatedFile`."""
+        """Return exactly `length` bytes from `offset`, or raise `TruncatedFile`."""
         self._check(offset, length)
         data = self._system(_pread, length, offset)
         return data if len(data) == length and not self._head else super().read(offset, length)
@@ -224,26 +224,26 @@ class FileSource(Source):
         buffer[: len(shown)] = shown
 
     def changed(self) -> str | None:
-        """Return what has been done to the open file since it was opened; None: nothing."""
+        """Return the change since the file was opened, as a clause; None if it has not changed."""
         status = os.fstat(self.fd())
         if status.st_size != self._stored:
             return f"size was {self._stored:,} and is now {status.st_size:,}"
         return "its content was rewritten" if status.st_mtime_ns != self._mtime else None
 
     def take_as_it_is(self) -> None:
-        """Take what has been done to the file for what it was read as: we did it ourselves."""
+        """Accept the current state as the one that was read: we changed the file ourselves."""
         status = os.fstat(self.fd())
         self._stored = self.size = status.st_size
         self._mtime = status.st_mtime_ns
 
     def close(self) -> None:
-        """Give the descriptor back; harmless a second time."""
+        """Close the descriptor; harmless a second time."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _system(self, call: Callable[[int, _Wanted, int], _Got], wanted: _Wanted, at: int) -> _Got:
-        """Return what a read of the open descriptor gives, its refusals put into words."""
+        """Read from the open descriptor, and convert system errors to ours."""
         try:
             return call(self.fd(), wanted, at)
         except OSError as error:
@@ -259,7 +259,7 @@ def _pread(fd: int, length: int, offset: int) -> bytes:
 
 
 def read_at(fd: int, offset: int, length: int) -> bytes:
-    """`length` bytes of an open file from `offset`, fewer where it ends before."""
+    """Return `length` bytes of an open file from `offset`, fewer if it ends before."""
     parts = []
     while length:
         part = _pread(fd, length, offset)
@@ -279,7 +279,7 @@ def _preadv(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def _reopened(path: str, state: tuple[int, int], size: int, head: bytes) -> FileSource:
-    """Return the file of a copied or unpickled source, if it is still the one that was read."""
+    """Return the file of a copied or unpickled source, if it has not changed."""
     source = FileSource(path, size=size, head=head)
     status = os.fstat(source.fd())
     if (status.st_size, status.st_mtime_ns) != state:
@@ -289,17 +289,17 @@ def _reopened(path: str, state: tuple[int, int], size: int, head: bytes) -> File
 
 
 class FolderFile(Source):
-    """A file of a folder, open only while it is read: there may be more than may be open."""
+    """A file in a folder, open only while it is read, since there may be very many."""
 
     def __init__(self, path: str, size: int) -> None:
-        """Stand for the file, which had `size` bytes when the folder was listed."""
+        """Represent a file that had `size` bytes when the folder was listed."""
         self.name, self.size = path, size
 
     def fill(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`.
 
         Raises:
-            TruncatedFile: the file has another size by now.
+            TruncatedFile: the size of the file has changed.
         """
         source = FileSource(self.name)
         try:
@@ -315,12 +315,12 @@ class FolderFile(Source):
 
 
 class MemorySource(Source):
-    """Bytes already in memory: a payload that lay inside a pickle."""
+    """Bytes in memory, for example a payload from inside a pickle."""
 
     is_shared = True
 
     def __init__(self, data: bytes, name: str) -> None:
-        """Hold `data`; `name` is the file that it came from."""
+        """Store `data`; `name` is the file that it came from."""
         self._data = data
         self.name, self.size = name, len(data)
 
@@ -331,14 +331,14 @@ class MemorySource(Source):
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """`length` bytes of `source` from `offset`. Valid: it lies inside the source."""
+    """`length` bytes of `source` from `offset`, which are inside the source."""
 
     source: Source
     offset: int
     length: int
 
     def __post_init__(self) -> None:
-        """Refuse a range that the source does not have."""
+        """Refuse a range that is not inside the source."""
         if self.offset < 0 or self.length < 0 or self.offset + self.length > self.source.size:
             missing = self.offset + self.length - self.source.size
             raise TruncatedFile(
@@ -348,7 +348,7 @@ class ByteRange:
             )
 
     def read(self, start: int = 0, length: int | None = None) -> bytes:
-        """`length` bytes (all that remain, if None) from `start` within the range."""
+        """Return `length` bytes (None: all that remain) from `start` within the range."""
         length = self.length - start if length is None else length
         return self.slice(start, length).source.read(self.offset + start, length)
 
@@ -371,7 +371,7 @@ class ByteRange:
             yield self.source.read(self.offset + start, min(size, self.length - start))
 
     def reread(self, size: int = BLOCK) -> Iterator[memoryview]:
-        """Yield the content in order, each block in the memory of the one before."""
+        """Yield the content in order, each block in the memory of the previous one."""
         buffer = memoryview(bytearray(min(size, self.length)))
         for start in range(0, self.length, size):
             part = buffer[: self.length - start]
@@ -380,7 +380,7 @@ class ByteRange:
 
 
 def far_bytes(ranges: Iterable[ByteRange]) -> int:
-    """Return how many bytes of other machines ranges take, what several take once."""
+    """Count the bytes of ranges on other machines, shared bytes once."""
     known: dict[tuple[int, int, int], None] = {}
     todo = list(ranges)
     while todo:
@@ -393,7 +393,7 @@ def far_bytes(ranges: Iterable[ByteRange]) -> int:
 
 
 def neighbors(parts: Iterable[ByteRange]) -> list[ByteRange]:
-    """Return the parts in order, those that follow each other in one source put together."""
+    """Return the parts in order, with adjacent parts of one source joined."""
     runs: list[ByteRange] = []
     for part in parts:
         last = runs[-1] if runs else None
@@ -405,13 +405,13 @@ def neighbors(parts: Iterable[ByteRange]) -> list[ByteRange]:
 
 
 SHARED = 4096
-"""File systems that share blocks (XFS, btrfs) share those that lie at the same place modulo it."""
+"""File systems that share blocks (XFS, btrfs) need equal offsets modulo this size."""
 MANY = 1 << 20
-"""Fewer bytes are not worth sharing."""
+"""The fewest bytes that are worth sharing."""
 
 
 class Shared(NamedTuple):
-    """Bytes of a new file that take no space where the file system shares blocks."""
+    """Bytes of a new file that need no space if the file system shares blocks."""
 
     length: int
     run: ByteRange
@@ -419,4 +419,4 @@ class Shared(NamedTuple):
 
 
 Stated = tuple[str, ByteRange, int]
-"""A run of bytes whose CRC-32 its file states, by name: a record of a zip."""
+"""A range with a CRC-32 that its file states, and its name: a record of a zip."""

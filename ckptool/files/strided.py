@@ -1,7 +1,7 @@
-"""Elements of a strided tensor as row-major bytes, without torch or numpy, in bounded memory.
+"""Read a strided tensor as row-major bytes, without torch or numpy, in bounded memory.
 
-A view is cut into boxes whose content fits a buffer. Of a box, what lies close together in the file
-is read at once, several such runs side by side in a tile, and moved to its place by slices with a
+A view is cut into boxes that fit a buffer. Elements of a box that are close together in the file
+are read at once, several of these runs into one tile, and moved to their places by slices with a
 step, which Python executes in C.
 """
 
@@ -18,18 +18,18 @@ from ckptool.words import a_class
 
 FORMATS: dict[int, Literal["H", "I", "Q"]] = {2: "H", 4: "I", 8: "Q"}
 UNITS = (8, 4, 1)
-"""Bytes moved as one. Pairs go byte by byte: a bytearray is sliced ten times as fast as a view."""
+"""Sizes of units that are moved at once. Pairs are not: slicing bytes is ten times as fast."""
 Cells = bytearray | memoryview
 GAP = 4096
-"""Bytes that are cheaper to read over than to ask the system a second time."""
+"""Gaps up to this size are read as well, since that is cheaper than a second call."""
 WIDE = 4
-"""Blocks in a box whose content lies far apart: a wider box has longer runs."""
+"""Blocks in a box with scattered content: a wider box has longer runs."""
 PORTIONS = 4
-"""Portions in which a block is handed on: each is copied more than once on its way."""
+"""Portions in which a block is passed on: each is copied more than once on its way."""
 PADDING = 64
 """Bytes between the runs of a tile, so that a power of two does not hit one cache set."""
 CALL_COST = 64
-"""What a slice costs, in elements moved one by one."""
+"""The cost of a slice, in elements that are moved one by one."""
 
 
 class Axis(NamedTuple):
@@ -51,8 +51,8 @@ def row_major(
 ) -> Iterator[bytes]:
     """Yield the elements of a view of `data` in row-major order, about `block` bytes at a time.
 
-    `stride` and `offset` count elements of `itemsize` bytes; the view lies inside `data`. Never
-    more than some six blocks are held, however far apart the elements lie.
+    `stride` and `offset` count elements of `itemsize` bytes; the view is inside `data`. At most
+    about six blocks are in memory, however far apart the elements are.
     """
     if 0 in shape:
         return
@@ -84,7 +84,7 @@ def _content(
 
 
 def _joined(shape: Sequence[int], stride: Sequence[int]) -> list[Axis]:
-    """Return the dimensions of a view, those of size 1 left out and those that run on joined."""
+    """Return the dimensions of a view, without those of size 1, and with contiguous ones joined."""
     axes: list[Axis] = []
     for size, step in zip(shape, stride, strict=True):
         if size == 1:
@@ -103,9 +103,9 @@ def _reach(axes: Sequence[Axis]) -> tuple[int, int]:
 
 
 def _boxes(axes: list[Axis], limit: int) -> Iterator[tuple[int, list[Axis]]]:
-    """Boxes of consecutive elements, each with its start in the source, to cover the view.
+    """Yield boxes of consecutive elements that cover the view, with their starts in the source.
 
-    A box holds at most `limit` elements, `WIDE` times that where they are scattered.
+    A box has at most `limit` elements, `WIDE` times as many if they are scattered.
     """
     cut, rows = _cut(axes, limit)
     if _span([axes[cut]._replace(size=rows), *axes[cut + 1 :]]) > 4 * limit:
@@ -120,7 +120,7 @@ def _boxes(axes: list[Axis], limit: int) -> Iterator[tuple[int, list[Axis]]]:
 
 
 def _cut(axes: list[Axis], limit: int) -> tuple[int, int]:
-    """Return the axis to cut along, and how many of its rows a box of `limit` elements takes."""
+    """Return the axis to cut along, and the number of its rows in a box of `limit` elements."""
     inner = 1
     for index in range(len(axes) - 1, 0, -1):
         if inner * axes[index].size > limit:
@@ -130,7 +130,7 @@ def _cut(axes: list[Axis], limit: int) -> tuple[int, int]:
 
 
 def _starts(axes: Sequence[Axis]) -> Iterator[int]:
-    """Return where in the source each index of the outer axes leads, in order."""
+    """Return the source position of each index of the outer axes, in order."""
     if not axes:
         yield 0
         return
@@ -140,15 +140,15 @@ def _starts(axes: Sequence[Axis]) -> Iterator[int]:
 
 
 def _span(axes: Sequence[Axis]) -> int:
-    """Count the elements of the source from the first to the last that these axes reach."""
+    """Return the number of source elements from the first to the last that these axes reach."""
     return 1 + sum((axis.size - 1) * abs(axis.step) for axis in axes)
 
 
 class _Tiling(NamedTuple):
-    """How to read a box: `run` at once, `rows` of them along `along` in a tile, `rest` in turn.
+    """The way to read a box: `run` at once, `rows` of them along `along` in a tile, `rest` in turn.
 
-    `pitch` elements of the tile lie between rows; where that is the step of the file too
-    (`dense`), a tile is read at once.
+    Rows of the tile are `pitch` elements apart; if that is also the step in the file (`dense`), a
+    tile is read at once.
     """
 
     run: list[Axis]
@@ -160,7 +160,7 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(axes: list[Axis], itemsize: int, tile: int) -> _Tiling:
-    """Return a tiling of about `tile` elements; its run is what lies close together in the file."""
+    """Return a tiling of about `tile` elements; its run is contiguous, or almost, in the file."""
     axes = sorted(axes, key=lambda axis: axis.step)
     run: list[Axis] = []
     while axes:
@@ -180,7 +180,7 @@ def _fill(
 ) -> None:
     """Put the elements of `box`, which begins at element `start` of `data`, into `target`."""
     place, axes = 0, []
-    for size, step, pitch in box:  # walk the file forwards whatever the sign of a step
+    for size, step, pitch in box:  # read the file forwards, whether a step is positive or negative
         back = size - 1 if step < 0 else 0
         start, place = start + back * step, place + back * pitch
         axes.append(Axis(size, abs(step), -pitch if back else pitch))
@@ -219,7 +219,7 @@ def _read(
 
 
 def _corners(axes: list[Axis], start: int, place: int) -> list[tuple[int, int]]:
-    """Return where each index of `axes` leads, in the source and in the result."""
+    """Return the positions of each index of `axes`, in the source and in the result."""
     corners = [(start, place)]
     for size, step, pitch in axes:
         corners = [
@@ -231,12 +231,12 @@ def _corners(axes: list[Axis], start: int, place: int) -> list[tuple[int, int]]:
 
 
 def _cost(axis: Axis) -> float:
-    """Return what an element moved along this axis costs; steps in the tile stay in the cache."""
+    """Return the cost of moving an element along this axis; steps in the tile stay in the cache."""
     return CALL_COST / axis.size + (abs(axis.place) > 8) + (axis.step != 1) / 2
 
 
 def _move(target: Cells, cells: Cells, axes: list[Axis], place: int) -> None:
-    """Move the elements of a tile to their places, by slices along the axis that is best for it."""
+    """Move the elements of a tile to their places, by slices along the cheapest axis."""
     axes = [axis for axis in axes if axis.size > 1] or [Axis(1, 1, 1)]
     best = min(axes, key=_cost)
     axes.remove(best)
@@ -264,7 +264,7 @@ _FLIPPED = bytes(byte ^ 0x80 for byte in range(256))
 
 
 def swapped(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """Blocks in the other byte order; bytes at an end that are no whole element stay."""
+    """Yield the blocks in the other byte order; an incomplete element at the end is unchanged."""
     for block in blocks:
         whole = len(block) - len(block) % size
         yield swap_bytes(block[:whole], size) + block[whole:]
@@ -273,8 +273,8 @@ def swapped(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
 def flip_signs(data: bytes, size: int, is_complex: bool, flags: tuple[str, ...]) -> bytes:
     """Apply torch's lazy `conj` and `neg` bits to little-endian floats of `size` bytes.
 
-    `size` is that of one component of a complex number; `data` holds whole numbers. `neg` flips
-    every sign, `conj` those of the imaginary parts.
+    `size` is the size of one component of a complex number; `data` has complete numbers. `neg`
+    flips every sign, `conj` those of the imaginary parts.
     """
     flipped = bytearray(data)
     if "neg" in flags:
@@ -288,10 +288,10 @@ def flip_signs(data: bytes, size: int, is_complex: bool, flags: tuple[str, ...])
 def narrow(
     shape: tuple[int, ...], stride: tuple[int, ...], offset: int, index: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, stride and offset of `view[index]` by basic indexing (integers, slices, `...`).
+    """Return shape, stride and offset of `view[index]` for integers, slices and `...`.
 
     Raises:
-        UsageError: an index that is out of range (`OutOfRange`), of another kind, or one too many.
+        UsageError: an index is out of range (`OutOfRange`), unsupported, or one too many.
     """
     sizes: list[int] = []
     steps: list[int] = []

@@ -1,4 +1,4 @@
-"""What depends on the operating system, each with a fallback: locks, syncs, kernel copies."""
+"""Functions that depend on the operating system, with fallbacks: locks, syncs, kernel copies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 @contextmanager
 def worded(path: str) -> Iterator[None]:
-    """Raise the system's refusals as our errors, about `path`.
+    """Convert system errors in a block to our errors about `path`.
 
     Raises:
         NoSpace: the disk is full.
-        WriteDenied: the system does not let us write there.
-        WriteError: another refusal.
+        WriteDenied: no permission to write there.
+        WriteError: another system error.
     """
     try:
         yield
@@ -52,10 +52,10 @@ def worded(path: str) -> Iterator[None]:
 
 
 def check_space(folder: str, size: int) -> None:
-    """Refuse what the disk cannot hold: `size` more bytes in `folder`.
+    """Check that the disk has room for `size` more bytes in `folder`.
 
     Raises:
-        NoSpace: it cannot.
+        NoSpace: it does not.
     """
     free = shutil.disk_usage(folder).free
     if size > free:
@@ -66,7 +66,7 @@ def check_space(folder: str, size: int) -> None:
 
 
 def who(pid: int | None) -> str:
-    """Who holds a lock, in words: one of our own threads, or another process."""
+    """Describe the holder of a lock: one of our own threads, or another process."""
     if not pid:
         return "another process"
     return f"process {pid}" + (" (this one)" if pid == os.getpid() else "")
@@ -81,26 +81,25 @@ _UNABLE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP
 
 
 def _open_files() -> int:
-    """Return how many files are open, by the lowest descriptor that is free."""
+    """Return the number of open files, from the lowest free descriptor."""
     try:
         lowest_free = os.open(os.devnull, os.O_RDONLY)
-    except OSError:  # there are as many as the system allows
+    except OSError:  # as many as the system allows
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else 0
     os.close(lowest_free)
     return lowest_free
 
 
 _SPARE = 64
-"""Files that may be opened beside those that are asked for."""
+"""Files that may be opened in addition to the requested ones."""
 
 
 def allow_open_files(more: int) -> int:
-    """Let this process open so many files more, as far as the system allows it without more ado.
+    """Raise this process's limit of open files for `count` more files, up to the hard limit.
 
-    Return how many it would have open then.
+    Return the number of files that would be open then.
 
-    Many systems begin with 256 or 1,024 for programs that cannot count further, and let others
-    ask for more.
+    Many systems start with a soft limit of 256 or 1,024, for programs that use `select`.
     """
     count = _open_files() + more + _SPARE
     if sys.platform != "win32":
@@ -113,28 +112,28 @@ def allow_open_files(more: int) -> int:
 
 
 def announce_read(fd: int) -> None:
-    """Say that a file will be read from front to back."""
+    """Advise the kernel that a file will be read from front to back."""
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # advice
+        with suppress(OSError):  # only advice
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
 def start_writeback(fd: int, offset: int, length: int) -> None:
-    """Begin to write dirty pages to the disk, and go on meanwhile.
+    """Start to write dirty pages to the disk in the background.
 
-    What is written early is not waited for at the end. Linux begins when it is told that the
-    pages are not needed, and drops those that are clean.
+    It shortens the final sync. Linux starts when it is advised that the pages are not needed, and
+    drops the clean ones.
     """
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # advice
+        with suppress(OSError):  # only advice
             os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 def reserve(fd: int, size: int) -> None:
-    """Take the space for `size` bytes, so that a full disk is found before a byte is written.
+    """Reserve space for `size` bytes, so that a full disk is found before a byte is written.
 
     Raises:
-        OSError: there is no such space.
+        OSError: the disk does not have this space.
     """
     if not size or not hasattr(os, "posix_fallocate"):
         return
@@ -146,14 +145,14 @@ def reserve(fd: int, size: int) -> None:
 
 
 def lock(fd: int) -> None:
-    """Hold a lock on an open file until it is closed, by a kill too; some systems have none."""
+    """Lock an open file until it is closed or the process ends; some systems have no locks."""
     if sys.platform != "win32":
         with suppress(OSError):  # a file system without locks
             fcntl.flock(fd, fcntl.LOCK_EX)
 
 
 def try_lock(fd: int) -> bool | None:
-    """Take the lock on an open file, not waiting for it; False: somebody has it, None: no locks."""
+    """Try to lock an open file; False: another process has the lock, None: no locks."""
     if sys.platform == "win32":
         return None
     try:
@@ -166,7 +165,7 @@ def try_lock(fd: int) -> bool | None:
 
 
 def lock_holder(fd: int) -> int | None:
-    """Return the process that has the lock on an open file, where the system tells (Linux)."""
+    """Return the process that has the lock on an open file, if the system reports it (Linux)."""
     status = os.fstat(fd)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError, ValueError), open("/proc/locks", encoding="ascii") as lines:
@@ -178,7 +177,7 @@ def lock_holder(fd: int) -> int | None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether there is such a process; where that cannot be asked without harm, no."""
+    """Return whether the process is running; False if that cannot be checked safely."""
     if sys.platform == "win32":
         return False
     try:
@@ -191,16 +190,16 @@ def is_running(pid: int) -> bool:
 
 
 def boot_id() -> str:
-    """Return what tells one run of the system from the next (Linux); empty if it does not say."""
+    """Return an identifier of this boot of the system (Linux), or an empty text."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
     return ""
 
 
 def remove_unlocked(path: str) -> int | None:
-    """Remove a file that no process has locked; where that cannot be known, it stays.
+    """Remove a file that no process has locked; keep it if that is unknown.
 
-    Return the process that has a lock on it; 0: the system does not tell which, None: nobody.
+    Return the process that has locked it; 0 if unknown, None if it is not locked.
     """
     if sys.platform != "win32":
         mode = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
@@ -217,12 +216,12 @@ def remove_unlocked(path: str) -> int | None:
 
 
 def private(mode: int | None) -> Callable[[str, int], int]:
-    """Return an opener of a file that is ours alone until it gets `mode` (None: by the umask)."""
+    """Return an opener of a private file, until it gets `mode` (None: from the umask)."""
     return lambda path, flags: os.open(path, flags, 0o666 if mode is None else 0o600)
 
 
 def hand_over(path: str, old: os.stat_result) -> None:
-    """Give a file the owner and the group of another, as far as we may: root may all of it."""
+    """Try to give a file the owner and the group of another; only root can always do it."""
     if sys.platform != "win32":
         new = os.stat(path)
         if new.st_gid != old.st_gid:
@@ -234,13 +233,13 @@ def hand_over(path: str, old: os.stat_result) -> None:
 
 
 def close_to_rename(file: FileIO) -> None:
-    """Close a file where an open one cannot be renamed; elsewhere it keeps its lock."""
+    """Close a file if the system cannot rename open files; elsewhere it keeps its lock."""
     if sys.platform == "win32":
         file.close()
 
 
 def sync_folder(path: str) -> None:
-    """Make a rename in a folder last; Windows can open no folder, and needs not."""
+    """Sync a folder, so that a rename is durable; Windows does not need it."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -254,19 +253,19 @@ def sync_folder(path: str) -> None:
 
 
 MOST = 1 << 30
-"""Bytes asked of one call: the kernel moves at most 2 GiB."""
+"""Bytes per call: the kernel moves at most 2 GiB."""
 
 _REFUSALS = frozenset(
     {
         errno.EXDEV,  # two file systems, Linux before 5.3
-        errno.EINVAL,  # a file system that cannot
-        errno.ENOSYS,  # a kernel that cannot
+        errno.EINVAL,  # a file system without support
+        errno.ENOSYS,  # a kernel without support
         errno.EOPNOTSUPP,
         errno.ENOTSUP,
         errno.ENOTSOCK,  # sendfile on macOS
         errno.EPERM,  # a sandbox that forbids the call
-        errno.EBADF,  # a descriptor of a kind that the call does not take
-        errno.EIO,  # some network file systems; the plain read tells whether it is true
+        errno.EBADF,  # a descriptor that the call does not support
+        errno.EIO,  # some network file systems; a plain read checks whether it is true
     }
 )
 
@@ -274,11 +273,11 @@ _Way = Callable[[int, int, int, int, int], int]
 
 
 _CLONE = 0x4020940D
-"""`FICLONERANGE` (linux/fs.h): refused where no blocks can be shared, and never a copy."""
+"""`FICLONERANGE` (linux/fs.h): fails if blocks cannot be shared, and never copies."""
 
 
 def shares_blocks(run: ByteRange, target: int) -> bool:
-    """Return whether an empty file can share blocks with the file of a run; it gets the first one.
+    """Return whether an empty file can share blocks with a range's file; it gets the first block.
 
     Only Linux has the call; macOS shares whole files.
     """
@@ -296,7 +295,7 @@ def shares_blocks(run: ByteRange, target: int) -> bool:
 def copy_bytes(source: Source, offset: int, target: int, position: int, length: int) -> None:
     """Copy `length` bytes of `source` at `offset` to descriptor `target` at `position`.
 
-    A call that refuses, or that moves nothing, is not tried again; plain reads have the last word.
+    A call that fails or moves nothing is not repeated; plain reads are the fallback.
 
     Raises:
         TruncatedFile: the source ends before.
@@ -308,7 +307,7 @@ def copy_bytes(source: Source, offset: int, target: int, position: int, length: 
     done = 0
     while done < length:
         places = offset + done, target, position + done
-        # Whole blocks are shared, where a range begins with one.
+        # Blocks are shared if a range begins at a block.
         to_block = -places[0] % SHARED if (offset - position) % SHARED == 0 else 0
         if fd is None or not ways or to_block:
             data = source.read(places[0], min(to_block or BLOCK, length - done))
@@ -340,11 +339,11 @@ KERNEL_WAYS: tuple[_Way, ...] = tuple(
     for call, way in (("copy_file_range", _by_range), ("sendfile", _by_sendfile))
     if hasattr(os, call)
 )
-"""The calls that this system has, the best first."""
+"""The available system calls, the best first."""
 
 
 def write_at(fd: int, data: bytes | bytearray | memoryview, position: int) -> None:
-    """Write all of `data` at `position`, however many calls it takes."""
+    """Write all of `data` at `position`, in several calls if needed."""
     left = memoryview(data)
     os.lseek(fd, position, os.SEEK_SET)
     while left:

@@ -1,4 +1,4 @@
-"""The names of files that lie beside a file: its journal, and what is being written."""
+"""The names of temporary files next to a file: its journal, and new content."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _NAME_BYTES = 255
 _ENDING_BYTES = 40
 _JOURNAL = ".ckptool-journal"
 UNFINISHED = ".tmp"
-"""Behind the name of a journal that is being written."""
+"""The extension of a journal that is being written."""
 
 
 def temporary_name(target: str, ending: str) -> str:
-    """`.NAME` and `ending` (up to 40 bytes) in the folder of `target`, whose links are resolved.
+    """Return `.NAME` plus `ending` (up to 40 bytes) in the folder of `target` (links followed).
 
-    A name that would become too long is cut and gets a mark of its own.
+    A name that would become too long is shortened and gets a hash.
     """
     folder, name = os.path.split(target)
     raw = os.fsencode(name)
@@ -27,18 +27,18 @@ def temporary_name(target: str, ending: str) -> str:
 
 
 def journal_path(target: str) -> str:
-    """Return the path of the journal: `.NAME.ckptool-journal` beside `target`, links resolved."""
+    """Return the path of the journal: `.NAME.ckptool-journal` next to `target` (links followed)."""
     return temporary_name(os.path.realpath(target), _JOURNAL)
 
 
 def journalled(name: str) -> str | None:
-    """Return the file whose journal is called `name` (if that was not cut); else None."""
+    """Return the file that has the journal `name` (unless that was shortened), or None."""
     if not name.startswith(".") or not name.endswith(_JOURNAL):
         return None
     return name[1 : -len(_JOURNAL)]
 
 
 def has_journal(target: str) -> bool:
-    """Return whether a journal lies beside `target`, or the beginning of one."""
+    """Return whether `target` has a journal, complete or not."""
     path = journal_path(target)
     return os.path.lexists(path) or os.path.lexists(path + UNFINISHED)

@@ -1,4 +1,4 @@
-"""Work divided among threads: the results come in the order of the jobs."""
+"""Divide work among threads, with results in the order of the jobs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 
 THREADS = min(2, os.cpu_count() or 1)
-"""Threads of one pass over bytes: a third has to wait for memory."""
+"""Threads of one pass over bytes: a third would wait for memory."""
 _AHEAD = 4
-"""Jobs for each thread that are begun before their results are wanted: a terabyte has millions."""
+"""Jobs per thread that are started ahead: a terabyte has millions of jobs."""
 
 
 def in_order(
     work: Callable[[_Job], _Result], jobs: Iterable[_Job], threads: int = THREADS
 ) -> Iterator[_Result]:
-    """Yield the result of `work` for each job, in order; so many threads compute them.
+    """Yield the result of `work` for each job, in order, computed by some threads.
 
-    Jobs that no thread has begun are dropped when one raises, or when the caller asks for no more.
+    Jobs that have not started are dropped when one raises or when the caller stops.
     """
-    from concurrent.futures import ThreadPoolExecutor  # brings logging: milliseconds of every start
+    from concurrent.futures import ThreadPoolExecutor  # imports logging: milliseconds
 
     with ThreadPoolExecutor(threads) as pool:
         begun: deque[Future[_Result]] = deque()

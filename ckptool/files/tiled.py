@@ -1,6 +1,6 @@
-"""Ranges whose bytes lie in pieces: found when they are first read, or tiles of one tensor.
+"""Ranges that are found when first read, and tensors that consist of tiles.
 
-`torch.distributed.checkpoint` stores each chunk of a tensor in a file of its own inside another.
+`torch.distributed.checkpoint` stores each chunk of a tensor as a file inside another file.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ckptool.files.source import ByteRange
 
 
 def late(name: str, size: int, find: Callable[[], tuple[ByteRange, int | None]]) -> ByteRange:
-    """Return a range of `size` bytes that `find` finds, with its CRC-32, when it is first read.
+    """Return a range of `size` bytes; `find` returns it and its CRC-32 when it is first read.
 
-    Bytes that are read from the first to the last are compared with the CRC-32 (None: not known).
+    The CRC-32 (None: not known) is checked if the range is read from front to back.
     `name` is the file, for messages. `find` raises the errors of a damaged file.
 
     Raises:
-        CorruptFile: when it is read: the range has another length, or other bytes.
+        CorruptFile: raised when it is read, if the range has another length or other bytes.
     """
     found: tuple[ByteRange, int | None] | None = None
-    read = crc = 0  # the bytes that were read from the first on, and their CRC-32
+    read = crc = 0  # the bytes read so far, from the first, and their CRC-32
 
     def fill(offset: int, buffer: memoryview) -> None:
         nonlocal found, read, crc
@@ -41,7 +41,7 @@ def late(name: str, size: int, find: Callable[[], tuple[ByteRange, int | None]])
         read = offset + len(buffer)
         if read < size:
             return
-        found = None  # it may hold all of the bytes, inflated
+        found = None  # it may keep all of the inflated bytes in memory
         if stated is not None and crc != stated:
             raise CorruptFile(
                 f"a chunk is damaged: CRC-32 is {crc:08x}, expected {stated:08x}",
@@ -53,12 +53,12 @@ def late(name: str, size: int, find: Callable[[], tuple[ByteRange, int | None]])
 
 
 class Tile(NamedTuple):
-    """A box of a tensor: where it begins and its size along each axis, and its elements."""
+    """A box of a tensor: its offset and size along each axis, and its elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     data: ByteRange | Callable[[], ByteRange]
-    """In row-major order; what gives them is asked when they are first read."""
+    """In row-major order; a function is called when they are first read."""
 
     def found(self) -> ByteRange:
         """Return the elements."""
@@ -68,10 +68,11 @@ class Tile(NamedTuple):
 def tiled(name: str, shape: tuple[int, ...], itemsize: int, tiles: Sequence[Tile]) -> ByteRange:
     """Return the elements of a tensor in row-major order, read from tiles that cover it.
 
-    Nothing is kept: a read of some bytes reads those of each tile. `name` is for messages.
+    Nothing is cached: a read of some bytes reads the tiles that contain them. `name` is for
+    messages.
 
     Raises:
-        CorruptFile: a tile lies outside the shape, two overlap, or some elements are in no tile.
+        CorruptFile: a tile is outside the shape, two overlap, or some elements are in no tile.
     """
     tiles = [tile for tile in tiles if 0 not in tile.sizes]
     _check(shape, tiles)
@@ -98,7 +99,7 @@ def tiled(name: str, shape: tuple[int, ...], itemsize: int, tiles: Sequence[Tile
 
 
 class _Runs:
-    """A tile as runs of bytes, each in one piece both in the tile and in the whole."""
+    """A tile as runs of bytes, each contiguous in the tile and in the whole tensor."""
 
     def __init__(self, shape: tuple[int, ...], itemsize: int, tile: Tile) -> None:
         steps = [prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]
@@ -112,7 +113,7 @@ class _Runs:
         self.end = self._start(self._count - 1) + self._length
 
     def _start(self, number: int) -> int:
-        """Return where a run begins in the whole."""
+        """Return where a run begins in the whole tensor."""
         start = self.first
         for size, step in reversed(self._axes):
             number, at = divmod(number, size)
@@ -120,7 +121,7 @@ class _Runs:
         return start
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Put the bytes of the tile that lie in `buffer`, from `offset` of the whole, there."""
+        """Copy the tile's part of `buffer`, which begins at `offset` in the whole tensor."""
         stop = offset + len(buffer)
         count = range(self._count)
         number = bisect_right(count, offset - self._length, key=self._start)
@@ -155,7 +156,7 @@ def _check(shape: tuple[int, ...], tiles: Sequence[Tile]) -> None:
     held = sum(prod(tile.sizes) for tile in tiles)
     active: list[Tile] = []
     starts = [len({tile.offsets[axis] for tile in tiles}) for axis in range(len(shape))]
-    cut = starts.index(max(starts)) if starts else 0  # few tiles lie side by side on that axis
+    cut = starts.index(max(starts)) if starts else 0  # the axis with the fewest neighbors
     for tile in sorted(tiles, key=lambda one: one.offsets[cut : cut + 1]):
         active = [one for one in active if _touch(one, tile, cut)]
         for one in active:
@@ -169,7 +170,7 @@ def _check(shape: tuple[int, ...], tiles: Sequence[Tile]) -> None:
 
 def _touch(one: Tile, other: Tile, axis: int) -> bool:
     if not one.offsets:
-        return True  # of a number there is one chunk
+        return True  # a scalar has one chunk
     low = max(one.offsets[axis], other.offsets[axis])
     return low < min(one.offsets[axis] + one.sizes[axis], other.offsets[axis] + other.sizes[axis])
 

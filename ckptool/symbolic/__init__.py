@@ -1,4 +1,4 @@
-"""Pickle without execution: read as a tree of data here, written back by `encoder`."""
+"""Read pickles as trees of data, without running them; `encoder` writes them back."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Unpickled(NamedTuple):
 
     root: Any
     end: int
-    """Position behind its STOP, in the range that was read."""
+    """The position after its STOP, in the range that was read."""
     protocol: int
     globals: tuple[str, ...]
-    """Classes and functions that the pickle names, today's spelling, in order."""
+    """The classes and functions that the pickle uses, by their current names, in order."""
     opcodes: tuple[str, ...]
-    """Opcodes used that `weights_only=True` refuses."""
+    """The opcodes in it that `weights_only=True` rejects."""
     tidy: bool = True
-    """Whether it numbers what it remembers in a row and leaves nothing behind on its stack."""
+    """True if the memo is numbered without gaps and the stack is empty at the end."""
     framed: bool = True
-    """Whether its frames, if it has any, are where a pickler puts them."""
+    """True if its frames, if any, are where a pickler puts them."""
 
 
 def unpickle(
@@ -40,21 +40,21 @@ def unpickle(
     limits: Limits = DEFAULT_LIMITS,
     start: int = 0,
 ) -> Unpickled:
-    """Return the object whose pickle begins at `start`; nothing is imported or called.
+    """Return the object of the pickle at `start`; nothing is imported or called.
 
-    A pickle does not tell its length, so of a large file a window is read, and one eight times as
-    large where the pickle goes on. `persistent_load` gets each persistent id and returns what it
-    stands for; `nested` gets the bytes of a whole torch file inside the pickle.
+    A pickle does not state its length, so a window of a large file is read, and then windows eight
+    times as large until the pickle ends. `persistent_load` converts each persistent id to its
+    object; `nested` reads the bytes of a torch file inside the pickle.
 
     Raises:
-        CorruptFile: no pickle, or a damaged one.
-        LimitExceeded: it is longer, or asks for more, than `limits` allows.
+        CorruptFile: it is not a pickle, or is damaged.
+        LimitExceeded: it is longer, or needs more, than `limits` allows.
     """
     refuse_bomb(data, limits.max_header_inflation)
     file = data.source.name
     rest = data.length - start
-    # A record of an archive is a pickle to its end, as is a file that ends with STOP; behind the
-    # pickles of other files are tensors, which are not to be read for a header.
+    # A record of an archive is one pickle, as is a file that ends with STOP; after the
+    # pickles of other files are tensors, which must not be read for a header.
     ends = data.length < data.source.size or rest <= 0 or data.read(data.length - 1, 1) == b"."
     window = rest if rest <= (_WHOLE if ends else _FIRST_WINDOW) else _FIRST_WINDOW
     while True:

@@ -1,8 +1,7 @@
-"""The allow-list: calls that pickles of checkpoints make, and what stands for each here.
+"""The allow-list of calls in the pickles of checkpoints, and their representation here.
 
-A handler takes the machine and the arguments as they lie in the file and returns our own object,
-or NotImplemented where the call is of a form that it does not know (it then stays an `Opaque`).
-Tensors are in `rebuild.py`.
+A handler gets the machine and the arguments from the file, and returns our own object, or
+NotImplemented for a call of unknown form (which stays an `Opaque`). Tensors are in `rebuild.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ELEMENT_TYPES = {
     "bool": "bool", "int64": "int64", "float32": "float32", "float64": "float64",
     "bfloat16": "bfloat16",
 }  # fmt: skip
-"""Torch's name by numpy's code, without byte order."""
+"""The torch name for each numpy code, without byte order."""
 _FORMATS = {
     "bool": "?", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B",
     "uint16": "H", "uint32": "I", "uint64": "Q", "float16": "e", "float32": "f", "float64": "d",
@@ -53,11 +52,11 @@ NUMPY_ARRAYS = frozenset(
 )
 
 JAX_ARRAYS = ("jax._src.array._reconstruct_array", "jax._src.device_array.reconstruct_device_array")
-"""Functions that make an array of JAX, the second until JAX 0.4."""
+"""Functions that make a JAX array, the second until JAX 0.4."""
 
 
 def element_type(node: Any) -> tuple[str, str] | None:
-    """Torch's name and the byte order of a pickled `numpy.dtype`; None for one torch has not."""
+    """Return the torch name and byte order of a pickled `numpy.dtype`; None if torch lacks it."""
     if not isinstance(node, Opaque) or not isinstance(node.func, Global):
         return None
     if node.func.qualified != "numpy.dtype" or not isinstance(node.args, tuple) or not node.args:
@@ -68,14 +67,14 @@ def element_type(node: Any) -> tuple[str, str] | None:
     order = "little"
     if isinstance(state, tuple) and len(state) >= 5:
         if state[2] is not None or state[3] is not None:
-            return None  # a sub-array or a record
+            return None  # a subarray or a record
         order = "big" if state[1] == ">" else "little"
     name = ELEMENT_TYPES.get(code) if isinstance(code, str) else None
     return None if name is None else (name, order)
 
 
 def finished(made: Opaque, file: str) -> Any:
-    """Return a `numpy.ndarray` that has just got its state, as a tensor; anything else as it is."""
+    """Return a `numpy.ndarray` that has its state as a tensor; anything else unchanged."""
     if not isinstance(made.func, Global) or made.func.qualified not in NUMPY_ARRAYS:
         return made
     match made.state:
@@ -133,7 +132,7 @@ def _jax_array(name: str, machine: Machine, args: Any) -> Any:
 
 
 def _scalar(package: str, machine: Machine, args: Any) -> Any:
-    """`numpy.core.multiarray.scalar(dtype, bytes)`: an object that is a plain value too."""
+    """`numpy.core.multiarray.scalar(dtype, bytes)`: an object that is also a plain value."""
     match args:
         case (Opaque() as dtype, payload):
             known, raw = element_type(dtype), raw_bytes(payload)
@@ -221,7 +220,7 @@ def _new_object_call(machine: Machine, args: Any) -> Any:
 
 
 def new_object(machine: Machine, cls: Any, args: Any) -> Any:
-    """Return what NEWOBJ leaves: a recognized class made, else an `Opaque`."""
+    """Return the result of NEWOBJ: an instance of a recognized class, else an `Opaque`."""
     if isinstance(cls, Global) and cls.qualified in ("collections.OrderedDict", "torch.Size"):
         return RECOGNIZED[cls.qualified](machine, args)
     return Opaque(cls, args, maker="newobj")

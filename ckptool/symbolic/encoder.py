@@ -1,4 +1,4 @@
-"""Write a tree as a pickle, and say what keeps `weights_only=True` from loading it."""
+"""Write a tree as a pickle, and list what keeps `weights_only=True` from loading it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _ALLOWED = frozenset(
 
 
 def blocking(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the qualified names that the safe unpickler refuses, in order, once each."""
+    """Return the qualified names that the safe unpickler rejects, in order, once each."""
     return tuple(dict.fromkeys(name for name in names if not _allowed(name)))
 
 
@@ -63,8 +63,8 @@ def _allowed(name: str) -> bool:
 class Encoded:
     """A pickle and the storages that it refers to, in order of first use.
 
-    `dtypes` and `untyped` tell, for each storage, the element type under which it is first
-    mentioned, and whether that mention was an `UntypedStorage` (its size then counts bytes).
+    `dtypes` and `untyped` are, for each storage, the dtype of its first use, and whether that was
+    an `UntypedStorage` (so that its size counts bytes).
     """
 
     data: bytes
@@ -72,11 +72,11 @@ class Encoded:
     dtypes: tuple[str, ...]
     untyped: tuple[bool, ...]
     globals: tuple[str, ...] = ()
-    """Classes and functions that the pickle names."""
+    """The classes and functions that the pickle uses."""
 
     @property
     def blockers(self) -> tuple[str, ...]:
-        """The names that keep `torch.load(weights_only=True)` from taking the pickle."""
+        """The names that keep `torch.load(weights_only=True)` from loading the pickle."""
         return blocking(self.globals)
 
 
@@ -85,18 +85,17 @@ def encode(
 ) -> Encoded:
     """Return the pickle of `root`; `legacy` adds the sixth item of storage ids in old streams.
 
-    `key_of` tells by what key a storage is named; by its position in the order of first use, if
-    None.
+    `key_of` returns the key of a storage (None: its position in the order of first use).
 
     Raises:
-        NotRepresentable: an object whose arguments hold itself, a name that cannot be spelled, a
-            tensor of a type that torch has not.
+        NotRepresentable: an object contains itself in its arguments, a name cannot be written, or a
+            tensor has a dtype that torch does not have.
     """
     return _Encoder(legacy, key_of).run(root)
 
 
 def blockers(root: Any) -> tuple[str, ...]:
-    """Return what would keep `weights_only=True` from loading a file of this tree."""
+    """Return the names that would keep `weights_only=True` from loading a file of this tree."""
     try:
         return encode(root).blockers
     except NotRepresentable as error:
@@ -104,7 +103,7 @@ def blockers(root: Any) -> tuple[str, ...]:
 
 
 class _Raw(bytes):
-    """Opcodes to put out as they are, on a work list where plain bytes are values."""
+    """Opcodes to write unchanged, on a work list where plain bytes are values."""
 
     __slots__ = ()
 
@@ -136,7 +135,7 @@ class _Encoder:
         self.key_of = key_of
         self.out = bytearray(b"\x80\x02")
         self.memo: dict[Any, int] = {}
-        self.kept: list[Any] = []  # made here and memoized by identity: must not be collected
+        self.kept: list[Any] = []  # created here and memoized by identity: must not be collected
         self.open: set[int] = set()
         self.storages: dict[int, int] = {}
         self.order: list[tuple[Storage, str, bool]] = []
@@ -158,7 +157,7 @@ class _Encoder:
     # Memo
 
     def recall(self, key: Any) -> bool:
-        """Mention what is memoized under `key`; False if nothing is."""
+        """Refer to the object memoized under `key`; False if there is none."""
         index = self.memo.get(key)
         if index is None:
             return False
@@ -212,7 +211,7 @@ class _Encoder:
         self.call(Global("builtins", "complex"), (node.real, node.imag))
 
     def write_bytes(self, node: bytes) -> None:
-        """As protocol 2 has no bytes: `_codecs.encode(text, 'latin1')`."""
+        """Write bytes as `_codecs.encode(text, 'latin1')`, since protocol 2 has no bytes."""
         if not self.recall(id(node)):
             self.call(Global("_codecs", "encode"), (str(node, "latin-1"), "latin1"), node)
 
@@ -285,7 +284,7 @@ class _Encoder:
 
     def end_tuple(self, end: _EndTuple) -> None:
         node = end.node
-        if id(node) in self.memo:  # it holds itself, by way of a list: made while it was written
+        if id(node) in self.memo:  # it contains itself, and was made while it was written
             self.out += b"0" * len(node) if len(node) <= 3 else b"1"
             self.recall(id(node))
             return
@@ -305,7 +304,7 @@ class _Encoder:
         self.push(func, _MARK, *args, _TUPLE, _REDUCE, *put)
 
     def push(self, *work: Any) -> None:
-        """Do these next, in this order."""
+        """Process these items next, in this order."""
         self.todo.extend(reversed(work))
 
     def write_opaque(self, node: Opaque) -> None:
@@ -374,7 +373,7 @@ class _Encoder:
             self.call(func, args, node)
 
     def write_plain_tensor(self, node: TensorRef) -> bool:
-        """Put out an ordinary tensor at once; False for one that is not ordinary."""
+        """Write an ordinary tensor directly; False if it is not ordinary."""
         storage = node.storage
         if storage is None or BY_NAME[node.dtype].storage is None:
             return False

@@ -1,4 +1,4 @@
-"""The pickle machine: every opcode of protocols 0 to 5, run over symbols, and frames."""
+"""The pickle machine: runs the opcodes of protocols 0 to 5 over symbols, and checks frames."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ckptool.symbolic.text import MEMORY_FORMATS, modern_name
 _FRAME = 0x95
 _PROTO_BYTES, _FRAME_BYTES = 2, 9
 _TARGET = 64 << 10
-"""A frame is closed that has as many bytes; an opcode that is longer stands outside of frames."""
+"""A frame of so many bytes is closed; a longer opcode is outside of frames."""
 _LEAST = 4
-"""Fewer bytes get no frame."""
+"""The fewest bytes that get a frame."""
 _LONG_ARGUMENTS = {ord("B"): 4, ord("X"): 4, 0x8B: 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
-"""Opcodes of bytes, text, integers and bytearrays, and how many bytes their length takes."""
+"""Opcodes of bytes, text, integers and bytearrays, and the size of their length field."""
 
 
 def frames_fit(pickle: bytes, end: int) -> bool:
@@ -41,7 +41,7 @@ def frames_fit(pickle: bytes, end: int) -> bool:
 
 
 def _behind_long_argument(pickle: bytes, position: int, end: int, few: bool) -> int | None:
-    """Return where an opcode with a long argument ends; `few`: some bytes may stand before it."""
+    """Return where an opcode with a long argument ends; `few`: some bytes may precede it."""
     for start in range(position, min(position + (_LEAST if few else 1), end)):
         digits = _LONG_ARGUMENTS.get(pickle[start])
         if digits is None:
@@ -54,13 +54,13 @@ def _behind_long_argument(pickle: bytes, position: int, end: int, few: bool) -> 
 
 
 _LARGE = (1 << 61) - 1
-"""Where the hash of an integer begins to repeat."""
+"""The integers from which hashes repeat."""
 
 _PLAIN_KEYS = frozenset({str, int, bool, float, bytes, type(None), complex})
 
 
 class Machine:
-    """One run over one pickle: stack, memo, and what was seen on the way."""
+    """One run over one pickle: stack, memo, and the names and opcodes found."""
 
     __slots__ = (
         "by_id", "data", "far_memo", "file", "globals", "large_keys", "limits", "marks", "memo",
@@ -86,7 +86,7 @@ class Machine:
         self.nested = nested
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
-        # Writers count memo indexes up from 0, so a list holds them; those far ahead, a dict.
+        # Picklers count memo indexes up from 0, so a list stores them; a dict stores far ones.
         self.memo: list[Any] = []
         self.far_memo: dict[int, Any] = {}
         self.globals: dict[tuple[str, str], Global] = {}
@@ -97,11 +97,11 @@ class Machine:
         self.scans_left = 1_000_000
 
     def run(self, position: int) -> tuple[Any, int]:
-        """Run from `position`; the object, and the position behind its STOP.
+        """Run from `position`; return the object and the position after its STOP.
 
         Raises:
-            CorruptFile: an opcode that does not exist, or one that finds the stack wrong.
-            LimitExceeded: a key or an integer beyond the limits.
+            CorruptFile: an opcode does not exist, or does not fit the stack.
+            LimitExceeded: a key or an integer exceeds the limits.
         """
         data, handlers = self.data, self.handlers
         start = position
@@ -127,20 +127,20 @@ class Machine:
 
     @property
     def is_tidy(self) -> bool:
-        """Whether nothing is left on the stack, and the memo's numbers are in a row.
+        """True if the stack is empty, and the memo is numbered without gaps.
 
-        They begin with 0, those of Python 2's pickler in C with 1. Every pickler does it so.
+        The numbers begin with 0, or with 1 in Python 2's C pickler. Every pickler does this.
         """
         far = self.far_memo
         in_a_row = not far or (not self.memo and far.keys() == set(range(1, len(far) + 1)))
         return in_a_row and not self.stack and not self.marks
 
     def cut_short(self) -> CorruptFile:
-        """Return the error for a pickle that goes on behind the end of its data."""
+        """Return the error for a truncated pickle."""
         return TruncatedFile("the pickle is truncated", file=self.file)
 
     def damaged(self, position: int, error: Exception) -> CorruptFile:
-        """Return the error for an opcode that cannot be carried out."""
+        """Return the error for an opcode that cannot run."""
         reason = f" ({error})" if str(error) else ""
         opcode = self.data[position : position + 1]
         return CorruptFile(
@@ -149,7 +149,7 @@ class Machine:
         )
 
     def pop_mark(self) -> list[Any]:
-        """Return the items above the topmost mark, which goes."""
+        """Remove the topmost mark, and return the items above it."""
         items = self.stack
         self.stack = self.marks.pop()
         return items
@@ -171,7 +171,7 @@ class Machine:
         return found
 
     def call(self, func: Any, args: Any) -> Any:
-        """Return what REDUCE leaves: our own object for a recognized function, else an `Opaque`."""
+        """Return the result of REDUCE: an object of ours for a known function, else an `Opaque`."""
         recognized = self.by_id.get(id(func))
         if recognized is None:
             return Opaque(func, args)
@@ -179,13 +179,13 @@ class Machine:
         return Opaque(func, args) if result is NotImplemented else result
 
     def change(self, kind: str, target: Any, items: Any) -> None:
-        """Note that items are added to an object (`set`, `append` or `add`)."""
+        """Record that items are added to an object (`set`, `append` or `add`)."""
         if not isinstance(target, Opaque):
             raise TypeError(f"items are added to a {type(target).__name__}")
         target.steps.append((kind, items))
 
     def replace_top(self, old: Any, new: Any) -> None:
-        """Put `new` on top, also for later mentions of `old`, which was memoized just now."""
+        """Replace the top with `new`, also in the memo, where `old` was stored just now."""
         if new is old:
             return
         self.stack[-1] = new
@@ -207,11 +207,11 @@ class Machine:
             self.far_memo[index] = node
 
     def recall(self, index: int) -> Any:
-        """Return what is memoized under `index`; KeyError where nothing is."""
+        """Return the object memoized under `index`; KeyError if there is none."""
         return self.memo[index] if 0 <= index < len(self.memo) else self.far_memo[index]
 
     def check_key(self, key: Any) -> None:
-        """Refuse a dict key that cannot be hashed, or that takes long to hash or to find."""
+        """Refuse a dict key that cannot be hashed, or is slow to hash or to find."""
         if type(key) in _PLAIN_KEYS and type(key) is not int:
             return
         todo, parts = [key], 0
@@ -236,14 +236,14 @@ class Machine:
                 raise CorruptFile(f"a {type(part).__name__} is used as a dict key", file=self.file)
 
     def line(self, position: int) -> tuple[bytes, int]:
-        """Return the argument that ends with a newline, and the position behind it."""
+        """Return the argument that ends with a newline, and the position after it."""
         end = self.data.find(b"\n", position)
         if end < 0:
             raise EOFError
         return self.data[position:end], end + 1
 
     def counted(self, position: int, length: int) -> bytes:
-        """`length` bytes from `position`, all of them."""
+        """Return exactly `length` bytes from `position`."""
         part = self.data[position : position + length]
         if len(part) != length:
             raise EOFError

@@ -1,4 +1,4 @@
-"""The opcodes of pickle: what each one does, and which `weights_only=True` refuses."""
+"""The opcodes of pickle: what each one does, and which ones `weights_only=True` rejects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HANDLERS: list[Handler] = [_absent("no such opcode")] * 256
 
 
 def opcode(code: bytes, refused: str = "") -> Callable[[Handler], Handler]:
-    """Register a handler; `refused` names an opcode that `weights_only=True` does not take."""
+    """Register a handler; `refused` is the name of an opcode that `weights_only=True` rejects."""
 
     def register(handler: Handler) -> Handler:
         def noted(machine: Machine, position: int) -> int:
@@ -52,7 +52,7 @@ def _constant(make: Callable[[], Any]) -> Handler:
 
 
 def _number(layout: str) -> Handler:
-    """Return the handler that pushes a number of fixed size, laid out as `struct` calls it."""
+    """Return the handler that pushes a number of fixed size, with a layout of `struct`."""
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
     def push(machine: Machine, position: int) -> int:
@@ -66,7 +66,7 @@ Make = Callable[["Machine", bytes], Any]
 
 
 def _sized(width: int, make: Make) -> Handler:
-    """Return the handler that pushes what `make` reads in bytes behind their length."""
+    """Return the handler that pushes the result of `make` on bytes that follow their length."""
 
     def push(machine: Machine, position: int) -> int:
         start = position + width
@@ -78,7 +78,7 @@ def _sized(width: int, make: Make) -> Handler:
 
 
 def _line(make: Make) -> Handler:
-    """Return the handler that pushes what `make` reads in a line."""
+    """Return the handler that pushes the result of `make` on a line."""
 
     def push(machine: Machine, position: int) -> int:
         text, position = machine.line(position)
@@ -89,7 +89,7 @@ def _line(make: Make) -> Handler:
 
 
 def little_endian(raw: bytes, limits: Limits) -> int:
-    """Return a little-endian two's complement integer of any size that the limits allow."""
+    """Return a little-endian two's complement integer of any size within the limits."""
     if len(raw) > limits.max_integer_bytes:
         raise LimitExceeded(
             f"an integer has {len(raw):,} bytes, more than the limit of "
@@ -99,7 +99,7 @@ def little_endian(raw: bytes, limits: Limits) -> int:
 
 
 def decimal(text: bytes, limits: Limits) -> int:
-    """Return a decimal integer of no more digits than the limits allow."""
+    """Return a decimal integer with digits within the limits."""
     most = limits.max_integer_bytes * 12 // 5  # digits of a number of so many bytes
     if len(text) > most:
         raise LimitExceeded(f"an integer has {len(text):,} digits, more than the limit of {most:,}")
@@ -140,7 +140,7 @@ def long_binput(machine: Machine, position: int) -> int:
 
 @opcode(b"h")
 def binget(machine: Machine, position: int) -> int:
-    """Push what is memoized under a one-byte index."""
+    """Push the object memoized under a one-byte index."""
     index, memo = machine.data[position], machine.memo
     machine.stack.append(memo[index] if index < len(memo) else machine.far_memo[index])
     return position + 1
@@ -148,7 +148,7 @@ def binget(machine: Machine, position: int) -> int:
 
 @opcode(b"j")
 def long_binget(machine: Machine, position: int) -> int:
-    """Push what is memoized under a four-byte index."""
+    """Push the object memoized under a four-byte index."""
     index, memo = _UINT32(machine.data, position)[0], machine.memo
     machine.stack.append(memo[index] if index < len(memo) else machine.far_memo[index])
     return position + 4
@@ -164,7 +164,7 @@ def put(machine: Machine, position: int) -> int:
 
 @opcode(b"g", "GET")
 def get(machine: Machine, position: int) -> int:
-    """Push what is memoized under a decimal index."""
+    """Push the object memoized under a decimal index."""
     text, position = machine.line(position)
     machine.stack.append(machine.recall(decimal(text, machine.limits)))
     return position
@@ -172,7 +172,7 @@ def get(machine: Machine, position: int) -> int:
 
 @opcode(b"\x94", "MEMOIZE")
 def memoize(machine: Machine, position: int) -> int:
-    """Memoize the top under the next index: as many as there are already."""
+    """Memoize the top under the next index, which is the size of the memo."""
     if machine.far_memo:
         machine.remember(len(machine.memo) + len(machine.far_memo), machine.stack[-1])
     else:  # the common case, without a call
@@ -226,7 +226,7 @@ def proto(machine: Machine, position: int) -> int:
 
 @opcode(b"\x95", "FRAME")
 def frame(machine: Machine, position: int) -> int:
-    """Only a hint for buffered reads: skipped."""
+    """Skip a frame, which is only a hint for buffered reads."""
     _UINT64(machine.data, position)
     machine.protocol = max(machine.protocol, 4)
     return position + 8
@@ -290,7 +290,7 @@ def dict_(machine: Machine, position: int) -> int:
 
 @opcode(b"\x8f")
 def empty_set(machine: Machine, position: int) -> int:
-    """Return an empty set: kept as the call `set([...])`."""
+    """Return an empty set, represented as the call `set([...])`."""
     machine.stack.append(Opaque(machine.find("builtins", "set"), ([],)))
     return position
 
@@ -337,7 +337,7 @@ def _set_items(machine: Machine, target: Any, items: list[Any]) -> None:
     if len(items) % 2:
         raise ValueError("a key without a value")
     keys = items[::2]
-    for key in keys:  # of an object too: it may be of a class derived from dict
+    for key in keys:  # also of an object: its class may be derived from dict
         if type(key) is not str:
             machine.check_key(key)
     if isinstance(target, dict):
@@ -481,7 +481,7 @@ def stack_global(machine: Machine, position: int) -> int:
 
 @opcode(b"R")
 def reduce_(machine: Machine, position: int) -> int:
-    """Call the callable below the arguments: as data."""
+    """Call the callable below the arguments, as data."""
     stack = machine.stack
     args = stack.pop()
     stack[-1] = machine.call(stack[-1], args)
@@ -507,7 +507,7 @@ def newobj_ex(machine: Machine, position: int) -> int:
 
 @opcode(b"i", "INST")
 def inst(machine: Machine, position: int) -> int:
-    """Return an object of a class named here, made from the items above the mark."""
+    """Return an object of the class named by the opcode, made from the items above the mark."""
     module, position = machine.line(position)
     name, position = machine.line(position)
     args = tuple(machine.pop_mark())
@@ -518,7 +518,7 @@ def inst(machine: Machine, position: int) -> int:
 
 @opcode(b"o", "OBJ")
 def obj(machine: Machine, position: int) -> int:
-    """Return an object of the class that lies first above the mark, made from the rest."""
+    """Return an object of the first class above the mark, made from the other items."""
     items = machine.pop_mark()
     machine.stack.append(machine.call(items[0], tuple(items[1:])))
     return position
@@ -526,7 +526,7 @@ def obj(machine: Machine, position: int) -> int:
 
 @opcode(b"b")
 def build(machine: Machine, position: int) -> int:
-    """Give the object below its state."""
+    """Set the state of the object below."""
     state = machine.stack.pop()
     target = machine.stack[-1]
     if isinstance(target, OrderedMap) and isinstance(state, dict):
@@ -546,14 +546,14 @@ def build(machine: Machine, position: int) -> int:
 
 @opcode(b"Q")
 def binpersid(machine: Machine, position: int) -> int:
-    """Return what the container of the pickle knows under the id on the stack."""
+    """Return the object that the container of the pickle has for the id on the stack."""
     machine.stack[-1] = _load_persistent(machine, machine.stack[-1])
     return position
 
 
 @opcode(b"P", "PERSID")
 def persid(machine: Machine, position: int) -> int:
-    """Return what the container of the pickle knows under an id given as text."""
+    """Return the object that the container of the pickle has for an id given as text."""
     text, position = machine.line(position)
     pid = parse_text_pid(str(text, "ascii"), machine.find)
     machine.stack.append(_load_persistent(machine, pid))
@@ -577,5 +577,5 @@ opcode(b"\x97")(_absent("it uses an out-of-band buffer, which is not in the file
 
 @opcode(b"\x98", "READONLY_BUFFER")
 def readonly_buffer(machine: Machine, position: int) -> int:
-    """Return a mark on the buffer on the stack: nothing to do for us."""
+    """Mark the buffer on the stack as read-only, which changes nothing here."""
     return position

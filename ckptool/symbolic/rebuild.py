@@ -1,4 +1,4 @@
-"""Storages and tensors in a pickle: torch's rebuild functions, read and written side by side."""
+"""Storages and tensors in a pickle: read and write the calls of torch's rebuild functions."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ if TYPE_CHECKING:
 
 
 class StoragePid(NamedTuple):
-    """What `("storage", class, key, location, numel[, view])` says. Valid: every part checked."""
+    """The parts of `("storage", class, key, location, numel[, view])`, each of them checked."""
 
     dtype: str
-    """Element type of the class; `uint8` for an untyped storage."""
+    """The dtype of the class; `uint8` for an untyped storage."""
     untyped: bool
     key: str
     device: str
-    """The location tag, an opaque string."""
+    """The saved device, an opaque string."""
     numel: int
-    """Elements of `dtype`: bytes, for an untyped storage and the sub-byte quantized types."""
+    """Elements of `dtype`; bytes for untyped storages and sub-byte quantized types."""
     view: tuple[str, int, int] | None = None
     """(key, offset, numel) of a view into the storage, in elements; only before torch 0.4."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole storage."""
+        """Size of the whole storage in bytes."""
         return self.numel * BY_NAME[self.dtype].itemsize
 
 
 def is_storage_pid(pid: Any) -> bool:
-    """Return whether a persistent id is one of a storage."""
+    """Return whether a persistent id is that of a storage."""
     return isinstance(pid, tuple) and len(pid) > 0 and pid[0] == "storage"
 
 
 def parse_storage_pid(pid: tuple[Any, ...], file: str) -> StoragePid:
-    """Return the storage that a pid names (torch/serialization.py `persistent_id`).
+    """Return the storage of a persistent id (torch/serialization.py `persistent_id`).
 
     Raises:
-        CorruptFile: a part is missing or of the wrong type, or the class has no element type.
+        CorruptFile: a part is missing or has the wrong type, or the class has no dtype.
     """
     if len(pid) not in (5, 6):
         raise CorruptFile(
@@ -77,12 +77,12 @@ def parse_storage_pid(pid: tuple[Any, ...], file: str) -> StoragePid:
 
 
 def storage_type(storage_class: Any, file: str) -> tuple[str, bool]:
-    """Element type of a storage class, and whether it is untyped.
+    """Return the dtype of a storage class, and whether it is untyped.
 
-    `torch.FloatStorage`, `torch.cuda.FloatStorage` and other back ends' are all float32.
+    `torch.FloatStorage`, `torch.cuda.FloatStorage` and those of other back ends are all float32.
 
     Raises:
-        CorruptFile: no class of torch's, or one that states no element type.
+        CorruptFile: it is not a torch class, or has no dtype.
     """
     if isinstance(storage_class, Global) and storage_class.module.startswith("torch"):
         if storage_class.name in ("UntypedStorage", "_UntypedStorage"):
@@ -116,7 +116,7 @@ UTILS = "torch._utils"
 
 
 def ints(values: Any) -> tuple[int, ...]:
-    """Sizes or strides, which must be integers and nothing that only compares like them."""
+    """Return sizes or strides, which must be of type int, not only compare like it."""
     result = tuple(values)
     if set(map(type, result)) - {int}:
         raise TypeError("sizes, strides and offsets must be integers")
@@ -128,7 +128,7 @@ def ints(values: Any) -> tuple[int, ...]:
 def strided(
     ref: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None, **more: Any
 ) -> TensorRef:
-    """Return a tensor over the storage of `ref`, of its element type if none is given."""
+    """Return a tensor over the storage of `ref`, with its dtype if none is given."""
     if type(ref) is not StorageRef or type(offset) is not int:
         raise TypeError("no storage or no integer offset")
     storage = ref.storage
@@ -166,7 +166,7 @@ def _tensor_v3(machine: Machine, args: Any) -> TensorRef:
 
 
 def flags_of(metadata: list[Any]) -> tuple[str, ...]:
-    """Return the bits that a tensor's last argument sets, such as `conj`."""
+    """Return the flags that the last argument of a tensor sets, such as `conj`."""
     if len(metadata) > 1:
         raise TypeError("a tensor has too many arguments")
     if not metadata or not metadata[0]:
@@ -178,7 +178,7 @@ def flags_of(metadata: list[Any]) -> tuple[str, ...]:
 
 
 def element_type(node: Any) -> str:
-    """Torch's name of the element type that a global stands for."""
+    """Return the torch dtype that a global refers to."""
     if not isinstance(node, Global) or node.dtype is None:
         shown = node.qualified if isinstance(node, Global) else f"a {type(node).__name__}"
         raise ValueError(f"{shown} is not a known dtype")
@@ -191,14 +191,14 @@ def util(name: str) -> Global:
 
 
 def placed(ref: TensorRef) -> tuple[Any, ...]:
-    """Storage, offset, size and stride, as the rebuild functions take them."""
+    """Return storage, offset, size and stride, the first arguments of the rebuild functions."""
     if ref.storage is None:
         raise UsageError(f"a {ref.kind} tensor has no storage to write")
     return StorageRef(ref.storage, ref.dtype), ref.offset, ref.shape, ref.stride
 
 
 def call_of_strided(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
-    """Return the function and arguments that make a plain tensor again."""
+    """Return the function and arguments that rebuild a plain tensor."""
     storage, *place = placed(ref)
     tail: tuple[Any, ...] = (ref.requires_grad, ref.hooks or OrderedMap())
     metadata = (dict.fromkeys(ref.flags, True),) if ref.flags else ()
@@ -294,7 +294,7 @@ def _meta(machine: Machine, args: Any) -> TensorRef:
 
 
 def call_of_special(ref: TensorRef) -> tuple[Global, tuple[Any, ...]] | None:
-    """Return the function and arguments that make such a tensor again; None for any other kind."""
+    """Return the function and arguments that rebuild a special tensor; None for other kinds."""
     parts = ref.parts or {}
     if ref.kind == "quantized":
         return util("_rebuild_qtensor"), (
@@ -344,7 +344,7 @@ def _parameter_with_state(machine: Machine, args: Any) -> Any:
 
 
 def _old_parameter(machine: Machine, args: Any) -> Any:
-    """`Parameter(data)` and `Variable(data)` of torch < 0.4; BUILD brings the rest."""
+    """`Parameter(data)` and `Variable(data)` of torch < 0.4; BUILD adds the rest."""
     if not args or not isinstance(args[0], TensorRef):
         return NotImplemented
     return _wrapped(args[0], Wrapping("parameter", bool(args[1]) if len(args) > 1 else True))
@@ -383,7 +383,7 @@ def _from_type(machine: Machine, args: Any) -> Any:
 def _wrapper_subclass(machine: Machine, args: Any) -> TensorRef:
     """`_rebuild_wrapper_subclass(cls, dtype, size, stride, offset, layout, device, grad)`.
 
-    DTensor, ShardedTensor and their like: no storage of their own, the local part is in the state.
+    DTensor, ShardedTensor and others without storage: the local part is in the state.
     """
     cls, dtype, size, stride, offset, _, device, requires_grad = args
     tag = device.tag if isinstance(device, DeviceValue) else str(device)
@@ -408,7 +408,7 @@ def _device_from_numpy(name: str) -> Callable[[Machine, Any], TensorRef]:
     def read(machine: Machine, args: Any) -> TensorRef:
         """`_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad)`, 1.9 to 2.5.
 
-        Older: `_rebuild_xla_tensor`. bfloat16 is carried as float32, as numpy has none.
+        Older: `_rebuild_xla_tensor`. bfloat16 is stored as float32, since numpy does not have it.
         """
         array, dtype, device, requires_grad = args
         data = array
@@ -473,7 +473,7 @@ CALLS: dict[str, Callable[[Machine, Any], Any]] = {
 
 
 def call_of(ref: TensorRef) -> tuple[Global, tuple[Any, ...]]:
-    """Return the function and arguments that make `ref` again, as torch today pickles it."""
+    """Return the function and arguments that rebuild `ref`, as current torch pickles it."""
     if not ref.wrapping:
         return _bare_call(ref)
     *inner_layers, layer = ref.wrapping

@@ -1,4 +1,4 @@
-"""Text as pickles spell it: Python 2 strings and names, escapes, persistent ids as a repr."""
+"""Decode text in pickles: Python 2 strings and names, escapes, persistent ids as a repr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptool.core.model import ByteString, Global
 
 
 def decode_python2(raw: bytes) -> str:
-    """Return a Python 2 `str` as text: UTF-8 where it is that, else Latin-1; the bytes are kept."""
+    """Return a Python 2 `str` as text (UTF-8 if valid, else Latin-1), which keeps its bytes."""
     if raw.isascii():
         return str(raw, "ascii")
     try:
@@ -23,7 +23,7 @@ def decode_python2(raw: bytes) -> str:
 
 
 def raw_bytes(node: Any) -> bytes | None:
-    """Return the bytes of something that held bytes, whichever protocol spelled it; else None."""
+    """Return the bytes of a bytes object in any protocol; None for other objects."""
     if isinstance(node, bytes):
         return node
     if isinstance(node, ByteString):
@@ -67,7 +67,7 @@ MEMORY_FORMATS = frozenset(
 
 
 def modern_name(module: str, name: str) -> str:
-    """Return the qualified name in today's spelling (as `_compat_pickle` maps what pickles use)."""
+    """Return the current qualified name (as `_compat_pickle` maps the names in pickles)."""
     qualified = f"{module}.{name}"
     return _PYTHON2_NAMES.get(qualified) or f"{_PYTHON2_MODULES.get(module, module)}.{name}"
 
@@ -78,7 +78,7 @@ _TEXT_PID = re.compile(
 
 
 def parse_text_pid(text: str, find: Callable[[str, str], Global]) -> Any:
-    """Return the tuple whose repr a protocol-0 persistent id is; any other text as it is."""
+    """Parse a protocol-0 persistent id that is the repr of a tuple; return other text unchanged."""
     found = _TEXT_PID.fullmatch(text)
     if found is None:
         return text

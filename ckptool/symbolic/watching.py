@@ -1,8 +1,8 @@
-"""The pickle machine that reports each import, call and change, and goes on.
+"""A pickle machine that reports each import, call and change, and continues.
 
-The ordinary machine stops where pickle itself would go on: items set in a module, names that a call
-computes, numbers of the extension registry. Here each of these is reported, and what cannot be
-known is a symbol, `unknown`.
+The ordinary machine stops at steps that pickle itself would run: items set in a module, computed
+names, numbers of the extension registry. This one reports each of them, and represents an unknown
+object as a symbol, `unknown`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ckptool.symbolic.machine import Machine
 from ckptool.symbolic.opcodes import HANDLERS, Handler
 
 UNKNOWN = "unknown"
-"""The maker of a symbol for which nothing in the file stands."""
+"""The maker of a symbol for an object that is not in the file."""
 JOBLIB_ARRAY = "joblib.numpy_pickle.NumpyArrayWrapper"
 _MODULE = re.compile(r"[\w.<>-]+")
 _ELEMENT = re.compile(r"[<>=|]?(?:(O|object)\d*|([biufcmMSUV])(\d+))")
 
 
 def is_unknown(node: Any) -> bool:
-    """Return whether the file does not say what the symbol is."""
+    """Return whether the symbol represents an unknown object."""
     return isinstance(node, Opaque) and node.maker == UNKNOWN
 
 
@@ -44,18 +44,18 @@ class Watcher(Machine):
         super().__init__(data, file=file, limits=limits, persistent_load=load)
         self.as_joblib = as_joblib
         self.at = 0
-        """Where the opcode stands that is carried out, if it may report something."""
+        """The position of the current opcode, if it may report something."""
         self.frame_end = 0
         self.cut = False
-        """Whether a line was read that ends with the data, and may go on behind it."""
+        """True if a line ended with the data, and may continue after it."""
 
     def report(self, kind: str, what: Any, items: Any = None) -> Any:
-        """Take a step that does more than make plain data, and return `what`.
+        """Handle a step that does more than make plain data, and return `what`.
 
         Args:
             kind: `import`, `call`, `new`, `build`, `set`, `append`, `add` or `unknown`.
             what: The `Global` imported, the `Opaque` made, or what is changed.
-            items: The state or the items that `what` is given; why it is unknown.
+            items: The state or the items set on `what`, or the reason why it is unknown.
         """
         raise NotImplementedError
 
@@ -63,8 +63,8 @@ class Watcher(Machine):
         """Run from `position`; the object, and the position behind its STOP.
 
         Raises:
-            CorruptFile: the same as for any machine, or a frame goes on behind the STOP: some
-                unpicklers go on behind the frame.
+            CorruptFile: as for any machine, or a frame continues after STOP, so that some
+                unpicklers continue after the frame.
         """
         root, end = super().run(position)
         if end < self.frame_end:
@@ -72,14 +72,14 @@ class Watcher(Machine):
         return root, end
 
     def unknown(self, why: str) -> Opaque:
-        """Report and return a symbol for what the file does not tell."""
+        """Report and return a symbol for an unknown object."""
         made: Opaque = self.report("unknown", Opaque(None, (why,), maker=UNKNOWN), why)
         return made
 
     def find(self, module: str, name: str) -> Global:
-        """Return the `Global` of that name, which is reported where an opcode names it."""
+        """Return the `Global` of that name, and report it if an opcode imports it."""
         found = super().find(module, name)
-        if self.data[self.at] in b"ci\x93":  # sets, too, are found
+        if self.data[self.at] in b"ci\x93":  # `find` is also called for sets
             if not _MODULE.fullmatch(module):
                 raise ValueError(f"no module is named {module[:80]!r}")
             self.report("import", found)
@@ -102,7 +102,7 @@ class Watcher(Machine):
             raise TypeError(f"invalid {kind} on a {type(target).__name__}")
 
     def line(self, position: int) -> tuple[bytes, int]:
-        """Return a line; the last one may lack its newline, as for pickle's code in Python."""
+        """Return a line; the last one may lack its newline, as in the Python version of pickle."""
         end = self.data.find(b"\n", position)
         self.cut = end < 0
         end = end if end >= 0 else len(self.data) - 1
@@ -111,15 +111,15 @@ class Watcher(Machine):
         return self.data[position:end], end + 1
 
     def behind_array(self, position: int) -> int:
-        """Return where the opcodes go on behind the raw bytes of an array of joblib's."""
+        """Return where the opcodes continue after the raw bytes of a joblib array."""
         made = self.stack[-1]
         if not isinstance(made, Opaque) or made.class_name != JOBLIB_ARRAY:
             return position
-        if position < self.frame_end:  # joblib goes on behind it, and then comes back
+        if position < self.frame_end:  # joblib reads on after it, and then returns here
             raise ValueError("a joblib array is inside a frame")
         state = made.attributes
         width = _width(state["dtype"])
-        if not width:  # objects: a pickle of its own
+        if not width:  # an array of objects is a pickle of its own
             outer = self.stack, self.marks, self.memo, self.far_memo
             self.stack, self.marks, self.memo, self.far_memo = [], [], [], {}
             _, end = self.run(position)
@@ -134,7 +134,7 @@ class Watcher(Machine):
 
 
 def _width(dtype: Any) -> int:
-    """Return the bytes of one element of an array, 0 where it holds objects."""
+    """Return the bytes per element of an array, 0 for objects."""
     types = [node for node in everything(dtype) if isinstance(node, Opaque)]
     codes = [_ELEMENT.fullmatch(one.args[0]) for one in types if one.class_name == "numpy.dtype"]
     if not types or len(codes) < len(types) or not all(codes):
@@ -142,14 +142,14 @@ def _width(dtype: Any) -> int:
     if any(code and code[1] for code in codes):
         return 0
     _, kind, size = codes[0].groups()  # type: ignore[union-attr]
-    match kind, dtype.steps:  # the state of a type of text may change it
+    match kind, dtype.steps:  # the state of a text dtype may change it
         case "S" | "U" | "V", [*_, ("build", (_, _, _, _, _, int() as stated, *_))] if stated >= 0:
             return stated
     return int(size) * (4 if kind == "U" else 1)
 
 
 def _persistent(pids: list[Any], pid: Any) -> Any:
-    """Return what torch loads for a persistent id: a class with its source text, or a storage."""
+    """Return the object of a persistent id: a class with its source text, or a storage."""
     pids.append(pid)
     match pid:
         case ("module", Global() as cls, *_) | (Global() as cls, _, _):  # (of torch 0.1's tar)
@@ -158,7 +158,7 @@ def _persistent(pids: list[Any], pid: Any) -> Any:
 
 
 def _watched(code: int, handler: Handler) -> None:
-    """Register a handler of the watcher that may report something."""
+    """Register a watcher handler that may report something."""
 
     def noted(machine: Any, position: int) -> int:
         machine.at = position - 1
@@ -188,7 +188,7 @@ def _frame(machine: Watcher, position: int) -> int:
 
 
 def _number(machine: Watcher, position: int) -> int:
-    """Push an integer: pickle takes 0x10, too."""
+    """Push an integer, also in forms such as 0x10, as pickle does."""
     text, end = machine.line(position)
     has_base = text.strip().lstrip(b"+-")[1:2].isalpha()
     machine.stack.append(int(text.removesuffix(b"L"), 0 if has_base else 10))
@@ -203,7 +203,7 @@ def _stack_global(machine: Watcher, position: int) -> int:
 
 
 def _outside(machine: Watcher, position: int) -> int:
-    """Push a symbol for a class by its number in a registry, or for a buffer."""
+    """Push a symbol for a class in the extension registry, or for a buffer."""
     width = {0x82: 1, 0x83: 2, 0x84: 4}.get(machine.data[machine.at], 0)
     number = int.from_bytes(machine.counted(position, width), "little")
     registered = f"number {number} of the copyreg extension registry"
@@ -212,7 +212,7 @@ def _outside(machine: Watcher, position: int) -> int:
 
 
 def _recalling(code: int, width: int) -> None:
-    """Register an opcode that recalls from the memo, where something may be missing."""
+    """Register an opcode that reads the memo, where an entry may be missing."""
 
     def recall(machine: Any, position: int) -> int:
         try:

@@ -208,7 +208,7 @@ class _Run:
         length = (last - first) * size
         block = BLOCK // BY_NAME[self._caster.target].itemsize * size
         if regular and (length == block or (length < block and last * size == self._data.length)):
-            self._checked.met(first * size, length, crc)
+            self._checked.add_part(first * size, length, crc)
         else:
             self._checked.check()
 

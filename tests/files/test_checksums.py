@@ -41,7 +41,7 @@ def test_parts_are_met_in_any_order_and_more_than_once(length):
     random.Random(length).shuffle(every)
     right, wrong = checked(), checked(1)
     for part in every:
-        right.met(*part)
+        right.add_part(*part)
     assert right.is_known
     with pytest.raises(Damaged):
         list(itertools.starmap(wrong.met, every))
@@ -51,7 +51,7 @@ def test_parts_are_met_in_any_order_and_more_than_once(length):
 def test_nothing_is_said_before_all_was_met():
     wrong = checked(1)
     for part in parts(100)[1:]:
-        wrong.met(*part)
+        wrong.add_part(*part)
     assert not wrong.is_known
 
 
@@ -66,7 +66,7 @@ def test_all_can_be_read_at_once():
 def test_where_no_checksum_is_known_nothing_is_wrong():
     unknown = checked(None)
     assert unknown.is_known
-    unknown.met(0, len(CONTENT), 1)
+    unknown.add_part(0, len(CONTENT), 1)
     unknown.check()
 
 
