@@ -28,7 +28,7 @@ class Checked:
         self._expected = crc32
         self._parts: dict[int, tuple[int, int]] = {}
         """By its first byte, the length and the CRC-32 of each part that was read."""
-        self._met = 0
+        self._length_read = 0
         self._lock = Lock()
 
     @property
@@ -45,8 +45,8 @@ class Checked:
             if self._expected is None or start in self._parts:
                 return
             self._parts[start] = length, crc32
-            self._met += length
-            if self._met < self._data.length:
+            self._length_read += length
+            if self._length_read < self._data.length:
                 return
             found = 0
             for _, (size, crc) in sorted(self._parts.items()):

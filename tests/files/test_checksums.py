@@ -44,7 +44,7 @@ def test_parts_are_met_in_any_order_and_more_than_once(length):
         right.add_part(*part)
     assert right.is_known
     with pytest.raises(Damaged):
-        list(itertools.starmap(wrong.met, every))
+        list(itertools.starmap(wrong.add_part, every))
     assert not wrong.is_known
 
 

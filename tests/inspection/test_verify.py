@@ -131,7 +131,7 @@ def repacked(path, target, **changes):
 
 def test_what_a_repacked_zip_may_be_wrong_in(model, tmp_path):
     for changes, kind, word in [
-        ({}, "offsets", "2 of 2 storages begin elsewhere"),
+        ({}, "offsets", "2 of 2 storages are elsewhere"),
         ({".format_version": b"0"}, None, ""),
         ({".storage_alignment": b"none"}, "offsets", "a number, the alignment"),
         ({".format_version": None, "version": None}, "version", "no record 'version'"),
@@ -143,7 +143,7 @@ def test_what_a_repacked_zip_may_be_wrong_in(model, tmp_path):
         ({".format_version": None, "data/0": None}, "corrupt", "storage '0' is missing"),
     ]:
         if changes == {}:  # the first is looked up, the second added up
-            word = "1 of 2 storages begin elsewhere"
+            word = "1 of 2 storages are elsewhere"
         found = verify(repacked(model, tmp_path / "repacked.pth", **changes)).problems
         assert [problem.kind for problem in found] == ([kind] if kind else []), changes
         assert all(word in problem.text for problem in found), changes
@@ -248,7 +248,7 @@ def test_bytes_behind_the_pickle_of_a_zip(model, tmp_path):
     path = repacked(model, tmp_path / "r.pth", **{".format_version": None, "data.pkl": longer})
     (found,) = verify(path).problems
     assert (found.kind, found.place) == ("trailing", "model/data.pkl")
-    assert found.text.startswith("2 bytes behind the end of its pickle")
+    assert found.text.startswith("2 bytes after the end of the pickle")
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
