@@ -168,7 +168,10 @@ def of_compressed_tensors(parts: Parts) -> TensorRef:
         import torch
 
         scales, *more = tables
-        zeros, index = torch.tensor([[offset]]), torch.arange(columns) // (columns // groups)
+        zeros, index = (
+            torch.tensor([[offset]], device="cpu"),
+            torch.arange(columns, device="cpu") // (columns // groups),
+        )
         if zero is not None:
             words = more.pop(0).view(-1, groups).t().contiguous()
             zeros = unpack_bits(words.view(torch.uint8), bits)[:, :rows].t()
@@ -252,7 +255,7 @@ def of_gptq(parts: Parts) -> TensorRef:
                     f"{printable(parts.name)!r}: a zero point is 0, which the first version of "
                     "GPTQ cannot state: libraries differ in what they read"
                 )
-        index = torch.arange(columns) // size if order is None else tables[2]
+        index = torch.arange(columns, device="cpu") // size if order is None else tables[2]
         return tables[0].view(groups, rows), zeros, checked_index(index, groups)
 
     def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -297,7 +300,11 @@ def of_awq(parts: Parts) -> TensorRef:
     def prepared(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         import torch
 
-        packed = tables[1].view(groups, words, 1) >> torch.tensor(shifts, dtype=torch.int32) & 15
+        packed = (
+            tables[1].view(groups, words, 1)
+            >> torch.tensor(shifts, dtype=torch.int32, device="cpu")
+            & 15
+        )
         return tables[0].view(groups, rows), packed.view(groups, rows)
 
     def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -353,7 +360,7 @@ def of_mxfp4(parts: Parts) -> TensorRef:
 
         pairs = read_rows(turned, experts * half, first // 2, last // 2)
         codes = torch.stack((pairs & 15, pairs >> 4), 1).view(-1, rows)
-        index = torch.arange(first, last) // 32
+        index = torch.arange(first, last, device="cpu") // 32
         return decode_fp4(codes) * powers_of_two(tables[0].index_select(0, index))
 
     return compute_rows(
