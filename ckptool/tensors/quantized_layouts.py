@@ -255,8 +255,14 @@ def of_gptq(parts: Parts) -> TensorRef:
                     f"{printable(parts.name)!r}: a zero point is 0, which the first version of "
                     "GPTQ cannot state: libraries differ in what they read"
                 )
-        index = torch.arange(columns, device="cpu") // size if order is None else tables[2]
-        return tables[0].view(groups, rows), zeros, checked_index(index, groups)
+        index = torch.arange(columns, device="cpu") // size
+        own = index if order is None else checked_index(tables[2], groups)
+        if config.entries.get("desc_act") is False and not torch.equal(own, index):
+            raise NotRepresentable(
+                f"{printable(parts.name)!r}: its g_idx has columns in another order than they are "
+                f"in, but {config.where} states desc_act false: libraries differ in what they read"
+            )
+        return tables[0].view(groups, rows), zeros, own
 
     def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         scale, zeros, index = tables

@@ -247,12 +247,13 @@ def test_gptq_of_a_model_with_transposed_layers_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "error"),
     [
+        ({}, "but config.json states desc_act false"),
         ({"layers__0__qzeros": torch.full((2, 4), -1).int()}, "a zero point is 0, which the first"),
         ({"layers__0__g_idx": torch.full((64,), 2).int()}, "leads to groups beyond its 2"),
     ],
 )
 def test_values_of_gptq_without_a_meaning_are_refused_when_they_are_read(tensors, error, tmp_path):
-    config = {"quantization_config": {**GPTQ, "dynamic": {}}}
+    config = {"quantization_config": {**GPTQ, "dynamic": {}, "desc_act": False}}
     path = changed_file("gptq-v1-order", tmp_path, config=config, **tensors)
     with pytest.raises(CheckpointError, match=error):
         ckptool.convert(path, tmp_path / "o.safetensors", ckptool.Cast(dequantize="float32"))
