@@ -433,8 +433,6 @@ class _Plan:
                 new = made.get(parts) or dequantized(state, name, found, config)
                 stem = plain_key(found.scheme, name).removesuffix(PACKED)
                 named = {stem + end: one for end, one in new.items()}
-                if name not in named and any(key in state for key in named):
-                    raise UnknownLayout(f"the file has {listed(named)}, too")
             except UnknownLayout as error:
                 raise NotRepresentable(
                     f"{printable(name)!r} cannot be dequantized: it {found}, and {error.message}",
@@ -455,8 +453,16 @@ class _Plan:
 
         def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
             own = plain.get(id(old), {})
-            entries = (own.get(key, {key: value}).items() for key, value in old.items())
-            return remade(old, chain.from_iterable(entries)) if own else old
+            if not own:
+                return old
+            entries = [own.get(key, {key: value}).items() for key, value in old.items()]
+            counts = Counter(key for one in entries for key, _ in one)
+            if twice := [key for key, count in counts.items() if count > 1]:
+                raise NotRepresentable(
+                    f"several entries would become {listed(twice)} when dequantized",
+                    file=self.checkpoint.path,
+                )
+            return remade(old, chain.from_iterable(entries))
 
         root, details = rebuild(self.checkpoint.root, None, mapping), self.checkpoint.details
         details = replace(details, header=plain_header(details.header))

@@ -228,7 +228,6 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
         (GPTQ, {"layers__0__qzeros": torch.ones(2, 5).int()}, "its shapes contradict config"),
         (GPTQ, {"layers__0__g_idx": torch.zeros(63).int()}, "its shapes contradict config.json"),
         (GPTQ, {"layers__0__g_idx": None, "layers__0__scales": torch.ones(3, 32)}, "contradict"),
-        (GPTQ, {"layers__0__weight": torch.ones(32, 64)}, "the file has layers.0.weight, too"),
     ],
 )
 def test_gptq_whose_layout_is_not_stated_or_contradicted_is_refused(
@@ -368,3 +367,15 @@ def test_torchao_in_shards_is_known_by_the_metadata_of_each(tmp_path):
     assert all(torch.equal(made[key], one) for key, one in plain.items())
     with safe_open(tmp_path / "o.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("other", ["weight", "hqq-float16"])
+def test_weights_that_would_have_the_key_of_another_entry_are_refused(other, tmp_path):
+    config = json.loads((FOLDERS / "gptq-v1" / "config.json").read_text())
+    more = {"layers.0.weight": torch.ones(32, 64)}
+    if other != "weight":
+        more = load_file(FOLDERS / other / "model.safetensors")
+        more |= load_file(FOLDERS / "gptq-v1" / "model.safetensors")
+    path = changed_file("gptq-v1", tmp_path, config=config, **more)
+    with pytest.raises(NotRepresentable, match=r"several entries would become layers\.0\.weight"):
+        dequantized(path, tmp_path / "o.safetensors", "float32")
