@@ -1,37 +1,37 @@
-"""Every error that ckptool raises about a file or a request, one tree, and its one warning.
+"""The errors that ckptool raises about a file or a request, and its one warning.
 
     CheckpointError
     ├── UnreadableFile          the file cannot be opened as a checkpoint
     │   ├── FileMissing         (FileNotFoundError)  no such file
-    │   ├── FileDenied          (PermissionError)  the system refuses it
-    │   ├── NotACheckpoint      (ValueError)  it is something else, named in the message
-    │   ├── UnsupportedFormat   (ValueError)  a checkpoint of a kind that is not read yet
+    │   ├── FileDenied          (PermissionError)  no permission to read it
+    │   ├── NotACheckpoint      (ValueError)  it is something else; the message says what
+    │   ├── UnsupportedFormat   (ValueError)  a checkpoint that ckptool cannot read
     │   ├── CorruptFile         (ValueError)  it breaks a rule of its own format
     │   │   └── TruncatedFile   (EOFError)  it ends before its content does
-    │   └── LimitExceeded       (ValueError)  it asks for more than limits.py allows
-    ├── NotFound                (KeyError)  no tensor, section or key of that name
-    │   └── AmbiguousName       several answer to it
-    ├── NameCollision           (ValueError)  two tensors would get one name
-    ├── DeviceError             (ValueError)  a device word, or a tag that cannot be moved
-    ├── UsageError              (ValueError)  options that do not fit together
+    │   └── LimitExceeded       (ValueError)  it needs more than limits.py allows
+    ├── NotFound                (KeyError)  no tensor, section or key has this name
+    │   └── AmbiguousName       several match
+    ├── NameCollision           (ValueError)  two tensors would get the same key
+    ├── DeviceError             (ValueError)  not a device, or one that cannot be moved
+    ├── UsageError              (ValueError)  options that cannot be combined
     │   └── OutOfRange          (IndexError)  an index that a tensor does not have
-    ├── WriteError              nothing was written, or the old file is still there
+    ├── WriteError              nothing was written; an old file is unchanged
     │   ├── TargetExists        (FileExistsError)
     │   ├── NoSpace             (OSError)
     │   ├── WriteDenied         (PermissionError)
-    │   └── NotRepresentable    (ValueError)  the target format cannot hold it
+    │   └── NotRepresentable    (ValueError)  the target format cannot store it
     ├── MatchError              (RuntimeError)  a state dict does not fit a model
-    ├── TrainingError           (RuntimeError)  a training run cannot begin, or go on
+    ├── TrainingError           (RuntimeError)  a training run cannot begin or continue
     │   ├── PeerLost            another process of the run has gone
-    │   └── WorkerFailed        one of the processes that were launched has failed, or died
+    │   └── WorkerFailed        a launched process has failed or died
     ├── FileBusy                (BlockingIOError)  another process is changing the file
     └── TorchMissing            (ImportError)  torch is needed and not installed
 
-    CheckpointWarning           (UserWarning)  something of the file is not in what is returned, or
-                                               a cut short edit of it was set right
+    CheckpointWarning           (UserWarning)  a part of the file is not in the result, or
+                                               an interrupted edit was recovered
 
-A message is one sentence that names the file, the place in it and what is wrong. The hint, where
-there is one, is the command or the step that helps.
+A message is one sentence with the file, the place in it and the problem. The hint, if any, is the
+command or the step that helps.
 """
 
 from __future__ import annotations
@@ -80,18 +80,18 @@ _HINT = "hint: "
 
 
 class CheckpointError(Exception):
-    """The root: one sentence, and a hint where something helps."""
+    """The base class: one sentence, and a hint if something helps."""
 
     message: str
     """The sentence."""
     file: str | None
-    """The file that it is about, as it was given."""
+    """The file, as it was given."""
     remedy: Remedy | None
     """What helps, as arguments of the library."""
     hint: str | None
-    """What helps, in words; None where nothing is known."""
+    """What helps, in words; None if nothing is known."""
     usual_hint: ClassVar[str | None] = None
-    """What helps where the one who raises knows nothing better."""
+    """The default hint of the class."""
 
     def __init__(
         self,
@@ -100,14 +100,14 @@ class CheckpointError(Exception):
         file: str | os.PathLike[str] | None = None,
         hint: str | Remedy | None = None,
     ) -> None:
-        """Keep the parts; `file` is put before the message when it is shown."""
+        """Store the parts; `file` is shown before the message."""
         super().__init__(message)
         self.message = message
         self.file = None if file is None else os.fspath(file)
         self.advise(hint)
 
     def advise(self, hint: str | Remedy | None) -> None:
-        """Say what helps: a text, or arguments, which `remedy` keeps and `hint` has as a text."""
+        """Set the hint: a text, or a `remedy`, which `hint` shows as text."""
         hint = self.usual_hint if hint is None else hint
         self.remedy = None if isinstance(hint, str) else hint
         self.hint = None if hint is None else str(hint)
@@ -116,7 +116,7 @@ class CheckpointError(Exception):
 
     @property
     def sentence(self) -> str:
-        """The message, with the file in front where it is known and not named already."""
+        """The message, after the file if that is known and not in the message."""
         if self.file is None or _names(self.message, self.file):
             return self.message
         return f"{without_query(self.file)}: {self.message}"
@@ -127,14 +127,14 @@ class CheckpointError(Exception):
 
 
 def without_query(file: str) -> str:
-    """Return a path; of an address no user, password or query, which may hold a token."""
+    """Return a path; remove user, password and query from an address, which may be secrets."""
     if "://" not in file:
         return file
     return re.sub(r"(?<=://)[^/@]*@", "", file).partition("?")[0]
 
 
 def _names(message: str, file: str) -> bool:
-    """Return whether the file is named in the message, not only as a part of a word."""
+    """Return whether the message contains the file, not only as a part of a word."""
     return re.search(rf"(?<![\w./-]){re.escape(file)}(?![\w/-])", message) is not None
 
 
@@ -143,11 +143,11 @@ class UnreadableFile(CheckpointError):
 
 
 class FileMissing(UnreadableFile, FileNotFoundError):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 class FileDenied(UnreadableFile, PermissionError):
-    """The system does not let us read it."""
+    """No permission to read the file."""
 
 
 class NotACheckpoint(UnreadableFile, ValueError):
@@ -155,7 +155,7 @@ class NotACheckpoint(UnreadableFile, ValueError):
 
 
 class UnsupportedFormat(UnreadableFile, ValueError):
-    """A checkpoint of a kind that is not read; the message names it and the tool that reads it."""
+    """A checkpoint that ckptool cannot read; the message has its kind and a tool that can."""
 
 
 class CorruptFile(UnreadableFile, ValueError):
@@ -169,7 +169,7 @@ class TruncatedFile(CorruptFile, EOFError):
 
 
 class LimitExceeded(UnreadableFile, ValueError):
-    """It asks for more than `limits.Limits` allows."""
+    """It needs more than `limits.Limits` allows."""
 
     usual_hint = (
         "no trainer writes such a file; if you trust it, raise the limits with "
@@ -178,23 +178,23 @@ class LimitExceeded(UnreadableFile, ValueError):
 
 
 class NotFound(CheckpointError, KeyError):
-    """No tensor, value, section or key of that name."""
+    """No tensor, value, section or key has this name."""
 
 
 class AmbiguousName(NotFound):
-    """Several answer to that name; the message lists them."""
+    """Several match this name; the message lists them."""
 
 
 class NameCollision(CheckpointError, ValueError):
-    """Two tensors would get one name."""
+    """Two tensors would get the same key."""
 
 
 class DeviceError(CheckpointError, ValueError):
-    """A device word that is none, or a tag that cannot be moved."""
+    """It is not a device, or one that cannot be moved."""
 
 
 class UsageError(CheckpointError, ValueError):
-    """Options that do not fit together."""
+    """Options that cannot be combined."""
 
 
 class OutOfRange(UsageError, IndexError):
@@ -202,11 +202,11 @@ class OutOfRange(UsageError, IndexError):
 
 
 class WriteError(CheckpointError):
-    """Nothing was written; an old file at the target is untouched."""
+    """Nothing was written; an old file at the target is unchanged."""
 
 
 class TargetExists(WriteError, FileExistsError):
-    """The target is there already, or is the source itself."""
+    """The target exists, or is the source itself."""
 
 
 class NoSpace(WriteError, OSError):
@@ -214,18 +214,18 @@ class NoSpace(WriteError, OSError):
 
 
 class WriteDenied(WriteError, PermissionError):
-    """The system does not let us write there."""
+    """No permission to write there."""
 
 
 class NotRepresentable(WriteError, ValueError):
-    """The target format cannot hold it."""
+    """The target format cannot store it."""
 
 
 class MatchError(CheckpointError, RuntimeError):
-    """A state dict does not fit a model, which was not touched; `report` says all about it.
+    """A state dict does not fit a model, which was not changed; `report` has the details.
 
-    A `RuntimeError` like the one that `Module.load_state_dict` raises. Where arguments help,
-    `remedy` has them as data: `load_into(model, path, **dict(error.remedy.arguments))`.
+    A `RuntimeError` like the one from `Module.load_state_dict`. If arguments help, `remedy` has
+    them as data: `load_into(model, path, **dict(error.remedy.arguments))`.
     """
 
     def __init__(
@@ -236,49 +236,49 @@ class MatchError(CheckpointError, RuntimeError):
         hint: str | Remedy | None = None,
         report: Any = None,
     ) -> None:
-        """Keep the `matching.MatchReport` as well."""
+        """Store the `matching.MatchReport` as well."""
         super().__init__(message, file=file, hint=hint)
         self.report = report
 
 
 class FileBusy(CheckpointError, BlockingIOError):
-    """Another process is changing the file at this moment; the message says which."""
+    """Another process is changing the file; the message has its number."""
 
 
 class TrainingError(CheckpointError, RuntimeError):
-    """A training run cannot begin, or cannot go on; what it had saved is still there."""
+    """A training run cannot begin or continue; its saved checkpoints are unchanged."""
 
 
 class PeerLost(TrainingError):
-    """Another process of the run has gone: why, it says itself, or its launcher."""
+    """Another process of the run has ended; it or its launcher reports why."""
 
 
 class WorkerFailed(TrainingError):
-    """One of the processes that were launched has failed, or died; the others have been ended.
+    """A launched process has failed or died; the others were stopped.
 
-    `traceback` is that of an error that nobody foresaw, as text; otherwise it is empty.
+    `traceback` is the text of an unexpected error's traceback; otherwise it is empty.
     """
 
     def __init__(self, message: str, traceback: str = "", *, hint: str | None = None) -> None:
-        """Take what it said last, or what is known of its end."""
+        """Store its last message, or what is known of its end."""
         super().__init__(message, hint=hint)
         self.traceback = traceback
 
 
 class TorchMissing(CheckpointError, ImportError):
-    """Torch is needed for this and is not installed."""
+    """This needs torch, which is not installed."""
 
 
 class CheckpointWarning(UserWarning):
-    """Something of the file is not in what is returned, or was set right; the message names it."""
+    """A part of the file is not in the result, or was repaired; the message says what."""
 
 
 def warn(message: str) -> None:
-    """Issue a `CheckpointWarning` at the line that called into the package, however deep this is.
+    """Issue a `CheckpointWarning` at the line that called the package.
 
-    `warnings.warn` can do so by itself from Python 3.12 on (`skip_file_prefixes`).
+    From Python 3.12, `warnings.warn` can do this (`skip_file_prefixes`).
     """
-    inside = (__name__.partition(".")[0], "contextlib")  # which stands between functions of ours
+    inside = (__name__.partition(".")[0], "contextlib")  # contextlib is between our functions
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in inside:
         frame, level = frame.f_back, level + 1

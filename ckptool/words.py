@@ -1,4 +1,4 @@
-"""Names and numbers as words of a sentence, safe for a terminal."""
+"""Format names and numbers for sentences, safely for a terminal."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_LONGEST = 160  # characters of one name in a message
+_LONGEST = 160  # characters of a name in a message
 
 
 def clean(text: str) -> str:
-    r"""Return the text with everything that a terminal might obey or hide spelled out (`\x1b`).
+    r"""Return the text with everything that a terminal may interpret or hide escaped (`\x1b`).
 
-    That is control characters, escapes, bidirectional and other invisible format characters, line
-    separators, lone surrogates, unassigned and private code points, and a space at either end.
+    These are control characters, escapes, bidirectional and other invisible format characters, line
+    separators, lone surrogates, unassigned and private code points, and spaces at either end.
     """
     inner = text.strip(" ")
     if text.isprintable() and inner == text:
@@ -24,7 +24,7 @@ def clean(text: str) -> str:
 
 
 def clean_lines(text: str) -> str:
-    """Return a text of several lines as `clean` does, with its line breaks and indents."""
+    """Return a text of several lines, escaped as by `clean`, with its line breaks and indents."""
     return "\n".join("".join(map(_visible, line)) for line in text.split("\n"))
 
 
@@ -35,21 +35,21 @@ def _visible(character: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a name for a message: as `clean` does, the middle of a long one cut out."""
+    """Return a name for a message: escaped as by `clean`, and shortened in the middle."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]}...{text[-_LONGEST // 2 :]}"
     return clean(text)
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """Return names for a sentence: `a, b, and 3 more`; `nothing` where there are none."""
+    """Return names for a sentence: `a, b, and 3 more`, or `nothing`."""
     given = list(names)
     shown = ", ".join(map(printable, given[:most]))
     return (shown + (f", and {len(given) - most:,} more" if len(given) > most else "")) or "nothing"
 
 
 def counted(count: int, noun: str) -> str:
-    """Return so many of something: `1 name`, `1,200 names`, `3 entries`."""
+    """Return a count with its noun: `1 name`, `1,200 names`, `3 entries`."""
     if count == 1:
         return f"1 {noun}"
     ends_in_y = noun.endswith("y") and noun[-2:-1] not in "aeiou"
@@ -57,7 +57,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def are(count: int) -> str:
-    """Return `is` or `are`, as `count` of something asks for."""
+    """Return `is` or `are` for `count`."""
     return "is" if count == 1 else "are"
 
 
@@ -68,12 +68,12 @@ def a_class(node: Any) -> str:
 
 
 def quoted(name: str, most: int = 80) -> str:
-    """Return a name out of a file in quotes: control characters escaped, cut if it is long."""
+    """Return a name from a file in quotes, with control characters escaped, and shortened."""
     return repr(name if len(name) <= most else name[: most - 3] + "...")
 
 
 def few(names: Sequence[str], most: int = 4) -> str:
-    """Return the first names in quotes, and how many more there are."""
+    """Return the first names in quotes, and the number of others."""
     if not names:
         return "nothing"
     shown = ", ".join(quoted(name) for name in names[:most])
@@ -81,12 +81,12 @@ def few(names: Sequence[str], most: int = 4) -> str:
 
 
 def as_argument(path: str) -> str:
-    """Return a path that no command takes for an option."""
+    """Return a path that cannot be mistaken for an option."""
     return os.path.join(".", path) if path.startswith("-") else path
 
 
 def shell(path: str) -> str:
-    """Return a path as one word of a command."""
-    import shlex  # here: only what is wrong with a file is told with commands
+    """Return a path, quoted for a shell."""
+    import shlex  # Imported here: only error paths need it.
 
     return shlex.quote(as_argument(path))

@@ -1,4 +1,4 @@
-"""Formats: which there are, and how a file of one of them is opened."""
+"""The formats, and how to open a file of one of them."""
 
 from ckptool.formats.base import (
     EditableFormat as EditableFormat,

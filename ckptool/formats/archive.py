@@ -1,4 +1,4 @@
-"""Zip archives: directory, records, and what a truncated one still tells."""
+"""Read zip archives: directory, records, and what is known of a truncated one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ZIP64 = 1
 """The extra field with sizes and offset as numbers of 64 bits."""
 _ENTRY_SIGNATURE = b"PK\x01\x02"
 FAR, MANY = 0xFFFFFFFF, 0xFFFF
-"""Numbers in fields that are too short, whose true values the zip64 field or record has."""
+"""The values of fields that are too short; the zip64 field or record has the true ones."""
 
 DESCRIPTOR, REFUSED = 1 << 3, 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
 """Flags of a record: a data descriptor follows it; it is encrypted (0, 6, 13) or a patch (5)."""
@@ -55,7 +55,7 @@ _LONGEST_ENTRY = CENTRAL.size + 3 * 0xFFFF
 
 
 class End(NamedTuple):
-    """What the end records state: `entries` of the directory in `length` bytes at `offset`."""
+    """The content of the end records: `entries` of the directory in `length` bytes at `offset`."""
 
     entries: int
     offset: int
@@ -76,15 +76,15 @@ class ZipEntry(NamedTuple):
     header: int
     """Offset of the local header."""
     descriptor: bool
-    """Whether a data descriptor follows the payload."""
+    """True if a data descriptor follows the payload."""
 
 
 def find_end(data: ByteRange) -> End | None:
-    """Return the end records of a zip, None where there are none in the last 64 KiB.
+    """Return the end records of a zip; None if the last 64 KiB have none.
 
     Raises:
         CorruptFile: they contradict each other, or the archive spans several disks.
-        UnsupportedFormat: several archives stand one behind another.
+        UnsupportedFormat: it is a series of archives.
     """
     reach = min(data.length, END.size + 0xFFFF)
     tail = data.read(data.length - reach, reach)
@@ -145,9 +145,9 @@ def read_directory(data: ByteRange, end: End, limits: Limits) -> list[ZipEntry]:
     Raises:
         CorruptFile: an entry breaks a rule (formats of zip: APPNOTE 4.3.12; miniz.c
             `mz_zip_reader_read_central_dir`).
-        UnsupportedFormat: an encrypted record, a compression other than deflate, or several
-            archives one behind another.
-        LimitExceeded: more records than `limits` allows.
+        UnsupportedFormat: a record is encrypted or compressed other than by deflate, or it is a
+            series of archives.
+        LimitExceeded: it has more records than `limits` allows.
     """
     check_limit("the zip has", end.entries, "records", limits.max_records)
     if not end.entries * CENTRAL.size <= end.length <= end.entries * _LONGEST_ENTRY:
@@ -192,7 +192,7 @@ def _entries(directory: bytes, end: End) -> Iterator[ZipEntry]:
 
 
 def raw_entries(data: ByteRange, end: End) -> list[tuple[bytes, bytes]]:
-    """Return name and bytes of each entry of a directory that `read_directory` has read."""
+    """Return the name and the bytes of each entry of a directory that `read_directory` has read."""
     directory = data.read(end.offset, end.length)
     entries = []
     position = 0
@@ -205,7 +205,7 @@ def raw_entries(data: ByteRange, end: End) -> list[tuple[bytes, bytes]]:
 
 
 def _widen(name: str, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Size, packed size and header offset, those that are 2**32 - 1 taken from the zip64 field."""
+    """Return size, packed size and header offset; values of 2**32 - 1 come from the zip64 field."""
     values = [size, packed, header]
     wide = next((content for kind, content in extra_fields(extra) if kind == ZIP64), None)
     for place, value in enumerate(values):
@@ -217,7 +217,7 @@ def _widen(name: str, extra: bytes, size: int, packed: int, header: int) -> tupl
 
 
 def extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield number and content of each field of an extra area; the last may be cut off."""
+    """Yield number and content of each field of an extra area; the last may be truncated."""
     position = 0
     while position + FIELD.size <= len(extra):
         number, length = FIELD.unpack_from(extra, position)
@@ -245,7 +245,7 @@ def _refuse_record(entry: ZipEntry, flags: int) -> NoReturn:
 
 
 def _refuse_shifted(data: ByteRange, shift: int) -> NoReturn:
-    """Offsets that are all `shift` too small: archives one behind another, or something before."""
+    """Refuse offsets that are all `shift` too small: a series of archives, or leading bytes."""
     if data.read(shift, 4) == data.read(0, 4) == ZIP_MAGIC:
         if began_again(data, shift):
             raise CorruptFile(
@@ -263,8 +263,8 @@ def _refuse_shifted(data: ByteRange, shift: int) -> NoReturn:
 def began_again(data: ByteRange, shift: int) -> bool:
     """Return whether the zip at `shift` is the second copy of one that begins at 0.
 
-    The first record of both is the same, and no archive ends where the second copy begins, as
-    one does in a shard of DCP; or else that one has the same directory, and so the same sums.
+    The first records are equal, and no archive ends where the second copy begins, as in a DCP
+    shard; or else that archive has the same directory, and so the same checksums.
     """
     length = min(shift, data.length - shift, LOCAL.size + 64)
     if data.read(0, length) != data.read(shift, length):
@@ -278,22 +278,23 @@ def began_again(data: ByteRange, shift: int) -> bool:
 
 
 _WINDOW = 64 << 10
-"""Bytes read at once where small records lie close together."""
+"""Bytes read at once if small records are close together."""
 _CLOSE = 4 << 10
-"""Distance of two local headers up to which reading what lies between is cheaper than a call."""
+"""The distance of two local headers up to which one longer read is cheaper than two calls."""
 _DESCRIPTOR_BYTES, _DESCRIPTOR64 = 16, 24
 
 
 def _payload_offsets(
     data: ByteRange, entries: list[ZipEntry], end: End
 ) -> tuple[dict[int, int], int]:
-    """Payload offset by header offset, and the bytes that no record accounts for.
+    """Return the payload offset by header offset, and the number of unused bytes.
 
-    Each local header is read: its name must be the directory's, and its record must end before
-    the next one begins. Of a file on another machine none is, until its record is: no offsets.
+    Each local header is read: its name must match the directory, and its record must end before the
+    next one begins. For a file on another machine this happens when a record is read, so no offsets
+    are returned.
 
     Raises:
-        CorruptFile: a record outside the file, two that overlap, a header that is none.
+        CorruptFile: a record is outside the file, two overlap, or a header is missing.
     """
     if data.source.is_far:  # each header would be a request
         return {}, 0
@@ -320,17 +321,17 @@ def _payload_offsets(
 
 
 class LocalHeaders:
-    """Reads local headers in the order of the file, several at once where they lie close."""
+    """Reads local headers in the order of the file, several at once if they are close."""
 
     def __init__(self, data: ByteRange, end: int) -> None:
-        """Read those of `data`, whose records end at `end`."""
+        """Read the headers of `data`, where the records end at `end`."""
         self.data = data
         self.end = end
         self.window = b""
         self.start = 0
 
     def payload(self, entry: ZipEntry, following: int) -> int:
-        """Return where the content begins: the local extra field need not be the directory's."""
+        """Return the offset of the content: the local extra field may have its own length."""
         header, name = entry.header, entry.raw_name
         length = LOCAL.size + len(name)
         at = header - self.start
@@ -366,7 +367,7 @@ class LocalHeaders:
 def record_of(
     data: ByteRange, entry: ZipEntry, payload: int | None, name: str, limits: Limits
 ) -> Record:
-    """Return the record of an entry; `payload` None: its header says where it begins, when read.
+    """Return the record of an entry; if `payload` is None, its header is read with the record.
 
     Raises:
         LimitExceeded: it would inflate to more than `limits` allows.
@@ -391,7 +392,7 @@ def record_of(
 def _behind_header(
     data: ByteRange, entry: ZipEntry, stated: int | None
 ) -> tuple[ByteRange, int | None]:
-    """Return what lies behind the local header of an entry, which is read for it, and its CRC."""
+    """Read the local header of an entry, and return the content after it and its CRC-32."""
     with naming(data.source.name):
         payload = LocalHeaders(data, data.length).payload(entry, data.length)
     return data.slice(payload, entry.packed), stated
@@ -400,9 +401,9 @@ def _behind_header(
 def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
     """Return the error for a zip that ends before its directory.
 
-    torch writes the pickle first, and the pickle names every storage with its length: where it
-    is still whole, it tells the least that the file must have had. Without it nothing can be
-    salvaged, nor of a `.distcp` file, which is a run of archives.
+    torch writes the pickle first, and the pickle has the length of every storage: if it is intact,
+    it gives the least size of the file. Without it nothing can be salvaged, nor from a `.distcp`
+    file, which is a series of archives.
     """
     missing = "the file is truncated: the zip directory at its end is missing"
     fact = f"{missing}; it has {data.length:,} bytes"
@@ -420,7 +421,7 @@ def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
 
 
 def _first_pickle(data: ByteRange, limits: Limits) -> tuple[int, list[int], Any]:
-    """Return where the pickle ends, the bytes of each storage that it names, and its tree."""
+    """Return the end of the pickle, the size of each of its storages, and its tree."""
     header = LOCAL.unpack(data.read(0, LOCAL.size))
     method, name_length, extra_length = header[3], header[9], header[10]
     if method or not data.read(LOCAL.size, name_length).endswith(b"/data.pkl"):
@@ -441,21 +442,21 @@ def _first_pickle(data: ByteRange, limits: Limits) -> tuple[int, list[int], Any]
 
 
 ARRAY = ".npy"
-"""How the records of numpy's archives end, which all of them do."""
+"""The extension of all records in a numpy archive."""
 
 _MARKS = ("data.pkl", "model.json", "archive_format", "serialized_state_dict.pt")
-"""Records that only an archive of torch's has at its top."""
+"""Records that only torch archives have at the top level."""
 
 
 def open_archive(probe: Probe) -> Archive:
-    """Return the zip's records, or those of an unzipped checkpoint; anything else has none.
+    """Return the records of a zip or of an unzipped checkpoint; other files have none.
 
-    A zip is what begins as one: torch looks at the first four bytes alone.
+    A file is a zip if it begins like one: torch checks only the first four bytes.
 
     Raises:
-        CorruptFile: it begins as a zip and is damaged.
-        UnsupportedFormat: an encrypted zip, an odd compression, several zips in a row.
-        LimitExceeded: it holds more records than `probe.limits` allows.
+        CorruptFile: it begins like a zip and is damaged.
+        UnsupportedFormat: it is encrypted, has an unsupported compression, or is a series of zips.
+        LimitExceeded: it has more records than `probe.limits` allows.
     """
     if probe.is_folder:
         return _open_folder(probe)
@@ -472,14 +473,14 @@ def open_archive(probe: Probe) -> Archive:
 def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = ()) -> Archive:
     """Return the records of a zip that fills `data`, a file or a record of another archive.
 
-    The archive's folder is the one that holds `data.pkl`, where one alone does; else, as torch
-    has it, that of the first entry. Entries outside it are named in a note. An archive of numpy's
-    has none: a slash belongs to the name of an array.
+    The archive's folder is the one with `data.pkl`, if there is only one; else, as in torch, that
+    of the first entry. A note lists entries outside it. A numpy archive has no folder: a slash
+    belongs to the name of an array.
 
     Raises:
         CorruptFile: it breaks a rule of the format.
-        UnsupportedFormat: an encrypted record or one of an odd compression.
-        LimitExceeded: more records, or more inflation, than `limits` allows.
+        UnsupportedFormat: a record is encrypted or has an unsupported compression.
+        LimitExceeded: it has more records, or more inflation, than `limits` allows.
     """
     end = find_end(data)
     if end is None:
@@ -506,7 +507,7 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = (
 
 
 def check_names(entries: list[ZipEntry], *, exact: bool) -> None:
-    """Refuse two records of one name; torch looks names up without regard to ASCII case."""
+    """Refuse two records with the same name; like torch, ignore ASCII case unless `exact`."""
     spelled = str if exact else str.lower
     if len({spelled(entry.name) for entry in entries}) == len(entries):
         return
@@ -521,7 +522,7 @@ def check_names(entries: list[ZipEntry], *, exact: bool) -> None:
 
 
 def folder_of(entries: list[ZipEntry]) -> str:
-    """Return the folder with `data.pkl`, if one alone has it; else that of the first entry."""
+    """Return the folder with `data.pkl`, if only one has it; else that of the first entry."""
     holders = {
         entry.name.split("/", 1)[0]
         for entry in entries
@@ -534,7 +535,7 @@ def folder_of(entries: list[ZipEntry]) -> str:
 
 
 def _open_folder(probe: Probe) -> Archive:
-    """Return the files of an unzipped archive, which may lie in the only folder of a folder."""
+    """Return the files of an unzipped archive, which may be in the only subfolder of the folder."""
     path = probe.path
     if probe.entries.isdisjoint(_MARKS):
         names = [name for name in probe.entries if not name.startswith((".", "__"))]
@@ -552,7 +553,7 @@ def _open_folder(probe: Probe) -> Archive:
 
 
 def _files_below(path: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Regular files by name, in sorted order; links are not followed: they lead anywhere."""
+    """Yield regular files by name, in sorted order; links are not followed for safety."""
     try:
         with os.scandir(path) as listing:
             entries = sorted(listing, key=lambda entry: entry.name)
@@ -583,10 +584,10 @@ def read_text(record: Record, most: int) -> str:
 
 
 def counts_of(values: Any, limits: Limits) -> tuple[int, ...]:
-    """Return a shape or strides that JSON has; text and `{"as_int": 3}` are how serializers spell.
+    """Return a shape or strides from JSON; serializers also write text and `{"as_int": 3}`.
 
     Raises:
-        TypeError, ValueError: it is no list of counts, or has too many dimensions.
+        TypeError, ValueError: it is not a list of counts, or has too many dimensions.
     """
     if not isinstance(values, list) or len(values) > limits.max_dimensions:
         raise ValueError("not a shape")
@@ -594,10 +595,10 @@ def counts_of(values: Any, limits: Limits) -> tuple[int, ...]:
 
 
 def count_of(value: Any) -> int:
-    """Return a count that JSON has, as `counts_of` its items.
+    """Return a count from JSON, in the forms of `counts_of`.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: it is not a count.
     """
     value = value.get("as_int") if isinstance(value, dict) else value
     number = int(value) if isinstance(value, str) and len(value) < 20 else index(value)

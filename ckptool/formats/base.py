@@ -1,4 +1,4 @@
-"""What every format offers (recognize, read, some plan a file), and what a check finds wrong."""
+"""The interface of all formats (recognize, read, plan a file), and the findings of checks."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ _Answer = TypeVar("_Answer")
 
 A_FOLDER = quote("folder")
 OPAQUE_CONSTANTS = "its code uses it, and the file does not contain it (mkldnn constants)"
-"""What a note says of the constants that `torch.jit.optimize_for_inference` leaves behind."""
+"""The note on constants that `torch.jit.optimize_for_inference` does not store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """Bytes, and the CRC-32 that the file states of them."""
+    """Bytes, and the CRC-32 that their file states."""
 
     place: str
     data: ByteRange
     crc32: int
     castagnoli: bool = False
-    """Whether it is a CRC-32C: of another polynomial."""
+    """True if it is a CRC-32C, with another polynomial."""
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a look at the structure of a file gave, and what remains to be computed."""
+    """The findings about the structure of a file, and the checksums to compute."""
 
     problems: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     checksums: tuple[Checksum, ...] = ()
     records: int = 0
-    """Records of an archive."""
+    """The number of records of an archive."""
 
     def __add__(self, other: Findings) -> Findings:
         """Both together."""
@@ -70,20 +70,20 @@ class Findings:
 
 
 class Record(NamedTuple):
-    """One named run of bytes of an archive; a deflated one reads as what it inflates to."""
+    """One named range of bytes in an archive; a deflated one reads as its inflated content."""
 
     name: str
     """Without the archive's folder: `data/0`."""
     data: ByteRange
     crc32: int | None = None
-    """As the directory states it; None where there is none or it is 0 for a non-empty record."""
+    """From the directory; None if it is missing, or 0 for a record that is not empty."""
     header_offset: int = 0
     compressed: bool = False
 
 
 @dataclass(frozen=True)
 class Archive:
-    """Records by name: those of a zip, or the files of an unzipped one."""
+    """Records by name: those of a zip, or the files of an unzipped zip."""
 
     path: str
     folder: str
@@ -95,14 +95,14 @@ class Archive:
     dead_bytes: int = 0
     notes: tuple[str, ...] = ()
     is_partial: bool = False
-    """Whether it is to be salvaged: records may be missing."""
+    """True if it is being salvaged, so that records may be missing."""
 
     @cached_property
     def _folded(self) -> Mapping[str, Record]:
         return {name.lower(): record for name, record in self.records.items()}
 
     def find(self, name: str) -> Record | None:
-        """Return a record by name; as torch does it, without regard to ASCII case."""
+        """Return a record by name, ignoring ASCII case as torch does."""
         return self.records.get(name) or self._folded.get(name.lower())
 
 
@@ -110,16 +110,16 @@ Salvages = Callable[[ByteRange, Limits, tuple[Source, ...]], Archive]
 
 
 def pickled(found: Unpickled) -> dict[str, Any]:
-    """Return the details of a file that its pickle gives."""
+    """Return the details of a file that come from its pickle."""
     return {
         name: getattr(found, name) for name in ("protocol", "globals", "opcodes", "tidy", "framed")
     }
 
 
 def of_files(files: Sequence[Checkpoint], made: Checkpoint, **told: Any) -> Checkpoint:
-    """Return the checkpoint `made` of several files, with the details of the first and totals.
+    """Return the checkpoint `made` with the details of the first file and the totals of all.
 
-    `told` are details that are otherwise.
+    `told` replaces some details.
     """
     every = [one.details for one in files]
     sums = {
@@ -139,7 +139,7 @@ def of_files(files: Sequence[Checkpoint], made: Checkpoint, **told: Any) -> Chec
 
 
 def check_limit(what: str, count: int, unit: str, most: int) -> None:
-    """Raise LimitExceeded if a file asks for more than `most`: "the zip states" 9 "records"."""
+    """Raise LimitExceeded if `count` is more than `most`: "the zip has" 9 "records"."""
     if count > most:
         raise LimitExceeded(f"{what} {count:,} {unit}, more than the limit of {most:,}")
 
@@ -148,10 +148,9 @@ def check_limit(what: str, count: int, unit: str, most: int) -> None:
 def naming(
     file: str | None, subject: str = "", *, hint: str | None = None, rules_of: str = ""
 ) -> Iterator[None]:
-    """Name file and subject in the errors of a block; give a hint to those without one.
+    """Add file and subject to the errors of a block, and a hint to those without one.
 
-    With `rules_of` an error of Python becomes CorruptFile: content of a form that this writer does
-    not give it.
+    With `rules_of`, Python errors about unexpected content become CorruptFile.
     """
     try:
         yield
@@ -173,7 +172,7 @@ def naming(
 
 @contextmanager
 def needing(package: str, what: str, file: str) -> Iterator[None]:
-    """Name the package that an import in a block needs, and what of the file it is for."""
+    """Report a missing package that a block imports, and the part of the file that needs it."""
     try:
         yield
     except ImportError as error:
@@ -182,7 +181,7 @@ def needing(package: str, what: str, file: str) -> Iterator[None]:
 
 
 class Probe:
-    """A file or folder that is being recognized; what is asked twice is read once."""
+    """A file or folder that is being recognized; it is read only once for all formats."""
 
     def __init__(
         self,
@@ -192,19 +191,19 @@ class Probe:
         *,
         salvages: Salvages | None = None,
     ) -> None:
-        """Look at `path`, and open it if it is a file that is not open yet (`source`).
+        """Open `path`, unless it is a folder or already open (`source`).
 
-        With `salvages`, which reads what is whole of a zip, storages that are damaged or cut off
-        have no bytes, and are no errors.
+        With `salvages`, which reads the intact records of a zip, damaged or truncated storages have
+        no bytes instead of raising errors.
 
-        Of a path that ends in a pattern (`run/model_world_size_4_rank_*.pt`) it is the folder, in
-        which nothing but the names that match is seen; of a prefix of TensorFlow's its index.
+        A path that ends in a pattern (`run/model_world_size_4_rank_*.pt`) is its folder with only
+        the matching names; the prefix of a TensorFlow checkpoint is its index.
 
         Raises:
-            FileMissing: there is no such file or folder, or no name that matches.
-            FileDenied: the system refuses it.
+            FileMissing: the file or folder does not exist, or no name matches.
+            FileDenied: no permission to read it.
             FileBusy: another process is editing it.
-            CorruptFile: the journal of an edit lies beside it that cannot be carried out.
+            CorruptFile: it has the journal of an edit that cannot be recovered.
         """
         self.limits, self.salvages = limits, salvages
         self.place = place_of(path)
@@ -215,7 +214,7 @@ class Probe:
         is_there = self.is_folder or self.place.exists(self.path)
         if "*" in name and not is_there and self.place.is_folder(folder or "."):
             self.path, self._pattern, self.is_folder = folder or ".", name, True
-        index = f"{self.path}.index"  # of TensorFlow's, whose users name no file
+        index = f"{self.path}.index"  # users of TensorFlow give a prefix
         if not (is_there or self.is_folder) and self.place.is_file(index):
             self.path = index
         self.source = source or (None if self.is_folder else self.place.open(self.path))
@@ -228,7 +227,7 @@ class Probe:
 
     @cached_property
     def head(self) -> bytes:
-        """The first 512 bytes, fewer in a shorter file, none of a folder."""
+        """The first 512 bytes, fewer of a shorter file, none of a folder."""
         return b"" if self.source is None else self.source.read(0, min(512, self.source.size))
 
     @cached_property
@@ -246,14 +245,14 @@ class Probe:
         return self.source or self.place.open(self.path)
 
     def ask(self, make: Callable[[Probe], _Answer]) -> _Answer:
-        """Return what `make` finds out about the file; asked again, the same without a new look."""
+        """Return the result of `make` for the file, computed once."""
         if make not in self._answers:
             self._answers[make] = make(self)
         answer: _Answer = self._answers[make]
         return answer
 
     def on_close(self, close: Callable[[], None]) -> None:
-        """Have `close` called when the probe is closed."""
+        """Call `close` when the probe is closed."""
         self._closing.callback(close)
 
     def close(self) -> None:
@@ -262,7 +261,7 @@ class Probe:
 
 
 class Member(NamedTuple):
-    """A file of torch.save's that stands in a new file, and what it holds."""
+    """A torch.save file inside a new file, and its content."""
 
     offset: int
     length: int
@@ -270,68 +269,68 @@ class Member(NamedTuple):
 
 
 class NewFile(NamedTuple):
-    """A file that is not written yet."""
+    """A planned file."""
 
     size: int
     write: Callable[[FileOutput], None]
     """Writes exactly `size` bytes."""
     holds: Checkpoint | None = None
-    """The checkpoint to compare it with when it is read back; None for an index."""
+    """The checkpoint to compare it with after writing; None for an index."""
     path: str = ""
-    """Its place in a set of files; empty for a single file, whose place the user names."""
+    """Its path in a set of files; empty for a single file, with a path given by the user."""
     members: Sequence[Member] = ()
-    """What to compare it with, where it is made of files of torch.save's."""
+    """The torch.save files inside it, to compare them after writing."""
     shared: Shared | None = None
-    """What of it lies at the same place in a block as in the file that it is copied from."""
+    """The bytes that can share blocks with the file that they are copied from."""
 
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """A write that has not begun: new files, or a patch of the source file, or nothing to do."""
+    """A planned write: new files, or a patch of the source file, or nothing."""
 
     format: str
     files: tuple[NewFile, ...] = ()
-    """In the order in which they are written. The last one names the others: it makes the set."""
+    """In the order of writing. The last one is the index, which completes the set."""
     patch: Patch | None = None
     kept: int = 0
-    """Bytes of the source, where it is patched or stays as it is."""
+    """Bytes of the source, if it is patched or unchanged."""
     tensors: int = 0
-    """Names of tensors, tied ones each."""
+    """The number of tensor keys, including tied ones."""
     left_out: tuple[str, ...] = ()
-    """What the source has and the result has not, a phrase each."""
+    """What the result lacks of the source, one phrase each."""
     notes: tuple[str, ...] = ()
-    """Other sentences that the user should read."""
+    """Other sentences for the user."""
     blockers: tuple[str, ...] = ()
-    """Classes that keep `torch.load(weights_only=True)` from taking it."""
+    """Classes that keep `torch.load(weights_only=True)` from loading it."""
 
     @property
     def size(self) -> int:
-        """Bytes of the result, of all files together."""
+        """The size of the result in bytes, of all files together."""
         end = self.patch.offset + len(self.patch.data) if self.patch else 0
         return max(self.kept, end) + sum(file.size for file in self.files)
 
     @property
     def written(self) -> int:
-        """Bytes that will go to the disk."""
+        """Bytes that will be written to the disk."""
         return len(self.patch.data) if self.patch else sum(file.size for file in self.files)
 
     @property
     def index(self) -> str:
-        """The path of the file that names the others; empty where one file is all."""
+        """The path of the index; empty for a single file."""
         return self.files[-1].path if self.files else ""
 
 
 class Refusal(NamedTuple):
-    """Why `torch.load`, called as it is by default, does not take the files of a format."""
+    """The reason why `torch.load` with default arguments rejects the files of a format."""
 
     kind: str
-    """Doctor's word for it."""
+    """The kind of doctor's complaint."""
     what: str
     """What the file is, beginning with "it is"."""
     quote: Quote | None
     """The error of torch; None where it depends on the files."""
     reader: str = ""
-    """The library that reads the file as it is, where another one wrote it."""
+    """The library that wrote the file and reads it as is."""
     instead: str = ""
     """What opens the file instead, as a clause."""
 
@@ -342,51 +341,51 @@ def of_many_files(what: str, reader: str = "") -> Refusal:
 
 
 class Format:
-    """One way of laying a checkpoint out in a file or folder, and all that is known about it.
+    """A format of checkpoints in a file or folder, and its properties.
 
-    The base itself stands for a tree in memory, which lies in no file.
+    The base class represents a tree in memory.
     """
 
     name: str = MEMORY
     flat = False
-    """Whether the root is one flat state dict."""
+    """True if the root is one flat state dict."""
     tensors_only = False
-    """Whether it has tensors and texts alone: no objects, storages, ties or wrappers."""
+    """True if it has only tensors and texts: no objects, storages, ties or wrappers."""
     by_torch = False
-    """Whether `torch.save` writes it."""
+    """True if `torch.save` writes it."""
     legacy = False
-    """Whether the storages are in the pickle stream, as torch before 1.6 wrote them."""
+    """True if the storages are in the pickle stream, as in torch before 1.6."""
     inline = False
-    """Whether the numbers lie in the pickle itself."""
+    """True if the tensor data is in the pickle itself."""
     is_program = False
-    """Whether it is a program with its weights, whose tensors are those of a module."""
+    """True if it is a program with its weights, and the tensors are those of a module."""
     can_salvage = False
-    """Whether a file that is cut short or damaged opens without the bytes that it lacks."""
+    """True if a truncated or damaged file can be opened without the lost bytes."""
     hands_on_crc = False
-    """Whether the file states a CRC-32 of each storage, so that one which is known travels on."""
+    """True if the file has a CRC-32 of each storage, so that a known one is passed on."""
     resumes = True
-    """Whether a training that saved it resumes from one file of `torch.save`."""
+    """True if the training that saved it can resume from one `torch.save` file."""
     header_key = ""
     """The text that other libraries look for in its header."""
     remark = ""
-    """What there is to know about a file in whose way nothing is."""
+    """A remark about files without problems."""
     index_name = ""
-    """The file that names the others, of a format that is a folder of files."""
+    """The name of the index, for a format that is a folder of files."""
     shard_ending = ""
-    """The ending of its shards, where the user gives none; empty if it has no shards."""
+    """The default extension of its shards; empty if it has no shards."""
     layout = ""
-    """Whose order of axes the tensors have, and whose names, where these are not torch's."""
+    """The framework of its axis order and keys, if that is not torch."""
     refusal: Refusal | None = None
     unsafe_loader = "torch.load(FILE, weights_only=False)"
-    """The call that makes the objects in a file, and runs what the file says."""
+    """The call that creates the objects in a file, and runs its code."""
 
     @property
     def keeps_order(self) -> bool:
-        """Whether the keys come in the order in which they were saved: pickles alone keep it."""
+        """True if the keys are in the order in which they were saved: only pickles keep it."""
         return self.inline or (self.by_torch and not self.shard_ending)
 
     def layout_notes(self, checkpoint: Checkpoint) -> tuple[str, ...]:
-        """Say whose layout the kernels have, if it is not torch's."""
+        """Return a note on the layout of the kernels, if it is not torch's."""
         if not self.layout or all(len(one.shape) < 2 for one in find_tensors(checkpoint.root)):
             return ()
         return (
@@ -396,70 +395,70 @@ class Format:
         )
 
     def refuse_unusable(self, checkpoint: Checkpoint) -> None:
-        """Refuse to write a tree of this format that no other file can stand for.
+        """Refuse to write a tree of this format that no other file can represent.
 
         Raises:
             NotRepresentable: nothing would load the result.
         """
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether the content is of this format; looks at as little as will tell."""
+        """Return whether the content has this format; read as little as needed."""
         return False
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the checkpoint, over the header alone.
+        """Return the checkpoint; read only the header.
 
         Raises:
             FileMissing: a file of the set is missing.
             CorruptFile: the file breaks a rule of the format, or the files contradict each other.
-            UnsupportedFormat: it is of a kind that is not read, or a package is not installed.
-            LimitExceeded: it asks for more than `probe.limits`.
+            UnsupportedFormat: it is not supported, or a package is not installed.
+            LimitExceeded: it needs more than `probe.limits` allows.
         """
         raise NotImplementedError
 
     def findings(self, probe: Probe) -> Findings:
-        """Return what `verify` can say of a folder of this format, whether or not it can be read.
+        """Return the findings of `verify` about a folder of this format, readable or not.
 
-        Checksums are named here, and computed by who asks.
+        Checksums are listed here, and computed by the caller.
         """
         return Findings()
 
 
 class WritableFormat(Format):
-    """A format that can be written too."""
+    """A format that can be written."""
 
     def plan(self, checkpoint: Checkpoint) -> WritePlan:
-        """Return what writing `checkpoint` would give; nothing is written yet.
+        """Return the plan to write `checkpoint`; nothing is written yet.
 
         Raises:
-            NotRepresentable: the format cannot hold a tensor that must be carried.
+            NotRepresentable: the format cannot store one of the tensors.
         """
         raise NotImplementedError
 
 
 class EditableFormat(WritableFormat):
-    """A format whose files can be changed where they lie."""
+    """A format with files that can be edited in place."""
 
     def plan_edit(self, checkpoint: Checkpoint) -> WritePlan | None:
-        """Return the plan of an edit that makes the file of `checkpoint` hold it.
+        """Return the plan of an edit of the source file that makes it equal to `checkpoint`.
 
-        None where that takes a new file.
+        None if that needs a new file.
 
         Raises:
-            NotRepresentable: the format cannot hold a tensor that must be carried.
+            NotRepresentable: the format cannot store one of the tensors.
         """
         raise NotImplementedError
 
 
 class FolderFormat(EditableFormat):
-    """A format of several files in a folder; the paths of its plans are names in there."""
+    """A format of several files in a folder; the paths of its plans are names in this folder."""
 
     def plan(self, checkpoint: Checkpoint, most: int | None = None) -> WritePlan:
-        """Return what writing `checkpoint` into files of at most `most` bytes each would give.
+        """Return the plan to write `checkpoint` into files of at most `most` bytes each.
 
-        A single item that is larger has a file of its own.
+        A single larger item has a file of its own.
 
         Raises:
-            NotRepresentable: the format cannot hold a tensor that must be carried.
+            NotRepresentable: the format cannot store one of the tensors.
         """
         raise NotImplementedError

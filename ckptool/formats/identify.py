@@ -1,4 +1,4 @@
-"""Say what a file is that no format takes: one sentence, and the step that helps."""
+"""Identify a file that has no known format: one sentence, and the step that helps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ckptool.words import counted, few, quoted, shell
 _LOOKED_AT = 64 << 10
 _MOST_JSON = 32 << 20
 _LONGEST_NAME = 240
-"""Bytes of a file's name; 255 are allowed, and a number may come."""
+"""Bytes of a file name; 255 are allowed, and a number may be added."""
 _KEPT_ENDING = 60
-"""Characters at the end of a name that is too long: what it was called, and its endings."""
+"""Characters that are kept at the end of a name that is too long, with its extensions."""
 _AGAIN = "download it again from the direct link of the file, and check its size"
 _ITSELF = "give the checkpoint itself"
 _UNPACK = "mkdir {unpacked} && tar -xf {file} -C {unpacked}"
-"""In a folder of its own: where the user is it would write over files without asking."""
+"""Unpack into a new folder: elsewhere tar would overwrite files without asking."""
 _TORCHFILE = (
     "read it with torchfile.load (pip install torchfile) and save its arrays with torch.save"
 )
@@ -32,7 +32,7 @@ JOBLIB_HINT = (
 
 
 class Identification(NamedTuple):
-    """What something is, so that "FILE is ..." is a sentence, and the step that helps."""
+    """What a file is, to complete "FILE is ...", and the step that helps."""
 
     what: str
     hint: str | None
@@ -44,9 +44,9 @@ class Identification(NamedTuple):
 
 
 class Magic(NamedTuple):
-    """Bytes at an offset (from the end if it is negative), what has them, and the step that helps.
+    """A signature at an offset (negative: from the end), what has it, and the step that helps.
 
-    `_filled` says what may stand in braces in the step.
+    `_filled` fills the braces of the step.
     """
 
     offset: int
@@ -58,7 +58,7 @@ class Magic(NamedTuple):
 
 
 class NameKind(NamedTuple):
-    """Names that an archive or a folder of one kind has, what it is, and the step that helps."""
+    """The names in one kind of archive or folder, what it is, and the step that helps."""
 
     names: tuple[str, ...]
     """Patterns; each must match the whole of some name."""
@@ -116,7 +116,7 @@ MAGICS: tuple[Magic, ...] = (
     Magic(4, b"TFL3", "a TensorFlow Lite model", "read it with tf.lite.Interpreter of TensorFlow"),
     Magic(4, b"ET12", "an ExecuTorch program", "read it with executorch.runtime"),
     Magic(0, b"ftrt", "a TensorRT engine", "read it with tensorrt.Runtime"),
-    # The table of LevelDB ends so, which TensorFlow writes as its index.
+    # The end of a LevelDB table, which TensorFlow writes as its index.
     Magic(
         -8,
         bytes.fromhex("57fb808b247547db"),
@@ -170,9 +170,9 @@ ENDINGS = {
     ".pb": "TensorFlow",
     ".tflite": "TensorFlow Lite",
 }
-"""What a name that ends so promises; no format that is read has these."""
+"""The products of some extensions that no supported format has."""
 _CUT = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x89HDF\r\n\x1a\n", b"GGUF")
-"""Beginnings of files, for those that end within them."""
+"""Signatures, for files that end within them."""
 
 ZIP_KINDS: tuple[NameKind, ...] = (
     NameKind(
@@ -193,7 +193,7 @@ ZIP_KINDS: tuple[NameKind, ...] = (
     ),
 )
 _PICKLED = r"\.(?:joblib|pkl|pickle|sav)(?:\.\w+)?\Z"
-"""How names end that joblib.dump was given."""
+"""The usual extensions of joblib files."""
 _WEIGHTS = r".*\.(?:pth|pt|ckpt|bin|safetensors|th|pth\.tar)|.*/data\.pkl"
 
 _TEXTS: tuple[tuple[str, Identification], ...] = (
@@ -233,7 +233,7 @@ _TEXTS: tuple[tuple[str, Identification], ...] = (
 
 
 def explain(probe: Probe) -> CheckpointError:
-    """Return the error for a file or folder that no format takes; it says what it is instead."""
+    """Return the error for a file or folder that has no known format, with what it is instead."""
     if probe.is_folder:
         return _folder(probe).error(probe.path)
     finding = (
@@ -248,7 +248,7 @@ def explain(probe: Probe) -> CheckpointError:
 
 
 def _data(probe: Probe) -> Identification | None:
-    """Return what a file is that only its name tells."""
+    """Identify a file by its name."""
     stem, ending = os.path.splitext(probe.path)
     if ending == ".meta" and os.path.isfile(f"{stem}.index"):
         hint = f"give its index: ckptool list {shell(f'{stem}.index')}"
@@ -265,7 +265,7 @@ def _first(probe: Probe, count: int) -> bytes:
 
 
 def _filled(text: str, probe: Probe, **more: str) -> str:
-    """Fill the braces of a hint with words of a shell."""
+    """Fill the braces of a hint with quoted paths."""
     return text.format(
         file=shell(probe.path),
         folder=shell(os.path.dirname(probe.path) or "."),
@@ -275,7 +275,7 @@ def _filled(text: str, probe: Probe, **more: str) -> str:
 
 
 def _nothing(probe: Probe) -> Identification | None:
-    """Return what a file is that is empty, hardly begun, or filled with zeros."""
+    """Identify a file that is empty, very short, or filled with zeros."""
     head = probe.head
     if not head:
         hint = "the save or download probably failed; repeat it"
@@ -292,7 +292,7 @@ def _nothing(probe: Probe) -> Identification | None:
 
 
 def _zip(probe: Probe) -> Identification | None:
-    """Return what kind of zip it is, with its first names; None if it is no zip."""
+    """Identify a zip, with its first names; None if it is not a zip."""
     if not probe.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return None
     from ckptool.files import ByteRange
@@ -306,7 +306,7 @@ def _zip(probe: Probe) -> Identification | None:
             return Identification(row.what, row.hint, row.kind)
     weights = [name for name in names if re.fullmatch(_WEIGHTS, name)]
     inside = "policy.pth" if "policy.pth" in weights else next(iter(weights), None)
-    if inside is None:  # stable-baselines3 has other files of torch before its policy
+    if inside is None:  # stable-baselines3 has other torch files before its policy
         what = f"a zip archive with other files: {few(names)}"
         return Identification(what, _filled("unzip -l {file}", probe))
     target = os.path.join(unused(f"{probe.path}.unpacked"), inside.removesuffix("/data.pkl"))
@@ -317,7 +317,7 @@ def _zip(probe: Probe) -> Identification | None:
 
 
 def _tar(probe: Probe) -> Identification | None:
-    """Return what a tar holds; None for anything else. Torch's own of 2017 is a format."""
+    """Identify a tar; None for other files. The tar of torch 0.1 is a format."""
     from ckptool.formats.torch_tar import is_tar, read_members
 
     if not is_tar(probe.head):
@@ -338,7 +338,7 @@ def _tar(probe: Probe) -> Identification | None:
 
 
 def _magic(probe: Probe) -> Identification | None:
-    """Return what the first bytes, or the last, say that it is; None if they say nothing."""
+    """Identify a file by its first or last bytes, or return None."""
     head, size = probe.head, probe.opened().size
     ending = probe.opened().read(max(0, size - 8), min(8, size))
     for row in MAGICS:
@@ -355,7 +355,7 @@ def _magic(probe: Probe) -> Identification | None:
 
 
 def _text(probe: Probe) -> Identification | None:
-    """Return what a text is: a pointer, a page, an error answer, an index, a note."""
+    """Identify a text: a pointer, a page, an error message, an index, a note."""
     raw = _first(probe, _LOOKED_AT)
     is_utf16 = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
     text = raw.decode("utf-16" if is_utf16 else "utf-8-sig", "replace")
@@ -389,7 +389,7 @@ def _text(probe: Probe) -> Identification | None:
 
 
 def _is_protocol_buffer(raw: bytes, size: int) -> bool:
-    """Return whether bytes are fields of a protocol buffer, up to the end of what is looked at."""
+    """Return whether the bytes are fields of a protocol buffer."""
     at = count = 0
     while at < len(raw):
         key, at = _varint(raw, at)
@@ -407,7 +407,7 @@ def _is_protocol_buffer(raw: bytes, size: int) -> bool:
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Return a number of 7 bits a byte, and the offset behind it."""
+    """Return a number with 7 bits per byte, and the offset after it."""
     value = shift = 0
     for byte in raw[at : at + 10]:
         value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
@@ -459,7 +459,7 @@ def _json(probe: Probe) -> Identification:
         return Identification("a text file that begins like JSON but is not JSON", hint)
     if not isinstance(found, dict):
         return Identification("a JSON document", _ITSELF)
-    if "weight_map" in found:  # as an index it would have been read
+    if "weight_map" in found:  # a valid index would have been read
         return Identification("an index of shards in place of a shard", "give the index itself")
     for key in ("error", "message", "detail"):
         if isinstance(found.get(key), (str, dict)):
@@ -474,9 +474,9 @@ def _json(probe: Probe) -> Identification:
 
 
 def unused(path: str, taken: Collection[str] = ()) -> str:
-    """Return the path, or one with a number before its ending, where there is nothing yet.
+    """Return the path, or one with a number before its extension, that does not exist.
 
-    A name that no file system takes loses some of its middle.
+    A name that is too long for file systems is shortened in the middle.
     """
     folder, name = os.path.split(path)
     while len(os.fsencode(name)) > _LONGEST_NAME:
@@ -606,7 +606,7 @@ _BESIDE = re.compile(
     r"(optimizer|scheduler|sampler|dl_state_dict|scaler|rng_state|random_states|training_args)"
     r"(_\d+)*\.(pt|pth|bin|pkl)"
 )
-"""What the trainers of transformers and accelerate save beside a model."""
+"""The files that the trainers of transformers and accelerate save next to a model."""
 
 
 def _folder(probe: Probe) -> Identification:
@@ -623,7 +623,7 @@ def _folder(probe: Probe) -> Identification:
 
 
 def _pipeline(path: str, names: list[str]) -> Identification:
-    """Return a pipeline of diffusers: a model in each of some folders."""
+    """Identify a diffusers pipeline: a model in each of some folders."""
     parts = [
         name
         for name in names
@@ -636,7 +636,7 @@ def _pipeline(path: str, names: list[str]) -> Identification:
 
 
 def _other_folder(path: str, names: list[str]) -> Identification:
-    """Return a folder of no known kind: whoever gave it may mean a file in it."""
+    """Identify a folder of unknown kind: the user may mean a file in it."""
     if not names:
         return Identification("an empty folder", None)
     if all(".ckptool-" in name for name in names):

@@ -1,9 +1,9 @@
-"""Reading one legacy torch stream, wherever it stands: a file of its own, or bytes in a pickle.
+"""Read one legacy torch stream: a file, or bytes in a pickle.
 
-Pickles one behind the other (magic number, version, facts about the writer's machine, the object,
-the list of storage keys), then for each key its element count (int64) and its bytes; everything
-little-endian. Nothing says where a storage lies: the counts are walked. After torch's
-serialization.py (`_legacy_load`) and csrc/generic/serialization.cpp.
+Consecutive pickles (magic number, version, facts about the writer's machine, the object, the list
+of storage keys), then for each key its element count (int64) and its bytes, all little-endian. The
+offsets of storages follow from the counts. See torch's serialization.py (`_legacy_load`) and
+csrc/generic/serialization.cpp.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ MACHINE = {
     "little_endian": True,
     "type_sizes": {"short": 2, "int": 4, "long": 4},
 }
-"""What torch has always written of the machine: every torch unpickles it, and none looks at it."""
+"""The facts that torch has always written about the machine: no version uses them."""
 MAGIC = re.compile(
     rb"(?:\x80[\x02\x03]|\x80[\x04\x05](?:\x95.{8})?)\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.|L%dL\n\."
     % MAGIC_NUMBER,
     re.DOTALL,
 )
-"""The pickled magic number in protocols 2 to 5, and in the text of 0 and 1."""
+"""The pickled magic number in protocols 2 to 5, and as text in 0 and 1."""
 
 MAGIC_BYTES = 40
-"""Enough of a file's head for `MAGIC` in its longest form."""
+"""Bytes of the longest form of `MAGIC`."""
 
 RECORD_BYTES = 4096
-"""More than any pickle of a few numbers and names takes."""
+"""More than the size of a pickle of a few numbers and names."""
 
 COUNT = struct.Struct("<q")
 """The element count before the bytes of a storage."""
@@ -59,45 +59,44 @@ _SHARED_PATH = "download or copy it again; several processes that save to one fi
 
 
 class SourceTexts:
-    """The source code of modules that old torch kept beside each class it pickled."""
+    """The source code of modules, which old torch saved with each pickled class."""
 
     def __init__(self) -> None:
-        """Start with nothing seen."""
+        """Start without classes."""
         self.names: dict[str, None] = {}
 
     def take(self, cls: Any, text: Any) -> Any:
-        """Return the class itself; that it came with a text is remembered."""
+        """Return the class, and remember if it has source code."""
         if text:
             self.names[getattr(cls, "qualified", str(cls))] = None
         return cls
 
     def left_behind(self) -> tuple[str, ...]:
-        """Return a sentence for the user, if there is anything to say."""
+        """Return a phrase for the user, if any class has source code."""
         known = f"the source code of {listed(self.names, 5)} (not read)"
         return (known,) if self.names else ()
 
 
 class NestedStreams:
-    """Reads the streams that `torch.storage._load_from_bytes` was given, at bounded cost.
+    """Reads the arguments of `torch.storage._load_from_bytes`, at bounded cost.
 
-    Bytes inside a pickle can be mentioned many times, and hold such bytes themselves. An honest
-    file holds each stream once, so that all streams together are no longer than the file is, at
-    each depth.
+    Bytes inside a pickle can be used many times, and can be nested. A valid file has each stream
+    once, so that at each depth all streams together are not longer than the file.
     """
 
     def __init__(self, file: str, limits: Limits, outer_bytes: int) -> None:
-        """For the pickle of `outer_bytes` bytes in `file`."""
+        """Read streams in the pickle of `outer_bytes` bytes in `file`."""
         self.file = file
         self.limits = limits
         self.depth = 0
         self.bytes_left = outer_bytes * limits.max_nested_pickles
 
     def load(self, data: bytes) -> Any:
-        """Return the root of the stream that `data` is.
+        """Return the root of the stream in `data`.
 
         Raises:
-            CorruptFile: it is no legacy stream, or a damaged one.
-            LimitExceeded: nested too deep, or mentioned too often.
+            CorruptFile: it is not a legacy stream, or is damaged.
+            LimitExceeded: it is nested too deeply, or used too often.
         """
         self.bytes_left -= len(data)
         if self.bytes_left < 0 or self.depth >= self.limits.max_nested_pickles:
@@ -117,7 +116,7 @@ def unpickle_outer(
     persistent_load: Callable[[Any], Any] | None = None,
     start: int = 0,
 ) -> Unpickled:
-    """Return the pickle at `start` of `data`; streams inside it are read too."""
+    """Return the pickle at `start` of `data`; read the streams inside it too."""
     nested = NestedStreams(data.source.name, limits, data.length).load
     return unpickle(
         data, persistent_load=persistent_load, nested=nested, limits=limits, start=start
@@ -125,31 +124,31 @@ def unpickle_outer(
 
 
 def unpickle_record(data: ByteRange, start: int, limits: Limits) -> Unpickled:
-    """Return a small pickle at `start` of `data`: little is read, whatever follows it.
+    """Return a small pickle at `start` of `data`, reading little of what follows it.
 
     Raises:
-        TruncatedFile: nothing is there.
-        CorruptFile: no pickle, a damaged one, or one that is not small.
+        TruncatedFile: `data` ends there.
+        CorruptFile: it is not a pickle, is damaged, or is not small.
     """
     near = data.slice(0, min(start + RECORD_BYTES, data.length))
     return unpickle(near, limits=limits, start=start)
 
 
 class _Stored:
-    """A storage that the pickle names: its bytes are found when the walk comes by.
+    """A storage of the pickle, which gets its bytes later.
 
-    The pickle stands before the storages and its tensors need them, so they are made without
-    bytes, and `place` gives them theirs before anyone else sees them.
+    The pickle precedes the storages that its tensors need, so they are created without bytes, and
+    `place` sets these before the tree is returned.
     """
 
     def __init__(self, pid: StoragePid) -> None:
-        """Keep what the first mention says, as torch does."""
+        """Keep the facts of the first use, as torch does."""
         self.numel = pid.numel
         self.whole = Storage(pid.key, None, pid.nbytes, pid.device)
         self.views: dict[str, tuple[Storage, int]] = {}
 
     def meant_by(self, pid: StoragePid) -> Storage:
-        """Return the whole, or the part of it that was saved as a view."""
+        """Return the whole storage, or the part that was saved as a view."""
         if pid.nbytes != self.whole.nbytes:
             raise CorruptFile(
                 f"storage {pid.key!r} has {self.whole.nbytes:,} bytes when first used and "
@@ -165,18 +164,18 @@ class _Stored:
         return self.views[key][0]
 
     def place(self, data: ByteRange | None) -> None:
-        """Give the storage and its views their bytes, or none."""
+        """Set the bytes of the storage and its views (None: they have none)."""
         _give_bytes(self.whole, data)
         for storage, offset in self.views.values():
             _give_bytes(storage, data.slice(offset, storage.nbytes) if data else None)
 
 
 def _give_bytes(storage: Storage, data: ByteRange | None) -> None:
-    object.__setattr__(storage, "data", data)  # frozen from here on: nobody has seen it yet
+    object.__setattr__(storage, "data", data)  # frozen, but not returned to any caller yet
 
 
 class LegacyStream:
-    """One legacy stream, read from the start of `data`: the tree, the storages, what is behind."""
+    """One legacy stream at the start of `data`: the tree, the storages, the end."""
 
     def __init__(
         self,
@@ -186,12 +185,12 @@ class LegacyStream:
         *,
         salvages: bool = False,
     ) -> None:
-        """Read it. With `salvages` storages have no bytes from the first on that is not whole.
+        """Read it. With `salvages`, storages from the first incomplete one on have no bytes.
 
         Raises:
-            CorruptFile: a pickle is damaged, or the storages are not those that it names.
+            CorruptFile: a pickle is damaged, or does not match the storages.
             TruncatedFile: `data` ends before the last storage does.
-            UnsupportedFormat: another version of the stream.
+            UnsupportedFormat: the stream has another version.
         """
         self.data = data
         self.file = data.source.name
@@ -200,14 +199,14 @@ class LegacyStream:
         self.stored: dict[str, _Stored] = {}
         self.sources = SourceTexts()
         self.framed = True
-        """Whether the frames of all its pickles are where a pickler puts them."""
+        """True if the frames of all its pickles are where a pickler puts them."""
         start = self._header()
         self.unpickled = self._object(start)
         keys = unpickle(data, limits=limits, start=self.unpickled.end)
         self.framed &= self.unpickled.framed and keys.framed
         self.end = self._walk(self._keys(keys.root), keys.end)
         if _NESTED_TENSOR in self.unpickled.globals:
-            self.unpickled = self._object(start)  # its shape is in its storages: now they are there
+            self.unpickled = self._object(start)  # its shape is in its storages, known now
         self.root = self.unpickled.root
 
     def _header(self) -> int:
@@ -248,7 +247,7 @@ class LegacyStream:
         return StorageRef(stored.meant_by(storage), storage.dtype, storage.untyped)
 
     def _keys(self, items: Any) -> list[str]:
-        """Return the order of the storages in the file: each that the pickle names, once."""
+        """Return the order of the storages in the file: each storage of the pickle, once."""
         if not isinstance(items, list) or not all(isinstance(one, (str, int)) for one in items):
             raise CorruptFile("the list of storages after the pickle is missing")
         keys = list(map(str, items))
@@ -260,7 +259,7 @@ class LegacyStream:
         return keys
 
     def _walk(self, keys: list[str], position: int) -> int:
-        """Give each storage its bytes; the position behind the last."""
+        """Set the bytes of each storage; return the position after the last."""
         length = self.data.length
         for index, key in enumerate(keys):
             stored = self.stored[key]
@@ -276,7 +275,7 @@ class LegacyStream:
                     if self.data.length == self.data.source.size:
                         refuse_second_copy(self.data, self.limits)
                     raise
-                # A wrong count: then the storage before has not the length that it should have.
+                # A wrong count: then the storage before it has a wrong length.
                 if index and not isinstance(error, TruncatedFile):
                     self.stored[keys[index - 1]].place(None)
                 return length
@@ -299,7 +298,7 @@ class LegacyStream:
         wanted = sum(COUNT.size + self.stored[key].whole.nbytes for key in keys[index:])
         missing = position + wanted - self.data.length
         hint = "copy it again"
-        if index:  # the storages before it are whole
+        if index:  # the storages before it are intact
             hint += f", or run {salvage_command(self.file, self.unpickled.root)}"
         return TruncatedFile(
             f"the file ends in storage {keys[index]!r:.80} ({index + 1:,} of {len(keys):,}): "
@@ -309,11 +308,11 @@ class LegacyStream:
 
 
 _HEAD = 1024
-"""Bytes by which the copies of one file are known: they reach into the pickle of the object."""
+"""Bytes that identify the copies of one file: they reach into the pickle of the object."""
 
 
 def second_copy(data: ByteRange, limits: Limits) -> int:
-    """Return where the last copy of a download that began again starts, if it is whole; else 0."""
+    """Return the start of the last copy of a restarted download, if it is complete; else 0."""
     start = last_copy(data.source, data.read(0, min(_HEAD, data.length)))
     try:
         if start:
@@ -326,10 +325,10 @@ def second_copy(data: ByteRange, limits: Limits) -> int:
 def refuse_second_copy(data: ByteRange, limits: Limits, end: int | None = None) -> None:
     """Refuse a file whose second copy begins before the first one ends.
 
-    Behind the end, which is None for a stream that is damaged, it may be an object of its own.
+    After the end (None for a damaged stream) it may be an object of its own.
 
     Raises:
-        CorruptFile: the first copy was cut off, and its last storages have bytes of the second.
+        CorruptFile: the first copy is truncated, and its last storages have bytes of the second.
     """
     start = second_copy(data, limits)
     if start and (end is None or start < end):

@@ -1,6 +1,6 @@
-"""A folder that a library saved one model into: the file in it that is the model.
+"""Find the model file in a folder that a library saved one model into.
 
-By names alone, those that transformers, diffusers, peft and accelerate save under and look for.
+It uses only names: those that transformers, diffusers, peft and accelerate save and look for.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ckptool.words import few, printable, quoted
 
 
 class _Names(NamedTuple):
-    """What files are called that hold one model: of several in a folder the first is read."""
+    """The names of files with one model: of several in a folder, the first is read."""
 
     library: str
-    """Whose order it is."""
+    """The library with this order."""
     files: tuple[str, ...]
 
 
@@ -31,7 +31,7 @@ _MODELS = (
     _Names("peft", ("adapter_model.safetensors", "adapter_model.bin")),
 )
 _NEXT_MODEL = re.compile(r"(pytorch_)?model(_fsdp)?_\d+\.(safetensors|bin)")
-"""How accelerate calls the second model of a run, and those after it."""
+"""The names that accelerate gives to the second and further models of a run."""
 _PICKLED = ".bin.index.json"
 _SAFE = ".safetensors"
 _SHARDS_OF = {
@@ -40,21 +40,21 @@ _SHARDS_OF = {
     for name in model.files
     if name.endswith(_SAFE)
 }
-"""By library the index that it looks for before it takes a pickle."""
+"""By library, the index that it looks for before it reads a pickle."""
 _INDEXES = {model.library: [f"{name}.index.json" for name in model.files] for model in _MODELS}
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def library_of(path: str) -> str | None:
-    """Return the library that gives a file of weights, or an index of shards, its name."""
+    """Return the library that uses this name for weights or an index of shards."""
     name = os.path.basename(path)
     files = ((one.library, {*one.files, *_INDEXES[one.library]}) for one in _MODELS)
     return next((library for library, names in files if name in names), None)
 
 
 def library_in(folder: str | os.PathLike[str]) -> str | None:
-    """Return the library of the model in a folder, by its weights, else by its configuration."""
+    """Return the library of the model in a folder, from its weights or its configuration."""
     names = set(os.listdir(folder))
     if library := next(filter(None, map(library_of, sorted(names))), None):
         return library
@@ -66,19 +66,19 @@ def library_in(folder: str | os.PathLike[str]) -> str | None:
 
 
 def model_file(library: str | None, *, safe: bool) -> str:
-    """Return the name under which a library looks for weights; by default transformers."""
+    """Return the name that a library (default: transformers) uses for weights."""
     files = next((one.files for one in _MODELS if one.library == library), _MODELS[0].files)
     return next(name for name in files if name.endswith(_SAFE) == safe)
 
 
 def of_model_file(probe: Probe) -> Probe:
-    """Return the probe of the one model in a folder; any other probe as it is.
+    """Return the probe of the only model in a folder; return any other probe unchanged.
 
-    Where a model lies there twice, in safetensors and as a pickle, what its library takes is read,
-    with a warning. Two models are none.
+    If a model is there twice, as safetensors and as a pickle, the file that its library prefers is
+    read, with a warning. A folder with two models is not resolved.
 
     Raises:
-        CheckpointError: an index of shards is damaged, or one of several; the file cannot be
+        CheckpointError: an index of shards is damaged or not the only one; the file cannot be
             opened.
     """
     choice = _chosen(probe)
@@ -99,10 +99,10 @@ def of_model_file(probe: Probe) -> Probe:
 
 
 def _chosen(probe: Probe) -> _Names | None:
-    """Return what is the one model of a folder, then what is not read for that."""
+    """Return the file of the only model in a folder, then the files that are not read."""
     if not probe.is_folder or probe.ask(open_archive).records:
         return None
-    # A link that leads nowhere is a file that is meant.
+    # A broken link counts as a file.
     is_folder = probe.place.is_folder
     names = probe.entries.intersection(name for one in _MODELS for name in one.files)
     there = {name for name in names if not is_folder(os.path.join(probe.path, name))}

@@ -1,4 +1,4 @@
-"""Checkpoints opened: the format of a file told by its content, and its header read."""
+"""Open checkpoints: recognize the format by the content, and read the header."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ckptool.limits import DEFAULT_LIMITS, Limits
 TORCH_FILES = ("torch-zip", "torch-legacy")
 """The formats of a file that torch.save writes."""
 _ATTEMPTS = 3
-"""How often a file is read that is changed meanwhile."""
+"""Attempts to read a file that changes at the same time."""
 
 Source = str | os.PathLike[str] | Checkpoint
-"""A path, or a checkpoint that is open already."""
+"""A path, or an open checkpoint."""
 
 
 def open_checkpoint(
@@ -34,20 +34,20 @@ def open_checkpoint(
     source: Bytes | None = None,
     salvage: bool = False,
 ) -> Checkpoint:
-    """Return the checkpoint in a file or folder, told apart by content; only the header is read.
+    """Return the checkpoint in a file or folder, recognized by content; only the header is read.
 
-    A folder that holds one model under the name that its library gives it is that file. A file
-    that is changed meanwhile is read again: its header is that of one state. `source` is the file,
-    already open, as it stands: no journal beside it is looked for. With `salvage` what a torch
-    file or a file of safetensors lacks of the bytes of tensors is no error: they have none.
+    A folder with one model under the name that its library uses stands for that file. A file that
+    changes while it is read is read again, so that its header is consistent. `source` is the file,
+    already open, without a check for a journal. With `salvage`, tensors of a torch or safetensors
+    file that are damaged or truncated have no bytes, instead of an error.
 
     Raises:
-        UnreadableFile: it cannot be opened, is no checkpoint, of a kind not read, or damaged; or
-            something writes to it all the time.
+        UnreadableFile: it cannot be opened, is not a checkpoint, is not supported, is damaged, or
+            keeps changing.
     """
     salvages = None
     if salvage:
-        from ckptool.formats.salvage import whole_records  # what is whole needs none of it
+        from ckptool.formats.salvage import whole_records  # not needed for intact files
 
         salvages = whole_records
     for _ in range(_ATTEMPTS if source is None else 1):
@@ -63,7 +63,7 @@ def open_checkpoint(
 
 @contextmanager
 def opened(source: Source, *, salvage: bool = False) -> Iterator[Checkpoint]:
-    """Give a checkpoint that is open and stays so, or one opened for as long as this lasts.
+    """Yield an open checkpoint, which stays open, or one that is opened for the block.
 
     Raises:
         UnreadableFile: as `open_checkpoint`.
@@ -85,7 +85,7 @@ def opened_together(
 
     Raises:
         UnreadableFile: as `open_checkpoint`.
-        UnsupportedFormat: a file is of none of `formats`.
+        UnsupportedFormat: a file has none of `formats`.
     """
     with ExitStack() as stack:
         files: list[Checkpoint] = []
@@ -102,22 +102,22 @@ def opened_together(
 
 
 def read_probe(probe: Probe) -> Checkpoint | None:
-    """Return what a probe reads; None where something was written to a file meanwhile.
+    """Return the checkpoint of a probe; None if a file changed while it was read.
 
-    A probe that gives no checkpoint is closed.
+    A probe without a checkpoint is closed.
 
     Raises:
         UnreadableFile: as `open_checkpoint`.
     """
     try:
         if probe.is_folder:
-            from ckptool.formats.model_folder import of_model_file  # a file needs none of it
+            from ckptool.formats.model_folder import of_model_file  # not needed for files
 
             probe = of_model_file(probe)
         with uncollected():
             checkpoint = _read(probe)
     except CheckpointError as error:
-        from ckptool.formats.transfers import text_fault  # a file that opens waits for none of it
+        from ckptool.formats.transfers import text_fault  # not needed for files that open
 
         fault = None
         changed = probe.source is not None and probe.source.changed() is not None
@@ -152,8 +152,8 @@ def _read(probe: Probe) -> Checkpoint:
                 )
             checkpoint = known.read(probe)
             for _ in walk(checkpoint.root, probe.limits):
-                pass  # nested too deep, or mentioned too often: told now, not half-way
+                pass  # report trees that are nested too deeply or used too often now
             return checkpoint
-    from ckptool.formats.identify import explain  # a file that opens waits for none of it
+    from ckptool.formats.identify import explain  # not needed for files that open
 
     raise explain(probe)

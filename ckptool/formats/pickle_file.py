@@ -1,7 +1,7 @@
-"""A bare pickle: what `pickle.dump` of a dict of arrays or tensors wrote, or joblib, or numpy.
+"""A bare pickle of arrays or tensors, written by `pickle.dump`, joblib or numpy.
 
-Python writes `PROTO n` first from protocol 2 on. Protocols 0 and 1 have no mark: such a file is a
-pickle if it reads as one, and as something that holds something.
+From protocol 2 on, Python writes `PROTO n` first. Protocols 0 and 1 have no signature: a file is a
+pickle if it can be read as one, and has a container or an object.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _WITH_PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 _WITHOUT = re.compile(rb"[(}\])]|c[\w.]+\n[\w.]+\n", re.ASCII)
 _JOBLIB = b"joblib.numpy_pickle"
 _REBUILD = re.compile(rb"torch\._utils\n?.{0,3}_rebuild_|torch\n?.{0,3}\w+Storage", re.DOTALL)
-"""The calls and classes by which torch.save pickles a tensor."""
+"""The calls and classes that torch.save uses to pickle a tensor."""
 _LOOKED_AT = 1 << 20
-"""Bytes at the beginning of a pickle in which joblib's class is looked for."""
+"""Bytes at the beginning of a pickle that are searched for joblib's class."""
 
 
 class PickleFile(Format):
@@ -42,7 +42,7 @@ class PickleFile(Format):
     unsafe_loader = "pickle.load(open(FILE, 'rb'))"
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it states a pickle protocol, or reads as a pickle of protocol 0 or 1."""
+        """Return whether it states a pickle protocol, or can be read as protocol 0 or 1."""
         if _WITH_PROTOCOL.match(probe.head):
             return True
         if not _WITHOUT.match(probe.head):
@@ -85,13 +85,13 @@ def _unpickled(probe: Probe) -> Unpickled:
 
 
 def _names_storages(head: bytes) -> bool:
-    """Return whether a pickle names storages that are records of a zip, as torch.save does."""
-    has_nested = b"_load_from_bytes" in head  # whose bytes hold the numbers
+    """Return whether a pickle refers to storages in the records of a zip, as torch.save does."""
+    has_nested = b"_load_from_bytes" in head  # which contain the tensor data
     return b"storage" in head and not has_nested and _REBUILD.search(head) is not None
 
 
 def _of_unzipped(probe: Probe) -> UnsupportedFormat:
-    """Return the error for the pickle of an unzipped file, whose numbers are in other files."""
+    """Return the error for the pickle of an unzipped file, with its data in other files."""
     folder, name = os.path.split(probe.path)
     what = "the pickle of an unzipped torch.save file"
     if os.path.isdir(os.path.join(folder, "data")):
@@ -103,7 +103,7 @@ def _of_unzipped(probe: Probe) -> UnsupportedFormat:
 
 
 def _of_joblib(probe: Probe) -> UnsupportedFormat:
-    """Return the error for a file of joblib with arrays: their bytes lie between the opcodes."""
+    """Return the error for a joblib file with arrays, which are between the opcodes."""
     what = "a joblib file with numpy arrays between the opcodes of its pickle"
     return UnsupportedFormat(f"{probe.path} is {what}", file=probe.path, hint=JOBLIB_HINT)
 

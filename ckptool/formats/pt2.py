@@ -1,13 +1,13 @@
 """PT2 archives (`torch.export.save`): the weights of an exported program.
 
-Today a zip with `archive_format` = pt2, where `data/weights/MODEL_weights_config.json` tells
-name, element type, shape and record of each weight (torch/export/pt2_archive/_package.py); at
-first it had `data/weights/MODEL.pt` instead, a torch.save file as a record; up to 2.7 a plain zip
-held `serialized_state_dict.pt`, another one. Compiled packages (AOTInductor) name views of saved
+Now a zip with `archive_format` = pt2, where `data/weights/MODEL_weights_config.json` has the name,
+dtype, shape and record of each weight (torch/export/pt2_archive/_package.py); at first it had
+`data/weights/MODEL.pt` instead, a torch.save file as a record. Up to 2.7 it was a plain zip with
+another such file, `serialized_state_dict.pt`. Compiled packages (AOTInductor) list views of saved
 tensors in `data/aotinductor/MODEL/weights_config.json`.
 
-Listed is what `ExportedProgram.state_dict` has: parameters and persistent buffers. Constants and
-buffers that are not persistent are no part of it, and are counted in a note.
+The result is `ExportedProgram.state_dict`: parameters and persistent buffers. Constants and
+non-persistent buffers are not part of it; a note counts them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ckptool.quotes import quote
 
 _FORMAT = "archive_format"
 _FLAT = ("serialized_state_dict.pt", "serialized_state_dict.json")
-"""Up to 2.7; 2.1 called the same bytes `.json`."""
+"""Up to 2.7; 2.1 used the extension `.json` for the same bytes."""
 _FLAT_PROGRAM = "serialized_exported_program.json"
 _MODELS, _WEIGHTS, _CONSTANTS = "models/", "data/weights/", "data/constants/"
 _COMPILED, _COMPILED_CONFIG = "data/aotinductor/", "/weights_config.json"
@@ -65,7 +65,7 @@ class PT2Archive(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether `archive_format` says pt2, or a program is stored beside its state."""
+        """Return whether `archive_format` is pt2, or it has a program and its state."""
         archive = probe.ask(open_archive)
         mark = archive.records.get(_FORMAT)
         if mark is not None and mark.data.length == 3 and mark.data.read() == b"pt2":
@@ -73,7 +73,7 @@ class PT2Archive(Format):
         return _FLAT_PROGRAM in archive.records and _flat_record(archive) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the weights by name; of several models, those of each under its name."""
+        """Return the weights by name; for several models, under the name of each."""
         archive = probe.ask(open_archive)
         reader = _Reader(archive, probe.limits)
         flat = _flat_record(archive)
@@ -99,7 +99,7 @@ def _nested(record: Record, limits: Limits) -> Any:
 
 
 class _Reader:
-    """Reads the descriptions of one archive; weights of one record share a storage."""
+    """Reads the descriptions in one archive; weights in one record share a storage."""
 
     def __init__(self, archive: Archive, limits: Limits) -> None:
         self.archive = archive
@@ -157,7 +157,7 @@ class _Reader:
             kind="meta",
         )
         if record.data.length == 0 and tensor.numel:
-            return tensor  # exported with fake weights: torch makes zeros of it
+            return tensor  # exported with fake weights: torch loads zeros
         return replace(tensor, storage=self._storage(record, tensor.device), kind="strided")
 
     def _storage(self, record: Record, device: str) -> Storage:
@@ -212,7 +212,7 @@ def _details(archive: Archive, reader: _Reader) -> Details:
 
 
 def _torch_version(archive: Archive) -> str | None:
-    """Return the version that an exported program states, at the end of many megabytes."""
+    """Return the torch version of an exported program, which is at the end of many megabytes."""
     for name, record in archive.records.items():
         if name.startswith(_MODELS) and name.endswith(".json"):
             start = max(record.data.length - _TAIL, 0)

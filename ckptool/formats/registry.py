@@ -1,4 +1,4 @@
-"""The registry: which formats there are, in the order in which a file is held against them."""
+"""The registry: all formats, in the order in which a file is tested for them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from ckptool.formats.base import Format, Probe, WritableFormat
 
 
 class RegisteredFormat(NamedTuple):
-    """A format that is imported when a file may be of it, so that the others cost nothing.
+    """A format that is imported only if a file may have it.
 
-    It has what must be known before that; everything else is said by the format itself.
+    It has the facts that are needed before the import; the format itself has all others.
     """
 
     name: str
     module: str
     zipped: bool = False
-    """Whether it is a zip (or an unzipped one), which the first bytes rule in or out."""
+    """True if it is a zip (or an unzipped one), which the first bytes show."""
     folder: bool = False
-    """Whether it is a folder of several files; of DCP, `.metadata` and shards stand for it."""
+    """True if it is a folder of several files; `.metadata` or a shard stands for a DCP folder."""
     beside: str = ""
-    """What the folder beside each of its files is called, behind the name of the file."""
+    """The suffix of the folder next to each of its files."""
     indexed: bool = False
-    """Whether it is a JSON index (or the folder of one), as the first byte tells too."""
+    """True if it is a JSON index (or a folder with one), which the first byte shows."""
     writable: bool = False
     shard: str = ""
-    """The format of each of its files, if it is several."""
+    """The format of each of its files, if it has several."""
     endings: tuple[str, ...] = ()
-    """Of names; the first is that of a new file."""
+    """The extensions; the first is that of a new file."""
 
     def load(self) -> Format:
-        """Return the format itself: the object that bears its name in capitals."""
+        """Return the format itself: the object with its name in capitals."""
         module = importlib.import_module(f"ckptool.formats.{self.module}")
         found: Format = getattr(module, self.name.upper().replace("-", "_"))
         return found
@@ -70,26 +70,26 @@ REGISTRY = (
 )
 ZIP_MAGIC = b"PK\x03\x04"
 _MEMBER = re.compile(r"\.(metadata|distcp|index|data-\d{5}-of-\d{5})\Z")
-"""How files are called that stand for the folder of DCP, or for a checkpoint of TensorFlow."""
+"""The names of files that stand for a DCP folder or a TensorFlow checkpoint."""
 JSON_SPACE = b" \t\r\n"
 WRITABLE = tuple(
     entry.name for entry in sorted(REGISTRY, key=lambda entry: entry.folder) if entry.writable
 )
-"""What `--format` takes: files, then folders."""
+"""The values of `--format`: files, then folders."""
 
 
 def format_of(name: str) -> Format:
-    """Return the format of that name, as `Checkpoint.format` has it."""
+    """Return the format with a name from `Checkpoint.format`."""
     return next((entry.load() for entry in REGISTRY if entry.name == name), Format())
 
 
 def shard_of(name: str) -> str:
-    """Return the format of each shard of a format of shards; empty for a format of one file."""
+    """Return the format of each shard; empty for a format of one file."""
     return next((entry.shard for entry in REGISTRY if entry.name == name), "")
 
 
 def candidates(probe: Probe) -> Iterator[Format]:
-    """Yield the formats that a file or folder may be of, as far as its first bytes tell."""
+    """Yield the formats that a file or folder may have, judging by its first bytes."""
     yield from folder_formats(probe)
     zipped = probe.is_folder or probe.head.startswith(ZIP_MAGIC)
     indexed = probe.is_folder or probe.head.lstrip(JSON_SPACE).startswith(b"{")
@@ -101,16 +101,16 @@ def candidates(probe: Probe) -> Iterator[Format]:
 
 
 def folder_formats(probe: Probe) -> Iterator[Format]:
-    """Yield the formats of folders that a probe may be of."""
+    """Yield the formats of folders that a probe may have."""
     if probe.is_folder or _MEMBER.search(probe.path):
         yield from (entry.load() for entry in REGISTRY if entry.folder)
 
 
 def writer(name: str) -> WritableFormat:
-    """Return the format of one file of that name, if it can be written.
+    """Return the format of single files with that name, if it can be written.
 
     Raises:
-        UsageError: there is none; the message lists those that there are.
+        UsageError: it cannot be written; the message lists those that can.
     """
     known = format_of(name)
     if isinstance(known, WritableFormat):

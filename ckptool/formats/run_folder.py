@@ -1,4 +1,4 @@
-"""The folder of a run with several checkpoints: which of them is the last, and which the best."""
+"""The folder of a run with several checkpoints: find the last and the best."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptool.formats.registry import candidates
 from ckptool.limits import DEFAULT_LIMITS
 
 _STEP = re.compile(r"checkpoint-(\d+)")
-"""How the Trainer of transformers calls the folder of a step."""
+"""The name that the Trainer of transformers gives to the folder of a step."""
 _STATE = "trainer_state.json"
 _MOST_FILES, _MOST_BYTES = 64, 1 << 24
 
@@ -25,14 +25,14 @@ class Run(NamedTuple):
 
     library: str
     last: str
-    """The name in the folder of the checkpoint with the most steps."""
+    """The name of the checkpoint with the most steps."""
     step: int
     best: str | None
-    """The name of the one that the run itself calls its best, if it is in the folder."""
+    """The name of the checkpoint that the run states as its best, if it is in the folder."""
 
     @property
     def text(self) -> str:
-        """What the folder is, without the article's verb."""
+        """A description of the folder, to complete "FOLDER is ..."."""
         best = "" if self.best is None else f", and the best is {self.best!r}"
         return (
             f"a folder of {self.library} checkpoints: the last is {self.last!r} "
@@ -41,12 +41,12 @@ class Run(NamedTuple):
 
 
 def run_in(folder: str, names: Iterable[str]) -> Run | None:
-    """Return the run whose checkpoints are in a folder; None if there is none that is known."""
+    """Return the run with its checkpoints in a folder; None if there is no known one."""
     return _trainer(folder, names) or _lightning(folder, names)
 
 
 def trainer_state(folder: str) -> Mapping[str, Any]:
-    """Return what the Trainer of transformers stated in the folder of a step; empty if nothing."""
+    """Return the state that the Trainer of transformers saved in the folder of a step, or {}."""
     return json_object(os.path.join(folder, _STATE), _MOST_BYTES)
 
 
@@ -78,7 +78,7 @@ def _lightning(folder: str, names: Iterable[str]) -> Run | None:
 
 
 def _named(path: object, names: Collection[str]) -> str | None:
-    """Return the file or folder of a path of the machine that trained, if it is one of `names`."""
+    """Return the last part of a path from the training machine, if it is one of `names`."""
     name = re.split(r"[/\\]", path.rstrip("/\\"))[-1] if isinstance(path, str) else None
     return name if name is not None and name in names else None
 

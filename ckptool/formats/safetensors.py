@@ -55,15 +55,15 @@ _REMEDIES = {
     "saving in "
     "torch",
 }
-"""What helps against a tensor of a kind that has no plain bytes."""
+"""Hints for kinds of tensors that have no plain bytes."""
 _GATHER = "call .full_tensor() before saving in torch"
 
 
 def _flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
-    """Return the tensors of a state dict by name, each one such as safetensors can hold.
+    """Return the tensors of a state dict by key, checked for safetensors.
 
     Raises:
-        NotRepresentable: the root is no state dict, or a tensor or its name cannot be held.
+        NotRepresentable: the root is not a state dict, or a tensor or its key cannot be stored.
     """
     items = list(root.items()) if isinstance(root, dict) else []
     tensors = [(key, value) for key, value in items if isinstance(value, TensorRef)]
@@ -87,10 +87,10 @@ def _flat_tensors(root: Any, file: str) -> dict[str, TensorRef]:
 
 
 def _check_containers(root: Any, file: str) -> None:
-    """Refuse what holds tensors beside its own elements: packed parameters, objects, attributes.
+    """Refuse entries with tensors inside: packed parameters, objects, attributes.
 
     Raises:
-        NotRepresentable: naming them, with the quantizer where that is known.
+        NotRepresentable: with their keys, and the quantizer if known.
     """
     holders = {
         str(key): inside
@@ -146,9 +146,9 @@ def _tensor_fault(tensor: TensorRef) -> str | None:
 
 
 def _true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[str, str]:
-    """Each name that stands for a tensor that an earlier name stands for, with that name.
+    """Return each key that shares its tensor with an earlier key, with that key.
 
-    A name in `taken` cannot be an entry of the header and stays a tensor of its own.
+    A key in `taken` cannot be an entry of the header, so it keeps a tensor of its own.
     """
     first: dict[Any, str] = {}
     ties: dict[str, str] = {}
@@ -160,7 +160,7 @@ def _true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[s
 
 
 def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield what the file will not have, a sentence each."""
+    """Yield what the file will not have, one phrase each."""
     tensors = [value for value in root.values() if isinstance(value, TensorRef)]
     rest = {key: value for key, value in root.items() if not isinstance(value, TensorRef)}
     if rest:
@@ -187,7 +187,7 @@ def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def remarks(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterator[str]:
-    """Yield what comes out otherwise than it was, though nothing is lost."""
+    """Yield what changes without a loss."""
     if ties:
         pairs = listed(f"{name} = {kept}" for name, kept in ties.items())
         yield f"wrote tied tensors once; {METADATA} lists the other keys: {pairs}"
@@ -200,7 +200,7 @@ def remarks(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterat
 
 
 def overlapping(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
-    """Yield the tensors that share bytes, each of which gets its own."""
+    """Yield a note on tensors with shared bytes, which get their own."""
     shared = overlapping_names(tensors)
     if shared:
         yield f"gave tensors with shared memory their own bytes: {listed(shared)}"
@@ -227,28 +227,28 @@ def overlapping_names(tensors: Mapping[str, TensorRef]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What of a checkpoint a file will have."""
+    """The content of a file that will be written."""
 
     tensors: Mapping[str, TensorRef]
-    """Under every name, in the order of the state dict."""
+    """All tensors by key, in the order of the state dict."""
     ties: Mapping[str, str]
-    """Each name that has no entry of its own, with the name that has."""
+    """Each key without an entry of its own, with the key that has the entry."""
     metadata: Mapping[str, str]
     """The header's `__metadata__`."""
     left_out: tuple[str, ...]
-    """What the file will not have, a phrase each."""
+    """What the file will not have, one phrase each."""
 
     @property
     def written(self) -> dict[str, TensorRef]:
-        """The tensors that have an entry of their own."""
+        """The tensors with an entry of their own."""
         return {name: ref for name, ref in self.tensors.items() if name not in self.ties}
 
 
 def content_of(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
-    """Return what a file will have; `given` are the other entries of `__metadata__`.
+    """Return the content of a file; `given` are the other entries of `__metadata__`.
 
     Raises:
-        NotRepresentable: a tensor that safetensors cannot hold, or no state dict.
+        NotRepresentable: safetensors cannot store a tensor, or the root is not a state dict.
     """
     tensors = _flat_tensors(checkpoint.root, checkpoint.path)
     ties = _true_ties(tensors, RESERVED | given.keys())
@@ -263,14 +263,14 @@ def content_of(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
 
 
 def _entries(tensors: Mapping[str, TensorRef]) -> dict[str, HeaderEntry]:
-    """Each tensor's entry, in the order of the bytes.
+    """Return the entry of each tensor, in the order of the bytes.
 
-    The largest elements come first, so that every tensor is aligned; otherwise the order stays.
+    The largest elements come first, so that every tensor is aligned; the order is kept otherwise.
     """
     entries: dict[str, HeaderEntry] = {}
     end = 0
     sizes = {name: tensor.itemsize for name, tensor in tensors.items()}
-    # By the power of two that divides an element's size: F6 has 3 bytes for 4 elements.
+    # By the power of two that divides the element size: F6 has 3 bytes for 4 elements.
     for name in sorted(tensors, key=lambda name: -(sizes[name] & -sizes[name])):
         entries[name] = _entry(name, tensors[name], end)
         end = entries[name].stop
@@ -283,7 +283,7 @@ def _entry(name: str, tensor: TensorRef, start: int) -> HeaderEntry:
 
 
 def _header_shape(tensor: TensorRef) -> tuple[int, ...]:
-    """Return the shape as the header counts: torch's pairs of F4 are two elements there."""
+    """Return the shape in the header, where each of torch's F4 pairs is two elements."""
     shape = tensor.sizes
     if tensor.dtype == "float4_e2m1fn_x2":
         return (*shape[:-1], 2 * shape[-1]) if shape else (2,)
@@ -291,7 +291,7 @@ def _header_shape(tensor: TensorRef) -> tuple[int, ...]:
 
 
 def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
-    """Yield what to copy and what to stream, in order; neighbors in one file are one copy."""
+    """Yield the ranges to copy and the blocks to stream, in order; join neighbors."""
     written = (tensor for tensor in tensors if tensor.nbytes)
     for verbatim, group in groupby(written, key=attrgetter("is_verbatim")):
         if verbatim:
@@ -303,7 +303,7 @@ def _pieces(tensors: Iterable[TensorRef]) -> Iterator[ByteRange | TensorRef]:
 def _shared(
     pieces: Sequence[ByteRange | TensorRef], nbytes: int, sources: Sequence[Source]
 ) -> Shared | None:
-    """Return the first piece, if it is most of `nbytes` and lies in a source; else None."""
+    """Return the first piece, if it is most of `nbytes` and is in a source; else None."""
     first = pieces[0] if pieces else None
     if isinstance(first, ByteRange) and first.length >= MANY and 2 * first.length > nbytes:
         return Shared(first.length, first) if any(first.source is one for one in sources) else None
@@ -311,11 +311,11 @@ def _shared(
 
 
 _LIKELY_HEADER = 1 << 40
-"""A header's length below it; eight letters of a text make a number far above."""
+"""An upper bound for header lengths; eight letters of a text are a much larger number."""
 
 
 class Safetensors(EditableFormat):
-    """A file of safetensors."""
+    """The format `safetensors`."""
 
     name = "safetensors"
     flat = True
@@ -324,7 +324,7 @@ class Safetensors(EditableFormat):
     header_key = "format"
 
     def recognize(self, probe: Probe) -> bool:
-        """Return a plausible length, then the beginning of a JSON object."""
+        """Return whether it has a plausible length, then the beginning of a JSON object."""
         head = probe.head
         if len(head) <= LENGTH.size or LENGTH.unpack_from(head)[0] >= _LIKELY_HEADER:
             return False
@@ -332,7 +332,7 @@ class Safetensors(EditableFormat):
         return text[:1] == b"{" and text[1:].lstrip(b" \t\r\n")[:1] in (b'"', b"}", b"")
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the state dict, its tied names and `_metadata` restored."""
+        """Return the state dict with its tied keys and `_metadata`."""
         source = probe.opened()
         header = read_header(source, probe.limits, salvages=probe.salvages is not None)
         tensors = {entry.name: _tensor(entry, header) for entry in header.entries}
@@ -353,7 +353,7 @@ class Safetensors(EditableFormat):
         )
 
     def plan(self, checkpoint: Checkpoint) -> WritePlan:
-        """Return the file for a checkpoint whose root is one flat state dict."""
+        """Plan the file for a checkpoint with one flat state dict as its root."""
         content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
         written = content.written
         entries = _entries(written)
@@ -384,13 +384,13 @@ class Safetensors(EditableFormat):
         )
 
     def plan_edit(self, checkpoint: Checkpoint) -> WritePlan | None:
-        """Return the header that makes the file hold `checkpoint`; None if that takes a new file.
+        """Plan a header that makes the file equal to `checkpoint`; None if that needs a new file.
 
-        It does where the header becomes longer, or cannot say something that there is to say, and
-        where the tensors are not, each as it is, the runs of bytes behind the header. What the
-        header says beside the state dict stays; the rest of the old length is filled with spaces.
+        It needs one if the header becomes longer or cannot express a change, or if the tensors are
+        not exactly the ranges after the header. Other entries of the header stay; spaces fill the
+        rest of the old length.
         """
-        from ckptool.files.editing import Patch  # a list edits nothing
+        from ckptool.files.editing import Patch  # not needed to list tensors
 
         if checkpoint.format != "safetensors" or len(checkpoint.sources) != 1:
             return None
@@ -428,7 +428,7 @@ SAFETENSORS = Safetensors()
 def _tensor(entry: HeaderEntry, header: Header) -> TensorRef:
     dtype = BY_SAFETENSORS[entry.code]
     nbytes = entry.stop - entry.start
-    whole = entry.stop <= header.body.length  # not so in a file that is to be salvaged
+    whole = entry.stop <= header.body.length  # otherwise the file is being salvaged
     data = header.body.slice(entry.start, nbytes) if whole else None
     shape = _torch_shape(entry)
     storage = Storage(entry.name, data, nbytes)
@@ -436,7 +436,7 @@ def _tensor(entry: HeaderEntry, header: Header) -> TensorRef:
 
 
 def _torch_shape(entry: HeaderEntry) -> tuple[int, ...]:
-    """Return the shape in torch, which counts pairs of F4."""
+    """Return the shape in torch, which counts F4 pairs."""
     if entry.code != "F4":
         return entry.shape
     if not entry.shape or entry.shape[-1] % 2:
@@ -448,7 +448,7 @@ def _torch_shape(entry: HeaderEntry) -> tuple[int, ...]:
 
 
 def _left_behind(header: Header, source: Source) -> tuple[str, ...]:
-    """Say which bytes of a file that is salvaged belong to no tensor of it."""
+    """Return a phrase on the bytes of a salvaged file that belong to no tensor."""
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
     copy = header.body.offset - LENGTH.size - length
     spans = [(0, copy)] if copy else []

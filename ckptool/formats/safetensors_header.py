@@ -1,4 +1,4 @@
-"""The header of a safetensors file: parsed, checked, and its metadata."""
+"""Parse, check and write the header of a safetensors file, and its metadata."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ckptool.words import printable
 METADATA = "__metadata__"
 LENGTH = struct.Struct("<Q")
 MAX_BYTES = 100_000_000
-"""What the reference reader takes (`MAX_HEADER_SIZE`)."""
+"""The limit of the reference reader (`MAX_HEADER_SIZE`)."""
 _BITS = {
     **{code: 8 * dtype.itemsize for code, dtype in BY_SAFETENSORS.items()},
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
-"""Bits of one element, as the shape in the header counts them."""
+"""Bits per element of the shape in the header."""
 _MAX_SIZE = (1 << 64) - 1
 _LONG_NUMBER = re.compile(r"[0-9]{21}")
 
@@ -49,7 +49,7 @@ class HeaderEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A header that keeps every rule: the tensors tile the rest of the file exactly."""
+    """A valid header: the tensors cover the rest of the file exactly."""
 
     entries: tuple[HeaderEntry, ...]
     """In the order of the header."""
@@ -57,19 +57,19 @@ class Header:
     body: ByteRange
     """The bytes of the tensors."""
     unused: tuple[tuple[int, int], ...] = ()
-    """Where no tensor has bytes, in the body of a file that is to be salvaged."""
+    """The ranges without tensors in the body of a file that is being salvaged."""
 
 
 def read_header(source: Source, limits: Limits, *, salvages: bool = False) -> Header:
-    """Return the header of a file, every rule checked; with `salvages` tensors may be cut off.
+    """Return the checked header of a file; with `salvages`, tensors may be truncated.
 
-    With `salvages` bytes may also belong to no tensor, and of a download that began again the last
-    copy is read.
+    With `salvages`, bytes may also belong to no tensor, and the last copy of a restarted download
+    is read.
 
     Raises:
-        TruncatedFile: the header, or a tensor, reaches past the end.
-        LimitExceeded: the header, or a shape, is longer than `limits` allows.
-        CorruptFile: any other rule is broken.
+        TruncatedFile: the header or a tensor reaches past the end.
+        LimitExceeded: the header or a shape is longer than `limits` allows.
+        CorruptFile: another rule of the format is broken.
     """
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
     check_limit("the header has", length, "bytes", limits.max_header_bytes)
@@ -107,14 +107,14 @@ def _parsed(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> H
         check_tiling(entries, body.length)
     except CorruptFile as error:
         with suppress(CorruptFile):
-            tuple(_unused(entries, body.length))  # two that overlap cannot be salvaged
+            tuple(_unused(entries, body.length))  # overlapping tensors cannot be salvaged
             error.advise(f"download the file again, or run {salvage_command(body.source.name)}")
         raise
     return Header(entries, metadata, body)
 
 
 def _unused(entries: Iterable[HeaderEntry], length: int) -> Iterator[tuple[int, int]]:
-    """Yield from where to where no tensor has bytes, in the body.
+    """Yield start and stop of the ranges in the body that belong to no tensor.
 
     Raises:
         CorruptFile: two tensors overlap.
@@ -133,12 +133,12 @@ def _unused(entries: Iterable[HeaderEntry], length: int) -> Iterator[tuple[int, 
 
 
 def parse_json(text: str, what: str = "the header") -> Any:
-    """Return a JSON document without what Python adds to JSON, and without repeated keys.
+    """Parse a JSON document, without Python's extensions and repeated keys.
 
     Raises:
-        CorruptFile: it is none; `what` names it in the message.
+        CorruptFile: it is invalid; `what` is its name in the message.
     """
-    # Python refuses numbers of more than 4,300 digits in words of its own; no size has that many.
+    # Python rejects numbers of more than 4,300 digits with its own message.
     whole = _bounded_integer if _LONG_NUMBER.search(text) else None
     try:
         return json.loads(
@@ -171,14 +171,14 @@ def _bounded_integer(digits: str) -> int:
 
 
 def _check_text(document: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Refuse escapes of half a character, which no other reader takes."""
+    """Refuse escapes of single surrogates, which other readers reject."""
     for text in (*document, *metadata, *metadata.values()):
         if not is_unicode(text):
             raise CorruptFile(f"the header contains {text!a}, which is not valid Unicode")
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Return whether it has no single surrogate, which is possible in JSON but not in UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -187,10 +187,10 @@ def is_unicode(text: str) -> bool:
 
 
 def texts_of(fields: Any, what: str) -> dict[str, str]:
-    """Return an object of strings, as JSON has it.
+    """Return a JSON object, checked to have only strings.
 
     Raises:
-        CorruptFile: it is none; `what` names it in the message.
+        CorruptFile: it is invalid; `what` is its name in the message.
     """
     if not isinstance(fields, dict) or not all(isinstance(one, str) for one in fields.values()):
         raise CorruptFile(f"{what} is not an object of strings")
@@ -198,7 +198,7 @@ def texts_of(fields: Any, what: str) -> dict[str, str]:
 
 
 def _entry(name: str, fields: Any, limits: Limits) -> HeaderEntry:
-    """Return one tensor, checked by itself."""
+    """Return the checked entry of one tensor."""
     match fields:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]}:
             pass
@@ -227,7 +227,7 @@ def _entry(name: str, fields: Any, limits: Limits) -> HeaderEntry:
 
 
 def _product(name: str, shape: Iterable[int]) -> int:
-    """Count a shape's elements; as in the reference reader, a 0 excuses no size before it."""
+    """Count the elements of a shape; as in the reference reader, check sizes before a 0."""
     count = 1
     for size in shape:
         count *= size
@@ -241,10 +241,10 @@ def _wrong(name: str, fact: str) -> CorruptFile:
 
 
 def check_tiling(entries: Iterable[HeaderEntry], length: int) -> None:
-    """Refuse tensors that do not cover the rest of the file, each byte once.
+    """Refuse tensors that do not cover each byte of the rest of the file exactly once.
 
     Raises:
-        CorruptFile: two overlap, or bytes belong to none; `TruncatedFile`: the last reaches out.
+        CorruptFile: two overlap, or bytes belong to none; `TruncatedFile`: the file ends too early.
     """
     end, last = 0, None
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
@@ -273,12 +273,12 @@ def header_bytes(
     file: str,
     congruent: int | None = None,
 ) -> bytes:
-    """Length and JSON, padded with spaces so that the tensors begin at a multiple of 8.
+    """Return length and JSON, padded with spaces so that the tensors begin at a multiple of 8.
 
-    If `congruent` is such a multiple, they begin where it is, modulo `SHARED`.
+    If `congruent` is a multiple of 8, they begin at an offset congruent to it modulo `SHARED`.
 
     Raises:
-        NotRepresentable: it is longer than readers take.
+        NotRepresentable: it is longer than readers accept.
     """
     text = header_text(entries, metadata)
     text += b" " * (-len(text) % LENGTH.size)
@@ -294,7 +294,7 @@ def header_bytes(
 
 
 def header_text(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
-    """Return the JSON alone."""
+    """Return the JSON without length and padding."""
     document: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     for entry in entries:
         document[entry.name] = {
@@ -307,7 +307,7 @@ def header_text(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> 
 
 FORMAT, VERSIONS, PLACES = "format", "_metadata", "ckptool.tied"
 RESERVED = frozenset({FORMAT, VERSIONS, PLACES})
-"""Keys that are never a tied name."""
+"""Keys that are never tied names."""
 
 
 def restored(
@@ -315,9 +315,9 @@ def restored(
     metadata: Mapping[str, str],
     known: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[OrderedMap, dict[str, str]]:
-    """Return the state dict with its ties and `_metadata`, and the entries that are neither.
+    """Return the state dict with its ties and `_metadata`, and all other entries.
 
-    `known` are ties (`dropped: kept`) that are told elsewhere, and need not be among the entries.
+    `known` are ties (`dropped: kept`) from other places, which need not be among the entries.
     """
     places = _object(metadata.get(PLACES))
     told = {name: kept for name, kept in metadata.items() if places is None or name in places}
@@ -333,7 +333,7 @@ def restored(
 
 
 def _candidates(tensors: Collection[str], entries: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries that tie a name to one of the `tensors`, as far as one can see."""
+    """Return the entries that seem to tie a name to one of the `tensors`."""
     return {
         name: kept
         for name, kept in entries.items()
@@ -342,7 +342,7 @@ def _candidates(tensors: Collection[str], entries: Mapping[str, str]) -> dict[st
 
 
 def _order(names: list[str], tied: list[str], places: Mapping[str, Any]) -> list[str]:
-    """Return all names, tied ones at their old place, or at the end if that is unknown."""
+    """Return all names, tied ones at their old position, or at the end if that is unknown."""
     total = len(names) + len(tied)
     at: dict[int, str] = {}
     for name in tied:
@@ -355,7 +355,7 @@ def _order(names: list[str], tied: list[str], places: Mapping[str, Any]) -> list
 
 
 def _versions(text: str | None) -> OrderedMap | None:
-    """Return the `_metadata` of a state dict (module path -> dict); None where the text is none."""
+    """Return the `_metadata` of a state dict (module path -> dict), or None."""
     found = _object(text)
     if found is None or not all(isinstance(value, dict) for value in found.values()):
         return None
@@ -363,7 +363,7 @@ def _versions(text: str | None) -> OrderedMap | None:
 
 
 def _object(text: str | None) -> dict[str, Any] | None:
-    """Return the JSON object in a text; None for anything else: these entries are free for all."""
+    """Return the JSON object in a text; None for other texts: anyone can write these entries."""
     try:
         found = parse_json(text or "null")
     except CorruptFile:
@@ -379,8 +379,8 @@ def metadata_of(
 ) -> dict[str, str]:
     """Return the entries for the ties (`dropped: kept`) of a state dict, and for its `_metadata`.
 
-    `names` is all its tensors in order; `versions` is plain (`plain_versions`), empty for none;
-    `free` are the entries of others, of which none is to be taken for a tie.
+    `names` are all its tensors in order; `versions` is plain (`plain_versions`) or empty; `free`
+    are other entries, none of which may be mistaken for a tie.
     """
     entries = {VERSIONS: _text(versions)} if versions else {}
     if ties or _candidates(set(names) - ties.keys(), free):
@@ -394,9 +394,9 @@ def _text(value: Any) -> str:
 
 
 def plain_versions(attributes: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return what JSON can hold of a state dict's `_metadata`, and the names of what it cannot.
+    """Return the part of a state dict's `_metadata` that fits JSON, and the names of the rest.
 
-    The names are module paths of `_metadata`, or attributes of the state dict beside it.
+    The names are module paths of `_metadata`, or other attributes of the state dict.
     """
     versions = attributes.get("_metadata")
     lost = [str(name) for name in attributes if name != "_metadata"]
@@ -412,7 +412,7 @@ def plain_versions(attributes: Mapping[Any, Any]) -> tuple[dict[str, Any], list[
 
 
 def _is_plain(node: Any) -> bool:
-    """Return whether JSON gives it back as it was."""
+    """Return whether it survives JSON unchanged."""
     if isinstance(node, dict):
         return all(isinstance(key, str) and _is_plain(value) for key, value in node.items())
     if isinstance(node, list):

@@ -1,4 +1,4 @@
-"""A second opinion on safetensors files: what the library `safetensors` reads in them."""
+"""A second opinion on safetensors files: compare with the library `safetensors`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ckptool.words import printable
 
 
 def disagreement(source: Source, limits: Limits) -> str | None:
-    """Return what the library `safetensors` does not read as ckptool does; None if nothing.
+    """Return the first difference to what the library `safetensors` reads, or None.
 
-    Keys, dtypes and shapes are compared. None also where the library, or numpy, which it needs, is
-    not installed, and for a file that the library cannot open by its name: one on another machine,
-    or one that is shown as it was before an interrupted edit.
+    Keys, dtypes and shapes are compared. Returns None, too, if the library or numpy is not
+    installed, and for a file that the library cannot open by path: one on another machine, or one
+    presented as before an interrupted edit.
 
     Raises:
         CheckpointError: ckptool itself refuses the file.

@@ -1,4 +1,4 @@
-"""What of a damaged zip is whole: every record of which the length and the CRC-32 are right."""
+"""Find the intact records of a damaged zip: those with the right length and CRC-32."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from ckptool.limits import Limits
 _SIGNATURE = b"PK\x07\x08"
 _SIZES, _SIZES64 = struct.Struct("<3I"), struct.Struct("<I2Q")
 _NEEDED = ("data.pkl", "byteorder")
-"""Records without which nothing is known of the others."""
+"""Records that are needed to read the others."""
 
 
 def whole_records(data: ByteRange, limits: Limits, sources: tuple[Source, ...]) -> Archive:
-    """Return the records of a zip that are whole; all of its bytes are read.
+    """Return the intact records of a zip; all of its bytes are read.
 
-    They are those of its directory, or, where that is missing or damaged, those that stand one
-    behind the other from the beginning of the file.
+    They come from its directory, or, if that is missing or damaged, from the consecutive records at
+    the beginning of the file.
 
     Raises:
-        CorruptFile: the pickle, or the byte order, is not among them.
-        LimitExceeded: more records, or more inflation, than `limits` allows.
+        CorruptFile: the pickle or the byte order is not among them.
+        LimitExceeded: it has more records, or more inflation, than `limits` allows.
     """
     if fault := text_fault(data.source):
         raise fault
@@ -63,7 +63,7 @@ def whole_records(data: ByteRange, limits: Limits, sources: tuple[Source, ...]) 
     records = {
         one.name: one
         for one, crc in zip(found, sums, strict=True)
-        if one.crc32 in (None, crc)  # torch writes none if it is told so
+        if one.crc32 in (None, crc)  # torch can be set to write none
     }
     for entry in entries:
         name = entry.name.rpartition("/")[2]
@@ -73,7 +73,7 @@ def whole_records(data: ByteRange, limits: Limits, sources: tuple[Source, ...]) 
 
 
 def _last_copy(data: ByteRange) -> ByteRange:
-    """Return the last copy of a download that began again, if it is complete; else all bytes."""
+    """Return the last copy of a restarted download, if it is complete; else all bytes."""
     first = data.read(0, min(data.length, LOCAL.size + 64))
     start = last_copy(data.source, first)
     with suppress(CorruptFile, UnsupportedFormat):
@@ -101,7 +101,7 @@ def _entries(data: ByteRange, limits: Limits) -> list[ZipEntry]:
 
 
 def _from_the_beginning(data: ByteRange) -> Iterator[ZipEntry]:
-    """Yield an entry for each local header, as long as one follows the other."""
+    """Yield an entry for each local header, as long as they are consecutive."""
     position = 0
     while position + LOCAL.size <= data.length:
         head = data.read(position, LOCAL.size)
@@ -124,9 +124,9 @@ def _from_the_beginning(data: ByteRange) -> Iterator[ZipEntry]:
 
 
 def _behind(data: ByteRange, payload: int, *, stored: bool) -> tuple[int, int, int, int] | None:
-    """Return CRC-32, packed size, size and end that the descriptor of a record states.
+    """Return CRC-32, packed size, size and end from the data descriptor of a record.
 
-    It is the first whose size is how far it stands behind the beginning of the payload.
+    It is the first one with a size that equals its distance from the start of the payload.
     """
     position = payload
     while position < data.length:

@@ -1,4 +1,4 @@
-"""Several files that hold parts of one state dict, as shards do whose index is missing."""
+"""Join files with parts of one state dict, for example shards without an index."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FORMATS = ("safetensors", *TORCH_FILES)
 def opened_parts(
     source: Source | Sequence[str | os.PathLike[str]], *, salvage: bool = False
 ) -> AbstractContextManager[Checkpoint]:
-    """Give what `opened` gives, or, of a list of paths, `open_several`.
+    """Yield the checkpoint of `opened`, or of `open_several` for a list of paths.
 
     Raises:
-        UsageError: several files are to be salvaged.
+        UsageError: `salvage` is used with several files.
     """
     if isinstance(source, str) or not isinstance(source, Sequence):
         return opened(source, salvage=salvage)
@@ -47,7 +47,7 @@ def opened_parts(
 
 
 def _rank_pattern(paths: Sequence[str]) -> str | None:
-    """Return the pattern of a set of rank files that a shell has spelled out; None of other files.
+    """Return the pattern of a set of rank files that a shell has expanded; None for other files.
 
     Raises:
         FileMissing: the folder has more files of the set than are given.
@@ -74,7 +74,7 @@ _KEYED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 
 
 def keyed(source: str) -> tuple[str, str] | None:
-    """Return the key and the path of `KEY=PATH`; None of a path, or if a file has that name."""
+    """Return the key and the path of `KEY=PATH`; None for a path, or if a file has that name."""
     found = None if os.path.lexists(source) else _KEYED.fullmatch(source)
     return None if found is None else (found[1], found[2])
 
@@ -83,10 +83,10 @@ def open_by_key(
     sources: Iterable[tuple[str, str]],
     open_one: Callable[[str], Checkpoint] = open_checkpoint,
 ) -> Checkpoint:
-    """Return a checkpoint whose root is a dict: the tree of each file below its key.
+    """Return a checkpoint with a dict as its root: the tree of each file under its key.
 
     Raises:
-        UsageError: two files have one key.
+        UsageError: two files have the same key.
         UnreadableFile: as `open_checkpoint`.
     """
     root: dict[str, Any] = {}
@@ -111,12 +111,12 @@ def open_by_key(
 def open_several(
     paths: Sequence[str | os.PathLike[str]], *, limits: Limits = DEFAULT_LIMITS
 ) -> Checkpoint:
-    """Return the state dict that the files hold together, in their order.
+    """Return the state dict of all files together, in their order.
 
     Raises:
-        FileMissing: of files numbered `-00001-of-00003` one is not given.
-        NameCollision: two files have a tensor of one name.
-        UsageError: a file holds something else than one flat state dict.
+        FileMissing: one of a series of files such as `-00001-of-00003` was not given.
+        NameCollision: two files have the same key.
+        UsageError: a file does not have one flat state dict.
         UnreadableFile: as `open_checkpoint`.
     """
     names = [os.fspath(path) for path in paths]
@@ -138,7 +138,7 @@ def open_several(
 
 
 def _keys(path: str, file: Checkpoint) -> list[str]:
-    """Return the names of the tensors in a file whose root is a flat state dict."""
+    """Return the keys of the tensors in a file with a flat state dict."""
     root = file.root if isinstance(file.root, dict) else {}
     keys = [key for key, value in root.items() if isinstance(value, TensorRef)]
     rest = [value for value in root.values() if not isinstance(value, TensorRef)]

@@ -1,4 +1,4 @@
-"""A model in several files behind an index, read as one checkpoint."""
+"""Read a model in several files with an index as one checkpoint."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from ckptool.words import are, counted, few, listed, printable, quoted, shell
 _WEIGHT_MAP = "weight_map"
 _MARK = f'"{_WEIGHT_MAP}"'.encode()
 _NAME = re.compile(r".+\.index(\.[^.]+)?\.json", re.IGNORECASE)
-"""How an index is called: `model.safetensors.index.json`, `model.safetensors.index.fp16.json`."""
+"""Names of indexes: `model.safetensors.index.json`, `model.safetensors.index.fp16.json`."""
 _INDEXED = re.compile(r"\.index(\.[^.]+)?\.json$", re.IGNORECASE)
 NUMBERED = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})(.*)")
-"""The name of a shard: stem, number, how many there are, ending."""
+"""The name of a shard: stem, number, count, extension."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """An index that keeps the rules of its own: what the shards hold is another question."""
+    """A valid index, not yet compared with its shards."""
 
     source: Source
     weight_map: Mapping[str, str]
-    """Tensor -> file name, in the order of the index."""
+    """File name by tensor, in the order of the index."""
     metadata: Mapping[str, Any]
-    """Free text, and `total_size`."""
+    """`total_size` and free entries."""
 
     @property
     def path(self) -> str:
@@ -60,14 +60,14 @@ class ShardIndex:
         return os.path.join(os.path.dirname(self.path), name)
 
     def unnamed(self) -> Iterator[str]:
-        """Return files beside the index whose names are of the set and that it does not name."""
+        """Return files of the same set next to the index that it does not list."""
         series = {
             found.group(1, 3, 4) for name in self.shards if (found := NUMBERED.fullmatch(name))
         }
         if not series:
             return
         named, there = set(self.shards), []
-        with suppress(OSError):  # a folder that we may enter, and not list
+        with suppress(OSError):  # a folder that can be read but not listed
             there = sorted(place_of(self.path).names(os.path.dirname(self.path)))
         for name in there:
             found = NUMBERED.fullmatch(name)
@@ -76,14 +76,14 @@ class ShardIndex:
 
 
 def open_index(probe: Probe) -> ShardIndex | None:
-    """Return the index that a file is, or the only one that a folder holds; None for anything else.
+    """Return the index in a file, or the only one in a folder; None for anything else.
 
-    A file is an index by its content, an object with a `weight_map`; in a folder those are looked
-    at that are called like one.
+    An index is recognized by its content, an object with a `weight_map`; in a folder, only files
+    with the name of an index are checked.
 
     Raises:
-        NotACheckpoint: the folder holds several.
-        CorruptFile: it breaks a rule: not JSON, a name twice, a shard that is no plain file name.
+        NotACheckpoint: the folder has several.
+        CorruptFile: it is not JSON, has a name twice, or a shard that is not a plain file name.
         LimitExceeded: it is longer than `limits.max_json_bytes`.
     """
     if probe.source is not None:
@@ -105,7 +105,7 @@ def open_index(probe: Probe) -> ShardIndex | None:
 
 
 def shards_named_by(path: str) -> tuple[str, ...]:
-    """Return the files that an index names before it is replaced; none, if it is no index."""
+    """Return the files that an index lists before it is replaced; none if it is not an index."""
     with suppress(CheckpointError), closing(FileSource(path)) as source:
         index = _index_of(source, DEFAULT_LIMITS)
         return index.shards if index else ()
@@ -113,7 +113,7 @@ def shards_named_by(path: str) -> tuple[str, ...]:
 
 
 def _refuse_several(probe: Probe, indexes: list[ShardIndex]) -> None:
-    """Refuse to choose between indexes, or between shards and one file of their name."""
+    """Refuse to choose between indexes, or between shards and a single file of their name."""
     names = []
     for name in (os.path.basename(index.path) for index in indexes):
         whole = _INDEXED.sub("", name)
@@ -179,7 +179,7 @@ def _parsed(raw: bytes, source: Source) -> ShardIndex | None:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether it can only be a file in the folder of the index, on whatever system."""
+    """Return whether it can only be a file in the folder of the index, on any system."""
     if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
         return False
     try:
@@ -192,9 +192,9 @@ def _is_plain(name: str) -> bool:
 def _joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
     """Return the state dict of all shards (by file name), in the order of the index.
 
-    Ties within a shard stay. Tied names that no shard holds as safetensors cannot hold them come
-    back from the headers of the shards, or from the index, where huggingface_hub notes them.
-    `_metadata` is that of all shards together.
+    Ties within a shard are kept. Tied keys that safetensors cannot store are restored from the
+    headers of the shards, or from the index, where huggingface_hub writes them. `_metadata` is
+    merged from all shards.
     """
     for name in index.unnamed():
         raise CorruptFile(
@@ -206,7 +206,7 @@ def _joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
     places, ties = _places(shards)
     _check_places(index, shards, places)
     entries = {name: shards[file].root[name] for name, file in index.weight_map.items()}
-    for name, file in places.items():  # values that an index does not name
+    for name, file in places.items():  # values that the index does not list
         entries.setdefault(name, shards[file].root[name])
     is_plain = all(shard.format == "safetensors" for shard in shards.values())
     texts = {
@@ -220,7 +220,7 @@ def _joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
 
 
 def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
-    """Refuse a shard without any tensor that the index places there."""
+    """Refuse a shard that has none of the tensors that the index lists for it."""
     dicts = {file: root for file, root in roots.items() if isinstance(root, dict)}
     held = {file for name, file in index.weight_map.items() if name in dicts.get(file, ())}
     for file in (file for file in roots if file not in held):
@@ -235,7 +235,7 @@ def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
 
 
 def _places(shards: Mapping[str, Checkpoint]) -> tuple[dict[Any, str], dict[str, str]]:
-    """Map each name to the shard that holds it, and tied names to those that are held for them."""
+    """Map each key to its shard, and each tied key to the key that is stored for it."""
     places: dict[Any, str] = {}
     ties: dict[str, str] = {}
     for file, shard in shards.items():
@@ -256,7 +256,7 @@ def _places(shards: Mapping[str, Checkpoint]) -> tuple[dict[Any, str], dict[str,
 def _check_places(
     index: ShardIndex, shards: Mapping[str, Checkpoint], places: Mapping[Any, str]
 ) -> None:
-    """Refuse a tensor that is in another shard than the index says; tied names are in any."""
+    """Refuse a tensor that is not in the shard that the index lists; tied keys may be in any."""
     for name in dict.fromkeys((*index.weight_map, *places)):
         stated, held = index.weight_map.get(name), places.get(name)
         is_tied = held is None and stated is not None and name in shards[stated].root
@@ -271,7 +271,7 @@ def _check_places(
 
 
 def _attributes(shards: Iterable[Checkpoint]) -> dict[Any, Any]:
-    """Return the attributes of all shards' roots; of each `_metadata` entry the first."""
+    """Return the attributes of all shards' roots, with the first of each `_metadata` entry."""
     found: dict[Any, Any] = {}
     for shard in shards:
         if not isinstance(shard.root, OrderedMap):
@@ -292,11 +292,11 @@ _DERIVED = frozenset({"total_size", "total_parameters", PLACES})
 def checkpoint_of(
     index: ShardIndex, shards: Mapping[str, Checkpoint], format: str, path: str
 ) -> Checkpoint:
-    """Return the checkpoint that the shards are together.
+    """Return the checkpoint of all shards together.
 
     Raises:
-        CorruptFile: a name is in two shards; in another than the index says; in none; in a shard,
-            and not in the index; or a file that belongs to the set is not in the index.
+        CorruptFile: a key is in two shards, in no shard, in another shard than the index lists, or
+            not in the index; or the index does not list a file of the set.
     """
     with naming(index.path):
         root = _joined(index, shards)
@@ -338,7 +338,7 @@ def _entries(what: str, keys: Sequence[str]) -> Iterator[str]:
 
 
 def _headers(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], list[str]]:
-    """Return the entries that every shard which has them has alike, and the names of the others."""
+    """Return the entries that agree in all shards, and the names of those that differ."""
     found: dict[str, str] = {}
     conflicting: dict[str, None] = {}
     for header in headers:
@@ -349,7 +349,7 @@ def _headers(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], list
 
 
 def _by_shard(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    """Each sentence once, with the shards that it is of unless it is of all."""
+    """Yield each phrase once, with its shards unless it applies to all."""
     files: dict[str, list[str]] = {}
     for file, texts in sentences.items():
         for text in texts:
@@ -359,7 +359,7 @@ def _by_shard(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
 
 
 def total_size_notes(index: ShardIndex, root: OrderedMap) -> Iterator[str]:
-    """Yield a note where the index states another size than any that writers have counted."""
+    """Yield a note if the index states a size that no way of counting gives."""
     stated = index.metadata.get("total_size")
     every = [value for value in root.values() if isinstance(value, TensorRef)]
     distinct = {tensor.place or id(tensor): tensor for tensor in every}
@@ -372,7 +372,7 @@ def total_size_notes(index: ShardIndex, root: OrderedMap) -> Iterator[str]:
 
 
 class Sharded(Format):
-    """The formats `safetensors-sharded` and `torch-sharded`: told apart by what the shards are."""
+    """The formats `safetensors-sharded` and `torch-sharded`, which differ in their shards."""
 
     flat = True
     refusal = Refusal(
@@ -383,7 +383,7 @@ class Sharded(Format):
     )
 
     def __init__(self, name: str, members: tuple[str, ...], shard_ending: str) -> None:
-        """Stand for shards that are each of one of the formats `members`."""
+        """Represent shards that each have one of the formats `members`."""
         self.name = name
         self.members = members
         self.shard_ending = shard_ending
@@ -406,7 +406,7 @@ class Sharded(Format):
         return known.name in self.members
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return one state dict of what all shards hold, in the order of the index."""
+        """Return one state dict of all shards, in the order of the index."""
         index = probe.ask(open_index)
         if index is None:
             raise CorruptFile("this is not an index of shards")
@@ -447,7 +447,7 @@ def _wrong_kind(path: str, known: Format, wanted: tuple[str, ...]) -> Unsupporte
 
 
 def _opened(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format]:
-    """Return a shard's file, and the format that it has: any that is read."""
+    """Return the probe of a shard, and its format."""
     try:
         shard = Probe(index.beside(name), limits)
     except FileMissing as error:
@@ -467,7 +467,7 @@ def _opened(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format
 
 
 def _check_still_there(index: ShardIndex) -> None:
-    """Refuse shards of which some may belong to the index that came after this one."""
+    """Refuse shards if the index was replaced, since some may belong to the new one."""
     fd = index.source.fd()
     if has_journal(index.path) or (fd is not None and not leads_to(index.path, fd)):
         raise FileBusy(

@@ -73,8 +73,8 @@ class TorchLegacy(WritableFormat):
         return Checkpoint(stream.root, self.name, probe.path, details, sources=(source,))
 
     def plan(self, checkpoint: Checkpoint) -> WritePlan:
-        """Plan a stream that torch reads since 1.0, and older torch if it knows the tensors."""
-        from ckptool.symbolic.encoder import encode  # a list needs none of it
+        """Plan a stream for torch 1.0 and newer, and for older versions that know the tensors."""
+        from ckptool.symbolic.encoder import encode  # not needed to list tensors
 
         encoded = encode(checkpoint.root, legacy=True)
         if any(name.endswith("UntypedStorage") for name in encoded.globals):
@@ -91,7 +91,7 @@ class TorchLegacy(WritableFormat):
             if storage.data is None:
                 what = f"storage {storage.key!r}, which is on the meta device and has no data,"
                 raise _unloadable(checkpoint, what)
-            # The count is in elements of the first mention, as in the pickle.
+            # The count is in elements of the first use, as in the pickle.
             count = COUNT.pack(storage.nbytes // BY_NAME[name].itemsize)
             swap = BY_NAME[name].swap_size if storage.byteorder == "big" else 1
             payloads.append((storage.data, count, swap))
@@ -118,21 +118,21 @@ class TorchLegacy(WritableFormat):
 
 
 def _writer(names: tuple[str, ...]) -> str:
-    """Return which torch wrote the file, by the functions that it names."""
+    """Return the torch versions that could have written the file, by its functions."""
     if "torch._utils._rebuild_tensor" in names:
         return "torch 0.1 to 0.3"
     return "torch 0.4 to 1.5, or newer with the legacy format"
 
 
 def _before(start: int) -> tuple[str, ...]:
-    """Return a sentence on what precedes the copy that is read."""
+    """Return a phrase on the bytes before the copy that is read."""
     if not start:
         return ()
     return (f"{start:,} bytes before the last copy of a restarted download",)
 
 
 def _behind(source: Source, end: int) -> tuple[str, ...]:
-    """Return a sentence on what follows the stream, which torch does not look at."""
+    """Return a phrase on the bytes after the stream, which torch does not read."""
     rest = source.size - end
     if not rest:
         return ()

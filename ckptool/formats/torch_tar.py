@@ -19,11 +19,11 @@ from ckptool.symbolic import unpickle
 from ckptool.symbolic.rebuild import storage_type
 
 BLOCK = 512
-"""Bytes of a header; the content of a member is filled up to a multiple of it."""
+"""Bytes of a header; the content of a member is padded to a multiple of it."""
 _MOST_EXTRA = 1 << 20
 _LINKS = (b"1", b"2")
 _NO_FILES = (*_LINKS, b"3", b"4", b"5", b"6")
-"""Links, devices and folders; Python's tarfile takes any other kind for a file."""
+"""Links, devices and folders; like Python's tarfile, treat other kinds as files."""
 _MEMBERS = ("pickle", "tensors", "storages")
 _LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK = b"L", b"x", b"g", b"K"
 
@@ -34,12 +34,12 @@ def is_tar(head: bytes) -> bool:
 
 
 def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
-    """Return the files in the tar, by name, in its order; the last of one name counts.
+    """Return the files in the tar, by name, in its order; the last file of a name counts.
 
     Raises:
-        CorruptFile: a header that is none.
-        TruncatedFile: a member that reaches behind the end of the file.
-        LimitExceeded: more members than `limits` allows.
+        CorruptFile: a header is invalid.
+        TruncatedFile: a member reaches past the end of the file.
+        LimitExceeded: it has more members than `limits` allows.
     """
     members: dict[str, ByteRange] = {}
     position, extra = 0, _Extra()
@@ -67,13 +67,13 @@ def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
 
 
 class _Extra(NamedTuple):
-    """What the next header cannot hold: a name longer than 100 bytes, a size beyond 8 GiB."""
+    """Facts that do not fit the next header: a name longer than 100 bytes, a size over 8 GiB."""
 
     name: str = ""
     size: int | None = None
 
     def with_record(self, kind: bytes, raw: bytes) -> _Extra:
-        """Return what `raw` adds: GNU's long name, or pax records, `LENGTH KEY=VALUE` a line."""
+        """Add the facts of `raw`: a GNU long name, or pax records, `LENGTH KEY=VALUE` per line."""
         if kind == _LONG_NAME:
             return _Extra(_text(raw), self.size)
         name, size = self.name, self.size
@@ -121,7 +121,7 @@ def _checksum_fits(header: bytes) -> bool:
 
 
 def _number(field: bytes) -> int | None:
-    """Octal text, or base 256 where the first bit is set; None for anything else."""
+    """Return a number in octal text, or base 256 if the first bit is set, or None."""
     if field[:1] == b"\x80":
         return int.from_bytes(field[1:], "big")
     try:
@@ -146,7 +146,7 @@ class TorchTar(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it is a tar with the members that torch's had."""
+        """Return whether it is a tar with torch's members."""
         if not is_tar(probe.head):
             return False
         members = read_members(probe.opened(), probe.limits)
@@ -169,7 +169,7 @@ class TorchTar(Format):
 
 
 class _Tar:
-    """What the members hold: storages and tensors by key, and the object over them."""
+    """The content of the members: storages and tensors by key, and the object that uses them."""
 
     def __init__(self, members: dict[str, ByteRange], limits: Limits) -> None:
         self.limits = limits
@@ -186,7 +186,7 @@ class _Tar:
         self._read_tensors(tensors)
         self.unpickled = unpickle_outer(data, limits, persistent_load=self._persistent)
         self.unread = storages.left + tensors.left + data.length - self.unpickled.end
-        """Bytes behind the content of these members."""
+        """Bytes after the content of these members."""
 
     def _read_storages(self, member: _Member) -> None:
         for _ in range(member.count()):
@@ -194,7 +194,7 @@ class _Tar:
                 case (int() as key, str() as location, storage_class) if self._is_free(key):
                     pass
                 case (int() as key, storage_class) if self._is_free(key):
-                    location = "cpu"  # as the first version of the tar had it
+                    location = "cpu"  # as in the first version of the tar
                 case _:
                     what = "a storage without a key or device, or with a key that is used twice"
                     raise member.corrupt(what)
@@ -208,7 +208,7 @@ class _Tar:
         return type(key) is int and key not in self.storages  # True is an int, too
 
     def _read_views(self, member: _Member) -> None:
-        """Make a storage of each view: a part of the storage that it looks at."""
+        """Make a storage of each view: a part of another storage."""
         found = unpickle(member.data, limits=self.limits, start=member.position)
         member.position = found.end
         listed = found.root
@@ -256,7 +256,7 @@ class _Tar:
 
 
 def _view(root: StorageRef, key: int, offset: int, numel: int) -> StorageRef:
-    """Return the part of `root` that a view looks at, as a storage of its own."""
+    """Return the part of `root` that a view shows, as a storage of its own."""
     itemsize = BY_NAME[root.dtype].itemsize
     length, data = numel * itemsize, root.storage.data
     with naming(None, f"view {key} of storage {root.storage.key}"):
@@ -287,18 +287,18 @@ class _Member:
         return found
 
     def record(self) -> Any:
-        """Return the small pickle that stands here."""
+        """Return the small pickle at the current position."""
         found = unpickle_record(self.data, self.position, self.limits)
         self.position = found.end
         return found.root
 
     def integers(self, count: int) -> tuple[int, ...]:
-        """`count` integers of eight bytes."""
+        """Return `count` integers of eight bytes."""
         raw = self.take(count * COUNT.size).read()
         return struct.unpack(f"<{count}q", raw)
 
     def short_integer(self) -> int:
-        """Return an integer of four bytes, and four that mean nothing: it was eight bytes once."""
+        """Return an integer of four bytes, and skip four bytes: it had eight bytes once."""
         return int.from_bytes(self.take(8).read()[:4], "little", signed=True)
 
     def take(self, length: int) -> ByteRange:
@@ -309,7 +309,7 @@ class _Member:
         return taken
 
     def corrupt(self, what: str) -> CorruptFile:
-        """Return the error for something that cannot be."""
+        """Return the error for invalid content."""
         return CorruptFile(f"member {self.name!r} has {what} before byte {self.position:,}")
 
 

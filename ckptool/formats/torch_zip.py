@@ -1,4 +1,4 @@
-"""The zip that torch.save writes since 1.6: read, written, and edited in place."""
+"""The zip of torch.save since 1.6: read, write, and edit in place."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ALIGNMENT = 64
 
 
 def _payload(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
-    """Return the record `data/INDEX` in little-endian bytes; `dtype` tells what is reversed."""
+    """Return the record `data/INDEX` in little-endian bytes; `dtype` determines the swapping."""
     data = storage.data
     if data is None:
         raise NotRepresentable(
@@ -75,41 +75,41 @@ _PAYLOADS = ("data/", "tensors/")
 _FACTS = ("version", "byteorder", ".format_version", ".storage_alignment")
 _OURS = frozenset({PICKLE, *_FACTS, ".data/serialization_id", ".data/version"})
 SHORT = 64
-"""Bytes that a record of a fact may have."""
+"""The longest record of a fact, in bytes."""
 _COMPUTING = (".format_version", ".storage_alignment")
-"""The records that let torch compute where storages are, instead of looking it up."""
+"""The records that make torch compute the offsets of storages, instead of looking them up."""
 
 
 _PLAIN_FOLDER = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 
 
 _STALE = ".data/serialization_id"
-"""A hash over all records, of which torch makes nothing but a line in a log."""
+"""A hash over all records, which torch only logs."""
 _UNLIMITED = Limits(max_records=sys.maxsize, max_inflation=sys.maxsize)
 _POINTER = 1 << 16
-"""A key beyond it is no count but an address: torch before 1.9 used those."""
+"""Larger keys are addresses, which torch used before 1.9."""
 
 
 class Storages:
-    """The storages of an archive, made as a pickle names them; each key gives one object."""
+    """The storages of an archive, created when the pickle uses them; one object per key."""
 
     def __init__(
         self, archive: Archive, byteorder: str, folders: tuple[str, ...] = _PAYLOADS
     ) -> None:
-        """Look keys up in `archive`, below the first of `folders` that has them."""
+        """Look up keys in `archive`, in the first of `folders` that has them."""
         self.archive = archive
         self.folders = folders
         self.byteorder = byteorder
         self.by_key: dict[str, Storage] = {}
         self.used: set[str] = set()
-        """Names of the records that a storage stands for."""
+        """Names of the records with a storage."""
 
     def load(self, pid: Any) -> Any:
-        """Return what a persistent id stands for.
+        """Return the object of a persistent id.
 
         Raises:
-            CorruptFile: the pid is malformed, its record is missing or of another length, or an
-                earlier pid of that key says something else.
+            CorruptFile: the pid is malformed, its record is missing or has another length, or it
+                contradicts an earlier pid of the key.
         """
         if not is_storage_pid(pid):
             return Opaque(None, (pid,), maker="persid")
@@ -143,20 +143,20 @@ class Storages:
 
 
 class ZipContents(NamedTuple):
-    """An archive's pickle as a tree, with what else its records say."""
+    """The pickle of an archive as a tree, and the facts in other records."""
 
     unpickled: Unpickled
     storages: Storages
     facts: dict[str, str]
-    """The text of `version`, `byteorder`, ... where there is such a record."""
+    """The text of records such as `version` and `byteorder`."""
 
 
 def read_contents(archive: Archive, limits: Limits) -> ZipContents:
-    """Read `data.pkl` and the records that state a fact.
+    """Read `data.pkl` and the records with facts.
 
     Raises:
-        CorruptFile: there is no `data.pkl`, the pickle is damaged, or a storage lies.
-        LimitExceeded: the pickle asks for more than `limits`.
+        CorruptFile: `data.pkl` is missing or damaged, or a storage has a wrong length.
+        LimitExceeded: the pickle needs more than `limits` allows.
     """
     facts = _facts(archive)
     storages = Storages(archive, known_byteorder(facts.get("byteorder", "little")))
@@ -173,10 +173,10 @@ def _facts(archive: Archive) -> dict[str, str]:
 
 
 def known_byteorder(text: str) -> str:
-    """Return the byte order that a record of an archive states.
+    """Return the byte order of an archive from its record.
 
     Raises:
-        CorruptFile: there is no such order.
+        CorruptFile: the byte order is unknown.
     """
     if text not in ("little", "big"):
         what = f"the byte order is {text!r}, expected 'little' or 'big'"
@@ -185,12 +185,12 @@ def known_byteorder(text: str) -> str:
 
 
 def stored_in(path: str, limits: Limits) -> Any:
-    """Return what torch.save wrote into one of thousands of files: each read opens it.
+    """Return the content of one of thousands of torch.save files: each read opens it.
 
     Raises:
-        FileMissing: there is no such file.
+        FileMissing: the file does not exist.
         CorruptFile: it is damaged.
-        LimitExceeded: it asks for more than `limits`.
+        LimitExceeded: it needs more than `limits` allows.
     """
     with naming(path):
         return read_contents(zip_archive(member_of(path), limits), limits).unpickled.root
@@ -200,7 +200,7 @@ def member_of(path: str) -> ByteRange:
     """Return one of thousands of files in a folder, which is open only while it is read.
 
     Raises:
-        FileMissing: there is no such file.
+        FileMissing: the file does not exist.
     """
     place = place_of(path)
     try:
@@ -211,11 +211,11 @@ def member_of(path: str) -> ByteRange:
 
 
 def contents_of(probe: Probe) -> ZipContents:
-    """Return the contents of the torch zip that a probe looks at.
+    """Return the contents of the torch zip of a probe.
 
     Raises:
-        CorruptFile: the archive or its pickle is damaged, or a storage lies about its length.
-        LimitExceeded: it asks for more than `probe.limits`.
+        CorruptFile: the archive or its pickle is damaged, or a storage has a wrong length.
+        LimitExceeded: it needs more than `probe.limits` allows.
     """
     return read_contents(probe.ask(open_archive), probe.limits)
 
@@ -230,12 +230,12 @@ class TorchZip(EditableFormat):
     remark = f"torch.load is its loader; {quote('no-constants')}"
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether there is a `data.pkl`, and no `constants.pkl` as TorchScript has."""
+        """Return whether it has `data.pkl`, and not `constants.pkl`, which TorchScript has."""
         archive = probe.ask(open_archive)
         return archive.find(PICKLE) is not None and archive.find("constants.pkl") is None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the checkpoint, over the zip directory and the pickle."""
+        """Return the checkpoint; read only the zip directory and the pickle."""
         contents = probe.ask(contents_of)
         archive = contents.storages.archive
         return Checkpoint(
@@ -247,8 +247,8 @@ class TorchZip(EditableFormat):
         )
 
     def plan(self, checkpoint: Checkpoint) -> WritePlan:
-        """Torch's layout but for `.data/serialization_id`, a hash for its own logging."""
-        from ckptool.symbolic.encoder import encode  # a list needs none of it
+        """Plan torch's layout without `.data/serialization_id`, a hash for its logging."""
+        from ckptool.symbolic.encoder import encode  # not needed to list tensors
 
         encoded = encode(checkpoint.root)
         records = [
@@ -271,19 +271,19 @@ class TorchZip(EditableFormat):
         )
 
     def plan_edit(self, checkpoint: Checkpoint) -> WritePlan | None:
-        """Return what to append to the file for it to hold `checkpoint`; None: it cannot be done.
+        """Plan what to append to the file to make it equal to `checkpoint`; None if impossible.
 
-        It can where the file is a plain zip that torch takes, and every storage is a record of it,
-        whole, under the key that it had. Only the directory and records that state a fact are read.
+        It is possible if the file is a plain zip that torch accepts, and every storage is one of
+        its complete records, under its old key. Only the directory and records with facts are read.
         """
-        # Imported here: a list needs none of it.
+        # Imported here: not needed to list tensors.
         from ckptool.files.editing import Patch
         from ckptool.symbolic.encoder import encode
 
         if checkpoint.format != "torch-zip" or len(checkpoint.sources) != 1:
             return None
         data = ByteRange(checkpoint.sources[0], 0, checkpoint.sources[0].size)
-        archive = zip_archive(data, _UNLIMITED)  # whoever opened the file has set limits
+        archive = zip_archive(data, _UNLIMITED)  # the limits were checked when the file was opened
         old = _pickle_of_torch(archive)
         if old is None:
             return None
@@ -334,7 +334,7 @@ def _details(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Detail
 
 
 def refusals(archive: Archive, contents: ZipContents) -> Iterator[tuple[str, str, str]]:
-    """Yield why torch refuses a zip that reads well: kind of problem, record, and a clause."""
+    """Yield why torch rejects a readable zip: kind of problem, record, and a clause."""
     if not archive.folder:
         yield "folder", "", "its records are not in a folder"
     version = contents.facts.get("version")
@@ -359,17 +359,17 @@ def _notes(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Iterator
 
 
 def _is_known_version(text: str) -> bool:
-    """Return whether torch takes a file of that version (caffe2/serialize/versions.h)."""
+    """Return whether torch accepts a file of that version (caffe2/serialize/versions.h)."""
     return text.isdecimal() and 1 <= int(text) <= 10
 
 
 def records_are(names: list[str]) -> str:
-    """Return the subject of a sentence: the first records, with the verb."""
+    """Return the subject and verb of a sentence about records: `records 'a', 'b' are`."""
     return f"record{'s' if len(names) > 1 else ''} {few(names, 3)} {are(len(names))}"
 
 
 def _writer(archive: Archive, contents: ZipContents) -> str:
-    """Return which torch lays a file out like this."""
+    """Return the torch versions that write this layout."""
     facts, keys = contents.facts, contents.storages.by_key
     if facts.get("version") == "1":
         return "torch 1.4"
@@ -390,16 +390,16 @@ def _writer(archive: Archive, contents: ZipContents) -> str:
 
 
 def alignment_of(stated: str | None) -> int | None:
-    """Return what `.storage_alignment` says, None where torch can make nothing of it."""
+    """Return the number in `.storage_alignment`; None if torch cannot parse it."""
     text = str(ALIGNMENT) if stated is None else stated
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def misplaced(archive: Archive, used: Sequence[Record], alignment: int) -> list[Record]:
-    """Return the records that do not begin where torch computes that they do.
+    """Return the records that are not at the offsets that torch computes.
 
-    `used` is the order in which the pickle first uses them. The first is looked up, and must have
-    the key 0: of another torch computes none.
+    `used` is the order in which the pickle first uses them. torch looks up the first, which must
+    have the key 0, and otherwise computes none.
     """
     if used and used[0].name != "data/0":
         return list(used)
@@ -416,10 +416,10 @@ def misplaced(archive: Archive, used: Sequence[Record], alignment: int) -> list[
 
 
 def _pickle_of_torch(archive: Archive) -> Record | None:
-    """Return the pickle of an archive that every torch takes: one folder, and a known version."""
+    """Return the pickle of an archive that torch accepts: one folder, and a known version."""
     is_whole = bool(archive.folder) and not archive.notes
     is_known = _is_known_version(_facts(archive).get("version", ""))
-    # Torch would take another version from `.data/version`, if it knows that one.
+    # torch would prefer the version in `.data/version`, if it knows it.
     return (
         archive.find(PICKLE)
         if is_whole and is_known and not archive.find(".data/version")
@@ -428,7 +428,7 @@ def _pickle_of_torch(archive: Archive) -> Record | None:
 
 
 def _records_of(archive: Archive, storages: Sequence[Storage]) -> list[Record] | None:
-    """Return the record that each storage is, whole and alone; None if one is none."""
+    """Return the record of each storage; None if a storage is not exactly one record."""
     found = [archive.find(f"data/{storage.key}") for storage in storages]
     records = [
         record
@@ -442,10 +442,10 @@ def _records_of(archive: Archive, storages: Sequence[Storage]) -> list[Record] |
 def _edited(
     data: ByteRange, prefix: str, old: Record, pickle: bytes, dropped: Container[str]
 ) -> bytes | None:
-    """Return the bytes to append to a zip: the record of a new pickle, the directory, its end.
+    """Return the bytes to append to a zip: a new pickle, the directory, the end records.
 
-    Entries of other records stay as they are, in their order, but for those `dropped`. None: the
-    name of the pickle's record is not in UTF-8.
+    Entries of other records are unchanged, without those `dropped`. None if the name of the
+    pickle's record is not UTF-8.
     """
     end, crc = find_end(data), zlib.crc32(pickle)
     place = ZipPlace(f"{prefix}{old.name}".encode(), len(pickle), data.length, ALIGNMENT)

@@ -1,4 +1,4 @@
-"""TorchScript archives, listed as the state dict of their module."""
+"""Read TorchScript archives as the state dict of their module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DTYPES = {
 
 
 def _read_model_json(archive: Archive, limits: Limits) -> tuple[OrderedMap, str]:
-    """Return the weights by full name, and who wrote the archive."""
+    """Return the weights by full name, and the writer of the archive."""
     document = read_json(archive.records["model.json"], limits)
     with naming(archive.path, "record 'model.json'", rules_of="TorchScript"):
         model = _Model(archive, document, limits)
@@ -90,7 +90,7 @@ _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _WEIGHTS = ("data/", "tensors/")
 _CONSTANTS = "constants/"
 PACKED = ("__torch__.torch.classes.quantized.", "__torch__.torch.classes.xnnpack.")
-"""How the names of the classes of packed weights begin."""
+"""The prefixes of classes of packed weights."""
 PACKED_WEIGHTS = "its weights are packed for quantized layers, so it has no plain state dict"
 RUN_IT = "run it with torch.jit.load, and take the state dict from the original model"
 _KNOWN = frozenset(
@@ -111,14 +111,14 @@ class TorchScript(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether there is `constants.pkl` beside `data.pkl`, or 1.0's `model.json`."""
+        """Return whether it has `constants.pkl` and `data.pkl`, or `model.json` of 1.0."""
         find = probe.ask(open_archive).find
         if find("constants.pkl") is not None and find("data.pkl") is not None:
             return True
         return find("model.json") is not None and find("version") is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the weights by their full names, over the directory, the pickle and the source."""
+        """Return the weights by full name; read only the directory, the pickle and the source."""
         archive = probe.ask(open_archive)
         if "model.json" in archive.records and "data.pkl" not in archive.records:
             root, writer = _read_model_json(archive, probe.limits)
@@ -128,13 +128,13 @@ class TorchScript(Format):
         return Checkpoint(root, self.name, probe.path, details, sources=archive.sources)
 
     def refuse_unusable(self, checkpoint: Checkpoint) -> None:
-        """Refuse packed weights: what packs them again is in the program, which is left out."""
+        """Refuse packed weights: the code to unpack them is in the program, which is left out."""
         if has_packed_weights(checkpoint.root):
             raise NotRepresentable(PACKED_WEIGHTS, file=checkpoint.path or None, hint=RUN_IT)
 
 
 def has_packed_weights(root: Any) -> bool:
-    """Return whether modules have a state of their own, of which only their code makes weights."""
+    """Return whether modules have a packed state that only their code can convert to weights."""
     values = root.values() if isinstance(root, dict) else (root,)
     return any(not isinstance(one, TensorRef) and holds_tensors(one) for one in values)
 
@@ -171,7 +171,7 @@ def _read_pickled(archive: Archive, limits: Limits) -> tuple[OrderedMap, Details
 
 
 def _constants(archive: Archive, byteorder: str, limits: Limits) -> Iterator[tuple[str, Any]]:
-    """Yield what holds tensors among the constants of a frozen program, as its code names it."""
+    """Yield the tensors among the constants of a frozen program, by their names in its code."""
     storages = Storages(archive, byteorder, (_CONSTANTS,))
     record = archive.find("constants.pkl")
     if record is None:
@@ -184,7 +184,7 @@ def _constants(archive: Archive, byteorder: str, limits: Limits) -> Iterator[tup
 
 @dataclass(frozen=True, slots=True)
 class _ClassSource:
-    """What the source of a class says; None for a list that old torch did not write."""
+    """The lists in the source of a class; None for a list that old torch did not write."""
 
     is_module: bool
     parameters: tuple[str, ...] | None = None
@@ -195,7 +195,7 @@ _UNKNOWN = _ClassSource(is_module=True)
 
 
 class _Collector:
-    """Walks a module tree and gives its tensors the names that `state_dict()` would."""
+    """Walks a module tree, and gives its tensors the keys of `state_dict()`."""
 
     def __init__(self, archive: Archive, limits: Limits) -> None:
         self.archive = archive
@@ -209,7 +209,7 @@ class _Collector:
     def collect(self, root: Any) -> OrderedMap:
         """Return the weights below `root`, parameters before buffers before submodules.
 
-        `_metadata` says version 1 of each module, which is what torch says of a scripted one.
+        `_metadata` has version 1 for each module, as torch has for scripted modules.
         """
         if not isinstance(root, Opaque):
             raise CorruptFile("the pickle contains no TorchScript module")
@@ -237,7 +237,7 @@ class _Collector:
                 self._module(child, f"{prefix}{name}.", depth + 1)
 
     def _source(self, module: Opaque) -> _ClassSource:
-        """Return what `code/` says about the module's class; a lite archive may have no source."""
+        """Return the lists of the module's class in `code/`; a lite archive may have no source."""
         func = module.func
         if not isinstance(func, Global):
             return _UNKNOWN
@@ -257,7 +257,7 @@ class _Collector:
 
 
 def _tensor_names(source: _ClassSource, attributes: dict[Any, Any]) -> tuple[Any, ...]:
-    """Parameters, then buffers: every other attribute, where the source does not tell them."""
+    """Return parameters, then buffers: all other attributes, if the source does not list them."""
     parameters = source.parameters or ()
     if source.buffers is not None:
         return (*parameters, *source.buffers)
@@ -270,7 +270,7 @@ def _is_scripted(node: Opaque) -> bool:
 
 
 def _classes(text: str) -> Iterator[tuple[str, _ClassSource]]:
-    """Yield the classes of a source file: names of parameters and buffers stand on a line each."""
+    """Yield the classes of a source file, which lists parameters and buffers on one line each."""
     name, is_module = "", False
     found: dict[str, tuple[str, ...]] = {}
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""Signs of a transfer that went wrong: bytes treated as text, or a download that began again."""
+"""Signs of a failed transfer: bytes treated as text, or a restarted download."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptool.words import shell
 
 _REPLACED = "\ufffd"
 _FEWEST = 3
-"""Line feeds that are all preceded by a carriage return: by chance 1 in 16 million files."""
+"""Line feeds that all follow a carriage return: by chance 1 in 16 million files."""
 _FEWEST_REPLACED = 8
 AS_TEXT_HINT = "transfer it again in binary mode, and compare the sizes"
 
@@ -64,7 +64,7 @@ def salvage_command(file: str, root: Any = None) -> str:
 
 
 def last_copy(source: Source, head: bytes) -> int:
-    """Return where `head`, the beginning of the file, is found for the last time."""
+    """Return the offset of the last occurrence of `head`, the beginning of the file."""
     found, overlap = 0, len(head) - 1
     for start in range(0, source.size, BLOCK):
         at = source.read(start, min(BLOCK + overlap, source.size - start)).rfind(head)

@@ -1,8 +1,8 @@
-"""A zip laid out as torch's writer does it: stored, aligned, sizes known before a byte is written.
+"""Write a zip with torch's layout: stored, aligned, with sizes known in advance.
 
 After third_party/miniz-3.0.2/miniz.c (`mz_zip_writer_add_mem_ex_v2`) and
-caffe2/serialize/inline_container.cc (`getPadding`). Records begin at multiples of the alignment;
-their sizes stand in a data descriptor behind them; the zip64 end record is always there.
+caffe2/serialize/inline_container.cc (`getPadding`). Records begin at multiples of the alignment; a
+data descriptor after them has their sizes; the zip64 end record is always written.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _MADE_BY, _NEEDED = 0x031E, 45
 
 @dataclass(frozen=True, slots=True)
 class NewRecord:
-    """A record to be written: its name within the folder, its size, and how to write its bytes."""
+    """A planned record: its name in the folder, its size, and the function that writes it."""
 
     name: str
     size: int
     write: Callable[[FileOutput], int]
     """Writes exactly `size` bytes and returns their CRC-32."""
     copied: ByteRange | None = None
-    """What is copied as it is; None: it is computed."""
+    """The range that is copied unchanged; None if it is computed."""
 
 
 def literal(name: str, data: bytes) -> NewRecord:
-    """Return a record of bytes at hand."""
+    """Return a record with the given bytes."""
 
     def write(output: FileOutput) -> int:
         output.write(data)
@@ -61,7 +61,7 @@ def literal(name: str, data: bytes) -> NewRecord:
 
 @dataclass(frozen=True, slots=True)
 class ZipPlace:
-    """Where a record goes; every field of its headers but the CRC follows from that."""
+    """The place of a record, which determines all fields of its headers but the CRC."""
 
     name: bytes
     """With the folder."""
@@ -70,16 +70,16 @@ class ZipPlace:
     """Offset of the local header."""
     alignment: int
     congruent: int | None = None
-    """An offset that its payload is to be congruent to, modulo `SHARED`."""
+    """An offset that its payload must be congruent to, modulo `SHARED`."""
 
     @property
     def wide(self) -> bool:
-        """Whether its headers need a zip64 field."""
+        """True if its headers need a zip64 field."""
         return self.size >= FAR or self.header >= FAR
 
     @property
     def flags(self) -> int:
-        """Names are UTF-8; sizes stand behind the payload where there is one."""
+        """Names are UTF-8; sizes follow the payload, unless it is empty."""
         return _UTF8 | (DESCRIPTOR if self.size else 0)
 
     @property
@@ -93,14 +93,14 @@ class ZipPlace:
 
     @property
     def descriptor_size(self) -> int:
-        """Bytes behind the payload; none behind an empty one."""
+        """Bytes of the data descriptor; 0 after an empty payload."""
         if not self.size:
             return 0
         return _DESCRIPTOR64.size if self.wide else _DESCRIPTOR.size
 
     @property
     def end(self) -> int:
-        """Offset of what comes next."""
+        """Offset of the next record."""
         return self.payload + self.size + self.descriptor_size
 
     def wide_field(self, *, local: bool) -> bytes:
@@ -115,7 +115,7 @@ class ZipPlace:
         return struct.pack(f"<2H{len(values)}Q", ZIP64, 8 * len(values), *values)
 
     def local_header(self) -> bytes:
-        """Header, name and extra field, padded so that the payload is aligned."""
+        """Return header, name and extra field, padded so that the payload is aligned."""
         wide = self.wide_field(local=True)
         fixed = self.header + LOCAL.size + len(self.name) + len(wide) + _PADDING_HEADER.size
         padding = self.payload - fixed
@@ -127,14 +127,14 @@ class ZipPlace:
         )
 
     def descriptor(self, crc: int) -> bytes:
-        """Return what stands behind the payload; nothing behind an empty one."""
+        """Return the data descriptor; empty after an empty payload."""
         if not self.size:
             return b""
         layout = _DESCRIPTOR64 if self.wide else _DESCRIPTOR
         return layout.pack(b"PK\x07\x08", crc, self.size, self.size)
 
     def entry(self, crc: int) -> bytes:
-        """Return the directory's entry."""
+        """Return the entry in the directory."""
         wide = self.wide_field(local=False)
         size, header = min(self.size, FAR), min(self.header, FAR)
         lengths = (len(self.name), len(wide), 0)
@@ -144,19 +144,19 @@ class ZipPlace:
 
 @dataclass(frozen=True, slots=True)
 class NewZip:
-    """A zip that is not written yet."""
+    """A planned zip."""
 
     records: tuple[tuple[NewRecord, ZipPlace], ...]
     size: int
-    """Bytes of the whole file."""
+    """Size of the whole file in bytes."""
     shared: Shared | None = None
-    """What lies at the same place in a block as in the file that it is copied from."""
+    """The bytes that can share blocks with the file that they are copied from."""
 
     def write(self, output: FileOutput) -> None:
         """Write all of it.
 
         Raises:
-            WriteError: a record turned out longer or shorter than it was said to be.
+            WriteError: a record is longer or shorter than planned.
         """
         start = output.tell()
         directory = []
@@ -176,7 +176,7 @@ class NewZip:
 
 
 def end_records(entries: int, offset: int, length: int) -> bytes:
-    """Return what stands behind a directory of `length` bytes at `offset`."""
+    """Return the end records for a directory of `length` bytes at `offset`."""
     end64 = offset + length
     return (
         END64.pack(
@@ -194,13 +194,13 @@ def end_records(entries: int, offset: int, length: int) -> bytes:
 def plan_sharing_zip(
     folder: str, records: Sequence[NewRecord], first: str, alignment: int
 ) -> NewZip | None:
-    """Lay records out so that most bytes can share their blocks with the file they come from.
+    """Lay out records so that most bytes can share blocks with the file they come from.
 
-    The record `first` goes to where its offset is congruent to that in its file, modulo `SHARED`;
-    what is copied behind it follows by itself, if the file has it in that order.
+    The offset of the record `first` becomes congruent to its offset in its file, modulo `SHARED`;
+    copied records after it follow automatically if they are in the order of the file.
 
     Returns:
-        None where that is not so for most of the bytes, or where they are few.
+        None if most bytes cannot be shared, or if they are few.
     """
     run = next((one.copied for one in records if one.name == first), None)
     if run is None or run.offset % alignment:
@@ -221,9 +221,9 @@ def plan_zip(
     alignment: int,
     fixed: tuple[str, int] | None = None,
 ) -> NewZip:
-    """Lay `records` out in `folder`, in their order, each payload at a multiple of `alignment`.
+    """Lay out `records` in `folder`, in their order, each payload at a multiple of `alignment`.
 
-    `fixed` is the name of a record and an offset that its payload is congruent to, modulo `SHARED`.
+    `fixed` is a record's name and an offset that its payload is congruent to, modulo `SHARED`.
     """
     placed = []
     position = directory = 0
