@@ -157,5 +157,5 @@ def test_git_difftool_of_files_that_come_and_go(shell):
     configure, use = BLOCKS["difftool"].splitlines()
     shell(configure)
     out = shell(use)
-    assert "no name in common: 5 only in A" in out
-    assert "no name in common: 1 only in B" in out
+    assert "no keys in common: 5 only in A" in out
+    assert "no keys in common: 1 only in B" in out

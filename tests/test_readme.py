@@ -27,7 +27,7 @@ SHOWN = {
     "show": r"module\.fc\.weight",
     "match": r"module\. removed",
     "diff": r"[1-9] of \d+ common entries differ",
-    "verify": r"fine \(",
+    "verify": r"ok \(",
     "scan": r"data \(1 pickle\)",
     "stats": r"mean",
     "report": r"wrote model.html",

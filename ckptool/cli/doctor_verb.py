@@ -86,7 +86,7 @@ def command(
     }
     given = [option for option, is_given in {**allowed, "--output": output}.items() if is_given]
     if given and not fix:
-        raise UsageError(f"{given[0]} is about --fix", hint=f"add --fix to {given[0]}")
+        raise UsageError(f"{given[0]} needs --fix", hint=f"add --fix to {given[0]}")
     if fix and len(files) > 1:
         raise UsageError("--fix takes one file", hint=f"ckptool doctor {shell(files[0])} --fix")
 
@@ -142,15 +142,16 @@ def _fixed(
     ]  # fmt: skip
     if plan.command is None or target is None or open_choices:
         file = shell(found.file)
-        what = "the fix leaves a choice" if open_choices else "no step of ckptool fixes it"
+        several = "several fixes are possible; choose one"
+        what = several if open_choices else "no ckptool command fixes it"
         raise UsageError(
             what, file=found.file, hint=found.first_command or f"ckptool doctor {file}"
         )
     if lost := [option for option in found.losses if option not in allowed]:
         raise UsageError(
-            f"the fix loses something: {listed(lost)}",
+            f"the fix would lose data: {listed(lost)}",
             file=found.file,
-            hint=f"add {' '.join(lost)} to agree"
+            hint=f"add {' '.join(lost)} to accept that"
             + (f"; or, to keep all: {found.resume}" if found.resume else ""),
         )
 

@@ -55,8 +55,8 @@ class _Names:
 
 
 _AS_THEY_ARE = _Names({}, {})
-STRICT_HINT = "--strict-names compares the names as they are"
-RULES_HINT = "make the rules narrower"
+STRICT_HINT = "add --strict-names to compare the keys unchanged"
+RULES_HINT = "make the rules more specific"
 
 
 @dataclass
@@ -179,7 +179,7 @@ def align(
     if one.entry and other.entry and (only_a or only_b or not pairs):
         pairs, only_a, only_b = [Pair(one.entry, other.entry)], [], []
     if not (pairs or only_a or only_b):
-        raise error or NotFound(f"there is nothing named {printable(text)!r}")
+        raise error or NotFound(f"no entry is named {printable(text)!r}")
     return replace(aligned, pairs=tuple(pairs), only_a=tuple(only_a), only_b=tuple(only_b))
 
 
@@ -493,7 +493,7 @@ def _unpaired(left_a: list[str], left_b: list[str]) -> Iterator[str]:
     if left_a and left_b:
         yield (
             f"A has the state dicts {listed(left_a)} and B has {listed(left_b)}: they are not "
-            "compared, because nothing says which belong together; --key chooses one"
+            "compared, because their names do not match; add --key to choose one"
         )
 
 
@@ -502,7 +502,7 @@ def _weights_alone(couples: list[Couple]) -> Iterator[str]:
     for one, other in couples:
         if one.kind in MODEL_KINDS and bool(one.path) != bool(other.path):
             part, whole = "BA" if one.path else "AB"
-            yield f"{part} is only a state dict: --model-only leaves out the rest of {whole}"
+            yield f"{part} is only a state dict; add --model-only to leave out the rest of {whole}"
 
 
 Changed = Callable[[Path, Any], tuple[Path, Any, Path]]

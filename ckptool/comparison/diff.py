@@ -209,7 +209,7 @@ class Diff(Result):
 
     def __bool__(self) -> NoReturn:
         """Refuse to guess whether differences are true, or their absence."""
-        raise TypeError("a Diff is neither true nor false; ask for its .identical")
+        raise TypeError("a Diff has no truth value; use its .identical")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document `ckptool.diff/1`."""
@@ -244,7 +244,7 @@ TAGS = frozenset({"device", "requires_grad"})
 STATUSES = "ADMRT"
 
 
-@renamed_arguments(rules="it is now called rename")
+@renamed_arguments(rules="use rename instead")
 def diff(
     a: Source,
     b: Source,
@@ -307,14 +307,13 @@ def diff(
         )
     if (tolerant or equal_nan or ignore_dtype) and (structure or quick):
         raise UsageError(
-            "a tolerance and --ignore-dtype ask for values, which --structure and --quick do not "
-            "read",
+            "a tolerance and --ignore-dtype need values, which --structure and --quick do not read",
             hint="leave one of them out",
         )
     if max_diffs is not None and max_diffs < 0:
-        raise UsageError(f"max_diffs is {max_diffs}; it must be 0 or more")
+        raise UsageError(f"max_diffs is {max_diffs}, expected 0 or more")
     if sort not in SORTABLE:
-        raise UsageError(f"cannot sort by {sort!r}; there are {listed(SORTABLE)}")
+        raise UsageError(f"cannot sort by {sort!r}; choose one of {listed(SORTABLE)}")
     meter = Meter(progress)
     contents = Contents(
         quick=quick, atol=atol, rtol=rtol, equal_nan=equal_nan, rounded=ignore_dtype, meter=meter,
@@ -527,16 +526,16 @@ class _Comparison:
     def _notes(self) -> Iterable[str]:
         if self.contents.without_torch:
             yield (
-                "torch is not installed, so there are no figures: "
-                "tensors of different bytes count as different"
+                "torch is not installed, so values are not compared: "
+                "tensors with different bytes count as different"
             )
         others = self.tally["of_other_types"]
         if others:
-            yield f"{counted(others, 'tensor')} compared without regard to their types"
+            yield f"{counted(others, 'tensor')} compared regardless of dtype"
         bits = self.tally["in_value_only"]
         if bits:
             verb = "differs" if bits == 1 else "differ"
-            yield f"{counted(bits, 'tensor')} {verb} in bits and not in value (-0.0 and 0.0)"
+            yield f"{counted(bits, 'tensor')} {verb} in bits but not in value (-0.0 and 0.0)"
 
 
 def _expected(pairs: Iterable[Pair]) -> int:

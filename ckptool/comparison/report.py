@@ -144,7 +144,7 @@ def report(
         try:
             found = stats(checkpoint, key=key, bins=BINS, progress=progress).tensors
         except (TorchMissing, NotRepresentable) as error:
-            notes.append(f"there are no figures of values: {error.message}")
+            notes.append(f"the values were not measured: {error.message}")
     else:
         notes.append("the values of the tensors were not read")
     head = Report(

@@ -1,4 +1,4 @@
-"""What trainers save next to a model: files without weights, and who reads them."""
+"""Files without weights that trainers save next to a model, and the calls that read them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Companion:
     """A file that a trainer saved next to a model."""
 
     what: str
-    """Beginning with "it is"."""
+    """The sentence about it, with the subject "it"."""
     reader: str
-    """Who reads it as it is."""
+    """The call that reads it as is."""
 
 
 _GENERATORS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -33,24 +33,24 @@ _GENERATORS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
         | {f"torch_{kind}_manual_seed" for kind in ("cuda", "xpu", "mlu", "sdaa", "musa", "hpu")},
     ),
 }
-"""By who reads them: keys that the states of all random generators have, and those of some."""
+"""For each call that reads generator states: the keys they always have, and optional keys."""
 _ARGUMENTS = ("transformers", "trl", "setfit", "sentence_transformers")
 """Libraries whose trainers pickle their arguments as `training_args.bin`."""
 
 
 def companion_of(checkpoint: Checkpoint) -> Companion | None:
-    """Return what a trainer saved as this file, by its content; None if it is something else."""
+    """Recognize a file that a trainer saves next to a model by its content; None for others."""
     root = checkpoint.root
     if isinstance(root, dict):
         keys = {*map(str, root)}
         for reader, (needed, others) in _GENERATORS.items():
             if needed <= keys <= needed | others:
-                what = "it is the state of the random generators of a training, not a model"
+                what = "it is the state of random number generators, not a model"
                 return Companion(what, reader)
     if isinstance(root, Opaque) and not any(find_tensors(root)):
         name = class_of(root)
         if name.partition(".")[0] in _ARGUMENTS or name.endswith("TrainingArguments"):
-            what = f"it is the arguments of a training ({name}), not a model"
+            what = f"it contains training arguments ({name}), not a model"
             owner = name.partition(".")[0]
             return Companion(what, f"torch.load(FILE, weights_only=False) with {owner} installed")
     return None

@@ -39,32 +39,32 @@ _BYTES: tuple[tuple[str, Severity, frozenset[str], str, str], ...] = (
         "damaged",
         "fails",
         frozenset({"checksum", "corrupt", "truncated", "missing", "limit"}),
-        "torch.load checks no checksum: it loads wrong numbers, or fails",
-        "download or copy it again{}; ckptool verify FILE lists every damaged record",
+        "torch.load does not verify checksums: it loads wrong numbers or fails.",
+        "download or copy it again{}; ckptool verify FILE lists all damaged records",
     ),
     (
         "offsets",
         "misleads",
         frozenset({"offsets"}),
-        "torch.load(map_location='meta') and FakeTensorMode take other bytes, without an error",
+        "torch.load(map_location='meta') and FakeTensorMode read the wrong bytes without an error.",
         "",
     ),
     (
         "container",
         "misleads",
         frozenset({"header", "end"}),
-        "torch.load reads over it; another program may refuse the file, or read other bytes",
+        "torch.load ignores it; another program may reject the file or read other bytes.",
         "",
     ),
     (
         "remains",
         "note",
         frozenset({"trailing", "padding", "total-size"}),
-        "torch.load does not look at it, and a rewrite does not carry it over",
+        "torch.load ignores it, and rewriting the file drops it.",
         "",
     ),
 )
-"""Complaints about bytes: kind, severity, kinds of problem, why, and what helps but a rewrite."""
+"""Complaints about bytes: kind, severity, kinds of problem, effect, hint if not a rewrite."""
 _MASK = re.compile(r"mask[^./]*$", re.IGNORECASE)
 """A name whose last part says so; a mask of -inf is one that is added to attention scores."""
 _NEVER_INFINITE = frozenset({"weight", "bias", "running_mean", "running_var"})
@@ -81,7 +81,7 @@ _FIRST = {"cuda": "cuda:0"}
 
 
 def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Iterator[Complaint]:
-    """Yield what is wrong with the bytes, all of which are read."""
+    """Read all bytes, and yield complaints about them."""
     from ckptool.inspection.unwritten import unwritten
     from ckptool.inspection.verify import verify  # reading takes more than a header
 
@@ -99,7 +99,7 @@ def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Itera
             yield Complaint(kind, what, where, hint=hint, severity=severity, effect=effect, fix=fix)
     text = unwritten(subject.checkpoint)
     if text is not None:
-        effect = "it loads without an error, and these weights are zero"
+        effect = "It loads without an error, but these weights are zero."
         yield Complaint(
             "unwritten", text, hint="download or copy it again", severity="misleads", effect=effect
         )
@@ -110,11 +110,12 @@ def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Itera
         if found:
             yield Complaint(
                 kind,
-                f"{counted(len(found), 'tensor')} with {word}: {found[0].text}",
+                f"{counted(len(found), 'tensor')} {'has' if len(found) == 1 else 'have'} {word}: "
+                f"{found[0].text}",
                 _places(found),
-                hint="no command restores the numbers: take an earlier checkpoint",
+                hint="no command restores the values; use an earlier checkpoint",
                 severity="misleads",
-                effect="it loads without an error, and the model computes NaN",
+                effect="It loads without an error, and the model computes NaN.",
             )
 
 
@@ -126,7 +127,7 @@ def _salvage(subject: Subject) -> str:
 
 
 def _meant(infinite: Collection[str], subject: Subject) -> set[str]:
-    """Return the buffers whose infinities are right: masks, and observers that saw no data yet."""
+    """Return buffers in which infinity is valid: masks, and observers that saw no data yet."""
     from ckptool.tensors.bytewise import is_infinity_or_zero
 
     return {
@@ -154,7 +155,7 @@ def _places(problems: Iterable[Finding]) -> tuple[str, ...]:
 
 
 def memory(subject: Subject) -> Iterator[Complaint]:
-    """Yield what takes more bytes than it should, or shares them."""
+    """Yield complaints about wasted and shared bytes."""
     if format_of(subject.checkpoint.format).tensors_only:
         yield from _aliases(subject)
         return
@@ -163,15 +164,15 @@ def memory(subject: Subject) -> Iterator[Complaint]:
 
 
 def quantization(subject: Subject) -> Iterator[Complaint]:
-    """Yield what is quantized, and how it becomes plain numbers where ckptool can do that."""
+    """Yield a note for each kind of quantization, with a command if ckptool can dequantize it."""
     for found in quantizations(subject.checkpoint):
         yield Complaint(
             "quantized",
             str(found),
             names_of(found.names),
             severity="note",
-            effect="load_state_dict into a model of plain layers rejects the keys and shapes, or "
-            "copies codes for weights",
+            effect="load_state_dict into plain layers rejects the keys and shapes, or copies codes "
+            "as weights.",
             choices=(Choice((Cast(dequantize="bfloat16"),), "plain"),),
         )
 
@@ -179,10 +180,10 @@ def quantization(subject: Subject) -> Iterator[Complaint]:
 def _bloat(subject: Subject) -> Iterator[Complaint]:
     details = subject.checkpoint.details
     held, reached = storage_use(subject.checkpoint.root)
-    unseen, dead = held - reached, details.dead_bytes
+    unused, dead = held - reached, details.dead_bytes
     facts = []
-    if unseen >= _LEAST_UNSEEN and unseen * _SHARE >= held:
-        facts.append(f"no tensor uses {unseen:,} of the {held:,} bytes of its storages")
+    if unused >= _LEAST_UNSEEN and unused * _SHARE >= held:
+        facts.append(f"no tensor uses {unused:,} of the {held:,} bytes of tensor data")
     if dead >= _LEAST_DEAD and dead * _SHARE >= details.size:
         facts.append(f"{dead:,} of the {details.size:,} bytes of the file are dead")
     if facts:
@@ -197,13 +198,13 @@ def _bloat(subject: Subject) -> Iterator[Complaint]:
             names_of(views),
             severity="misleads",
             effect="torch.save writes the whole storage of a view (big[:10] takes as much space as "
-            "big), and torch.load reads all of it into memory",
+            "big), and torch.load reads all of it into memory.",
             fix=(Compact(),),
         )
 
 
 def _aliases(subject: Subject) -> Iterator[Complaint]:
-    """Yield a complaint about names that a safetensors file has only as ties in its metadata."""
+    """Yield a complaint about tied keys that a safetensors file has only in its metadata."""
     kept = {
         name: str(one.storage.key)
         for section in subject.models
@@ -213,10 +214,10 @@ def _aliases(subject: Subject) -> Iterator[Complaint]:
     if kept:
         yield Complaint(
             "aliases",
-            f"{counted(len(kept), 'tied name')} stored only in the metadata of the file",
+            f"{counted(len(kept), 'tied key')} {are(len(kept))} only in the metadata of the file",
             names_of(f"{printable(name)} = {printable(other)}" for name, other in kept.items()),
             quote=quote("missing-key", printable(next(iter(kept)))),
-            effect="safetensors.torch.load_model knows of them",
+            effect="safetensors.torch.load_model restores them",
             fix=(),
             format="torch-zip",
             choices=(Choice((Untie(),)),),
@@ -224,7 +225,7 @@ def _aliases(subject: Subject) -> Iterator[Complaint]:
 
 
 def _not_for_safetensors(subject: Subject) -> Iterator[Complaint]:
-    """Yield complaints about weights that `safetensors.torch.save_file` refuses."""
+    """Yield notes about weights that `safetensors.torch.save_file` rejects."""
     model = subject.model
     if model is None:
         return
@@ -235,11 +236,11 @@ def _not_for_safetensors(subject: Subject) -> Iterator[Complaint]:
     if tied:
         yield Complaint(
             "ties",
-            "tied weights: one tensor has several names",
+            "some keys are tied: they share one tensor",
             names_of(" = ".join(map(printable, names)) for names in tied),
             severity="note",
             quote=quote("shared"),
-            effect="torch.load keeps the tie",
+            effect="torch.load keeps the keys tied",
             choices=choices,
         )
     several = {name for names in tied for name in names}
@@ -248,16 +249,16 @@ def _not_for_safetensors(subject: Subject) -> Iterator[Complaint]:
     if scattered or shared:
         yield Complaint(
             "views",
-            "tensors are views: they are not contiguous, or share bytes with others",
+            "some tensors are views: they are not contiguous or share bytes with others",
             names_of(dict.fromkeys((*scattered, *shared))),
             severity="note",
-            effect="torch.load keeps them as they are; safetensors.torch.save_file refuses them",
+            effect="torch.load keeps the views; safetensors.torch.save_file rejects them.",
             choices=choices,
         )
 
 
 def placement(subject: Subject) -> Iterator[Complaint]:
-    """Yield what is wrong with where the tensors are to be restored."""
+    """Yield complaints about the devices onto which the tensors load."""
     if format_of(subject.checkpoint.format).tensors_only:
         return
     tags = [tag for tag in restored_devices(subject.checkpoint.root) if tag not in ANYWHERE]
@@ -271,7 +272,7 @@ def placement(subject: Subject) -> Iterator[Complaint]:
             f"machine only has {listed(subject.devices)}",
             names_of(names),
             quote=_error(missing[0], gpus),
-            effect="map_location='cpu' or a dict helps, a function does not"
+            effect="map_location='cpu' or a dict works, a function does not"
             if missing[0].partition(":")[0] in CARRIED
             else "",
             fix=(Remap("cpu"),),
@@ -284,7 +285,7 @@ def placement(subject: Subject) -> Iterator[Complaint]:
     if wide and "mps" in subject.devices:
         yield Complaint(
             "device",
-            f"{counted(len(wide), 'tensor')} of float64, which mps does not have",
+            f"{counted(len(wide), 'tensor')} {are(len(wide))} float64, which mps does not support",
             names_of(wide),
             hint="ckptool cast FILE --dtype float32",
             severity="note",
@@ -293,14 +294,15 @@ def placement(subject: Subject) -> Iterator[Complaint]:
     if len(tags) == 1 and tags[0].partition(":")[0] == "cuda":
         tag, names = printable(tags[0]), _names(subject, tags)
         every = sum(1 for _, one in subject.checkpoint.tensors() if one.kind != "numpy")
-        who = "all" if len(names) == every else f"{len(names):,} of {every:,}"
+        are_all = len(names) == every
+        which = "every tensor is" if are_all else f"{len(names):,} of {every:,} tensors are"
         yield Complaint(
             "one-gpu",
-            f"{who} tensors are on {tag}",
+            f"{which} on {tag}",
             names_of(names),
             severity="misleads",
-            effect=f"without map_location every rank of a DDP run loads the file onto {tag}, which "
-            "then runs out of memory (CUDA out of memory after a resume)",
+            effect=f"Without map_location, every rank of a DDP run loads it onto {tag}, which runs "
+            "out of memory (CUDA out of memory after a resume).",
             fix=(Remap("cpu"),),
         )
 

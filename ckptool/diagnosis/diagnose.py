@@ -232,7 +232,7 @@ def _wanted(like: Like) -> ModelTarget:
     except (NotFound, AmbiguousName) as error:
         path = like.path if isinstance(like, Checkpoint) else ""
         raise UsageError(
-            f"the reference must hold one state dict: {error.message}",
+            f"the reference must have exactly one state dict: {error.message}",
             file=path or None,
             hint=f"ckptool extract {shell(path)} --key NAME -o reference.pth",
         ) from error
@@ -246,7 +246,7 @@ def _assembled(subject: Subject, found: list[Complaint]) -> Diagnosis:
     first = ""
     if hopeless:
         kinds = {one.kind for one in found}
-        first = "no command helps: the file lacks what it would need"
+        first = "no command can recover the weights from this file"
         if "damaged" in kinds:
             first = "first get an intact file"
         elif "part" in kinds:
@@ -255,7 +255,7 @@ def _assembled(subject: Subject, found: list[Complaint]) -> Diagnosis:
     complaints = [_answered(one, planner, plan, first) for one in found]
     complaints = [replace(one, hint=with_file(one.hint or "", path)) for one in complaints]
     if any((one.hint or "").startswith(_UNMENDED) for one in complaints):
-        rest = "no command for this alone: the file would still not load"
+        rest = "no command for only this: the file would still not load"
         complaints = [
             replace(one, commands=(), hint=one.hint or rest) if one.commands else one
             for one in complaints
@@ -507,6 +507,6 @@ def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, alone: bool) 
         refused = [pair for pair in tensors if is_refused(pair[1])] or tensors
         names = [name_of(path) for path, _ in refused]
         raise NotRepresentable(
-            f"{counted(len(names), 'tensor')} of the weights would go with the objects: "
+            f"dropping the objects would drop {counted(len(names), 'tensor')} of the weights: "
             f"{listed(names, most=3)}"
         )

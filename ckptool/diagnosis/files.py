@@ -43,14 +43,14 @@ _COMMAND = re.compile(
 
 
 def layout(subject: Subject) -> Iterator[Complaint]:
-    """Yield what is wrong with how the file is named and laid out."""
+    """Yield complaints about the name and the layout of the file."""
     checkpoint = subject.checkpoint
     known = format_of(checkpoint.format)
     if runs := would_run(checkpoint):
         yield _malicious(runs)
     part = missing_weights(checkpoint)
     if part is not None:
-        effect = "load_state_dict fails on names or shapes, or loads a model that was never trained"
+        effect = "load_state_dict fails on keys or shapes, or loads an untrained model."
         where = names_of(part.where)
         yield Complaint(
             part.kind, part.text, where, hint=part.hint, severity=part.severity, effect=effect
@@ -61,7 +61,7 @@ def layout(subject: Subject) -> Iterator[Complaint]:
         severity: Severity = "note" if refused.reader else "fails"
         yield _rewritten(refused.kind, severity, refused.what, refused.instead, said=refused.quote)
     elif os.path.isdir(checkpoint.path):
-        what = "it is a folder: a checkpoint that was unzipped"
+        what = "it is an unzipped checkpoint folder"
         yield _rewritten("folder", "fails", what, said=A_FOLDER)
     yield from _refused(subject)
     yield from _compressed(subject)
@@ -69,21 +69,21 @@ def layout(subject: Subject) -> Iterator[Complaint]:
         yield _rewritten(
             "big-endian",
             "misleads",
-            "its numbers are stored big-endian",
-            "torch before 2.1, and programs that read the records themselves, do not swap the "
-            "bytes: wrong values without an error",
+            "its numbers are big-endian",
+            "torch before 2.1, and programs that read the records directly, do not swap the "
+            "bytes: the values are wrong, without an error.",
         )
     if known.legacy:
         yield _rewritten(
             "legacy",
             "note",
-            "it is a stream as torch wrote them before 1.6",
+            "it is a legacy stream, which torch wrote before 1.6",
             "torch.load reads all of it into memory",
             said=quote("mmap"),
         )
     yield from _python2(subject)
     for text in checkpoint.details.left_behind:
-        effect = "torch.load does not look at it, and a rewrite does not carry it over"
+        effect = "torch.load ignores it, and rewriting the file drops it."
         yield Complaint("beside", text, severity="note", effect=effect)
 
 
@@ -104,24 +104,24 @@ def _malicious(calls: tuple[str, ...]) -> Complaint:
         "malicious",
         f"loading it would run {listed(first_calls(calls))}",
         calls,
-        hint="take the weights alone, or none of it",
-        effect="torch.load(weights_only=False), and pickle.load, run it; ckptool never does",
+        hint="use only the weights, or nothing from it",
+        effect="torch.load(weights_only=False) and pickle.load run it. ckptool never does.",
         fix=(Plain(),),
     )
 
 
 def _misnamed(subject: Subject) -> Iterator[Complaint]:
-    """Yield complaints about a wrong ending, and about a header without `format: pt`."""
+    """Yield complaints about a wrong extension, and about a header without `format: pt`."""
     checkpoint = subject.checkpoint
     what = misnamed(checkpoint)
     if what is None:
         if unnamed(checkpoint):
-            effect = "safetensors loads it; mlx asks for the entry too"
-            what = 'its header has no entry "format": "pt"'
+            effect = "safetensors loads it; mlx requires the entry too"
+            what = 'its header lacks the entry "format": "pt"'
             yield _rewritten("format-unnamed", "note", what, effect, said=quote("no-format"))
     elif format_of(checkpoint.format).tensors_only:
         said, effect = _operand(_head(checkpoint.path)[:1])
-        effect = f"{effect}; with the extension .safetensors it loads"
+        effect = f"{effect}; it loads if its extension is .safetensors"
         yield Complaint("misnamed", what, quote=said, effect=effect, fix=(), format="torch-zip")
     else:
         format = "torch-zip" if subject.is_training else "safetensors"
@@ -136,20 +136,20 @@ def _misnamed(subject: Subject) -> Iterator[Complaint]:
 
 
 def _refused(subject: Subject) -> Iterator[Complaint]:
-    """Yield what torch refuses about zip records and pickle opcodes, whatever the data is."""
+    """Yield complaints about zip records and pickle opcodes that torch rejects for any data."""
     checkpoint, details = subject.checkpoint, subject.checkpoint.details
     for note in details.notes:
         if note.startswith(TORCH_REFUSES):
             reason = note.removeprefix(TORCH_REFUSES).strip()
-            yield _rewritten("records", "fails", reason, "torch.load refuses the archive")
+            yield _rewritten("records", "fails", reason, "torch.load rejects the archive.")
     texts = [text for text in layout_blockers(checkpoint) if text.startswith(_ABOUT_PICKLE)]
     if texts:
         is_framed = (details.protocol or 0) >= 4
         yield _rewritten(
             "protocol",
             "fails",
-            f"the pickle is of protocol {details.protocol}, written in a way that "
-            f"weights_only=True does not read ({'; '.join(texts)})",
+            f"weights_only=True cannot read this protocol {details.protocol} pickle "
+            f"({'; '.join(texts)})",
             said=quote("operand", 149) if is_framed else quote("any-operand"),
         )
     names = outdated_names(checkpoint, subject.blocked)
@@ -157,7 +157,7 @@ def _refused(subject: Subject) -> Iterator[Complaint]:
         yield _rewritten(
             "outdated",
             "fails",
-            f"its pickle names what today's torch does not allow: {listed(names)}",
+            f"its pickle refers to {listed(names)}, which current torch does not allow",
             said=quote("global", printable(names[0])),
         )
 
@@ -175,9 +175,8 @@ def _compressed(subject: Subject) -> Iterator[Complaint]:
         yield _rewritten(
             "compressed",
             "misleads",
-            "its records are compressed, as torch.save never writes them",
-            "torch.load(mmap=True) reads the compressed bytes as numbers: garbage, without an "
-            "error",
+            "its records are compressed, which torch.save never does",
+            "torch.load(mmap=True) reads the compressed bytes as numbers, without an error.",
             names_of(names),
         )
 
@@ -193,7 +192,7 @@ def _python2(subject: Subject) -> Iterator[Complaint]:
         yield _rewritten(
             "python2",
             "fails",
-            "it was pickled by Python 2, with text that is not UTF-8",
+            "Python 2 pickled it, with text that is not UTF-8",
             "torch.load(encoding='latin1') reads it",
             names_of(places),
             said=quote("not-utf-8"),
@@ -201,9 +200,9 @@ def _python2(subject: Subject) -> Iterator[Complaint]:
 
 
 def is_finding(error: CheckpointError, path: str) -> bool:
-    """Return whether an error in opening a file is about its content.
+    """Return True if an error in opening a file is about its content.
 
-    A file that is missing is none, a missing shard is one.
+    A missing shard counts, a missing file does not.
     """
     if isinstance(error, FileMissing):
         return os.path.lexists(path)
@@ -226,7 +225,7 @@ def unopened(error: CheckpointError, path: str) -> Iterator[Complaint]:
     )
     found = would_run_of([path])
     if found:
-        yield replace(_malicious(found), hint="take none of it")
+        yield replace(_malicious(found), hint="use nothing from it")
 
 
 def _kind(error: CheckpointError) -> str:
@@ -240,20 +239,20 @@ def _kind(error: CheckpointError) -> str:
 
 
 def _failure(error: CheckpointError, path: str) -> tuple[Quote | None, str]:
-    """Return the error of the library that would load the file, and what else happens."""
+    """Return the error of the library that would load the file, and the effect."""
     if os.path.isdir(path):
         return A_FOLDER, ""
     if isinstance(error, FileMissing):
-        return None, "the weights in the missing file keep their initial values, or loading fails"
+        return None, "The weights in the missing file keep their initial values, or loading fails."
     if path.lower().endswith(".safetensors"):
         return quote("header"), ""
     head = _head(path)
     if not head:
-        return None, "torch.load raises an EOFError (before 2.6: Ran out of input)"
+        return None, "torch.load raises EOFError (before 2.6: Ran out of input)."
     if head.startswith(b"PK\x03\x04"):
         return quote("no-directory"), "or it fails on the pickle"
     if head[:1] == b"\x80":
-        return None, "torch.load fails on the pickle, or where a storage ends too early"
+        return None, "torch.load fails on the pickle, or on a storage that is truncated."
     return _operand(head[:1])
 
 

@@ -20,7 +20,7 @@ from ckptool.core.sections import (
     only_model,
 )
 from ckptool.core.tree import distinct, name_of, ties
-from ckptool.core.values import documented, json_path
+from ckptool.core.values import documented, is_value, json_path, summarize
 from ckptool.diagnosis.complaint import Subject
 from ckptool.diagnosis.diagnose import Diagnosis, diagnosed
 from ckptool.errors import without_query
@@ -48,16 +48,16 @@ from ckptool.inspection.quantization import quantizations
 from ckptool.symbolic.encoder import blockers
 from ckptool.transforms.casting import Cast
 from ckptool.transforms.compacting import storage_use
-from ckptool.words import printable
+from ckptool.words import listed, printable
 from ckptool.writing.target import default_target
 
 
 @dataclass(frozen=True, slots=True)
 class SectionInfo:
-    """One named part. `parameters` and `nbytes` count ties once.
+    """A section of a checkpoint. `parameters` and `nbytes` count tied tensors once.
 
-    `parameters` counts the elements of a module's `Parameter`s. A state dict does not tell them
-    from buffers: there, of every tensor whose last name part is not one of `BUFFER_NAMES`. It is
+    `parameters` counts the elements of a module's `Parameter`s. A state dict does not mark its
+    buffers. There it counts every tensor whose key does not end in one of `BUFFER_NAMES`. It is
     0 elsewhere.
     """
 
@@ -68,10 +68,12 @@ class SectionInfo:
     tensors: int
     parameters: int
     nbytes: int
+    values: str = ""
+    """The first plain values of the section `values`, for example `epoch=3`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.info/1`."""
-        return documented(self, "name")
+        return documented(self, "name", "values")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -169,8 +171,7 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
     if name is None and unnamed(checkpoint):
         command = convert_command(checkpoint.path, default_target(checkpoint.path, "named"), [])
         notes.append(
-            "its header does not say format: pt, which transformers and mlx ask for: "
-            f"{command} adds it"
+            f"its header lacks format: pt, which transformers and mlx require; {command} adds it"
         )
     elif name is not None and name not in layout:
         notes.append(name)
@@ -183,18 +184,18 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
         notes.append(text)
     for found in quantizations(checkpoint):
         steps, target = (Cast(dequantize="bfloat16"),), default_target(checkpoint.path, "plain")
-        plain = f"; {convert_command(checkpoint.path, target, steps)} makes plain weights"
+        plain = f"; {convert_command(checkpoint.path, target, steps)} dequantizes them"
         notes.append(f"{found}{plain if found.is_known else ''}")
     notes += _layout_notes(checkpoint, only_model(likely_models(checkpoint)))
     for section in sections:
         if section.kind == "optimizer" and has_training_weights(section):
             notes.append(
-                f"{printable(section.name) or 'the optimizer'} is schedule-free and in train mode: "
-                f"the model has training weights; {ema_command(checkpoint)} writes those for "
-                "evaluation"
+                f"{printable(section.name) or 'the optimizer'} is schedule-free and in train mode, "
+                f"so the model has training weights; {ema_command(checkpoint)} writes the "
+                "weights for evaluation"
             )
     for section in sections:
-        notes += (f"a state dict made of this would lack {text}" for text in section.unread)
+        notes += (f"a state dict made from this would lack {text}" for text in section.unread)
     return Info(
         file=without_query(checkpoint.path),
         format=checkpoint.format,
@@ -289,7 +290,19 @@ def _section_info(section: Section) -> SectionInfo:
         tensors=len(tensors),
         parameters=_parameters(section.kind, once),
         nbytes=sum(map(_bytes_here, (tensor for _, tensor in once))),
+        values=_values_text(section) if section.kind == "values" else "",
     )
+
+
+def _values_text(section: Section) -> str:
+    """Return `epoch=3, lr=0.1, and 2 more`; an object is a key without a value."""
+    leaves = ((name_of(path), leaf) for path, leaf in section.node.items())
+    texts = (
+        f"{printable(name)}={summarize(leaf, 20)}" if is_value(leaf) else printable(name)
+        for name, leaf in leaves
+        if not isinstance(leaf, TensorRef)
+    )
+    return listed(texts, most=2)
 
 
 def _bytes_here(tensor: TensorRef) -> int:

@@ -1,4 +1,4 @@
-"""Complaints about the state dicts: where they are, their names, what stands among the tensors."""
+"""Complaints about state dicts: their level, their keys, and values among the tensors."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def level(subject: Subject) -> Iterator[Complaint]:
     if names and model.kind == "state_dict":
         yield Complaint(
             "values-inside",
-            f"the state dict has values among its tensors: {listed(names)}",
+            f"the state dict has plain values among its tensors: {listed(names)}",
             names_of(names),
-            hint="ckptool.load_state_dict leaves them out, and so does a safetensors file",
+            hint="ckptool.load_state_dict and a safetensors file leave them out",
             quote=quote("unexpected-key", printable(names[0])),
             fix=(Take(model_only=True),),
         )
@@ -94,10 +94,10 @@ def level(subject: Subject) -> Iterator[Complaint]:
     if N_AVERAGED in held and len(held) > 1 and not subject.is_compared(model):
         yield Complaint(
             "averaged",
-            f"{N_AVERAGED} says that an AveragedModel was saved",
+            f"the state dict is of an AveragedModel (it has {N_AVERAGED})",
             (N_AVERAGED,),
             quote=quote("unexpected-key", N_AVERAGED),
-            effect='an AveragedModel loads it, with "module." before the keys',
+            effect='an AveragedModel loads it, with "module." in front of the keys',
             fix=(Take(exclude=(name_of((*model.path, N_AVERAGED)),)),),
         )
 
@@ -135,9 +135,7 @@ def _several(subject: Subject) -> Complaint:
     return Complaint(
         "several-models",
         f"it has {len(shown)} state dicts"
-        + (
-            " without a common key: load one, or all as one" if flat else ": choose the one to load"
-        ),
+        + (" without a common key: load one, or all as one" if flat else ": choose one to load"),
         names_of(shown, most=20),
         hint=f"ckptool doctor FILE --key {shell(named[0].name)}" if named else None,
         severity="note" if subject.is_training else "fails",
@@ -182,11 +180,11 @@ def _none(subject: Subject) -> Complaint:
     elif harmless and subject.blocked:
         called = [name for name in calls(subject.checkpoint) if not makes_data(name)]
         loader = format_of(subject.checkpoint.format).unsafe_loader
-        remedy = f"{loader} loads it, if you trust whoever made it"
+        remedy = f"{loader} loads it, if you trust its author"
         if called:
             remedy = f"unpickling the file calls {listed(called, most=5)}"
     elif not harmless:
-        remedy = "give the file that has the weights"
+        remedy = "use the file that has the weights"
     said = quote("missing" if isinstance(root, dict) else "no-dict")
     if subject.companion is not None:
         return Complaint(
@@ -198,7 +196,7 @@ def _none(subject: Subject) -> Complaint:
         )
     return Complaint(
         "no-model",
-        "there is no state dict of a model in it, but "
+        "it has no state dict of a model; it has "
         + (listed(named, most=4) if named else _held(root, len(found))),
         names_of(kinds),
         hint=remedy,
@@ -213,7 +211,7 @@ def _held(root: Any, tensors: int) -> str:
         return "one tensor"
     if isinstance(root, (dict, list, tuple)):
         kind = "dict" if isinstance(root, dict) else type(root).__name__
-        return f"a {kind} of {counted(len(root), 'entry')}, with {counted(tensors, 'tensor')}"
+        return f"a {kind} of {counted(len(root), 'entry')} with {counted(tensors, 'tensor')}"
     if isinstance(root, Opaque):
         return f"an object of class {printable(class_of(root))}"
     return f"a value of type {type(root).__name__}"
@@ -233,7 +231,7 @@ def objects(subject: Subject) -> Iterator[Complaint]:
         classes = dict.fromkeys(class_of(node) for _, node in modules)
         known = [*classes, *subject.blocked]
         own = next((one for one in known if one.partition(".")[0] not in _EVERYWHERE), None)
-        absent = f"without the class {printable(own)} nothing else loads it" if own else ""
+        absent = f"nothing else loads it without the class {printable(own)}" if own else ""
         alone = subject.model is not None and subject.model.kind == "module"
         yield Complaint(
             "module",
@@ -258,21 +256,21 @@ def objects(subject: Subject) -> Iterator[Complaint]:
     if texts:
         yield Complaint(
             "unread",
-            "a state dict made of the pickled model would lack weights",
+            "a state dict made from the pickled model would lack weights",
             names_of(texts),
-            hint="save model.state_dict() where the model is in memory"
+            hint="save model.state_dict() in the process that has the model"
             if calls(subject.checkpoint)
-            else f"{format_of(subject.checkpoint.format).unsafe_loader} where its classes are, "
-            "and save model.state_dict()",
+            else f"{format_of(subject.checkpoint.format).unsafe_loader} with its classes "
+            "installed, and save model.state_dict()",
             severity="misleads",
             quote=quote("missing"),
-            effect="a class with a __getstate__ of its own keeps them in a form that only it reads",
+            effect="a class with its own __getstate__ stores them in a form that only it reads",
         )
     numpy = [name for name in names if name.startswith("numpy._core.")]
     if numpy:
         yield Complaint(
             "numpy",
-            f"numpy 2 pickled something in it ({listed(numpy)})",
+            f"it contains numpy 2 pickles ({listed(numpy)})",
             severity="note",
             quote=quote("numpy"),
             fix=(Plain(),),
@@ -282,7 +280,7 @@ def objects(subject: Subject) -> Iterator[Complaint]:
 def _remedy(classes: Iterable[str]) -> str:
     """Say what helps against objects that no command turns into plain data."""
     if any(kind.rpartition(".")[2] in _SHARDED for kind in classes):
-        return "gather the full tensors where it was trained, and save those"
+        return "gather the full tensors in the training job, and save those"
     return needed_import(classes)
 
 
@@ -298,12 +296,12 @@ def naming(subject: Subject) -> Iterator[Complaint]:
         if within:
             yield Complaint(
                 "wrapped-in-part",
-                f"{counted(len(within), 'name')} {'starts' if len(within) == 1 else 'start'} with "
-                f'"module.", and {printable(others[0])} does not',
+                f"{counted(len(within), 'key')} {'starts' if len(within) == 1 else 'start'} with "
+                f'"module.", but {printable(others[0])} does not',
                 names_of(within),
                 hint="if it is a wrapper: ckptool rename FILE --prefix module.=",
                 severity="note",
-                effect="strip-module keeps it, because it may be a layer of that name",
+                effect="strip-module keeps it, because it may be the name of a layer.",
             )
         yield from _adapters(section)
     yield from _lightning(subject)
@@ -353,7 +351,7 @@ def _averages(subject: Subject, section: Section) -> Iterator[Complaint]:
     own = [name for name in names if name.startswith(prefix)]
     others = [name for name in names if not name.startswith(prefix)]
     steps, is_alone = (Take(ema=True),), not has_online_model(names)
-    besides = f" but {listed(others, most=3)}" if others else ""
+    besides = f" except {listed(others, most=3)}" if others else ""
     yield Complaint(
         "averages",
         f'every key{besides} starts with "{prefix}": averaged weights (EMA)'
@@ -386,8 +384,8 @@ def _submodules(models: list[Section]) -> Iterator[Complaint]:
     is_simple = len(paths) == 1 and not any(section.wrappers for section in models)
     yield Complaint(
         "submodule-wrapper",
-        f'every name below {listed(map(printable, paths), most=3)} starts with "module.": '
-        "DataParallel wrapped a part of the model",
+        f'every key below {listed(map(printable, paths), most=3)} starts with "module.": '
+        "DataParallel wrapped part of the model",
         names_of(own),
         quote=quote("unexpected-key", printable(own[0]), call=_UNWRAPPED),
         effect="a model that has a layer of that name loads it (--like REFERENCE knows)",
@@ -414,23 +412,23 @@ def _adapters(section: Section) -> Iterator[Complaint]:
     if own:
         kind = "adapters without their base model" if alone else "a model with its adapters"
         remedy = (
-            "ckptool merge-lora BASE FILE -o OUT merges it into its base model; peft "
-            "(PeftModel.from_pretrained) loads it over that"
+            "ckptool merge-lora BASE FILE -o OUT merges it into its base model; "
+            "PeftModel.from_pretrained loads it on top of that"
         )
     if adapted and wrapped and not alone:
         remedy = (
-            "ckptool merge-lora FILE -o OUT --alpha N makes the model of it, where N is "
-            "its lora_alpha; its PeftModel loads it as it is"
+            "ckptool merge-lora FILE -o OUT --alpha N merges them, where N is the lora_alpha; "
+            "its PeftModel loads it as is"
         )
     shown = wrapped or adapted or names
     yield Complaint(
         "adapter",
-        f"the names are those of PEFT: {kind}",
+        f"the keys are those of PEFT: {kind}",
         names_of(shown),
         hint=remedy,
         severity="note" if own and not wrapped else "fails",
         quote=quote("unexpected-key", printable(shown[0])),
-        effect="with strict=False an adapter is not applied, without an error",
+        effect="with strict=False no adapter is applied, without an error",
         fix=None if own else (Rename((f"^{escaped(PEFT)}=>",)),),
     )
 
@@ -440,12 +438,12 @@ def _named_adapter(adapter: str, names: list[str]) -> Complaint:
     rule = rf"\.{escaped(adapter)}(?=(\.weight|\.bias)?$)=>"
     return Complaint(
         "adapter-name",
-        f'the keys have the name of the adapter, "{printable(adapter)}", as the state dict of a '
-        "PeftModel does",
+        f'the keys contain the adapter name "{printable(adapter)}", as in the state dict of a '
+        "PeftModel",
         names_of(names),
         severity="note",
-        effect="the PeftModel loads them with strict=False; PeftModel.from_pretrained adds a name "
-        "itself, and finds none of these keys",
+        effect="The PeftModel loads them with strict=False; PeftModel.from_pretrained adds the "
+        "name itself and finds none of these keys.",
         choices=(Choice((Rename((rule,)),)),),
     )
 
@@ -462,14 +460,14 @@ def _lightning(subject: Subject) -> Iterator[Complaint]:
     prefix = f"{parts.pop()}."
     yield Complaint(
         "lightning",
-        f"every name begins with {printable(prefix)}, the attribute of the LightningModule that "
-        "holds the model",
+        f'every key starts with "{printable(prefix)}", the attribute of the LightningModule that '
+        "has the model",
         names_of(names),
         severity="note",
         quote=quote(
-            "unexpected-key", printable(names[0]), call="load_state_dict on the model inside"
+            "unexpected-key", printable(names[0]), call="load_state_dict on the inner model"
         ),
-        effect="it loads into that LightningModule",
+        effect="the LightningModule loads it",
         choices=(Choice((Rename((f"^{escaped(prefix)}=>",)),), "renamed"),),
     )
 
@@ -489,10 +487,10 @@ def versions(subject: Subject) -> Iterator[Complaint]:
                 "cast-buffers",
                 f"buffers that count or index were cast to {', '.join(kinds)}",
                 names_of(cast),
-                hint="in code: state[name] = state[name].long(); ckptool cast leaves them out",
+                hint="in code: state[name] = state[name].long(); ckptool cast skips them",
                 severity="misleads",
                 effect="load_state_dict copies them into the model's integer buffers without an "
-                "error: float16 counts to 2048, bfloat16 to 256, and fractions are cut off",
+                "error: float16 counts to 2048, bfloat16 to 256, and fractions are cut off.",
             )
         if section.kind == "state_dict" and not _has_metadata(section.node):
             yield from _norms(subject, tensors)
@@ -505,7 +503,7 @@ def versions(subject: Subject) -> Iterator[Complaint]:
         if isinstance(key, str) and key.endswith("._packed_params") and not isinstance(value, dict)
     ]
     if packed:
-        why = "a quantized layer takes the state for the oldest one"
+        why = "a quantized layer reads the state as the oldest version"
         yield _lost("fails", packed, why, quote("packed"))
 
 
@@ -514,9 +512,9 @@ def _norms(subject: Subject, tensors: dict[str, TensorRef]) -> Iterator[Complain
     means = [name for name in tensors if name.rpartition(".")[2] == "running_mean"]
     counter = "num_batches_tracked"
     lack = [n for n in means if f"{n.removesuffix('running_mean')}{counter}" not in tensors]
-    why = "BatchNorm takes the state for that of torch before 0.4.1"
+    why = "BatchNorm reads the state as from torch before 0.4.1"
     if lack:
-        yield _lost("misleads", lack, f"{why}: the model silently keeps the counter that it has")
+        yield _lost("misleads", lack, f"{why}: the model silently keeps its own counter")
     elif means and format_of(subject.checkpoint.format).by_torch:
         yield _lost("note", means, f"{why}, which here changes nothing")
 
@@ -530,9 +528,9 @@ def _lost(
 ) -> Complaint:
     return Complaint(
         "metadata",
-        "the state dict has lost its _metadata, the versions of its modules",
+        "the state dict lost its _metadata, the versions of its modules",
         names_of(names),
-        hint="save model.state_dict() unchanged, where the model is in memory",
+        hint="save model.state_dict() unchanged in the process that has the model",
         severity=severity,
         quote=said,
         effect=f"{{k: v for k, v in state.items()}} and safetensors drop it; {why}",

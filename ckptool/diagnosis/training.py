@@ -36,8 +36,8 @@ from ckptool.transforms import Rename, Strip, Take
 from ckptool.words import are, counted, listed, printable, shell
 
 _HALF_LOADED = (
-    "load_state_dict raises only at its end: what fits has been copied by then, so the model is "
-    "half loaded"
+    "load_state_dict raises only at the end: by then it has copied the matching tensors, so the "
+    "model is half loaded"
 )
 _PARAMETRISED = re.compile(r"(?:^|\.)parametrizations\.(\w+)\.")
 _FORMS = (
@@ -49,7 +49,7 @@ _FORMS = (
 _INTERPOLATE = "ckptool convert FILE OUT --interpolate-pos GLOB=HxW"
 _MOST_JOINED = 20
 """Tensors of one module that are looked at: q, k, v, their biases and a projection."""
-_ANEW = "without the optimizer the weights load; its state starts anew"
+_ANEW = "load the weights without the optimizer; its state restarts from zero"
 
 
 def fit(subject: Subject) -> Iterator[Complaint]:
@@ -75,7 +75,7 @@ def fit(subject: Subject) -> Iterator[Complaint]:
     if missing:
         yield Complaint(
             "missing",
-            f"{counted(len(missing), 'tensor')} of the {report.names:,} in the reference "
+            f"{len(missing):,} of the {counted(report.names, 'tensor')} in the reference "
             f"{are(len(missing))} missing",
             names_of(missing),
             hint=remedy,
@@ -86,8 +86,7 @@ def fit(subject: Subject) -> Iterator[Complaint]:
     if unexpected:
         yield Complaint(
             "unexpected",
-            f"{counted(len(unexpected), 'tensor')} in it {are(len(unexpected))} not in the "
-            "reference",
+            f"{counted(len(unexpected), 'tensor')} {are(len(unexpected))} not in the reference",
             names_of(unexpected),
             hint="" if missing else remedy,
             quote=quote("unexpected-key", printable(unexpected[0])),
@@ -111,9 +110,9 @@ def _difference(
     if differs == MERGE or report.recipe:
         return differs.replace("ADAPTER", "FILE")
     if form := _reparametrised(unexpected):
-        return f"in the model that saved it, call {form}, and save it again"
+        return f"call {form} on the model that saved it, and save it again"
     if form := _reparametrised(missing):
-        return f"the file has plain weights: in the new model, call {form}, then load"
+        return f"the file has plain weights: call {form} on the new model, then load"
     held, wanted = named_tensors(model.node), reference.target.slots
     ours = {name: held[name].shape for name in unexpected if name in held}
     theirs = {name: shape for name in missing if (shape := wanted[name].shape) is not None}
@@ -126,10 +125,10 @@ def _difference(
             code = text.format(printable(found[0]), shown, len(found[1]))
             return f"in code: {code}, in the order in which the model uses them"
     if report.proposed:
-        shows = f"ckptool match FILE --like {shell(reference.word)} shows"
-        return f"{shows} the rules that it proposes for the names"
+        command = f"ckptool match FILE --like {shell(reference.word)}"
+        return f"{command} shows the proposed rules for the keys"
     if not report.fitting:
-        return "no name matches: the file is for another architecture"
+        return "no key matches: the file is for a different architecture"
     if differs or not missing:
         return differs
     kept = listed(names_of(missing, most=2))
@@ -191,7 +190,7 @@ def _renamed(model: Section, report: MatchReport, fix: Steps | None) -> Iterator
     is_stripped = report.fits and all(bare.get(own) == new for own, new in pairs.items())
     yield Complaint(
         "wrappers" if kinds == {"wrapper"} else "renamed",
-        f"names differ from the reference: {listed(texts, most=3)}",
+        f"keys differ from the reference: {listed(texts, most=3)}",
         names_of(pairs),
         quote=quote("missing-key", printable([*pairs.values()][-1])),
         effect="with strict=False they are left out, without an error",
@@ -222,10 +221,10 @@ def _shapes(report: MatchReport, differs: str, choices: tuple[Choice, ...]) -> I
         return
     first, names = wrong[0], [one.name for one in wrong]
     resized = any("pos" in one.name and len(one.shape) == len(one.wanted) for one in wrong)
-    shown = (f"{one.name} {list(one.shape)} for {list(one.wanted)}" for one in wrong)
+    shown = (f"{one.name} (file {list(one.shape)}, model {list(one.wanted)})" for one in wrong)
     yield Complaint(
         "size-mismatch",
-        f"{counted(len(wrong), 'tensor')} with another shape than in the reference: "
+        f"the shape of {counted(len(wrong), 'tensor')} differs from the reference: "
         f"{listed(shown, most=3)}",
         names_of(names),
         hint=differs
@@ -244,30 +243,30 @@ def _types(casts: Sequence[DtypeChange]) -> Iterator[Complaint]:
     if truncated:
         yield Complaint(
             "cast-to-integer",
-            f"{counted(len(truncated), 'tensor')} with fractions go into integer or boolean "
-            f"buffers: {_kinds(truncated)}",
+            f"{counted(len(truncated), 'floating-point tensor')} would load into integer or "
+            f"boolean buffers: {_kinds(truncated)}",
             names_of(one.name for one in truncated),
-            hint="in code: state[name] = state[name].long(), if the values are whole",
+            hint="in code: state[name] = state[name].long(), if the values are integers",
             severity="misleads",
             effect="load_state_dict copies them without an error: 2.87 becomes 2, inf the smallest "
-            "integer, anything but 0 True",
+            "integer, and any value except 0 True.",
         )
     if rounded:
         yield Complaint(
             "dtype",
-            f"{counted(len(rounded), 'tensor')} with another type than in the reference: "
+            f"the dtype of {counted(len(rounded), 'tensor')} differs from the reference: "
             f"{_kinds(rounded)}",
             names_of(one.name for one in rounded),
             hint=f"ckptool cast FILE --dtype {rounded[0].after} --dry-run counts what overflows, "
             "underflows and loses precision",
             severity="note",
-            effect="load_state_dict casts to the model's type without an error; values that are "
-            "too large become inf (65,520 and more in float16)",
+            effect="load_state_dict casts to the model's dtype without an error; values that are "
+            "too large become inf (65,520 and more in float16).",
         )
 
 
 def _kinds(casts: Sequence[DtypeChange]) -> str:
-    return listed(dict.fromkeys(f"{one.before} for {one.after}" for one in casts), most=4)
+    return listed(dict.fromkeys(f"file {one.before}, model {one.after}" for one in casts), most=4)
 
 
 def training(subject: Subject) -> Iterator[Complaint]:
@@ -276,13 +275,13 @@ def training(subject: Subject) -> Iterator[Complaint]:
         if subject.models and has_training_weights(section):
             yield Complaint(
                 "training-weights",
-                "the optimizer is schedule-free and was saved in train mode: the model has "
+                "the optimizer is schedule-free and was saved in train mode, so the model has "
                 "training weights",
                 (_where(section),),
                 hint=f"{ema_command(subject.checkpoint)} writes the weights for evaluation",
                 severity="misleads",
-                effect="load_state_dict loads them without an error, and they evaluate worse than "
-                "those after optimizer.eval()",
+                effect="load_state_dict loads them without an error, but they evaluate worse than "
+                "those after optimizer.eval().",
             )
         for found in _complaints(subject, section):
             # mended by going on without it, where it is clear which model that is
@@ -296,7 +295,7 @@ def _complaints(subject: Subject, section: Section) -> Iterator[Complaint]:
     if not section.node["param_groups"]:
         yield Complaint(
             "optimizer-groups",
-            "the optimizer has no parameter group",
+            "the optimizer has no parameter groups",
             (f"{_where(section)}/param_groups",),
             hint=_ANEW,
             quote=quote("group-count"),
@@ -307,12 +306,12 @@ def _complaints(subject: Subject, section: Section) -> Iterator[Complaint]:
     if gone:
         yield Complaint(
             "optimizer-leftover",
-            f"the optimizer keeps the state of {counted(len(gone), 'parameter')} that its groups "
+            f"the optimizer has the state of {counted(len(gone), 'parameter')} that its groups "
             "do not have",
             names_of(f"{_where(section)}/state/{key}" for key in gone),
             hint=_ANEW,
             severity="misleads",
-            effect="the optimizer loads it without an error and never uses it",
+            effect="The optimizer loads it without an error and never uses it.",
         )
     model = model_of(section, subject.models, subject.optimizers)
     if model is not None and (subject.model is None or subject.model.holder is model.holder):
@@ -346,10 +345,10 @@ def _against_model(section: Section, model: Section) -> Iterator[Complaint]:
     foreign = Counter(states.values()) - Counter(one.shape for one in tensors.values())
     if len(order) > len(tensors):
         text = f"the optimizer was saved for {counted(len(order), 'parameter')}"
-        yield _misfit(section, f"{text}, and the model has {counted(len(tensors), 'tensor')}")
+        yield _misfit(section, f"{text}, but the model has {counted(len(tensors), 'tensor')}")
     elif foreign:
-        text = "of the optimizer have shapes that no tensor of the model has"
-        yield _misfit(section, f"{counted(foreign.total(), 'state')} {text}")
+        text = "the optimizer has {} with shapes that no tensor of the model has"
+        yield _misfit(section, text.format(counted(foreign.total(), "state")))
     elif len(order) == len(weights) and len(section.node["param_groups"]) == 1:
         own = names_in(section)
         names = list(map(bare_names(own).__getitem__, own))
@@ -377,11 +376,12 @@ def _permuted(wrong: list[int], names: Sequence[str]) -> Complaint:
     return Complaint(
         "optimizer-order",
         "the optimizer lists its parameters in a different order from the model: "
-        f"{counted(len(wrong), 'state')} with other shapes than the parameters in their place",
+        f"the shapes of {counted(len(wrong), 'state')} differ from those of the parameters there",
         names_of(names[at] for at in wrong),
-        hint="build the optimizer with its parameters in the order that it was saved in; without "
-        "the optimizer the weights load",
+        hint="build the optimizer with its parameters in the saved order, or load the weights "
+        "without the optimizer",
         severity="misleads",
-        effect="load_state_dict of the optimizer goes by position and checks no shape: parameters "
-        "get the moments of other parameters, and step() fails or, with equal shapes, uses them",
+        effect="load_state_dict of the optimizer matches by position and checks no shapes: "
+        "parameters get the moments of other parameters, and step() fails or, with equal shapes, "
+        "uses them.",
     )

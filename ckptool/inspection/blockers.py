@@ -25,7 +25,7 @@ from ckptool.formats.torchscript import PACKED, PACKED_WEIGHTS, RUN_IT, has_pack
 from ckptool.symbolic.encoder import blockers, blocking
 from ckptool.words import counted, printable, shell
 
-_GATHER = "gather all parts where it was trained, and save the whole"
+_GATHER = "gather the full tensors in the training job, and save them"
 _ZERO = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_optim_states")
 _OF_TOTAL = re.compile(
     r"world_size_(?P<n>\d+)_rank_(?P<at>\d+)|(?P<at2>\d+)[-_]of[-_](?P<n2>\d+)", re.IGNORECASE
@@ -101,9 +101,9 @@ def misnamed(checkpoint: Checkpoint) -> str | None:
     known = format_of(checkpoint.format)
     if known.tensors_only and name.endswith(TORCH_ENDINGS):
         ending = os.path.splitext(name)[1]
-        return f"it is a safetensors file, and its name ends in {ending} as torch's do"
+        return f"it is a safetensors file, but its extension is {ending}, as for torch"
     if known.by_torch and name.endswith(".safetensors"):
-        return "torch.save wrote it, and its name ends in .safetensors"
+        return "torch.save wrote it, but its extension is .safetensors"
     return None
 
 
@@ -129,7 +129,7 @@ def _packed(checkpoint: Checkpoint) -> Finding | None:
     if any(OPAQUE_CONSTANTS in text for text in details.left_behind):
         return Finding(
             "part",
-            "weights are missing: torch.jit.optimize_for_inference does not write those it packs",
+            "weights are missing: torch.jit.optimize_for_inference does not save those it packs",
             hint="save the model again before optimize_for_inference",
         )
     if not format_of(checkpoint.format).is_program:
@@ -141,8 +141,8 @@ def _packed(checkpoint: Checkpoint) -> Finding | None:
     names = [key for key in keys if str(key).startswith(CONSTANT)]
     if not names:
         return None
-    text = f"torch.jit.freeze took the keys of {counted(len(names), 'tensor')}: the file has them "
-    text += f"as constants of its program, such as {names[0]}"
+    text = f"torch.jit.freeze removed the keys of {counted(len(names), 'tensor')}: they are "
+    text += f"constants of the program, for example {names[0]}"
     return Finding("frozen", text, hint="save the state dict of the model before torch.jit.freeze")
 
 
@@ -170,8 +170,8 @@ def _flat_parameters(checkpoint: Checkpoint) -> Finding | None:
     ]
     if not names:
         return None
-    text = "FSDP saved its flat parameters: the model's own names and shapes are gone"
-    remedy = "save it again with StateDictType.FULL_STATE_DICT where it was trained"
+    text = "FSDP saved its flat parameters: the model's own keys and shapes are lost"
+    remedy = "save it again with StateDictType.FULL_STATE_DICT in the training job"
     return Finding("flat-parameters", text, tuple(names), hint=remedy)
 
 
@@ -181,48 +181,48 @@ def _rank(checkpoint: Checkpoint) -> Finding | None:
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     if len(root) > 1 and all(map(is_rank, root)):
         remedy = f"ckptool convert {shell(checkpoint.path)} OUT --model-only --concat 'GLOB=DIM'"
-        text = f"it holds the parts that {len(root)} ranks have of each matrix"
-        return Finding("part", text, hint=f"joined by {remedy}")
+        text = f"it has the parts of each matrix from {len(root)} ranks"
+        return Finding("part", text, hint=f"join them with {remedy}")
     size, found = root.get("mp_world_size"), _COUNTED.search(name)
     if _ZERO.search(name):
-        text = "it holds one process's part of an optimizer's state: its name says so"
+        text = "judging by its name, it has one rank's part of an optimizer state"
         return Finding("part", text, hint=_gathered(checkpoint.path))
     if type(size) is int and size > 1:
-        text = f"it holds one of {size} parts of each matrix: its mp_world_size is {size}"
+        text = f"it has one of {size} parts of each matrix: its mp_world_size is {size}"
         return Finding("part", text, hint=_GATHER)
     if type(size) is int:
         return None
     parts = set_of(name) and any(one.is_spread and not one.whole for _, one in checkpoint.tensors())
     if parts or SHARDING_INFO in checkpoint.details.header:
-        remedy = f"its folder opens with the parts of all ranks joined: {printable(folder or '.')}"
-        return Finding("part", "it holds the part that one rank has of each tensor", hint=remedy)
+        remedy = f"open its folder to join all ranks: {printable(folder or '.')}"
+        return Finding("part", "it has one rank's part of each tensor", hint=remedy)
     total = _OF_TOTAL.search(name)
     if total and not shard_of(checkpoint.format):
         count = int(total["n"] or total["n2"])
         if count > 1:
-            remedy = "open its folder, or the index of the shards beside it; or gather all parts"
-            return Finding("part", f"it holds one part of {count:,}: its name says so", hint=remedy)
+            remedy = "open its folder or the index of its shards, or gather all parts"
+            return Finding(
+                "part", f"judging by its name, it is one of {count:,} parts", hint=remedy
+            )
     if not found:
         return None
     word, number = found[1], found[2]
     other = f"{int(number) + (1 if int(number) == 0 else -1):0{len(number)}}"
-    beside = name[: found.start()] + word + other + name[found.end() :]
-    if os.path.lexists(os.path.join(folder, beside)):
-        why = f"{printable(beside)} lies beside it"
+    sibling = name[: found.start()] + word + other + name[found.end() :]
+    if os.path.lexists(os.path.join(folder, sibling)):
+        why = f"{printable(sibling)} is next to it"
     elif int(number):
-        why = f"its name counts from 0 to {number}"
+        why = f"its name has the number {number}"
     else:
-        text = f"it may hold one part of several: its name counts ({word}{number})"
-        return Finding(
-            "part", text, hint="look for the others where it comes from", severity="note"
-        )
-    return Finding("part", f"it holds one part of several: {why}", hint=_GATHER)
+        text = f"judging by its name ({word}{number}), it may be one of several parts"
+        return Finding("part", text, hint="look for the other parts at its source", severity="note")
+    return Finding("part", f"it is one of several parts: {why}", hint=_GATHER)
 
 
 def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield reasons why `torch.load(weights_only=True)` refuses the file, whatever it holds."""
     if os.path.isdir(checkpoint.path):
-        yield "it is a folder, which torch.load does not open"
+        yield "torch.load cannot open a folder"
     known = format_of(checkpoint.format)
     if known.refusal is not None:
         yield known.refusal.what
@@ -252,7 +252,7 @@ def needed_import(classes: Iterable[str]) -> str:
     """Name the import after which `torch.load` takes objects of these classes; "" if none helps."""
     if not all(kind.startswith("torchao.") for kind in classes):
         return ""
-    return "import torchao first: it allows its own classes, and torch.load(FILE) then loads"
+    return "import torchao first; it allows its own classes, so that torch.load(FILE) works"
 
 
 def _legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:

@@ -49,16 +49,13 @@ def weights(root: Any, kinds: Collection[str] = MODEL_KINDS) -> list[tuple[Path,
     return [pair for part in parts for pair in part.tensors()]
 
 
-def waste_notes(file: str, unseen: int, dead: int) -> tuple[str, ...]:
+def waste_notes(file: str, unused: int, dead: int) -> tuple[str, ...]:
     """Return the note on the bytes that `compact` would drop: unused and dead ones."""
     facts = [
-        f"{counted(count, 'byte')} {whose}{are(count)} {what}"
-        for count, whose, what in (
-            (unseen, "of the storages ", "seen by no tensor"),
-            (dead, "", "dead"),
-        )
+        f"{counted(count, 'byte')} {of}{are(count)} {state}"
+        for count, of, state in ((unused, "of tensor data ", "unused"), (dead, "", "dead"))
         if count > 0
     ]
     in_place = ["--in-place"] if file.endswith(".json") else []  # shards have no other target
     command = _joined("compact", as_argument(file), *in_place)
-    return (f"{' and '.join(facts)}: {command} leaves them out",) if facts else ()
+    return (f"{' and '.join(facts)}; {command} drops them",) if facts else ()

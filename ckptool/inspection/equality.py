@@ -201,7 +201,7 @@ class _Comparison:
         self._again += pair[0] in self._seen
         self._seen.add(pair[0])
         if self._again > self._limits.max_repeats + len(self._seen):
-            raise LimitExceeded("the same containers are mentioned again and again")
+            raise LimitExceeded("the same containers are referenced too many times")
         return True
 
     def _require(self, equal: bool, *change: str) -> None:

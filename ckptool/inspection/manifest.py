@@ -102,7 +102,7 @@ def read_manifest(path: str, limits: Limits = DEFAULT_LIMITS) -> Files | None:
             raise _no_manifest(path)
         if source.size > limits.max_json_bytes:
             raise LimitExceeded(
-                f"the manifest has {source.size:,} bytes; {limits.max_json_bytes:,} are allowed",
+                f"the manifest has {source.size:,} bytes; the limit is {limits.max_json_bytes:,}",
                 file=path,
             )
         document = parse_json(source.read(0, source.size).decode("utf-8"), "the manifest")
@@ -138,9 +138,9 @@ def _tensor(entry: Any, path: str) -> HashedTensor:
 
 def _no_manifest(path: str) -> UsageError:
     return UsageError(
-        "is not a manifest of ckptool, and is not overwritten",
+        "not a ckptool manifest, so it is not overwritten",
         file=path,
-        hint="give --manifest the name of a new file, or of a manifest",
+        hint="give --manifest a new file or an existing manifest",
     )
 
 
@@ -172,12 +172,12 @@ def held_against(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) 
     if renamed:
         old, new = (listed([name]) for name in renamed[0])
         notes.append(
-            f"{counted(len(renamed), 'tensor')} compared under other names: "
-            f"{old} of the manifest is {new} here"
+            f"{counted(len(renamed), 'tensor')} compared under other keys: "
+            f"{old} in the manifest is {new} in this file"
         )
     for kind, side, groups, text, where in (
-        ("missing", 0, ours, "it is in the manifest and not here", "not in this file"),
-        ("extra", 1, theirs, "it is here and not in the manifest", "not in the manifest"),
+        ("missing", 0, ours, "in the manifest, but not in this file", "not in this file"),
+        ("extra", 1, theirs, "in this file, but not in the manifest", "not in the manifest"),
     ):
         paired = {pair[side].path[:-1] for pair in both}
         elsewhere = Counter[str]()
@@ -193,23 +193,21 @@ def held_against(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) 
     unhashed = sum(want.sha256 is None and have.sha256 is None for want, have in both)
     if unhashed:
         notes.append(
-            f"{counted(unhashed, 'tensor')} without a content hash, being sparse, quantized or the "
-            "like: their dtype and shape alone were compared"
+            f"{counted(unhashed, 'tensor')} without a hash because they are sparse or quantized: "
+            "only dtype and shape were compared"
         )
     return Findings(tuple(problems), tuple(notes))
 
 
 def _differences(want: HashedTensor, have: HashedTensor) -> Iterator[Finding]:
     if want.dtype != have.dtype:
-        text = f"it has the dtype {have.dtype}, in the manifest {want.dtype}"
+        text = f"dtype is {have.dtype}, expected {want.dtype}"
         yield Finding("dtype", text, (have.name,))
     if want.shape != have.shape:
-        text = (
-            f"it has the shape {shape_text(have.shape)}, in the manifest {shape_text(want.shape)}"
-        )
+        text = f"shape is {shape_text(have.shape)}, expected {shape_text(want.shape)}"
         yield Finding("shape", text, (have.name,))
     elif want.dtype == have.dtype and want.sha256 != have.sha256:
-        text = "its content is not what the manifest says: other elements, by SHA-256"
+        text = "content differs from the manifest, by SHA-256"
         yield Finding("content", text, (have.name,))
 
 

@@ -32,5 +32,5 @@ def neighbor_notes(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"next to it is the state of {when}: {listed(training)}"
     adapters = [name for name in names if library_of(name) == "peft"]
     if adapters and library_of(path) != "peft":
-        beside = listed([*adapters, *({ADAPTER_CONFIG} & {*names})])
-        yield f"next to it is an adapter: {beside}"
+        files = listed([*adapters, *({ADAPTER_CONFIG} & {*names})])
+        yield f"next to it is an adapter: {files}"

@@ -53,9 +53,9 @@ def quantizations(checkpoint: Checkpoint) -> Iterator[Quantization]:
             what, library, details = scheme, LIBRARIES.get(scheme, ""), list(config.sizes)
             if method:
                 if scheme == LOOKS_QUANTIZED:
-                    what, details = method, [f"by {where}", *details]
+                    what, details = method, [f"according to {where}", *details]
                 elif method.lower() not in scheme.lower():
-                    details.append(f"{where} says {method}")
+                    details.append(f"{method} according to {where}")
                 library = library or _BY_METHOD.get(method.lower(), "")
             what += f" ({', '.join(details)})" if details else ""
             verb = f"{are(count).strip()} quantized: {what}"

@@ -276,7 +276,7 @@ class _Scanner:
         keys = set[str]()
         try:
             if depth > _DEEPEST:
-                raise LimitExceeded(f"archives are nested deeper than {_DEEPEST}")
+                raise LimitExceeded(f"archives are nested more than {_DEEPEST} levels deep")
             keys = self._pickles(data, where, raw=raw)
             self._carrier(data, where, depth)
         except CheckpointError as error:
@@ -296,7 +296,7 @@ class _Scanner:
         if is_tar(head):
             if data.length != data.source.size:
                 if data.length > _MOST_INFLATED:
-                    raise LimitExceeded("a tar inside an archive is too large to be read")
+                    raise LimitExceeded("a tar inside an archive is too large to read")
                 data = self.memory(data.read())
             for name, member in read_members(data.source, self.limits).items():
                 self.look(member, _below(where, name), depth + 1, _TORCH_TAR.get(name))
@@ -312,7 +312,7 @@ class _Scanner:
                 self.look(inflated, _below(where, "inflated"), depth + 1)
         for magic, what in _UNREAD:
             if head.startswith(magic):
-                self.unread(where, f"{what}: not read")
+                self.unread(where, f"{what} is not supported")
         is_config = head.lstrip()[:1] == b"{" or head.startswith(b"\x89HDF")
         if is_config and _LAMBDA.search(data.read(0, min(data.length, 16 << 20))):
             text = "keras.layers.Lambda: keras.models.load_model runs the code in it"
@@ -346,7 +346,7 @@ class _Scanner:
                 if wanted > self.limits.max_pickle_bytes:
                     if is_length:
                         break
-                    raise LimitExceeded("its pickle is longer than the limit allows")
+                    raise LimitExceeded("its pickle is longer than the limit")
                 chunk, base = data.read(position, wanted), position
                 continue
             is_one = bool(run.end is not None or run.seen)
@@ -445,7 +445,7 @@ class _Scanner:
                 stored.update(path for path in paths if not path.endswith(".pkl"))
         if any(_SCRIPT.search(name) for name, _ in records):
             self.code = [name for name in self.code if not _SCRIPT.search(name)]
-            self.notes.append("it is a TorchScript: its code is not Python, and is not judged")
+            self.notes.append("TorchScript code is not Python and is not checked")
 
     def _by_headers(self, data: ByteRange, where: str) -> Iterator[tuple[str, ByteRange]]:
         """Yield the records that any header of a zip leads to, local or of the directory."""
@@ -471,9 +471,9 @@ class _Scanner:
                 known = stated.get((header, name, method), 0)
                 stated[header, name, method] = max(known, packed)
             if flags & REFUSED:
-                self.unread(_below(where, name), "its flags say that it is encrypted, or a patch")
+                self.unread(_below(where, name), "its flags mark it as encrypted or a patch")
             if len(marks) > self.limits.max_records:
-                raise LimitExceeded("its zip has more headers than the limit allows")
+                raise LimitExceeded("its zip has more headers than the limit")
         following = dict(zip(marks, [*marks[1:], data.length], strict=True))
         for (header, name, method), packed in stated.items():
             begin = begins[header]
@@ -486,7 +486,7 @@ class _Scanner:
             if method in _METHODS:
                 yield name, self._inflated(part, _METHODS[method], _below(where, name))
             elif method != STORED:
-                self.unread(_below(where, name), f"it is compressed by method {method}: not read")
+                self.unread(_below(where, name), f"compression method {method} is not supported")
 
     def _headers(self, data: ByteRange) -> Iterator[tuple[int, bytes]]:
         """Yield whatever looks like a header of a zip, with its position."""
@@ -521,10 +521,10 @@ class _Scanner:
                     pending, ended = inflater.unused_data, len(out)
                     inflater, is_new = make(), True
             else:
-                self.unread(where, f"it inflates to more than {_MOST_INFLATED >> 20} MiB")
+                self.unread(where, f"it decompresses to more than {_MOST_INFLATED >> 20} MiB")
         except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
             if sure and len(out) != ended:  # not of what stands behind a stream
-                self.unread(where, f"it cannot be inflated to its end ({error})")
+                self.unread(where, f"it cannot be fully decompressed ({error})")
         return self.memory(bytes(out))
 
 

@@ -26,7 +26,7 @@ from ckptool.formats import Source, opened
 from ckptool.inspection.listing import TensorRow, tensor_rows
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.tensors.statistics import Histogram, Measurer, Measures, Moments, measurable
-from ckptool.words import counted, listed, printable, shell
+from ckptool.words import are, counted, listed, printable, shell
 
 if TYPE_CHECKING:
     from ckptool.tensors.statistics import Measures, Number
@@ -167,7 +167,7 @@ class Stats(Result):
             UsageError: it is none of `SORTABLE`.
         """
         if column not in SORTABLE:
-            raise UsageError(f"cannot sort by {column!r}; there are {listed(SORTABLE)}")
+            raise UsageError(f"cannot sort by {column!r}; choose one of {listed(SORTABLE)}")
         if column == "name":
             return replace(self, tensors=tuple(sorted(self.tensors, key=lambda one: one.name)))
         value = SORTABLE[column]
@@ -236,7 +236,7 @@ def stats(
     """
     for given in (include, exclude):
         if isinstance(given, str):
-            raise UsageError(f"a list of globs is wanted, not {given!r}", hint=f"[{given!r}]")
+            raise UsageError(f"expected a list of globs, not {given!r}", hint=f"[{given!r}]")
     with opened(source) as checkpoint:
         below: Path = () if key is None else resolve(checkpoint, key)[0]
         globs, unless = tuple(include), tuple(exclude)
@@ -252,7 +252,7 @@ def stats(
         leaves = list(chosen.of(index))
         if key is not None and not index.nodes:
             raise NotFound(
-                f"there is no tensor to measure under {printable(name_of(below))!r}",
+                f"no tensor to measure under {printable(name_of(below))!r}",
                 file=checkpoint.path or None,
                 hint=f"ckptool list {shell(checkpoint.path)}" if checkpoint.path else None,
             )
@@ -292,9 +292,9 @@ def _note_codes(
                 first.setdefault(one.scheme, (at, one))
         for at, one in first.values():
             count = sum(one.scheme == other.scheme for other in known.values())
-            alike = f", as {count - 1:,} more here" if count > 1 else ""
+            alike = f", like {count - 1:,} more here" if count > 1 else ""
             what = f"{str(one).removeprefix('is ')}{alike}"
-            remark = f"{what}: figures of codes, without {listed(one.companions)}"
+            remark = f"{what}: statistics of codes, without {listed(one.companions)}"
             rows[at] = replace(rows[at], remarks=(*rows[at].remarks, remark))
 
 
@@ -350,8 +350,12 @@ def _totals(rows: Iterable[TensorStats]) -> Totals:
 
 _MOST_NAMED = 8
 _SAID: dict[str, Callable[[Measures], str]] = {
-    "nan": lambda found: f"{found.nan:,} NaN of {counted(found.elements, 'element')}",
-    "inf": lambda found: f"{found.infinite:,} infinite of {counted(found.elements, 'element')}",
+    "nan": lambda found: (
+        f"{found.nan:,} of {counted(found.elements, 'element')} {are(found.nan)} NaN"
+    ),
+    "inf": lambda found: (
+        f"{found.infinite:,} of {counted(found.elements, 'element')} {are(found.infinite)} infinite"
+    ),
     "all-zero": lambda found: "all zero",
     "constant": lambda found: f"constant, {found.minimum:.6g}",
 }
@@ -405,7 +409,7 @@ def _oddities(label: str, members: Sequence[TensorStats]) -> Iterator[str]:
         for name, found in odd[:_MOST_NAMED]:
             yield f"{name}: {said(found)}"
         if len(odd) > _MOST_NAMED:
-            yield f"{label}: {len(odd) - _MOST_NAMED:,} more are flagged {flag}"
+            yield f"{label}: {len(odd) - _MOST_NAMED:,} more have the flag {flag}"
 
 
 def _together(parts: Sequence[Measures]) -> Measures:
@@ -517,7 +521,7 @@ def _other_headers(role: Role, label: str) -> Iterator[Oddity]:
             continue
         for place, value in values:
             if value != usual:
-                remark = f"{said(value)}, where {count:,} of {label} are {said(usual)}"
+                remark = f"{said(value)}, but {count:,} of {label} are {said(usual)}"
                 yield place, (f"{word}-outlier",), remark
 
 
@@ -534,9 +538,9 @@ def _other_numbers(role: Role, label: str) -> Iterator[Oddity]:
         odd = [word for word in own if _is_far(own[word], usual[word])]
         if odd:
             facts = " and ".join(
-                f"{word} {own[word]:.4g} against {usual[word]:.4g}" for word in odd
+                f"{word} {own[word]:.4g}, median {usual[word]:.4g}" for word in odd
             )
-            remark = f"{facts}, the median of {counted(len(known), 'tensor')} of {label}"
+            remark = f"{facts} ({counted(len(known), 'tensor')} of {label})"
             yield place, tuple(f"{word}-outlier" for word in odd), remark
 
 

@@ -79,8 +79,8 @@ def unwritten(checkpoint: Checkpoint) -> str | None:
     if not names:
         return None
     return (
-        f"the file has only zeros from offset {first:,} to its end, beginning inside a tensor: "
-        f"probably these were never written: {listed(dict.fromkeys(names))}"
+        f"from offset {first:,}, inside a tensor, the file has only zeros; these were probably "
+        f"never written: {listed(dict.fromkeys(names))}"
     )
 
 

@@ -187,13 +187,13 @@ class _Look:
         if found == named[1]:
             return
         if blob is not None:
-            where = "its name" if blob[1] == own else "the name of the file it links to"
+            where = "from its name" if blob[1] == own else "from the name of its link target"
             text = f"its SHA-256 is {found}, expected {blob[1]} ({where})"
             hint = "delete the file and download it again"
             self.add(problems=(Finding("name", text, hint=hint),))
         else:
-            text = f"its SHA-256 begins with {found}, not with {named[1]}, as its name has it"
-            hint = "torch.hub names files so: download it again, unless it was changed on purpose"
+            text = f"its SHA-256 starts with {found}, expected {named[1]} (from its name)"
+            hint = "download it again from torch.hub, or rename it if you changed it"
             self.add(problems=(Finding("name", text, hint=hint),))
 
     def at_set(self, probe: Probe, path: str, shards: Mapping[str, str]) -> None:
@@ -245,7 +245,7 @@ class _Look:
             raise UnreadableFile(
                 "changed while it was read",
                 file=self.verdict.file,
-                hint="try again when nothing writes to the file any more",
+                hint="try again when nothing writes to the file",
             )
         with checkpoint:
             self.add(problems=_damaged(wrong, checkpoint))
@@ -325,7 +325,7 @@ class _Look:
             elif crc != one.crc32:
                 wrong.append((one, crc))
             elif not _ends_well(one.data.source):
-                text = "its compressed bytes have no end mark, or more behind it"
+                text = "its compressed bytes have no end mark, or extra bytes after it"
                 self.add(problems=(Finding("corrupt", text, (one.place,)),))
         self.add(summed=len(checksums), checked=meter.total)
         return wrong
@@ -358,9 +358,9 @@ def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> tuple[Fi
     for checksum, found in wrong:
         data, stated = checksum.data, checksum.crc32
         kind = "CRC-32C" if checksum.castagnoli else "CRC-32"
-        text = f"its bytes are not those that were written: {kind} {found:08x}, not {stated:08x}"
+        text = f"checksum mismatch: {kind} is {found:08x}, expected {stated:08x}"
         inside = names.get((id(data.source), data.offset))
-        text += f"; in it {are(len(inside))} {listed(inside, 3)}" if inside else ""
+        text += f"; affects {listed(inside, 3)}" if inside else ""
         problems.append(Finding("checksum", text, (checksum.place,)))
     return tuple(problems)
 
@@ -522,7 +522,7 @@ class Verifier:
                     yield result
                 elif isinstance(result, UnsupportedFormat):
                     folder, name = os.path.split(one)
-                    text = f"not looked at: it {result.message.removeprefix(one).lstrip()}"
+                    text = f"not checked: it {result.message.removeprefix(one).lstrip()}"
                     unread.setdefault(folder, []).append(
                         Finding("unread", text, (name,), hint=result.hint)
                     )
@@ -573,7 +573,7 @@ class Verifier:
             return verdict
         wanted = self._listed.get(name)
         if wanted is None:
-            text = f"the manifest does not list it: there is no {name!r} in it"
+            text = f"the manifest does not list {name!r}"
             found = Findings((Finding("manifest", text),))
         else:
             found = held_against(wanted, tensors)
@@ -610,7 +610,7 @@ class Verifier:
         folder = os.path.dirname(manifest)
         for name in self._listed:
             if name not in self._seen and not os.path.exists(os.path.join(folder, name)):
-                yield Finding("missing", "the manifest lists it, and it is gone", (name,))
+                yield Finding("missing", "the manifest lists it, but it is missing", (name,))
 
 
 def _is_other(result: Verdict | CheckpointError) -> bool:

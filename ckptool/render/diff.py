@@ -87,7 +87,7 @@ def _unpaired(
     yield from (Row("D", side.name, a=_about(side, whole)) for side in only_a)
     yield from (Row("A", side.name, b=_about(side, whole)) for side in only_b)
     for moved in diff.renamed:
-        tags = "".join(f", another {tag}" for tag in moved.what)
+        tags = "".join(f", different {tag}" for tag in moved.what)
         yield Row("R", moved.a.name, _about(moved.a, whole) + tags, b=moved.b.name)
 
 
@@ -333,7 +333,7 @@ def summary_lines(diff: Diff, look: Look) -> Iterator[str]:
     """Yield `12 of 161 common entries differ, 3 only in A; 149 equal`, wrapped."""
     aside = [f"{diff.close:,} within the tolerance"] if diff.close else []
     if diff.by_checksum:
-        aside.append(f"{counted(diff.by_checksum, 'tensor')} compared by CRC-32 alone")
+        aside.append(f"{counted(diff.by_checksum, 'tensor')} compared only by CRC-32")
     if diff.identical:
         found = "equal" if diff.close else "identical"
         if diff.structure:
@@ -352,7 +352,7 @@ def summary_lines(diff: Diff, look: Look) -> Iterator[str]:
         if diff.common:
             text += f"; {diff.equal:,} equal{' in structure' if diff.structure else ''}"
         else:
-            text = f"no name in common: {text}"
+            text = f"no keys in common: {text}"
     text += f" ({', '.join(aside)})" if aside else ""
     yield from map(look.bold, wrapped(text, look.width))
 

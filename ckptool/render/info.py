@@ -37,15 +37,16 @@ def checkpoint_lines(checkpoint: Checkpoint) -> Iterator[str]:
     return info_lines(info(checkpoint))
 
 
-def file_line(told: Checkpoint | Info) -> str:
+def file_line(described: Checkpoint | Info) -> str:
     """Return `model.pth: torch-zip, 27 tensors, 1.4 KiB, module., cuda:3`."""
-    if isinstance(told, Checkpoint):
-        file, nbytes = told.path, sum(tensor.nbytes for _, tensor in told.tensors())
+    if isinstance(described, Checkpoint):
+        file, nbytes = described.path, sum(tensor.nbytes for _, tensor in described.tensors())
     else:
-        file, nbytes = told.file, sum(section.nbytes for section in told.sections)
-    wrappers = dict.fromkeys(f"{one}." for part in told.sections for one in part.wrappers)
-    counts = told.devices
-    facts = [told.format, counted(sum(counts.values()), "tensor"), size(nbytes), *wrappers, *counts]
+        file, nbytes = described.file, sum(section.nbytes for section in described.sections)
+    wrappers = dict.fromkeys(w for section in described.sections for w in _prefixes(section))
+    devices = described.devices
+    tensors = counted(sum(devices.values()), "tensor")
+    facts = [described.format, tensors, size(nbytes), *wrappers, *devices]
     return f"{clean(file)}: {', '.join(map(clean, facts))}"
 
 
@@ -93,7 +94,7 @@ def _facts(info: Info, look: Look) -> Iterator[str]:
         ("devices", counts_text(info.devices)),
         ("dtypes", counts_text(info.dtypes)),
         ("ties", listed((" = ".join(names) for names in info.ties), 3) if info.ties else ""),
-        ("weights_only", "accepts it" if info.weights_only else "refuses it:"),
+        ("weights_only", "yes" if info.weights_only else "no, because of"),
         *(("", clean(text)) for text in first_lines(info.blockers, _MOST_LISTED)),
         *(("note", clean(note)) for note in info.notes),
     ]
@@ -117,11 +118,10 @@ def format_text(info: Info) -> str:
 
 
 def size_text(info: Info) -> str:
-    """Return the bytes on disk and in storages, in words."""
-    text = f"{size(info.size)} on disk, {size(info.storage_bytes)} in storages"
-    unreached = info.storage_bytes - info.reachable_bytes
-    if unreached > 0:
-        text += f", {size(info.reachable_bytes)} of it reachable"
+    """Return the bytes on disk and of tensor data, in words."""
+    text = f"{size(info.size)} on disk, {size(info.storage_bytes)} of tensor data"
+    if info.reachable_bytes < info.storage_bytes:
+        text += f", {size(info.reachable_bytes)} used"
     if info.dead_bytes:
         text += f"; {size(info.dead_bytes)} dead"
     return text
@@ -139,33 +139,37 @@ def section_line(section: Section) -> str:
 
 
 def _named(section: Section | SectionInfo) -> str:
-    nameless = "(beside them)" if section.kind == "values" else "(the whole file)"
-    return clean(section.name) or nameless
+    return clean(section.name) or ("(other)" if section.kind == "values" else "(the whole file)")
 
 
-def section_rows(sections: Iterable[SectionInfo]) -> list[list[str]]:
-    """Return the cells below `SECTION_HEADINGS`."""
+def _prefixes(section: Section | SectionInfo) -> list[str]:
+    return [f"{wrapper}." for wrapper in section.wrappers]
+
+
+def section_rows(sections: Iterable[SectionInfo], *, values: bool = False) -> list[list[str]]:
+    """Return the cells below `SECTION_HEADINGS`; `values` replaces the kind by the values."""
     return [
         [
             _named(section),
-            section.kind,
+            clean((values and section.values) or section.kind),
             f"{section.tensors:,}" if section.tensors else "",
             f"{section.parameters:,}" if section.parameters else "",
             size(section.nbytes) if section.tensors else "",
-            " ".join(section.wrappers),
+            " ".join(_prefixes(section)),
         ]
         for section in sections
     ]
 
 
 def _sections(sections: Iterable[SectionInfo], look: Look) -> Iterator[str]:
-    return table(SECTION_HEADINGS, section_rows(sections), look, right={2, 3, 4}, flexible=(0, 5))
+    rows = section_rows(sections, values=not look.fmt)
+    return table(SECTION_HEADINGS, rows, look, right={2, 3, 4}, flexible=(0, 1, 5))
 
 
 def _commands(info: Info, look: Look) -> Iterator[str]:
     commands = {name: info.commands[name] for name in _MACHINES if name in info.commands}
     title = "To use the weights" if "resume" in info.commands else "To load it"
-    loads = f"{clean(info.reader)} reads it as it is" if info.reader else "loads as it is"
+    loads = f"{clean(info.reader)} reads it as is" if info.reader else "loads as is"
     if info.part:
         yield f"no command makes it load: {clean(info.part)}"
     elif info.alternatives:
@@ -182,7 +186,7 @@ def _commands(info: Info, look: Look) -> Iterator[str]:
     else:
         yield look.bold(f"{title} on a machine with")
         for machine, words in _MACHINES.items():
-            first = f"  {words:<{_INDENT - 4}}  "
+            first = f"  {words:<7}  "
             yield from command_lines(commands.get(machine, loads), look.width, first=first)
     if "resume" in info.commands:
         yield from titled_commands(resume_title(info.training), [info.commands["resume"]], look)

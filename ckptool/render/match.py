@@ -1,4 +1,4 @@
-"""`ckptool match` as text, and what `print` shows of a report: the form of transformers' own."""
+"""`ckptool match` as text, and `print` of a report, in the form that transformers uses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def match_lines(
     if len(shown) < len(rows):
         whole = "--no-fold shows" if options else "the fields of the report have"
         notes = chain(
-            notes, wrapped(f"note: some rows are only counted; {whole} all names", look.width)
+            notes, wrapped(f"note: some rows are not shown; {whole} all keys", look.width)
         )
     return apart([heading, _table(shown, look) if rows else (), notes, _optimizer(report, look)])
 
@@ -71,10 +71,22 @@ def advice_lines(judgement: Judgement, look: Look, *, command: str = "") -> Iter
     """Yield the options that help, and for an accepted file the `command` that writes it."""
     if judgement.remedy:
         yield ""
-        yield f"hint: {clean(as_options(judgement.remedy))}"  # broken, no shell would take it
+        yield f"hint: {clean(_hint(judgement.remedy))}"  # on one line, to paste it
     if judgement.accepted and command:
         yield ""
-        yield from titled_commands("to write it under these names", [command], look)
+        yield from titled_commands("To save it with the model's keys:", [command], look)
+
+
+def _hint(remedy: Remedy) -> str:
+    """Return `add --rename ... to apply the proposed rule`, or the text of another remedy."""
+    options = as_options(remedy)
+    if remedy != Remedy(remedy.arguments):
+        return options
+    arguments = dict(remedy.arguments)
+    rules = arguments.get("rename", ())
+    several = "s" * (isinstance(rules, tuple) and len(rules) > 1)
+    purpose = f" to apply the proposed rule{several}" if [*arguments] == ["rename"] else ""
+    return f"add {options}{purpose}"
 
 
 def _unseen(judgement: Judgement | None) -> list[str]:
@@ -98,10 +110,10 @@ def note_lines(
         name: f"--{name.replace('_', '-')}" if options else name
         for name in (*names, "transpose", "no_transpose")
     }
-    rule = "a rule of yours" if options else _deciding(report)
+    rule = "a --rename rule" if options else _deciding(report)
     meanings = {**_MEANINGS}
     if not any(cast.lossy for cast in report.cast):
-        meanings["CAST"] = "becomes the model's type as it is loaded"
+        meanings["CAST"] = "converted to the model's dtype on loading"
     for status in dict.fromkeys(row.status for row in rows):
         if status in meanings:
             text = meanings[status].format(rule=rule, **spelled)
@@ -113,9 +125,7 @@ def note_lines(
 def _deciding(report: MatchReport) -> str:
     """Return the rule that decides an ambiguity, unless it is for one layer of several."""
     rules = [rule for one in report.ambiguous for rule in one.rules]
-    return (
-        f"`{clean(str(Remedy((('rename', tuple(rules[:1])),))))}`" if rules else "a rule of yours"
-    )
+    return f"`{clean(str(Remedy((('rename', tuple(rules[:1])),))))}`" if rules else "a rename rule"
 
 
 def _is_plain(report: MatchReport) -> bool:
@@ -124,28 +134,25 @@ def _is_plain(report: MatchReport) -> bool:
 
 
 def _heading(report: MatchReport, look: Look, judgement: Judgement) -> Iterator[str]:
-    """Yield `model.pth does not fit ResNet: 60 of its 62 tensors fit (98.1% of the parameters)`.
+    """Yield `model.pth does not fit ResNet: 60 of 62 tensors match (98.1% of the parameters)`.
 
-    If all tensors fit, but the file is refused, the first reason stands in their place.
+    If all tensors match, but the file is refused, the heading has the first reason instead.
     """
     file, model = clean(report.file) or "the state dict", clean(report.model) or "the model"
-    taken = judgement.accepted
-    verdict = "fits" if taken else "does not fit"
-    allowed = " with what is allowed" if taken and not report.fits else ""
+    verdict = "fits" if judgement.accepted else "does not fit"
+    allowed = " with the allowed differences" if judgement.accepted and not report.fits else ""
     whole = max(report.parameters, 1)
     part = share(report.loaded if report.parameters else whole, whole)
-    tensors, parameters = counted(report.names, "tensor"), f"{part} of the parameters"
-    verb = "fits" if report.fitting == 1 else "fit"
-    met = f"{report.fitting:,} of its {tensors} {verb} ({parameters})"
-    if report.fits:
-        met = f"{tensors}, {parameters}"
-    elif not report.names:
-        met = "that has no tensors"
-    elif report.fitting == report.names and not taken:
-        met = clean(judgement.problems[0].text)
-    text = f"{file} {verdict} {model}{allowed}: {met}"
+    tensors, verb = counted(report.names, "tensor"), "matches" if report.fitting == 1 else "match"
+    several = "all " * (report.names > 1) if report.fits else f"{report.fitting:,} of "
+    reason = f"{several}{tensors} {verb} ({part} of the parameters)"
+    if not report.names:
+        reason = "the model has no tensors"
+    elif not report.fits and report.fitting == report.names and not judgement.accepted:
+        reason = clean(judgement.problems[0].text)
+    text = f"{file} {verdict} {model}{allowed}: {reason}"
     if judgement.is_of_the_optimizer:
-        text = f"{file}: the optimizer state cannot be loaded: {met}"
+        text = f"{file}: the optimizer state cannot be loaded: {reason}"
     yield from (look.bold(line) for line in wrapped(text, look.width))
 
 
@@ -154,12 +161,12 @@ def _table(rows: Sequence[_Row], look: Look) -> Iterator[str]:
 
 
 def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:
-    """Return what does not fit, what fits after a change, and what is worth knowing."""
+    """Return the differences, then the matches after a change, then other remarks."""
     unclear = [(one.names, one.candidates, "could be") for one in report.ambiguous]
     ambiguous = {name for names, _, _ in unclear for name in names}
     unexpected = [name for name in report.unexpected_keys if name not in ambiguous]
     shapes = (
-        (one.name, f"{shape_text(one.shape)} for {shape_text(one.wanted)}")
+        (one.name, f"file {shape_text(one.shape)}, model {shape_text(one.wanted)}")
         for one in report.mismatched
     )
     layouts = ((one.name, f"axes {list(one.axes)}") for one in report.layouts if one.axes)
@@ -265,19 +272,19 @@ def _label(name: str) -> str:
 
 
 _MEANINGS = {
-    "MISSING": "in the model, but not in the file; {allow_missing} keeps the model's own tensor",
-    "UNEXPECTED": "in the file, but not in the model; {allow_unexpected} leaves it out",
-    "MISMATCH": "the shapes differ; {allow_mismatched} keeps the model's own tensor",
-    "AMBIGUOUS": "names and shapes allow several matches, and none is guessed; {rule} decides",
-    "LAYOUT": "neither the format nor the type of the module tells the order of the axes; "
-    "{transpose} or {no_transpose} decides it",
-    "TRANSPOSED": "the axes are put in torch's order, each shown by its number in the file",
-    "UNTIED": "one tied tensor in the model, but different tensors in the file: another model",
-    "CAST": "the model has another type, and a lossy cast changes values; {allow_lossy_cast} "
+    "MISSING": "only in the model; {allow_missing} keeps the model's tensor",
+    "UNEXPECTED": "only in the file; {allow_unexpected} leaves it out",
+    "MISMATCH": "the shapes differ; {allow_mismatched} keeps the model's tensor",
+    "AMBIGUOUS": "several keys could match by name and shape; {rule} decides",
+    "LAYOUT": "neither the format nor the type of the module shows the order of the axes; "
+    "{transpose} or {no_transpose} decides",
+    "TRANSPOSED": "matches with the axes in torch's order, shown by their numbers in the file",
+    "UNTIED": "tied in the model, but different tensors in the file: a different model",
+    "CAST": "the model has another dtype, and the cast loses precision; {allow_lossy_cast} "
     "accepts that",
-    "RENAMED": "matches after the renaming shown",
-    "PROPOSED": "would match after the rule shown, which was not applied",
-    "TIED": "one tensor under several names, which is loaded once",
+    "RENAMED": "matches with this rule",
+    "PROPOSED": "would match with this rule, which was not applied",
+    "TIED": "keys that share one tensor, which is loaded once",
 }
 
 
@@ -285,14 +292,14 @@ def _optimizer(report: MatchReport, look: Look) -> Iterator[str]:
     found = report.optimizer
     if found is None:
         return
-    state = f"the state of {found.matched:,} of {counted(found.parameters, 'parameter')}, by names"
+    state = f"the state of {found.matched:,} of {counted(found.parameters, 'parameter')} by name"
     if found.by == "position":
-        state = f"{counted(found.matched, 'state')}, matched by position"
-    yield from wrapped(f"optimizer: {state}", look.width)
+        state = f"{counted(found.matched, 'state')} by position"
+    yield from wrapped(f"optimizer: matched {state}", look.width)
     for problem in found.problems:
         yield from wrapped(f"optimizer: {clean(problem)}", look.width)
     if found.problems and found.remedy:
-        yield f"what helps: {clean(str(found.remedy))}"
+        yield f"hint: {clean(str(found.remedy))}"
     casts = ((one.name, _change(one)) for one in found.cast)
     for row in _cut(_alike("", casts, fold=True)):
         yield from wrapped(f"optimizer: {row.key} {row.details}", look.width)

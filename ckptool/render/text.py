@@ -111,11 +111,11 @@ def first_lines(lines: Iterable[str], most: int) -> Iterator[str]:
     every = list(lines)
     yield from every[:most]
     if len(every) > most:
-        yield f"and {len(every) - most:,} more (--json has them all)"
+        yield f"and {len(every) - most:,} more (--json lists all)"
 
 
 def files_line(files: int, errors: int, parts: Iterable[str]) -> str:
-    """Return `3 files: 1 fine, 1 with 2 problems, 1 not read`."""
+    """Return `3 files: 1 ok, 1 with 2 problems, 1 not read`."""
     unread = [f"{errors:,} not read"] if errors else []
     return f"{counted(files + errors, 'file')}: {', '.join([*parts, *unread])}"
 

@@ -61,7 +61,7 @@ def verdict_text(diagnosis: Diagnosis) -> str:
     text = ", ".join(counted(counts[kind], word) for kind, word in _WORDS.items() if counts[kind])
     if diagnosis.reader:
         others = f", {_loader(diagnosis)} does not: " if counts["fails"] else "; "
-        return clean(f"{diagnosis.reader} reads it as it is{others}{text}")
+        return clean(f"{diagnosis.reader} reads it as is{others}{text}")
     if counts["fails"]:
         return f"{_FAILS}: {text}"
     return f"{_loader(diagnosis)} opens it; {text}"
@@ -91,7 +91,9 @@ def _block(
         why = filter(None, (_error(complaint, number, quoted), complaint.effect))
         yield from _fact("why", "; ".join(why), look)
     elif complaint.severity != "note":
-        text = _error(complaint, number, quoted) or complaint.effect.partition("; ")[0]
+        text = _error(complaint, number, quoted)
+        if not text and complaint.effect:
+            text = complaint.effect.partition("; ")[0].rstrip(".") + "."
         yield from wrapped(f"   {_sentence(text)}", look.width, indent="   ")
     if explain or not (complaint.commands or complaint.alternatives):
         yield from _fact("hint", complaint.hint or "", look)
@@ -137,14 +139,14 @@ def _plan(diagnosis: Diagnosis, look: Look) -> Iterator[str]:
             choice = complaint.alternatives, complaint.code
             choices.setdefault(choice, []).append(str(number))
     for (commands, code), numbers in choices.items():
-        title = f"For {listed(numbers, most=len(numbers))}"
-        yield from titled_commands(title + ", one of" * (len(commands) > 1) + ":", commands, look)
+        several = len(commands) > 1
+        title = f"Possible fix{'es' * several} for {listed(numbers, most=len(numbers))}"
+        yield from titled_commands(f"{title}{' (choose one)' * several}:", commands, look)
         if code:
             yield from (look.bold("Then in Python:"), f"  {clean(code)}")
     left = [str(at) for at, one in every if not (one.commands or one.alternatives)]
     if 0 < len(left) < len(every):
-        *others, last = left
-        yield f"{', '.join(others)} and {last} stay" if others else f"{last} stays"
+        yield f"Not fixed: {', '.join(left)}"
 
 
 _MOST_PROBLEMS = 40
@@ -152,10 +154,10 @@ _MOST_PROBLEMS = 40
 
 
 def verdict_lines(verdict: Verdict, look: Look = PLAIN) -> Iterator[str]:
-    """Yield `model.pth: fine (...)`, or the number of problems and the problems."""
+    """Yield `model.pth: ok (...)`, or the number of problems and the problems."""
     name = look.bold(clean(verdict.file))
     if verdict.ok:
-        yield f"{name}: fine ({', '.join(_facts(verdict))})"
+        yield f"{name}: ok ({', '.join(_facts(verdict))})"
         return
     yield f"{name}: {look.alarm(counted(len(verdict.problems), 'problem'))}"
     hints = set()
@@ -167,7 +169,7 @@ def verdict_lines(verdict: Verdict, look: Look = PLAIN) -> Iterator[str]:
             yield f"    {look.faint('hint:')} {clean(problem.hint)}"
     hidden = len(verdict.problems) - _MOST_PROBLEMS
     if hidden > 0:
-        yield f"  and {counted(hidden, 'problem')} more (--json has them all)"
+        yield f"  and {counted(hidden, 'problem')} more (--json lists all)"
 
 
 def _facts(verdict: Verdict) -> Iterator[str]:
@@ -182,17 +184,17 @@ def _facts(verdict: Verdict) -> Iterator[str]:
         of = "" if verdict.summed == verdict.records else f" of {verdict.summed:,}"
         yield f"CRC-32{of}"
     elif not verdict.manifest:
-        yield "no CRC-32 in it" if verdict.records else "no checksums in this format"
+        yield "no CRC-32 stored" if verdict.records else "no checksums in this format"
     if verdict.manifest:
-        yield "SHA-256 as in the manifest"
+        yield "SHA-256 matches the manifest"
     if verdict.values:
         yield "no NaN, no Inf"
 
 
 def verify_summary(verdicts: Sequence[Verdict], errors: int, look: Look) -> str:
-    """Return `3 files: 2 fine, 1 with 2 problems`."""
+    """Return `3 files: 2 ok, 1 with 2 problems`."""
     wrong = [verdict for verdict in verdicts if not verdict.ok]
-    parts = [f"{len(verdicts) - len(wrong):,} fine"]
+    parts = [f"{len(verdicts) - len(wrong):,} ok"]
     if wrong:
         count = sum(len(verdict.problems) for verdict in wrong)
         parts.append(look.alarm(f"{len(wrong):,} with {counted(count, 'problem')}"))
@@ -203,18 +205,14 @@ def manifest_line(outcome: ManifestOutcome) -> str:
     """Return whether the manifest was written or compared."""
     name = clean(outcome.file)
     if outcome.reason == "problem":
-        return f"{name} not written: a manifest of damaged files would call them fine"
+        return f"did not write {name}: some files have problems"
     if outcome.reason == "error":
-        return f"{name} not written: files that could not be read would be missing"
-    held = f"{counted(outcome.tensors, 'tensor')} in {counted(outcome.files, 'file')}"
+        return f"did not write {name}: some files could not be read"
+    tensors = f"{counted(outcome.tensors, 'tensor')} in {counted(outcome.files, 'file')}"
     if outcome.action == "written":
-        without = (
-            f"; {outcome.unhashed:,} of them without one: they are sparse, quantized or the like"
-            if outcome.unhashed
-            else ""
-        )
-        return f"wrote {name} (SHA-256 of {held}{without})"
-    return f"compared {held} with {name}"
+        unhashed = f"{outcome.unhashed:,} without a hash because they are sparse or quantized"
+        return f"wrote {name} (SHA-256 of {tensors}{f'; {unhashed}' if outcome.unhashed else ''})"
+    return f"compared {tensors} with {name}"
 
 
 def verdict_table(results: Iterable[Verdict | CheckpointError], look: Look) -> Iterator[str]:
@@ -227,7 +225,7 @@ def _rows(result: Verdict | CheckpointError) -> list[list[str]]:
     if isinstance(result, CheckpointError):
         return [[clean(result.file or ""), "error", "", clean(result.message)]]
     if result.ok:
-        return [[clean(result.file), "fine", "", ", ".join(_facts(result))]]
+        return [[clean(result.file), "ok", "", ", ".join(_facts(result))]]
     return [
         [clean(result.file), problem.kind, clean(problem.place), clean(problem.text)]
         for problem in result.problems
@@ -242,7 +240,7 @@ def scan_lines(found: Scan, look: Look = PLAIN) -> Iterator[str]:
     """Yield `model.pth: runs` or another verdict, and each call that decides it."""
     name = look.bold(clean(found.file))
     if found.skipped:
-        yield f"{name}: {'Python code, not judged' if found.code else 'no pickle in it'}"
+        yield f"{name}: {'Python code, not checked' if found.code else 'no pickle'}"
     elif found.verdict == DATA:
         yield f"{name}: data ({counted(found.pickles, 'pickle')})"
     else:
@@ -273,5 +271,5 @@ def scan_summary(results: Sequence[Scan], errors: int, look: Look) -> str:
     ]
     code = sum(bool(one.code) for one in results)
     if code:
-        parts.append(f"{code:,} with Python code, which is not judged")
+        parts.append(f"{code:,} with Python code, which is not checked")
     return files_line(len(results), errors, parts)

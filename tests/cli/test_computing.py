@@ -66,7 +66,7 @@ def test_only_the_worst_tensors_are_named_and_json_has_all(ckptool, saved):
         "w5: 5 of 5 elements underflow to zero in float16",
         "w4: 4 of 4 elements underflow to zero in float16",
         "w3: 3 of 3 elements underflow to zero in float16",
-        "underflow in 2 more tensors (--json has them all)",
+        "underflow in 2 more tensors (--json lists all)",
     ]
     kinds = [(outcome["kind"], outcome["count"]) for outcome in done.document["outcomes"]]
     assert kinds == [("cast", 15), *(("underflow", at) for at in (5, 4, 3, 2, 1))]

@@ -119,7 +119,7 @@ def test_the_screen_has_a_block_for_each_complaint_and_the_plan(ckptool, tmp_pat
     )
     plan = done.out.partition("To fix 1, 2, 3:\n")[2]
     assert (
-        plan == "  ckptool convert model.pth model.fixed.pth --wrappers strip --to cpu\n4 stays\n"
+        plan == "  ckptool convert model.pth model.fixed.pth --wrappers strip --to cpu\nNot fixed: 4\n"
     )
     assert done.out.count("ckptool convert") == 1
     for word in ("   where ", "   why ", "with strict=False it loads nothing"):

@@ -94,11 +94,11 @@ def test_what_fits_under_other_names_says_how_and_the_command_does_it(ckptool, f
 def test_what_does_not_fit_is_a_finding(ckptool, folder):
     done = ckptool("match", "head.pth", "--like", "ref.pth")
     assert (done.code, done.err) == (1, "")
-    assert done.out.startswith("head.pth does not fit ref.pth: 7 of its 9 tensors fit (")
+    assert done.out.startswith("head.pth does not fit ref.pth: 7 of 9 tensors match (")
     assert rows(done) == [
         ["extra.weight", "UNEXPECTED"],
-        ["3.weight", "MISMATCH", "[9, 5] for [3, 5]"],
-        ["3.bias", "MISMATCH", "[9] for [3]"],
+        ["3.weight", "MISMATCH", "file [9, 5], model [3, 5]"],
+        ["3.bias", "MISMATCH", "file [9], model [3]"],
     ]
     assert "--allow-mismatched keeps the model's own tensor" in done.out
     assert done.out.splitlines()[-1] == (
@@ -140,7 +140,7 @@ def test_missing_names_may_be_allowed(ckptool, folder):
     done = ckptool("match", "ref.pth", "--like", "head.pth", "--allow-mismatched",
                    "--allow-missing", "extra.*")  # fmt: skip
     assert done.code == 0
-    assert "with what is allowed" in done.out
+    assert "with the allowed differences" in done.out
 
 
 def test_types_that_lose_are_a_finding_and_others_are_not(ckptool, folder):
@@ -406,7 +406,7 @@ def test_convert_refuses_what_does_not_fit_and_writes_nothing(ckptool, folder):
     done = ckptool("convert", "head.pth", "out.pth", "--like", "ref.pth")
     assert (done.code, done.out) == (2, "")
     first, second = done.err.splitlines()
-    assert first.startswith("ckptool: head.pth does not fit ref.pth: 7 of its 9 tensors fit (")
+    assert first.startswith("ckptool: head.pth does not fit ref.pth: 7 of 9 tensors match (")
     assert "); 2 tensors are of another shape: " in first
     assert second == (
         "hint: --allow-mismatched=3.weight --allow-mismatched=3.bias "

@@ -46,7 +46,7 @@ def test_a_folder_and_a_pattern_and_what_is_missing(ckptool, tmp_path):
     done = ckptool("scan", tmp_path)
     assert done.code == 1
     assert done.out.splitlines()[-1] == (
-        "4 files: 1 runs, 1 data, 2 without a pickle, 1 with Python code, which is not judged"
+        "4 files: 1 runs, 1 data, 2 without a pickle, 1 with Python code, which is not checked"
     )
     done = ckptool("scan", tmp_path / "*.pth", tmp_path / "a.pth")
     assert done.out == f"{tmp_path / 'a.pth'}: data (1 pickle)\n"

@@ -23,7 +23,7 @@ def damaged(model):
 def test_a_file_that_is_fine(ckptool, model):
     done = ckptool("verify", model)
     assert done.code == 0
-    assert done.out.startswith(f"{model}: fine (")
+    assert done.out.startswith(f"{model}: ok (")
     assert done.out.endswith("KiB, CRC-32)\n")
     assert done.err == ""
 
@@ -43,14 +43,14 @@ def test_several_files_a_line_each_and_one_for_all(ckptool, model, damaged, tmp_
     assert done.code == 1
     lines = [line for line in done.out.splitlines() if not line.startswith(" ")]
     assert lines[2].endswith("(1 shard, 1 tensor, 164 B, no checksums in this format)")
-    assert lines[-1] == "3 files: 2 fine, 1 with 1 problem"
+    assert lines[-1] == "3 files: 2 ok, 1 with 1 problem"
 
 
 def test_errors_are_told_and_the_others_looked_at_all_the_same(ckptool, model, damaged, tmp_path):
     done = ckptool("verify", tmp_path / "nothing.pth", damaged, model)
     assert done.code == 2
     assert done.err == f"ckptool: {tmp_path / 'nothing.pth'}: no such file\n"
-    assert done.out.splitlines()[-1] == "3 files: 1 fine, 1 with 1 problem, 1 not read"
+    assert done.out.splitlines()[-1] == "3 files: 1 ok, 1 with 1 problem, 1 not read"
 
 
 def test_a_file_that_may_not_be_read_keeps_no_other_from_being_looked_at(
@@ -62,8 +62,8 @@ def test_a_file_that_may_not_be_read_keeps_no_other_from_being_looked_at(
     done = ckptool("verify", secret, model)
     assert done.code == 2
     assert f"{secret}: permission denied" in done.err
-    assert done.out.startswith(f"{model}: fine")
-    assert done.out.splitlines()[-1] == "2 files: 1 fine, 1 not read"
+    assert done.out.startswith(f"{model}: ok")
+    assert done.out.splitlines()[-1] == "2 files: 1 ok, 1 not read"
 
 
 def test_what_is_no_checkpoint_is_said_with_what_helps(ckptool, tmp_path):
@@ -164,7 +164,7 @@ def test_a_table(ckptool, model, damaged, tmp_path):
 def test_many_problems_are_cut_short(ckptool, tmp_path):
     torch.save({f"w{n}": torch.tensor([math.nan]) for n in range(50)}, tmp_path / "model.pth")
     done = ckptool("verify", "--values", tmp_path / "model.pth")
-    assert done.out.splitlines()[-1] == "  and 10 problems more (--json has them all)"
+    assert done.out.splitlines()[-1] == "  and 10 problems more (--json lists all)"
     assert (
         len(
             ckptool("verify", "--values", "--json", tmp_path / "model.pth").document["files"][0][

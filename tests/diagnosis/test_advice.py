@@ -95,7 +95,7 @@ def run(diagnosis):
     ("model", "reference", "says"),
     [
         (pruned, Net, r"prune\.remove\(module, 'weight'\) \(weight = weight_orig \* weight_mask\)"),
-        (Net, pruned, r"plain weights: in the new model, call torch\.nn\.utils\.prune\.remove"),
+        (Net, pruned, r"plain weights: call torch\.nn\.utils\.prune\.remove"),
         (spectral, Net, r"torch\.nn\.utils\.remove_spectral_norm\(module, 'weight'\)"),
         (parametrised, Net, r"remove_parametrizations\(module, 'weight'\)"),
         (lambda: layers(False), lambda: layers(True),
@@ -115,7 +115,7 @@ def run(diagnosis):
          r"architectures differ: the file has 6 tensors"),
         (Net, lambda: AveragedModel(Net()),
          r"strict=False: the model keeps its own n_averaged"),
-        (lambda: nn.LSTM(3, 4), Net, "no name matches: the file is for another architecture"),
+        (lambda: nn.LSTM(3, 4), Net, "no key matches: the file is for a different architecture"),
     ],
     ids=["pruned", "into pruned", "spectral norm", "parametrised", "q, k, v", "qkv",
          "positions", "adapter", "fewer layers", "more layers", "one of the layers",

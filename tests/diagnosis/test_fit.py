@@ -114,7 +114,9 @@ def test_names_that_are_spelled_otherwise_are_left_to_the_rules_that_match_propo
     found = diagnosed(root, like=wanted)
     fails = [one.kind for one in found.complaints if one.severity == "fails"]
     assert fails == ["wrappers", "missing", "unexpected"]
-    assert re.search(r"ckptool match \S+ --like \S+ shows the rules", found.complaints[1].hint)
+    assert re.search(
+        r"ckptool match \S+ --like \S+ shows the proposed rules", found.complaints[1].hint
+    )
 
 
 def test_names_that_could_be_either_are_missing_and_unexpected(diagnosed):
@@ -177,7 +179,7 @@ def test_a_model_in_memory_is_a_reference(tmp_path):
 
 @pytest.mark.parametrize("like", [{"a": 1}, {"model": healthy(), "ema": healthy()}])
 def test_a_reference_has_one_state_dict(diagnosed, like):
-    with pytest.raises(UsageError, match="the reference must hold one state dict"):
+    with pytest.raises(UsageError, match="the reference must have exactly one state dict"):
         diagnosed(healthy(), like=like)
 
 

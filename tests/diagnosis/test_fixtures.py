@@ -109,14 +109,14 @@ def check_resume(path, found):
 
 
 def check_commands_of_info(path, found):
-    """`info` has the commands of `doctor`, and "loads as it is" only where there is no warning."""
+    """`info` has the commands of `doctor`, and "loads as is" only where there is no warning."""
     with open_checkpoint(path) as checkpoint:
         told = info(checkpoint)
     expected = {"cpu": found.all_at_once, "resume": found.resume}
     assert {name: told.commands.get(name) for name in expected} == (
         dict.fromkeys(expected) if found.ok else expected
     )
-    assert ("loads as it is" in list(info_lines(told))) == (found.ok and not found.reader)
+    assert ("loads as is" in list(info_lines(told))) == (found.ok and not found.reader)
     assert not told.obstacle or not (found.ok or found.commands)
 
 

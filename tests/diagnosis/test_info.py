@@ -310,16 +310,16 @@ def test_names_are_quoted_as_doctor_quotes_them(name):
 
 
 @pytest.mark.parametrize(
-    ("unseen", "dead", "facts"),
+    ("unused", "dead", "facts"),
     [
-        (4000, 0, "4,000 bytes of the storages are seen by no tensor"),
+        (4000, 0, "4,000 bytes of tensor data are unused"),
         (0, 17, "17 bytes are dead"),
-        (1, 2, "1 byte of the storages is seen by no tensor and 2 bytes are dead"),
+        (1, 2, "1 byte of tensor data is unused and 2 bytes are dead"),
     ],
 )
-def test_waste_is_told_with_what_removes_it(unseen, dead, facts):
-    assert waste_notes("a b.pth", unseen, dead) == (
-        f"{facts}: ckptool compact 'a b.pth' leaves them out",
+def test_waste_is_told_with_what_removes_it(unused, dead, facts):
+    assert waste_notes("a b.pth", unused, dead) == (
+        f"{facts}; ckptool compact 'a b.pth' drops them",
     )
 
 

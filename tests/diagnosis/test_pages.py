@@ -40,10 +40,10 @@ def test_the_page_names_what_its_commands_leave(diagnosed):
     root = training_run()
     root["state_dict"] = dict(root["state_dict"])  # without _metadata
     page = str(diagnosed(root | {"args": Net}))
-    number = re.search(r"(\d)\. note: the state dict has lost its _metadata", page)[1]
-    assert page.splitlines()[-1] == f"{number} stays"
-    assert "stay" not in str(diagnosed(dict(healthy())))
-    assert "stay" not in str(diagnosed(prefixed(healthy(), "module.")).complaints[0])
+    number = re.search(r"(\d)\. note: the state dict lost its _metadata", page)[1]
+    assert page.splitlines()[-1] == f"Not fixed: {number}"
+    assert "Not fixed" not in str(diagnosed(dict(healthy())))
+    assert "Not fixed" not in str(diagnosed(prefixed(healthy(), "module.")).complaints[0])
 
 
 def test_a_wrapper_inside_the_model_comes_off_with_at(diagnosed):
@@ -100,7 +100,7 @@ def test_averages_alone_become_the_state_dict_of_the_model(diagnosed, key):
     found = diagnosed(root if key is None else {key: root})
     averages = of_kind(found, "averages")
     assert averages.severity == "fails"
-    assert averages.text.startswith('every key but initted, step starts with "ema_model."')
+    assert averages.text.startswith('every key except initted, step starts with "ema_model."')
     run(*found.commands)
     Net().load_state_dict(torch.load(found.target), strict=True)
     assert "averages" not in {one.kind for one in doctor(found.target).complaints}

@@ -137,9 +137,13 @@ def transformers(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "what", "reader"),
     [
-        (random_state, "random generators", "transformers.Trainer.train"),
-        (accelerate_state, "random generators", "accelerate.Accelerator.load_state"),
-        (training_arguments, "arguments of a training", "with transformers installed"),
+        (random_state, "random number generators", "transformers.Trainer.train"),
+        (
+            accelerate_state,
+            "random number generators",
+            "accelerate.Accelerator.load_state",
+        ),
+        (training_arguments, "training arguments", "with transformers installed"),
     ],
 )
 def test_what_a_trainer_saves_is_named_with_its_reader(tmp_path, make, what, reader):

@@ -92,7 +92,7 @@ def test_any_tensor_may_be_a_parameter(complaint):
     """Those of quantizers are: 70 may be optimized where 34 look like it."""
     root = {**training_run(), "optimizer": too_many()["optimizer"]}
     found = complaint("optimizer-size", root)
-    assert "10 parameters, and the model has 9 tensors" in found.text
+    assert "10 parameters, but the model has 9 tensors" in found.text
     root["state_dict"]["head.mask"] = torch.ones(4, dtype=torch.bool)
     assert complaint("optimizer-size", root) is None
     net = torch.nn.Linear(2, 2)

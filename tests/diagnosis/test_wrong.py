@@ -80,7 +80,7 @@ def test_a_safetensors_file_gets_the_format_that_transformers_asks_for(tmp_path)
 PARTS = {
     "zero3_model_states.pt": "8 of 11 tensors have the shape",
     "mp_rank_00_model_states.pt": "one of 2 parts of each matrix: its mp_world_size is 2",
-    "rank_0_of_8.pt": "one part of 8: its name says so",
+    "rank_0_of_8.pt": "judging by its name, it is one of 8 parts",
 }
 
 
@@ -105,7 +105,7 @@ def test_a_counted_name_is_a_part_where_the_next_lies_beside_it(tmp_path):
     assert (found.kind, found.severity) == ("part", "note")
     shutil.copy(path, tmp_path / "consolidated.01.pth")
     (found,) = examined(path).complaints
-    assert (found.severity, "consolidated.01.pth lies beside it" in found.text) == ("fails", True)
+    assert (found.severity, "consolidated.01.pth is next to it" in found.text) == ("fails", True)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "training.pth"])
@@ -191,7 +191,7 @@ def frozen(folder):
         (lambda folder: find_quantized(folder, lambda net: net), "its weights are packed"),
         (lambda folder: find_quantized(folder, torch.jit.freeze), "its weights are packed"),
         (optimized, "weights are missing"),
-        (frozen, "torch.jit.freeze took the keys of 2 tensors"),
+        (frozen, "torch.jit.freeze removed the keys of 2 tensors"),
     ],
     ids=["scripted", "frozen packed", "optimized", "frozen"],
 )
@@ -222,7 +222,7 @@ def test_only_the_weights_that_go_with_objects_are_counted():
         plan = Planner(subject, objects(subject)).plan()
     assert plan.command is None
     assert plan.obstacle == (
-        "2 tensors of the weights would go with the objects: 0.weight, 2.weight"
+        "dropping the objects would drop 2 tensors of the weights: 0.weight, 2.weight"
     )
 
 
@@ -293,7 +293,7 @@ def test_weights_that_an_object_keeps_are_weights(tmp_path):
 
 def test_torchaos_tensors_load_after_its_import():
     path = WRONG.parent / "quantised" / "torchao_state.pth"
-    needed = "import torchao first: it allows its own classes, and torch.load(FILE) then loads"
+    needed = "import torchao first; it allows its own classes, so that torch.load(FILE) works"
     assert needed in summary(path).notes
     needed = needed.replace("FILE", repr(str(path)))
     assert [(one.hint or "") for one in examined(path).complaints if one.hint] == [needed]

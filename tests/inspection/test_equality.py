@@ -128,7 +128,7 @@ def test_each_pair_is_looked_at_once():
 
 def test_one_container_held_against_many_is_refused():
     shared = []
-    with pytest.raises(LimitExceeded, match="again and again"):
+    with pytest.raises(LimitExceeded, match="the same containers are referenced too many times"):
         difference([shared] * 100, [[] for _ in range(100)], limits=Limits(max_repeats=10))
 
 

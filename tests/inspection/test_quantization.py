@@ -16,14 +16,16 @@ STATE = {"l.codes": torch.ones(8, 8, dtype=torch.int8), "l.steps": torch.ones(8)
     [
         (
             {"quantization_config": {"quant_method": "aqlm"}},
-            "1 tensor is quantized: aqlm (by config.json); aqlm loads it",
+            "1 tensor is quantized: aqlm (according to config.json); aqlm loads it",
         ),
         (
             {"quantization_config": {"quant_method": "mine"}},
-            "1 tensor is quantized: mine (by config.json); load it with the library that wrote it",
+            "1 tensor is quantized: mine (according to config.json); load it with the "
+            "library that wrote it",
         ),
         ({"quantization": {"bits": 4, "group_size": 64}},
-         "1 tensor is quantized: MLX (by config.json, 4 bits, groups of 64); mlx loads it"),
+         "1 tensor is quantized: MLX (according to config.json, 4 bits, groups of 64); mlx "
+         "loads it"),
         ({"quantization_config": "?"}, None),
         ([], None),
         ("not JSON", None),
@@ -49,7 +51,7 @@ def test_metadata_and_values_in_the_file_state_the_method_too(tmp_path):
     torch.save({"model": STATE, "config": stated}, tmp_path / "m.pth")
     for name, where in (("m.safetensors", "the metadata"), ("m.pth", "the file")):
         [note] = [note for note in info(tmp_path / name).notes if "quantized" in note]
-        assert note == f"1 tensor is quantized: hqq (by {where}); hqq loads it"
+        assert note == f"1 tensor is quantized: hqq (according to {where}); hqq loads it"
 
 
 def test_a_method_of_another_name_than_the_tables_is_told_beside_it(tmp_path):
@@ -58,6 +60,6 @@ def test_a_method_of_another_name_than_the_tables_is_told_beside_it(tmp_path):
     config = {"quantization_config": {"quant_method": "compressed-tensors"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert any(
-        "quantized: fp8 with scales (config.json says compressed-tensors)" in note
+        "quantized: fp8 with scales (compressed-tensors according to config.json)" in note
         for note in info(tmp_path / "m.safetensors").notes
     )

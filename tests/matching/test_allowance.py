@@ -251,7 +251,7 @@ def test_a_refusal_is_three_lines_a_hint_and_the_report():
     error = Allowance().refusal(found)
     assert isinstance(error, MatchError)
     assert str(error).splitlines() == [
-        "a.pth does not fit Net: 9 of its 10 tensors fit (98.0% of the parameters)",
+        "a.pth does not fit Net: 9 of 10 tensors match (98.0% of the parameters)",
         "1 tensor is of another shape: c [3] for [2]",
         "8 tensors are missing in it: layers.{0..7}.weight",
     ]

@@ -280,7 +280,7 @@ def test_identical_is_one_line_that_says_what_that_rests_on():
     for more, line in [
         ({}, "identical: 10 entries"),
         ({"common": 1}, "identical: 1 entry"),
-        ({"by_checksum": 7}, "identical: 10 entries (7 tensors compared by CRC-32 alone)"),
+        ({"by_checksum": 7}, "identical: 10 entries (7 tensors compared only by CRC-32)"),
         ({"close": 2}, "equal: 10 entries (2 within the tolerance)"),
         ({"structure": True}, "the same structure: 10 entries (values not compared)"),
     ]:
@@ -300,7 +300,7 @@ def test_notes_and_what_was_cut_off_are_told():
 
 def test_nothing_in_common():
     found = text(made(only_a=[tensor("a")], common=0, equal=0))
-    assert found.split("\n")[2] == "no name in common: 1 only in A"
+    assert found.split("\n")[2] == "no keys in common: 1 only in A"
 
 
 def test_names_of_a_file_do_not_reach_the_terminal_as_they_are():

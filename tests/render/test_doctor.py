@@ -45,7 +45,7 @@ def test_the_verdict_comes_first_and_each_command_once_at_the_end():
         f"  {COMMANDS[0]}",
         "To resume training, with the optimizer, epoch and schedule:",
         "  ckptool r",
-        "For 1, one of:",
+        "Possible fixes for 1 (choose one):",
         "  ckptool x",
         "  ckptool y",
     ]
@@ -53,10 +53,10 @@ def test_the_verdict_comes_first_and_each_command_once_at_the_end():
 
 def test_each_complaint_has_torchs_error_below_it():
     wide = lines(diagnosis(commands=COMMANDS), explain=False)
-    assert wide[2:4] == ["1. error: what is \\x1b[2J wrong", f"   {WHY}"]
+    assert wide[2:4] == ["1. error: what is \\x1b[2J wrong", f"   {WHY}."]
     narrow = lines(diagnosis(commands=COMMANDS), Look(width=40), explain=False)
     end = narrow.index("2. note: tied") - 1
-    assert " ".join(map(str.strip, narrow[3:end])) == WHY
+    assert " ".join(map(str.strip, narrow[3:end])) == f"{WHY}."
     assert max(map(len, narrow[3:end])) <= 40
 
 
@@ -83,7 +83,7 @@ def test_a_broken_command_is_one_to_a_shell():
     found = diagnosis(commands=COMMANDS, all_at_once=COMMANDS[0])
     narrow = lines(found, Look(width=40))
     start = narrow.index("To fix 1, 2:")
-    end = narrow.index("For 1, one of:")
+    end = narrow.index("Possible fixes for 1 (choose one):")
     text = "\n".join(narrow[start + 1 : end]).replace("\\\n", "")
     assert [shlex.split(line) for line in text.split("\n")] == [shlex.split(c) for c in COMMANDS]
 

@@ -39,7 +39,7 @@ def rows(found, **options):
 
 def test_what_fits_as_it_is_is_one_line():
     assert lines(report(parameters=981)) == [
-        "model.pth fits Net: 62 tensors, 100% of the parameters"
+        "model.pth fits Net: all 62 tensors match (100% of the parameters)"
     ]
 
 
@@ -57,15 +57,16 @@ def test_a_report_has_the_form_that_transformers_made_familiar():
     )
     assert str(found) == "\n".join(match_lines(found))
     assert lines(found)[:7] == [
-        "model.pth does not fit Net: 60 of its 62 tensors fit (98.1% of the parameters)",
+        "model.pth does not fit Net: 60 of 62 tensors match (98.1% of the parameters)",
         "",
         "Key                        | Status     | Details",
-        "---------------------------+------------+--------------------------",
+        "---------------------------+------------+----------------------------------",
         "layers.{0..31}.attn.weight | MISSING    |",
         "head.bias                  | MISSING    |",
         "aux.weight                 | UNEXPECTED |",
     ]
-    assert lines(found)[7] == "fc.weight                  | MISMATCH   | [1000, 512] for [10, 512]"
+    mismatch = "fc.weight                  | MISMATCH   | file [1000, 512], model [10, 512]"
+    assert lines(found)[7] == mismatch
 
 
 def test_each_status_is_explained_with_what_helps():
@@ -87,7 +88,7 @@ def test_each_status_is_explained_with_what_helps():
 def test_where_no_rule_is_known_none_is_told():
     asked = Ambiguity(("a",), ("b",))
     (text,) = note_lines(report(ambiguous=(asked,)), PLAIN, options=True)
-    assert text.endswith("none is guessed; a rule of yours decides")
+    assert text.endswith("by name and shape; a --rename rule decides")
 
 
 def test_a_rename_is_a_row_for_its_rule():
@@ -97,7 +98,7 @@ def test_a_rename_is_a_row_for_its_rule():
         (*((f"module.{name}", name) for name in LAYERS), ("module.fc.bias", "fc.bias")),
     )
     found = report(parameters=981, renamed=(renaming,))
-    assert lines(found)[0] == "model.pth fits Net: 62 tensors, 100% of the parameters"
+    assert lines(found)[0] == "model.pth fits Net: all 62 tensors match (100% of the parameters)"
     (row,) = [line for line in lines(found) if "| RENAMED |" in line]
     assert row == "module.layers.{0..31}.attn.weight and 1 more | RENAMED | module. taken off"
     assert rows(found)[-1] == ["module.fc.bias", "RENAMED", "fc.bias (module. taken off)"]
@@ -146,7 +147,7 @@ def test_what_is_ambiguous_is_folded_in_step_and_its_rule_is_told():
     assert row.endswith("could be l.{0..7}.a, l.{0..7}.b")
     assert "UNEXPECTED" not in text
     assert r"`rename=[r'\.q$=>.a']` decides" in text
-    assert "a rule of yours decides" in "\n".join(lines(found, options=True))  # the hint has it
+    assert "a --rename rule decides" in "\n".join(lines(found, options=True))  # the hint has it
     noted = replace(found, notes=("l.{1..4} may be l.{0..3}",))
     assert "decides\nnote: l.{1..4} may be l.{0..3}" in str(noted)
 
@@ -169,8 +170,8 @@ def test_what_is_allowed_is_said_to_fit_with_it():
     found = report(parameters=1000, missing_keys=["head.bias"])
     allowed = Judgement((), Remedy())
     assert lines(found, judgement=allowed)[0] == (
-        "model.pth fits Net with what is allowed: "
-        "60 of its 62 tensors fit (98.1% of the parameters)"
+        "model.pth fits Net with the allowed differences: "
+        "60 of 62 tensors match (98.1% of the parameters)"
     )
 
 
@@ -204,16 +205,18 @@ def test_the_optimizer_has_the_last_lines():
     optimizer = OptimizerReport("names", 161, 163, ("the file has 1 group, the optimizer 2",))
     found = report(parameters=981, optimizer=optimizer)
     assert lines(found)[-2:] == [
-        "optimizer: the state of 161 of 163 parameters, by names",
+        "optimizer: matched the state of 161 of 163 parameters by name",
         "optimizer: the file has 1 group, the optimizer 2",
     ]
     helped = report(parameters=981, optimizer=replace(optimizer, remedy="optimizer_key='a'"))
-    assert lines(helped)[-1] == "what helps: optimizer_key='a'"
+    assert lines(helped)[-1] == "hint: optimizer_key='a'"
 
 
 def test_a_state_dict_in_memory_and_an_unnamed_model_have_words():
     found = MatchReport(loaded=1, parameters=1, fitting=1, names=1)
-    assert lines(found) == ["the state dict fits the model: 1 tensor, 100% of the parameters"]
+    assert lines(found) == [
+        "the state dict fits the model: 1 tensor matches (100% of the parameters)"
+    ]
 
 
 def test_nothing_of_a_file_reaches_the_terminal_raw():
@@ -262,9 +265,9 @@ def test_of_a_long_table_the_beginning_is_shown_and_the_rest_counted():
     assert len(text) < 100_000
     (row,) = [line for line in text.splitlines() if line.startswith("and ")]
     assert row.split(" | ")[0].strip() == "and 4,900 more"
-    assert "note: some rows are only counted; the fields of the report have all names" in text
+    assert "note: some rows are not shown; the fields of the report have all keys" in text
     assert "| KEPT" in text
-    assert any("--no-fold shows all names" in line for line in lines(found, options=True))
+    assert any("--no-fold shows all keys" in line for line in lines(found, options=True))
     assert sum("| MISSING" in line for line in lines(found, fold=False)) == 5000
     assert len(rows(found)) == 5001
 
@@ -277,9 +280,7 @@ def test_numbers_without_end_do_not_make_a_cell_without_end():
 def test_a_question_is_not_said_to_have_several_answers():
     one = Ambiguity(("a.w", "a.b"), ("c.w", "c.b"), ("^a=>c",))
     text = str(report(parameters=1000, ambiguous=(one,)))
-    assert (
-        "AMBIGUOUS: names and shapes allow several matches, and none is guessed; `rename=" in text
-    )
+    assert "AMBIGUOUS: several keys could match by name and shape; `rename=" in text
 
 
 def test_where_all_of_the_model_is_met_the_first_line_has_the_reason():

@@ -51,7 +51,7 @@ RESULTS = {
     ),
     "verify": (
         lambda a, b: ckptool.verify(a),
-        r"<Verdict 1.pth: fine \(.* records, .* KiB, CRC-32\)>",
+        r"<Verdict 1.pth: ok \(.* records, .* KiB, CRC-32\)>",
         ["verify", "1.pth"],
     ),
     "scan": (lambda a, b: ckptool.scan(a), r"<Scan 1.pth: data \(1 pickle\)>", ["scan", "1.pth"]),
@@ -62,7 +62,7 @@ RESULTS = {
     ),
     "match": (
         lambda a, b: ckptool.match(a, b)[1],
-        "<MatchReport 1.pth fits 2.pth: 2 tensors, 100% of the parameters>",
+        r"<MatchReport 1.pth fits 2.pth: all 2 tensors match \(100% of the parameters\)>",
         ["match", "1.pth", "--like", "2.pth"],
     ),
     "recover": (
@@ -105,7 +105,7 @@ def test_what_is_in_a_checkpoint_is_a_line_too(files):
         assert repr(weight.storage) == "<Storage 0: 256 B on cpu>"
         assert [repr(part) for part in opened.sections] == [
             "<Section state_dict: state_dict, 2 entries>",
-            "<Section (beside them): values, 1 entry>",
+            "<Section (other): values, 1 entry>",
         ]
     assert repr(Opaque(Global("argparse", "Namespace"))) == "<Opaque argparse.Namespace object>"
 

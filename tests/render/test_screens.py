@@ -148,15 +148,15 @@ def test_info_answers_on_one_screen():
     assert text(info_lines(info(made), PLAIN)) == (
         "made.pth\n"
         "format        torch-zip, written by torch 2.7\n"
-        "size          2.0 KiB on disk, 32 B in storages, 0 B of it reachable\n"
+        "size          2.0 KiB on disk, 32 B of tensor data, 0 B used\n"
         "devices       cuda:3 (2)\n"
         "dtypes        float32 (2)\n"
-        "weights_only  refuses it:\n"
+        "weights_only  no, because of\n"
         "              argparse.Namespace\n"
         "\n"
-        "section        kind        tensors  parameters  bytes  wrappers\n"
-        "state_dict     state_dict        2           8   32 B  module\n"
-        "(beside them)  values\n"
+        "section     kind           tensors  parameters  bytes  wrappers\n"
+        "state_dict  state_dict           2           8   32 B  module.\n"
+        "(other)     epoch=3, args\n"
         "\n"
         "To load it:\n"
         "  ckptool convert made.pth made.fixed.pth --model-only --wrappers strip --to cpu"
@@ -165,7 +165,7 @@ def test_info_answers_on_one_screen():
 
 def test_info_says_when_nothing_is_needed_or_helps():
     fine = text(info_lines(info(checkpoint({"w": tensor(floats(1.0), [1])})), PLAIN))
-    assert fine.endswith("loads as it is")
+    assert fine.endswith("loads as is")
     root = Opaque(Global("net", "X"), maker="newobj")
     lost = text(info_lines(info(checkpoint(root)), PLAIN))
     assert lost.endswith("no command makes it load: it contains objects that weights_only=True "
@@ -228,8 +228,8 @@ def test_of_many_changes_of_one_kind_a_screen_is_printed():
     left_out = tuple(f"b{at} (net.Net)" for at in range(50))
     made = receipt(changes=(*changes, Change("cast", "done")), left_out=left_out)
     lines = list(receipt_lines(made))
-    assert lines[39:42] == [changes[39].text, "and 60 more (--json has them all)", "done"]
-    assert lines[81:83] == ["left out: b39 (net.Net)", "and 10 more (--json has them all)"]
+    assert lines[39:42] == [changes[39].text, "and 60 more (--json lists all)", "done"]
+    assert lines[81:83] == ["left out: b39 (net.Net)", "and 10 more (--json lists all)"]
     assert len(made.to_dict()["changes"]) == 101
 
 

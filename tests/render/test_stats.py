@@ -86,7 +86,7 @@ def test_many_remarks_end_with_how_many_more(drawn):
     tree = {f"a.{n}.layers.{at}.w": torch.ones(2, dtype=torch.float16 if at == n else torch.float32)
             for n in range(30) for at in range(30)}  # fmt: skip
     lines = drawn(tree)
-    assert "and 10 more (--json has them all)" in lines
+    assert "and 10 more (--json lists all)" in lines
 
 
 def test_ties_are_marked(drawn):
@@ -134,7 +134,10 @@ def test_flags_of_some_of_the_folded_say_of_how_many(drawn):
     lines = drawn(tree, fold=True)
     assert lines[1].endswith("  nan(2)")
     assert lines[2].endswith("  all-zero")
-    assert lines[4:6] == ["layers.1.w: 1 NaN of 9 elements", "layers.4.w: 2 NaN of 9 elements"]
+    assert lines[4:6] == [
+        "layers.1.w: 1 of 9 elements is NaN",
+        "layers.4.w: 2 of 9 elements are NaN",
+    ]
 
 
 def test_a_name_that_is_empty_or_none_at_all(drawn):

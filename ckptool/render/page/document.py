@@ -103,7 +103,7 @@ def facts(files: Sequence[FileSummary]) -> str:
         (
             "weights_only",
             [
-                "accepts it" if one.weights_only else f"refuses it: {_listed(one.blockers)}"
+                "yes" if one.weights_only else f"no, because of {_listed(one.blockers)}"
                 for one in infos
             ],
         ),

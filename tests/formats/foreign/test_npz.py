@@ -133,7 +133,7 @@ def test_doctor_and_info_lead_to_a_file_that_loads(tmp_path, capsys, name, says)
     with pytest.raises(RuntimeError, match=says):
         torch.load(path)
     assert main(["info", str(path)]) == 0
-    assert "numpy.load reads it as it is" in capsys.readouterr().out
+    assert "numpy.load reads it as is" in capsys.readouterr().out
     report = ckptool.doctor(path)
     assert [complaint.kind for complaint in report.complaints] == ["numpy"]
     assert report.commands
