@@ -21,7 +21,7 @@ from ckptool.cli.options import PATH, OutputOptions, flag, screen_options, verb
 from ckptool.conversion import converted
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.diagnosis import doctor
-from ckptool.diagnosis.diagnose import MENDED, Diagnosis
+from ckptool.diagnosis.diagnose import FIXED, Diagnosis
 from ckptool.errors import CheckpointError, UnreadableFile, UsageError
 from ckptool.render.verdicts import diagnosis_lines
 from ckptool.words import listed, shell
@@ -164,5 +164,5 @@ def _fixed(
     options = OutputOptions(
         target, force=False, dry_run=False, format=format, verify=None, screen=quiet
     )
-    write_changed(found.file, change, options, word=MENDED)
+    write_changed(found.file, change, options, word=FIXED)
     return examined(target)

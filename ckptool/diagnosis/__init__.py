@@ -1,4 +1,4 @@
-"""Why a file does not load, and the command that mends it: checks find, one conversion mends."""
+"""Why a file does not load: checks find complaints, and one conversion fixes them."""
 
 from ckptool.diagnosis.complaint import Complaint as Complaint
 from ckptool.diagnosis.diagnose import Diagnosis as Diagnosis, doctor as doctor

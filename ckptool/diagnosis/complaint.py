@@ -1,4 +1,4 @@
-"""Complaints, what mends each of them, and the patient that the checks examine."""
+"""Complaints with their fixes, and the checkpoint that the checks examine."""
 
 from __future__ import annotations
 
@@ -27,52 +27,52 @@ from ckptool.words import printable, shell
 
 Steps = tuple[Step, ...]
 
-_MOST_PLACES = 8
+_MOST_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A conversion apart from the plan, and the word that its target has before its ending.
+    """A conversion outside the plan, and the word before the extension of its target.
 
-    Without a word the target is a safetensors file of the source's name.
+    Without a word the target is a safetensors file with the name of the source.
     """
 
     steps: Steps
     word: str = ""
     code: str = ""
-    """The Python that loads the target, which is called FILE."""
+    """The Python code that loads the target, called FILE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Complaint(Finding):
     """One reason why a plain `torch.load` and `load_state_dict` fail or mislead.
 
-    `text` is what the file is or has, `where` its paths, repeated layers folded, at most some
-    (`and 12 more` where there are more), `hint` what helps where no command does, or next to it.
+    `text` is the fact about the file. `where` lists its first paths with repeated layers folded,
+    then `and 12 more`. `hint` says what to do if no command helps, or in addition to it.
     """
 
     quote: Quote | None = None
     """The error of the library that loads the file."""
     effect: str = ""
-    """What happens otherwise, or why."""
+    """What happens without the fix, or the reason."""
     commands: tuple[str, ...] = ()
-    """The command of the plan, where it fixes this."""
+    """The command of the plan, if it fixes this."""
     alternatives: tuple[str, ...] = ()
-    """Commands apart from the plan, of which one may be chosen."""
+    """Commands outside the plan. The user can choose one."""
     code: str = ""
-    """The Python that loads what an alternative writes, where the usual call does not."""
+    """The Python code that loads the file of an alternative, if the usual call does not."""
     fix: Steps | None = None
-    """The steps that fix it: None where no command helps, empty where any rewrite does."""
+    """The steps that fix it: None if no command helps, empty if any rewrite does."""
     format: str | None = None
-    """The format in which it is no more."""
+    """The target format that fixes it."""
     choices: tuple[Choice, ...] = ()
-    """Conversions of which one may be chosen in place of `fix`."""
+    """Conversions that can replace `fix`. The user can choose one."""
     resume: Steps | None = None
-    """What fixes it for a training that resumes with the reference, where `fix` drops that."""
+    """The steps that fix it but keep the training state, if `fix` drops that."""
 
     @property
     def why(self) -> str:
-        """What happens, with the text of torch's own error."""
+        """The error of torch and its effect."""
         return "; ".join(filter(None, (str(self.quote or ""), self.effect)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,43 +91,43 @@ class Complaint(Finding):
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A checkpoint, with what the user said of it."""
+    """A checkpoint, with the options that the user gave."""
 
     checkpoint: Checkpoint
     key: str | None = None
-    """The state dict that is meant, where there are several."""
+    """The path of the state dict, if the file has several."""
     devices: tuple[str, ...] = ("cpu",)
-    """Device tags for which this machine has a device."""
+    """The devices of this machine."""
     reference: Reference | None = None
-    """The model that it is to load into."""
+    """The model to load it into."""
 
     @cached_property
     def companion(self) -> Companion | None:
-        """What a trainer saved as this file next to a model, if it is known."""
+        """The kind of file without weights that a trainer saved here, if known."""
         return companion_of(self.checkpoint)
 
     @cached_property
     def blocked(self) -> tuple[str, ...]:
-        """What keeps `weights_only=True` from loading a file of this tree (`encoder.blockers`)."""
+        """The globals for which `weights_only=True` rejects this tree (`encoder.blockers`)."""
         return blockers(self.checkpoint.root)
 
     @cached_property
     def models(self) -> tuple[Section, ...]:
-        """The state dicts and modules; one that the file has under two names, once."""
+        """The state dicts and modules, each once."""
         return likely_models(self.checkpoint)
 
     @cached_property
     def optimizers(self) -> tuple[Section, ...]:
-        """The states of optimizers, each once."""
-        found = (one for one in self.checkpoint.sections if one.kind == "optimizer")
-        return tuple({id(one.holder): one for one in found}.values())
+        """The optimizer states, each once."""
+        sections = [part for part in self.checkpoint.sections if part.kind == "optimizer"]
+        return tuple({id(section.holder): section for section in sections}.values())
 
     @cached_property
     def model(self) -> Section | None:
-        """The state dict to load: the one of `key`, or the only one; None where that is open.
+        """The state dict to load: the one at `key`, or the only one; None if there are several.
 
         Raises:
-            NotFound: nothing, or several things (`AmbiguousName`), answer to `key`.
+            NotFound: `key` is missing or ambiguous (`AmbiguousName`).
         """
         if self.key is not None:
             return model_state_dict(self.checkpoint, self.key)
@@ -135,33 +135,33 @@ class Subject:
 
     @cached_property
     def is_training(self) -> bool:
-        """Whether a training saved it to resume: an optimizer or scheduler lies beside a model."""
+        """True if the file has an optimizer or scheduler next to a model."""
         kinds = {section.kind for section in self.checkpoint.sections}
         return bool(self.models) and not kinds.isdisjoint(("optimizer", "scheduler"))
 
     def is_compared(self, section: Section) -> bool:
-        """Return True if the reference alone decides which names a state dict should have."""
+        """Return True if the reference decides which keys this state dict should have."""
         model = self.model
         return self.reference is not None and model is not None and section.holder is model.holder
 
 
 def unwrapped(section: Section) -> dict[str, str]:
-    """Map each name of a model's section to the name without wrappers.
+    """Map each key of a model to the key without wrapper prefixes.
 
-    If two names would become equal, all keep their wrappers.
+    If two keys would become equal, all keep their prefixes.
     """
     return bare_names(wrapped_names(section.node))
 
 
-def names_of(names: Iterable[str], most: int = _MOST_PLACES) -> tuple[str, ...]:
+def names_of(names: Iterable[str], most: int = _MOST_NAMES) -> tuple[str, ...]:
     """Return the first names with repeated layers folded (`layers.{0..11}.weight`)."""
-    found = families((name, None) for name in names)
-    left = sum(len(family.names) for family in found[most:])
-    more = (f"and {left:,} more",) if left else ()
-    return (*(printable(family.label) for family in found[:most]), *more)
+    folded = families((name, None) for name in names)
+    hidden = sum(len(family.names) for family in folded[most:])
+    more = (f"and {hidden:,} more",) if hidden else ()
+    return (*(printable(family.label) for family in folded[:most]), *more)
 
 
 def with_file(text: str, path: str) -> str:
-    """Return a hint with the file's name for FILE: a string of Python, or a word of a shell."""
+    """Replace FILE in a hint by the path, quoted for Python or a shell."""
     text = re.sub(r"(?<=\()FILE\b", lambda _: repr(path), text)
     return re.sub(r"\bFILE\b", lambda _: shell(path), text)

@@ -1,8 +1,8 @@
-"""Complaints about bytes, values and devices: damage, waste, shared storages, device tags.
+"""Complaints about bytes, values and devices: damage, waste, shared storages, saved devices.
 
-The devices of this machine are found without importing torch. NVIDIA's driver makes a file in /dev
-for every GPU; CUDA_VISIBLE_DEVICES hides some. A torch that was built without CUDA (its
-`version.py` says so, which is read, not run) has none of them.
+The devices of this machine are found without importing torch. NVIDIA's driver creates a file in
+/dev for every GPU. CUDA_VISIBLE_DEVICES hides some of them. A torch built without CUDA has none;
+its `version.py` is read, not run, to detect that.
 """
 
 from __future__ import annotations
@@ -66,24 +66,24 @@ _BYTES: tuple[tuple[str, Severity, frozenset[str], str, str], ...] = (
 )
 """Complaints about bytes: kind, severity, kinds of problem, effect, hint if not a rewrite."""
 _MASK = re.compile(r"mask[^./]*$", re.IGNORECASE)
-"""A name whose last part says so; a mask of -inf is one that is added to attention scores."""
+"""A key that ends in "mask": masks of -inf are added to attention scores."""
 _NEVER_INFINITE = frozenset({"weight", "bias", "running_mean", "running_var"})
 _OBSERVED = frozenset({"min_val", "max_val"})
-"""What an observer of torch's quantization has seen: of no data yet, infinity."""
-_LEAST_UNSEEN = 1 << 10
+"""Buffers of quantization observers, which are infinite before the first data."""
+_LEAST_UNUSED = 1 << 10
 _LEAST_DEAD = 1 << 16
-"""Less than this many bytes is no waste: every edit in place leaves a header behind."""
+"""Fewer bytes are not reported: every in-place edit leaves a dead header."""
 _SHARE = 20
-"""Waste is one part in so many, or more."""
+"""Waste is reported from one part in this many."""
 _NAMED = ("hpu", "xpu", "mtia")
-"""Kinds of device for which torch's error is worded as for cuda."""
+"""Device types for which torch words the error as for cuda."""
 _FIRST = {"cuda": "cuda:0"}
 
 
 def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Iterator[Complaint]:
     """Read all bytes, and yield complaints about them."""
     from ckptool.inspection.unwritten import unwritten
-    from ckptool.inspection.verify import verify  # reading takes more than a header
+    from ckptool.inspection.verify import verify  # only needed to read the tensor data
 
     problems = verify(
         subject.checkpoint.path, values=True, progress=progress, limits=limits
@@ -103,10 +103,14 @@ def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Itera
         yield Complaint(
             "unwritten", text, hint="download or copy it again", severity="misleads", effect=effect
         )
-    meant = _meant({one.place for one in problems if one.kind == "inf"}, subject)
+    valid = _validly_infinite({one.place for one in problems if one.kind == "inf"}, subject)
     for kind, word in (("nan", "NaN"), ("infinite", "infinite values")):
-        found = [one for one in problems if one.kind == kind[:3] and _counts(subject, one.place)]
-        found = [one for one in found if one.kind == "nan" or one.place not in meant]
+        found = [
+            one
+            for one in problems
+            if one.kind == kind[:3] and _is_of_model_or_optimizer(subject, one.place)
+        ]
+        found = [one for one in found if one.kind == "nan" or one.place not in valid]
         if found:
             yield Complaint(
                 kind,
@@ -126,7 +130,7 @@ def _salvage(subject: Subject) -> str:
     return f"; or run {salvage_command(checkpoint.path, checkpoint.root)}"
 
 
-def _meant(infinite: Collection[str], subject: Subject) -> set[str]:
+def _validly_infinite(infinite: Collection[str], subject: Subject) -> set[str]:
     """Return buffers in which infinity is valid: masks, and observers that saw no data yet."""
     from ckptool.tensors.bytewise import is_infinity_or_zero
 
@@ -136,7 +140,7 @@ def _meant(infinite: Collection[str], subject: Subject) -> set[str]:
         for path, tensor in part.tensors()
         if (name := name_of(path)) in infinite
         and (last := str(path[-1]).rpartition(".")[2]) not in _NEVER_INFINITE
-        # A single infinity is right in an observer; a parameter of one element has diverged.
+        # One infinity is valid in an observer; a parameter of one element has diverged.
         and (
             _MASK.search(name)
             or ((tensor.numel > 1 or last in _OBSERVED) and is_infinity_or_zero(tensor))
@@ -144,8 +148,8 @@ def _meant(infinite: Collection[str], subject: Subject) -> set[str]:
     }
 
 
-def _counts(subject: Subject, name: str) -> bool:
-    """Return True for a tensor of a model or optimizer: another one (best loss) may be infinite."""
+def _is_of_model_or_optimizer(subject: Subject, name: str) -> bool:
+    """Return True for a tensor of a model or optimizer. Others (best loss) may be infinite."""
     parts = [part.name for part in (*subject.models, *subject.optimizers)]
     return not parts or any(not part or name.startswith(f"{part}/") for part in parts)
 
@@ -179,18 +183,18 @@ def quantization(subject: Subject) -> Iterator[Complaint]:
 
 def _bloat(subject: Subject) -> Iterator[Complaint]:
     details = subject.checkpoint.details
-    held, reached = storage_use(subject.checkpoint.root)
-    unused, dead = held - reached, details.dead_bytes
+    total, used = storage_use(subject.checkpoint.root)
+    unused, dead = total - used, details.dead_bytes
     facts = []
-    if unused >= _LEAST_UNSEEN and unused * _SHARE >= held:
-        facts.append(f"no tensor uses {unused:,} of the {held:,} bytes of tensor data")
+    if unused >= _LEAST_UNUSED and unused * _SHARE >= total:
+        facts.append(f"no tensor uses {unused:,} of the {total:,} bytes of tensor data")
     if dead >= _LEAST_DEAD and dead * _SHARE >= details.size:
         facts.append(f"{dead:,} of the {details.size:,} bytes of the file are dead")
     if facts:
         views = (
             name_of(path)
             for path, one in subject.checkpoint.tensors()
-            if one.storage is not None and one.storage.nbytes - one.nbytes >= _LEAST_UNSEEN
+            if one.storage is not None and one.storage.nbytes - one.nbytes >= _LEAST_UNUSED
         )
         yield Complaint(
             "bloat",
@@ -277,16 +281,17 @@ def placement(subject: Subject) -> Iterator[Complaint]:
             else "",
             fix=(Remap("cpu"),),
         )
-    wide = [
+    doubles = [
         name_of(path)
         for path, one in subject.checkpoint.tensors()
         if one.dtype in ("float64", "complex128")
     ]
-    if wide and "mps" in subject.devices:
+    if doubles and "mps" in subject.devices:
         yield Complaint(
             "device",
-            f"{counted(len(wide), 'tensor')} {are(len(wide))} float64, which mps does not support",
-            names_of(wide),
+            f"{counted(len(doubles), 'tensor')} {are(len(doubles))} float64, which mps "
+            "does not support",
+            names_of(doubles),
             hint="ckptool cast FILE --dtype float32",
             severity="note",
             quote=quote("mps-float64"),
@@ -312,7 +317,7 @@ def _names(subject: Subject, tags: list[str]) -> list[str]:
 
 
 def _error(tag: str, gpus: int) -> Quote:
-    """Return torch's error for a device tag that this machine lacks."""
+    """Return torch's error for a device that this machine lacks."""
     kind, _, index = tag.partition(":")
     word = kind.upper()
     if kind == "cuda" and gpus:
@@ -330,23 +335,23 @@ _KINDS = frozenset({
     "metal", "opengl", "opencl", "ideep", "mkldnn", "fpga", "lazy", "meta", "privateuseone",
     "npu", "mlu", "musa", "gcu", "sdaa", "supa", "dml", "openreg", "rbln", "neuron",
 })  # fmt: skip
-"""What torch.device takes (c10/core/DeviceType.h), and back ends that register their own word."""
+"""Device types of torch.device (c10/core/DeviceType.h), and back ends that register their own."""
 _GPU_FILE = re.compile(r"nvidia\d+")
 _AMD_GPU = re.compile(r"^simd_count [1-9]", re.MULTILINE)
 _AMD_NODES = "sys/class/kfd/kfd/topology/nodes"
 
 
 def parsed_devices(devices: str | Iterable[object]) -> tuple[str, ...]:
-    """`cpu`, `cuda:0,cuda:1`: the devices of the machine that is meant; `cpu` is always one.
+    """Return the devices of the target machine, for example of `cuda:0,cuda:1`, and always `cpu`.
 
     Args:
-        devices: Words with commas between, or a word each: text, or a `torch.device`.
+        devices: Text with commas, or a list of texts or `torch.device` objects.
 
     Raises:
-        UsageError: a word is not a device.
+        UsageError: an item is not a device.
     """
     given: object = devices.split(",") if isinstance(devices, str) else devices
-    each = given if isinstance(given, Iterable) else (given,)  # a lone torch.device
+    each = given if isinstance(given, Iterable) else (given,)  # one torch.device
     words = [str(word).strip() for word in each]
     for word in words:
         found = _WORD.fullmatch(word)
@@ -358,7 +363,7 @@ def parsed_devices(devices: str | Iterable[object]) -> tuple[str, ...]:
 def devices_here(
     root: str = os.sep, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, ...]:
-    """Return the devices that torch would find here; `root` is for tests."""
+    """Return the devices that torch would find on this machine; `root` is for tests."""
     count = min(_gpus(root), _visible(environment))
     found = ["cpu", *(f"cuda:{index}" for index in range(count))]
     if sys.platform == "darwin" and platform.machine() == "arm64":
@@ -367,23 +372,23 @@ def devices_here(
 
 
 def _gpus(root: str) -> int:
-    """Return how many GPUs there are for the torch that is installed."""
+    """Return the number of GPUs that the installed torch can use."""
     nvidia = sum(1 for name in _entries(os.path.join(root, "dev")) if _GPU_FILE.fullmatch(name))
     nodes = os.path.join(root, _AMD_NODES)
     amd = sum(_is_amd_gpu(os.path.join(nodes, name)) for name in _entries(nodes))
     if amd and not _lacks("hip"):
         return amd
-    # how many there are on Windows only the driver knows
+    # on Windows only the driver knows the number
     return 0 if _lacks("cuda") else nvidia or int(_has_windows_driver(root))
 
 
 def _lacks(kind: str) -> bool:
-    """Return whether the torch that is installed was built without `cuda` or `hip`."""
+    """Return True if the installed torch was built without `cuda` or `hip`."""
     return re.search(rf"^{kind}\b[^=\n]*=\s*None", _installed_torch(), re.MULTILINE) is not None
 
 
 def _visible(environment: Mapping[str, str]) -> int:
-    """Count the GPUs that CUDA_VISIBLE_DEVICES leaves: those before the first invalid number."""
+    """Count the GPUs visible by CUDA_VISIBLE_DEVICES: those before the first invalid number."""
     stated = environment.get("CUDA_VISIBLE_DEVICES")
     if stated is None:
         return 1 << 16
@@ -392,7 +397,7 @@ def _visible(environment: Mapping[str, str]) -> int:
 
 
 def _installed_torch() -> str:
-    """Return the text of the installed torch's `version.py`; empty where there is no torch."""
+    """Return the text of the installed torch's `version.py`; empty without torch."""
     with suppress(ImportError, ValueError, OSError):
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.origin is not None:
@@ -403,7 +408,7 @@ def _installed_torch() -> str:
 
 
 def _has_windows_driver(root: str) -> bool:
-    """Return whether NVIDIA's library for Windows is there, also inside its Linux."""
+    """Return True if NVIDIA's Windows library is installed, also under WSL."""
     windows = os.environ.get("SYSTEMROOT", "C:\\Windows")
     if sys.platform == "win32":
         return os.path.exists(os.path.join(windows, "System32", "nvcuda.dll"))

@@ -1,4 +1,4 @@
-"""A file's whole diagnosis: every complaint, and the plan that mends what can be mended."""
+"""The diagnosis of a file: every complaint, and the plan that fixes as many as it can."""
 
 from __future__ import annotations
 
@@ -58,61 +58,61 @@ _ORDER = {
     "malicious": -3, "damaged": -2, "part": -1, "meta": -1, "packed": -1, "frozen": -1,
     "format-unnamed": 1,
 }  # fmt: skip
-"""Kinds of complaint that come before all others, or behind them."""
-_UNMENDED = "no command fixes it"
+"""Kinds of complaint that come before or after all others."""
+_UNFIXABLE = "no command fixes it"
 _HOPELESS = frozenset({"damaged", "part", "meta", "packed", "frozen"})
-"""Kinds of complaint after which no command is worth running."""
+"""Kinds of complaint after which no command is useful."""
 _OF_OBJECTS = frozenset({"objects", "numpy", "protocol", "outdated"})
-"""Kinds of complaint that are none about a file whose reader makes the objects in it."""
+"""Kinds of complaint that do not apply if the reader of the file needs its objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixPlan:
-    """One conversion, and what it mends."""
+    """A conversion, and the complaints that it fixes."""
 
     command: str | None = None
     target: str = ""
     steps: Steps = ()
     format: str | None = None
-    """None: safetensors or torch, as the source is."""
-    mended: frozenset[str] = frozenset()
-    """Kinds of complaint that are not in the target."""
+    """None: safetensors or torch, as the source."""
+    fixed: frozenset[str] = frozenset()
+    """Kinds of complaint that the target does not have."""
     obstacle: str = ""
-    """What stood in the way of the first step that could not be taken."""
+    """The error of the first step that failed."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis(Result):
-    """Every complaint about a file, and the command that mends them."""
+    """Every complaint about a file, and the command that fixes them."""
 
     file: str
-    """The path as it was given."""
+    """The given path."""
     format: str | None
-    """None of a file that does not open."""
+    """None if the file does not open."""
     devices: tuple[str, ...]
-    """The devices of the machine that it was held against."""
+    """The devices of the target machine."""
     complaints: tuple[Complaint, ...]
-    """Those that the plan mends, then the others, notes last."""
+    """Those that the plan fixes, then the others, then the notes."""
     commands: tuple[str, ...] = ()
-    """The plan, for who wants the weights: one command, or several that fetch the file."""
+    """The plan to use the weights: one command, or several that download the file."""
     all_at_once: str | None = None
-    """The one command that does what the plan does."""
+    """The command that does the whole plan."""
     target: str | None = None
     """The file that the plan writes; the source is never changed."""
     resume: str | None = None
-    """The command for who resumes the training: optimizer, epoch and schedule stay."""
+    """The command to resume training: it keeps optimizer, epoch and schedule."""
     training: tuple[str, ...] = TRAINING
-    """Which of these the file has."""
+    """The ones that the file has."""
     code: str = ""
-    """The same in Python, where the file fits the model."""
+    """The same in Python, if the file fits the model."""
     reader: str = ""
-    """The library that reads the file as it is, if that is not torch."""
+    """The library that reads the file as is, if not torch."""
     plan: FixPlan = FixPlan()
     """The steps of `all_at_once`."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing fails or misleads; notes do not count."""
+        """True if nothing fails or misleads. Notes do not count."""
         return all(complaint.severity == "note" for complaint in self.complaints)
 
     @property
@@ -123,7 +123,7 @@ class Diagnosis(Result):
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """The options in the plan by which something is lost: the user must have agreed to them."""
+        """The options of the plan that lose data, which the user must accept."""
         steps = self.plan.steps
         asked = {
             "--model-only": TRAINING[0] in self.training
@@ -137,7 +137,7 @@ class Diagnosis(Result):
 
     @property
     def would_run(self) -> tuple[str, ...]:
-        """The calls that unpickling the file would make, beyond known constructors of data."""
+        """The calls that unpickling would make, except known constructors of data."""
         return next((one.where for one in self.complaints if one.kind == "malicious"), ())
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,22 +165,23 @@ def doctor(
 ) -> Diagnosis:
     """Find every reason why a plain `torch.load` and `load_state_dict` fail or mislead.
 
-    The diagnosis has the commands that help. Torch is imported only for a `like` that is no file.
+    The diagnosis has the commands that help. Imports torch only if `like` is not a file.
 
     Args:
         path: The file or folder. A file that does not open as a checkpoint has a diagnosis too.
-        like: The model that the file is to load into, or a checkpoint of its architecture.
-        named: How a command names a `like` that is no file: `net:Net`, code that builds it.
-        key: The address of the state dict, if the file has several.
-        quick: Read the header only: check neither checksums nor NaN.
-        devices: Those of the machine: `"cuda:0,cuda:1"`, or a list; default: of this machine.
-        progress: Called with the bytes done and the bytes in all.
-        limits: Bounds for what a hostile file may cost.
+        like: The model to load the file into, or a checkpoint of its architecture.
+        named: The name of a `like` that is not a file in commands, for example `net:Net`.
+        key: The path of the state dict, if the file has several.
+        quick: Read only the header, without checking checksums and NaN.
+        devices: The devices of the target machine, `"cuda:0,cuda:1"` or a list [default: this
+            machine's].
+        progress: Called with the bytes done and the total bytes.
+        limits: Limits for hostile files.
 
     Raises:
         UnreadableFile: the file or `like` cannot be read (`FileMissing`: it does not exist).
-        UsageError: `like` has no state dict, or several; or a word is not a device.
-        NotFound: there is nothing at `key`.
+        UsageError: `like` does not have exactly one state dict, or a device is unknown.
+        NotFound: `key` is missing.
     """
     file = os.fsdecode(path)
     here = devices_here() if devices is None else parsed_devices(devices)
@@ -190,7 +191,7 @@ def doctor(
             if isinstance(like, (str, os.PathLike)):
                 named = as_argument(os.fsdecode(like))
                 like = stack.enter_context(open_checkpoint(like, limits=limits))
-            reference = Reference(like, named, _wanted(like))
+            reference = Reference(like, named, _target_of(like))
         try:
             checkpoint = stack.enter_context(
                 open_checkpoint(file, limits=limits)
@@ -212,20 +213,20 @@ def diagnosed(
     progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Diagnosis:
-    """Return the diagnosis of an open checkpoint; `quick`: of its header alone."""
-    # before all of it is read: the key may name nothing
+    """Return the diagnosis of an open checkpoint; with `quick` only of its header."""
+    # First, because the key may be missing.
     found = [one for check in _CHECKS for one in check(subject)]
     if subject.companion is not None:
         found = [one for one in found if one.kind not in _OF_OBJECTS]
     harm = [] if quick else list(damage(subject, limits, progress))
-    return _assembled(subject, [*harm, *found])
+    return _assemble(subject, [*harm, *found])
 
 
-def _wanted(like: Like) -> ModelTarget:
-    """Return what the reference wants, which must have one state dict alone.
+def _target_of(like: Like) -> ModelTarget:
+    """Return the keys and shapes of the reference.
 
     Raises:
-        UsageError: it has none, or several.
+        UsageError: it does not have exactly one state dict.
     """
     try:
         return target_like(like)
@@ -238,8 +239,8 @@ def _wanted(like: Like) -> ModelTarget:
         ) from error
 
 
-def _assembled(subject: Subject, found: list[Complaint]) -> Diagnosis:
-    """Build the diagnosis; a damaged or partial file gets no command."""
+def _assemble(subject: Subject, found: list[Complaint]) -> Diagnosis:
+    """Build the diagnosis. A damaged or partial file gets no command."""
     hopeless = any(one.kind in _HOPELESS for one in found)
     planner = Planner(subject, [] if hopeless else found)
     plan = planner.plan()
@@ -252,9 +253,9 @@ def _assembled(subject: Subject, found: list[Complaint]) -> Diagnosis:
         elif "part" in kinds:
             first = "first get all parts"
     path = without_query(subject.checkpoint.path)
-    complaints = [_answered(one, planner, plan, first) for one in found]
+    complaints = [_add_commands(one, planner, plan, first) for one in found]
     complaints = [replace(one, hint=with_file(one.hint or "", path)) for one in complaints]
-    if any((one.hint or "").startswith(_UNMENDED) for one in complaints):
+    if any((one.hint or "").startswith(_UNFIXABLE) for one in complaints):
         rest = "no command for only this: the file would still not load"
         complaints = [
             replace(one, commands=(), hint=one.hint or rest) if one.commands else one
@@ -303,53 +304,53 @@ def _code(subject: Subject) -> str:
     return f"ckptool.load_into(model, {file!r}{optimizer}{key}){epoch}"
 
 
-def _answered(found: Complaint, planner: Planner, plan: FixPlan, first: str) -> Complaint:
-    """Return a complaint with its commands, or with what must come first (`first`)."""
+def _add_commands(found: Complaint, planner: Planner, plan: FixPlan, first: str) -> Complaint:
+    """Return a complaint with its commands, or with `first` as its hint if no command helps yet."""
     if first:
         return replace(found, hint=found.hint or (first if found.fix is not None else None))
     tried = [(one, planner.choice(one, plan)) for one in found.choices]
     others = tuple(dict.fromkeys(made[0] for _, made in tried if made is not None))
     lines = (one.code.replace("FILE", repr(made[1])) for one, made in tried if made and one.code)
     found = replace(found, code="; ".join(lines))
-    if plan.command is not None and found.kind in plan.mended:
+    if plan.command is not None and found.kind in plan.fixed:
         return replace(found, commands=(plan.command,), alternatives=others)
     hint = found.hint
     if found.fix is not None and not others and not hint:
-        hint = _UNMENDED + (f": {plan.obstacle}" if plan.obstacle else "")
+        hint = _UNFIXABLE + (f": {plan.obstacle}" if plan.obstacle else "")
     return replace(found, alternatives=others, hint=hint)
 
 
 def _urgency(complaint: Complaint) -> tuple[int, int, bool]:
-    """Return the sort key of a complaint: worst first, then mended by the plan, notes last."""
+    """Return the sort key of a complaint: worst first, then fixed by the plan, notes last."""
     return _ORDER.get(complaint.kind, 0), _RANK[complaint.severity], not complaint.commands
 
 
-MENDED, RESUMED = "fixed", "resume"
-"""The words before the ending of the file that a plan writes."""
+FIXED, RESUMED = "fixed", "resume"
+"""The words before the extension of the file that a plan writes."""
 _OF_A_MODEL = (Take, Strip, Rename, Fit)
 """Steps after which the training that saved the file cannot resume from it."""
 
 
 class Planner:
-    """Makes plans for one file: each is one `convert` that fixes what can be fixed.
+    """Makes plans for one file: each is one `convert` that fixes as much as possible.
 
-    Each complaint names the steps that fix it; a test proves this over all fixtures. They are
-    added one complaint after the other, and stay where the conversion of the header succeeds: one
-    with `Fit` succeeds only if the result fits the reference.
+    Each complaint has the steps that fix it, which a test proves over all fixtures. The planner
+    adds them one complaint after the other, and keeps them if the conversion of the header
+    succeeds. A conversion with `Fit` succeeds only if the result fits the reference.
     """
 
     def __init__(self, subject: Subject, found: Iterable[Complaint]) -> None:
-        """Take what the checks found."""
+        """Prepare plans for the complaints that the checks found."""
         self._subject = subject
-        self._fixes = sorted((one for one in found if one.fix is not None), key=_place)
+        self._fixes = sorted((one for one in found if one.fix is not None), key=_fix_order)
         self._taken: set[str] = set()
         self._commands: dict[tuple[str, ...], tuple[str, str]] = {}
 
     def plan(self, *, resume: bool = False) -> FixPlan:
-        """Return the conversion that fixes most; `resume` keeps all that training needs."""
+        """Return the conversion that fixes most; `resume` keeps the training state."""
         plan: FixPlan | None = None
         state = self._subject.checkpoint
-        mended: set[str] = set()
+        fixed: set[str] = set()
         obstacle = problem = ""
         for one in self._fixes:
             fix, format = one.fix or (), one.format
@@ -359,15 +360,15 @@ class Planner:
                 fix, format = one.resume, None
             is_plain = any(isinstance(step, Plain) for step in fix)
             if plan is not None and is_plain and not blockers(state.root):
-                mended.add(one.kind)  # the objects are gone with what was left out
+                fixed.add(one.kind)  # earlier steps removed the objects
                 continue
             for more in (fix, *self._instead_of_plain())[: None if is_plain else 1]:
                 merged = FixPlan(
-                    steps=_merged(plan.steps if plan else (), more),
+                    steps=_merge(plan.steps if plan else (), more),
                     format=(plan and plan.format) or format,
                 )
                 try:
-                    made = state if merged == plan else self._applied(merged)
+                    made = state if merged == plan else self._apply(merged)
                     if any(isinstance(step, Take) for step in more) and is_plain:
                         _refuse_blocked(made)
                     state = made
@@ -376,19 +377,19 @@ class Planner:
                     problem = problem if is_last else error.message
                     continue
                 plan = merged
-                mended.add(one.kind)
+                fixed.add(one.kind)
                 break
             else:
                 obstacle = obstacle or problem
         if plan is None:
             return FixPlan(obstacle=obstacle)
-        command, target = self._command(plan, RESUMED if resume else MENDED)
+        command, target = self._command(plan, RESUMED if resume else FIXED)
         return replace(
-            plan, command=command, target=target, mended=frozenset(mended), obstacle=obstacle
+            plan, command=command, target=target, fixed=frozenset(fixed), obstacle=obstacle
         )
 
     def _instead_of_plain(self) -> Iterator[Steps]:
-        """Yield steps against objects that cannot be made plain, the least loss first."""
+        """Yield steps for objects that cannot become plain data, the least loss first."""
         yield (Plain(drop_objects=True),)
         if self._subject.model is not None:
             yield (Take(self._subject.key, model_only=True),)
@@ -396,24 +397,24 @@ class Planner:
     def choice(self, choice: Choice, plan: FixPlan) -> tuple[str, str] | None:
         """Return the command of a choice combined with the plan, and its target; None if it fails.
 
-        The command reads the source: the plan need not have run.
+        The command reads the source file, so the plan does not have to run first.
         """
         for base in (plan, FixPlan()):
             format = base.format if choice.word else "safetensors"
-            chosen = FixPlan(steps=_merged(base.steps, choice.steps), format=format)
+            chosen = FixPlan(steps=_merge(base.steps, choice.steps), format=format)
             known = (str(format), *(word for step in chosen.steps for word in step.words()))
             with suppress(CheckpointError):
                 if known not in self._commands:
-                    self._applied(chosen)
+                    self._apply(chosen)
                     self._commands[known] = self._command(chosen, choice.word)
                 return self._commands[known]
         return None
 
-    def _applied(self, plan: FixPlan) -> Checkpoint:
+    def _apply(self, plan: FixPlan) -> Checkpoint:
         """Convert the header.
 
         Raises:
-            CheckpointError: it cannot be done, or written, or would lose weights with objects.
+            CheckpointError: the conversion fails, cannot be written, or would lose weights.
         """
         source, format = self._subject.checkpoint, self._format(plan)
         state = converted(source, plan.steps, format)
@@ -425,7 +426,7 @@ class Planner:
         return state
 
     def _format(self, plan: FixPlan) -> str:
-        """Return the target format: that of the plan, else safetensors or torch as the source."""
+        """Return the format of the plan, else safetensors or torch as the source."""
         if plan.format is not None:
             return plan.format
         checkpoint = self._subject.checkpoint
@@ -433,26 +434,26 @@ class Planner:
         return "safetensors" if flat else "torch-zip"
 
     def _command(self, plan: FixPlan, word: str) -> tuple[str, str]:
-        """Return the command of a conversion, and its target, which is no other command's."""
+        """Return the command of a conversion, and its unique target."""
         checkpoint, format = self._subject.checkpoint, self._format(plan)
-        target = default_target(checkpoint.path, word or MENDED, format, sharded=True)
-        if not (word or shard_of(checkpoint.format)):  # beside an index it would be a second one
-            target = f"{target.removesuffix(f'.{MENDED}.safetensors')}.safetensors"
+        target = default_target(checkpoint.path, word or FIXED, format, sharded=True)
+        if not (word or shard_of(checkpoint.format)):  # it would be a second index in the folder
+            target = f"{target.removesuffix(f'.{FIXED}.safetensors')}.safetensors"
         target = unused(target, self._taken)
         self._taken.add(target)
         chosen = format if target_format(checkpoint, target) != format else None
         return convert_command(checkpoint.path, target, plan.steps, format=chosen), target
 
 
-def _merged(steps: Iterable[Step], more: Iterable[Step]) -> Steps:
-    """Return both in the order of `STEPS`, one of each kind: their lists are put together.
+def _merge(steps: Iterable[Step], more: Iterable[Step]) -> Steps:
+    """Merge steps into one of each kind, in the order of `STEPS`.
 
-    With `Fit` the keys are the reference's, wrappers and all.
+    With `Fit` the keys are those of the reference, wrapper prefixes included.
     """
     made: dict[type[Step], Step] = {}
     for step in (*steps, *more):
         kind = type(step)
-        made[kind] = _joined(made[kind], step) if kind in made else step
+        made[kind] = _merge_options(made[kind], step) if kind in made else step
     if Fit in made:
         made.pop(Strip, None)
         if isinstance(take := made.get(Take), Take):
@@ -460,23 +461,23 @@ def _merged(steps: Iterable[Step], more: Iterable[Step]) -> Steps:
     return tuple(made[kind] for kind in STEPS if kind in made)
 
 
-def _joined(one: Step, other: Step) -> Step:
-    """Return a step with the options of both; the other's win, and lists are put together."""
+def _merge_options(first: Step, second: Step) -> Step:
+    """Merge the options of two steps: lists are concatenated, else the second step wins."""
     given: dict[str, Any] = {}
-    for field in fields(one):
-        old, new = getattr(one, field.name), getattr(other, field.name)
+    for field in fields(first):
+        old, new = getattr(first, field.name), getattr(second, field.name)
         if isinstance(new, tuple):
             new = tuple(dict.fromkeys((*old, *new)))
         given[field.name] = old if new == field.default else new
-    if given.get("ema"):  # the averages are the state dict of the model, without anything else
+    if given.get("ema"):  # averages are already only the state dict of the model
         given.update(key=None, model_only=False)
-    return replace(one, **given)
+    return replace(first, **given)
 
 
-def _place(one: Complaint) -> tuple[int, bool]:
-    """Return where a complaint is tried: by its format, then its steps; any rewrite comes last.
+def _fix_order(one: Complaint) -> tuple[int, bool]:
+    """Return the sort key of a fix: by format, then by the order of its steps; any rewrite last.
 
-    The model is taken before some of its tensors are left out.
+    The model is extracted before some of its tensors are left out.
     """
     if one.format:
         return -1, False
@@ -486,20 +487,20 @@ def _place(one: Complaint) -> tuple[int, bool]:
 
 
 def _refuse_blocked(checkpoint: Checkpoint) -> None:
-    """Refuse a result that `weights_only=True` does not load.
+    """Refuse a result that `weights_only=True` rejects.
 
     Raises:
-        NotRepresentable: it has objects.
+        NotRepresentable: the result has objects.
     """
     if names := blockers(checkpoint.root):
         raise NotRepresentable(f"the result still has objects: {listed(names)}")
 
 
 def _refuse_lost_weights(before: Checkpoint, after: Checkpoint, *, alone: bool) -> None:
-    """Refuse a conversion in which tensors of a model or an optimizer go with objects.
+    """Refuse a conversion that drops tensors of a model or optimizer together with objects.
 
     Raises:
-        NotRepresentable: they do.
+        NotRepresentable: some of these tensors are dropped.
     """
     kinds = MODEL_KINDS if alone else (*MODEL_KINDS, "optimizer")
     tensors = weights(before.root, kinds)

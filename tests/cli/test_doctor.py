@@ -119,7 +119,8 @@ def test_the_screen_has_a_block_for_each_complaint_and_the_plan(ckptool, tmp_pat
     )
     plan = done.out.partition("To fix 1, 2, 3:\n")[2]
     assert (
-        plan == "  ckptool convert model.pth model.fixed.pth --wrappers strip --to cpu\nNot fixed: 4\n"
+        plan
+        == "  ckptool convert model.pth model.fixed.pth --wrappers strip --to cpu\nNot fixed: 4\n"
     )
     assert done.out.count("ckptool convert") == 1
     for word in ("   where ", "   why ", "with strict=False it loads nothing"):
@@ -500,7 +501,7 @@ def test_a_fix_that_loses_something_needs_its_flag(ckptool, tmp_path, monkeypatc
     words = ("doctor", "model.pth", "--quick", "--fix", *CPU)
     done = ckptool(*words)
     assert (done.code, done.out, sorted(os.listdir())) == (2, "", ["model.pth"])
-    assert "hint: add --model-only to agree; or, to keep all: ckptool convert " in done.err
+    assert "hint: add --model-only to accept that; or, to keep all: ckptool convert " in done.err
     done = ckptool(*words, "--model-only", "-o", "out.safetensors")
     assert (done.code, done.out.startswith("out.safetensors: ")) == (0, True)
     Net().load_state_dict(read("out.safetensors"))
@@ -512,8 +513,8 @@ def test_a_fix_that_leaves_a_choice_or_has_no_command_is_refused(ckptool, tmp_pa
     (tmp_path / "lfs.pth").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
     before = sorted(os.listdir())
     for name, says, hint in [
-        ("model.pth", "the fix leaves a choice", "--key model --model-only"),
-        ("lfs.pth", "no step of ckptool fixes it", "git lfs install"),
+        ("model.pth", "several fixes are possible; choose one", "--key model --model-only"),
+        ("lfs.pth", "no ckptool command fixes it", "git lfs install"),
     ]:
         done = ckptool("doctor", name, "--quick", "--fix")
         assert (done.code, done.out) == (2, "")
@@ -521,7 +522,7 @@ def test_a_fix_that_leaves_a_choice_or_has_no_command_is_refused(ckptool, tmp_pa
         assert hint in done.err
     assert sorted(os.listdir()) == before
     for words in (["--model-only"], ["-o", "x.pth"]):
-        assert "is about --fix" in ckptool("doctor", "model.pth", *words).err
+        assert "needs --fix" in ckptool("doctor", "model.pth", *words).err
     assert "--fix takes one file" in ckptool("doctor", "model.pth", "lfs.pth", "--fix").err
 
 

@@ -25,7 +25,7 @@ def odd(tmp_path):
 def test_it_answers_and_does_not_judge(ckptool, odd):
     done = ckptool("stats", odd)
     assert (done.code, done.err) == (0, "")
-    for words in ("dtype-outlier", "all-zero", "constant", "float32, where 4 of layers.{0..4}.w"):
+    for words in ("dtype-outlier", "all-zero", "constant", "float32, but 4 of layers.{0..4}.w"):
         assert words in done.out
 
 
