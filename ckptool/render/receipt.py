@@ -50,7 +50,7 @@ def _told(outcomes: Sequence[Change]) -> Iterator[str]:
             yield clean(f"warning: {outcome.text}" if outcome.kind == "warning" else outcome.text)
     for kind in ("overflow", "underflow"):
         if seen[kind] > WORST:
-            yield f"{kind} in {counted(seen[kind] - WORST, 'more tensor')} (--json has them all)"
+            yield f"{kind} in {counted(seen[kind] - WORST, 'more tensor')} (--json lists all)"
 
 
 def receipt_line(receipt: Receipt) -> str:
