@@ -176,7 +176,7 @@ class FileOutput:
             self._progress(self._flushed, self._size or self._flushed)
 
 
-def _found_beside(target: str, ending: str) -> list[str]:
+def _find_temporaries(target: str, ending: str) -> list[str]:
     """Return the temporary files of `target` with an ending that matches the pattern `ending`."""
     folder, beginning = os.path.split(temporary_name(target, ""))
     pattern = re.compile(re.escape(beginning) + ending)
@@ -319,7 +319,7 @@ def _remove_debris(target: str, own: str = "") -> None:
     Called again when our `own` temporary file exists: of two processes that start at the same time
     both may be refused, but never neither.
     """
-    for found in _found_beside(target, _TEMPORARY):
+    for found in _find_temporaries(target, _TEMPORARY):
         if found != own and (holder := remove_unlocked(found)) is not None:
             raise FileBusy(
                 f"is being written by {who(holder)}",
@@ -449,7 +449,7 @@ def begun_set(
                 recover_before_writing(part.target)
         if is_locked:
             remove_unfinished(target)
-            for found in _found_beside(target, PART):
+            for found in _find_temporaries(target, PART):
                 if not keeps(found):
                     remove(found)
         check_space(folder, sum(part.size for part in parts if not keeps(part.temporary)))

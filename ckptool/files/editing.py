@@ -132,12 +132,12 @@ class Edit:
             CorruptFile: it is another file, or it was changed in another way.
         """
         if not moved and not self._is_of(os.fstat(fd)):
-            raise self._stranger(fd, path)
+            raise self._other_file_error(fd, path)
         status = os.fstat(fd)
         if not self.size <= status.st_size <= self.new_size:
-            raise _foreign(path, f"size is {status.st_size:,}, expected {self.size:,}")
+            raise _foreign_error(path, f"size is {status.st_size:,}, expected {self.size:,}")
         if _tail(fd, self.size, self.offset, len(self.old)) != self.tail:
-            raise _foreign(path, f"the bytes before {self.size:,} differ")
+            raise _foreign_error(path, f"the bytes before {self.size:,} differ")
         found = read_at(fd, self.offset, min(len(self.new), status.st_size - self.offset))
         if found == self.old and status.st_size == self.size:
             return EditState.OLD
@@ -146,12 +146,12 @@ class Edit:
         self._check_sectors(found, path)
         return EditState.CUT
 
-    def _stranger(self, fd: int, path: str) -> CorruptFile:
+    def _other_file_error(self, fd: int, path: str) -> CorruptFile:
         """Return the error for a file that was not edited itself, for example a copy."""
         with suppress(CorruptFile):
             if self.state(fd, path, moved=True) is EditState.CUT:
-                return _moved(path)
-        return _foreign(path, "the file was replaced")
+                return _moved_error(path)
+        return _foreign_error(path, "the file was replaced")
 
     def _is_of(self, status: os.stat_result) -> bool:
         """Return whether it is the edited file."""
@@ -184,15 +184,15 @@ class Edit:
             piece, old, new = (part[start:stop] for part in (found, before, self.new))
             if piece not in (old, new):
                 torn += 1
-                if torn > 1 or not _broke_off(piece, old, new):
+                if torn > 1 or not _is_torn(piece, old, new):
                     at = self.offset + start
-                    raise _foreign(
+                    raise _foreign_error(
                         path, f"the bytes at {at:,} are neither the old nor the new ones"
                     )
             start = stop
 
 
-def _broke_off(piece: bytes, old: bytes, new: bytes) -> bool:
+def _is_torn(piece: bytes, old: bytes, new: bytes) -> bool:
     """Return whether `piece` begins as `new` and continues as `old`."""
     begun = next((i for i, (a, b) in enumerate(zip(piece, new, strict=True)) if a != b), len(piece))
     return piece[begun:] == old[begun:]
@@ -235,7 +235,7 @@ def apply_patch(
             if check is not None:
                 check()
         except BaseException:
-            _take_back(edit, path, fd)
+            _undo_edit(edit, path, fd)
             raise
         source.take_as_it_is()
         with suppress(OSError):  # the edit is complete: the next reader removes the journal
@@ -257,7 +257,7 @@ def _check_target(source: Source, path: str, fd: int) -> None:
     refuse_cut_short(path)
 
 
-def _take_back(edit: Edit, path: str, fd: int) -> None:
+def _undo_edit(edit: Edit, path: str, fd: int) -> None:
     """Undo the edit; if that fails too, the journal stays for a recovery."""
     with suppress(OSError, CheckpointError):
         if edit.state(fd, path) is not EditState.OLD:
@@ -271,7 +271,7 @@ def _tail(fd: int, size: int, offset: int, length: int) -> str:
     return hashlib.sha256(read_at(fd, first, max(size - first, 0))).hexdigest()
 
 
-def _moved(path: str) -> CorruptFile:
+def _moved_error(path: str) -> CorruptFile:
     return CorruptFile(
         "an in-place edit was interrupted, and the file was then copied or moved; nothing "
         "was changed",
@@ -280,7 +280,7 @@ def _moved(path: str) -> CorruptFile:
     )
 
 
-def _foreign(path: str, why: str) -> CorruptFile:
+def _foreign_error(path: str, why: str) -> CorruptFile:
     return CorruptFile(
         f"the journal next to it belongs to other content ({why}); nothing was changed",
         file=path,

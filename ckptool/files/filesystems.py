@@ -155,7 +155,7 @@ def uploaded_set(
         path = os.fspath(name)
         before, total = sum(sizes[one] for one in done), sum(sizes.values())
         report = counting_on(progress, before, total)
-        with _uploaded(path, sizes[path], report) as output:
+        with _upload(path, sizes[path], report) as output:
             yield output
             if check is not None and path == index:
                 check()
@@ -171,7 +171,7 @@ def uploaded_set(
 
 
 @contextmanager
-def _uploaded(path: str, size: int, progress: Progress | None) -> Iterator[FileOutput]:
+def _upload(path: str, size: int, progress: Progress | None) -> Iterator[FileOutput]:
     """Yield an output; the object appears if the block succeeds."""
     system, inner = system_of(path)
     transaction = system.transaction

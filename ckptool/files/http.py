@@ -26,7 +26,7 @@ _PROGRESS = 16 << 10
 FROM_THE_START = 64 << 20
 """Bytes that are read from the beginning if a server does not support ranges."""
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-_LED: dict[str, str] = {}
+_REDIRECTS: dict[str, str] = {}
 """The redirect target of an address, for further parts of the file: hosts limit their redirects."""
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _DOWNLOAD = "download it first: curl -LO URL"
@@ -72,7 +72,7 @@ def fetch(
     while attempt < ATTEMPTS:
         pause: float | None = None
         try:
-            part = _ask(url, start + len(done), stop, tag, headers or {})
+            part = _request_range(url, start + len(done), stop, tag, headers or {})
             return part._replace(data=done + part.data)
         except _Retry as again:
             done, why, pause = done + again.data, str(again), again.pause
@@ -108,8 +108,10 @@ def _opener() -> urllib.request.OpenerDirector:
     return opener
 
 
-def _ask(url: str, start: int, stop: int, tag: str, headers: Mapping[str, str]) -> RangeResponse:
-    there = _LED.get(url, url) if tag else url
+def _request_range(
+    url: str, start: int, stop: int, tag: str, headers: Mapping[str, str]
+) -> RangeResponse:
+    there = _REDIRECTS.get(url, url) if tag else url
     request = urllib.request.Request(
         quote(urldefrag(there).url, safe="%/:=&?~#+!$,;'@()*[]"),  # as a browser quotes it
         headers={"Accept-Encoding": "identity", "User-Agent": "ckptool"},
@@ -121,19 +123,19 @@ def _ask(url: str, start: int, stop: int, tag: str, headers: Mapping[str, str]) 
         request.add_unredirected_header(name, value)
     try:
         with _opener().open(request, timeout=TIMEOUT) as answer:
-            part = _read(url, answer, start, stop, tag)
+            part = _read_response(url, answer, start, stop, tag)
             if answer.url != request.full_url:
-                _LED[url] = answer.url
+                _REDIRECTS[url] = answer.url
             return part
     except urllib.error.HTTPError as error:
         with error:
             if there != url and error.code in (400, 401, 403, 404, 410):  # it has expired
-                _LED.pop(url, None)
+                _REDIRECTS.pop(url, None)
                 raise _Retry("the redirect has expired", 0.0) from error
-            raise _refused(url, error, start) from error
+            raise _error_of_response(url, error, start) from error
 
 
-def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> RangeResponse:
+def _read_response(url: str, answer: Any, start: int, stop: int, tag: str) -> RangeResponse:
     told, status = answer.headers, answer.status
     if told.get("Content-Encoding", "identity").lower() not in ("identity", ""):
         raise UnreadableFile(
@@ -153,7 +155,7 @@ def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> RangeRespon
         if found is None or int(found[1]) != start:
             raise UnreadableFile("the server sent other bytes than requested", file=url)
         size, end = int(found[3]), int(found[2]) + 1
-        data = _exactly(answer, min(stop, size, end) - start)
+        data = _read_exactly(answer, min(stop, size, end) - start)
         if data and end < min(stop, size):
             raise _Retry("the server sent fewer bytes than requested", 0.0, data)
         return RangeResponse(data, size, now)
@@ -166,10 +168,10 @@ def _read(url: str, answer: Any, start: int, stop: int, tag: str) -> RangeRespon
             hint=_DOWNLOAD,
         )
     size = int(length)
-    return RangeResponse(_exactly(answer, min(stop, size))[start:], size, now)
+    return RangeResponse(_read_exactly(answer, min(stop, size))[start:], size, now)
 
 
-def _exactly(answer: Any, length: int) -> bytes:
+def _read_exactly(answer: Any, length: int) -> bytes:
     """Return exactly `length` bytes of a response."""
     parts: list[bytes] = []
     left = max(length, 0)
@@ -185,7 +187,7 @@ def _exactly(answer: Any, length: int) -> bytes:
     return b"".join(parts)
 
 
-def _refused(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
+def _error_of_response(url: str, error: urllib.error.HTTPError, start: int) -> Exception:
     code, file = error.code, url
     if code == 404 or code == 410:
         return FileMissing("the server has no such file", file=file, hint="check the spelling")

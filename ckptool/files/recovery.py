@@ -57,18 +57,18 @@ def open_recovered(path: str) -> FileSource:
     if _finish_set(path):
         warn(f"{path}: {FINISHED}")
         return FileSource(path)
-    with _held(path) as fd:
-        edit = _leftover(path)
+    with _lock_patiently(path) as fd:
+        edit = _read_edit(path)
         if edit is None:
             return FileSource(path)
         state = edit.state(fd, path)
         try:
             _check_access(path)
-            _set_right(edit, state, fd)
+            _settle_edit(edit, state, fd)
         except OSError:
             if state is not EditState.CUT:
                 return FileSource(path)
-            warn(f"{path}: reading its {_before(edit)}, which cannot be restored here")
+            warn(f"{path}: reading its {_describe_old(edit)}, which cannot be restored here")
             return FileSource(path, size=edit.size, head=edit.old)
         with suppress(OSError):  # the edit is settled
             remove_journal(path)
@@ -132,23 +132,23 @@ def recover(
             raise FileMissing("no such file", file=path)
         if not has_journal(path):
             return nothing
-        with _held(path) if is_there else nullcontext(-1) as fd:
+        with _lock_patiently(path) if is_there else nullcontext(-1) as fd:
             if discard:
                 remove_unfinished(path)
                 remove_journal(path)
                 text = "removed the journal of an interrupted edit; the file is unchanged"
                 return Recovery(path, "discarded", text)
-            edit = _leftover(path)
+            edit = _read_edit(path)
             if edit is None:
                 return nothing
             state = edit.state(fd, path, moved=force)
             _check_access(path)
-            _set_right(edit, state, fd)
+            _settle_edit(edit, state, fd)
             remove_journal(path)
         return Recovery(path, *_outcome(edit, state))
 
 
-def _set_right(edit: Edit, state: EditState, fd: int) -> None:
+def _settle_edit(edit: Edit, state: EditState, fd: int) -> None:
     """Undo an incomplete edit; sync a complete one before the journal is removed."""
     if state is EditState.CUT:
         edit.undo(fd)
@@ -156,7 +156,7 @@ def _set_right(edit: Edit, state: EditState, fd: int) -> None:
         os.fsync(fd)
 
 
-def _leftover(path: str) -> Edit | None:
+def _read_edit(path: str) -> Edit | None:
     """Return the edit in the journal of a locked file, or None."""
     remove_unfinished(path)
     journal = read_journal(path)
@@ -167,10 +167,10 @@ def _outcome(edit: Edit, state: EditState) -> tuple[str, str]:
     """Return the action and the text of a `Recovery`."""
     if state is EditState.NEW:
         return "completed", f"kept the interrupted edit of process {edit.pid}, which was complete"
-    return "rolled-back", f"rolled back to its {_before(edit)}"
+    return "rolled-back", f"rolled back to its {_describe_old(edit)}"
 
 
-def _before(edit: Edit) -> str:
+def _describe_old(edit: Edit) -> str:
     return f"{edit.size:,} bytes from before the interrupted edit of process {edit.pid}"
 
 
@@ -179,18 +179,18 @@ def _finish_set(path: str) -> bool:
     journal = read_journal(path)
     if journal is None or journal.kind == KIND:
         return False
-    _patiently(lambda: recover_set(path, journal))
+    _retry_while_busy(lambda: recover_set(path, journal))
     return True
 
 
 @contextmanager
-def _held(path: str) -> Iterator[int]:
+def _lock_patiently(path: str) -> Iterator[int]:
     """Yield a descriptor of the locked file; wait for other processes."""
     with ExitStack() as stack:
-        yield _patiently(lambda: stack.enter_context(exclusive(path)))
+        yield _retry_while_busy(lambda: stack.enter_context(exclusive(path)))
 
 
-def _patiently(attempt: Callable[[], _Got]) -> _Got:
+def _retry_while_busy(attempt: Callable[[], _Got]) -> _Got:
     """Return the result of `attempt`; wait for the edit of another process."""
     for pause in _PAUSES:
         try:

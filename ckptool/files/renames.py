@@ -107,7 +107,7 @@ def rename_all(target: str, moves: Sequence[PendingRename]) -> None:
             with suppress(OSError):  # all renamed: the next reader of the index removes it
                 remove_journal(target)
         except BaseException:
-            _end(target, moves)
+            _settle_renames(target, moves)
             raise
 
 
@@ -118,7 +118,7 @@ def finish_renames(target: str, journal: Journal) -> None:
         CorruptFile: it does not describe a set, or a file has changed; no file was touched.
         OSError: a rename fails.
     """
-    folder, moves = os.path.dirname(target), _moves(target, journal)
+    folder, moves = os.path.dirname(target), _parse_moves(target, journal)
     for move in moves:
         if not move.is_done(folder) and not move.is_pending(folder):
             raise unusable(
@@ -135,7 +135,7 @@ def state_of(status: os.stat_result | None) -> tuple[int, ...] | None:
     return None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def _moves(target: str, journal: Journal) -> list[PendingRename]:
+def _parse_moves(target: str, journal: Journal) -> list[PendingRename]:
     try:
         if journal.kind != KIND:
             raise ValueError("other kind")
@@ -151,7 +151,7 @@ def _carry_out(target: str, moves: Sequence[PendingRename]) -> None:
     sync_folder(folder)
 
 
-def _end(target: str, moves: Sequence[PendingRename]) -> None:
+def _settle_renames(target: str, moves: Sequence[PendingRename]) -> None:
     """After an interruption, undo all renames, or finish them if an old file is gone already.
 
     If that fails too, the journal stays for the next reader of the index.

@@ -122,7 +122,7 @@ def open_descriptor(path: str) -> int:
     try:
         return os.open(path, _OPEN_FLAGS)
     except FileNotFoundError as error:
-        raise _missing(path) from error
+        raise _missing_error(path) from error
     except PermissionError as error:
         raise FileDenied("permission denied", file=path) from error
     except OSError as error:
@@ -130,7 +130,7 @@ def open_descriptor(path: str) -> int:
         raise UnreadableFile(f"cannot be opened ({reason})", file=path) from error
 
 
-def _missing(path: str) -> FileMissing:
+def _missing_error(path: str) -> FileMissing:
     """Return the error for a missing file, which may be a broken link or a repository name."""
     if os.path.islink(path):
         gone = os.path.realpath(path)
@@ -186,7 +186,7 @@ class FileSource(Source):
     def __reduce__(self) -> tuple[Any, ...]:
         """Make copies and pickles open the file again, since the descriptor is only valid here."""
         state = self._stored, self._mtime
-        return _reopened, (os.path.abspath(self.path), state, self.size, self._head)
+        return _reopen, (os.path.abspath(self.path), state, self.size, self._head)
 
     def version(self) -> str:
         """Return the size and time of the open file."""
@@ -278,7 +278,7 @@ def _preadv(fd: int, buffer: memoryview, offset: int) -> int:
     return len(data)
 
 
-def _reopened(path: str, state: tuple[int, int], size: int, head: bytes) -> FileSource:
+def _reopen(path: str, state: tuple[int, int], size: int, head: bytes) -> FileSource:
     """Return the file of a copied or unpickled source, if it has not changed."""
     source = FileSource(path, size=size, head=head)
     status = os.fstat(source.fd())

@@ -60,7 +60,7 @@ def row_major(
     parts = itemsize // unit
     shape, stride = (*shape, parts), (*(step * parts for step in stride), 1)
     offset, itemsize = offset * parts, unit
-    axes = _joined(shape, stride)
+    axes = _join_axes(shape, stride)
     if not axes or (len(axes) == 1 and axes[0].step == 1):
         run = data.slice(offset * itemsize, prod(shape) * itemsize)
         yield from run.blocks(max(block - block % 16, 16))
@@ -83,7 +83,7 @@ def _content(
         yield bytes(memoryview(buffer)[begin : begin + portion])
 
 
-def _joined(shape: Sequence[int], stride: Sequence[int]) -> list[Axis]:
+def _join_axes(shape: Sequence[int], stride: Sequence[int]) -> list[Axis]:
     """Return the dimensions of a view, without those of size 1, and with contiguous ones joined."""
     axes: list[Axis] = []
     for size, step in zip(shape, stride, strict=True):
@@ -295,9 +295,9 @@ def narrow(
     """
     sizes: list[int] = []
     steps: list[int] = []
-    items = _completed(index, len(shape))
+    items = _complete_index(index, len(shape))
     for axis, (item, size, step) in enumerate(zip(items, shape, stride, strict=True)):
-        chosen = _chosen(item, size, axis)
+        chosen = _choose(item, size, axis)
         if isinstance(chosen, range):
             offset += chosen.start * step
             sizes.append(len(chosen))
@@ -307,7 +307,7 @@ def narrow(
     return tuple(sizes), tuple(steps), offset
 
 
-def _completed(index: Any, dimensions: int) -> list[Any]:
+def _complete_index(index: Any, dimensions: int) -> list[Any]:
     """Return one item for each dimension, with the ellipsis and missing items spelled out."""
     items = list(index) if isinstance(index, tuple) else [index]
     dots = [position for position, item in enumerate(items) if item is Ellipsis]
@@ -320,7 +320,7 @@ def _completed(index: Any, dimensions: int) -> list[Any]:
     return [*items[:at], *[slice(None)] * missing, *items[at + 1 :]]
 
 
-def _chosen(item: Any, size: int, axis: int) -> int | range:
+def _choose(item: Any, size: int, axis: int) -> int | range:
     try:
         if isinstance(item, bool):
             raise TypeError("use integers, slices and '...'")

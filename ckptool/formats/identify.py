@@ -46,7 +46,7 @@ class Identification(NamedTuple):
 class Magic(NamedTuple):
     """A signature at an offset (negative: from the end), what has it, and the step that helps.
 
-    `_filled` fills the braces of the step.
+    `_fill_braces` fills the braces of the step.
     """
 
     offset: int
@@ -75,7 +75,7 @@ class NameKind(NamedTuple):
         return None if None in found else [name for name in found if name is not None]
 
 
-def _packed(offset: int, magic: bytes, what: str, command: str) -> Magic:
+def _compressed_with(offset: int, magic: bytes, what: str, command: str) -> Magic:
     hint = f"{command} {{file}} > {{unpacked}} && ckptool list {{unpacked}}"
     return Magic(offset, magic, f"compressed with {what}", hint, NotACheckpoint)
 
@@ -91,14 +91,14 @@ _INFLATE = (
 _GGML = "read it with the llama.cpp or whisper.cpp of its time"
 
 MAGICS: tuple[Magic, ...] = (
-    _packed(0, b"\x1f\x8b", "gzip", "gzip -dc"),
-    _packed(4, b"1AY&SY", "bzip2", "bzip2 -dc"),
-    _packed(0, b"\xfd7zXZ\0", "xz", "xz -dc"),
-    _packed(0, b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"),
-    _packed(0, b"\x04\x22\x4d\x18", "lz4", "lz4 -dc"),
-    _packed(0, b"\x5d\0\0", "lzma", "xz --format=lzma -dc"),
+    _compressed_with(0, b"\x1f\x8b", "gzip", "gzip -dc"),
+    _compressed_with(4, b"1AY&SY", "bzip2", "bzip2 -dc"),
+    _compressed_with(0, b"\xfd7zXZ\0", "xz", "xz -dc"),
+    _compressed_with(0, b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"),
+    _compressed_with(0, b"\x04\x22\x4d\x18", "lz4", "lz4 -dc"),
+    _compressed_with(0, b"\x5d\0\0", "lzma", "xz --format=lzma -dc"),
     *(
-        _packed(0, magic, "zlib (as joblib does)", _INFLATE)
+        _compressed_with(0, magic, "zlib (as joblib does)", _INFLATE)
         for magic in (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
     ),
     _other(0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it: 7z x {file}"),
@@ -235,10 +235,16 @@ _TEXTS: tuple[tuple[str, Identification], ...] = (
 def explain(probe: Probe) -> CheckpointError:
     """Return the error for a file or folder that has no known format, with what it is instead."""
     if probe.is_folder:
-        return _folder(probe).error(probe.path)
+        return _identify_folder(probe).error(probe.path)
     finding = (
-        (_nothing(probe) or _zip(probe) or _tar(probe) or _magic(probe) or _text(probe))
-        or _data(probe)
+        (
+            _identify_empty(probe)
+            or _identify_zip(probe)
+            or _identify_tar(probe)
+            or _identify_signature(probe)
+            or _identify_text(probe)
+        )
+        or _identify_by_name(probe)
         or Identification(
             f"of unknown format; its first bytes are {probe.head[:8].hex(' ')}",
             f"file {shell(probe.path)}",
@@ -247,7 +253,7 @@ def explain(probe: Probe) -> CheckpointError:
     return finding.error(probe.path)
 
 
-def _data(probe: Probe) -> Identification | None:
+def _identify_by_name(probe: Probe) -> Identification | None:
     """Identify a file by its name."""
     stem, ending = os.path.splitext(probe.path)
     if ending == ".meta" and os.path.isfile(f"{stem}.index"):
@@ -260,11 +266,11 @@ def _data(probe: Probe) -> Identification | None:
     return Identification(what, f"copy {shell(name)} as well", UnsupportedFormat)
 
 
-def _first(probe: Probe, count: int) -> bytes:
+def _read_first(probe: Probe, count: int) -> bytes:
     return probe.opened().read(0, min(probe.opened().size, count))
 
 
-def _filled(text: str, probe: Probe, **more: str) -> str:
+def _fill_braces(text: str, probe: Probe, **more: str) -> str:
     """Fill the braces of a hint with quoted paths."""
     return text.format(
         file=shell(probe.path),
@@ -274,7 +280,7 @@ def _filled(text: str, probe: Probe, **more: str) -> str:
     )
 
 
-def _nothing(probe: Probe) -> Identification | None:
+def _identify_empty(probe: Probe) -> Identification | None:
     """Identify a file that is empty, very short, or filled with zeros."""
     head = probe.head
     if not head:
@@ -291,7 +297,7 @@ def _nothing(probe: Probe) -> Identification | None:
     )
 
 
-def _zip(probe: Probe) -> Identification | None:
+def _identify_zip(probe: Probe) -> Identification | None:
     """Identify a zip, with its first names; None if it is not a zip."""
     if not probe.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return None
@@ -308,15 +314,17 @@ def _zip(probe: Probe) -> Identification | None:
     inside = "policy.pth" if "policy.pth" in weights else next(iter(weights), None)
     if inside is None:  # stable-baselines3 has other torch files before its policy
         what = f"a zip archive with other files: {few(names)}"
-        return Identification(what, _filled("unzip -l {file}", probe))
+        return Identification(what, _fill_braces("unzip -l {file}", probe))
     target = os.path.join(unused(f"{probe.path}.unpacked"), inside.removesuffix("/data.pkl"))
     return Identification(
         f"a zip archive with a checkpoint inside: {few(names)}",
-        _filled("unzip {file} -d {unpacked} && ckptool list {inside}", probe, inside=shell(target)),
+        _fill_braces(
+            "unzip {file} -d {unpacked} && ckptool list {inside}", probe, inside=shell(target)
+        ),
     )
 
 
-def _tar(probe: Probe) -> Identification | None:
+def _identify_tar(probe: Probe) -> Identification | None:
     """Identify a tar; None for other files. The tar of torch 0.1 is a format."""
     from ckptool.formats.torch_tar import is_tar, read_members
 
@@ -329,15 +337,15 @@ def _tar(probe: Probe) -> Identification | None:
         target = shell(os.path.join(unused(f"{probe.path}.unpacked"), weights))
         return Identification(
             "a NeMo model (a tar archive with a checkpoint and its settings)",
-            _filled(hint, probe, name=shell(weights), target=target),
+            _fill_braces(hint, probe, name=shell(weights), target=target),
             UnsupportedFormat,
         )
     return Identification(
-        f"a tar archive with {few(names)}", _filled(f"unpack it: {_UNPACK}", probe)
+        f"a tar archive with {few(names)}", _fill_braces(f"unpack it: {_UNPACK}", probe)
     )
 
 
-def _magic(probe: Probe) -> Identification | None:
+def _identify_signature(probe: Probe) -> Identification | None:
     """Identify a file by its first or last bytes, or return None."""
     head, size = probe.head, probe.opened().size
     ending = probe.opened().read(max(0, size - 8), min(8, size))
@@ -350,13 +358,13 @@ def _magic(probe: Probe) -> Identification | None:
                 hint = f"unpack it: {_UNPACK}"
             elif "> {unpacked}" in hint and re.search(_PICKLED, probe.path):
                 hint = JOBLIB_HINT
-            return Identification(row.what, _filled(hint, probe), row.kind)
+            return Identification(row.what, _fill_braces(hint, probe), row.kind)
     return None
 
 
-def _text(probe: Probe) -> Identification | None:
+def _identify_text(probe: Probe) -> Identification | None:
     """Identify a text: a pointer, a page, an error message, an index, a note."""
-    raw = _first(probe, _LOOKED_AT)
+    raw = _read_first(probe, _LOOKED_AT)
     is_utf16 = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
     text = raw.decode("utf-16" if is_utf16 else "utf-8-sig", "replace")
     strange = sum(
@@ -365,17 +373,19 @@ def _text(probe: Probe) -> Identification | None:
     if strange and _is_protocol_buffer(raw, probe.opened().size):
         hint = "give the checkpoint itself"
         if os.path.isfile(os.path.join(os.path.dirname(probe.path), "saved_model.pb")):
-            hint = _filled("it belongs to a TensorFlow SavedModel: ckptool list {folder}", probe)
+            hint = _fill_braces(
+                "it belongs to a TensorFlow SavedModel: ckptool list {folder}", probe
+            )
         return Identification("a protocol buffer, not a checkpoint", hint)
     text = text.lstrip()
     if strange * 20 > len(text) and not re.match(r"<[!?\w]", text):  # a page in any encoding
         return None
     if re.match(r"version https?://(?:git-lfs\.github|hawser\.github)\.com/spec/", text):
-        return _git_lfs(probe.path, text)
+        return _identify_git_lfs(probe.path, text)
     if text.startswith("<"):
-        return _page(text)
+        return _identify_page(text)
     if text.startswith(("[", "{")):
-        return _json(probe)
+        return _identify_json(probe)
     line = next(iter(text.splitlines()), "").strip()
     first = quoted(line)
     if probe.path.endswith(".symlink") and line and line.isprintable():
@@ -384,7 +394,7 @@ def _text(probe: Probe) -> Identification | None:
             what, f"open that file: ckptool list {shell(line)}", UnsupportedFormat
         )
     known = next(found for pattern, found in _TEXTS if re.match(pattern, text))
-    hint = _filled(known.hint or "", probe)
+    hint = _fill_braces(known.hint or "", probe)
     return known._replace(what=known.what.format(first=first), hint=hint)
 
 
@@ -416,7 +426,7 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
     return value, at
 
 
-def _git_lfs(path: str, text: str) -> Identification:
+def _identify_git_lfs(path: str, text: str) -> Identification:
     size = re.search(r"^size (\d{1,18})$", text, re.MULTILINE)
     real = f" (the real file has {int(size[1]) / 2**20:,.1f} MiB)" if size else ""
     folder, name = os.path.split(path)
@@ -428,7 +438,7 @@ def _git_lfs(path: str, text: str) -> Identification:
     )
 
 
-def _page(text: str) -> Identification:
+def _identify_page(text: str) -> Identification:
     from html import unescape
 
     answer = re.search(r"<(?:Code|Message)>([^<]*)</", text)
@@ -448,14 +458,14 @@ def _page(text: str) -> Identification:
     return Identification(f"an HTML page{named}, not the file itself", hint)
 
 
-def _json(probe: Probe) -> Identification:
+def _identify_json(probe: Probe) -> Identification:
     import json
 
     found: Any = None
     try:
-        found = json.loads(_first(probe, _MOST_JSON))
+        found = json.loads(_read_first(probe, _MOST_JSON))
     except (ValueError, RecursionError):
-        hint = _filled("look at it: head {file}", probe)
+        hint = _fill_braces("look at it: head {file}", probe)
         return Identification("a text file that begins like JSON but is not JSON", hint)
     if not isinstance(found, dict):
         return Identification("a JSON document", _ITSELF)
@@ -609,7 +619,7 @@ _BESIDE = re.compile(
 """The files that the trainers of transformers and accelerate save next to a model."""
 
 
-def _folder(probe: Probe) -> Identification:
+def _identify_folder(probe: Probe) -> Identification:
     names = sorted(probe.entries)
     for row in FOLDER_KINDS:
         matches = row.first_matches(names)
@@ -618,11 +628,11 @@ def _folder(probe: Probe) -> Identification:
             hint = row.hint.format(folder=shell(probe.path), entry=shell(entry))
             return Identification(f"{row.what} (it contains {few(names)})", hint, row.kind)
     if "model_index.json" in names:
-        return _pipeline(probe.path, names)
-    return _other_folder(probe.path, names)
+        return _identify_pipeline(probe.path, names)
+    return _identify_other_folder(probe.path, names)
 
 
-def _pipeline(path: str, names: list[str]) -> Identification:
+def _identify_pipeline(path: str, names: list[str]) -> Identification:
     """Identify a diffusers pipeline: a model in each of some folders."""
     parts = [
         name
@@ -635,7 +645,7 @@ def _pipeline(path: str, names: list[str]) -> Identification:
     return Identification(what, f"give one of them: ckptool list {shell(first)}", UnsupportedFormat)
 
 
-def _other_folder(path: str, names: list[str]) -> Identification:
+def _identify_other_folder(path: str, names: list[str]) -> Identification:
     """Identify a folder of unknown kind: the user may mean a file in it."""
     if not names:
         return Identification("an empty folder", None)

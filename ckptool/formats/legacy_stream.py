@@ -266,10 +266,10 @@ class LegacyStream:
             nbytes = stored.whole.nbytes
             try:
                 if position + COUNT.size > length:
-                    raise self._cut(keys, index, position)
+                    raise self._truncated_error(keys, index, position)
                 self._check_count(key, stored.numel, position)
                 if position + COUNT.size + nbytes > length:
-                    raise self._cut(keys, index, position)
+                    raise self._truncated_error(keys, index, position)
             except CorruptFile as error:
                 if not self.salvages:
                     if self.data.length == self.data.source.size:
@@ -293,7 +293,7 @@ class LegacyStream:
                 hint=_SHARED_PATH,
             )
 
-    def _cut(self, keys: list[str], index: int, position: int) -> TruncatedFile:
+    def _truncated_error(self, keys: list[str], index: int, position: int) -> TruncatedFile:
         """Return the error for a stream that ends before storage number `index` does."""
         wanted = sum(COUNT.size + self.stored[key].whole.nbytes for key in keys[index:])
         missing = position + wanted - self.data.length

@@ -81,7 +81,7 @@ def of_model_file(probe: Probe) -> Probe:
         CheckpointError: an index of shards is damaged or not the only one; the file cannot be
             opened.
     """
-    choice = _chosen(probe)
+    choice = _choose_files(probe)
     if choice is None:
         return probe
     library, (chosen, *rivals) = choice
@@ -98,7 +98,7 @@ def of_model_file(probe: Probe) -> Probe:
     return probe
 
 
-def _chosen(probe: Probe) -> _Names | None:
+def _choose_files(probe: Probe) -> _Names | None:
     """Return the file of the only model in a folder, then the files that are not read."""
     if not probe.is_folder or probe.ask(open_archive).records:
         return None

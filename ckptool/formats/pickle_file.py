@@ -48,7 +48,7 @@ class PickleFile(Format):
         if not _WITHOUT.match(probe.head):
             return False
         try:
-            root = _unpickled(probe).root
+            root = _unpickle(probe).root
         except CheckpointError:
             return False
         return isinstance(root, (dict, list, tuple, Opaque))
@@ -57,15 +57,15 @@ class PickleFile(Format):
         """Return the checkpoint; the bytes of arrays and plain pickled tensors are in memory."""
         source = probe.opened()
         try:
-            found = _unpickled(probe)
+            found = _unpickle(probe)
         except CheckpointError as error:
             if _JOBLIB in source.read(0, min(source.size, _LOOKED_AT)):
-                raise _of_joblib(probe) from error
+                raise _joblib_error(probe) from error
             if _names_storages(source.read(0, min(source.size, _LOOKED_AT))):
-                raise _of_unzipped(probe) from error
+                raise _unzipped_error(probe) from error
             raise
         if any(name.encode().startswith(_JOBLIB) for name in found.globals):
-            raise _of_joblib(probe)
+            raise _joblib_error(probe)
         rest = source.size - found.end
         storages = {id(ref.storage): ref.storage for ref in find_tensors(found.root)}
         details = Details(
@@ -79,7 +79,7 @@ class PickleFile(Format):
         return Checkpoint(found.root, self.name, probe.path, details, sources=(source,))
 
 
-def _unpickled(probe: Probe) -> Unpickled:
+def _unpickle(probe: Probe) -> Unpickled:
     source = probe.opened()
     return unpickle_outer(ByteRange(source, 0, source.size), probe.limits)
 
@@ -90,7 +90,7 @@ def _names_storages(head: bytes) -> bool:
     return b"storage" in head and not has_nested and _REBUILD.search(head) is not None
 
 
-def _of_unzipped(probe: Probe) -> UnsupportedFormat:
+def _unzipped_error(probe: Probe) -> UnsupportedFormat:
     """Return the error for the pickle of an unzipped file, with its data in other files."""
     folder, name = os.path.split(probe.path)
     what = "the pickle of an unzipped torch.save file"
@@ -102,7 +102,7 @@ def _of_unzipped(probe: Probe) -> UnsupportedFormat:
     return UnsupportedFormat(f"{probe.path} is {what}", file=probe.path, hint=hint)
 
 
-def _of_joblib(probe: Probe) -> UnsupportedFormat:
+def _joblib_error(probe: Probe) -> UnsupportedFormat:
     """Return the error for a joblib file with arrays, which are between the opcodes."""
     what = "a joblib file with numpy arrays between the opcodes of its pickle"
     return UnsupportedFormat(f"{probe.path} is {what}", file=probe.path, hint=JOBLIB_HINT)

@@ -85,10 +85,10 @@ def read_header(source: Source, limits: Limits, *, salvages: bool = False) -> He
         if fault := text_fault(source):
             raise fault
         begin += last_copy(source, LENGTH.pack(length) + raw)
-    return _parsed(raw, ByteRange(source, begin, source.size - begin), limits, salvages=salvages)
+    return _parse(raw, ByteRange(source, begin, source.size - begin), limits, salvages=salvages)
 
 
-def _parsed(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> Header:
+def _parse(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> Header:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -102,18 +102,18 @@ def _parsed(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> H
         _check_text(document, metadata)
     entries = tuple(_entry(name, fields, limits) for name, fields in document.items())
     if salvages:
-        return Header(entries, metadata, body, tuple(_unused(entries, body.length)))
+        return Header(entries, metadata, body, tuple(_find_unused(entries, body.length)))
     try:
         check_tiling(entries, body.length)
     except CorruptFile as error:
         with suppress(CorruptFile):
-            tuple(_unused(entries, body.length))  # overlapping tensors cannot be salvaged
+            tuple(_find_unused(entries, body.length))  # overlapping tensors cannot be salvaged
             error.advise(f"download the file again, or run {salvage_command(body.source.name)}")
         raise
     return Header(entries, metadata, body)
 
 
-def _unused(entries: Iterable[HeaderEntry], length: int) -> Iterator[tuple[int, int]]:
+def _find_unused(entries: Iterable[HeaderEntry], length: int) -> Iterator[tuple[int, int]]:
     """Yield start and stop of the ranges in the body that belong to no tensor.
 
     Raises:
@@ -122,8 +122,8 @@ def _unused(entries: Iterable[HeaderEntry], length: int) -> Iterator[tuple[int, 
     end, last = 0, None
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if entry.start < end:
-            raise _wrong(
-                entry.name, f"begins at {entry.start:,}, but {_shown(last)} ends at {end:,}"
+            raise _tensor_error(
+                entry.name, f"begins at {entry.start:,}, but {_describe(last)} ends at {end:,}"
             )
         if end < min(entry.start, length):
             yield end, min(entry.start, length)
@@ -142,7 +142,10 @@ def parse_json(text: str, what: str = "the header") -> Any:
     whole = _bounded_integer if _LONG_NUMBER.search(text) else None
     try:
         return json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=whole
+            text,
+            object_pairs_hook=_reject_duplicates,
+            parse_constant=_reject_constant,
+            parse_int=whole,
         )
     except RecursionError as error:
         raise CorruptFile(f"{what} is nested too deeply") from error
@@ -152,7 +155,7 @@ def parse_json(text: str, what: str = "the header") -> Any:
         raise CorruptFile(f"{what} {error.message}") from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
@@ -160,7 +163,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _no_constant(word: str) -> NoReturn:
+def _reject_constant(word: str) -> NoReturn:
     raise CorruptFile(f"is not JSON (it contains {word})")
 
 
@@ -203,22 +206,22 @@ def _entry(name: str, fields: Any, limits: Limits) -> HeaderEntry:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]}:
             pass
         case _:
-            raise _wrong(name, "does not have a dtype, a shape and two data_offsets")
+            raise _tensor_error(name, "does not have a dtype, a shape and two data_offsets")
     bits = _BITS.get(code)
     if bits is None:
-        raise _wrong(name, f"has the unknown dtype '{printable(code)}'")
+        raise _tensor_error(name, f"has the unknown dtype '{printable(code)}'")
     of = f"tensor '{printable(name)}' has"
     check_limit(of, len(shape), "dimensions", limits.max_dimensions)
     for size in (*shape, start, stop):
         if type(size) is not int or not 0 <= size <= _MAX_SIZE:
-            raise _wrong(name, f"has {size!r}, expected a count")
+            raise _tensor_error(name, f"has {size!r}, expected a count")
     count = _product(name, shape)
     if (count * bits) % 8:
-        raise _wrong(
+        raise _tensor_error(
             name, f"has {count:,} elements of {bits} bits, which is not a whole number of bytes"
         )
     if stop - start != count * bits // 8:
-        raise _wrong(
+        raise _tensor_error(
             name,
             f"of {code} and shape {shape} needs {count * bits // 8:,} bytes, but its "
             f"data_offsets span {stop - start:,}",
@@ -232,11 +235,11 @@ def _product(name: str, shape: Iterable[int]) -> int:
     for size in shape:
         count *= size
         if count > _MAX_SIZE:
-            raise _wrong(name, "has more than 2**64 elements")
+            raise _tensor_error(name, "has more than 2**64 elements")
     return count
 
 
-def _wrong(name: str, fact: str) -> CorruptFile:
+def _tensor_error(name: str, fact: str) -> CorruptFile:
     return CorruptFile(f"tensor '{printable(name)}' {fact}")
 
 
@@ -249,20 +252,20 @@ def check_tiling(entries: Iterable[HeaderEntry], length: int) -> None:
     end, last = 0, None
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if entry.start != end:
-            raise _wrong(
-                entry.name, f"begins at {entry.start:,}, but {_shown(last)} ends at {end:,}"
+            raise _tensor_error(
+                entry.name, f"begins at {entry.start:,}, but {_describe(last)} ends at {end:,}"
             )
         end, last = entry.stop, entry
     if end > length:
         raise TruncatedFile(
-            f"{_shown(last)} ends at {end:,}, but the file has {length:,} bytes after its header: "
-            f"{end - length:,} bytes are missing"
+            f"{_describe(last)} ends at {end:,}, but the file has {length:,} bytes after its "
+            f"header: {end - length:,} bytes are missing"
         )
     if end < length:
-        raise CorruptFile(f"{length - end:,} bytes after {_shown(last)} belong to no tensor")
+        raise CorruptFile(f"{length - end:,} bytes after {_describe(last)} belong to no tensor")
 
 
-def _shown(entry: HeaderEntry | None) -> str:
+def _describe(entry: HeaderEntry | None) -> str:
     return f"tensor '{printable(entry.name)}'" if entry else "the header"
 
 

@@ -40,10 +40,10 @@ def disagreement(source: Source, limits: Limits) -> str | None:
         if ours.get(name) != theirs.get(name):
             return (
                 f"the library safetensors {__version__} reads {printable(name)} as "
-                f"{_described(theirs.get(name))}, and ckptool as {_described(ours.get(name))}"
+                f"{_describe(theirs.get(name))}, and ckptool as {_describe(ours.get(name))}"
             )
     return None
 
 
-def _described(found: tuple[str, tuple[int, ...]] | None) -> str:
+def _describe(found: tuple[str, tuple[int, ...]] | None) -> str:
     return "missing" if found is None else f"{found[0]} {list(found[1])}"

@@ -149,14 +149,14 @@ def _index_of(source: Source, limits: Limits) -> ShardIndex | None:
     raw = source.read(0, source.size)
     if not called_so and _MARK not in raw:
         return None
-    index = _parsed(raw, source)
+    index = _parse_index(raw, source)
     if source.is_far and index:
         of_far = "the index is on another machine and has"
         check_limit(of_far, len(index.shards), "files", limits.max_far_shards)
     return index
 
 
-def _parsed(raw: bytes, source: Source) -> ShardIndex | None:
+def _parse_index(raw: bytes, source: Source) -> ShardIndex | None:
     try:
         document = parse_json(raw.decode("utf-8"), "the index")
     except UnicodeDecodeError as error:
@@ -189,7 +189,7 @@ def _is_plain(name: str) -> bool:
     return not ntpath.splitdrive(name)[0]
 
 
-def _joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
+def _join_shards(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
     """Return the state dict of all shards (by file name), in the order of the index.
 
     Ties within a shard are kept. Tied keys that safetensors cannot store are restored from the
@@ -203,7 +203,7 @@ def _joined(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> OrderedMap:
             "not belong",
         )
     _check_roots(index, {file: shards[file].root for file in index.shards})
-    places, ties = _places(shards)
+    places, ties = _find_places(shards)
     _check_places(index, shards, places)
     entries = {name: shards[file].root[name] for name, file in index.weight_map.items()}
     for name, file in places.items():  # values that the index does not list
@@ -234,7 +234,7 @@ def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
         )
 
 
-def _places(shards: Mapping[str, Checkpoint]) -> tuple[dict[Any, str], dict[str, str]]:
+def _find_places(shards: Mapping[str, Checkpoint]) -> tuple[dict[Any, str], dict[str, str]]:
     """Map each key to its shard, and each tied key to the key that is stored for it."""
     places: dict[Any, str] = {}
     ties: dict[str, str] = {}
@@ -299,7 +299,7 @@ def checkpoint_of(
             not in the index; or the index does not list a file of the set.
     """
     with naming(index.path):
-        root = _joined(index, shards)
+        root = _join_shards(index, shards)
     every = [shard.details for shard in shards.values()]
     header, differing = _headers(details.header for details in every)
     writers = ", ".join(dict.fromkeys(filter(None, (details.writer for details in every))))
@@ -398,11 +398,11 @@ class Sharded(Format):
         if not index.shards:
             named_so = ".safetensors." in os.path.basename(index.path).lower()
             return named_so == ("safetensors" in self.members)
-        shard, known = _opened(index, index.shards[0], probe.limits)
+        shard, known = _open_shard(index, index.shards[0], probe.limits)
         shard.close()
         every = (*SAFETENSORS_SHARDED.members, *TORCH_SHARDED.members)
         if known.name not in every:
-            raise _wrong_kind(shard.path, known, every)
+            raise _wrong_kind_error(shard.path, known, every)
         return known.name in self.members
 
     def read(self, probe: Probe) -> Checkpoint:
@@ -424,11 +424,11 @@ class Sharded(Format):
         return replace(made, details=details, sources=(*made.sources, index.source))
 
     def _read_shard(self, index: ShardIndex, name: str, limits: Limits) -> Checkpoint:
-        shard, known = _opened(index, name, limits)
+        shard, known = _open_shard(index, name, limits)
         with ExitStack() as opened, naming(shard.path):
             opened.callback(shard.close)
             if known.name not in self.members:
-                raise _wrong_kind(shard.path, known, self.members)
+                raise _wrong_kind_error(shard.path, known, self.members)
             found = known.read(shard)
             opened.pop_all()
             return found
@@ -438,7 +438,7 @@ SAFETENSORS_SHARDED = Sharded("safetensors-sharded", ("safetensors",), ".safeten
 TORCH_SHARDED = Sharded("torch-sharded", ("torch-zip", "torch-legacy"), ".bin")
 
 
-def _wrong_kind(path: str, known: Format, wanted: tuple[str, ...]) -> UnsupportedFormat:
+def _wrong_kind_error(path: str, known: Format, wanted: tuple[str, ...]) -> UnsupportedFormat:
     return UnsupportedFormat(
         f"is a {known.name} file, expected a {' or '.join(wanted)} shard",
         file=path,
@@ -446,12 +446,12 @@ def _wrong_kind(path: str, known: Format, wanted: tuple[str, ...]) -> Unsupporte
     )
 
 
-def _opened(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format]:
+def _open_shard(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format]:
     """Return the probe of a shard, and its format."""
     try:
         shard = Probe(index.beside(name), limits)
     except FileMissing as error:
-        raise _missing(index) from error
+        raise _missing_error(index) from error
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EMFILE:
             wanted = allow_open_files(len(index.shards))
@@ -477,7 +477,7 @@ def _check_still_there(index: ShardIndex) -> None:
         )
 
 
-def _missing(index: ShardIndex) -> FileMissing:
+def _missing_error(index: ShardIndex) -> FileMissing:
     place = place_of(index.path)
     gone = [name for name in index.shards if not place.is_file(index.beside(name))]
     lack = f"{len(gone)} of {counted(len(index.shards), 'shard')} {are(len(gone))} missing"

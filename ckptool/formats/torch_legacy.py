@@ -65,9 +65,9 @@ class TorchLegacy(WritableFormat):
             storage_bytes=sum(stored.whole.nbytes for stored in stream.stored.values()),
             dead_bytes=whole.length - stream.end,
             left_behind=(
-                *_before(start),
+                *_left_before(start),
                 *stream.sources.left_behind(),
-                *_behind(source, start + stream.end),
+                *_left_after(source, start + stream.end),
             ),
         )
         return Checkpoint(stream.root, self.name, probe.path, details, sources=(source,))
@@ -124,14 +124,14 @@ def _writer(names: tuple[str, ...]) -> str:
     return "torch 0.4 to 1.5, or newer with the legacy format"
 
 
-def _before(start: int) -> tuple[str, ...]:
+def _left_before(start: int) -> tuple[str, ...]:
     """Return a phrase on the bytes before the copy that is read."""
     if not start:
         return ()
     return (f"{start:,} bytes before the last copy of a restarted download",)
 
 
-def _behind(source: Source, end: int) -> tuple[str, ...]:
+def _left_after(source: Source, end: int) -> tuple[str, ...]:
     """Return a phrase on the bytes after the stream, which torch does not read."""
     rest = source.size - end
     if not rest:

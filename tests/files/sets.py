@@ -67,7 +67,7 @@ def killed(folder, new, renamed, **options):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(renames, "_carry_out", carry_out)
-        patch.setattr(renames, "_end", lambda *_: None)
+        patch.setattr(renames, "_settle_renames", lambda *_: None)
         with pytest.raises(Killed):
             write(folder, new, **options)
     return read_journal(os.path.join(folder, INDEX))

@@ -90,7 +90,7 @@ def test_the_same_write_finishes_renames_that_a_kill_cut_short(model, tmp_path, 
             carry_out(move, folder)
 
         patched.setattr(PendingRename, "carry_out", killed)
-        patched.setattr(renames, "_end", lambda target, moves: None)
+        patched.setattr(renames, "_settle_renames", lambda target, moves: None)
         with pytest.raises(KeyboardInterrupt):
             write(model, index, Alone())
     assert not index.exists()

@@ -82,9 +82,9 @@ def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
     match checkpoint.format:
         case "torch-legacy":
             found += Findings(tuple(_machine_faults(data, limits)))
-            return found + _behind(data, end, limits, MAGIC_BYTES)
+            return found + _check_trailing(data, end, limits, MAGIC_BYTES)
         case "pickle":
-            return found + _behind(data, end, limits, 0)
+            return found + _check_trailing(data, end, limits, 0)
         case "torch-tar":
             return found + _tar_findings(checkpoint, probe.source, limits)
         case "safetensors":
@@ -114,13 +114,13 @@ def _pickle_problems(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding("pickle", text)
     told: set[str] = set()
     for node in everything(checkpoint.root):
-        for name, fact in _oddities(node):
+        for name, fact in _find_odd_calls(node):
             if name not in told:
                 told.add(name)
                 yield Finding("pickle", f"the pickle calls {printable(name)} {fact}")
 
 
-def _oddities(node: Any) -> Iterator[tuple[str, str]]:
+def _find_odd_calls(node: Any) -> Iterator[tuple[str, str]]:
     """Functions that were called otherwise than anybody does, and how."""
     if isinstance(node, TensorRef) and isinstance(node.hooks, Opaque):
         yield node.hooks.class_name, "where every tensor has an OrderedDict"
@@ -203,12 +203,12 @@ def _is_machine(facts: Any) -> bool:
     return isinstance(order, bool) and {**facts, "little_endian": True}.items() <= MACHINE.items()
 
 
-def _behind(data: ByteRange, end: int, limits: Limits, magic: int) -> Findings:
+def _check_trailing(data: ByteRange, end: int, limits: Limits, magic: int) -> Findings:
     """Check what stands behind the first object: more of its kind, and nothing else."""
     position, more = end, 0
     try:
         while position < data.length and more < _MOST_BEHIND:
-            position, more = _following(data, position, limits, magic), more + 1
+            position, more = _skip_object(data, position, limits, magic), more + 1
     except CheckpointError:
         rest = data.length - position
         where = f"at offset {position:,}, after its end,"
@@ -222,7 +222,7 @@ def _behind(data: ByteRange, end: int, limits: Limits, magic: int) -> Findings:
     )
 
 
-def _following(data: ByteRange, position: int, limits: Limits, magic: int) -> int:
+def _skip_object(data: ByteRange, position: int, limits: Limits, magic: int) -> int:
     """Return where the object ends that begins at `position`.
 
     Raises:
@@ -330,12 +330,12 @@ def _torch_zip_findings(contents: ZipContents, *, unzipped: bool) -> Findings:
             Finding(kind, f"{text}: torch rejects it", (record and _place(archive, record),))
             for kind, record, text in refusals(archive, contents)
         ]
-        problems += _compressed(contents)
-        problems += _misplaced(archive, contents)
+        problems += _find_compressed(contents)
+        problems += _find_misplaced(archive, contents)
     return Findings(tuple(problems))
 
 
-def _compressed(contents: ZipContents) -> Iterator[Finding]:
+def _find_compressed(contents: ZipContents) -> Iterator[Finding]:
     keys = [key for key, storage in contents.storages.by_key.items() if storage.compressed]
     if keys:
         yield Finding(
@@ -346,7 +346,7 @@ def _compressed(contents: ZipContents) -> Iterator[Finding]:
         )
 
 
-def _misplaced(archive: Archive, contents: ZipContents) -> Iterator[Finding]:
+def _find_misplaced(archive: Archive, contents: ZipContents) -> Iterator[Finding]:
     """Find where `.format_version` makes torch compute other offsets than those of the records."""
     is_far = any(source.is_far for source in archive.sources)  # no local header has been read
     if contents.facts.get(".format_version", "") < "1" or is_far:

@@ -196,7 +196,7 @@ class Dcp(FolderFormat):
             count += len(found.records)
             for one in found.records.values():
                 if one.crc32 is not None:
-                    data = _inflated_again(item, one, probe.limits) if item.packed else one.data
+                    data = _inflate_again(item, one, probe.limits) if item.packed else one.data
                     checksums.append(Checksum(f"{place}: {one.name}", data, one.crc32))
         return Findings(tuple(problems), (), tuple(checksums), count)
 
@@ -204,7 +204,7 @@ class Dcp(FolderFormat):
 DCP = Dcp()
 
 
-def _inflated_again(item: _Item, record: Record, limits: Limits) -> ByteRange:
+def _inflate_again(item: _Item, record: Record, limits: Limits) -> ByteRange:
     """Return a record of a compressed item, which is inflated when it is read, and not kept."""
 
     def find() -> tuple[ByteRange, int | None]:
@@ -314,7 +314,7 @@ def _read(source: Source, limits: Limits) -> Index:
         for name, one in described.items():
             state = attributes_of(one)
             if "chunks" in state:
-                tensors[name] = _described(name, state, items)
+                tensors[name] = _parse_tensor(name, state, items)
             elif (name, None) in items:
                 values[name] = items[name, None]
             else:
@@ -351,7 +351,7 @@ def _item(folder: str, info: Any) -> _Item:
     return _Item(os.path.join(folder, name), offset, length, packed)
 
 
-def _described(
+def _parse_tensor(
     name: str, state: Mapping[Any, Any], items: Mapping[tuple[str, Any], _Item]
 ) -> _Tensor:
     properties = state["properties"]
@@ -431,7 +431,7 @@ def _archive_of(item: _Item, limits: Limits) -> Archive:
     if data.source.is_far and data.length <= _AT_ONCE:  # one request; what follows comes meanwhile
         data = ByteRange(MemorySource(data.read(), item.path), 0, data.length)
     if item.packed:
-        data = _unpacked(data, item, limits)
+        data = _decompress(data, item, limits)
     if data.read(0, min(data.length, 4)) != ZIP_MAGIC:
         raise UnsupportedFormat(
             "contains an item that torch.save did not write",
@@ -441,7 +441,7 @@ def _archive_of(item: _Item, limits: Limits) -> Archive:
     return zip_archive(data, limits)
 
 
-def _unpacked(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
+def _decompress(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
     file = data.source.name
     if item.packed != (_ZSTD,):
         raise UnsupportedFormat(

@@ -48,7 +48,7 @@ class FsdpRanks(Format):
     def read(self, probe: Probe) -> Checkpoint:
         """Return the tree of rank 0, each tensor joined from the files of all ranks."""
         with opened_together(rank_files(probe), probe.limits, TORCH_FILES) as ranks:
-            root, differing = _joined(ranks, probe.path)
+            root, differing = _join_ranks(ranks, probe.path)
         joined = {os.path.basename(one.path) for one in ranks}
         others = sorted(set(filter(_OTHERS.fullmatch, probe.entries)) - joined)
         left = [f"rank files of other states ({listed(others)})"] if others else []
@@ -109,7 +109,7 @@ def rank_files(probe: Probe) -> tuple[str, ...]:
     return tuple(files[rank] for rank in range(world))
 
 
-def _joined(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str]]:
+def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str]]:
     """Return the tree of rank 0 with whole tensors, and the tensors whose copies differ."""
     differing: list[str] = []
     leaves = [dict(walk(one.root)) for one in ranks]
@@ -132,7 +132,7 @@ def _joined(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str]]:
             if first.is_spread:
                 parts = parts_of(every)
                 copies = [(one.rows, one.local) for held in parts for one in held]
-                whole[id(first)] = _whole(ranks, first, parts, storages)
+                whole[id(first)] = _join_tensor(ranks, first, parts, storages)
             if _differ(copies):
                 differing.append(name_of(path))
         except CheckpointError as error:
@@ -143,7 +143,7 @@ def _joined(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str]]:
     if not whole and len(ranks) > 1:
         what = "has rank files that do not state which part of a tensor they contain (DTensor)"
         raise UnsupportedFormat(what, file=folder, hint=_FULL)
-    return _replaced(ranks[0].root, whole), differing
+    return _replace_tensors(ranks[0].root, whole), differing
 
 
 def _differ(copies: Sequence[tuple[Any, TensorRef]]) -> bool:
@@ -172,7 +172,7 @@ def _check_alike(ranks: Sequence[Checkpoint], one: Checkpoint, first: Any, other
         raise CorruptFile(f"is different in {files}: {values}")
 
 
-def _whole(
+def _join_tensor(
     ranks: Sequence[Checkpoint],
     first: TensorRef,
     every: Sequence[Sequence[LocalShard]],
@@ -207,7 +207,7 @@ def _whole(
     )
 
 
-def _replaced(root: Any, whole: Mapping[int, TensorRef]) -> Any:
+def _replace_tensors(root: Any, whole: Mapping[int, TensorRef]) -> Any:
     def mapping(node: dict[Any, Any]) -> dict[Any, Any]:
         return remade(node, ((key, whole.get(id(value), value)) for key, value in node.items()))
 

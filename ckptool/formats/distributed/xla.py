@@ -61,7 +61,7 @@ class XlaXser(Format):
                 return node
             path = os.path.join(f"{probe.path}.tensors", f"tensor_{node.attributes.get('tid')}.pt")
             if path not in known:
-                known[path] = _stored(path, probe.limits)
+                known[path] = _read_tensor(path, probe.limits)
             return known[path]
 
         root = rebuild(found.root, leaf)
@@ -80,7 +80,7 @@ def _is_reference(node: Any) -> bool:
     return isinstance(node, Opaque) and node.class_name == _REFERENCE
 
 
-def _stored(path: str, limits: Limits) -> TensorRef:
+def _read_tensor(path: str, limits: Limits) -> TensorRef:
     found = stored_in(path, limits)
     if not isinstance(found, TensorRef) or found.storage is None:
         raise CorruptFile(
@@ -115,7 +115,7 @@ class XlaFsdp(Format):
         paths = rank_files(probe)
         rules = naming(probe.path, hint=ONE_SAVE, rules_of="torch_xla")
         with opened_together(paths, probe.limits, TORCH_FILES) as ranks, rules:
-            root, notes = _whole(ranks, probe.path)
+            root, notes = _join_ranks(ranks, probe.path)
         what = f"joined {counted(len(ranks), 'torch_xla FSDP rank file')}"
         made = Checkpoint(root, self.name, probe.path)
         return of_files(ranks, made, notes=(what, *notes))
@@ -138,7 +138,7 @@ def rank_files(probe: Probe) -> list[str]:
     return [os.path.join(probe.path, one.string) for one in found]
 
 
-def _whole(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any], list[str]]:
+def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any], list[str]]:
     """Return the tree of rank 0 with whole parameters, and what is to be said of it."""
     books = [one.root["shard_metadata"] for one in ranks]
     world = books[0]["world_size"]

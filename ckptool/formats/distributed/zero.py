@@ -142,7 +142,7 @@ class DeepSpeed(Format):
             with opened_together(rest, probe.limits, TORCH_FILES) as others:
                 models, files = [first, *others], [first, *others, *optims]
                 with naming(step.folder, hint=ONE_SAVE, rules_of="DeepSpeed"):
-                    made = _joined(step, models, optims, probe.limits)
+                    made = _join_files(step, models, optims, probe.limits)
         return of_files(
             files,
             replace(made, path=probe.path),
@@ -244,7 +244,7 @@ def _check_ranks(step: _Step, files: Mapping[int, str], world: int) -> None:
     check_ranks(files, world, called, step.folder, hint)
 
 
-def _joined(
+def _join_files(
     step: _Step, models: Sequence[Checkpoint], optims: Sequence[Checkpoint], limits: Limits
 ) -> Checkpoint:
     """Return the tree of rank 0 with whole tensors, with notes and the casts of its weights."""
@@ -259,7 +259,7 @@ def _joined(
         own, files = [_mapping(stored_in(path, limits), path)], [path]
     if not own:
         told = ("the folder has no optimizer file",)
-        return _noted(first, () if first.get("optimizer") else told)
+        return _with_notes(first, () if first.get("optimizer") else told)
     shapes = _shapes(first.get("param_shapes"))
     if not step.is_universal:
         _check_alike(step, own, files)
@@ -285,17 +285,17 @@ def _joined(
     whole = {key: one for key, one in first.items() if key not in _PARTS}
     whole["optimizer"] = optimizer
     if not step.has_slices:
-        return _noted(remade(first, whole), notes)
+        return _with_notes(remade(first, whole), notes)
     weights = _trained(module, states)
     whole["module"] = _weights(first, models, weights.root["module"])
     return replace(
-        _noted(remade(first, whole), (*notes, *weights.details.notes)),
+        _with_notes(remade(first, whole), (*notes, *weights.details.notes)),
         changes=weights.changes,
         reports=weights.reports,
     )
 
 
-def _noted(root: Any, notes: Sequence[str]) -> Checkpoint:
+def _with_notes(root: Any, notes: Sequence[str]) -> Checkpoint:
     return Checkpoint(root, DEEPSPEED.name, "", Details(notes=tuple(notes)))
 
 
@@ -516,7 +516,7 @@ def _trained(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]]) ->
         types.setdefault(dtype if known else None, {})[name] = state[MASTER]
     from ckptool.transforms import Cast  # the one reader that computes: what training computed
 
-    found, made, notes = dict[str, TensorRef](), _noted({}, ()), list[str]()
+    found, made, notes = dict[str, TensorRef](), _with_notes({}, ()), list[str]()
     changes = list[Change]()
     for dtype, masters in types.items():
         weights = counted(len(masters), "weight")
@@ -534,7 +534,9 @@ def _trained(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]]) ->
     for name, state in states.items():
         if found[name] is state[MASTER]:
             del state[MASTER]
-    return replace(_noted({"module": found}, notes), changes=tuple(changes), reports=made.reports)
+    return replace(
+        _with_notes({"module": found}, notes), changes=tuple(changes), reports=made.reports
+    )
 
 
 def _weights(

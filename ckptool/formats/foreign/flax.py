@@ -72,7 +72,7 @@ class Flax(Format):
             raise CorruptFile(f"has {rest:,} bytes after its end")
         if not isinstance(tree, dict):
             raise CorruptFile("does not contain a dict of arrays")
-        root: dict[Any, Any] = _named(tree, probe.limits)
+        root: dict[Any, Any] = _flatten_names(tree, probe.limits)
         if not (reader.unknown or any(find_tensors([tree]))):
             keys = f"has the keys {few(list(map(str, tree)))}" if tree else "is empty"
             what = f"a MessagePack file without an array: it {keys}"
@@ -83,7 +83,7 @@ class Flax(Format):
             if _MODEL not in tree:
                 tree[_MODEL] = {key: tree.pop(key) for key in _VARIABLES if key in tree}
             root = {
-                key: _named(one, probe.limits) if isinstance(one, dict) else one
+                key: _flatten_names(one, probe.limits) if isinstance(one, dict) else one
                 for key, one in tree.items()
             }
             if isinstance(root[_MODEL], OrderedMap):
@@ -100,7 +100,7 @@ class Flax(Format):
 FLAX = Flax()
 
 
-def _named(tree: dict[str, Any], limits: Limits) -> OrderedMap:
+def _flatten_names(tree: dict[str, Any], limits: Limits) -> OrderedMap:
     found, left = OrderedMap(), limits.max_header_bytes
 
     def walk(node: Any, name: str) -> None:
@@ -145,7 +145,7 @@ class _Reader(Cursor):
         if 0xD4 <= code <= 0xD8:
             return self._extension(1 << (code - 0xD4), depth)
         if code not in _LENGTHS:
-            raise self._damaged(f"byte {code:#x} does not begin a value")
+            raise self._damaged_error(f"byte {code:#x} does not begin a value")
         kind, layout = _LENGTHS[code]
         return self._of_length(kind, self.numbers(layout)[0], depth)
 
@@ -161,7 +161,7 @@ class _Reader(Cursor):
         for _ in range(length):
             key = self.value(depth + 1)
             if isinstance(key, (dict, TensorRef)) or str(key) in found:
-                raise self._damaged("a key is not text, or occurs twice")
+                raise self._damaged_error("a key is not text, or occurs twice")
             found[str(key)] = self.value(depth + 1)
         return self._whole(found) if found.get(_CHUNKED) is True else found
 
@@ -175,21 +175,21 @@ class _Reader(Cursor):
             parts = self.value(depth + 1)
             pair = tuple(parts.values()) if isinstance(parts, dict) else ()
             if len(pair) != 2 or not all(isinstance(one, (int, float)) for one in pair):
-                raise self._damaged("a complex number does not have two numbers")
+                raise self._damaged_error("a complex number does not have two numbers")
             found: Any = complex(*pair)
         else:
             found = self._array(depth)
         if self.position != end:
-            raise self._damaged("an array does not have its stated length")
+            raise self._damaged_error("an array does not have its stated length")
         return found
 
     def _array(self, depth: int) -> Any:
         if self.take(1) != b"\x93":
-            raise self._damaged("an array has no shape, type and bytes")
+            raise self._damaged_error("an array has no shape, type and bytes")
         shape, dtype = self._shape(self.value(depth + 1)), self.value(depth + 1)
         kind, layout = _LENGTHS.get(self.take(1)[0], ("", ""))
         if kind != "bytes":
-            raise self._damaged("an array has no bytes")
+            raise self._damaged_error("an array has no bytes")
         (length,) = self.numbers(layout)
         begin = self.skip(length)
         if dtype not in BY_NAME:
@@ -203,18 +203,18 @@ class _Reader(Cursor):
         sizes, chunks = found.get("shape"), found.get("chunks")
         parts = list(chunks.values()) if isinstance(chunks, dict) else []
         if not parts or not all(isinstance(one, TensorRef) for one in parts):
-            raise self._damaged("a chunked array has no chunks")
+            raise self._damaged_error("a chunked array has no chunks")
         if len({one.dtype for one in parts}) > 1:
-            raise self._damaged("a chunked array has chunks of different dtypes")
+            raise self._damaged_error("a chunked array has chunks of different dtypes")
         data, shape = joined([one.data for one in parts]), self._shape(sizes)
         return plain_tensor(str(self.position), parts[0].dtype, shape, data)
 
     def _shape(self, sizes: Any) -> tuple[int, ...]:
         shape = tuple(sizes.values()) if isinstance(sizes, dict) else (-1,)
         if not all(type(one) is int and one >= 0 for one in shape):
-            raise self._damaged("an array has no shape")
+            raise self._damaged_error("an array has no shape")
         check_limit("an array has", len(shape), "dimensions", self.limits.max_dimensions)
         return shape
 
-    def _damaged(self, what: str) -> CheckpointError:
+    def _damaged_error(self, what: str) -> CheckpointError:
         return CorruptFile(f"{what}, at {self.position:,}")

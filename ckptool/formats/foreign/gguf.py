@@ -184,14 +184,14 @@ def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
     with naming(source.name, f"tensor {printable(one.name)!r}"):
         data = ByteRange(source, start + one.offset, elements // block * size)
     if plain is None:
-        fill = partial(_dequantized, data, str(name), block, size)
+        fill = partial(_dequantize_into, data, str(name), block, size)
         made = ComputedSource(source.name, elements * 4, fill)
         made.made_of = (data,)
         data = ByteRange(made, 0, made.size)
     return plain_tensor(one.name, plain or "float32", one.shape, data)
 
 
-def _dequantized(
+def _dequantize_into(
     data: ByteRange, name: str, block: int, size: int, offset: int, buffer: memoryview
 ) -> None:
     """Fill `buffer` with float32 from `offset` (bytes) on, by the blocks that it touches."""

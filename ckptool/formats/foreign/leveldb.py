@@ -147,7 +147,7 @@ def _block(raw: bytes, handle: bytes, start: int, most: int) -> tuple[bytes, int
     block, kind = raw[offset : offset + size], raw[end - _TRAILER]
     if kind not in (_PLAIN, _SNAPPY):
         raise CorruptFile(f"the block at {offset:,} of the index has unknown compression {kind}")
-    return (block if kind == _PLAIN else _unsnapped(block, most)), end
+    return (block if kind == _PLAIN else _decompress_snappy(block, most)), end
 
 
 def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -167,7 +167,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         yield key, block[at - length : at]
 
 
-def _unsnapped(raw: bytes, most: int) -> bytes:
+def _decompress_snappy(raw: bytes, most: int) -> bytes:
     """Return what a block compressed with snappy inflates to."""
     size, at = varint(raw, 0)
     check_limit("a block of the index inflates to", size, "bytes", most)

@@ -20,7 +20,7 @@ from ckptool.errors import (
 from ckptool.files.checksums import crc32c
 from ckptool.formats import open_checkpoint
 from ckptool.formats.foreign import leveldb
-from ckptool.formats.foreign.leveldb import MAGIC, _unsnapped, masked, unmasked
+from ckptool.formats.foreign.leveldb import MAGIC, _decompress_snappy, masked, unmasked
 from ckptool.formats.foreign.tensorflow import _ordered
 from ckptool.limits import Limits
 from tests.formats.contract import FormatContract
@@ -406,9 +406,9 @@ def test_an_index_beyond_the_limits(written):
 
 
 def test_snappy():
-    assert _unsnapped(b"\x0b\x08abc\x11\x03", 99) == b"abcabcabcab"
-    assert _unsnapped(b"\x07\x08abc\x0e\x03\0", 99) == b"abcabca"
-    assert _unsnapped(b"\x04\xf0\x03abcd", 99) == b"abcd"
+    assert _decompress_snappy(b"\x0b\x08abc\x11\x03", 99) == b"abcabcabcab"
+    assert _decompress_snappy(b"\x07\x08abc\x0e\x03\0", 99) == b"abcabca"
+    assert _decompress_snappy(b"\x04\xf0\x03abcd", 99) == b"abcd"
 
 
 @pytest.mark.parametrize(
