@@ -49,7 +49,9 @@ class Remedy(NamedTuple):
         fence = 2 * tick_here if "`" in given else tick_here
         own = f"{fence}{given}{fence}{self.note}" if given else self.note
         others = (other.told(spelled, between, tick) for other in self.instead)
-        return self.lead + "; or ".join(filter(None, (own, *others)))
+        # Sentences need a stronger mark between them than options.
+        mark = "; or " if any(one.note for one in (self, *self.instead)) else " or "
+        return self.lead + mark.join(filter(None, (own, *others)))
 
     def with_names(self, names: Mapping[str, str]) -> Remedy:
         """Return the same for a function that calls some arguments otherwise."""

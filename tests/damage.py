@@ -191,7 +191,7 @@ SAMPLES = {
     "torch zip, protocol 4": single("values/plain_protocol4.pth", of_a_zip),
     "torch zip of 1.6": single("torch-1.6.0/single.pth", of_a_zip),
     "torch zip, appended to": single("archives/appended.pth", of_a_zip),
-    "torch zip, packed anew": single("archives/unaligned_plain.pth", of_a_zip),
+    "torch zip, repacked": single("archives/unaligned_plain.pth", of_a_zip),
     "TorchScript": single("torchscript/scripted.pt", of_a_zip),
     "PT2": single("torchscript/exported.pt2", of_a_zip),
     "npz": single("numpy/jax.npz", of_a_zip),

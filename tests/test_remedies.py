@@ -37,8 +37,8 @@ def test_the_text_is_the_arguments_of_a_call():
 
 def test_what_is_said_stands_around_them():
     other = Remedy((("key", "b"),), " instead")
-    remedy = Remedy((("key", "a"),), " is it", "choose one: ", (other, Remedy(note="ask")))
-    assert str(remedy) == "choose one: `key='a'` is it; or `key='b'` instead; or ask"
+    remedy = Remedy((("key", "a"),), " is it", "choose one with ", (other, Remedy(note="ask")))
+    assert str(remedy) == "choose one with `key='a'` is it; or `key='b'` instead; or ask"
     assert str(Remedy(lead="is it? ", instead=(other,))) == "is it? `key='b'` instead"
     assert str(Remedy()) == ""
     assert str(Remedy((("key", "a`b"),), " is it")) == "``key='a`b'`` is it"
@@ -51,7 +51,7 @@ def test_what_says_nothing_is_none():
 
 def test_a_function_may_call_an_argument_otherwise():
     remedy = Remedy((("key", "key"),), instead=(Remedy((("key", "b"),)),))
-    assert str(remedy.with_names({"key": "like_key"})) == "`like_key='key'`; or `like_key='b'`"
+    assert str(remedy.with_names({"key": "like_key"})) == "`like_key='key'` or `like_key='b'`"
 
 
 def test_several_are_given_at_once():
@@ -75,9 +75,9 @@ def every_class(kind):
 
 @pytest.mark.parametrize("kind", [CheckpointError, AmbiguousName, MatchError])
 def test_an_error_has_them_as_data_and_as_text(kind):
-    remedy = Remedy((("key", "a"),), lead="choose one: ")
+    remedy = Remedy((("key", "a"),), lead="choose one with ")
     error = pickle.loads(pickle.dumps(kind("no", file="f", hint=remedy)))
-    assert (error.hint, error.remedy) == ("choose one: `key='a'`", remedy)
+    assert (error.hint, error.remedy) == ("choose one with `key='a'`", remedy)
     error.advise("ask")
     assert (error.hint, error.remedy) == ("ask", None)
     error = pickle.loads(pickle.dumps(error))

@@ -195,12 +195,12 @@ def test_a_rehearsal_says_what_would_be_fetched(large, served, tmp_path):
         target = tmp_path / "x.safetensors"
         notes = convert_by_options(f"{served.url}/large.pth", target, dry_run=True, **options).notes
         assert served.bytes - before < 400_000
-        return [note for note in notes if "would be fetched" in note]
+        return [note for note in notes if "would fetch" in note]
 
     one = 400_000
-    assert told() == [f"{60 * one:,} bytes of tensors would be fetched"]
-    assert told(include=["l.30.w"]) == [f"{one:,} bytes of tensors would be fetched"]
-    assert told(dtype="bfloat16") == [f"{60 * one:,} bytes of tensors would be fetched"]
+    assert told() == [f"would fetch {60 * one:,} bytes of tensor data"]
+    assert told(include=["l.30.w"]) == [f"would fetch {one:,} bytes of tensor data"]
+    assert told(dtype="bfloat16") == [f"would fetch {60 * one:,} bytes of tensor data"]
 
 
 def test_damage_is_noticed_while_it_is_copied(large, served, tmp_path):
@@ -393,7 +393,7 @@ def test_nothing_is_written_to_a_server_of_http(large, served):
             ckptool.convert(large, f"{kind}://host/there/x.safetensors")
     with (
         ckptool.open(f"{served.url}/large.pth") as checkpoint,
-        pytest.raises(UsageError, match="on another machine"),
+        pytest.raises(UsageError, match="is remote, and remote files cannot be edited in place"),
     ):
         checkpoint.save(f"{served.url}/large.pth", in_place=True)
 
@@ -423,7 +423,7 @@ def hub(served, monkeypatch):
 
 def test_the_commit_that_is_read_is_told(large, hub, tmp_path):
     receipt = ckptool.convert("hf://org/model/large.pth", tmp_path / "x.pth")
-    assert f"read as it is at hf://org/model@{SHA}" in receipt.notes
+    assert f"read at revision hf://org/model@{SHA}" in receipt.notes
 
 
 @pytest.mark.parametrize(

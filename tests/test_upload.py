@@ -85,7 +85,7 @@ def test_what_is_there_is_replaced_where_that_is_asked_for_alone(model, memory):
         ckptool.convert("memory://run/x.pth", "memory://run/x.pth", overwrite=True)
     with (
         ckptool.open("memory://run/x.pth") as checkpoint,
-        pytest.raises(UsageError, match="not changed in place"),
+        pytest.raises(UsageError, match="is remote, and remote files cannot be edited in place"),
     ):
         checkpoint.save("memory://run/x.pth", in_place=True)
     with pytest.raises(UsageError, match="not read back"):

@@ -69,10 +69,11 @@ def strip_module_command(
         changed = checkpoint.then(Strip(only or None, levels, at))
         if changed.changes:
             return changed
-        text = f"no name has the prefix {listed(only or ['of a wrapper'])}"
+        prefixes = listed(f'"{one}."' for one in only)
+        text = f"no key has the prefix {prefixes}" if only else "no key has a wrapper prefix"
         if at is None and "module" in (only or WRAPPERS) and (paths := _wrapped_parts(changed)):
-            text += f'; "module." is behind {listed(paths, most=3)}: '
-            text += f"ckptool strip-module {shell(file)} --at {shell(paths[0])} removes it"
+            text += f'; "module." is inside {listed(paths, most=3)}, to remove it: '
+            text += f"ckptool strip-module {shell(file)} --at {shell(paths[0])}"
         return changed.with_root(changed.root, Change("warning", text))
 
     write_changed(file, change, target, word="stripped")

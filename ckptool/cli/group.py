@@ -161,7 +161,7 @@ def _is_file(word: str) -> bool:
     """Return whether a word is a file's name or an address, and not a verb that does not exist.
 
     Raises:
-        FileMissing: only a file's name has such characters, and there is no such file.
+        FileMissing: only a file's name has such characters, and no such file.
     """
     if os.path.lexists(word) or "://" in word:
         return True

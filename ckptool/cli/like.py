@@ -125,7 +125,7 @@ def referred(text: str) -> Any:
 
     Raises:
         TorchMissing, UsageError: as `built`; or the text names a script without a factory.
-        FileMissing: there is no such file.
+        FileMissing: no such file.
     """
     is_file = os.path.lexists(text)
     if FACTORY.fullmatch(text) and not is_file:

@@ -17,7 +17,7 @@ from ckptool.render.listing import listing_lines, name_lines, tree_lines
     "ckptool list model.pth --names",
     "ckptool list model.pth --include '*.weight' --json",
     "ckptool list model.pth --fmt markdown",
-    finding="a NAME that matches nothing",
+    finding="a NAME that matches no key",
 )
 @file_argument
 @flag("--tree", "Show modules, repeated layers folded.", "as_tree")

@@ -49,7 +49,7 @@ def show_command(file: str, name: str, count: int, screen: Screen) -> None:
     "ckptool stats model.pth --key state_dict --include '*.weight' --sort norm",
     "ckptool stats model.safetensors --fold",
     "ckptool stats model.pth --fmt csv",
-    finding="a NAME that matches nothing",
+    finding="a NAME that matches no key",
 )
 @file_argument
 @filter_options

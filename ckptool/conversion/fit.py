@@ -33,7 +33,7 @@ Like: TypeAlias = (
 )
 """A path, an open checkpoint, a model, a state dict, shapes by name, or names."""
 
-_HINT = "ckptool match says which names fit, and by which rules"
+_HINT = "ckptool match shows which keys match, and by which rules"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -163,10 +163,10 @@ class _Naming:
         renamed = {name: new for name, new in self.names.items() if new != name}
         if part.kind == "module" and (renamed or self.tied_names):
             raise NotRepresentable(
-                f"the pickled module at {where(part.path)} cannot have other names: "
-                "its class names its parts",
+                f"the pickled module at {where(part.path)} cannot have other keys: "
+                "its class defines them",
                 file=plan.file or None,
-                hint="--model-only makes a state dict of it",
+                hint="add --model-only to convert it to a state dict",
             )
         plan.rename(part, list(self.names), renamed)
         if part.kind != "module" and (gone or self.tied_names):
@@ -197,7 +197,7 @@ class _Naming:
         made: dict[Any, Any] = {}
         for name, value in complete(holder.items()):
             if name in made:
-                text = f"{printable(name)!r} would occur twice in {where(self.part.path)}"
+                text = f"{printable(name)!r} would be twice in {where(self.part.path)}"
                 raise NameCollision(text, file=plan.file or None, hint=_HINT)
             made[name] = value
         return remade(holder, made)
@@ -207,13 +207,13 @@ class _Naming:
         wrong = [one.name for one in report.mismatched]
         for renaming in report.renamed:
             many = len(renaming.names)
-            text = f"{printable(renaming.text)}: {counted(many, 'name')} in {inside}"
+            text = f"renamed {counted(many, 'key')} of {inside} with {printable(renaming.text)}"
             yield Change("fit", text, many)
         if turned := [one.name for one in report.layouts]:
-            text = f"{counted(len(turned), 'tensor')} transposed in {inside}: {listed(turned)}"
+            text = f"transposed {counted(len(turned), 'tensor')} of {inside}: {listed(turned)}"
             yield Change("fit", text, len(turned))
         for new, tied_names in self.tied_names.items():
-            text = f"{listed(tied_names)} put beside {printable(new)}, which the model ties it to"
+            text = f"added {listed(tied_names)}, which the model ties to {printable(new)}"
             yield Change("fit", text, len(tied_names))
         gone, taken = self._gone, {*self.fit.undecided.values()}
         for name, reason in report.left_out:
@@ -223,12 +223,12 @@ class _Naming:
             elif name in taken:
                 yield Change("fit", f"{text}, as {printable(self.names[name])}", 1)
         for names, what in (
-            (report.missing_keys, f"of the model missing in {inside}"),
-            (report.unexpected_keys, f"in {inside} that the model does not have"),
-            (wrong, f"in {inside} of another shape than the model's"),
+            (report.missing_keys, f"of the model missing from {inside}"),
+            (report.unexpected_keys, f"of {inside} that the model does not have"),
+            (wrong, f"of {inside} with another shape than in the model"),
         ):
             if names:
-                text = f"{counted(len(names), 'name')} {what}: {listed(names)}"
+                text = f"{counted(len(names), 'key')} {what}: {listed(names)}"
                 kind = "warning" if names is report.missing_keys else "left-out"
                 yield Change(kind, text, len(names), wanted=kind == "left-out")
 
@@ -279,7 +279,7 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
         return
     for name, refusal in refusals.items():
         if refusal is None:
-            refused.advise(Remedy((("key", name),), " takes the state dict alone that fits"))
+            refused.advise(Remedy((("key", name),), " takes only the matching state dict"))
             break
     raise refused
 

@@ -34,7 +34,7 @@ def opened_for(
         if layouts[0].opens(first):
             if others:
                 folder = os.path.dirname(os.fspath(first)) or "."
-                text = "are files of one layout, which the recipe takes by their folder"
+                text = "belong to one layout, for which the recipe needs the folder"
                 raise UsageError(text, hint=f"ckptool convert {shell(folder)} DESTINATION ...")
             return layouts[0].open(first, salvage=salvage)
     return opened_parts(source, salvage=salvage)
@@ -96,7 +96,7 @@ class Destination:
         name = target_format(checkpoint, path, self._format, sharded=self._sharded)
         if self.apart and (self._sharded or shard_of(name) or format_of(name).index_name):
             text = "the recipe decides how many files there are"
-            raise UsageError(text, hint="leave out --max-shard-size and formats of several files")
+            raise UsageError(text, hint="leave out --max-shard-size and formats with several files")
         return name
 
     @property
@@ -122,7 +122,7 @@ class Destination:
         parts = list(split_files(checkpoint, self._recipe).values())
         if len(parts) == 1:
             return parts[0]
-        text = f"the recipe makes {len(parts)} files, and the target is one file"
+        text = f"the recipe writes {len(parts)} files, but the target is one file"
         raise UsageError(text, file=self._name, hint="end the target with / to name a folder")
 
     @property

@@ -98,8 +98,8 @@ def _step(kind: type[Step], given: Mapping[str, Any]) -> Step | None:
     needed, what, hint = _NEEDED.get(kind, ("", "", ""))
     if own and needed and needed not in own:
         about = ", ".join(f"--{kind.options.get(one, one).replace('_', '-')}" for one in own)
-        is_are = "is" if len(own) == 1 else "are"
-        raise UsageError(f"{about} {is_are} about {what}, and there is none", hint=hint)
+        verb = "needs" if len(own) == 1 else "need"
+        raise UsageError(f"{about} {verb} {what}", hint=hint)
     if kind is Strip:
         return _strip(own, given)
     if kind is Take and own and "like" in given:
@@ -114,7 +114,7 @@ def _strip(own: Mapping[str, Any], given: Mapping[str, Any]) -> Strip | None:
     if wrappers not in (None, "strip", "keep"):
         raise UsageError(f"wrappers takes 'strip' or 'keep', not {wrappers!r}")
     if wrappers is not None and "like" in given:
-        raise UsageError("with --like the wrappers are the reference's: leave out --wrappers")
+        raise UsageError("--like decides the wrapper prefixes: leave out --wrappers")
     if wrappers == "keep" and own:
         raise UsageError("choose the submodule to strip (--at) or --wrappers keep, not both")
     if wrappers == "keep":
@@ -182,8 +182,8 @@ def converted(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Che
         todo = [one for one in todo if not isinstance(one, Nest)]
     elif nests and format_of(target).flat:
         raise UsageError(
-            f"{target} holds one flat state dict, which cannot be nested",
-            hint="write a .pth; or --rename '^=>KEY.' changes the names",
+            f"{target} stores one flat state dict, which cannot be nested",
+            hint="write a .pth, or change the keys with --rename '^=>KEY.'",
         )
     for concat in (one for one in todo if isinstance(one, Concat)):
         for reshape in (one for one in todo if isinstance(one, Reshape) and one.split):
@@ -203,12 +203,12 @@ def _refuse_values(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -
     header = [path for path in paths if is_of_header(checkpoint, path)]
     if header and not known.header_key:
         raise UsageError(
-            f"{target} has no header with strings: {listed(header, 3)}",
+            f"{target} has no header strings: {listed(header, 3)}",
             hint="write a .safetensors, or set a value of the tree: --set KEY=VALUE",
         )
     values = [path for path in paths if path not in header]
     if values and known.tensors_only:
         raise UsageError(
-            f"{target} holds no values but the strings of its header: {listed(values, 3)}",
-            hint=f"--set '{METADATA}/{values[0]}=\"...\"' sets one of these",
+            f"{target} stores no values except header strings: {listed(values, 3)}",
+            hint=f"--set '{METADATA}/{values[0]}=\"...\"' sets a header string",
         )

@@ -42,8 +42,8 @@ class Unmatched(NamedTuple):
 
     def __str__(self) -> str:
         """Return the fact as a sentence."""
-        near = f"; there is {listed(self.near)}" if self.near else ""
-        return f"{printable(self.pattern)!r} matches nothing{near}"
+        near = f"; did you mean {listed(self.near)}?" if self.near else ""
+        return f"{printable(self.pattern)!r} matches no key{near}"
 
 
 class NameIndex:
@@ -235,7 +235,7 @@ def select(
 
 def unmatched_error(unmatched: Unmatched, file: str) -> NotFound:
     """Return the refusal of a pattern that matches nothing."""
-    near = f"; there is {listed(unmatched.near)}" if unmatched.near else ""
+    near = f"; did you mean {listed(unmatched.near)}?" if unmatched.near else ""
     return NotFound(
         f"no tensor matches {printable(unmatched.pattern)!r}{near}",
         file=file or None,
@@ -284,9 +284,9 @@ def _ambiguous(wanted: str, found: Sequence[Path], file: str) -> AmbiguousName:
     alike = len(names) == 1
     which = listed(repr(list(path)) for path in found) if alike else listed(names)
     return AmbiguousName(
-        f"{printable(wanted)!r} could be any of {which}",
+        f"{printable(wanted)!r} is ambiguous: it could be {which}",
         file=file or None,
-        hint="in Python, give the path as a tuple" if alike else "give more of the name",
+        hint="in Python, give the path as a tuple" if alike else "give more of the path",
     )
 
 
@@ -294,7 +294,7 @@ def _missing(checkpoint: Checkpoint, wanted: str, index: NameIndex) -> NotFound:
     file = checkpoint.path or None
     if index.find(wanted):
         return NotFound(
-            f"{printable(wanted)!r} is there, and is nothing that holds a state dict",
+            f"{printable(wanted)!r} is not a state dict and contains none",
             file=file,
             hint=f"ckptool info {shell(file)}" if file else None,
         )
@@ -303,7 +303,7 @@ def _missing(checkpoint: Checkpoint, wanted: str, index: NameIndex) -> NotFound:
     near = nearest(wanted, map(name_of, paths), tops)
     globs = f" --include {shell(wanted)}" if is_glob(wanted) else ""
     return NotFound(
-        f"there is nothing named {printable(wanted)!r}; there is {listed(near)}",
+        f"no entry is named {printable(wanted)!r}; the file has {listed(near)}",
         file=file,
         hint=f"ckptool list {shell(file)}{globs}" if file else None,
     )

@@ -211,7 +211,7 @@ class Storage(Result):
         """Refuse a storage that lies about its length."""
         if self.data is not None and self.data.length != self.nbytes:
             raise CorruptFile(
-                f"storage {self.key!r} should take {self.nbytes:,} bytes, "
+                f"storage {self.key!r} needs {self.nbytes:,} bytes, "
                 f"but its record has {self.data.length:,}",
                 file=self.data.source.name,
             )
@@ -452,7 +452,7 @@ class TensorRef(Result):
     def data(self) -> ByteRange:
         """The bytes of a contiguous tensor, in the byte order of its storage."""
         if not self.is_contiguous:
-            raise UsageError("the bytes of a tensor that is not contiguous are not one run")
+            raise UsageError("a tensor that is not contiguous has no single range of bytes")
         return self._stored().slice(self.offset * self.itemsize, self.nbytes)
 
     @property
@@ -613,7 +613,7 @@ def plain_tensor(
     """
     nbytes = -(-math.prod(shape) * BY_NAME[dtype].itemsize // PACKED.get(dtype, 1))
     if nbytes != data.length:
-        what = f"takes {nbytes:,} bytes, and {data.length:,} are there"
+        what = f"needs {nbytes:,} bytes, but there are {data.length:,}"
         raise CorruptFile(f"storage {quoted(key)}: {dtype} and shape {list(shape)} {what}")
     storage = Storage(key, data, nbytes, device, **stated)
     return TensorRef(dtype, shape, row_major_strides(shape), 0, storage, device)

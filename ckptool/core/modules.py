@@ -60,7 +60,7 @@ class Visits:
         self._again += size + 1
         if self._again > self._limits.max_repeats + self._first:
             raise LimitExceeded(
-                f"the same containers are mentioned again and again, with more than "
+                f"the same containers occur repeatedly, with more than "
                 f"{self._limits.max_repeats:,} entries in all"
             )
 

@@ -48,8 +48,8 @@ _CANDIDATES = 20
 """Names compared letter by letter, after counting letters has chosen them."""
 _WORDS = 4
 
-RULES_HINT = "make the rules narrower, or rename one of the two to something else first"
-COLLISION_HINT = "take fewer levels off, or only one kind of wrapper"
+RULES_HINT = "make the rules narrower, or rename one of the two first"
+COLLISION_HINT = "remove fewer levels, or only one wrapper prefix"
 
 Renamer = Callable[[str], str]
 
@@ -103,7 +103,7 @@ def strip_names(
     """
     kinds = _checked_kinds(only)
     if levels is not None and levels < 1:
-        raise UsageError(f"at least one level must go, not {levels}")
+        raise UsageError(f"levels must be at least 1, not {levels}")
     before = f"{at}." if at else ""
     old = [name for name in names if name.startswith(before)]
     new = [name[len(before) :] for name in old]
@@ -182,7 +182,7 @@ def _checked_kinds(only: str | Sequence[str] | None) -> tuple[str, ...]:
     unknown = [kind for kind in kinds if kind not in WRAPPERS]
     if unknown:
         raise UsageError(
-            f"{unknown[0]!r} is not a known wrapper", hint=f"one of {', '.join(WRAPPERS)}"
+            f"{unknown[0]!r} is not a known wrapper prefix", hint=f"one of {', '.join(WRAPPERS)}"
         )
     return kinds
 
@@ -288,7 +288,7 @@ def check_collisions(
             both = " and ".join(repr(printable(str(old))) for old in (origin[new], name))
             where = f" in {place}" if place else ""
             raise NameCollision(
-                f"{both} would both be named {printable(str(new))!r}{where}", file=file, hint=hint
+                f"{both} would both become {printable(str(new))!r}{where}", file=file, hint=hint
             )
         origin[new] = name
 

@@ -13,7 +13,9 @@ from ckptool.core.tree import name_of, walk
 from ckptool.errors import NotRepresentable
 from ckptool.words import counted
 
-PLACEHOLDERS = "DeepSpeed's folder has the weights: ckptool convert FOLDER OUT --model-only"
+PLACEHOLDERS = (
+    "the folder of the DeepSpeed run has the weights: ckptool convert FOLDER OUT --model-only"
+)
 """What helps against placeholders."""
 
 
@@ -33,13 +35,13 @@ def placeholders_of(checkpoint: Checkpoint, section: Section | None = None) -> F
     lazy = [name_of(path) for path, node in leaves if _is_lazy(node)]
     if lazy:
         count = counted(len(lazy), "lazy parameter")
-        text = f"there are no values for {count}: the model never ran"
-        return Finding("lazy", text, tuple(lazy), hint="run the model once, and save it again")
+        text = f"{count} without values: the model never ran"
+        return Finding("lazy", text, tuple(lazy), hint="run the model once and save it again")
     meta = [path for path, one in tensors if "meta" in (one.kind, one.device)]
     if meta:
-        text = f"there are no values for {len(meta):,} of {counted(len(tensors), 'tensor')}: "
+        text = f"{len(meta):,} of {counted(len(tensors), 'tensor')} without values: "
         text += "meta tensors have only a shape"
-        remedy = "save it again from a model whose tensors have values"
+        remedy = "save it again from a model with values"
         return Finding("meta", text, tuple(map(name_of, meta)), hint=remedy)
     if not any(one.shape == (0,) for _, one in tensors):
         return None
@@ -53,7 +55,7 @@ def placeholders_of(checkpoint: Checkpoint, section: Section | None = None) -> F
         none = sum(tensor.shape == (0,) for tensor in weights)
         whole = sum(len(tensor.shape) != 1 for tensor in weights)
         if none > whole or any(shapes.get(path[-1], (0,)) != (0,) for path in empty):
-            text = f"it holds placeholders instead of weights: {len(empty):,} of "
+            text = f"the file has placeholders instead of weights: {len(empty):,} of "
             text += f"{counted(len(tensors), 'tensor')} have the shape (0,), as ZeRO-3 saves them"
             return Finding("part", text, tuple(map(name_of, empty)), hint=PLACEHOLDERS)
     return None

@@ -115,7 +115,7 @@ def only_its_class(path: str, node: Any) -> str:
     name, scheme = getattr(node, "class_name", "its class"), class_scheme(node)
     what = "" if scheme or not isinstance(node, Opaque) else "the submodule "
     more = f"; {scheme}" if scheme else ""
-    return f"{what}{printable(path)} (only {printable(name)} can tell its weights{more})"
+    return f"{what}{printable(path)} (only {printable(name)} can separate its weights{more})"
 
 
 def sections(root: Any) -> tuple[Section, ...]:
@@ -498,12 +498,12 @@ def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
     if found:
         first, *others = (Remedy((("key", one.name),)) for one in found[:_MOST_LISTED])
         raise AmbiguousName(
-            f"{where} holds {len(found)} state dicts: {listed(map(_counted, found))}",
+            f"{where} has {len(found)} state dicts: {listed(map(_counted, found))}",
             file=file,
-            hint=first._replace(lead="choose one: ", instead=tuple(others)),
+            hint=first._replace(lead="choose one with ", instead=tuple(others)),
         )
     raise NotFound(
-        f"{where} holds no state dict of a model; there is {listed(what_there_is(checkpoint))}",
+        f"{where} has no state dict of a model; it has {listed(what_there_is(checkpoint))}",
         file=file,
         hint=f"ckptool info {shell(file)}" if file else None,
     )

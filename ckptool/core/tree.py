@@ -248,7 +248,7 @@ class _Rebuilder:
             copy.update((self._of(key), self._of(value)) for key, value in source.items())
             if len(copy) != len(source):
                 raise NameCollision(
-                    f"of {len(source)} keys of a dict only {len(copy)} remain apart"
+                    f"only {len(copy)} of {len(source)} keys of a dict remain distinct"
                 )
         if isinstance(source, OrderedMap):
             copy.attributes = {key: self._of(value) for key, value in source.attributes.items()}
@@ -289,6 +289,11 @@ def name_of(path: Path) -> str:
 def where(path: Path) -> str:
     """Return the address of a path for a sentence."""
     return printable(name_of(path)) or "the root"
+
+
+def inside(path: Path) -> str:
+    """Return " in PATH" for the end of a sentence; nothing for the root."""
+    return f" in {where(path)}" if path else ""
 
 
 def key_text(key: Any) -> str:

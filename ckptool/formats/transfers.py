@@ -12,7 +12,6 @@ from ckptool.core.tree import everything
 from ckptool.errors import CorruptFile, without_query
 from ckptool.files import Source
 from ckptool.files.source import BLOCK
-from ckptool.symbolic.encoder import blockers
 from ckptool.words import shell
 
 _REPLACED = "\ufffd"
@@ -51,6 +50,8 @@ def salvage_command(file: str, root: Any = None) -> str:
     `root` is the tree in it, if it is known: a pickled model becomes a state dict, and other
     objects become data, so that torch loads the result.
     """
+    from ckptool.symbolic.encoder import blockers  # only a damaged file needs it
+
     path = os.path.basename(without_query(file)) if "://" in file else file
     stem, extension = os.path.splitext(path)
     target = f"{stem}.salvaged{extension}"

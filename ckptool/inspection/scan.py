@@ -209,7 +209,7 @@ def files_below(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
     """Yield the files that paths, folders and patterns lead to, each once.
 
     Links to files are followed, links to folders are not. A pattern that nothing matches is
-    yielded as it is: whoever opens it says that there is no such file.
+    yielded as it is: whoever opens it says that no such file.
     """
     seen = set()
     for given in map(os.fsdecode, paths):

@@ -98,7 +98,7 @@ def examine(
     `values` looks for NaN and infinities as well. `progress` is told of each part of the work anew.
 
     Raises:
-        FileMissing: there is no such file.
+        FileMissing: no such file.
         FileDenied: the system does not let us read it, or a shard.
         FileBusy: another process is editing it.
         UnsupportedFormat: a checkpoint of a kind that is not read.

@@ -65,7 +65,7 @@ def open_files(
     The tree of `consolidated.01.pth` is below `01`. `folder` may be one of the files.
 
     Raises:
-        FileMissing: there is no such file, or one of them is missing.
+        FileMissing: no such file, or one of them is missing.
         UsageError: the recipe has no `files`.
     """
     pattern, before = _patterns(recipe)

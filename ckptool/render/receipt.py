@@ -25,13 +25,13 @@ def receipt_lines(receipt: Receipt) -> Iterator[str]:
         yield from first_lines((clean(mark + one.text) for one in alike), SCREEN)
     kinds = {one.kind for one in receipt.changes}
     if receipt.source and not receipt.left_out and kinds <= {"warning", "format"}:
-        yield f"names, values and devices stay as they are in {clean(receipt.source)}"
+        yield "keys, values and devices are unchanged"
     yield from _told(receipt.outcomes)
     yield from first_lines((f"left out: {clean(text)}" for text in receipt.left_out), SCREEN)
     for text in receipt.notes:
         yield f"note: {clean(text)}"
     for text in receipt.blockers:
-        yield f"weights_only=True will not load it: {clean(text)}"
+        yield f"weights_only=True rejects it: {clean(text)}"
     for path, length in receipt.files:
         yield f"{clean(path)}  {size(length)}"
     yield receipt_line(receipt)
@@ -55,17 +55,18 @@ def _told(outcomes: Sequence[Change]) -> Iterator[str]:
 
 def receipt_line(receipt: Receipt) -> str:
     """Return the line about the file: what was done, its format and its size."""
+    path = clean(receipt.path)
     present, past = ("edit", "edited") if receipt.edited else ("write", "wrote")
-    if not receipt.written:
-        present, past = "leave", "left"
-    done = f"would {present}" if receipt.dry_run else past
+    done = f"{f'would {present}' if receipt.dry_run else past} {path}"
     facts = [receipt.format, counted(receipt.tensors, "tensor"), size(receipt.size)]
     if receipt.edited:
-        facts.append(f"{size(receipt.written)} of it new")
+        facts.append(f"{size(receipt.written)} written")
+        done += " in place"
     if receipt.verified:
         facts.append("verified")
-    as_it_is = "" if receipt.written else " as it is"
-    return f"{done} {clean(receipt.path)}{as_it_is} ({', '.join(facts)})"
+    if not receipt.written:
+        done = f"{path} {'would be' if receipt.dry_run else 'is'} unchanged"
+    return f"{done} ({', '.join(facts)})"
 
 
 def recovery_lines(recovery: Recovery) -> Iterator[str]:

@@ -282,7 +282,7 @@ class Checkpoints:
             WriteError: the folder cannot be made or written, or is a file.
             TrainingError: there is another run, all checkpoints of a folder are damaged, or
                 `save="module"` cannot pickle the module.
-            FileMissing: there is no such file.
+            FileMissing: no such file.
             UnreadableFile: it is damaged, or not a checkpoint.
             MatchError: it is of another architecture; model and optimizer are unchanged.
         """

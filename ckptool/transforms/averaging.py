@@ -12,7 +12,7 @@ from ckptool.core.model import Storage, TensorRef, over_elements, remade, row_ma
 from ckptool.core.names import N_AVERAGED, bare_names
 from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import MODEL_KINDS, Section, model_state_dict, sections
-from ckptool.core.tree import name_of, rebuild, where
+from ckptool.core.tree import inside, name_of, rebuild
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.tensors.averaging import Averager, Elements, elements_of
 from ckptool.tensors.bytewise import same_content
@@ -53,8 +53,8 @@ class _Mixing:
         fits &= not is_mean or t is None
         if not fits or not all(map(isfinite, (*numbers, sum(map(abs, numbers)), t or 0))):
             raise UsageError(
-                "a mean takes two checkpoints or more and one weight for each, of a sum that is "
-                "not 0; slerp takes two checkpoints, task three, and both one number t; all finite",
+                "a mean needs two or more checkpoints and one weight for each, with a sum that is "
+                "not 0; slerp needs two checkpoints, task three, and both one number t; all finite",
                 hint={
                     MEAN: "ckptool average A B --weights 0.7,0.3 -o OUT",
                     SLERP: "ckptool average A B --mode slerp --t 0.5 -o OUT",
@@ -77,7 +77,7 @@ class _Mixing:
 
     def __str__(self) -> str:
         if self.mode == SLERP:
-            return f"on the arc from the first file to the second, at {self.t:g}"
+            return f"interpolated from the first file to the second at {self.t:g} on the arc"
         if self.mode == TASK:
             return f"the first file + {self.t:g} (the second - the third)"
         weighted = f", weighted {', '.join(f'{one:g}' for one in self.weights)}"
@@ -105,14 +105,14 @@ def _means(
         other, mean = means.setdefault(id(tensors[0]), (name, made[places]))
         if mean is not made[places]:
             raise UsageError(
-                f"{printable(other)!r} and {printable(name)!r} are one tensor in this file and "
-                "several in another",
+                f"{printable(other)!r} and {printable(name)!r} are tied in this file and "
+                "separate in another",
                 file=files[0],
-                hint=f"ckptool convert --ties copy {files[0]} OUT, and average that",
+                hint=f"untie them first: ckptool convert --ties copy {files[0]} OUT",
             )
         sharing.setdefault(id(tensors[0].storage), {})[name] = places
     apart = [name for names in sharing.values() if len({*names.values()}) > 1 for name in names]
-    text = f"memory that tensors shared is shared no longer: {listed(apart)}"
+    text = f"no longer share memory: {listed(apart)}"
     warnings = [Change("warning", text, len(apart))] if apart else []
     return {identity: mean for identity, (_, mean) in means.items()}, warnings
 
@@ -121,7 +121,7 @@ def _mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixing) -> T
     """Return a tensor like the first over the mean of all; strides stay if there are no holes."""
     first = tensors[0]
     if first.storage is None:
-        raise UsageError("a tensor without bytes has no mean")
+        raise UsageError("tensors without data cannot be averaged")
     order, stride = first.memory_order, first.stride
     if not first.permuted(order).is_contiguous:
         order = list(range(len(stride)))
@@ -238,9 +238,9 @@ def _counterparts(first: Checkpoint, parts: list[Section], other: Checkpoint) ->
         if names:
             what = listed(name or "the root" for name in sorted(names))
             raise NotFound(
-                f"{lacks.path} has no state dict {what}, which {has.path} has",
+                f"{lacks.path} has no state dict {what}; only {has.path} has it",
                 file=lacks.path,
-                hint="--key NAME averages one state dict alone",
+                hint="average one state dict with --key NAME",
             )
     return [named[name] for name in wanted]
 
@@ -289,7 +289,7 @@ class _Plan:
         for there, other in zip(files[1:], names[1:], strict=True):
             sides = ((own, files[0], other, there), (other, there, own, files[0]))
             facts = [
-                f"{has} has {listed(found, most=3)}, which {lacks} does not have"
+                f"only {has} has {listed(found, most=3)}; {lacks} does not"
                 for one, has, another, lacks in sides
                 if (found := [name for name in one if name not in another])
             ]
@@ -299,7 +299,7 @@ class _Plan:
         for name in own:
             self._add(name, tuple(one[name] for one in names))
         means = len(self.averaged) - before
-        text = f"{counted(means, 'tensor')} of {where(part.path)}: {self.mixing}"
+        text = f"{self.mixing}: {counted(means, 'tensor')}{inside(part.path)}"
         self._means.append(Change("average", text, means))
 
     def changes(self) -> Iterator[Change]:
@@ -307,12 +307,15 @@ class _Plan:
         yield from self._means
         if self._integers:
             first = self.checkpoints[0].path
-            how = "the same in all files" if self.ints == _SAME else f"those of {first}"
+            how = "equal in all files" if self.ints == _SAME else f"those of {first}"
             text = f"{counted(self._integers, 'integer tensor')}: {how}"
             yield Change("keep", text, self._integers)
         yield from self._counters
         if self._retyped:
-            text = f"of other types in other files, rounded to the first's: {listed(self._retyped)}"
+            text = (
+                "dtypes differ between the files, rounded to that of the first: "
+                f"{listed(self._retyped)}"
+            )
             yield Change("warning", text, len(self._retyped))
 
     def _add(self, name: str, tensors: Tensors) -> None:
@@ -326,7 +329,7 @@ class _Plan:
             raise UsageError(
                 f"{printable(name)!r} is a numpy array, which cannot be averaged",
                 file=self.checkpoints[0].path,
-                hint="ckptool convert --plain makes a tensor of it",
+                hint="convert it to a tensor first: ckptool convert --plain",
             )
         self.averaged.append((name, tensors))
         if len({tensor.dtype for tensor in tensors}) > 1:
@@ -336,7 +339,7 @@ class _Plan:
         """Refuse a tensor of another shape or kind, without plain elements, or other integers."""
         there, kind = self.checkpoints[0].path, _class(first)
         is_equal = kind == "integer" and self.ints == _SAME
-        hint = "--ints first takes those of the first file" if is_equal else None
+        hint = "add --ints first to take those of the first file" if is_equal else None
         if tensor.shape != first.shape:
             fact, hint = f"has the shape {list(tensor.shape)} here and {list(first.shape)}", None
         elif _class(tensor) != kind:
@@ -344,7 +347,7 @@ class _Plan:
         elif is_equal and tensor.dtype != first.dtype:
             fact = f"is {tensor.dtype} here and {first.dtype}"
         elif not tensor.has_content and (is_equal or kind != "integer"):
-            text = f"{printable(name)!r} is a {tensor.kind} tensor, which has no plain elements"
+            text = f"{printable(name)!r} is a {tensor.kind} tensor, which has no plain values"
             raise UsageError(text, file=file)
         elif is_equal and tensor is not first and not same_content(first, tensor):
             fact = f"({first.dtype}) has other integers here than"
@@ -400,5 +403,5 @@ def _rest(first: Checkpoint, made: Any) -> Iterator[Change]:
     for part in sections(made):
         if part.kind == "values":
             names = dict.fromkeys(name_of(path[:1]) for path in part.node)
-            text = f"as in {first.path}: {listed(names)}"
+            text = f"took from {first.path}: {listed(names)}"
             yield Change("keep", text, len(part.node))

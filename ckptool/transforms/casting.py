@@ -178,8 +178,8 @@ def floating_type(word: Any) -> str:
     name = _ALIASES.get(name, re.sub(r"^fp(?=\d)", "float", name))
     if name not in FLOATING:
         raise UsageError(
-            f"{printable(str(word))!r} is not a floating element type that can be cast to",
-            hint=f"one of {', '.join(FLOATING)}",
+            f"{printable(str(word))!r} is not a floating-point dtype to cast to",
+            hint=f"choose one of {', '.join(FLOATING)}",
         )
     return name
 
@@ -194,7 +194,7 @@ class Cast(Step):
     `dequantize` the scales are left out.
     """
 
-    on_files: ClassVar[str] = "tensors in memory have .to(dtype)"
+    on_files: ClassVar[str] = "use tensor.to(dtype) for tensors in memory"
 
     dtype: str | torch.dtype | None = None
     """The type to cast to. None with `dequantize`: other tensors keep their type."""
@@ -216,7 +216,9 @@ class Cast(Step):
             UsageError: there is no type; or one, also in `keep`, is not a floating type.
         """
         if self.dtype is None and self.dequantize is None:
-            raise UsageError("Cast needs dtype or dequantize", hint="--dtype bfloat16")
+            raise UsageError(
+                "cast needs --dtype or --dequantize", hint="for example --dtype bfloat16"
+            )
         for word in (self.dtype, self.dequantize):
             if word is not None:
                 floating_type(word)
@@ -256,7 +258,9 @@ class Cast(Step):
         plan.choose(spared)
         if not self.raw:
             refuse_apart(
-                plan.checkpoint, {*plan.wanted, *plan.left}, "--raw takes them as plain numbers"
+                plan.checkpoint,
+                {*plan.wanted, *plan.left},
+                "add --raw to cast them as plain numbers",
             )
         changes = list(plan.changes())
         if not plan.wanted and not plan.scaled:
@@ -281,7 +285,7 @@ def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
     """
     items = keep.items() if isinstance(keep, Mapping) else keep
     if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
-        raise UsageError(f"keep takes a list of globs, or globs with types, not {keep!r}")
+        raise UsageError(f"keep takes a list of globs, or globs with dtypes, not {keep!r}")
     rules: list[tuple[str, str | None]] = []
     for item in items:
         match item:
@@ -291,7 +295,7 @@ def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
                 rules.append((glob, floating_type(dtype)))
             case _:
                 raise UsageError(
-                    f"keep takes globs, or pairs of a glob and a type, not {item!r}",
+                    f"keep takes globs, or pairs of a glob and a dtype, not {item!r}",
                     hint='keep={"*.norm.*": "float32", "*.bias": None}',
                 )
     return tuple(rules)
@@ -315,16 +319,16 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
     for part in checkpoint.sections:
         for path, one in held_apart(part.holder).items() if part.kind == "module" else ():
             if meets(one):
-                refuse(f"numbers mean something only as they are: {only_its_class(path, one)}")
+                refuse(f"cannot be cast: {only_its_class(path, one)}")
     for state, name, found in _quantized(checkpoint):
         if any(meets(state[one]) for one in (name, *found.companions)):
             file = f" {shell(checkpoint.path)}" if checkpoint.path else ""
-            plain = f"ckptool cast --dequantize bfloat16{file} makes plain numbers of them"
+            plain = f"dequantize them: ckptool cast --dequantize bfloat16{file}"
             cls = getattr(state[name], "class_name", "")
             config = quantization_config(checkpoint)
             held = listed(found.companions) if found.companions else f"its class, {printable(cls)}"
             refuse(
-                f"{printable(name)!r} {found}: its numbers mean something only with {held}",
+                f"{printable(name)!r} {found}: its values need {held}",
                 plain if can_dequantize(state, name, found, config) else "",
             )
 
@@ -365,7 +369,7 @@ def _obstacle(tensor: TensorRef, wanted: str) -> str | None:
         return "a numpy array"
     if tensor.has_content:
         lost = tensor.flags and wanted.startswith("float8")
-        return "negated lazily, as torch does with no 8-bit type" if lost else None
+        return "lazily negated, which torch does not support for 8-bit dtypes" if lost else None
     return "part of a distributed tensor" if tensor.is_spread else f"a {tensor.kind} tensor"
 
 
@@ -439,7 +443,7 @@ class _Plan:
                     file=self.checkpoint.path,
                     hint=error.hint
                     if id(state) in nodes
-                    else "--model-only makes a state dict of the module first",
+                    else "add --model-only to convert the module to a state dict first",
                 ) from None
             made[parts] = new
             self.scaled[id(next(iter(new.values())).storage)] = dtype
@@ -449,7 +453,7 @@ class _Plan:
             self.gone.update(dict.fromkeys(left_out))
             own.update({name: named} | {one: {} for one in left_out})
         if not plain:
-            raise NotFound("there are no quantized weights", file=self.checkpoint.path)
+            raise NotFound("the file has no quantized weights", file=self.checkpoint.path)
 
         def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
             own = plain.get(id(old), {})
@@ -521,37 +525,41 @@ class _Plan:
         """Yield a change for everything that is cast, or not, with the reason."""
         if self.scaled:
             count = len(self.scaled)
-            text = f"{_tensors(count)} dequantized ({listed(self.schemes)})"
+            text = f"dequantized {_tensors(count)} ({listed(self.schemes)})"
             left_out = f"; left out: {listed(self.gone)}" if self.gone else ""
             yield Change("dequantize", text + left_out, count)
         pairs = Counter(wish.pair for wish in self.wanted.values() for _ in wish.names)
         for (old, new), count in pairs.items():
-            becomes = "becomes" if count == 1 else "become"
-            text = f"{_tensors(count, old)} {becomes} {new}"
+            text = f"cast {_tensors(count)} from {old} to {new}"
             # What `keep` casts to another type is no type of the whole model.
             now = new if new == self.dtype else None
             yield Change("cast", text, count, was=old, now=now)
         for glob, dtype in self.rules.items():
             count = self._matches[glob]
             if not count:
-                text = f"no floating tensor is left for {printable(glob)!r} to match"
+                text = f"no floating-point tensor matches {printable(glob)!r}"
                 yield Change("warning", text)
             elif dtype is None:
-                yield Change("keep", f"{_tensors(count)} kept by {printable(glob)!r}", count)
+                yield Change(
+                    "keep", f"kept {_tensors(count)} that match {printable(glob)!r}", count
+                )
         if self._other:
             count = sum(self._other.values())
-            text = f"not cast: {_tensors(count)} of other types ({listed(self._other)})"
+            are = "is" if count == 1 else "are"
+            text = (
+                f"skipped {_tensors(count)} that {are} not floating point ({listed(self._other)})"
+            )
             yield Change("keep", text, count)
         if self._optimizers:
             text = (
-                f"not cast: {_tensors(self._optimizers)} of optimizers (cast by --cast-optimizer)"
+                f"skipped {_tensors(self._optimizers)} of optimizers (--cast-optimizer casts them)"
             )
             yield Change("keep", text, self._optimizers)
         if self._left:
-            text = f"left as they are: {listed(self._left)}"
+            text = f"unchanged: {listed(self._left)}"
             yield Change("warning", text, len(self._left))
         if self._disputed:
-            text = f"one tensor under several names has one type: {listed(self._disputed)}"
+            text = f"tied keys must have one dtype: {listed(self._disputed)}"
             yield Change("warning", text, len(self._disputed))
 
     def parted(self) -> Iterator[Change]:
@@ -566,7 +574,7 @@ class _Plan:
                 kinds.get(id(node.storage), set()).add(("", ""))
         apart = [name for at, found in kinds.items() if len(found) > 1 for name in names[at]]
         if apart:
-            text = f"memory that was shared with others is no longer: {listed(apart)}"
+            text = f"no longer shares memory with other tensors: {listed(apart)}"
             yield Change("warning", text, len(apart))
 
 
@@ -632,7 +640,7 @@ class _Work:
                 if getattr(losses, kind)
             ]
             for count, name, new, losses in sorted(found, key=lambda item: (-item[0], item[1])):
-                share = f"{count:,} of {counted(losses.elements, 'element')}"
+                share = f"{count:,} of {counted(losses.elements, 'value')}"
                 text = f"{ties.get(name) or printable(name)}: {share} {verb} in {new}"
                 if kind == "overflow":
                     text += f" (the largest magnitude is {losses.largest:.5g})"
@@ -640,9 +648,9 @@ class _Work:
 
 
 _LOSSES = {
-    "overflow": "overflow",
-    "underflow": "underflow to zero",
-    "precision": "lose precision",
+    "overflow": "overflowed",
+    "underflow": "underflowed to zero",
+    "precision": "lost precision",
 }
 
 
@@ -654,17 +662,19 @@ def _total(pair: tuple[str, str], tensors: int, losses: Iterable[Losses]) -> Cha
     for kind, verb in _LOSSES.items():
         lost = sum(getattr(one, kind) for one in every)
         if lost:
-            share = _share(lost, count) if kind == "precision" else counted(lost, "element")
+            share = _share(lost, count) if kind == "precision" else counted(lost, "value")
             facts.append(f"{share} {verb}")
-    text = f"{_tensors(tensors)} {' -> '.join(pair)}: {', '.join(facts) or 'nothing is lost'}"
+    text = f"{_tensors(tensors)}, {' -> '.join(pair)}: {', '.join(facts) or 'nothing was lost'}"
     return Change("cast", text, count)
 
 
 def _share(part: int, whole: int) -> str:
     percent = 100 * part / whole
     if percent < 1:
-        return counted(part, "element")
-    return f"{percent:.0f}%" if percent <= 99 or part == whole else "more than 99%"
+        return counted(part, "value")
+    return (
+        f"{f'{percent:.0f}' if percent <= 99 or part == whole else 'more than 99'}% of the values"
+    )
 
 
 def _tensors(count: int, word: str = "") -> str:

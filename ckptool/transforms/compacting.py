@@ -27,7 +27,9 @@ class Untie(Step):
     """
 
     flag: ClassVar[str] = "ties=copy"
-    on_files: ClassVar[str] = "clone the tensors: {key: tensor.clone() for key, tensor in ...}"
+    on_files: ClassVar[str] = (
+        "clone the tensors instead: {key: tensor.clone() for key, tensor in ...}"
+    )
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint without ties; itself if there are none."""
@@ -48,7 +50,7 @@ class Untie(Step):
         root = rebuild(checkpoint.root, mapping=with_own)
         if not count:
             return checkpoint
-        text = f"ties resolved: {count} more of the names have bytes of their own"
+        text = f"untied {counted(count, 'key')}, which now have data of their own"
         return checkpoint.with_root(root, Change("untie", text, count))
 
 
@@ -67,7 +69,9 @@ class Compact(Step):
     """
 
     flag: ClassVar[str] = "compact"
-    on_files: ClassVar[str] = "clone the tensors: {key: tensor.clone() for key, tensor in ...}"
+    on_files: ClassVar[str] = (
+        "clone the tensors instead: {key: tensor.clone() for key, tensor in ...}"
+    )
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with trimmed storages; itself if there is nothing to trim."""
@@ -93,8 +97,10 @@ def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:
     if not trimmed:
         return after
     root = _moved(after.root, trimmed)
-    what = f"{_sizes(trimmed)}, without what only the tensors left out saw"
-    text = f"{counted(len(trimmed), 'storage')} cut down from {what}"
+    storages = counted(len(trimmed), "storage")
+    text = (
+        f"trimmed {storages} from {_sizes(trimmed)}, dropping data that only removed tensors used"
+    )
     return after.with_root(root, Change("compact", text, len(trimmed), of_storages=True))
 
 
@@ -203,11 +209,10 @@ def _told(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
     rest = order[_MOST_LISTED:]
     for group in [*([old] for old in order[:_MOST_LISTED]), *([rest] if rest else [])]:
         what = "the storage" if len(group) == 1 else f"{len(group):,} more storages"
-        verb = "goes" if len(group) == 1 else "go"
         users = [name for old in group for name in names[old]]
         seen = f" of {listed(dict.fromkeys(users), most=4)}" if users else ""
         sizes = _sizes({old: trimmed[old] for old in group})
-        yield Change("compact", f"{what}{seen} {verb} from {sizes}", len(users))
+        yield Change("compact", f"trimmed {what}{seen} from {sizes}", len(users))
 
 
 def _sizes(trimmed: dict[Storage, _Trimmed]) -> str:
@@ -222,9 +227,11 @@ def _totals(checkpoint: Checkpoint, trimmed: dict[Storage, _Trimmed]) -> Iterato
     for text in details.unreferenced:
         yield Change("compact", text)
     if details.dead_bytes:
-        yield Change("compact", f"{details.dead_bytes:,} dead bytes are left behind")
+        yield Change(
+            "compact", f"dropped {counted(details.dead_bytes, 'byte')} that nothing refers to"
+        )
     if trimmed:
         every = sum(storage.nbytes for storage in _spans_used(checkpoint.root) if storage.data)
         saved = sum(old.nbytes - new.storage.nbytes for old, new in trimmed.items())
-        text = f"saves {saved:,} of the {every:,} bytes of its storages"
+        text = f"saved {saved:,} of {every:,} bytes of tensor data"
         yield Change("compact", text, len(trimmed))

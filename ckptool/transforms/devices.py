@@ -16,7 +16,7 @@ from ckptool.core.model import DeviceValue, Opaque, Storage, StorageRef, TensorR
 from ckptool.core.tree import everything, name_of, rebuild, walk
 from ckptool.errors import DeviceError, UsageError
 from ckptool.transforms.step import Step, listed_option
-from ckptool.words import listed, printable
+from ckptool.words import counted, listed, printable
 
 _WORD = re.compile(r"(?!gpu\b)[a-z_]+(:\d+)?", re.ASCII)
 CARRIED = ("xla", "maia", "ort")
@@ -40,7 +40,7 @@ class Rules:
             if "*" in source and source != "*" and not re.fullmatch(r"[^:*]+:\*", source):
                 raise DeviceError(
                     f"{printable(source)!r} is not a pattern for devices",
-                    hint="a tag (cuda:1), all of a kind (cuda:*), or all there are (*)",
+                    hint="use a device (cuda:1), all of a type (cuda:*) or all devices (*)",
                 )
             _check_target(target)
 
@@ -64,10 +64,11 @@ class Rules:
 
 def _check_target(target: Any) -> None:
     if target == "meta":
-        raise DeviceError("nothing is moved to meta: that would drop the tensors' content")
+        raise DeviceError("tensors cannot move to meta, which would drop their data")
     if not isinstance(target, str) or not _WORD.fullmatch(target):
         raise DeviceError(
-            f"{printable(str(target))!r} is not a device", hint="for example cpu, cuda or cuda:0"
+            f"{printable(str(target))!r} is not a device",
+            hint="give a device such as cpu, cuda or cuda:0",
         )
 
 
@@ -114,13 +115,16 @@ class Remap(Step):
         given = (self.to is not None, bool(self.map), self.visible_devices is not None)
         if sum(given) > 1:
             raise UsageError(
-                "choose one device for all (to), rules for some (map) or visible devices",
-                hint="--map '*=cpu' is the rule for all others",
+                "give one device for all (to), rules for some (map) or the visible devices, "
+                "not several",
+                hint="add --map '*=cpu' for all other devices",
             )
         if self.visible_devices is not None:
             numbers = listed_option("visible_devices", self.visible_devices)
             if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0:
-                raise UsageError("the visible devices are a list of different numbers, such as 0,2")
+                raise UsageError(
+                    "the visible devices must be a list of different numbers, such as 0,2"
+                )
             object.__setattr__(self, "visible_devices", numbers)
         Rules(self._rules)
 
@@ -163,18 +167,26 @@ def _remapped(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
     tags = device_tags(checkpoint.root)
     listed_tags = Counter(tag for _, tensor in checkpoint.tensors() for tag in _tags_of(tensor))
     changes = [
-        Change("remap", f"{printable(tag)} becomes {decide(tag)}", listed_tags[tag] or count)
+        Change(
+            "remap", _moved(listed_tags[tag], count, tag, decide(tag)), listed_tags[tag] or count
+        )
         for tag, count in tags.items()
         if decide(tag) != tag
     ]
     warnings = [
-        Change("warning", f"nothing is on {printable(tag)}; there is {listed(tags)}")
+        Change("warning", f"no tensor is on {printable(tag)}; the file uses {listed(tags)}")
         for tag in decide.idle(tags)
     ]
     if not changes:
         return checkpoint.with_root(checkpoint.root, *warnings) if warnings else checkpoint
     _refuse_placed(checkpoint, decide)
     return checkpoint.with_root(rebuild(checkpoint.root, _Mover(decide).move), *changes, *warnings)
+
+
+def _moved(tensors: int, mentions: int, old: str, new: str) -> str:
+    """Return the line of a receipt; objects that are no tensors mention devices too."""
+    what = counted(tensors, "tensor") if tensors else counted(mentions, "mention")
+    return f"moved {what} from {printable(old)} to {new}"
 
 
 def _renumbered(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
@@ -184,10 +196,10 @@ def _renumbered(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
     missing = [tag for tag in tags if tag not in new]
     if missing:
         raise DeviceError(
-            f"tensors are on {listed(missing)}, which is not among the visible devices; "
-            f"the file has {listed(tags)}",
+            f"tensors are on {listed(missing)}, which is not a visible device; "
+            f"the file uses {listed(tags)}",
             file=checkpoint.path or None,
-            hint="list every device of the file, in the order that they are to have",
+            hint="list every device of the file, in their new order",
         )
     rules = {tag: new[tag] for tag in tags if new[tag] != tag}
     return _remapped(checkpoint, rules) if rules else checkpoint
@@ -247,7 +259,7 @@ class _Mover:
     def _target(self, tag: str, what: str) -> str:
         target = self._decide(tag)
         if target.partition(":")[0] in CARRIED and target != tag:
-            raise DeviceError(f"{what} on {printable(tag)} cannot be pickled for {target}")
+            raise DeviceError(f"{what} on {printable(tag)} cannot be pickled on {target}")
         return target
 
 
@@ -266,9 +278,9 @@ def _refuse_placed(checkpoint: Checkpoint, decide: Rules) -> None:
             paths = (path for path, leaf in walk(checkpoint.root) if leaf is node)
             raise DeviceError(
                 f"{printable(name_of(next(paths, ()))) or 'a part of an object'} cannot be moved: "
-                f"it holds a {printable(ties[0])}, which names devices of other processes",
+                f"it contains a {printable(ties[0])}, which refers to devices of other processes",
                 file=checkpoint.path or None,
-                hint="gather the full tensors where it was trained, and save those",
+                hint="gather the full tensors in the training job and save those",
             )
 
 

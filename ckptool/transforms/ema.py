@@ -20,7 +20,7 @@ from ckptool.transforms.extraction import left_out, plain_state_dict, without_ke
 from ckptool.transforms.names import distinct
 from ckptool.transforms.schedule_free import weights_for_evaluation
 from ckptool.transforms.step import Step
-from ckptool.words import counted, listed, printable, shell
+from ckptool.words import are, counted, listed, printable, shell
 
 _EMA = re.compile(r"(?<![A-Z])EMA|(?<![A-Za-z])[Ee]ma(?![a-z])")
 """A part of a path that says so: `model_ema`, `state_dict_ema`, `ema`, a callback `EMACallback`."""
@@ -36,7 +36,7 @@ _ONLINE, AVERAGED = "online_model.", "ema_model."
 _SHADOW = "shadow_params"
 """torch-ema and the `EMAModel` of diffusers: a list in the order of `model.parameters()`."""
 _LOOKED_FOR = (
-    "a state dict or module called ema (`model_ema`, `state_dict_ema`); names that begin with "
+    "a state dict or module called ema (`model_ema`, `state_dict_ema`); keys that start with "
     f"`{_LITEMA}` or `{AVERAGED}`; a list `{_SHADOW}`; `averaging_state` of Lightning; "
     "a schedule-free optimizer in train mode"
 )
@@ -71,15 +71,15 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
     where = [name_of(one.path) or "the root" for one in found]
     if not found:
         raise NotFound(
-            f"holds no averaged weights; looked for {_LOOKED_FOR}",
+            f"has no averaged weights; searched for {_LOOKED_FOR}",
             file=file,
             hint=f"ckptool info {shell(file)}" if file else None,
         )
     if len(found) > 1:
         raise AmbiguousName(
-            f"holds several averages: {listed(where)}",
+            f"has several averages: {listed(where)}",
             file=file,
-            hint="--key NAME takes one of them out under its own names",
+            hint="choose one with --key NAME, which keeps its own keys",
         )
     (average,) = found
     others = distinct(
@@ -95,10 +95,11 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
     if len(fitting) != 1:
         names = listed(one.name or "the root" for one in models)
         raise NotFound(
-            f"{counted(len(average.tensors), 'averaged tensor')} of {printable(where[0])} fit, by "
-            f"names and shapes or by order and shapes, no model in one way alone; there is {names}",
+            f"{counted(len(average.tensors), 'averaged tensor')} of {printable(where[0])} "
+            f"{'matches' if len(average.tensors) == 1 else 'match'} no "
+            f"model uniquely by key and shape or by order and shape; the models are {names}",
             file=file,
-            hint="--key NAME takes a state dict out under its own names",
+            hint="extract a state dict under its own keys with --key NAME",
         )
     return without_unseen(checkpoint, _made(checkpoint, average, *fitting[0]))
 
@@ -242,10 +243,13 @@ def _made(checkpoint: Checkpoint, average: _Average, model: Section, named: _Ten
     root = remade(state, ((name, averages.get(name, state[name])) for name in raw))
     kept = [name for name in raw if name not in averages]
     where = printable(name_of(average.path)) or "the root"
-    text = f"{counted(len(averages), 'averaged weight')} of {where}"
+    text = f"took {counted(len(averages), 'averaged weight')} from {where}"
     changes = [Change("ema", text, len(averages))]
     if kept:
-        text = f"no average, so as in the model: {listed(kept)}"
+        text = (
+            f"kept the model's own {listed(kept)}, which "
+            f"{'has' if len(kept) == 1 else 'have'} no average"
+        )
         changes.append(Change("keep", text, len(kept)))
     rest = checkpoint.root
     if not isinstance(average.tensors, dict):
@@ -271,7 +275,7 @@ class Masters(Step):
     """
 
     flag: ClassVar[str] = "master"
-    on_files: ClassVar[str] = "the masters are in the folder of a DeepSpeed run"
+    on_files: ClassVar[str] = "fp32 master weights are in the folder of a DeepSpeed run"
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with its masters as weights.
@@ -291,16 +295,17 @@ class Masters(Step):
             return checkpoint
         if not masters or not masters.keys() <= module.keys():
             raise NotFound(
-                "holds no fp32 masters of the weights, as the optimizer of DeepSpeed keeps them",
+                "has no fp32 master weights of a DeepSpeed optimizer",
                 file=checkpoint.path or None,
-                hint="without --master (master=True) the weights are those of the model",
+                hint="leave out --master (master=True) to take the weights of the model",
             )
         by_place = {_place(module[name]): master for name, master in masters.items()}
         weights = [(name, by_place.get(_place(one), one)) for name, one in module.items()]
         count = sum(one is not module[name] for name, one in weights)
-        text = f"{counted(count, 'weight')} became the fp32 masters of the optimizer"
+        text = f"replaced {counted(count, 'weight')} with the fp32 master weights of the optimizer"
         if count < len(weights):
-            text += f"; {counted(len(weights) - count, 'tensor')} without one stay as they are"
+            rest = len(weights) - count
+            text += f"; {counted(rest, 'tensor')} without a master {are(rest)} unchanged"
         kept = {
             name: remade(state, ((k, v) for k, v in state.items() if k != MASTER))
             for name, state in states.items()

@@ -137,8 +137,9 @@ class _Pruning:
         while todo:
             entry = todo.pop()
             if entry.gone:
-                partly = ", as not all of it is chosen" if entry.kept else ""
-                text = f"{self._place(entry)} ({counted(entry.tensors, 'tensor')}){partly}"
+                partly = ", only partly selected" if entry.kept else ""
+                facts = [*self._kind(entry), counted(entry.tensors, "tensor")]
+                text = f"{self._name(entry.path)} ({', '.join(facts)}){partly}"
                 told.append((text, entry.tensors))
                 continue
             if entry.is_partly_kept:
@@ -148,16 +149,19 @@ class _Pruning:
             leaving = [one for one in entry.inside if one.gone]
             names = [str(one.path[-1]) for one in leaving if not one.is_container]
             if names:
-                text = f"{counted(len(names), 'name')} of {self._name(entry.path)}: {listed(names)}"
+                text = (
+                    f"{counted(len(names), 'entry')} of {self._name(entry.path)}: {listed(names)}"
+                )
                 told.append((text, len(names)))
             keys = frozenset(one.path[-1] for one in leaving)
             before, others = dropped.setdefault(id(entry.node), (entry.path, keys))
             if others != keys:
                 raise UsageError(
-                    f"{self._name(before)} and {self._name(entry.path)} are one in this file, and "
-                    "would not be the same",
+                    f"{self._name(before)} and {self._name(entry.path)} are the same object "
+                    "in this "
+                    "file, and would differ afterwards",
                     file=file,
-                    hint="choose the same names of both, or one of them by --key",
+                    hint="choose the same entries of both, or one of them with --key",
                 )
         if () in self._entries and self._entries[()].gone:
             return None, list(_left_out_of(told))
@@ -174,24 +178,26 @@ class _Pruning:
     def _name(self, path: Path) -> str:
         return where(self._base + path)
 
-    def _place(self, entry: _Entry) -> str:
-        """Return the address of a container, with its kind if it is a section or an object."""
-        part, name = self._parts.get(id(entry.node)), self._name(entry.path)
-        if part is None and not isinstance(entry.node, Opaque):
-            return name
-        return f"the {part.kind if part else 'object'} {'' if entry.path else 'at '}{name}"
+    def _kind(self, entry: _Entry) -> Iterator[str]:
+        """Yield the kind of a container that is a section or an object."""
+        if part := self._parts.get(id(entry.node)):
+            yield part.kind.replace("_", " ")
+        elif isinstance(entry.node, Opaque):
+            yield "object"
 
     def _refusal(self, entry: _Entry, file: str | None) -> UsageError:
         node, name = entry.node, self._name(entry.path)
-        hint = "choose all of its tensors or none"
+        hint = "select all of its tensors or none"
         if not isinstance(node, Opaque):
-            what = "a list: without some of its entries the rest would be renumbered"
-            return UsageError(f"{name} is {what}", file=file, hint=f"{hint}, or one entry by --key")
+            what = "a list, and dropping some entries would renumber the rest"
+            return UsageError(
+                f"{name} is {what}", file=file, hint=f"{hint}, or one entry with --key"
+            )
         return UsageError(
-            f"{name} is an object of class {printable(node.class_name)}, which cannot do without "
-            "some of its tensors",
+            f"{name} is an object of class {printable(node.class_name)}, which needs "
+            "all of its tensors",
             file=file,
-            hint="--model-only makes a plain state dict of it" if is_module(node) else hint,
+            hint="add --model-only to convert it to a state dict" if is_module(node) else hint,
         )
 
     def _stale(self, staying: list[_Entry]) -> Iterator[Change]:
@@ -200,7 +206,7 @@ class _Pruning:
         if any(one.reduced and part.kind in MODEL_KINDS for one, part in parts):
             for one, part in parts:
                 if part.kind == "optimizer" and part.node["state"]:
-                    text = f"{self._place(one)} still has the state of parameters that are left out"
+                    text = f"{self._name(one.path)} still has the state of removed parameters"
                     yield Change("warning", text)
 
 
@@ -234,7 +240,7 @@ def _left_out_of(told: list[tuple[str, int]]) -> Iterator[Change]:
     if len(told) > _MOST_LISTED:
         count = sum(count for _, count in told[_MOST_LISTED:])
         places = counted(len(told) - _MOST_LISTED, "more place")
-        yield Change("left-out", f"{counted(count, 'name')} in {places}", count)
+        yield Change("left-out", f"{counted(count, 'entry')} in {places}", count)
 
 
 _VALUES = (bool, int, float, complex, str, type(None))
@@ -262,7 +268,7 @@ def _state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
     spread = sum(value.is_spread for value in chosen.node.values() if isinstance(value, TensorRef))
     spread -= sum(value.is_spread for value in root.values() if isinstance(value, TensorRef))
     if spread:
-        text = f"{counted(spread, 'DTensor')}, all in this file, made plain"
+        text = f"converted {counted(spread, 'DTensor')} to plain tensors"
         checkpoint = checkpoint.with_root(checkpoint.root, Change("gather", text, spread))
     if chosen.holder is checkpoint.root and isinstance(chosen.holder, OrderedMap):
         same = all(map(operator.is_, root.values(), chosen.holder.values()))
@@ -278,7 +284,7 @@ def _weights_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
         return alone
     gone = frozenset(names)
     root = remade(alone.root, ((key, one) for key, one in alone.root.items() if key not in gone))
-    text = f"the values among the tensors: {listed(map(str, names), most=20)}"
+    text = f"{listed(map(str, names), most=20)} (values in the state dict)"
     return alone.with_root(root, Change("left-out", text, len(names)))
 
 
@@ -322,7 +328,7 @@ def left_out(root: Any, chosen: Section) -> Iterator[Change]:
         text = f"the object of class {printable(chosen.holder.class_name)} around the state dict"
         known = {tensor.place for _, tensor in chosen.tensors()}
         hidden = {tensor.place for tensor in find_tensors(chosen.holder)} - known
-        more = f" ({counted(len(hidden), 'tensor')} beside it)" if hidden else ""
+        more = f" ({counted(len(hidden), 'tensor')} next to it)" if hidden else ""
         yield Change("left-out", f"{text}{more}", 1)
     for text, tensors in chosen.apart.items():
         yield Change("left-out", text, 1, needed=tensors > 0)
@@ -344,8 +350,9 @@ def beside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
         elif part.holder is not holder and not is_within(part.path, chosen):
             count = sum(1 for path, _ in part.tensors() if not is_within(path, chosen))
             rest = "the rest of " if is_within(chosen, part.path) else ""
-            text = f"{rest}the {part.kind} {printable(part.name) or 'at the root'}"
-            yield Change("left-out", f"{text} ({counted(count, 'tensor')})", count)
+            text = f"{rest}{printable(part.name) or 'the root'}"
+            facts = f"{part.kind.replace('_', ' ')}, {counted(count, 'tensor')}"
+            yield Change("left-out", f"{text} ({facts})", count)
 
 
 def _loose(values: Section, chosen: Path) -> Iterator[Change]:
@@ -359,7 +366,8 @@ def _loose(values: Section, chosen: Path) -> Iterator[Change]:
         groups[_group(leaf)][name_of(path[: shared + 1])] += 1
     for group, names in groups.items():
         if names:
-            yield Change("left-out", f"the {group} {listed(names, most=20)}", names.total())
+            kind = group[:-1] if len(names) == 1 else group
+            yield Change("left-out", f"{listed(names, most=20)} ({kind})", names.total())
 
 
 def _group(leaf: Any) -> str:
@@ -373,9 +381,9 @@ def part_of(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpo
     """Return the part that `key` and `model_only` choose, and the path that its root had."""
     if key == "":
         raise UsageError(
-            "what has an empty name cannot be addressed",
+            "an entry with an empty key cannot be selected",
             file=checkpoint.path or None,
-            hint="without --key, the whole file is chosen",
+            hint="leave out --key to take the whole file",
         )
     if model_only:
         model = model_state_dict(checkpoint, key)
@@ -390,12 +398,12 @@ def part_of(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpo
         is_made = section.kind == "module" or any(one.is_spread for _, one in section.tensors())
         if section.path == path and section.kind in MODEL_KINDS and is_made:
             alone = _state_dict_alone(checkpoint, section)
-            return alone.with_root(alone.root, Change("extract", f"{name} becomes the root")), path
+            return alone.with_root(alone.root, Change("extract", f"made {name} the root")), path
     left_out = list(beside(checkpoint.root, path, node))
     if isinstance(node, TensorRef):
-        change = Change("extract", f"the tensor {name} alone, in a dict", 1)
+        change = Change("extract", f"extracted the tensor {name} into a dict", 1)
         return checkpoint.with_root({name_of(path[-1:]): node}, change, *left_out), path[:-1]
-    made = checkpoint.with_root(node, Change("extract", f"{name} becomes the root"), *left_out)
+    made = checkpoint.with_root(node, Change("extract", f"made {name} the root"), *left_out)
     return made, path
 
 
@@ -408,7 +416,7 @@ def _resolved(checkpoint: Checkpoint, key: Any) -> tuple[Path, Any]:
         path, _ = resolve(checkpoint, key)
         name, file = printable(name_of(path)), checkpoint.path
         raise UsageError(
-            f"{name!r} is a value: no tensor, and nothing that holds any",
+            f"{name!r} is a value without tensors",
             file=file or None,
             hint=f"ckptool show {shell(file)} {shell(name)}" if file else None,
         ) from None
@@ -445,11 +453,11 @@ def chosen_of(
     root, changes = _Pruning(part.root, choose, base).result(file)
     if root is None or not any(part.with_root(root).tensors()):
         raise NotFound(
-            "no tensor would be left",
+            "no tensor would remain",
             file=file,
-            hint=f"this would go: {'; '.join(one.text for one in changes)}"
+            hint=f"left out would be: {'; '.join(one.text for one in changes)}"
             if changes
-            else "choose fewer with --exclude",
+            else "exclude fewer tensors",
         )
     if root is part.root:
         return part
@@ -459,8 +467,8 @@ def chosen_of(
 def kept_in(before: Checkpoint, after: Checkpoint) -> Change:
     """Return how many tensors and bytes of a checkpoint are kept."""
     every, kept = ([tensor for _, tensor in one.tensors()] for one in (before, after))
-    text = f"{len(kept):,} of {len(every):,} tensors kept"
-    return Change("extract", f"{text}, {_bytes(kept):,} of {_bytes(every):,} bytes", len(kept))
+    text = f"kept {len(kept):,} of {counted(len(every), 'tensor')}"
+    return Change("extract", f"{text} ({_bytes(kept):,} of {_bytes(every):,} bytes)", len(kept))
 
 
 def _bytes(tensors: Iterable[TensorRef]) -> int:
@@ -476,7 +484,7 @@ class Salvage(Step):
 
     opens_damaged: ClassVar[bool] = True
     flag: ClassVar[str] = "salvage"
-    on_files: ClassVar[str] = "what is in memory is not damaged"
+    on_files: ClassVar[str] = "a dict in memory cannot be damaged"
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint, opened to be salvaged, without tensors whose bytes are missing.
@@ -494,15 +502,15 @@ class Salvage(Step):
         is_unsummed = not all(isinstance(source, MemorySource) for source in unsummed)
         how = "; the file has no checksums, so only lengths were checked" if is_unsummed else ""
         if not lost and every:
-            text = f"{counted(len(every), 'tensor')}, each of them whole{how}"
+            text = f"all {counted(len(every), 'tensor')} are intact{how}"
             return checkpoint.with_root(checkpoint.root, Change("salvage", text))
         gone = {path[:length] for path in lost for length in range(1, len(path) + 1)}
         root, changes = without(checkpoint, gone)
         if root is None or not every:  # damage may leave no tensor, and all that is left is whole
-            raise NotFound("no tensor of it is whole", file=checkpoint.path)
+            raise NotFound("no tensor is intact", file=checkpoint.path)
         left = checkpoint.with_root(root, *changes)
         count = sum(1 for _ in left.tensors())
-        text = f"{count:,} of {counted(len(every), 'tensor')} salvaged, {len(lost):,} damaged{how}"
+        text = f"salvaged {count:,} of {counted(len(every), 'tensor')}; {len(lost):,} damaged{how}"
         return left.with_root(root, Change("salvage", text, len(lost)))
 
 

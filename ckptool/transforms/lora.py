@@ -82,7 +82,7 @@ def merge_lora(
     scales = tuple(map(float, scale)) or (1.0,)
     count = max(len(adapters), 1)
     if len(scales) not in (1, count) or not all(map(math.isfinite, scales)):
-        raise UsageError(f"scale takes one finite number, or one for each of {count} adapters")
+        raise UsageError(f"scale needs one finite number, or one for each of {count} adapters")
     refuse_placeholders(base)
     part = model_state_dict(base, key)
     if adapters:
@@ -103,7 +103,7 @@ def merge_lora(
     if not own:
         return result
     if any(section.kind == "optimizer" for section in base.sections):
-        text = "the optimizer still has the state of the adapter, which is merged"
+        text = "the optimizer still has the state of the merged adapter"
         result = result.with_root(result.root, Change("warning", text))
     rules = [rule for rule in _TAKEN_OFF if any(re.search(rule[:-2], name) for name, _ in items)]
     return Rename(rules, key=key)(result)
@@ -152,12 +152,12 @@ class _Adapter:
         factored = [one for one in found.values() if not one["alpha"]]
         groups: dict[str, dict[str, TensorRef]] = {one["module"]: {} for one in factored}
         if not groups:
-            raise NotFound("has no weights of a LoRA", file=file.path)
+            raise NotFound("has no LoRA weights", file=file.path)
         if len(adapters := {one["adapter"] or "" for one in factored}) > 1:
             raise UsageError(
-                f"holds several adapters: {listed(sorted(adapters))}",
+                f"has several adapters: {listed(sorted(adapters))}",
                 file=file.path,
-                hint="merge_and_unload() of its PeftModel merges them",
+                hint="merge them with merge_and_unload() of the PeftModel",
             )
         saved: dict[str, TensorRef] = {}
         parts: set[str] = set()
@@ -188,10 +188,10 @@ class _Adapter:
         is_peft = own or config.is_there or any(name.startswith(PEFT) for name in part.node)
         if is_peft and config.alpha is None and any("alpha" not in one for one in groups.values()):
             raise UsageError(
-                "the scale of the adapter is unknown: no adapter_config.json beside it says "
-                "lora_alpha",
+                "the scale of the adapter is unknown: no adapter_config.json next to it "
+                "has lora_alpha",
                 file=file.path,
-                hint="put it there; or --alpha N, where N is its lora_alpha, if it has neither "
+                hint="put it there, or add --alpha N with its lora_alpha, if it has neither "
                 "patterns nor rslora",
             )
         factors = {}
@@ -199,7 +199,7 @@ class _Adapter:
             if not {"down", "up"} <= held.keys():
                 raise NotFound(f"{printable(module)!r} has only one factor", file=file.path)
             if "size" in held and module in embeddings:
-                raise NotRepresentable("DoRA of an embedding is not known here", file=file.path)
+                raise NotRepresentable("DoRA on an embedding is not supported", file=file.path)
             rank = (held["down"].shape[:1] or (1,))[0] or 1
             if "alpha" in held:
                 factor = _number(_scalar(held["alpha"]), f"{printable(module)}.alpha", file.path)
@@ -257,7 +257,7 @@ class _Config:
         try:
             config: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UsageError("is not JSON", file=place) from error
+            raise UsageError("is not valid JSON", file=place) from error
         if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
             raise NotRepresentable("the adapter is not a LoRA", file=place)
         unknown = [name for name in _UNKNOWN if config.get(name)]
@@ -268,9 +268,9 @@ class _Config:
             unknown.append("such an alpha_pattern")
         if unknown:
             raise NotRepresentable(
-                f"the adapter has {listed(unknown)}, which merge-lora does not know",
+                f"the adapter has {listed(unknown)}, which merge-lora does not support",
                 file=place,
-                hint="merge_and_unload() of its PeftModel",
+                hint="use merge_and_unload() of the PeftModel",
             )
         if alpha is not None:
             patterns = {}
@@ -297,7 +297,7 @@ class _Config:
         """
         name = module.removeprefix(PEFT)
         if self.patterns and len(name) > _LONGEST:
-            raise UsageError(f"{printable(name)!r} is too long to search an alpha_pattern in")
+            raise UsageError(f"{printable(name)!r} is too long to match against an alpha_pattern")
         found = (value for pattern, value in self.patterns if pattern.match(name))
         return next(found, default if self.alpha is None else self.alpha)
 
@@ -305,7 +305,7 @@ class _Config:
 def _number(value: object, name: str, file: str) -> float:
     if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max:
         return float(value)
-    raise UsageError(f"{name} is {value!r:.40}, and not a finite number", file=file)
+    raise UsageError(f"{name} is {value!r:.40}, expected a finite number", file=file)
 
 
 def _scalar(tensor: TensorRef) -> object:
@@ -364,9 +364,9 @@ class _Plan:
             self._refuse_grown(grown)
         rates = sorted({factors.scale for factors in adapter.factors.values()})
         shown = listed([f"{rate:g}" for rate in rates], most=4)
-        text = f"{counted(len(taken), 'weight')} changed by {adapter.path}, times {shown}"
+        text = f"merged {adapter.path} into {counted(len(taken), 'weight')} (scale {shown})"
         if adapter.saved:
-            text += f"; {counted(len(adapter.saved), 'tensor')} replaced"
+            text += f"; replaced {counted(len(adapter.saved), 'tensor')}"
         return Change("merge", text, len(taken) + len(adapter.saved))
 
     def made(self, dropped: set[str]) -> dict[str, TensorRef]:
@@ -393,7 +393,8 @@ class _Plan:
                 continue
             if tensor.dtype not in FLOATING or not tensor.has_content:
                 raise NotRepresentable(
-                    f"{printable(name)!r} is {tensor.dtype} {tensor.kind}, which takes no adapter",
+                    f"{printable(name)!r} is {tensor.dtype} {tensor.kind}, which cannot take "
+                    "an adapter",
                     file=self.base.path,
                 )
             place = name if other is not None else tensor.place
@@ -441,10 +442,10 @@ class _Plan:
             differs |= len(shape) == 2 and turned not in (None, one.transposed)
         if square is not None and differs:
             raise UsageError(
-                f"{printable(square)!r} is square: whether it is (in, out), as others of this "
-                "adapter show and fan_in_fan_out does not say, is not known",
+                f"{printable(square)!r} is square, so its shape does not show its order: others of "
+                "this adapter are (in, out), but fan_in_fan_out is not set",
                 file=adapter.path,
-                hint="fan_in_fan_out in the adapter_config.json beside it says so",
+                hint="set fan_in_fan_out in the adapter_config.json next to it",
             )
 
     def _found(self, adapter: _Adapter, shown: str, wanted: str, taken: dict[str, str]) -> str:
@@ -457,7 +458,7 @@ class _Plan:
         for candidates in self._candidates(_bare(wanted)):
             if len(candidates) > 1:
                 raise NotFound(
-                    f"{printable(shown)!r} may mean {listed(candidates, most=3)}",
+                    f"{printable(shown)!r} is ambiguous: it could be {listed(candidates, most=3)}",
                     file=adapter.path,
                 )
             for name in candidates:
@@ -471,7 +472,8 @@ class _Plan:
         raise NotFound(
             f"{printable(shown)!r} has no counterpart in {self.base.path}",
             file=adapter.path,
-            hint="is it the adapter of another model? extract --include takes a part of an adapter",
+            hint="the adapter may belong to another model; extract a part of it with extract "
+            "--include",
         )
 
     def _candidates(self, wanted: str) -> Iterator[list[str]]:

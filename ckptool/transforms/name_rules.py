@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ckptool.core.names import similar
 from ckptool.errors import FileDenied, FileMissing, UsageError
-from ckptool.words import listed, printable
+from ckptool.words import counted, listed, printable
 
 _MOST_IDLE = 3
 
@@ -41,7 +41,7 @@ def regex_rule(text: str) -> Rule:
     regex, arrow, replacement = text.partition("=>")
     if not arrow or not regex:
         raise UsageError(
-            f"'{printable(text)}' is not a rule REGEX=>REPL",
+            f"'{printable(text)}' is not a rule of the form REGEX=>REPL",
             hint=r"for example '^backbone\.=>encoder.'",
         )
     try:
@@ -55,8 +55,8 @@ def regex_rule(text: str) -> Rule:
         pattern.sub(replacement, "")
     except (re.error, IndexError) as error:
         raise UsageError(
-            f"'{printable(replacement)}' cannot replace what '{printable(regex)}' finds: {error}",
-            hint=rf"it has {pattern.groups} groups: \1 is the first, \g<name> one by its name",
+            f"'{printable(replacement)}' is not a replacement for '{printable(regex)}': {error}",
+            hint=rf"it has {pattern.groups} groups; \1 is the first, \g<name> a named one",
         ) from error
 
     def apply(name: str) -> str | None:
@@ -78,8 +78,8 @@ def prefix_rule(text: str) -> Rule:
     old, equals, new = (part.strip().removesuffix(".") for part in text.partition("="))
     if not equals or not (old or new):
         raise UsageError(
-            f"'{printable(text)}' is not a rule OLD=NEW",
-            hint="for example backbone=encoder; model.= takes it off, =model. puts it before",
+            f"'{printable(text)}' is not a rule of the form OLD=NEW",
+            hint="use for example backbone=encoder; model.= removes a prefix, =model. adds one",
         )
     before = f"{old}." if old else ""
     after = f"{new}." if new else ""
@@ -116,10 +116,10 @@ def rules_of(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[
     checked: list[Rule] = []
     for given, made in ((rules, regex_rule), (prefixes, prefix_rule)):
         if isinstance(given, (str, Rule)):
-            raise UsageError(f"a list of rules is wanted, not {given!r}", hint=f"[{given!r}]")
+            raise UsageError(f"expected a list of rules, not {given!r}", hint=f"[{given!r}]")
         for one in given:
             if not isinstance(one, (str, Rule)):
-                raise UsageError(f"rules are texts, REGEX=>REPL or OLD=NEW, not {one!r}")
+                raise UsageError(f"a rule is a string REGEX=>REPL or OLD=NEW, not {one!r}")
             checked.append(one if isinstance(one, Rule) else made(one))
     return checked
 
@@ -151,9 +151,9 @@ class AppliedRules:
         for name, new in found.items():
             if name and not new:
                 raise UsageError(
-                    f"nothing would be left of the name {printable(name)!r}",
+                    f"the rules would leave nothing of the key {printable(name)!r}",
                     file=self.file or None,
-                    hint="every tensor needs a name: let the rules keep a part of it",
+                    hint="change the rules to keep a part of each key",
                 )
         return found
 
@@ -175,17 +175,19 @@ class AppliedRules:
         return steps
 
     def idle(self) -> Iterator[str]:
-        """Yield which rules matched no name, or which names of a table are nowhere."""
+        """Yield the rules that match no key, and the keys of a table that are not found."""
         matched: list[set[str]] = [set() for _ in self.rules]
         for step in chain.from_iterable(self.steps.values()):
             matched[step.rule].add(step.old)
         for at, rule in enumerate(self.rules):
             idle = [name for name in rule.wanted if name not in matched[at]]
             if not matched[at]:
-                yield f"{printable(rule.text)} matched no name{self._near(at, idle)}"
+                yield f"rule {printable(rule.text)} matches no key{self._near(at, idle)}"
             elif rule.exact and idle:
-                text = f"{len(idle):,} of the {len(rule.wanted):,} names in {printable(rule.text)}"
-                yield f"{text} are nowhere: {listed(idle)}{self._near(at, idle)}"
+                text = (
+                    f"{len(idle):,} of {counted(len(rule.wanted), 'key')} in {printable(rule.text)}"
+                )
+                yield f"{text} not found: {listed(idle)}{self._near(at, idle)}"
 
     def _near(self, at: int, idle: list[str]) -> str:
         """Return which names like those there are, after the rules before this one."""
@@ -196,14 +198,14 @@ class AppliedRules:
         near = dict.fromkeys(
             name for wanted in idle[:_MOST_IDLE] for name in similar(wanted, names)
         )
-        return f"; there is {listed(near)}" if near else ""
+        return f"; did you mean {listed(near)}?" if near else ""
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """Return the text of a file that the user wrote.
 
     Raises:
-        FileMissing: there is no such file.
+        FileMissing: no such file.
         FileDenied: the system refuses it.
         UsageError: it is no UTF-8.
     """
@@ -225,7 +227,7 @@ def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
     may have blanks. What follows a `#` is a comment.
 
     Raises:
-        FileMissing: there is no such file.
+        FileMissing: no such file.
         FileDenied: the system refuses it.
         UsageError: it is something else; the message names the line.
     """
@@ -234,7 +236,7 @@ def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
     table: dict[str, str] = {}
     for where, old, new in _json_rows(path, text) if is_json else _columns(path, text):
         if table.setdefault(old, new) != new:
-            raise _wrong(path, f"{where}{printable(old)!r} has another name already")
+            raise _wrong(path, f"{where}{printable(old)!r} already has another new key")
     return table
 
 
@@ -246,7 +248,7 @@ def _columns(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str, str
         mark = next((mark for mark in "\t," if mark in content), None)
         words = [word.strip() for word in content.split(mark)]
         if len(words) != 2 or not all(words):
-            fact = f"{printable(row)!r} is not two names, the old and the new"
+            fact = f"{printable(row)!r} is not an old and a new key"
             raise _wrong(path, f"line {line}: {fact}")
         yield f"line {line}: ", words[0], words[1]
 
@@ -255,14 +257,14 @@ def _json_rows(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str, s
     try:
         pairs = json.loads(text, object_pairs_hook=lambda pairs: pairs)
     except (ValueError, RecursionError) as error:
-        raise _wrong(path, f"the JSON is broken: {error}") from error
+        raise _wrong(path, f"the file is not valid JSON: {error}") from error
     if text.lstrip()[:1] != "{":
-        raise _wrong(path, "a JSON object is wanted, old name to new")
+        raise _wrong(path, "expected a JSON object from old to new keys")
     for old, new in pairs:
         if not isinstance(new, str):
-            raise _wrong(path, f"the new name of {printable(old)!r} is not text")
+            raise _wrong(path, f"the new key of {printable(old)!r} is not a string")
         yield "", old, new
 
 
 def _wrong(path: Any, fact: str) -> UsageError:
-    return UsageError(fact, file=path, hint="two columns, old name and new, or a JSON object")
+    return UsageError(fact, file=path, hint="write two columns, old and new key, or a JSON object")

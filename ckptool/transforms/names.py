@@ -36,7 +36,7 @@ from ckptool.core.sections import (
     optimizer_names,
     wrapped_names,
 )
-from ckptool.core.tree import everything, rebuild, where
+from ckptool.core.tree import everything, inside, rebuild, where
 from ckptool.errors import NameCollision, NotFound, UsageError
 from ckptool.transforms.name_rules import AppliedRules, Rule, RuleMatch, rules_of
 from ckptool.transforms.step import Step
@@ -290,7 +290,9 @@ class NamePlan:
                 check_collisions(flat, renamed, file=self.file or None, hint=self.collision_hint)
                 items = ((renamed.get(key, key), value) for key, value in flat.items())
                 self.instead[id(flat)] = remade(flat, items)
-                text = f"{counted(len(renamed), 'key')} of a flat optimizer state renamed with it"
+                text = (
+                    f"renamed {counted(len(renamed), 'key')} of the flat optimizer state to match"
+                )
                 self.changes.append(Change("follow", text, len(renamed)))
 
     def _rename_optimizer(self, part: Section, own: list[str], renamed: dict[str, str]) -> None:
@@ -310,9 +312,8 @@ class NamePlan:
                 for key, value in group.items()
             ]
             self.instead[id(group)] = remade(group, items)
-        verb = "follows" if len(renamed) == 1 else "follow"
         which = f"the optimizer {where(part.path)}" if part.path else "the optimizer"
-        text = f"{counted(len(renamed), 'name')} in {which} {verb}"
+        text = f"renamed {counted(len(renamed), 'parameter')} in {which} to match"
         self.changes.append(Change("follow", text, len(renamed)))
 
     def _check(self, part: Section, names: Iterable[Any], renamed: dict[str, str]) -> None:
@@ -340,9 +341,9 @@ def with_items(
     root = rebuild(checkpoint.root, None, mapping)
     if found != items.keys():
         raise UsageError(
-            "the weights are in a pickled module or object, or beside other sections",
+            "the weights are in a pickled module or object, or mixed with other sections",
             file=checkpoint.path,
-            hint=f"ckptool convert {shell(checkpoint.path)} OUT --model-only takes them alone",
+            hint=f"ckptool convert {shell(checkpoint.path)} OUT --model-only extracts them",
         )
     return checkpoint.with_root(root, *changes)
 
@@ -366,7 +367,7 @@ def changed(names: Iterable[str], rename: Renamer) -> dict[str, str]:
 
 def stays(part: Section) -> Change:
     """Return the warning that the names of a pickled module cannot change."""
-    text = f"the pickled module at {where(part.path)} stays as it is: its class names its parts"
+    text = f"the pickled module at {where(part.path)} is unchanged: its class defines its keys"
     return Change("warning", text, len(part.node))
 
 
@@ -447,7 +448,7 @@ def unwrapped_modules(
         )
     after = wrapped_names(module_state(_with_instead(root, instead)) or OrderedMap())
     if len(after) != len(names):  # modules that the file has under several names
-        raise NameCollision("two names of a module would become one", hint=COLLISION_HINT)
+        raise NameCollision("two keys of a module would become the same key", hint=COLLISION_HINT)
     renamed = {name: new for name, new in zip(names, after, strict=True) if new != name}
     return Unwrapped(instead, renamed, wanted)
 
@@ -523,8 +524,11 @@ def _keys_of_the_tree(checkpoint: Checkpoint, made: _Renaming) -> Iterator[Chang
         old, new = old.removesuffix("."), new.removesuffix(".")
         if not count and equals and not rule.regex and old in root and new:
             command = shlex.join(["ckptool", "convert", checkpoint.path, "OUT", "--move"])
-            text = f"{printable(old)} is a key of the file, not of a state dict: {command} "
-            yield Change("note", f"{text}{shlex.quote(f'{old}={new}')} gives it another name")
+            text = (
+                f"{printable(old)} is a key of the file, not of a state dict; to rename "
+                f"it: {command} "
+            )
+            yield Change("note", f"{text}{shlex.quote(f'{old}={new}')}")
 
 
 class _Renaming(AppliedRules):
@@ -541,9 +545,9 @@ class _Renaming(AppliedRules):
         for name, new in found.items():
             if "/" in new and "/" not in name:
                 raise UsageError(
-                    f"{printable(new)!r} has a / in it, and so has no address",
+                    f"key {printable(new)!r} contains a slash, so it would have no path",
                     file=self.file or None,
-                    hint="dots stand between the parts of a name",
+                    hint="separate the parts of a key with dots",
                 )
             for step in self.steps[name]:
                 if step.old != step.new:
@@ -569,7 +573,7 @@ class _Renaming(AppliedRules):
         for rule, count, example in zip(self.rules, self._changed, self._examples, strict=True):
             if example is not None:
                 such = f"{printable(example.old)} -> {printable(example.new)}"
-                text = f"{printable(rule.text)} changed {counted(count, 'name')}: {such}"
+                text = f"renamed {counted(count, 'key')} with {printable(rule.text)} ({such})"
                 yield Change("rename", text, count)
 
 
@@ -643,9 +647,11 @@ class Strip(Step):
                 if found.instead and found.wanted is not None:
                     plan.changes.append(_stripped(part, found.wanted, found.renamed))
                 if found.keeps:
-                    text = f"the pickled module at {where(part.path)} keeps names that look wrapped"
+                    text = (
+                        f"the pickled module at {where(part.path)} keeps keys with wrapper prefixes"
+                    )
                     plan.changes.append(
-                        Change("warning", f"{text}: its class has them", len(names))
+                        Change("warning", f"{text}: its class defines them", len(names))
                     )
         plan.follow(checkpoint.root, parts, lambda own: strip_names(own, **options).renamed)
         return plan.applied(checkpoint)
@@ -707,7 +713,7 @@ def _check_path(checkpoint: Checkpoint, parts: list[Section], at: str | None) ->
     if not any(name.startswith(f"{at}.") for name in names):
         known = dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name)
         raise NotFound(
-            f"no name begins with {printable(at)!r}; the modules are {listed(known)}",
+            f"no key starts with {printable(at)!r}; the submodules are {listed(known)}",
             file=checkpoint.path or None,
         )
 
@@ -718,11 +724,12 @@ def _add(plan: NamePlan, part: Section, wrapper: str, at: str | None) -> None:
     before = f"{at}.{wrapper}." if at else f"{wrapper}."
     own = [name for name in renamed if counts(name)]
     if own and all(name.startswith(before) for name in own):
-        text = f"the names in {where(part.path)} began with {before} before"
+        text = f'the keys{inside(part.path)} already started with "{before}"'
         plan.changes.append(Change("warning", text, len(renamed)))
     plan.rename(part, names, renamed, add_name(wrapper, at))
     if renamed:
-        text = f"added {before} to {counted(len(renamed), 'name')} in {where(part.path)}"
+        keys = counted(len(renamed), "key")
+        text = f'added "{before}" to {keys}{inside(part.path)}'
         plan.changes.append(Change("add", text, len(renamed)))
 
 
@@ -733,13 +740,15 @@ def _kept_in_part(
     within, others = wrapped_in_part(names, only=only)
     if within:
         text = (
-            f"module. stays in {counted(len(within), 'name')} of {where(part.path)}, because "
-            f"{printable(others[0])} has none: ckptool rename --prefix module.= removes it"
+            f'kept "module." on {counted(len(within), "key")}{inside(part.path)}, because '
+            f"{printable(others[0])} does not have it; to remove it: "
+            "ckptool rename --prefix module.="
         )
         yield Change("warning", text, len(within))
 
 
 def _stripped(part: Section, result: StripResult, renamed: dict[str, str]) -> Change:
-    names, going = counted(len(renamed), "name"), counted(result.levels, "level")
-    text = f"removed {', '.join(result.wrappers)} from {names} in {where(part.path)} ({going})"
+    prefixes = " and ".join(f'"{wrapper}."' for wrapper in result.wrappers)
+    levels = f" ({result.levels} levels)" if result.levels > 1 else ""
+    text = f"removed {prefixes} from {counted(len(renamed), 'key')}{inside(part.path)}{levels}"
     return Change("strip", text, len(renamed))

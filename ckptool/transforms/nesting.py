@@ -40,27 +40,32 @@ class Flatten(Step):
             here = where(path)
             if isinstance(node, Opaque):
                 raise NotRepresentable(
-                    f"{here} is an object of class {printable(node.class_name)}, which has tensors",
+                    f"{here} is an object of class {printable(node.class_name)} with tensors "
+                    "inside",
                     file=checkpoint.path or None,
-                    hint="--plain makes plain data of objects where it can; --key takes one part",
+                    hint="add --plain to convert objects to plain data, or choose one part "
+                    "with --key",
                 )
             if isinstance(node, OrderedMap) and node.attributes:
                 lost.append(f"the attributes of {here}: {listed(map(str, node.attributes))}")
             if not node and path:
-                lost.append(f"{here}, which is empty")
+                lost.append(f"{here} is empty")
             return True
 
         for path, leaf in walk(checkpoint.root, enter=enter):
             name = self.separator.join(map(str, path))
             if name in root:
                 raise NameCollision(
-                    f"two entries would be called {printable(name)!r}",
+                    f"two entries would both become {printable(name)!r}",
                     file=checkpoint.path or None,
-                    hint="choose another separator: --flatten /",
+                    hint="choose another separator, for example --flatten /",
                 )
             root[name] = leaf
         count = sum(isinstance(leaf, TensorRef) for leaf in root.values())
-        text = f"{counted(count, 'tensor')} in one flat dict, keys joined by {self.separator!r}"
+        text = (
+            f"flattened {counted(count, 'tensor')} into one dict, keys joined with "
+            f"{self.separator!r}"
+        )
         left_out = [Change("left-out", one, 1) for one in lost]
         return checkpoint.with_root(root, Change("flatten", text, count), *left_out)
 
@@ -76,5 +81,5 @@ class Nest(Step):
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with a dict of one key as its root."""
-        text = f"all of it put under {printable(self.key)!r}"
+        text = f'moved everything under "{printable(self.key)}"'
         return checkpoint.with_root({self.key: checkpoint.root}, Change("nest", text))

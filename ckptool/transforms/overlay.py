@@ -14,15 +14,15 @@ from ckptool.core.model import OrderedMap, TensorRef
 from ckptool.core.names import bare_names, common_wrapper
 from ckptool.core.quantizers import find_quantized
 from ckptool.core.sections import Section, model_state_dict
-from ckptool.core.tree import where
+from ckptool.core.tree import inside
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.formats import Source, open_checkpoint
 from ckptool.transforms.extraction import plain_state_dict
 from ckptool.transforms.names import with_items
 from ckptool.transforms.step import Step, listed_option
-from ckptool.words import counted, listed, printable
+from ckptool.words import are, counted, listed, printable, shell
 
-_OPTIMIZER = "has the state of an optimizer, which is of other weights"
+_OPTIMIZER = "has an optimizer state, which belongs to other weights"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Overlay(Step):
     tied to a replaced one follow. The other file stays open as long as the result.
     """
 
-    on_files: ClassVar[str] = "dict.update puts the tensors of another dict in it"
+    on_files: ClassVar[str] = "use dict.update for dicts in memory"
     options: ClassVar[Mapping[str, str]] = {
         "source": "overlay", "key": "overlay_key", "at": "overlay_at", "include": "overlay_include",
         "add": "overlay_add",
@@ -58,7 +58,9 @@ class Overlay(Step):
         """
         object.__setattr__(self, "include", listed_option("overlay_include", self.include))
         if self.at == "":
-            raise UsageError("--overlay-at takes the path of a submodule", hint="--overlay-at vae")
+            raise UsageError(
+                "--overlay-at needs the path of a submodule", hint="for example --overlay-at vae"
+            )
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with the tensors of the other file.
@@ -73,9 +75,9 @@ class Overlay(Step):
         part = model_state_dict(checkpoint)
         if not isinstance(part.holder, dict):
             raise UsageError(
-                "the model is a pickled module, whose tensors its class holds",
+                "the model is a pickled module, whose class defines its tensors",
                 file=checkpoint.path or None,
-                hint="add --model-only: its state dict takes the tensors",
+                hint="add --model-only to convert it to a state dict first",
             )
         if isinstance(self.source, Checkpoint):
             return self._over(checkpoint, part, self.source)
@@ -99,7 +101,8 @@ class Overlay(Step):
             raise self._nothing(checkpoint, part, taken, by_bare, other)
         if added and not self.add:
             raise UsageError(
-                f"{counted(len(added), 'tensor')} of {printable(other.path)} are not in the model: "
+                f"{counted(len(added), 'tensor')} of {printable(other.path)} "
+                f"{are(len(added))} not in the model: "
                 f"{listed(map(printable, added), most=3)}",
                 file=checkpoint.path or None,
                 hint="add --overlay-add to add them, or choose with --overlay-include GLOB",
@@ -111,12 +114,13 @@ class Overlay(Step):
         tied = _followers(own, pairs)
         instead = {**pairs, **tied}
         items = [(name, instead.get(name, value)) for name, value in part.holder.items()]
-        changes = [
-            Change("overlay", f"replaced {counted(len(pairs), 'tensor')} in {where(part.path)} by "
-                   f"those of {printable(other.path)}", len(pairs)),
-        ]  # fmt: skip
+        text = (
+            f"replaced {counted(len(pairs), 'tensor')}{inside(part.path)} with those of "
+            f"{printable(other.path)}"
+        )
+        changes = [Change("overlay", text, len(pairs))]
         if tied:
-            text = f"{counted(len(tied), 'tied key')} followed: {listed(map(printable, tied), 3)}"
+            text = f"updated {counted(len(tied), 'tied key')}: {listed(map(printable, tied), 3)}"
             changes.append(Change("overlay", text, len(tied)))
         if added:
             text = f"added {counted(len(added), 'tensor')}: {listed(map(printable, added), most=3)}"
@@ -158,13 +162,14 @@ class Overlay(Step):
             for there in ends.get(own.rpartition(".")[2], ()):
                 if there.endswith(f".{own}") and shapes[there] == one.shape:
                     prefixes[there.removesuffix(f".{own}")] += 1
-        best = prefixes.most_common(1)
+        hint = f"the model has {listed(by_bare, 3)}; the other file {listed(taken, 3)}"
+        for path, count in prefixes.most_common(1):
+            hint = f"add --overlay-at {path}, which matches {count:,} of {len(taken):,}"
         return NotFound(
             f"no tensor of {printable(other.path)} has a key of the model",
             file=checkpoint.path or None,
-            hint=f"--overlay-at {best[0][0]} fits {best[0][1]:,} of {len(taken):,}" if best else
-            f"the model has {listed(by_bare, 3)}; the other file {listed(taken, 3)}",
-        )  # fmt: skip
+            hint=hint,
+        )
 
 
 def _check_alike(
@@ -175,18 +180,22 @@ def _check_alike(
 ) -> None:
     """Refuse tensors of another shape or dtype."""
     wrong = [
-        f"{printable(name)} is {one.dtype} {list(one.shape)}, in the model "
-        f"{own[name].dtype} {list(own[name].shape)}"
+        f"{printable(name)} (file {one.dtype} {list(one.shape)}, model "
+        f"{own[name].dtype} {list(own[name].shape)})"
         for name, one in pairs.items()
         if (one.shape, one.dtype) != (own[name].shape, own[name].dtype)
     ]
     if wrong:
         casts = all(one.shape == own[name].shape for name, one in pairs.items())
         raise UsageError(
-            f"{counted(len(wrong), 'tensor')} of {printable(other.path)} differ from the model's: "
+            f"{counted(len(wrong), 'tensor')} of {printable(other.path)} have a different "
+            "shape or dtype in the model: "
             f"{listed(wrong, most=3)}",
             file=checkpoint.path or None,
-            hint="cast the other file first: ckptool cast --dtype" if casts else None,
+            hint=f"cast the other file first: ckptool cast {shell(other.path)} --dtype "
+            f"{own[next(iter(pairs))].dtype}"
+            if casts
+            else None,
         )
 
 
@@ -199,10 +208,10 @@ def _check_companions(
         group = {weight, *known.companions}
         if names & group and not group <= names:
             raise NotRepresentable(
-                f"{printable(weight)!r} of {what} {known}, and would be parted from "
+                f"{printable(weight)!r} of {what} {known}, and would be separated from "
                 f"{listed(sorted(group - names), 3)}",
                 file=checkpoint.path or None,
-                hint="take them together with --overlay-include, or --dequantize first",
+                hint="select them together with --overlay-include, or dequantize first",
             )
 
 

@@ -338,7 +338,7 @@ class Plain(Step):
     """
 
     selects: ClassVar[bool] = True
-    on_files: ClassVar[str] = "the objects of a dict in memory are its own"
+    on_files: ClassVar[str] = "a dict in memory keeps its objects"
 
     plain: bool = True
     """Turn objects into plain data."""
@@ -352,7 +352,7 @@ class Plain(Step):
             UsageError: neither is given.
         """
         if not (self.plain or self.drop_objects):
-            raise UsageError("Plain needs plain or drop_objects")
+            raise UsageError("plain needs --plain or --drop-objects")
 
     def words(self) -> Iterator[str]:
         """Yield the words that ask `convert` for this step."""
@@ -373,7 +373,7 @@ class Plain(Step):
         made = (
             self._converted(checkpoint)
             if self.plain
-            else _dropped(checkpoint, hint="--plain converts objects to plain data")
+            else _dropped(checkpoint, hint="add --plain to convert objects to plain data")
         )
         asked = tuple(replace(one, wanted=one.wanted or one.needed) for one in made.changes)
         return made if asked == made.changes else replace(made, changes=asked)
@@ -386,12 +386,12 @@ class Plain(Step):
             return _dropped(result, hint=None)
         remaining = [_remaining(path, node) for path, node in refusals(result.root)]
         if remaining:
-            verb = "has" if len(remaining) == 1 else "have"
             raise NotRepresentable(
-                f"{len(remaining):,} of its objects {verb} no plain form that loses nothing: "
+                f"{counted(len(remaining), 'object')} cannot be converted to plain data "
+                "without loss: "
                 f"{listed(remaining, _MOST_NAMED)}",
                 file=checkpoint.path or None,
-                hint="--drop-objects leaves them out",
+                hint="add --drop-objects to leave them out",
             )
         return result
 
@@ -406,7 +406,7 @@ def _dropped(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:
         return kept
     if is_refused(kept.root):
         raise NotRepresentable(
-            f"all of it is one object ({class_of(kept.root)}): nothing would remain",
+            f"the file is one object ({class_of(kept.root)}), so nothing would remain",
             file=checkpoint.path or None,
             hint=hint,
         )
@@ -429,8 +429,8 @@ def _check_models(before: Checkpoint, after: Checkpoint, hint: str | None) -> No
         if part.kind == "state_dict" or len(lost) == len(models):
             where = f"the {part.kind} {printable(part.name) or 'at the root'}"
             raise NotRepresentable(
-                f"{where} would lose its {counted(len(part.tensors()), 'tensor')}, which are "
-                "objects, or in one",
+                f"{where} would lose {counted(len(part.tensors()), 'tensor')}, which are "
+                "in objects",
                 file=before.path or None,
                 hint=hint,
             )
@@ -444,10 +444,10 @@ def _refuse_nothing(before: Checkpoint, after: Checkpoint, hint: str | None) -> 
     """
     has_tensors = holds_tensors(before.root)
     if not (holds_tensors(after.root) if has_tensors else _has_content(after)):
-        what = "every tensor of the file" if has_tensors else "all of its content"
+        what = "every tensor of the file" if has_tensors else "all content"
         classes = dict.fromkeys(class_of(node) for _, node in refusals(before.root))
         raise NotRepresentable(
-            f"{what} is in objects, without which nothing would remain: {listed(classes, most=4)}",
+            f"{what} is in objects, so nothing would remain: {listed(classes, most=4)}",
             file=before.path or None,
             hint=hint,
         )
@@ -465,7 +465,7 @@ def _sentence(path: Path, node: Any) -> str:
 
 def _remaining(path: Path, node: Any) -> str:
     lost = _beside_state(node)[0] if is_module(node) else ()
-    beside = f", beside its state_dict: {listed(lost, _MOST_NAMED)}" if lost else ""
+    beside = f", except for its state_dict: {listed(lost, _MOST_NAMED)}" if lost else ""
     return f"{where(path)} ({class_of(node)}{beside})"
 
 
@@ -533,14 +533,16 @@ def _form_changes(root: Any, form_of: Forms, forms: dict[int, Any]) -> Iterator[
         if form is node:
             continue
         name = where(path_of(link))
-        yield Change("plain", f"{name}: {printable(class_of(node))} becomes {_described(form)}", 1)
+        yield Change(
+            "plain", f"{name}: converted {printable(class_of(node))} to {_described(form)}", 1
+        )
         if is_module(node):
             tensors, attributes = _beside_state(node)
             settings.update(dict.fromkeys(attributes))
             for lost in tensors:
                 yield Change("left-out", f"{name}: {lost}", 1, wanted=True)
     if settings:
-        text = f"what a state_dict does not have of a module: {listed(settings)}"
+        text = f"module attributes that are not in a state_dict: {listed(settings)}"
         yield Change("left-out", text, len(settings), wanted=True)
 
 

@@ -66,7 +66,7 @@ def weights_for_evaluation(
                         "and names, shapes and order do not prove which state belongs to which "
                         "weight",
                         file=checkpoint.path or None,
-                        hint="call optimizer.eval() before the checkpoint is saved",
+                        hint="call optimizer.eval() before saving the checkpoint",
                     )
                 made[name] = lerped(wholes, start, end, 1 - 1 / beta)
         if model is not None and made:

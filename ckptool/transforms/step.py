@@ -92,8 +92,8 @@ class Step:
             return changed_or_closed(opened, lambda one: changed(one, [self]))
         if not isinstance(state, Mapping):
             raise UsageError(
-                f"a path, a state dict or an open checkpoint is wanted, not {a_class(state)}",
-                hint="a model: model.state_dict()",
+                f"expected a path, a state dict or an open checkpoint, not {a_class(state)}",
+                hint="for a model, give model.state_dict()",
             )
         return self.applied_to_dict(state)
 
@@ -109,7 +109,7 @@ def changed(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
         for step in steps:
             if not isinstance(step, Step):
                 raise UsageError(
-                    f"a step is wanted, not {a_class(step)}", hint="for example ckptool.Strip()"
+                    f"expected a step, not {a_class(step)}", hint="for example ckptool.Strip()"
                 )
             made = step.applied(checkpoint)
             for source in opened_by([step], checkpoint, made):

@@ -50,10 +50,10 @@ class Take(Step):
         for name in ("include", "exclude"):
             given = getattr(self, name)
             if isinstance(given, str):
-                raise UsageError(f"a list of globs is wanted, not {given!r}", hint=f"[{given!r}]")
+                raise UsageError(f"expected a list of globs, not {given!r}", hint=f"[{given!r}]")
             object.__setattr__(self, name, tuple(given))
         if self.ema and (self.model_only or self.key is not None):
-            raise UsageError("ema takes the averaged weights alone, without key and model_only")
+            raise UsageError("ema excludes key and model_only")
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the part; the same checkpoint if nothing is removed.

@@ -71,7 +71,8 @@ def _at(checkpoint: Checkpoint, path: str) -> tuple[Path, Any] | None:
     found = list(_found(checkpoint.root, path)) if path else [((), checkpoint.root)]
     if len(found) > 1:
         raise AmbiguousName(
-            f"{printable(path)!r} could be any of {listed(repr(list(one)) for one, _ in found)}",
+            f"{printable(path)!r} is ambiguous: it could be "
+            f"{listed(repr(list(one)) for one, _ in found)}",
             file=checkpoint.path or None,
             hint='put a key with a slash in double quotes: model/"conv/kernel"',
         )
@@ -96,18 +97,18 @@ def _nothing_at(checkpoint: Checkpoint, path: str) -> NotFound:
             break
     else:
         above = ""
-    inside = f" in {printable(above)}" if above else ""
+    within = f" in {printable(above)}" if above else ""
     if isinstance(node, Opaque):
         return NotFound(
-            f"{printable(above)!r} is an object of class {printable(node.class_name)}, whose "
-            "insides are not edited",
+            f"{printable(above)!r} is an object of class {printable(node.class_name)}, which "
+            "cannot be edited inside",
             file=file,
-            hint="--plain makes a dict of it first, where that loses nothing",
+            hint="convert it to a dict first with --plain",
         )
     keys = [name_of((key,)) for key, _ in _children(node)]
     near = get_close_matches(path.rpartition("/")[2], keys, 3, 0.6) or keys
-    there = f"; there is {listed(near, most=8)}" if near else ", which is empty"
-    return NotFound(f"there is nothing at {printable(path)!r}{inside}{there}", file=file)
+    there = f"; it has {listed(near, most=8)}" if near else "; it is empty"
+    return NotFound(f"no entry is at {printable(path)!r}{within}{there}", file=file)
 
 
 def _place_of(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
@@ -128,7 +129,7 @@ def _place_of(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
     if not isinstance(found[1], dict):
         what = "the root" if not above else printable(above)
         raise UsageError(
-            f"{what} is no dict, which alone takes a new key", file=checkpoint.path or None
+            f"{what} is not a dict, so it cannot have a new key", file=checkpoint.path or None
         )
     same = next((one for one in found[1] if name_of((one,)) == key), None)
     if same is None and found[1] and all(type(one) is int for one in found[1]):
@@ -185,7 +186,7 @@ def _refuse_item(checkpoint: Checkpoint, path: Path, verb: str) -> None:
         node = node[key]
     if not isinstance(node, dict):
         raise UsageError(
-            f"{printable(name_of(path))!r} is an item of a {type(node).__name__}, and cannot be "
+            f"{printable(name_of(path))!r} is an item of a {type(node).__name__} and cannot be "
             f"{verb}",
             file=checkpoint.path or None,
         )
@@ -205,11 +206,11 @@ def _rules(option: str, rules: Mapping[str, str] | Iterable[str]) -> dict[str, s
     for old, new in pairs:
         if not (old and new):
             raise UsageError(
-                f"--{option} takes OLD=NEW, with a path on both sides",
-                hint=f"--{option} model_state_dict=state_dict",
+                f"--{option} needs OLD=NEW, with a path on both sides",
+                hint=f"for example --{option} model_state_dict=state_dict",
             )
     if len({old for old, _ in pairs}) < len(pairs):
-        raise UsageError(f"--{option} names one path twice")
+        raise UsageError(f"--{option} has one path twice")
     return dict(pairs)
 
 
@@ -269,9 +270,9 @@ class Move(Step):
             there = _at(checkpoint, new)
             if there is not None and there[0] not in moving:
                 raise UsageError(
-                    f"{printable(new)!r} exists, and does not move",
+                    f"{printable(new)!r} already exists",
                     file=file,
-                    hint=f"--drop {new} removes it; --move {new}=OTHER moves it",
+                    hint=f"add --drop {new} to remove it, or --move {new}=OTHER to keep it",
                 )
             old_key = path[-1]
             if path[:-1] == above and there is None:  # it keeps its place among the others
@@ -294,14 +295,14 @@ def plain_json(text: str) -> Any:
     """
 
     def constant(word: str) -> Any:
-        raise ValueError(f"{word} is no JSON")
+        raise ValueError(f"{word} is not valid JSON")
 
     try:
         value = json.loads(text, parse_constant=constant)
     except RecursionError as error:
         raise UsageError("a value is nested too deeply") from error
     except ValueError as error:
-        hint = f"a string is quoted: '{json.dumps(text)}'" if text.strip() else None
+        hint = f"quote a string: '{json.dumps(text)}'" if text.strip() else None
         raise UsageError(f"{printable(text)!r} is not a JSON value", hint=hint) from error
     _check_value(value)
     return value
@@ -312,7 +313,7 @@ def _check_value(value: Any, depth: int = 0) -> None:
         raise UsageError("a value is nested too deeply")
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
-            raise UsageError("the keys of a value that is set are strings")
+            raise UsageError("the keys of a value must be strings")
         inside: Iterable[Any] = value.values()
     elif isinstance(value, (list, tuple)):
         inside = value
@@ -350,7 +351,7 @@ class Set(Step):
         values = dict(self.values)
         for path, value in values.items():
             if not path:
-                raise UsageError("--set takes PATH=VALUE", hint="--set epoch=3")
+                raise UsageError("--set needs PATH=VALUE", hint="for example --set epoch=3")
             _check_value(value)
         object.__setattr__(self, "values", values)
 
@@ -374,7 +375,7 @@ class Set(Step):
             if is_of_header(checkpoint, path):
                 if not isinstance(value, str):
                     raise UsageError(
-                        f"{printable(path)} takes a string, not {value!r}",
+                        f"{printable(path)} must be a string, not {value!r}",
                         hint=f"--set '{path}=\"{value}\"'",
                     )
                 key = path.removeprefix(f"{METADATA}/")
@@ -418,9 +419,9 @@ def _refuse_over(checkpoint: Checkpoint, path: str, node: Any) -> None:
         what = "a tensor" if isinstance(node, TensorRef) else "an object"
         what = "a container" if isinstance(node, (dict, list, tuple)) else what
         raise UsageError(
-            f"{printable(path)!r} is {what}, and only plain values are set",
+            f"{printable(path)!r} is {what}; --set only replaces plain values",
             file=checkpoint.path or None,
-            hint=f"--set {path}/KEY=VALUE sets a value inside it"
+            hint=f"set a value inside it with --set {path}/KEY=VALUE"
             if what == "a container"
             else None,
         )
@@ -446,7 +447,9 @@ class Drop(Step):
         """
         paths = listed_option("drop", self.paths)
         if not all(paths):
-            raise UsageError("--drop takes the path of an entry", hint="--drop optimizer")
+            raise UsageError(
+                "--drop needs the path of an entry", hint="for example --drop optimizer"
+            )
         object.__setattr__(self, "paths", tuple(dict.fromkeys(paths)))
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -473,7 +476,7 @@ class Drop(Step):
             )
         root = _edited(checkpoint.root, edits)
         if not root:
-            raise NotFound("nothing would be left", file=checkpoint.path or None)
+            raise NotFound("nothing would remain", file=checkpoint.path or None)
         return checkpoint.with_root(root, *changes)
 
 
@@ -494,5 +497,5 @@ def _refuse_parameters(checkpoint: Checkpoint, text: str, path: Path) -> None:
                 raise UsageError(
                     f"{printable(text)!r} is {counted(len(tensors), 'tensor')} of the model",
                     file=checkpoint.path or None,
-                    hint="add --force to drop it; --include and --exclude choose tensors by globs",
+                    hint="add --force to drop it, or choose tensors with --include and --exclude",
                 )

@@ -95,8 +95,8 @@ def with_companions(
         raise FileMissing("is not a readable folder", file=folder) from error
     wanted = _companions(names, library_of(path) or "")
     if not wanted:
-        hint = f"it should have {listed(PATTERNS, 4)}"
-        raise FileMissing("has no file that goes beside a model's weights", file=folder, hint=hint)
+        hint = f"give a folder with {listed(PATTERNS, 4)}"
+        raise FileMissing("has no configuration or tokenizer file", file=folder, hint=hint)
     taken = {one for one in wanted if keeps and place_of(target).exists(os.path.join(target, one))}
     copied = [name for name in wanted if name not in taken]
     weights = plan.files if plan.index else (plan.files[0]._replace(path=path),)
@@ -131,9 +131,9 @@ def _notes(
     folder: str, names: Iterable[str], copied: Collection[str], taken: Iterable[str]
 ) -> Iterator[str]:
     if copied:
-        yield f"copied from {folder}: {listed(copied)}"
+        yield f"copied {listed(copied)} from {folder}"
     if taken:
-        yield f"kept in the target, and not copied from {folder}: {listed(sorted(taken))}"
+        yield f"kept {listed(sorted(taken))} of the target (not copied from {folder})"
     code = [name for name in names if name.endswith(".py")]
     if code:
-        yield f"code is not copied from {folder}: {listed(code)}"
+        yield f"skipped code of {folder}: {listed(code)}"

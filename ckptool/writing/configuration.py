@@ -55,7 +55,7 @@ def edited(path: str, checkpoint: Checkpoint) -> Edited:
         if len(raw) > _MOST or not isinstance(json.loads(text), dict):
             raise ValueError
     except (ValueError, RecursionError):
-        warning = "config.json is not a JSON object that can be read: it does not follow the change"
+        warning = "config.json is not a valid JSON object, so it does not reflect the change"
         return Edited(warnings=(Change("warning", f"{warning} of the weights"),))
     work = _Work(text, checkpoint, rows, types)
     work.follow(text.index("{"), "", plain=plain)

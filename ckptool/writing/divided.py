@@ -117,10 +117,10 @@ def _check_same_sources(job: Job, group: WriterGroup) -> None:
     for number, source in enumerate(job.checkpoint.sources):
         if len({versions[number] for versions in seen}) > 1:
             raise UnreadableFile(
-                "is not the same file in all processes: it was written again, or machines have "
-                "copies of their own",
+                "differs between processes: it was written again, or machines have their "
+                "own copies",
                 file=source.name,
-                hint="try again when nothing writes to it; all machines must read one file",
+                hint="try again when nothing writes to it; all machines must read the same file",
             )
 
 

@@ -67,7 +67,7 @@ class Job:
             fd = source.fd()
             if fd is not None and not leads_to(source.name, fd):
                 warn(
-                    f"{source.name}: has been replaced or removed meanwhile; "
+                    f"{source.name}: was replaced or removed during the run; "
                     "the result is of the file that was there before"
                 )
 

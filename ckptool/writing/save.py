@@ -233,9 +233,9 @@ def _planned(
     elif isinstance(known := writer(format), FolderFormat):
         if is_a_source(path, checkpoint.sources):
             raise NotRepresentable(
-                "a folder is not written over itself: in place its index alone changes",
+                "a folder cannot be written over itself; --in-place can only change its index",
                 file=checkpoint.path,
-                hint="write another folder with -o",
+                hint="write to another folder with -o",
             )
         plan = _placed(known.plan(checkpoint, _most(max_shard_size)), path)
     else:
@@ -279,8 +279,8 @@ def _accompanied(
 
     if not to_folder:
         raise UsageError(
-            "files_from is about a folder to write, and the target is one file",
-            hint="name a folder: ckptool convert SOURCE FOLDER/",
+            "files_from needs a folder as the target, which is one file",
+            hint="write to a folder: ckptool convert SOURCE FOLDER/",
         )
     found = files_from is None
     folder = folder_of_companions(job.checkpoint) if files_from is None else files_from
@@ -306,11 +306,11 @@ def _room(plan: WritePlan, path: str | os.PathLike[str]) -> str:
 def _from_afar(checkpoint: Checkpoint, *, dry_run: bool) -> Iterator[str]:
     """Yield what is read of another machine: at which commit, and how much is to come."""
     if pinned := place_of(checkpoint.path).pinned(checkpoint.path):
-        yield f"read as it is at {pinned}"
+        yield f"read at revision {pinned}"
     if dry_run:
         storages = (tensor.storage for _, tensor in checkpoint.tensors())
         data = far_bytes(one.data for one in storages if one is not None and one.data is not None)
-        yield f"{data:,} bytes of tensors would be fetched"
+        yield f"would fetch {data:,} bytes of tensor data"
 
 
 def _in_place(
@@ -373,7 +373,7 @@ def _sharded(
     from ckptool.formats.sharded import shards_named_by  # most writes have no index
 
     gone = [name for name in shards_named_by(plan.index) if name not in new]
-    stays = f"shards that the new index does not name stay: {listed(gone)}"
+    stays = f"kept shards that the new index does not list: {listed(gone)}"
     return replace(plan, notes=(*plan.notes, stays)) if gone else plan
 
 
@@ -405,9 +405,9 @@ def _reformatted(checkpoint: Checkpoint, plan: WritePlan) -> Iterator[Change]:
     """Yield the change of format, or within one format of the pickle protocol."""
     protocol = checkpoint.details.protocol
     if plan.format != checkpoint.format and not checkpoint.in_memory:
-        yield Change("format", f"{checkpoint.format} becomes {plan.format}")
+        yield Change("format", f"converted {checkpoint.format} to {plan.format}")
     elif plan.written and protocol not in (None, 2):
-        yield Change("format", f"pickle protocol {protocol} becomes 2")
+        yield Change("format", f"changed pickle protocol {protocol} to 2")
 
 
 def _computes(checkpoint: Checkpoint) -> bool:
@@ -439,10 +439,10 @@ def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
     needed = [one.text for one in checkpoint.changes if one.needed and not one.wanted]
     if needed:
         raise NotRepresentable(
-            f"a state dict would lack what only its class saves: {listed(needed)}",
+            f"a state dict cannot contain what only the class saves: {listed(needed)}",
             file=checkpoint.path or None,
-            hint="load it where that class is and save its state_dict(); or --drop-objects leaves "
-            "it out",
+            hint="save its state_dict() where the class is importable, or add --drop-objects "
+            "to leave it out",
         )
     empty = isinstance(checkpoint.root, (dict, list, tuple)) and not checkpoint.root
     if not plan.tensors and (empty or format_of(plan.format).flat) and not checkpoint.in_memory:
@@ -451,7 +451,7 @@ def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
         if not there:  # an empty file: its copy lacks nothing
             return
         raise NotRepresentable(
-            f"the result would be empty: no tensor is left; the file has {listed(there)}",
+            f"the result would have no tensors; the file has {listed(there)}",
             file=checkpoint.path or None,
         )
 
@@ -461,9 +461,9 @@ def _refuse_left_out(checkpoint: Checkpoint, plan: WritePlan, *, strict: bool) -
     lost = [text for text in plan.left_out if text not in wanted]
     if strict and lost:
         raise NotRepresentable(
-            f"{plan.format} cannot hold all of it; this would be left out: {'; '.join(lost)}",
+            f"{plan.format} cannot store everything; left out would be: {'; '.join(lost)}",
             file=checkpoint.path,
-            hint="write it without --strict to leave that out",
+            hint="remove --strict to leave them out",
         )
 
 
@@ -474,7 +474,7 @@ def _refuse_loss(checkpoint: Checkpoint, plan: WritePlan) -> None:
         lost = f"it would become a {plan.format}" + (f", without {lost}" if lost else "")
     if lost:
         raise NotRepresentable(
-            f"the {checkpoint.format} file would lose something in place: {lost}",
+            f"an in-place edit of the {checkpoint.format} file would lose data: {lost}",
             file=checkpoint.path,
             hint=Remedy((("overwrite", True),), " does it anyway", "write another file; or "),
         )
@@ -493,7 +493,7 @@ def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:
     yield from _not_carried(checkpoint)
     entries = [key for key in checkpoint.details.header if key != "format"]
     if entries and target != checkpoint.format and not format_of(target).header_key:
-        yield f"entries of the header: {listed(entries)}"
+        yield f"header entries: {listed(entries)}"
 
 
 def _not_carried(checkpoint: Checkpoint) -> Iterator[str]:

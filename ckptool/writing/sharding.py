@@ -47,7 +47,8 @@ def parse_size(text: str) -> int:
         size = int(Fraction(number) * (1024 if binary else 1000) ** _POWERS[power.upper()])
     if not found or size < 1 or (found[3] and not found[2]):
         raise UsageError(
-            f"{text!r} is not a size of a shard", hint="a number of bytes, or 500MB, 5GB, 4.5GiB"
+            f"{text!r} is not a shard size",
+            hint="give a number of bytes, or a size such as 500MB, 5GB or 4.5GiB",
         )
     return size
 
@@ -83,7 +84,7 @@ def plan_shards(
     """
     limit = DEFAULT_SIZE if max_shard_size is None else max_shard_size
     if limit < 1:
-        raise UsageError(f"{limit} bytes are not a size of a shard")
+        raise UsageError(f"a shard cannot have {limit} bytes")
     names = _Names(os.fspath(path), format)
     of_tensors = format_of(format).tensors_only
     parts = (_safetensors_parts if of_tensors else _torch_parts)(checkpoint)
@@ -199,9 +200,9 @@ def _torch_parts(checkpoint: Checkpoint) -> _Parts:
     root = checkpoint.root
     if not isinstance(root, dict) or not all(isinstance(name, str) for name in root):
         raise NotRepresentable(
-            "the index of shards has the names of one flat state dict, and this is not one",
+            "an index of shards lists one flat state dict, and this is not one",
             file=checkpoint.path,
-            hint="--key NAME chooses a state dict inside; ckptool info lists them",
+            hint="choose a state dict with --key NAME; ckptool info lists them",
         )
     held = {name: _shareable(value) for name, value in root.items()}
     groups = []

@@ -30,7 +30,7 @@ def default_target(
     """
     if sharded and (format is None or shard_of(format)):
         raise UsageError(
-            "is a checkpoint in shards: -o must say where the result goes",
+            "is a sharded checkpoint and needs a target",
             file=source,
             hint="-o model.safetensors writes one file, "
             "-o FOLDER/model.safetensors.index.json shards",
@@ -82,8 +82,8 @@ def _written_as(ending: str) -> list[str]:
         other = owners[0].name if not written else None
     if other is not None:
         raise UsageError(
-            f"{ending} is the ending of {other} files, which are not written",
-            hint="name a .pth or .safetensors file, or say with --format what is to be written",
+            f"{ending} is the extension of {other} files, which ckptool does not write",
+            hint="use the extension .pth or .safetensors, or choose the format with --format",
         )
     return written
 
@@ -230,7 +230,7 @@ def _sharded(single: str, format: str | None) -> str:
         return shards.get(wanted, wanted)
     raise UsageError(
         f"shards are files of {' or '.join(shards)}, not of {wanted}",
-        hint="leave --format out, or name one file to write",
+        hint="leave out --format, or name one file to write",
     )
 
 
@@ -242,13 +242,13 @@ def check_address(path: str | os.PathLike[str], *, in_place: bool, verify: bool 
     """
     if is_address(path) and in_place:
         raise UsageError(
-            "is on another machine, where files are written whole and not changed in place",
-            hint="write another one with -o",
+            "is remote, and remote files cannot be edited in place",
+            hint="write to another file with -o",
         )
     if is_address(path) and verify:
         raise UsageError(
-            "what is written to another machine is not read back, its size alone is asked for",
-            hint="compare it afterwards: ckptool diff SOURCE TARGET",
+            "a remote file is not read back; only its size is checked",
+            hint="compare them afterwards: ckptool diff SOURCE TARGET",
         )
 
 
@@ -261,9 +261,9 @@ def remarks(
     is_told = format is not None or name.lower().endswith(INDEX)
     is_known = any(ending in one.endings for one in REGISTRY)
     if ending and not (is_told or is_known or checkpoint.path.lower().endswith(ending)):
-        yield f"{ending} is the ending of no format: the file is a {written}"
+        yield f"{ending} is not a known extension; the file is written as {written}"
     if folder and not is_address(path) and not os.path.isdir(folder):
-        yield f"the folder {folder} is new"
+        yield f"created the folder {folder}"
 
 
 def check_target(
@@ -278,16 +278,16 @@ def check_target(
     """
     name = os.fspath(path)
     if not name or name.endswith(os.sep):
-        raise UsageError(f"{name!r} names no file to write", hint="give the name of a file")
+        raise UsageError(f"{name!r} is not a file name", hint="give the name of a file")
     if name == "-":
         raise UsageError(
-            "nothing is written to standard output", hint="./- names a file that is called so"
+            "ckptool cannot write to standard output", hint="write ./- for a file of that name"
         )
     if in_place and os.path.isdir(path):
         raise TargetExists(
-            "is a folder without one index, which is not changed in place",
+            "is a folder without an index and cannot be edited in place",
             file=path,
-            hint="write another file or folder with -o",
+            hint="write to another file or folder with -o",
         )
     if not is_a_source(path, checkpoint.sources):
         place_of(path).refuse_target(name, overwrite=overwrite)
@@ -295,14 +295,13 @@ def check_target(
         raise TargetExists(
             "is the source itself",
             file=path,
-            hint="name another one with -o; verbs of one change, as remap, take --in-place",
+            hint="choose another target with -o, or use a command with --in-place, for "
+            "example remap",
         )
     folder = os.path.realpath(checkpoint.path)
     is_inside = os.path.isdir(folder) and os.path.realpath(path).startswith(folder + os.sep)
     if is_inside and not in_place:
-        raise TargetExists(
-            "lies in the folder that is the source", file=path, hint="choose another folder"
-        )
+        raise TargetExists("is inside the source folder", file=path, hint="choose another folder")
 
 
 def check_still_there(path: str | os.PathLike[str], sources: Iterable[Bytes]) -> None:

@@ -70,7 +70,7 @@ def source_check(checkpoint: Checkpoint, format: str) -> Iterator[Callable[[], N
 def _check(records: list[Stated], has_ended: Callable[[], bool]) -> None:
     def told(_: int) -> None:
         if has_ended():
-            raise InterruptedError("nobody waits for the checksums any more")
+            raise InterruptedError("the checksums are no longer needed")
 
     found = crc32s([data for _, data, _ in records], told)
     for (name, data, stated), crc32 in zip(records, found, strict=True):
@@ -78,11 +78,10 @@ def _check(records: list[Stated], has_ended: Callable[[], bool]) -> None:
             raise crc32
         if crc32 != stated:
             raise CorruptFile(
-                f"record {name!r} is damaged: its bytes have CRC-32 {crc32:08x}, and the file says "
-                f"{stated:08x}",
+                f"record {name!r} is damaged: CRC-32 is {crc32:08x}, expected {stated:08x}",
                 file=data.source.name,
-                hint="fetch the file again, or take another copy of it; ckptool verify lists what "
-                "is damaged, ckptool convert --exclude leaves it out",
+                hint="download it again or use another copy; ckptool verify lists the damaged "
+                "records, ckptool convert --exclude leaves them out",
             )
 
 
@@ -204,7 +203,7 @@ def _compare(runs: list[_Run], streamed: Mapping[int, Streamed], progress: Progr
     done = 0
     for run, matches in _verdicts(runs, streamed):
         if not matches:
-            raise _wrong(f"the bytes of {printable(run.name)} are not what they should be")
+            raise _wrong(f"the bytes of {printable(run.name)} differ from what was written")
         done += run.found.length
         if progress is not None:
             progress(done, total)
@@ -275,10 +274,10 @@ def _check_source(run: _Run) -> None:
     """
     if crc32_of(run.expected()) != run.crc32:
         raise CorruptFile(
-            f"{printable(run.name)} is damaged: its bytes do not have the CRC-32 that the zip "
-            "directory states",
+            f"{printable(run.name)} is damaged: its CRC-32 differs from the one in the "
+            "zip directory",
             file=run.data.source.name if run.data else None,
-            hint="--no-verify copies it anyway",
+            hint="add --no-verify to copy it anyway",
         )
 
 
@@ -294,7 +293,7 @@ def _storage_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
     legacy = format_of(found.format).legacy
     want, have = (encode(one.root, legacy=legacy) for one in (expected, found))
     if want.data != have.data or len(want.storages) != len(have.storages):
-        raise _wrong("its names, values or objects are not what they should be")
+        raise _wrong("its keys, values or objects differ from what was written")
     for index, storage in enumerate(have.storages):
         if storage.data is not None:
             yield _storage_run(want, index, storage.data, storage.byteorder)
@@ -306,7 +305,7 @@ def _storage_run(want: Encoded, index: int, found: ByteRange, byteorder: str) ->
     data = storage.data
     if data is None or data.length != found.length:
         wanted = 0 if data is None else data.length
-        raise _wrong(f"{name} has {found.length:,} bytes and should have {wanted:,}")
+        raise _wrong(f"{name} has {found.length:,} bytes, expected {wanted:,}")
     if storage.byteorder != byteorder:
         swap = BY_NAME[want.dtypes[index]].swap_size
         return _Run(name, found, lambda: swapped(data.blocks(), swap))
@@ -321,12 +320,12 @@ def _tensor_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
         for one in (expected, found)
     )
     if list(want) != list(have):
-        raise _wrong("its names, or their order, are not what they should be")
+        raise _wrong("its keys or their order differ from what was written")
     seen: set[int] = set()
     for name, tensor in want.items():
         there = have[name]
         if (tensor.dtype, tensor.shape) != (there.dtype, there.shape):
-            raise _wrong(f"{printable(name)} has another dtype or shape than it should have")
+            raise _wrong(f"{printable(name)} has a different dtype or shape than what was written")
         if there.nbytes and there.data.offset not in seen:
             seen.add(there.data.offset)
             yield _tensor_run(name, tensor, there.data)

@@ -65,7 +65,7 @@ def test_nothing_to_change_is_said_and_written_all_the_same(ckptool, model, tmp_
     done = ckptool("strip-module", tmp_path / "model.stripped.pth")
     assert done.code == 0
     assert (
-        "warning: no name has the prefix of a wrapper\nnames, values and devices stay" in done.err
+        "warning: no key has a wrapper prefix\nkeys, values and devices are unchanged" in done.err
     )
     assert (tmp_path / "model.stripped.stripped.pth").exists()
 
@@ -83,8 +83,8 @@ def test_a_wrapper_inside_the_model_is_named_with_its_command(ckptool, tmp_path)
 def test_a_change_of_format_or_protocol_alone_is_said(ckptool, net, tmp_path):
     source = tmp_path / "in.pth"
     for given, said in (
-        ({"pickle_protocol": 4}, "pickle protocol 4 becomes 2"),
-        ({"_use_new_zipfile_serialization": False}, "torch-legacy becomes torch-zip"),
+        ({"pickle_protocol": 4}, "changed pickle protocol 4 to 2"),
+        ({"_use_new_zipfile_serialization": False}, "converted torch-legacy to torch-zip"),
     ):
         torch.save(net.state_dict(), source, **given)
         for name in ("new.pth", "again.pth"):
@@ -95,9 +95,9 @@ def test_a_change_of_format_or_protocol_alone_is_said(ckptool, net, tmp_path):
 
 
 def test_an_ending_that_says_nothing_and_a_new_folder_are_noted(ckptool, model, tmp_path):
-    said = "note: .weights is the ending of no format: the file is a torch-zip"
+    said = "note: .weights is not a known extension; the file is written as torch-zip"
     target = tmp_path / "deep" / "out.weights"
-    folder = f"note: the folder {target.parent} is new"
+    folder = f"note: created the folder {target.parent}"
     for first in (True, False):
         done = ckptool("strip-module", model, "-o", target, "--force")
         assert (folder in done.err) == first
@@ -118,7 +118,7 @@ def test_what_blocks_weights_only_is_named(ckptool, tmp_path):
     torch.save({"w": torch.ones(1), "args": argparse.Namespace(lr=1)}, tmp_path / "m.pth")
     done = ckptool("strip-module", tmp_path / "m.pth")
     assert done.code == 0
-    assert "weights_only=True will not load it: " in done.err
+    assert "weights_only=True rejects it: " in done.err
     assert "argparse.Namespace" in done.err
 
 
@@ -428,7 +428,7 @@ def test_verbs_take_the_masters_of_deepspeed(ckptool, fixtures, verb, tmp_path):
     target = tmp_path / "out.pth"
     words = ["--dtype", "float64", "--cast-optimizer"] if verb == "cast" else ["--model-only"]
     run = ckptool(verb, fixtures / "zero" / "z2-bf16", "--master", *words, "-o", target)
-    assert (run.code, "8 weights became the fp32 masters" in run.err) == (0, True)
+    assert (run.code, "replaced 8 weights with the fp32 master weights" in run.err) == (0, True)
 
 
 def test_a_result_is_named_after_the_folder_of_a_pattern(ckptool, fixtures, tmp_path):
@@ -446,8 +446,8 @@ def test_what_is_salvaged_is_told_and_what_is_lost_is_exit_code_1(ckptool, tmp_p
     done = ckptool("convert", cut, tmp_path / "a.pth", "--salvage")
     assert done.code == 1
     assert done.err.splitlines()[:2] == [
-        "2 of 4 tensors salvaged, 2 damaged",
-        "left out: 2 names of the root: l2, l3",
+        "salvaged 2 of 4 tensors; 2 damaged",
+        "left out: 2 entries of the root: l2, l3",
     ]
     assert ckptool("convert", whole, tmp_path / "b.pth", "--salvage").code == 0
     assert ckptool("convert", cut, tmp_path / "c.pth", "--salvage", "--strict").code == 2
@@ -500,7 +500,7 @@ def test_the_result_loads_into_the_other_model_metadata_and_all(ckptool, named, 
     target = tmp_path / "model.renamed.pth"
     assert (done.code, done.out) == (0, "")
     assert f"wrote {target} (torch-zip, " in done.err
-    assert "0=stem changed 2 names: 0.weight -> stem.weight" in done.err
+    assert "renamed 2 keys with 0=stem (0.weight -> stem.weight)" in done.err
     before, after = torch.load(named), torch.load(target)
     other = Renamed()
     other.load_state_dict(after["model"])
@@ -542,7 +542,7 @@ def test_a_json_table(ckptool, tmp_path):
     table.write_text(json.dumps({"a": "b", "b": "a", "c": "d"}))
     done = ckptool("rename", source, "--rename-file", table)
     assert done.code == 0
-    assert "warning: 1 of the 3 names in " in done.err
+    assert "warning: 1 of 3 keys in " in done.err
     made = load_file(tmp_path / "m.renamed.safetensors")
     assert {name: value.item() for name, value in made.items()} == {"b": 1.0, "a": 0.0}
 
@@ -559,18 +559,18 @@ def test_only_one_state_dict(ckptool, tmp_path):
 def test_what_cannot_be_is_refused_and_nothing_is_written(ckptool, model):
     for options, message in (
         ([], "at least one of --rename, --rename-file and --prefix"),
-        (["--rename", "conv=bn"], "'conv=bn' is not a rule REGEX=>REPL"),
+        (["--rename", "conv=bn"], "ckptool: 'conv=bn' is not a rule of the form REGEX=>REPL"),
         (["--rename", "(=>x"], "'(' is not a regular expression: "),
         (["--rename", r"a=>\1"], "invalid group reference 1"),
-        (["--prefix", "module"], "'module' is not a rule OLD=NEW"),
+        (["--prefix", "module"], "'module' is not a rule of the form OLD=NEW"),
         (["--rename-file", "nowhere.txt"], "nowhere.txt: no such file"),
-        (["--rename", ".*=>"], "nothing would be left of the name 'module.conv1.weight'"),
+        (["--rename", ".*=>"], "the rules would leave nothing of the key 'module.conv1.weight'"),
         (
             ["--rename", "weight|bias=>w"],
             "'module.conv1.weight' and 'module.conv1.bias' would both",
         ),
-        (["--rename", "a=>b", "--key", "nothing"], "there is nothing named 'nothing'"),
-        (["--prefix", "module=a/b"], "'a/b.conv1.weight' has a / in it"),  # no address
+        (["--rename", "a=>b", "--key", "nothing"], "no entry is named 'nothing'"),
+        (["--prefix", "module=a/b"], "'a/b.conv1.weight' contains a slash"),  # no address
     ):
         done = ckptool("rename", model, *options)
         assert done.code == 2, options
@@ -581,8 +581,8 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(ckptool, model):
 def test_a_rule_that_matches_nothing_is_told_and_the_file_written_all_the_same(ckptool, model):
     done = ckptool("rename", model, "--prefix", "modul=x", "--json")
     assert done.code == 0
-    assert "warning: modul=x matched no name; there is module." in done.err
-    assert "names, values and devices stay" in done.err
+    assert "warning: rule modul=x matches no key; did you mean module." in done.err
+    assert "keys, values and devices are unchanged" in done.err
     assert [change["kind"] for change in done.document["changes"]] == ["warning"]
     assert model.with_name("model.renamed.pth").exists()
 
@@ -600,8 +600,8 @@ def test_the_views_take_what_they_are(ckptool, views, tmp_path):
     done = ckptool("compact", views)
     target = tmp_path / "views.compact.pth"
     assert done.code == 0
-    assert "the storage of rows, first goes from 4,000,000 to 8,000 bytes" in done.err
-    assert "saves 3,992,000 of the 4,000,000 bytes of its storages" in done.err
+    assert "trimmed the storage of rows, first from 4,000,000 to 8,000 bytes" in done.err
+    assert "saved 3,992,000 of 4,000,000 bytes of tensor data" in done.err
     assert "views.pth 3.8 MiB, views.compact.pth 9." in done.err
     assert target.stat().st_size < 12_000
     before, after = (torch.load(path, weights_only=True) for path in (views, target))
@@ -636,7 +636,7 @@ def test_records_that_nothing_refers_to_go_in_place_too(ckptool, tmp_path):
         file.writestr("model/data/7", b"x" * 9000)
     done = ckptool("compact", "--in-place", path)
     assert done.code == 0
-    assert "dead bytes are left behind" in done.err
+    assert "that nothing refers to" in done.err
     with zipfile.ZipFile(path) as file:
         assert "archive/data/7" not in file.namelist()
     assert path.stat().st_size < 9000

@@ -177,7 +177,7 @@ def test_the_command_that_writes_it_says_all_that_was_said(ckptool, folder):
 def test_a_rule_that_matches_nothing_is_told_and_not_repeated(ckptool, folder):
     words = ["--rename", "^nothing=>fc", "--rename", r"^module\.=>x.", "--rename", r"^x\.=>module."]
     done = ckptool("match", "model.pth", "--like", "ref.pth", *words)
-    assert "^nothing=>fc matched no name" in done.out
+    assert "^nothing=>fc matches no key" in done.out
     (command,) = [line for line in done.out.splitlines() if "ckptool convert" in line]
     assert command.count("--rename") == 2
     assert "nothing" not in command
@@ -208,27 +208,27 @@ def test_the_names_of_a_pickled_module_are_written_for_its_weights_alone(ckptool
     net().load_state_dict(torch.load("whole.fitted.pth", weights_only=True))
     done = ckptool("convert", "whole.pth", "out.pth", "--like", "ref.pth")
     assert done.code == 2
-    assert "hint: --model-only" in done.err
+    assert "hint: add --model-only" in done.err
 
 
 def test_several_state_dicts_are_chosen_between_by_name(ckptool, folder):
     torch.save({"a": net().state_dict(), "b": Outer().state_dict()}, "both.pth")
     done = ckptool("match", "both.pth", "--like", "ref.pth")
     assert (done.code, done.out) == (2, "")
-    assert "hint: choose one: `--key a`; or `--key b`" in done.err
+    assert "hint: choose one with `--key a` or `--key b`" in done.err
     assert ckptool("match", "both.pth", "--like", "ref.pth", "--key", "a").code == 0
     done = ckptool("match", "ref.pth", "--like", "both.pth")
     assert (done.code, done.out) == (2, "")
-    assert "hint: choose one: `--like-key a`; or `--like-key b`" in done.err
+    assert "hint: choose one with `--like-key a` or `--like-key b`" in done.err
     assert ckptool("match", "ref.pth", "--like", "both.pth", "--like-key", "b").code == 0
 
 
 def test_of_several_state_dicts_the_one_that_fits_is_told_first(ckptool, folder):
     torch.save({"ema": {"n": torch.ones(2)}, "model": net().state_dict()}, "both.pth")
     done = ckptool("match", "both.pth", "--like", "ref.pth")
-    assert "hint: `--key model` fits; or `--key ema`" in done.err
+    assert "hint: `--key model` fits or `--key ema`" in done.err
     done = ckptool("match", "both.pth", "--like", f"{folder}:net")
-    assert "hint: `--key model` fits; or `--key ema`" in done.err
+    assert "hint: `--key model` fits or `--key ema`" in done.err
 
 
 def test_code_that_builds_the_model_is_a_reference(ckptool, folder):
@@ -423,8 +423,8 @@ def test_what_convert_allows_is_left_out_and_named(ckptool, folder):
     done = ckptool("convert", "head.pth", "out.pth", "--like", "ref.pth", "--allow-unexpected",
                    "--allow-mismatched", "3.*")  # fmt: skip
     assert done.code == 0, done.err
-    assert "left out: 1 name in the root that the model does not have: extra.weight" in done.err
-    assert "left out: 2 names in the root of another shape than the model's: 3.weight" in done.err
+    assert "left out: 1 key of the root that the model does not have: extra.weight" in done.err
+    assert "left out: 2 keys of the root with another shape than in the model: 3.weight" in done.err
     gone = {"extra.weight", "3.weight", "3.bias"}
     assert torch.load("out.pth", weights_only=True).keys() == torch.load("head.pth").keys() - gone
     quiet = ckptool("convert", "head.pth", "out.pth", "--like", "ref.pth", "--allow-unexpected",

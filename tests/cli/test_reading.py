@@ -98,8 +98,8 @@ def test_a_hostile_name_reaches_neither_the_table_nor_an_error(ckptool, tmp_path
 def test_names_that_match_nothing_are_named_with_what_is_near(ckptool, model, verb):
     done = ckptool(verb, model, "--include", "*.wieght", "--exclude", "x\x1b")
     assert done.code == 1
-    assert "warning: '*.wieght' matches nothing; there is module." in done.err
-    assert "warning: 'x\\\\x1b' matches nothing" in done.err
+    assert "warning: '*.wieght' matches no key; did you mean module." in done.err
+    assert "warning: 'x\\\\x1b' matches no key" in done.err
     quiet = ckptool(verb, model, "--include", "q*", "-q")
     assert (quiet.code, quiet.err) == (1, "")
     document = ckptool(verb, model, "--include", "q*", "--json")

@@ -92,7 +92,7 @@ def test_the_files_of_a_layout_are_written_or_none(ckptool, tmp_path):
     done = ckptool("convert", target, f"{tmp_path}/meta/", *back)
     assert (done.code, "exists" in done.err) == (2, True)
     done = ckptool("convert", target, tmp_path / "one.pth", *back)
-    assert (done.code, "the recipe makes 2 files" in done.err) == (2, True)
+    assert (done.code, "the recipe writes 2 files" in done.err) == (2, True)
     back += ["--max-shard-size", "1MB"]
     done = ckptool("convert", target, f"{tmp_path}/sharded/", *back)
     assert (done.code, "--max-shard-size" in done.err) == (2, True)

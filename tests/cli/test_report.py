@@ -82,7 +82,7 @@ def test_what_is_no_checkpoint_is_told(ckptool, tmp_path):
 def test_a_key_that_is_not_there_is_told(ckptool, model, tmp_path):
     done = ckptool("report", model, "--key", "nothing", "-o", tmp_path / "out.html")
     assert done.code == 2
-    assert "nothing named 'nothing'" in done.err
+    assert "no entry is named 'nothing'" in done.err
 
 
 def test_two_files_of_different_formats(ckptool, model, tmp_path):

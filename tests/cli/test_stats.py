@@ -66,7 +66,7 @@ def test_folded_rows_in_the_document(ckptool, odd):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--key", "nothing"], "nothing named 'nothing'"),
+        (["--key", "nothing"], "no entry is named 'nothing'"),
         (["--bins", "0"], "--bins"),
         (["--sort", "color"], "--sort"),
         (["--json", "--fmt", "csv"], "--fmt and --json cannot be combined"),

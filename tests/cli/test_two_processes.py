@@ -27,6 +27,7 @@ SERIAL = {
 BUSY = "FileBusy: "
 MEANWHILE = (
     "changed while it was read", "was replaced during the edit", "was removed during the edit",
+    "was replaced by another file", "was removed during the run",
     "already exists", "is being rewritten",
 )  # fmt: skip
 """What is said of something that the other did and finished."""

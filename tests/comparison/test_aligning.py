@@ -124,11 +124,11 @@ def test_rules_make_names_of_a_those_of_b():
         rules=rules,
     )
     assert names(found) == (["backbone.weight", "head"], [], [])
-    assert found.notes == ("nowhere=>x matched no name",)
+    assert found.notes == ("rule nowhere=>x matches no key",)
 
 
 def test_rules_that_make_two_names_one_are_an_error():
-    with pytest.raises(NameCollision, match="would both be named 'x'"):
+    with pytest.raises(NameCollision, match="would both become 'x'"):
         aligned(state("a", "b"), state("x"), rules=[regex_rule("a|b=>x")])
 
 
@@ -336,7 +336,9 @@ class TestKey:
         assert pair.name == "args/lr"
 
     def test_what_is_nowhere(self):
-        with pytest.raises(NotFound, match="nothing named 'nix'"):
+        with pytest.raises(
+            NotFound, match="no entry is named 'nix'; the file has epoch, state_dict, args"
+        ):
             aligned(TRAINED, state("w"), key="nix")
         with pytest.raises(NotFound, match="args"):
             aligned(TRAINED, {"epoch": 3}, key="args")

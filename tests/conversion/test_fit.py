@@ -129,7 +129,10 @@ def test_a_name_tied_to_one_that_is_there_is_put_beside_it(made, slots, tmp_path
     state = model.state_dict()
     del state["head.weight"]
     changed = fitted(made({f"module.{name}": value for name, value in state.items()}), slots(model))
-    assert any("head.weight put beside embed.weight" in change.text for change in changed.changes)
+    assert any(
+        "added head.weight, which the model ties to embed.weight" in change.text
+        for change in changed.changes
+    )
     found = saved(changed, tmp_path)
     assert list(found)[:2] == ["embed.weight", "head.weight"]
     assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
@@ -183,7 +186,7 @@ def test_of_several_the_one_that_fits_is_proposed(made, slots):
     root = {"critic": nn.Linear(9, 9).state_dict(), "model": nn.DataParallel(net()).state_dict()}
     with pytest.raises(MatchError, match="critic") as caught:
         fitted(made(root), slots(net()))
-    assert caught.value.hint == "`key='model'` takes the state dict alone that fits"
+    assert caught.value.hint == "`key='model'` takes only the matching state dict"
     assert caught.value.report.missing_keys
 
 
@@ -196,7 +199,7 @@ def test_a_pickled_module_is_told_how_it_goes(made, slots, tmp_path):
     module = nn.DataParallel(net())
     with pytest.raises(NotRepresentable, match="module at net cannot") as caught:
         fitted(made({"net": module}), slots(net()))
-    assert caught.value.hint.startswith("--model-only")
+    assert caught.value.hint.startswith("add --model-only")
     checkpoint = made({"net": net()}, "plain.pth")
     assert fitted(checkpoint, slots(net())) is checkpoint
 

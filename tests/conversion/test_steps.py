@@ -156,7 +156,7 @@ def test_a_refused_step_closes_the_file_and_writes_nothing(tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pth")
     with pytest.raises(CheckpointError):
         ckptool.Take("nothing")(tmp_path / "a.pth")
-    with pytest.raises(UsageError, match="a step is wanted, not a str"):
+    with pytest.raises(UsageError, match="expected a step, not a str"):
         ckptool.convert(tmp_path / "a.pth", tmp_path / "b.pth", "strip")
     assert [path.name for path in tmp_path.iterdir()] == ["a.pth"]
 

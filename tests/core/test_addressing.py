@@ -52,7 +52,7 @@ OPTIMIZER = {"opt": {"state": {"module.a.weight": {"step": tensor(), "exp": tens
 )
 def test_a_name_is_a_path_else_a_key_else_the_end_of_a_path(root, name, path):
     if path is None:
-        with pytest.raises(NotFound, match="nothing named"):
+        with pytest.raises(NotFound, match="no entry is named"):
             resolve(checkpoint(root), name)
         return
     found, node = resolve(checkpoint(root), name)
@@ -69,9 +69,9 @@ def test_a_name_is_a_path_else_a_key_else_the_end_of_a_path(root, name, path):
     ],
 )
 def test_several_answers_at_one_stage_are_an_error_with_all_of_them(root, name, candidates):
-    with pytest.raises(AmbiguousName, match=f"could be any of {candidates}"):
+    with pytest.raises(AmbiguousName, match=f"is ambiguous: it could be {candidates}"):
         resolve(checkpoint(root), name)
-    with pytest.raises(AmbiguousName, match=f"could be any of {candidates}"):
+    with pytest.raises(AmbiguousName, match=f"is ambiguous: it could be {candidates}"):
         checkpoint(root).tensors[name]
 
 
@@ -114,7 +114,7 @@ def test_a_glob_is_compared_with_whole_keys_or_paths_without_wrapper_prefixes_to
 def test_a_verb_that_writes_takes_no_ends_of_paths():
     assert chosen(PLAIN, ["se.fc.weight"]) == (["model/layer1.0.se.fc.weight"], [])
     assert chosen(PLAIN, ["se.fc.weight"], endings=False) == ([], ["se.fc.weight"])
-    with pytest.raises(NotFound, match=r"no tensor matches 'se\.fc\.weight'; there is layer1"):
+    with pytest.raises(NotFound, match=r"no tensor matches 'se\.fc\.weight'; did you mean layer1?"):
         checkpoint(PLAIN).then(ckptool.Take(exclude=["se.fc.weight"]))
     with pytest.raises(NotFound, match=r"no tensor matches 'norm\.\*'"):
         checkpoint(PLAIN).then(ckptool.Cast("float16", keep=["norm.*"]))

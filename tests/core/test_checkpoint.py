@@ -39,7 +39,9 @@ def test_tensors_are_a_mapping_of_paths_that_takes_every_name(opened):
     assert "weight" not in tensors  # which of them?
     with pytest.raises(AmbiguousName):
         tensors["weight"]
-    with pytest.raises(NotFound, match=r"there is module\.0\.weight"):
+    with pytest.raises(
+        NotFound, match=r"no tensor matches '0\.wieght'; did you mean module\.0\.weight\?"
+    ):
         tensors["0.wieght"]
     assert list(tensors()) == [(("state_dict", key.rpartition("/")[2]), one)
                                for key, one in tensors.items()]  # fmt: skip

@@ -100,7 +100,9 @@ def test_packed_parameters_are_not_left_out_in_passing(tmp_path):
 
 
 def test_a_dynamically_quantized_module_alone_is_no_hollow_state_dict(tmp_path):
-    with pytest.raises(NotRepresentable, match="no tensor is left; the file has the mod"):
+    with pytest.raises(
+        NotRepresentable, match="the result would have no tensors; the file has the module at the"
+    ):
         ckptool.convert(
             QUANTIZED / "ao_dynamic_whole.pth",
             tmp_path / "out.pth",
@@ -152,7 +154,7 @@ def test_a_dtensor_of_which_the_file_has_all_is_unwrapped(tmp_path):
     source = FIXTURES / "distributed" / "dtensor_0_of_1.pth"
     rows = json.loads(Path(f"{source}.oracle.json").read_text())["tensors"]
     receipt = ckptool.convert(source, tmp_path / "out.safetensors")
-    assert any(change.text.startswith("4 DTensors") for change in receipt.changes)
+    assert any(change.text.startswith("converted 4 DTensors") for change in receipt.changes)
     for state in (load_file(tmp_path / "out.safetensors"), ckptool.load_state_dict(source)):
         for row in rows:
             data = state[row["path"][0]].detach().numpy().tobytes()
@@ -367,7 +369,7 @@ def test_files_of_other_libraries_are_named_with_what_loads_them(written_by):
 def test_files_of_other_libraries_are_neither_cast_nor_averaged_nor_loaded(written_by, tmp_path):
     _, _, path = written_by
     out = tmp_path / "out.safetensors"
-    with pytest.raises(NotRepresentable, match="mean something only with") as caught:
+    with pytest.raises(NotRepresentable, match="its values need") as caught:
         ckptool.convert(path, out, ckptool.Cast("float16"))
     assert "--raw" in caught.value.hint
     with pytest.raises(NotRepresentable, match="cannot be dequantized"):
@@ -375,7 +377,7 @@ def test_files_of_other_libraries_are_neither_cast_nor_averaged_nor_loaded(writt
     with (
         open_checkpoint(path) as one,
         open_checkpoint(path) as two,
-        pytest.raises(NotRepresentable, match="mean something only with"),
+        pytest.raises(NotRepresentable, match="its values need"),
     ):
         average([one, two])
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(8, 8)})

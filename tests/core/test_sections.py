@@ -179,7 +179,9 @@ def test_what_no_one_calls_weights_is_there_for_who_asks():
     assert list(sections(root)[-1].node) == [("vocab", "a"), ("vocab", "b"), ("loss",)]
     assert list(model_state_dict(checkpoint(root), "vocab").node) == ["a", "b"]
     assert list(model_state_dict(checkpoint(root), "optimizer").node) == ["m"]
-    with pytest.raises(NotFound, match="'loss' holds no state dict"):
+    with pytest.raises(
+        NotFound, match="'loss' has no state dict of a model; it has the state_dict model, the"
+    ):
         model_state_dict(checkpoint(root), "loss")
 
 
@@ -229,7 +231,7 @@ def test_several_are_listed_with_their_tensors_and_never_guessed_between():
     with pytest.raises(AmbiguousName) as caught:
         model_state_dict(checkpoint(root))
     assert "model (2 tensors), model_ema (1 tensor)" in str(caught.value)
-    assert caught.value.hint == "choose one: `key='model'`; or `key='model_ema'`"
+    assert caught.value.hint == "choose one with `key='model'` or `key='model_ema'`"
     assert model_state_dict(checkpoint(root), "model_ema").node is root["model_ema"]
 
 

@@ -66,7 +66,7 @@ def test_wrappers_that_cannot_come_off_have_no_command(diagnosed):
     root = OrderedDict({"_orig_mod.a.w": torch.ones(2), "a.w": torch.ones(2)})
     (found,) = diagnosed(root).complaints
     assert (found.kind, found.commands) == ("wrappers", ())
-    assert "would both be named" in found.hint
+    assert "would both become" in found.hint
 
 
 def test_meta_tensors_fail(complaint):

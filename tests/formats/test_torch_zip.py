@@ -208,7 +208,7 @@ def test_a_storage_without_record_is_named(tmp_path, ones):
 @pytest.mark.parametrize("size", [0, 15, 17])
 def test_a_record_of_another_length_than_the_pickle_says_is_refused(tmp_path, ones, size):
     path = save(tmp_path, repacked(ones, **{"data/0": bytes(size)}))
-    with pytest.raises(CorruptFile, match=f"'0' should take 16 bytes, but its record has {size}"):
+    with pytest.raises(CorruptFile, match=f"'0' needs 16 bytes, but its record has {size}"):
         read(TORCH_ZIP, path)
 
 

@@ -155,7 +155,7 @@ def test_long_texts_are_shortened_in_summaries():
 
 def test_an_unknown_and_an_ambiguous_name():
     made = checkpoint({"a": {"w": 1}, "b": {"w": 2}})
-    with pytest.raises(NotFound, match="nothing named 'v'"):
+    with pytest.raises(NotFound, match="no entry is named 'v'; the file has a, b"):
         show(made, "v")
     with pytest.raises(AmbiguousName, match="a/w, b/w"):
         show(made, "w")

@@ -139,7 +139,7 @@ def test_what_a_repacked_zip_may_be_wrong_in(model, tmp_path):
         ({".format_version": None, "more": {"__MACOSX/x": b""}}, "foreign", "outside the folder"),
         ({".format_version": None, "folder": ""}, "folder", "are not in a folder"),
         ({".format_version": None, "byteorder": b"middle"}, "corrupt", "byte order"),
-        ({".format_version": None, "data/0": b"1234"}, "corrupt", "should take 24 bytes"),
+        ({".format_version": None, "data/0": b"1234"}, "corrupt", "needs 24 bytes"),
         ({".format_version": None, "data/0": None}, "corrupt", "storage '0' is missing"),
     ]:
         if changes == {}:  # the first is looked up, the second added up

@@ -120,13 +120,15 @@ def test_what_is_no_model_is_refused(like):
 
 def test_keys_choose_on_both_sides(tmp_path):
     both = {"model": net().state_dict(), "ema": net().state_dict()}
-    with pytest.raises(AmbiguousName, match="the dict holds 2 state dicts") as raised:
+    with pytest.raises(
+        AmbiguousName, match=r"the dict has 2 state dicts: model \(9 tensors\), ema \(9 tensors\)"
+    ) as raised:
         ckptool.match(both, net())
-    assert raised.value.hint == "choose one: `key='model'`; or `key='ema'`"
+    assert raised.value.hint == "choose one with `key='model'` or `key='ema'`"
     with pytest.raises(AmbiguousName) as raised:
         ckptool.match(net().state_dict(), both)
-    assert raised.value.hint == "choose one: `like_key='model'`; or `like_key='ema'`"
-    with pytest.raises(NotFound, match="the dict holds no state dict"):
+    assert raised.value.hint == "choose one with `like_key='model'` or `like_key='ema'`"
+    with pytest.raises(NotFound, match="the dict has no state dict"):
         ckptool.match({"epoch": 3}, net())
     state_dict, _ = ckptool.match(both, both, key="ema", like_key="model")
     assert state_dict["0.weight"] is both["ema"]["0.weight"]
@@ -350,7 +352,7 @@ def test_several_state_dicts_of_a_reference_are_not_guessed_between(tmp_path):
     torch.save({"model": state, "ema": torch.nn.Linear(2, 3).state_dict()}, tmp_path / "ref.pth")
     with pytest.raises(AmbiguousName, match=r"the reference: .*2 state dicts") as caught:
         target_like(tmp_path / "ref.pth")
-    assert caught.value.hint == "choose one: `like_key='model'`; or `like_key='ema'`"
+    assert caught.value.hint == "choose one with `like_key='model'` or `like_key='ema'`"
     assert target_like(tmp_path / "ref.pth", key="ema").slots["bias"].shape == (3,)
     with pytest.raises(NotFound):
         target_like(tmp_path / "ref.pth", key="gone")

@@ -522,7 +522,7 @@ REFUSED = [
      "tensors", "allow_lossy_cast=['*/exp_avg']"),
     (lambda model: {**given_by(model), "optimizer_d": stepped(model).state_dict()}, stepped,
      "there are 2 optimizers: optimizer, optimizer_d",
-     "`optimizer_key='optimizer'`; or `optimizer_key='optimizer_d'`"),
+     "`optimizer_key='optimizer'` or `optimizer_key='optimizer_d'`"),
     (lambda model: {"epoch": 1, "model": model.state_dict()}, stepped, LACKS, OWN_FILE),
     ({"kind": torch.optim.SGD}, of_kind("Adam"),
      f"{KIND} Adam: it has dampening, momentum, nesterov and lacks betas", ALONE),

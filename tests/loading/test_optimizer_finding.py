@@ -151,7 +151,7 @@ def test_of_several_files_none_is_taken_but_the_one_that_is_named(checkpoint):
     (folder / "optimizer.pt").rename(folder / "optimizer_1.bin")
     torch.save(stepped(shapely(), torch.optim.SGD).state_dict(), folder / "optimizer.bin")
     error = refused(folder, "there are 2 files of optimizers", "optimizer.bin", "optimizer_1")
-    assert error.hint == "`optimizer_key='optimizer.bin'`; or `optimizer_key='optimizer_1.bin'`"
+    assert error.hint == "`optimizer_key='optimizer.bin'` or `optimizer_key='optimizer_1.bin'`"
     taken(folder, wanted, optimizer_key="optimizer_1.bin")
 
 
@@ -161,7 +161,7 @@ def test_a_key_is_an_address_in_the_file_of_the_optimizer(checkpoint):
     other = stepped(shapely(), torch.optim.SGD).state_dict()
     torch.save({"mine": {"opt": state}, "other": other}, folder / "optimizer.pt")
     error = refused(folder, "'optimizer.pt', beside the model: there are 2 optimizers")
-    assert error.hint == "`optimizer_key='mine/opt'`; or `optimizer_key='other'`"
+    assert error.hint == "`optimizer_key='mine/opt'` or `optimizer_key='other'`"
     taken(folder, wanted, optimizer_key="mine/opt")
     refused(folder, "nothing", kind=NotFound, optimizer_key="nothing")
 
@@ -178,7 +178,7 @@ def test_with_the_file_of_the_model_alone_it_says_what_to_pass(checkpoint, opene
 
 def test_a_folder_or_file_without_one_says_so(checkpoint):
     folder, _ = checkpoint
-    refused(folder, "nothing named 'nope.pt'", kind=NotFound, optimizer_key="nope.pt")
+    refused(folder, "no entry is named 'nope.pt'", kind=NotFound, optimizer_key="nope.pt")
     torch.save({"a": 1}, folder / "optimizer.pt")
     error = refused(folder, "'optimizer.pt', beside the model: ", "there is none in the file")
     assert "ckptool.load(FILE)" in error.hint

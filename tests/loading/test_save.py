@@ -334,7 +334,7 @@ def test_of_files_of_others_no_state_dict_is_taken_for_the_models(tmp_path):
     torch.save({"state_dict": net().state_dict(), "ema": net(1).state_dict()}, tmp_path / "f.pth")
     with pytest.raises(AmbiguousName) as caught:
         ckptool.load_into(net(), tmp_path / "f.pth")
-    assert caught.value.hint == "choose one: `key='state_dict'`; or `key='ema'`"
+    assert caught.value.hint == "choose one with `key='state_dict'` or `key='ema'`"
 
 
 def test_what_was_the_model_of_another_file_is_none_of_this_one(tmp_path):

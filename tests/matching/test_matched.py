@@ -299,13 +299,13 @@ def test_rules_of_the_user_come_first():
         ("rule", "old=new", (("old.w", "new.weight"),), r"^old(\.|$)=>new\1"),
         ("rule", r"\.w$=>.weight", (("old.w", "new.weight"),), r"\.w$=>.weight"),
     ]
-    assert match.report.notes == ("nowhere=>here matched no name",)
+    assert match.report.notes == ("rule nowhere=>here matches no key",)
 
 
 def test_rules_that_make_two_names_one_are_refused():
     with pytest.raises(NameCollision, match="'a' and 'b'"):
         matched(slots(["a", "b"]), slots(["a"]), rules=[regex_rule("^b$=>a")])
-    with pytest.raises(UsageError, match="nothing would be left"):
+    with pytest.raises(UsageError, match="the rules would leave nothing of the key 'a'"):
         matched(slots(["a"]), slots(["a"]), rules=[regex_rule("^a$=>")])
 
 

@@ -218,7 +218,7 @@ def test_a_receipt_says_what_changed_and_what_was_written():
         "warning: look out",
         "left out: epoch",
         "note: tied",
-        "weights_only=True will not load it: net.Net",
+        "weights_only=True rejects it: net.Net",
         "wrote out.pth (torch-zip, 2 tensors, 2.0 KiB)",
     ]
 
@@ -239,14 +239,14 @@ def test_a_receipt_of_an_edit_a_check_and_a_computation():
     made = receipt(changes=done, written=512, verified=True, outcomes=(outcome,))
     assert list(receipt_lines(made))[1:] == [
         "fc.weight: 3 elements become zero",
-        "edited out.pth (torch-zip, 2 tensors, 2.0 KiB, 512 B of it new, verified)",
+        "edited out.pth in place (torch-zip, 2 tensors, 2.0 KiB, 512 B written, verified)",
     ]
 
 
 def test_a_receipt_of_a_file_that_was_left_alone():
-    for dry_run, word in ((False, "left"), (True, "would leave")):
+    for dry_run, verb in ((False, "is"), (True, "would be")):
         *_, last = receipt_lines(receipt(written=0, dry_run=dry_run))
-        assert last == f"{word} out.pth as it is (torch-zip, 2 tensors, 2.0 KiB)"
+        assert last == f"out.pth {verb} unchanged (torch-zip, 2 tensors, 2.0 KiB)"
 
 
 def test_a_receipt_of_several_files_names_each():
@@ -260,7 +260,7 @@ def test_a_receipt_of_several_files_names_each():
 def test_nothing_changed_is_said():
     lines = list(receipt_lines(receipt(dry_run=True)))
     assert lines != list(receipt_lines(receipt(dry_run=True, left_out=("epoch",))))
-    assert lines[0] == "names, values and devices stay as they are in in.pth"
+    assert lines[0] == "keys, values and devices are unchanged"
     assert lines[-1].startswith("would write out.pth")
     assert len(list(receipt_lines(receipt(source="")))) == 1  # of `save`, which has no source
 

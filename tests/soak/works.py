@@ -37,7 +37,7 @@ WORKS = {
         "model.safetensors",
         (("model.safetensors", "model.safetensors"),),
     ),
-    "in place, written anew": Work(
+    "in place, rewritten": Work(
         ("strip-module", "--in-place", "legacy.pth"), "legacy.pth", (("legacy.pth", "legacy.pth"),)
     ),
     "new file": Work(("strip-module", "model.pth", "-o", "out.pth"), "out.pth"),

@@ -79,7 +79,7 @@ def test_every_weight_is_what_its_library_makes_of_it(layout, tmp_path):
             assert torch.equal(made[key].to(wanted.dtype), wanted), key
         assert all(torch.equal(made[key], before[key]) for key in kept)
         [text] = [change.text for change in receipt.changes if change.kind == "dequantize"]
-        assert text.startswith(f"{counted(len(plain), 'tensor')} dequantized ({scheme}); left out")
+        assert text.startswith(f"dequantized {counted(len(plain), 'tensor')} ({scheme}); left out")
 
 
 @every_layout

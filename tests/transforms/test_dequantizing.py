@@ -51,7 +51,7 @@ def test_every_weight_is_what_its_own_library_makes_of_it(tmp_path, name, dtype,
     assert all(torch.equal(made[key], source[key]) for key in biases)
     (told,) = (change.text for change in receipt.changes if change.kind == "dequantize")
     count = len(source.keys() & ANSWERS.keys())
-    assert told.startswith(f"{count} tensors dequantized ({FILES[name]}); left out: ")
+    assert told.startswith(f"dequantized {count} tensors ({FILES[name]}); left out: ")
 
 
 @pytest.mark.parametrize("code", ["nf4", "fp4"])
@@ -197,7 +197,7 @@ def test_tensors_of_torchao_are_what_its_dequantize_makes(tmp_path):
         assert made.keys() == answers.keys()
         for name, wanted in answers.items():
             assert wanted.dtype != dtype or torch.equal(made[name], wanted), name
-        assert "9 tensors dequantized (torchao)" in {change.text for change in receipt.changes}
+        assert "dequantized 9 tensors (torchao)" in {change.text for change in receipt.changes}
 
 
 def quantized_tensors():
@@ -236,7 +236,7 @@ def test_quantized_tensors_of_torch_are_what_its_dequantize_makes(tmp_path):
         assert torch.equal(made["model"][name], one.dequantize()), (name, one.dtype, one.qscheme())
         assert made["model"][name].shape == one.shape
     (told,) = (change.text for change in receipt.changes if change.kind == "dequantize")
-    assert told.startswith(f"{len(state)} tensors dequantized (torch.qint8, torch.quint8, torch.q")
+    assert told.startswith(f"dequantized {len(state)} tensors (torch.qint8, torch.quint8, torch.q")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

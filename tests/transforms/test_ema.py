@@ -59,8 +59,10 @@ def same(made, wanted):
         assert torch.equal(made[name], tensor), name
 
 
-BUFFERS = "keep: no average, so as in the model: norm.running_mean, norm.running_var, " \
-    "norm.num_batches_tracked"  # fmt: skip
+BUFFERS = (
+    "keep: kept the model's own norm.running_mean, norm.running_var, norm.num_batches_tracked, "
+    "which have no average"
+)
 
 
 class LitEma(torch.nn.Module):
@@ -89,7 +91,7 @@ def test_latent_diffusion(net, averaged, extracted):
     assert set(made._metadata) == {
         name for name in whole.state_dict()._metadata if "_ema" not in name
     }
-    assert told[0] == "ema: 8 averaged weights of state_dict/model_ema."
+    assert told[0] == "ema: took 8 averaged weights from state_dict/model_ema."
     assert "first_stage_model.weight" in told[1]
 
 
@@ -99,7 +101,7 @@ def test_torch_ema_and_diffusers(net, averaged, extracted, key):
     root = {"model": net.state_dict(), "ema": {"decay": 0.9, key: shadow, "step": 3}}
     made, told = extracted(root)
     same(made, averaged.state_dict())
-    assert told[:2] == [f"ema: {len(made) - 3} averaged weights of ema/{key}", BUFFERS]
+    assert told[:2] == [f"ema: took {len(made) - 3} averaged weights from ema/{key}", BUFFERS]
     assert "shadow_params" not in " ".join(told[2:])
 
 
@@ -107,7 +109,7 @@ def test_shapes_that_fit_in_several_ways_are_refused(net, averaged, extracted):
     shadow = [one.detach().clone() for one in averaged.parameters()]
     for missing in (1, -1):  # biases of one size
         less = [one for at, one in enumerate(shadow) if at != missing % len(shadow)]
-        with pytest.raises(NotFound, match="no model in one way alone; there is model"):
+        with pytest.raises(NotFound, match="no model uniquely"):
             extracted({"model": net.state_dict(), "ema": {"shadow_params": less}})
 
 
@@ -116,7 +118,7 @@ def test_frozen_weights_and_buffers_of_any_name_are_passed_over(extracted):
     shadow = [state["a.w"] + 1, state["b.w"] + 1]
     made, told = extracted({"net": state, "ema": {"shadow_params": shadow}})
     same(made, {"a.w": shadow[0], "a.table": state["a.table"], "b.w": shadow[1]})
-    assert told[1] == "keep: no average, so as in the model: a.table"
+    assert told[1] == "keep: kept the model's own a.table, which has no average"
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
@@ -128,7 +130,7 @@ def test_a_state_dict_called_ema(net, averaged, extracted, wrapped):
     target = torch.nn.DataParallel(averaged) if wrapped else averaged
     same(made, target.state_dict())
     assert made._metadata == model.state_dict()._metadata
-    assert "left-out: the state_dict model (11 tensors)" in told
+    assert "left-out: model (state dict, 11 tensors)" in told
 
 
 def test_timm(net, averaged, extracted):
@@ -146,7 +148,7 @@ def test_an_average_without_a_model_beside_it_has_the_names_of_the_model(net, av
     """As Ultralytics saves a training that goes on: the average alone, as a pickled module."""
     made, told = extracted({"epoch": 3, "model": None, "ema": averaged})
     same(made, averaged.state_dict())
-    assert told[0] == "ema: 11 averaged weights of ema"
+    assert told[0] == "ema: took 11 averaged weights from ema"
     made, _ = extracted({"ema": torch.nn.DataParallel(averaged).state_dict()})
     same(made, torch.nn.DataParallel(averaged).state_dict())
 
@@ -180,9 +182,9 @@ def test_timm_inside_a_lightning_module(net, averaged, extracted, attribute):
     loss = {"loss.weight": torch.ones(3)}
     made, told = extracted({"state_dict": {**own, **ema, **loss}})
     same(made, prefixed(averaged.state_dict(), f"{attribute}.") | loss)
-    assert "11 averaged weights of state_dict/model_ema.module." in told[0]
+    assert "11 averaged weights from state_dict/model_ema.module." in told[0]
     same(extracted(ema)[0], averaged.state_dict())
-    with pytest.raises(NotFound, match="no model in one way alone"):
+    with pytest.raises(NotFound, match="no model uniquely"):
         extracted({**own, **prefixed(net.state_dict(), "teacher."), **ema})
 
 
@@ -199,16 +201,18 @@ def test_lightning(net, averaged, extracted):
 
 
 def test_raw_weights_are_never_taken_for_averages(net, averaged, extracted):
-    with pytest.raises(NotFound, match=r"holds no averaged weights; looked for .*shadow_params"):
+    with pytest.raises(NotFound, match=r"has no averaged weights; searched for .*shadow_params"):
         extracted({"state_dict": net.state_dict(), "schema": {"a.w": torch.ones(2)}})
     state = averaged.state_dict()
     with pytest.raises(AmbiguousName, match="several averages: ema, ema_2"):
         extracted({"model": net.state_dict(), "ema": state, "ema_2": averaged.state_dict()})
     other = {"other.weight": torch.ones(2)}
-    with pytest.raises(NotFound, match="no model in one way alone; there is model"):
+    with pytest.raises(NotFound, match="no model uniquely"):
         extracted({"model": net.state_dict(), "ema": other})
     state["conv.bias"] = torch.ones(5)
-    with pytest.raises(NotFound, match="no model in one way alone"):
+    with pytest.raises(
+        NotFound, match="11 averaged tensors of ema match no model uniquely by key and shape"
+    ):
         extracted({"model": net.state_dict(), "ema": state})
 
 
@@ -247,7 +251,7 @@ def test_what_was_done_is_told(tmp_path):
     with ckptool.open(ZERO / "z2-bf16", master=True) as checkpoint:
         (change,) = checkpoint.changes
     assert (change.kind, change.count) == ("master", 8)
-    assert change.text.endswith("; 3 tensors without one stay as they are")
+    assert change.text.endswith("; 3 tensors without a master are unchanged")
     with ckptool.open(ZERO / "z3-fp32", master=True) as checkpoint:
         assert not checkpoint.changes
     with ckptool.open(ZERO / "z3-bf16") as checkpoint:
@@ -259,6 +263,8 @@ def test_what_was_done_is_told(tmp_path):
 
 @pytest.mark.parametrize("name", ["torch-2.13.0/dp_full_cuda3.pth", "numpy/jax.npz"])
 def test_a_file_without_masters_is_refused(name):
-    with pytest.raises(NotFound, match="holds no fp32 masters") as caught:
+    with pytest.raises(
+        NotFound, match="has no fp32 master weights of a DeepSpeed optimizer"
+    ) as caught:
         ckptool.open(ZERO.parent / name, master=True)
     assert "master=True" in caught.value.hint

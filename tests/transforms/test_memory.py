@@ -197,8 +197,8 @@ def test_renaming_in_memory():
 
 
 def test_a_rule_that_matches_nothing_in_memory_is_a_warning():
-    with pytest.warns(CheckpointWarning, match=r"conv=>x matched no name") as caught:
+    with pytest.warns(CheckpointWarning, match=r"conv=>x matches no key") as caught:
         rename(network().state_dict(), ["conv=>x"])
     assert caught[0].filename == __file__
-    with pytest.raises(NameCollision, match=r"'a' and 'b' would both be named 'b'"):
+    with pytest.raises(NameCollision, match=r"'a' and 'b' would both become 'b'"):
         rename({"a": torch.ones(1), "b": torch.ones(1)}, ["a=>b"])

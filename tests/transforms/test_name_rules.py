@@ -30,11 +30,11 @@ def test_a_regular_expression():
 
 def test_what_is_no_regular_expression_is_shown():
     for rule, message in [
-        ("a.b", "'a.b' is not a rule REGEX=>REPL"),
+        ("a.b", r"'a\.b' is not a rule of the form REGEX=>REPL"),
         ("=>b", "is not a rule"),
         ("", "is not a rule"),
         ("(a=>b", r"'\(a' is not a regular expression: .*parenthesis|unterminated"),
-        (r"a=>\1", r"'\\1' cannot replace what 'a' finds: invalid group reference 1"),
+        (r"a=>\1", r"'\\1' is not a replacement for 'a': invalid group reference 1"),
         (r"(a)=>\g<name>", "unknown group name"),
         (r"(a)=>\q", r"bad escape"),
         ("a{99999999999}=>b", "is not a regular expression"),
@@ -67,7 +67,7 @@ def test_a_prefix():
 
 @pytest.mark.parametrize("rule", ["backbone", "", "=", ".=."])
 def test_what_is_no_prefix_rule(rule):
-    with pytest.raises(UsageError, match="is not a rule OLD=NEW"):
+    with pytest.raises(UsageError, match="is not a rule of the form OLD=NEW"):
         prefix_rule(rule)
 
 
@@ -115,16 +115,16 @@ def test_an_empty_table_is_one(tmp_path):
 
 def test_a_table_with_a_mistake_names_the_file_and_what_is_wrong(tmp_path):
     for text, fact in [
-        ("a b\n\nc\n", "line 3: 'c' is not two names"),
-        ("a b c", "line 1: 'a b c' is not two names"),
-        ("a b\na,", "line 2: 'a,' is not two names"),
-        ("a b\nx y\na c", "line 3: 'a' has another name already"),
-        ('{"a": "b",\n "c": }', "the JSON is broken: Expecting value: line 2 column 7"),
-        ('{"a": "c",\n "b": "a",\n "c": 3}', "the new name of 'c' is not text"),
-        ('{"a": {"b": "c"}}', "the new name of 'a' is not text"),
-        ('{"a": "b",\n\n "a": "c"}', "'a' has another name already"),
-        ('["a", "b"]', "a JSON object is wanted"),
-        ("[" * 100_000, "the JSON is broken: "),
+        ("a b\n\nc\n", "line 3: 'c' is not an old and a new key"),
+        ("a b c", "line 1: 'a b c' is not an old and a new key"),
+        ("a b\na,", "line 2: 'a,' is not an old and a new key"),
+        ("a b\nx y\na c", "line 3: 'a' already has another new key"),
+        ('{"a": "b",\n "c": }', "the file is not valid JSON: Expecting value: line 2 column 7"),
+        ('{"a": "c",\n "b": "a",\n "c": 3}', "the new key of 'c' is not a string"),
+        ('{"a": {"b": "c"}}', "the new key of 'a' is not a string"),
+        ('{"a": "b",\n\n "a": "c"}', "'a' already has another new key"),
+        ('["a", "b"]', "expected a JSON object"),
+        ("[" * 100_000, "the file is not valid JSON: "),
     ]:
         path = written(tmp_path, text)
         with pytest.raises(UsageError) as caught:
@@ -148,7 +148,7 @@ def test_a_json_table_may_say_names_in_escapes(tmp_path):
 
 @pytest.mark.parametrize("given", ["a=>b", regex_rule("a=>b")])
 def test_one_rule_is_no_list_of_them(given):
-    with pytest.raises(UsageError, match="a list of rules is wanted"):
+    with pytest.raises(UsageError, match="expected a list of rules, "):
         rules_of(given)
 
 

@@ -44,8 +44,8 @@ def test_every_state_dict_of_the_file_is_treated_and_order_and_tensors_stay():
         a is b for a, b in zip(made.root["model"].values(), root["model"].values(), strict=True)
     ]
     assert texts(made) == [
-        ("strip", "removed module from 2 names in model (1 level)"),
-        ("strip", "removed module from 1 name in ema (1 level)"),
+        ("strip", 'removed "module." from 2 keys in model'),
+        ("strip", 'removed "module." from 1 key in ema'),
     ]
     assert [change.count for change in made.changes] == [2, 1]
 
@@ -99,7 +99,9 @@ def test_options_go_through_and_a_path_that_is_nowhere_is_named():
     assert list(strip(model, at="features").root) == ["features.0.w", "head.w"]
     assert list(strip(state_dict(["module.module.w"]), levels=1).root) == ["module.w"]
     assert list(strip(state_dict(["_orig_mod.module.w"]), only="module").root) == ["_orig_mod.w"]
-    with pytest.raises(NotFound, match=r"begins with 'nowhere'; the modules are features.module.0"):
+    with pytest.raises(
+        NotFound, match=r"no key starts with 'nowhere'; the submodules are features\.module\.0,"
+    ):
         strip(model, at="nowhere")
     with pytest.raises(UsageError):
         strip(model, only="nothing")
@@ -124,7 +126,7 @@ def test_optimizers_that_hold_names_follow_their_state_dict():
         made.root["opt"]["state"]["a.w"]["exp_avg"]
         is (root["opt"]["state"]["module.a.w"]["exp_avg"])
     )
-    assert texts(made)[-1] == ("follow", "2 names in the optimizer opt follow")
+    assert texts(made)[-1] == ("follow", "renamed 2 parameters in the optimizer opt to match")
     assert names_of(root["opt"])[0] == ["module.a.w", "module._orig_mod.b"]
 
 
@@ -152,7 +154,9 @@ def test_pickled_wrappers_give_way_to_the_module_inside():
     made = strip({"model": parallel(parallel(net))})
     assert made.root["model"].class_name == "net.Net"
     assert list(module_state(made.root["model"])) == ["w", "block.v"]
-    assert texts(made) == [("strip", "removed module, _orig_mod from 2 names in model (3 levels)")]
+    assert texts(made) == [
+        ("strip", 'removed "module." and "_orig_mod." from 2 keys in model (3 levels)')
+    ]
     kept = strip({"model": parallel(parallel(net))}, levels=1).root["model"]
     assert list(module_state(kept)) == ["module.w", "module.block._orig_mod.v"]
     only = strip({"model": parallel(net)}, only="_orig_mod").root["model"]
@@ -201,8 +205,8 @@ def test_adding_to_every_state_dict_and_its_followers():
     assert made.root["model"].metadata[""] == {"version": 1}
     assert names_of(made.root["opt"]) == (["module.a.w"],) * 3
     assert texts(made) == [
-        ("add", "added module. to 1 name in model"),
-        ("follow", "1 name in the optimizer opt follows"),
+        ("add", 'added "module." to 1 key in model'),
+        ("follow", "renamed 1 parameter in the optimizer opt to match"),
     ]
 
 
@@ -296,8 +300,8 @@ def test_a_module_before_most_names_stays_and_is_told():
         assert texts(made) == [
             (
                 "warning",
-                "module. stays in 2 names of model, because queue has none: "
-                "ckptool rename --prefix module.= removes it",
+                'kept "module." on 2 keys in model, because queue does not have it; to remove it: '
+                "ckptool rename --prefix module.=",
             )
         ]
     for other in ("_orig_mod", "_fsdp_wrapped_module"):

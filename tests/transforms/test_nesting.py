@@ -23,7 +23,7 @@ def test_keys_on_the_way_are_joined_and_what_goes_is_named(tmp_path):
     assert list(found) == ["enc/w", "enc/l/0", "enc/l/1", "dec/weight", "dec/bias"]
     assert found["enc/l/1"] == 5
     assert torch.equal(found["dec/weight"], layer.weight)
-    assert receipt.left_out == ("the attributes of dec: _metadata", "none, which is empty")
+    assert receipt.left_out == ("the attributes of dec: _metadata", "none is empty")
 
 
 def test_a_list_and_a_lone_tensor_become_safetensors(tmp_path):

@@ -42,7 +42,7 @@ def test_every_state_dict_and_nothing_else():
     assert list(made.root["optimizer"]["state"][0]) == ["a.w"]
     assert made.root["model"]["c.w"] is root["model"]["a.w"]
     assert list(root["model"]) == ["a.w", "b.w"]
-    assert texts(made) == [("rename", r"^a\.=>c. changed 2 names: a.w -> c.w")]
+    assert texts(made) == [("rename", r"renamed 2 keys with ^a\.=>c. (a.w -> c.w)")]
     assert made.changes[0].count == 2
 
 
@@ -54,10 +54,10 @@ def test_rules_are_applied_in_order_each_to_the_result_of_the_one_before():
     made = renamed(state_dict(["backbone.w", "backbone.v"]), *rules)
     assert list(made.root) == ["net.body.weight", "net.body.v"]
     assert texts(made) == [
-        ("rename", "backbone=encoder changed 2 names: backbone.w -> encoder.w"),
-        ("rename", "^encoder=>body changed 2 names: encoder.w -> body.w"),
-        ("rename", "names.json changed 1 name: body.w -> body.weight"),
-        ("rename", "=net changed 2 names: body.weight -> net.body.weight"),
+        ("rename", "renamed 2 keys with backbone=encoder (backbone.w -> encoder.w)"),
+        ("rename", "renamed 2 keys with ^encoder=>body (encoder.w -> body.w)"),
+        ("rename", "renamed 1 key with names.json (body.w -> body.weight)"),
+        ("rename", "renamed 2 keys with =net (body.weight -> net.body.weight)"),
     ]
     backwards = renamed(state_dict(["backbone.w", "backbone.v"]), *rules[1::-1])
     assert list(backwards.root) == ["encoder.w", "encoder.v"]
@@ -110,9 +110,9 @@ def test_optimizers_that_hold_names_follow():
     assert made.root["opt"]["param_groups"][0]["param_names"] == ("c.w", "c.v")
     assert list(made.root["b"]["state"]) == ["c.x"]
     assert texts(made) == [
-        ("rename", "a=>c changed 3 names: a.w -> c.w"),
-        ("follow", "2 names in the optimizer opt follow"),
-        ("follow", "1 name in the optimizer b follows"),
+        ("rename", "renamed 3 keys with a=>c (a.w -> c.w)"),
+        ("follow", "renamed 2 parameters in the optimizer opt to match"),
+        ("follow", "renamed 1 parameter in the optimizer b to match"),
     ]
 
 
@@ -131,7 +131,7 @@ def test_two_names_that_would_become_one_are_refused():
     model = state_dict(["a.w", "b.w"])
     with pytest.raises(NameCollision) as caught:
         renamed({"model": model}, "a=>b")
-    assert str(caught.value) == ("file.pth: 'a.w' and 'b.w' would both be named 'b.w' in model")
+    assert str(caught.value) == ("file.pth: 'a.w' and 'b.w' would both become 'b.w' in model")
     assert "rules" in caught.value.hint
     model["epoch"] = 3
     with pytest.raises(NameCollision, match=r"'a\.w' and 'epoch'"):
@@ -139,7 +139,7 @@ def test_two_names_that_would_become_one_are_refused():
 
 
 def test_nothing_left_of_a_name_is_refused_and_more_than_nothing_on_the_way_is_not():
-    with pytest.raises(UsageError, match=r"nothing would be left of the name 'a\.w'"):
+    with pytest.raises(UsageError, match=r"the rules would leave nothing of the key 'a\.w'"):
         renamed(state_dict(["a.w"]), ".*=>")
     assert list(renamed(state_dict(["", "a"]), "a=>b").root) == ["", "b"]
     made = renamed(state_dict(["a.w"]), r"^.*$=>", "^$=>b")
@@ -151,9 +151,9 @@ def test_a_rule_that_matched_nothing_is_a_warning_with_names_like_it():
     made = renamed(model, r"^encodr\.=>x.", "nothing=>like", prefixes=["fcc=x"])
     assert made.root is model
     assert texts(made) == [
-        ("warning", r"^encodr\.=>x. matched no name; there is encoder.layer.weight"),
-        ("warning", "nothing=>like matched no name"),
-        ("warning", "fcc=x matched no name; there is fc.bias"),
+        ("warning", r"rule ^encodr\.=>x. matches no key; did you mean encoder.layer.weight?"),
+        ("warning", "rule nothing=>like matches no key"),
+        ("warning", "rule fcc=x matches no key; did you mean fc.bias?"),
     ]
 
 
@@ -161,7 +161,7 @@ def test_similar_names_are_those_that_came_to_the_rule():
     table = table_rule({"a.w": "x", "encoder.ww": "y"}, "names.txt")
     half = renamed(state_dict(["a.w", "b.w"]), "b=>encoder", table)
     assert texts(half)[2] == (
-        "warning", "1 of the 2 names in names.txt are nowhere: encoder.ww; there is encoder.w",
+        "warning", "1 of 2 keys in names.txt not found: encoder.ww; did you mean encoder.w?",
     )  # fmt: skip
 
 
@@ -172,9 +172,9 @@ def test_a_rule_that_changes_nothing_that_it_matches_has_matched():
 
 
 def test_a_lone_text_is_no_list_of_rules():
-    with pytest.raises(UsageError, match="a list of rules is wanted"):
+    with pytest.raises(UsageError, match="expected a list of rules, not"):
         renamed(state_dict(["a"]), prefixes="a=b")
-    with pytest.raises(UsageError, match="a list of rules is wanted"):
+    with pytest.raises(UsageError, match="expected a list of rules, not"):
         Rename("a=>b")(checkpoint(state_dict(["a"])))
 
 
@@ -186,7 +186,7 @@ def test_a_pickled_module_stays_with_a_warning():
     assert [change.kind for change in made.changes] == ["rename", "warning"]
     alone = renamed(net, "w=>v")
     assert texts(alone) == [
-        ("warning", "the pickled module at the root stays as it is: its class names its parts")
+        ("warning", "the pickled module at the root is unchanged: its class defines its keys")
     ]
 
 
@@ -280,13 +280,13 @@ def test_the_public_names():
     read = checkpoint({"model": state_dict(["a.w", "b.w"]), "epoch": 3})
     for made in (ckptool.rename(read, ["^a=>c"]), read.rename(["^a=>c"])):
         assert list(made.root["model"]) == ["c.w", "b.w"]
-    with pytest.warns(ckptool.CheckpointWarning, match="matched no name"):
+    with pytest.warns(ckptool.CheckpointWarning, match="matches no key"):
         assert list(ckptool.rename({"a.w": 1, "b.w": 2}, ["^a=>c"])) == ["a.w", "b.w"]
     chained = read.rename(prefixes=["=net"]).then(
         ckptool.Take(model_only=True, include=["net.a.*"])
     )
     assert list(chained.root) == ["net.a.w"]
     with pytest.raises(
-        UsageError, match="a path, a state dict or an open checkpoint is wanted, not a list"
+        UsageError, match="expected a path, a state dict or an open checkpoint, not a list"
     ):
         ckptool.rename(["model.pth"], ["a=>b"])

@@ -63,7 +63,7 @@ NAMES = ["zip.pth", "legacy.pth", "one.safetensors"]
 def test_a_whole_file_is_whole(files, tmp_path, name):
     found, told = salvaged(files / name, tmp_path / name)
     assert told.count == 0
-    assert told.text.startswith("8 tensors, each of them whole")
+    assert told.text.startswith("all 8 tensors are intact")
     assert ("no checksums" in told.text) == (name != "zip.pth")
     assert found.keys() == weights().keys()
 
@@ -91,7 +91,7 @@ def test_a_record_with_another_checksum_is_left_out(files, tmp_path):
 
     found, told = salvaged(damaged(files, tmp_path, "zip.pth", change), tmp_path / "new.pth")
     assert found.keys() == weights().keys() - {"l3.w"}
-    assert told.text == "7 of 8 tensors salvaged, 1 damaged"
+    assert told.text == "salvaged 7 of 8 tensors; 1 damaged"
     assert all(torch.equal(found[key], weights()[key]) for key in found)
 
 
@@ -137,7 +137,7 @@ def test_without_a_whole_pickle_or_tensor_there_is_nothing(files, tmp_path):
     with pytest.raises(CheckpointError):
         salvaged(damaged(files, tmp_path, "zip.pth", lambda raw: raw[:300]), target)
     first = (files / "zip.pth").read_bytes().find(weights()["l0.w"].numpy().tobytes())
-    with pytest.raises(NotFound, match="no tensor of it is whole"):
+    with pytest.raises(NotFound, match="no tensor is intact"):
         salvaged(damaged(files, tmp_path, "zip.pth", lambda raw: raw[: first + 50]), target)
     assert not target.exists()
 
@@ -209,7 +209,7 @@ def test_a_file_whose_tensors_are_no_tensors_any_more_is_not_whole(tmp_path):
     torch.save({"w": torch.ones(100)}, tmp_path / "f", _use_new_zipfile_serialization=False)
     raw = (tmp_path / "f").read_bytes()
     (tmp_path / "f").write_bytes(raw.replace(b"_rebuild_tensor_v2", b"_reXuild_tensor_v2"))
-    with pytest.raises(NotFound, match="no tensor of it is whole"):
+    with pytest.raises(NotFound, match="no tensor is intact"):
         ckptool.convert(tmp_path / "f", tmp_path / "out.pth", ckptool.Salvage())
     assert not (tmp_path / "out.pth").exists()
 
@@ -230,13 +230,15 @@ def test_a_pickled_module_is_salvaged_as_a_state_dict(tmp_path):
     raw = (tmp_path / "a.pth").read_bytes()
     place = raw.find(model[1].weight.detach().numpy().tobytes())
     (tmp_path / "a.pth").write_bytes(raw[: place + 100])
-    with pytest.raises(UsageError, match="cannot do without some of its tensors") as refused:
+    with pytest.raises(
+        UsageError, match=r"model is an object of class torch\.nn\.modules\.container\.Sequential,"
+    ) as refused:
         ckptool.convert(tmp_path / "a.pth", tmp_path / "new.pth", ckptool.Salvage())
     assert "--model-only" in refused.value.hint
     receipt = ckptool.convert(
         tmp_path / "a.pth", tmp_path / "new.pth", ckptool.Salvage(), ckptool.Take(model_only=True)
     )
-    assert any(one.text == "2 of 4 tensors salvaged, 2 damaged" for one in receipt.changes)
+    assert any(one.text == "salvaged 2 of 4 tensors; 2 damaged" for one in receipt.changes)
     found = torch.load(tmp_path / "new.pth")
     assert list(found) == ["0.weight", "0.bias"]
     assert torch.equal(found["0.weight"], model[0].weight)

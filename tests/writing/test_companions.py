@@ -51,7 +51,7 @@ def test_the_files_of_a_folder_are_copied_and_no_weights_or_code(beside, tmp_pat
     assert (out / "tokenizer.json").read_bytes() == b"t" * 100_000
     assert [Path(path).name for path, _ in receipt.files][:2] == ["config.json", "tokenizer.json"]
     assert receipt.path.endswith("model.safetensors.index.json" if size else "model.safetensors")
-    assert f"code is not copied from {beside}: modeling_net.py" in receipt.notes
+    assert f"skipped code of {beside}: modeling_net.py" in receipt.notes
     assert torch.equal(ckptool.load(out)["w"], torch.ones(6, 2))
 
 
@@ -77,7 +77,7 @@ def test_a_folder_of_many_processes_has_them_itself(ranks, beside, tmp_path, whe
     receipt = ckptool.convert(ranks, out)
     assert json.loads((out / "config.json").read_text()) == CONFIG
     assert (out / "tokenizer.json").read_text() == "mine"
-    assert "kept in the target, and not copied" in receipt.notes[-1]
+    assert "of the target (not copied from" in receipt.notes[-1]
     ckptool.convert(ranks, out, overwrite=True)
     assert (out / "tokenizer.json").read_bytes() == b"t" * 100_000
     ckptool.convert(ranks, tmp_path / "single.safetensors")
@@ -86,12 +86,12 @@ def test_a_folder_of_many_processes_has_them_itself(ranks, beside, tmp_path, whe
 
 def test_a_folder_without_them_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileMissing, match="no file that goes beside") as caught:
+    with pytest.raises(FileMissing, match="has no configuration or tokenizer file") as caught:
         ckptool.convert(weights(tmp_path), f"{tmp_path}/out/", files_from=tmp_path / "empty")
     assert "config.json" in caught.value.hint
     with pytest.raises(FileMissing, match="is not a readable folder"):
         ckptool.convert(weights(tmp_path), f"{tmp_path}/out/", files_from=tmp_path / "none")
-    with pytest.raises(UsageError, match="the target is one file"):
+    with pytest.raises(UsageError, match="needs a folder as the target"):
         ckptool.convert(weights(tmp_path), tmp_path / "out.pth", files_from=tmp_path / "empty")
     assert not (tmp_path / "out").exists()
 

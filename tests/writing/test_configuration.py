@@ -98,4 +98,4 @@ def test_values_that_do_not_fit_the_file_are_warnings(converted):
 def test_a_configuration_that_cannot_be_read_is_copied_with_a_warning(converted, text):
     made, notes, [warning] = converted(EMBEDDING, text, dtype="float16")
     assert (made, notes) == (text, [])
-    assert warning.startswith("config.json is not a JSON object")
+    assert warning.startswith("config.json is not a valid JSON object")

@@ -76,7 +76,7 @@ def test_in_place_a_file_that_came_before_the_write_stays_too(path):
 def test_in_place_a_file_that_is_removed_does_not_come_back(path):
     with (
         open_checkpoint(path) as checkpoint,
-        pytest.raises(WriteError, match="the file was removed during the edit"),
+        pytest.raises(WriteError, match="was removed during the run; nothing was written"),
     ):
         save(checkpoint, path, in_place=True, rewrite=True, progress=meanwhile(path.unlink))
     assert os.listdir(path.parent) == []
@@ -104,7 +104,7 @@ def test_a_source_that_is_replaced_may_still_be_written_elsewhere(path):
     shutil.copy(path, path.parent / "copy.pth")
     with (
         open_checkpoint(path) as checkpoint,
-        pytest.warns(CheckpointWarning, match=r"model\.pth: has been replaced"),
+        pytest.warns(CheckpointWarning, match=r"model\.pth: was replaced or removed"),
     ):
         save(checkpoint, path.parent / "out.pth", progress=meanwhile(lambda: replace(path)))
     found, wanted = (torch.load(path.parent / name) for name in ("out.pth", "copy.pth"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -172,8 +173,7 @@ class _Header(Cursor):
 def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
     elements, plain = prod(one.shape), _PLAIN.get(one.type)
     if plain is None and one.type not in _QUANTIZED:
-        what = f"tensor {printable(one.name)!r} has the unknown type {one.type}"
-        raise UnsupportedFormat(what)
+        return _unknown(source, one, elements)
     name, block, size = _QUANTIZED.get(one.type) or (plain, 1, BY_NAME[str(plain)].itemsize)
     if one.shape[-1:] and one.shape[-1] % block:
         what = (
@@ -189,6 +189,19 @@ def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
         made.made_of = (data,)
         data = ByteRange(made, 0, made.size)
     return plain_tensor(one.name, plain or "float32", one.shape, data)
+
+
+def _unknown(source: Source, one: _Entry, elements: int) -> TensorRef:
+    """Return a tensor of a type without a known layout: it is listed, and reading it fails."""
+    what = f"tensor {printable(one.name)!r} has GGUF type {one.type}, which ckptool does not know"
+    if elements > 8 * source.size:  # no type has less than a bit for a weight
+        raise CorruptFile(f"{what}, and the file is too small for its shape {list(one.shape)}")
+
+    def refuse(offset: int, buffer: memoryview) -> None:
+        raise UnsupportedFormat(what, file=source.name)
+
+    data = ByteRange(ComputedSource(source.name, elements * 4, refuse), 0, elements * 4)
+    return plain_tensor(one.name, "float32", one.shape, data)
 
 
 def _dequantize_into(
@@ -211,10 +224,15 @@ def _dequantize_into(
     buffer[:] = content[begin : begin + len(buffer)]
 
 
-def _notes(entries: list[_Entry]) -> list[str]:
+def _notes(entries: list[_Entry]) -> Iterator[str]:
     types = Counter(_QUANTIZED[one.type][0] for one in entries if one.type in _QUANTIZED)
+    unknown = [one for one in entries if one.type not in {*_QUANTIZED, *_PLAIN}]
+    if unknown:
+        kinds = listed(str(number) for number in dict.fromkeys(one.type for one in unknown))
+        names = listed(printable(one.name) for one in unknown)
+        yield f"ckptool cannot read {counted(len(unknown), 'tensor')} of GGUF type {kinds}: {names}"
     if not types:
-        return []
+        return
     count = counted(sum(types.values()), "tensor")
     each = listed(f"{name} ({number:,})" for name, number in types.most_common())
-    return [f"{count} are quantized ({each}); they are read as float32"]
+    yield f"{count} are quantized ({each}) and converted to float32 when they are read"

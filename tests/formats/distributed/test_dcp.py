@@ -487,7 +487,7 @@ def test_a_folder_that_we_are_in_has_its_name(folder, monkeypatch):
 
 def test_a_part_of_the_source_is_no_target(folder):
     for name in ("__0_0.distcp", "new.pth"):
-        with pytest.raises(TargetExists, match="in the folder that is the source"):
+        with pytest.raises(TargetExists, match="is inside the source folder"):
             ckptool.convert(folder, folder / name, overwrite=True)
     assert ckptool.verify(folder).ok
 

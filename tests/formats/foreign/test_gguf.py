@@ -123,9 +123,22 @@ def test_versions_that_are_not_read(made, options, words):
         open_checkpoint(made(entry(), **options))
 
 
-def test_a_type_that_is_not_known(made):
-    with pytest.raises(UnsupportedFormat, match="tensor 'w' has the unknown type 4"):
-        open_checkpoint(made(entry(type=4)))
+def test_a_tensor_of_an_unknown_type_is_listed_and_only_it_is_refused(made, tmp_path):
+    path = made(entry("a"), entry("b", (64,), type=4, offset=32))
+    with open_checkpoint(path) as checkpoint:
+        assert [name for (name,), _ in checkpoint.tensors()] == ["a", "b"]
+        assert "cannot read 1 tensor of GGUF type 4: b" in checkpoint.details.notes[0]
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(UnsupportedFormat, match="'b' has GGUF type 4, which ckptool does not know"):
+        ckptool.convert(path, out)
+    assert not out.exists()
+    ckptool.convert(path, out, ckptool.Take(exclude=["b"]))
+    assert load_file(out)["a"].tolist() == [0, 0]
+
+
+def test_an_unknown_type_does_not_hide_a_shape_that_cannot_be(made):
+    with pytest.raises(CorruptFile, match="too small for its shape"):
+        open_checkpoint(made(entry(sizes=(1 << 40,), type=4)))
 
 
 def test_a_header_beyond_the_limit(made):

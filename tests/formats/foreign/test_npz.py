@@ -177,13 +177,13 @@ def test_an_array_that_ends_too_early_or_too_late_is_told(archive, method):
     with pytest.raises(CorruptFile, match="ends within its header"):
         ckptool.open(archive({"w.npy": npy(FLOATS)[:40]}, method))
     for length in (23, 25):
-        with pytest.raises(CorruptFile, match=f"takes 24 bytes, and {length} are there"):
+        with pytest.raises(CorruptFile, match=f"needs 24 bytes, but there are {length}"):
             ckptool.open(archive({"w.npy": npy(FLOATS, bytes(length))}, method))
     shape = FLOATS.replace(b"2, 3", b", ".join([b"9" * 19] * 300))
     with pytest.raises(LimitExceeded, match="300 dimensions"):
         ckptool.open(archive({"w.npy": npy(shape)}, method))
     shape = FLOATS.replace(b"2", b"4611686018427387904")
-    with pytest.raises(CorruptFile, match="and 24 are there"):
+    with pytest.raises(CorruptFile, match=r"needs [0-9,]+ bytes, but there are"):
         ckptool.open(archive({"w.npy": npy(shape)}, method))
 
 

@@ -165,7 +165,7 @@ def test_the_weights_go_to_torch_and_safetensors(fixtures, tmp_path, capfd):
     run = str(fixtures / "tensorflow/run")
     assert main(["convert", run, str(tmp_path / "a.safetensors")]) == 0
     assert main(["convert", run, str(tmp_path / "a.pth")]) == 0
-    assert "left out: the optimizer optimizer (17 tensors)" in capfd.readouterr().err
+    assert "left out: optimizer (optimizer, 17 tensors)" in capfd.readouterr().err
     weights = load_file(tmp_path / "a.safetensors")
     whole = torch.load(tmp_path / "a.pth")
     assert list(weights) == list(whole["state_dict"])
@@ -299,7 +299,7 @@ WRONG = {
     "a field of wire type 3": entry_of(more=b"\x3b"),
     "field 5 of a message in the index is not a number": entry_of(more=field(5, b"8")),
     "field 7 of a message in the index is not a message": entry_of(more=field(7, 1)),
-    "takes 8 bytes, and 4 are there": entry_of(size=4),
+    "needs 8 bytes, but there are 4": entry_of(size=4),
     "1 bytes too early": entry_of(offset=1),
     "variable 'a' has a negative size or position": entry_of(offset=-1),
     "the index needs data file 7 of 1": entry_of(shard=7),
