@@ -146,7 +146,10 @@ def test_sets_and_open_checkpoints_are_refused(files, tmp_path):
     ckptool.convert(files / "zip.pth", f"{tmp_path}/set/", max_shard_size="4KB")
     with pytest.raises(UsageError, match="cannot be salvaged"):
         ckptool.convert(tmp_path / "set", tmp_path / "new.pth", ckptool.Salvage())
-    with ckptool.open(files / "zip.pth") as opened, pytest.raises(UsageError, match="opened"):
+    with (
+        ckptool.open(files / "zip.pth") as opened,
+        pytest.raises(UsageError, match="an open checkpoint"),
+    ):
         ckptool.convert(opened, tmp_path / "new.pth", ckptool.Salvage())
 
 

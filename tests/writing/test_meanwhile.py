@@ -76,7 +76,9 @@ def test_in_place_a_file_that_came_before_the_write_stays_too(path):
 def test_in_place_a_file_that_is_removed_does_not_come_back(path):
     with (
         open_checkpoint(path) as checkpoint,
-        pytest.raises(WriteError, match="the file was removed during the edit; nothing was written"),
+        pytest.raises(
+            WriteError, match="the file was removed during the edit; nothing was written"
+        ),
     ):
         save(checkpoint, path, in_place=True, rewrite=True, progress=meanwhile(path.unlink))
     assert os.listdir(path.parent) == []
