@@ -191,7 +191,7 @@ class _Run:
         # the source's checksum is compared here because nobody else reads its bytes.
         checked = self._checked.is_known
         kernel, crc, begin, last = self._caster.kernel, 0, None, 0
-        for start, last, room, skipped in chunks(offset, buffer, size, self._size):
+        for start, last, room, skipped in chunks(offset, buffer, size, self._size, CHUNK):
             begin = start if begin is None else begin
             crc = kernel.read(self._data, start, last, None if checked else crc)
             if len(room) == (last - start) * size:
