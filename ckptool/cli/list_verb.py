@@ -7,7 +7,9 @@ from ckptool.cli.options import file_argument, filter_options, flag, screen_opti
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.listing import list_tensors, tree
+from ckptool.inspection.neighbors import neighbor_notes
 from ckptool.render.listing import listing_lines, name_lines, tree_lines
+from ckptool.words import clean
 
 
 @verb(
@@ -44,6 +46,7 @@ def command(
     if names and (other := next((one for one, given in others.items() if given), None)):
         raise UsageError(f"--names and {other} cannot be combined")
     with open_checkpoint(file) as checkpoint, screen.progress() as progress:
+        screen.say(f"note: {clean(text)}" for text in neighbor_notes(checkpoint))
         listing = list_tensors(
             checkpoint, include=include, exclude=exclude, hash=hashed, progress=progress
         )

@@ -32,6 +32,7 @@ from ckptool.inspection.blockers import (
     would_run,
     would_run_of,
 )
+from ckptool.inspection.neighbors import neighbor_notes
 from ckptool.quotes import Quote, quote
 from ckptool.transforms import Plain
 from ckptool.words import listed, printable
@@ -85,6 +86,8 @@ def layout(subject: Subject) -> Iterator[Complaint]:
     for text in checkpoint.details.left_behind:
         effect = "torch.load ignores it, and rewriting the file drops it."
         yield Complaint("beside", text, severity="note", effect=effect)
+    for text in neighbor_notes(checkpoint):
+        yield Complaint("neighbors", text, severity="note")
 
 
 def _rewritten(

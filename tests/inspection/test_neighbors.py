@@ -1,4 +1,4 @@
-"""What `info` says of the files next to the weights of a folder."""
+"""The files next to the weights of a folder are named."""
 
 import json
 
@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.cli import main
+
+TRAINING = "optimizer.pt, rng_state.pth, scheduler.pt"
 
 
 @pytest.fixture
@@ -23,10 +26,9 @@ def notes(path):
 
 
 def test_the_state_of_a_training_is_named_with_its_step(folder):
-    state = "optimizer.pt, rng_state.pth, scheduler.pt"
-    assert notes(folder) == [f"next to it is the state of the training at step 1,500: {state}"]
+    assert notes(folder) == [f"next to it is the state of the training at step 1,500: {TRAINING}"]
     (folder / "trainer_state.json").write_text("no JSON")
-    assert notes(folder) == [f"next to it is the state of the training: {state}"]
+    assert notes(folder) == [f"next to it is the state of the training: {TRAINING}"]
 
 
 def test_an_adapter_next_to_a_model_is_named(folder):
@@ -40,3 +42,14 @@ def test_an_adapter_next_to_a_model_is_named(folder):
 def test_a_file_that_opens_no_folder_has_no_neighbors(folder):
     torch.save({"w": torch.ones(2)}, folder / "mine.pth")
     assert notes(folder / "mine.pth") == []
+
+
+def test_list_and_doctor_name_it_too(folder, capfd):
+    said = f"next to it is the state of the training at step 1,500: {TRAINING}"
+    assert main(["list", str(folder)]) == 0
+    assert f"note: {said}" in capfd.readouterr().err
+    assert main(["list", str(folder), "-q"]) == 0
+    assert capfd.readouterr().err == ""
+    found = ckptool.doctor(folder)
+    assert [one.text for one in found.complaints if one.kind == "neighbors"] == [said]
+    assert found.ok
