@@ -1,4 +1,4 @@
-"""Complaints about the file itself: what does not open, what torch refuses about its layout."""
+"""Complaints about the file: errors on opening it, and layouts that torch rejects."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ckptool.words import listed, printable
 _COMMAND = re.compile(
     r"(?:^|: )((?:git|dvc|mkdir|gzip|bzip2|xz|zstd|lz4|7z|unrar|python -m torch\S*) .+)$"
 )
-"""A hint that is a command, or ends with one, which gets the checkpoint itself."""
+"""A hint that is or ends with a command that downloads the checkpoint."""
 
 
 def layout(subject: Subject) -> Iterator[Complaint]:
@@ -213,7 +213,7 @@ def is_finding(error: CheckpointError, path: str) -> bool:
 
 
 def unopened(error: CheckpointError, path: str) -> Iterator[Complaint]:
-    """Yield the complaints about a file that does not open as a checkpoint."""
+    """Yield complaints about a file that does not open as a checkpoint."""
     what = error.message.removeprefix(f"{path} is ")
     command = _COMMAND.search(error.hint or "")
     said, effect = _failure(error, path)

@@ -1,4 +1,4 @@
-"""A checkpoint on one screen: what it is, what is in it, and what keeps it from loading."""
+"""Summary of a checkpoint on one screen: format, sections, and why it does not load."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ class SectionInfo:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Info(Result):
-    """What `ckptool info` says of a file.
+    """The facts that `ckptool info` shows.
 
     `file`, `format`, `writer`, `torch_version`, `byteorder`, `protocol`, `globals`, `notes`,
-    `storage_bytes` and `dead_bytes` are as in `Checkpoint` and `Details`. `dtypes` has tensors by
-    their type, `sections` the named parts, `ties` the names that are one tensor.
+    `storage_bytes` and `dead_bytes` are as in `Checkpoint` and `Details`. `dtypes` counts tensors
+    by dtype, `sections` lists the sections, `ties` the groups of keys that share one tensor.
     """
 
     file: str
@@ -95,36 +95,36 @@ class Info(Result):
     protocol: int | None
     sections: tuple[SectionInfo, ...]
     devices: Mapping[str, int]
-    """Tensors on each device tag."""
+    """The number of tensors on each device."""
     dtypes: Mapping[str, int]
     globals: tuple[str, ...]
     blockers: tuple[str, ...]
-    """What keeps `torch.load(weights_only=True)` from loading it; empty when nothing does."""
+    """Reasons why `torch.load(weights_only=True)` rejects it; empty if it loads."""
     storage_bytes: int
     reachable_bytes: int
-    """Bytes of the storages that some tensor reaches, from its first to its last element."""
+    """Bytes of storages between the first and last element of some tensor."""
     dead_bytes: int
     ties: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
     commands: Mapping[str, str]
-    """Shell commands that make it load, by machine: `one_gpu`, `cpu`; and for all that a training
-    needs to resume: `resume`."""
+    """Shell commands that make it load, by machine (`one_gpu`, `cpu`), and the command that
+    keeps the training state (`resume`)."""
     would_run: tuple[str, ...] = ()
-    """The calls that unpickling it would make, as Python, beyond known constructors of data."""
+    """The calls that unpickling would make, as Python, except known constructors of data."""
     training: tuple[str, ...] = TRAINING
-    """What a training needs to resume, of `TRAINING`, as far as the file has it."""
+    """The items of `TRAINING` that the file has."""
     part: str = ""
-    """What the file holds instead of a model, where the weights are in other files too."""
+    """The part of a model in this file, if other files have the rest."""
     alternatives: tuple[str, ...] = ()
-    """Commands of which one may be chosen, where it is not clear what is to load."""
+    """Commands to choose from, if it is not clear what to load."""
     obstacle: str = ""
-    """The first problem that keeps it from loading, where no command fixes it."""
+    """The first problem that keeps it from loading, if no command fixes it."""
     reader: str = ""
-    """The library that reads the file as it is, if that is not torch."""
+    """The library that reads the file as is, if not torch."""
 
     @property
     def weights_only(self) -> bool:
-        """Whether `torch.load(weights_only=True)` loads it."""
+        """True if `torch.load(weights_only=True)` loads it."""
         return not self.blockers
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def info(source: Source) -> Info:
 
 
 def overview(checkpoint: Checkpoint, devices: tuple[str, ...]) -> tuple[Info, Diagnosis]:
-    """Return what `info` shows, and the diagnosis of the header for a machine with `devices`."""
+    """Return the result of `info`, and the diagnosis of the header for `devices`."""
     verdicts = _Verdicts(checkpoint)
     return _summary(checkpoint, verdicts), verdicts.on(devices)
 
@@ -161,12 +161,12 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
     tensors = list(checkpoint.tensors())
     details, sections = checkpoint.details, checkpoint.sections
     devices = Counter(tensor.device for _, tensor in tensors)
-    held, reached = storage_use(checkpoint.root)
+    total, used = storage_use(checkpoint.root)
     objects = blockers(checkpoint.root)
     layout = (*layout_blockers(checkpoint), *outdated_names(checkpoint, objects))
     name, part = misnamed(checkpoint), missing_weights(checkpoint)
     verdicts = known.by_machine()
-    stuck = bool(objects) and not any(one.commands for one in verdicts.values())
+    unfixable = bool(objects) and not any(one.commands for one in verdicts.values())
     notes = [] if part is None else [f"{part.text}; {part.hint}"]
     if name is None and unnamed(checkpoint):
         command = convert_command(checkpoint.path, default_target(checkpoint.path, "named"), [])
@@ -179,8 +179,8 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
     notes += neighbor_notes(checkpoint)
     notes += format_of(checkpoint.format).layout_notes(checkpoint)
     notes += (*details.left_behind, *details.unreferenced)
-    notes += waste_notes(checkpoint.path, held - reached, details.dead_bytes)
-    if stuck and (text := needed_import(objects)):
+    notes += waste_notes(checkpoint.path, total - used, details.dead_bytes)
+    if unfixable and (text := needed_import(objects)):
         notes.append(text)
     for found in quantizations(checkpoint):
         steps, target = (Cast(dequantize="bfloat16"),), default_target(checkpoint.path, "plain")
@@ -210,8 +210,8 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
         globals=details.globals,
         blockers=(*layout, *objects),
         storage_bytes=details.storage_bytes,
-        # A bare pickle has its payloads in itself: all that it holds is reached.
-        reachable_bytes=details.storage_bytes if format_of(checkpoint.format).inline else reached,
+        # A bare pickle contains its tensor data: all of it is used.
+        reachable_bytes=details.storage_bytes if format_of(checkpoint.format).inline else used,
         dead_bytes=details.dead_bytes,
         ties=tuple(ties(tensors)),
         notes=tuple(notes),
@@ -226,8 +226,8 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
 
 
 def _layout_notes(checkpoint: Checkpoint, model: Section | None) -> Iterator[str]:
-    """Yield the recipe that takes the keys of the model, or all paths if there is no one model."""
-    from ckptool.recipes import looks_like  # which reads all recipes
+    """Yield the recipe that matches the keys of the only model, or else all paths."""
+    from ckptool.recipes import looks_like  # it reads all recipes
 
     if model is None:
         keys = [name_of(path) for path, _ in checkpoint.tensors()]
@@ -239,7 +239,7 @@ def _layout_notes(checkpoint: Checkpoint, model: Section | None) -> Iterator[str
 
 
 class _Verdicts:
-    """The diagnoses of the header, each made once."""
+    """The diagnoses of the header, made once for each machine."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint.with_late_values()
@@ -252,7 +252,7 @@ class _Verdicts:
         return self._known[devices]
 
     def by_machine(self) -> dict[str, Diagnosis]:
-        """Return the diagnoses for a machine with one GPU and for one without."""
+        """Return the diagnoses for machines with one GPU and without."""
         without = self.on(("cpu",))
         if set(restored_devices(self._checkpoint.root)) <= ANYWHERE:
             return {"one_gpu": without, "cpu": without}
@@ -260,7 +260,7 @@ class _Verdicts:
 
 
 def _commands(verdicts: Mapping[str, Diagnosis]) -> dict[str, str]:
-    """Return the commands of the plans for the files that do not load, by machine."""
+    """Return the command of each plan, by machine, if the file does not load."""
     needed = {machine: found for machine, found in verdicts.items() if not found.ok}
     plans = {machine: found.all_at_once for machine, found in needed.items()}
     plans["resume"] = next((found.resume for found in needed.values() if found.resume), None)
@@ -268,13 +268,13 @@ def _commands(verdicts: Mapping[str, Diagnosis]) -> dict[str, str]:
 
 
 def _alternatives(found: Diagnosis) -> tuple[str, ...]:
-    """Return commands of which one may be chosen against an error or a warning."""
+    """Return the alternative commands against errors and warnings."""
     wrong = (one for one in found.complaints if one.severity != "note" and not one.commands)
     return tuple(dict.fromkeys(command for one in wrong for command in one.alternatives))
 
 
 def _obstacle(found: Diagnosis) -> str:
-    """Return the first error, or warning, of a file that no plan fixes."""
+    """Return the first error or warning of a file that no plan fixes."""
     texts = (one.text for one in found.complaints if one.severity != "note")
     return "" if found.commands else next(texts, "")
 
@@ -306,7 +306,7 @@ def _values_text(section: Section) -> str:
 
 
 def _bytes_here(tensor: TensorRef) -> int:
-    """Return the bytes of a tensor in this file: of a distributed one, this rank's part."""
+    """Return the bytes of a tensor in this file, which may have only this rank's part."""
     if tensor.storage is not None or not tensor.parts:
         return tensor.nbytes
     if tensor.is_spread:

@@ -49,28 +49,28 @@ INTEGERS = frozenset(
         "relative_position_index",
     }
 )
-"""Last name parts of buffers that count or index."""
+"""Last components of keys of buffers that count or index."""
 _BASE_LAYER = ".base_layer."
 _LIGHTNING = "pytorch-lightning_version"
 _MOST_PARTS = 50
-"""Submodules from which wrappers are taken off: each takes a rule."""
+"""Submodules from which wrapper prefixes are removed, by one rule each."""
 _EVERYWHERE = ("torch", "builtins", "collections", "numpy")
-"""Packages whose classes are found wherever a file is loaded."""
+"""Packages that are installed wherever a file is loaded."""
 _RANDOM = frozenset({"uint8", "uint32"})
-"""Types of the states of torch's and numpy's random generators."""
+"""Dtypes of the random generator states of torch and numpy."""
 _BLOCKED = ("sys", "os", "posix", "nt")
-"""Modules of which torch words its refusal otherwise (torch/_weights_only_unpickler.py)."""
+"""Modules with a different error in torch (torch/_weights_only_unpickler.py)."""
 _UNWRAPPED = "load_state_dict on the unwrapped model"
 _SHARDED = ("DTensor", "ShardedTensor")
 
 
 def is_floating(dtype: str) -> bool:
-    """Return whether it is a type of real or complex numbers with a fraction."""
+    """Return True for a floating-point or complex dtype."""
     return "float" in dtype or "complex" in dtype
 
 
 def level(subject: Subject) -> Iterator[Complaint]:
-    """Yield what `load_state_dict(torch.load(FILE))` would not find, or find too much."""
+    """Yield complaints about where the state dict is, and about other entries in it."""
     model = subject.model
     if model is None:
         if subject.models:
@@ -90,8 +90,8 @@ def level(subject: Subject) -> Iterator[Complaint]:
             quote=quote("unexpected-key", printable(names[0])),
             fix=(Take(model_only=True),),
         )
-    held = unwrapped(model)
-    if N_AVERAGED in held and len(held) > 1 and not subject.is_compared(model):
+    bare = unwrapped(model)
+    if N_AVERAGED in bare and len(bare) > 1 and not subject.is_compared(model):
         yield Complaint(
             "averaged",
             f"the state dict is of an AveragedModel (it has {N_AVERAGED})",
@@ -103,24 +103,24 @@ def level(subject: Subject) -> Iterator[Complaint]:
 
 
 def _one_level_down(subject: Subject, model: Section) -> Complaint:
-    """Return the complaint about weights under a key: a note if a training saved them so."""
+    """Return the complaint about weights under a key: a note in a training checkpoint."""
     root = subject.checkpoint.root
     keys = [str(key) for key in root] if isinstance(root, dict) else []
-    beside = subject.is_training
+    is_training = subject.is_training
     return Complaint(
         "level",
         f'the weights are under the key "{printable(model.name)}"'
-        + (", next to the training state" if beside else ""),
+        + (", next to the training state" if is_training else ""),
         (printable(model.name),),
-        hint=f"in code: torch.load(FILE){_way(model)}",
-        severity="note" if beside else "fails",
+        hint=f"in code: torch.load(FILE){_subscripts(model)}",
+        severity="note" if is_training else "fails",
         quote=quote("unexpected-key", printable(keys[0])) if keys else quote("no-dict"),
         fix=(Take(subject.key, model_only=True),),
     )
 
 
-def _way(section: Section) -> str:
-    """Return how Python gets from the root to a section: `['model'][0]`."""
+def _subscripts(section: Section) -> str:
+    """Return the Python subscripts of a section: `['model'][0]`."""
     return printable("".join(f"[{key!r}]" for key in section.path))
 
 
@@ -145,38 +145,40 @@ def _several(subject: Subject) -> Complaint:
 
 
 def _are_parts(subject: Subject) -> bool:
-    """Return whether the state dicts are all that the file has, and share no key.
+    """Return True if the file has only state dicts, which share no key.
 
-    One library reads these together, from a dict of dicts or from flat keys: `image_proj.` and
-    `ip_adapter.` of an IP-Adapter, in diffusers.
+    Some libraries read these together, from a dict of dicts or from flat keys: for example
+    diffusers `image_proj.` and `ip_adapter.` of an IP-Adapter.
     """
     root, keys = subject.checkpoint.root, [key for one in subject.models for key in one.node]
     paths = [one.path for one in subject.models]
-    is_whole = isinstance(root, dict) and paths == [(key,) for key in root]
-    return is_whole and len(keys) == len({*keys})
+    is_only_these = isinstance(root, dict) and paths == [(key,) for key in root]
+    return is_only_these and len(keys) == len({*keys})
 
 
 def _word(section: Section) -> str:
-    """Return the part of a section's name that can stand in a file name."""
+    """Return the name of a section as part of a file name."""
     return re.sub(r"[^\w-]+", "-", section.name, flags=re.ASCII).strip("-")[:40] or "extracted"
 
 
 def _none(subject: Subject) -> Complaint:
-    """Return the complaint about a file without a model: a note for an optimizer or scheduler."""
+    """Return the complaint about a file without a model: a note for training state."""
     root, sections = subject.checkpoint.root, subject.checkpoint.sections
     kinds = [f"the {part.kind} {part.name or 'at the root'}" for part in sections]
     named = [kind for kind in kinds if not kind.startswith(("the values", "the state_dict"))]
     states = [part for part in sections if part.kind in ("optimizer", "scheduler")]
     states.sort(key=lambda part: part.kind)
     found = list(find_tensors(root))
-    # a tensor, a list, settings, and the states of random generators are not meant as a model
+    # A tensor, a list, settings, and random generator states are not meant to be a model.
     harmless = bool(states or not found) or (
         not isinstance(root, (dict, Opaque))
         or all(one.dtype in _RANDOM and len(one.shape) == 1 for one in found)
     )
     remedy = ""
     if states:
-        remedy = f"{states[0].kind}.load_state_dict(torch.load(FILE){_way(states[0])}) loads it"
+        remedy = (
+            f"{states[0].kind}.load_state_dict(torch.load(FILE){_subscripts(states[0])}) loads it"
+        )
     elif harmless and subject.blocked:
         called = [name for name in calls(subject.checkpoint) if not makes_data(name)]
         loader = format_of(subject.checkpoint.format).unsafe_loader
@@ -197,7 +199,7 @@ def _none(subject: Subject) -> Complaint:
     return Complaint(
         "no-model",
         "it has no state dict of a model; it has "
-        + (listed(named, most=4) if named else _held(root, len(found))),
+        + (listed(named, most=4) if named else _describe(root, len(found))),
         names_of(kinds),
         hint=remedy,
         severity="note" if harmless else "fails",
@@ -205,8 +207,8 @@ def _none(subject: Subject) -> Complaint:
     )
 
 
-def _held(root: Any, tensors: int) -> str:
-    """Describe a file without named parts: `a dict of 3 entries, with 2 tensors`."""
+def _describe(root: Any, tensors: int) -> str:
+    """Describe a file without sections: `a dict of 3 entries with 2 tensors`."""
     if isinstance(root, TensorRef):
         return "one tensor"
     if isinstance(root, (dict, list, tuple)):
@@ -218,7 +220,7 @@ def _held(root: Any, tensors: int) -> str:
 
 
 def objects(subject: Subject) -> Iterator[Complaint]:
-    """Yield what `torch.load` refuses of the tree, or can make only where certain classes are."""
+    """Yield complaints about objects that `torch.load` rejects, or that need their classes."""
     refused = list(refusals(subject.checkpoint.root))
     modules = [(name_of(path), node) for path, node in refused if model_state(node) is not None]
     whole = {id(node) for _, node in modules}
@@ -278,14 +280,14 @@ def objects(subject: Subject) -> Iterator[Complaint]:
 
 
 def _remedy(classes: Iterable[str]) -> str:
-    """Say what helps against objects that no command turns into plain data."""
+    """Return the hint for objects that no command turns into plain data."""
     if any(kind.rpartition(".")[2] in _SHARDED for kind in classes):
         return "gather the full tensors in the training job, and save those"
     return needed_import(classes)
 
 
 def naming(subject: Subject) -> Iterator[Complaint]:
-    """Yield what is wrong with the names; a reference says more than these checks know."""
+    """Yield complaints about keys of state dicts that are not compared with a reference."""
     models = [one for one in subject.models if not subject.is_compared(one)]
     for section in models:
         yield from _averages(subject, section)
@@ -333,7 +335,7 @@ def _wrappers(sections: list[Section]) -> Iterator[Complaint]:
 
 
 def _collision(sections: Iterable[Section]) -> str:
-    """Return why the wrappers cannot be removed; an empty text if they can."""
+    """Return why the wrapper prefixes cannot be removed; "" if they can."""
     try:
         for section in sections:
             strip_names(wrapped_names(section.node))
@@ -343,7 +345,7 @@ def _collision(sections: Iterable[Section]) -> str:
 
 
 def _averages(subject: Subject, section: Section) -> Iterator[Complaint]:
-    """Yield a complaint about averages that are under a prefix in the state dict of their class."""
+    """Yield a complaint about averaged weights under the prefix of their class."""
     names = [*named_tensors(section.node)]
     prefix = average_prefix(names)
     if not prefix:
@@ -373,7 +375,7 @@ def _submodules(models: list[Section]) -> Iterator[Complaint]:
         name
         for section in models
         for name in unwrapped(section).values()
-        if not average_prefix([name])  # a copy of another part
+        if not average_prefix([name])  # a copy of another submodule
     ]
     paths = wrapped_submodules(filter(counts, names))[:_MOST_PARTS]
     if not paths:
@@ -394,7 +396,7 @@ def _submodules(models: list[Section]) -> Iterator[Complaint]:
 
 
 def _adapters(section: Section) -> Iterator[Complaint]:
-    """Yield a complaint about PEFT's prefix `base_model.model.` and its `base_layer` components."""
+    """Yield a complaint about the prefix `base_model.model.` and `base_layer` of PEFT."""
     every = [name for name in wrapped_names(section.node) if counts(name)]
     names = [name for name in every if name.startswith(PEFT)]
     named = {name: found[2] for name in every if (found := NAMED_ADAPTER.search(name))}
@@ -434,7 +436,7 @@ def _adapters(section: Section) -> Iterator[Complaint]:
 
 
 def _named_adapter(adapter: str, names: list[str]) -> Complaint:
-    """Return the note about keys that `get_peft_model_state_dict` would write without a name."""
+    """Return the note about keys with an adapter name, which PEFT itself would not write."""
     rule = rf"\.{escaped(adapter)}(?=(\.weight|\.bias)?$)=>"
     return Complaint(
         "adapter-name",
@@ -449,7 +451,7 @@ def _named_adapter(adapter: str, names: list[str]) -> Complaint:
 
 
 def _lightning(subject: Subject) -> Iterator[Complaint]:
-    """Yield a note if one attribute of a LightningModule begins every name."""
+    """Yield a note if every key starts with one attribute of a LightningModule."""
     root, model = subject.checkpoint.root, subject.model
     if not isinstance(root, dict) or _LIGHTNING not in root or model is None:
         return
@@ -473,7 +475,7 @@ def _lightning(subject: Subject) -> Iterator[Complaint]:
 
 
 def versions(subject: Subject) -> Iterator[Complaint]:
-    """Yield buffers that were cast, and state dicts that lost their `_metadata`."""
+    """Yield complaints about cast buffers and lost `_metadata`."""
     for section in subject.models:
         tensors = named_tensors(section.node)
         cast = [
@@ -499,7 +501,7 @@ def versions(subject: Subject) -> Iterator[Complaint]:
         for node in everything(subject.checkpoint.root)
         if isinstance(node, dict) and not _has_metadata(node)
         for key, value in node.items()
-        # a name with a dot: without one it is an attribute of a pickled module
+        # A key without a dot is an attribute of a pickled module.
         if isinstance(key, str) and key.endswith("._packed_params") and not isinstance(value, dict)
     ]
     if packed:
@@ -508,7 +510,7 @@ def versions(subject: Subject) -> Iterator[Complaint]:
 
 
 def _norms(subject: Subject, tensors: dict[str, TensorRef]) -> Iterator[Complaint]:
-    """Yield a complaint about BatchNorm without `_metadata`: a missing counter is not loaded."""
+    """Yield a complaint about BatchNorm without `_metadata`, which skips a missing counter."""
     means = [name for name in tensors if name.rpartition(".")[2] == "running_mean"]
     counter = "num_batches_tracked"
     lack = [n for n in means if f"{n.removesuffix('running_mean')}{counter}" not in tensors]

@@ -1,6 +1,6 @@
-"""Complaints that compare: the weights with a reference, an optimizer with its parameters.
+"""Complaints from comparing the weights with a reference, and an optimizer with its parameters.
 
-`Optimizer.load_state_dict` maps by position, and checks nothing but the number and sizes of the
+`Optimizer.load_state_dict` matches by position, and checks only the number and sizes of the
 groups (torch/optim/optimizer.py).
 """
 
@@ -39,23 +39,23 @@ _HALF_LOADED = (
     "load_state_dict raises only at the end: by then it has copied the matching tensors, so the "
     "model is half loaded"
 )
-_PARAMETRISED = re.compile(r"(?:^|\.)parametrizations\.(\w+)\.")
+_PARAMETRIZED = re.compile(r"(?:^|\.)parametrizations\.(\w+)\.")
 _FORMS = (
     ("_mask", "_orig", "torch.nn.utils.prune.remove(module, {0}) ({1} = {1}_orig * {1}_mask)"),
     ("_u", "_orig", "torch.nn.utils.remove_spectral_norm(module, {0})"),
     ("_g", "_v", "torch.nn.utils.remove_weight_norm(module, {0})"),
 )
-"""Two endings of names by which torch stores one weight, and the function that joins them."""
+"""Two suffixes under which torch stores one weight, and the function that joins them."""
 _INTERPOLATE = "ckptool convert FILE OUT --interpolate-pos GLOB=HxW"
 _MOST_JOINED = 20
-"""Tensors of one module that are looked at: q, k, v, their biases and a projection."""
-_ANEW = "load the weights without the optimizer; its state restarts from zero"
+"""Tensors of one module that are compared: q, k, v, their biases and a projection."""
+_WITHOUT_STATE = "load the weights without the optimizer; its state restarts from zero"
 
 
 def fit(subject: Subject) -> Iterator[Complaint]:
-    """Yield what the reference's architecture does not take of the state dict, or lacks.
+    """Yield complaints about differences from the reference.
 
-    A command with `like` is proposed only where its result fits the reference strictly.
+    A command with `like` is proposed only if its result fits the reference strictly.
     """
     if subject.reference is None or subject.model is None:
         return
@@ -70,7 +70,7 @@ def fit(subject: Subject) -> Iterator[Complaint]:
     like = (Fit(subject.reference, allow_unexpected=allowed),)
     rules = tuple(one.rule for one in report.proposed if one.rule)
     choices = (Choice((Rename(rules), *like), "fitting"),) if rules else ()
-    remedy = _difference(subject.model, subject.reference, report, missing, differs)
+    remedy = _hint_for(subject.model, subject.reference, report, missing, differs)
     yield from _renamed(subject.model, report, () if lost else like)
     if missing:
         yield Complaint(
@@ -98,20 +98,20 @@ def fit(subject: Subject) -> Iterator[Complaint]:
     yield from _types(report.cast)
 
 
-def _difference(
+def _hint_for(
     model: Section,
     reference: Reference,
     report: MatchReport,
     missing: Sequence[str],
     differs: str,
 ) -> str:
-    """Say in one sentence why names differ, and what makes them equal."""
+    """Return a hint why keys differ, and how to make them equal."""
     unexpected = report.unexpected_keys
     if differs == MERGE or report.recipe:
         return differs.replace("ADAPTER", "FILE")
-    if form := _reparametrised(unexpected):
+    if form := _parametrization_call(unexpected):
         return f"call {form} on the model that saved it, and save it again"
-    if form := _reparametrised(missing):
+    if form := _parametrization_call(missing):
         return f"the file has plain weights: call {form} on the new model, then load"
     held, wanted = named_tensors(model.node), reference.target.slots
     ours = {name: held[name].shape for name in unexpected if name in held}
@@ -135,11 +135,11 @@ def _difference(
     return f"load with strict=False: the model keeps its own {kept}"
 
 
-def _reparametrised(names: Collection[str]) -> str:
-    """Name torch's function that gives weights their plain form again; "" where they have it."""
+def _parametrization_call(names: Collection[str]) -> str:
+    """Return the torch call that makes weights plain again; "" if they are plain."""
     held = set(names)
     for name in names:
-        if (found := _PARAMETRISED.search(name)) is not None:
+        if (found := _PARAMETRIZED.search(name)) is not None:
             return f"torch.nn.utils.parametrize.remove_parametrizations(module, {found[1]!r})"
         for ending, other, function in _FORMS:
             bare = name.removesuffix(ending)
@@ -150,7 +150,7 @@ def _reparametrised(names: Collection[str]) -> str:
 
 
 def _joined(whole: Mapping[str, Shape], parts: Mapping[str, Shape]) -> tuple[str, list[str]] | None:
-    """Find a tensor that has the rows of several others beside it: `qkv` of `q`, `k` and `v`."""
+    """Find a tensor with the rows of several others next to it: `qkv` of `q`, `k` and `v`."""
     beside: dict[str, list[str]] = {}
     for part in parts:
         beside.setdefault(".".join(part.split(".")[:-2]), []).append(part)
@@ -170,21 +170,21 @@ def _joined(whole: Mapping[str, Shape], parts: Mapping[str, Shape]) -> tuple[str
 
 
 def _renamed(model: Section, report: MatchReport, fix: Steps | None) -> Iterator[Complaint]:
-    """Yield a complaint about names that rules turn into those of the reference."""
+    """Yield a complaint about keys that rules rename to those of the reference."""
     pairs: dict[str, str] = {}
     texts = []
     for renaming in report.renamed:
         if renaming.kind == "known" and all(
             "parametrizations." in new for _, new in renaming.names
         ):
-            continue  # torch's own loading takes the old form of weight_norm
+            continue  # torch itself loads the old form of weight_norm
         pairs.update(renaming.names)
         texts.append(printable(renaming.text))
     if not pairs:
         return
     kinds = {one.kind for one in report.renamed}
     rules = tuple(one.rule for one in report.renamed)
-    if not fix:  # the names alone: what is missing has a sentence of its own
+    if not fix:  # only the keys: missing tensors have their own complaint
         fix = (Rename(rules),) if all(rules) else None
     bare = unwrapped(model)
     is_stripped = report.fits and all(bare.get(own) == new for own, new in pairs.items())
@@ -200,7 +200,7 @@ def _renamed(model: Section, report: MatchReport, fix: Steps | None) -> Iterator
 
 
 def _without_heads(reference: Reference, report: MatchReport) -> tuple[Choice, ...]:
-    """Return the conversion that leaves out tensors of another shape, where all others fit."""
+    """Return the conversion without the tensors of other shapes, if all others match."""
     given = dict(Allowance().judged(report).remedy.arguments)
     names = given.get("allow_mismatched")
     if not isinstance(names, tuple) or not given.keys() <= {"allow_mismatched", "allow_unexpected"}:
@@ -270,7 +270,7 @@ def _kinds(casts: Sequence[DtypeChange]) -> str:
 
 
 def training(subject: Subject) -> Iterator[Complaint]:
-    """Yield what of the optimizers' state would go to another parameter, or to none."""
+    """Yield complaints about optimizer state that would load for the wrong parameter, or none."""
     for section in subject.optimizers:
         if subject.models and has_training_weights(section):
             yield Complaint(
@@ -284,7 +284,7 @@ def training(subject: Subject) -> Iterator[Complaint]:
                 "those after optimizer.eval().",
             )
         for found in _complaints(subject, section):
-            # mended by going on without it, where it is clear which model that is
+            # Fixed by extracting the model without it, if that model is known.
             fix = (Take(model_only=True),) if subject.model is not None else None
             yield replace(found, fix=fix, hint=found.hint if subject.models else None)
 
@@ -297,7 +297,7 @@ def _complaints(subject: Subject, section: Section) -> Iterator[Complaint]:
             "optimizer-groups",
             "the optimizer has no parameter groups",
             (f"{_where(section)}/param_groups",),
-            hint=_ANEW,
+            hint=_WITHOUT_STATE,
             quote=quote("group-count"),
         )
         return
@@ -309,7 +309,7 @@ def _complaints(subject: Subject, section: Section) -> Iterator[Complaint]:
             f"the optimizer has the state of {counted(len(gone), 'parameter')} that its groups "
             "do not have",
             names_of(f"{_where(section)}/state/{key}" for key in gone),
-            hint=_ANEW,
+            hint=_WITHOUT_STATE,
             severity="misleads",
             effect="The optimizer loads it without an error and never uses it.",
         )
@@ -319,9 +319,9 @@ def _complaints(subject: Subject, section: Section) -> Iterator[Complaint]:
 
 
 def _likely_parameters(model: Section, tensors: dict[str, TensorRef]) -> dict[str, Shape]:
-    """Name and shape of what is a parameter as a rule, which a state dict does not tell.
+    """Return keys and shapes of the likely parameters, which a state dict does not mark.
 
-    A tensor without fractions is none, nor one with the name of a known buffer.
+    Integer tensors and known buffers are not parameters.
     """
     names = unwrapped(model)
     return {
@@ -336,7 +336,7 @@ def _where(section: Section) -> str:
 
 
 def _against_model(section: Section, model: Section) -> Iterator[Complaint]:
-    """Compare an optimizer's state with the parameters of its model, as any tensor may be one."""
+    """Yield complaints about an optimizer state that does not belong to this model."""
     once = distinct(((name,), value) for name, value in named_tensors(model.node).items())
     tensors = {str(path[0]): tensor for path, tensor in once}
     weights = _likely_parameters(model, tensors)
@@ -366,7 +366,7 @@ def _misfit(section: Section, what: str) -> Complaint:
         "optimizer-size",
         what,
         (_where(section),),
-        hint=_ANEW,
+        hint=_WITHOUT_STATE,
         quote=quote("group-size"),
         effect="or step() fails on a size",
     )

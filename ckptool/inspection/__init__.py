@@ -1,1 +1,1 @@
-"""Questions about a checkpoint, answered from its header: dataclasses that print nothing."""
+"""Facts about a checkpoint from its header, as dataclasses that print nothing."""

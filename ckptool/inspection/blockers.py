@@ -1,4 +1,4 @@
-"""What keeps a file from loading, whatever it holds: its layout, its name, the files beside it."""
+"""Reasons why a file does not load: its layout, its name, and missing files next to it."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _OF_TOTAL = re.compile(
     r"world_size_(?P<n>\d+)_rank_(?P<at>\d+)|(?P<at2>\d+)[-_]of[-_](?P<n2>\d+)", re.IGNORECASE
 )
 _COUNTED = re.compile(r"(mp_rank_|consolidated\.)(\d+)")
-"""Names of the files of Megatron, DeepSpeed and Llama, one for each rank."""
+"""File names of Megatron, DeepSpeed and Llama, with the number of a rank."""
 _MOST_CALLS, _CALL_LENGTH = 5, 80
-"""The callables that a sentence names, and the characters of each call."""
+"""The most callables in a sentence, and the most characters of each call."""
 ANYWHERE = frozenset({"cpu", "meta"})
-"""Device tags that load on every machine."""
+"""Devices that load on every machine."""
 
 
 def would_run(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the calls, as Python, that unpickling the files of a checkpoint would make.
 
-    Calls of known constructors of data are not among them. Files whose pickle names nothing beyond
+    Calls of known constructors of data are left out. Files whose pickle refers only to names on
     the allow list of `weights_only=True` are not read again.
     """
     if not blocking(checkpoint.details.globals):
@@ -50,7 +50,7 @@ def would_run(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def first_calls(runs: Iterable[str], most: int = _MOST_CALLS) -> list[str]:
-    """Return the first call of each callable, cut to a length for a sentence, at most some."""
+    """Return the first call of each callable, shortened for a sentence, then `and 3 more`."""
     each: dict[str, str] = {}
     for text in runs:
         each.setdefault(text.partition("(")[0], text)
@@ -63,11 +63,11 @@ def first_calls(runs: Iterable[str], most: int = _MOST_CALLS) -> list[str]:
 
 
 def would_run_of(files: Iterable[str], *, hidden: bool = True) -> tuple[str, ...]:
-    """Return the calls that unpickling files would make, which need be no checkpoints.
+    """Return the calls that unpickling any files would make.
 
-    `hidden`: also those in records of an odd zip that its directory does not name.
+    With `hidden`, scan also records that are missing from the zip directory.
     """
-    from ckptool.inspection.scan import scan  # few files need it
+    from ckptool.inspection.scan import scan  # rarely needed
 
     found = [
         scan(file, hidden=hidden) for file in dict.fromkeys(files) if place_of(file).is_file(file)
@@ -78,14 +78,14 @@ def would_run_of(files: Iterable[str], *, hidden: bool = True) -> tuple[str, ...
 def calls(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the names outside torch's allow list that unpickling the file calls.
 
-    A class that the file only refers to, or makes by `cls.__new__(cls)`, is not called. A name that
-    the tree lacks counts as called: the pickle dropped the result.
+    A class that the file only refers to, or creates by `cls.__new__(cls)`, is not called. A name
+    that is not in the tree counts as called, because the pickle dropped the result.
     """
     called, named = [], set()
     for node in everything(checkpoint.root):
         inside = list(children(node))
         if isinstance(node, Opaque):
-            del inside[0]  # what made it
+            del inside[0]  # the constructor
             is_made = node.maker == "newobj" and not (node.args or node.kwargs)
             if is_made and isinstance(node.func, Global):
                 named.add(node.class_name)
@@ -96,7 +96,7 @@ def calls(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def misnamed(checkpoint: Checkpoint) -> str | None:
-    """Return what a file is if the ending of its name says otherwise, else None."""
+    """Return a sentence if the extension is that of another format, else None."""
     name = checkpoint.path.lower()
     known = format_of(checkpoint.format)
     if known.tensors_only and name.endswith(TORCH_ENDINGS):
@@ -108,15 +108,15 @@ def misnamed(checkpoint: Checkpoint) -> str | None:
 
 
 def unnamed(checkpoint: Checkpoint) -> bool:
-    """Return whether the header lacks the text by which other libraries know the format."""
+    """Return True if the header lacks the entry by which other libraries know the format."""
     key = format_of(checkpoint.format).header_key
     return bool(key) and key not in checkpoint.details.header
 
 
 def missing_weights(checkpoint: Checkpoint) -> Finding | None:
-    """Return which weights are missing from the file, or None if it is complete.
+    """Return a finding about weights that are missing from the file, or None.
 
-    Sources: deepspeed/runtime/engine.py (names of files, `mp_world_size`, placeholders of ZeRO-3),
+    Sources: deepspeed/runtime/engine.py (file names, `mp_world_size`, placeholders of ZeRO-3),
     torch/distributed/fsdp/_flat_param.py (`_flat_param`), the file names of Megatron and Llama.
     """
     checks = (_packed, _placeholders, _flat_parameters, _rank)
@@ -155,7 +155,7 @@ def _placeholders(checkpoint: Checkpoint) -> Finding | None:
 
 
 def _gathered(path: str) -> str:
-    """Return what helps against one rank's file of DeepSpeed, with its folder if that is known."""
+    """Return the hint about one DeepSpeed rank file, with its folder if known."""
     folder = shell(os.path.dirname(path) or ".") if is_part(path) else "FOLDER"
     return PLACEHOLDERS.replace("FOLDER", folder)
 
@@ -176,7 +176,7 @@ def _flat_parameters(checkpoint: Checkpoint) -> Finding | None:
 
 
 def _rank(checkpoint: Checkpoint) -> Finding | None:
-    """Detect one rank's file of several, by its content, its name or the files beside it."""
+    """Detect one of several rank files by its content, its name or the files next to it."""
     folder, name = os.path.split(checkpoint.path.rstrip("/"))
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     if len(root) > 1 and all(map(is_rank, root)):
@@ -220,7 +220,7 @@ def _rank(checkpoint: Checkpoint) -> Finding | None:
 
 
 def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield reasons why `torch.load(weights_only=True)` refuses the file, whatever it holds."""
+    """Yield reasons in the layout why `torch.load(weights_only=True)` rejects the file."""
     if os.path.isdir(checkpoint.path):
         yield "torch.load cannot open a folder"
     known = format_of(checkpoint.format)
@@ -238,10 +238,10 @@ def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tuple[str, ...]:
-    """Return names that `weights_only=True` refuses though nothing in the tree needs them.
+    """Return names that `weights_only=True` rejects but the tree does not need.
 
-    Functions by which older torch made tensors are an example: a rewrite names today's. Empty where
-    `objects` block a file of the tree (`symbolic.encoder.blockers`), which are reported instead.
+    For example functions with which older torch created tensors: a rewrite uses the current ones.
+    Empty if `objects` (of `symbolic.encoder.blockers`) are reported instead.
     """
     if objects or format_of(checkpoint.format).refusal is not None:
         return ()
@@ -249,7 +249,7 @@ def outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tuple[st
 
 
 def needed_import(classes: Iterable[str]) -> str:
-    """Name the import after which `torch.load` takes objects of these classes; "" if none helps."""
+    """Return the import that lets `torch.load` load objects of these classes; "" if none does."""
     if not all(kind.startswith("torchao.") for kind in classes):
         return ""
     return "import torchao first; it allows its own classes, so that torch.load(FILE) works"
@@ -258,7 +258,7 @@ def needed_import(classes: Iterable[str]) -> str:
 def _legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:
     protocol = checkpoint.details.protocol
     if protocol not in (2, 3) and not checkpoint.details.opcodes:
-        yield f"pickle protocol {protocol}"  # the pickles before and behind the object have it too
+        yield f"pickle protocol {protocol}"  # also in the pickles before and after the object
     dtypes = dict.fromkeys(ref.dtype for _, ref in checkpoint.tensors())
     untyped = [name for name in dtypes if BY_NAME[name].storage is None]
     if untyped:
@@ -266,9 +266,9 @@ def _legacy_blockers(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def restored_devices(root: Any) -> tuple[str, ...]:
-    """Return the device tags of all tensors and storages, in order of first use.
+    """Return the devices of all tensors and storages, in order of first use.
 
-    They are those that `torch.load` must find a device for: arrays have none.
+    `torch.load` needs these devices. NumPy arrays have none.
     """
     tags: dict[str, None] = {}
     for node in everything(root):

@@ -1,4 +1,4 @@
-"""The commands that results propose, as text, and what they are about."""
+"""The commands that results propose, as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptool.transforms import Step
 from ckptool.words import are, as_argument, counted
 
 TRAINING = ("optimizer", "epoch", "schedule")
-"""What a training saves beside the model, in words."""
+"""The training state that is saved next to the model."""
 
 
 def ema_command(checkpoint: Checkpoint) -> str:
@@ -23,7 +23,7 @@ def ema_command(checkpoint: Checkpoint) -> str:
 
 
 def training_in(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return what a training needs to resume, of `TRAINING`, as far as the file has it."""
+    """Return the items of `TRAINING` that the file has."""
     kinds = {section.kind for section in checkpoint.sections}
     has_epoch = isinstance(checkpoint.root, dict) and "epoch" in checkpoint.root
     found = ("optimizer" in kinds, has_epoch, "scheduler" in kinds)
@@ -33,7 +33,7 @@ def training_in(checkpoint: Checkpoint) -> tuple[str, ...]:
 def convert_command(
     file: str, target: str, steps: Iterable[Step], *, format: str | None = None
 ) -> str:
-    """Return the shell command of a conversion in some steps."""
+    """Return the shell command of a conversion with these steps."""
     words = [word for step in steps for word in step.words()]
     chosen = () if format is None else ("--format", format)
     return _joined("convert", as_argument(file), as_argument(target), *chosen, *words)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, name by name: the rows of `ckptool list`, and their tree."""
+"""The entries of a checkpoint: the rows of `ckptool list`, and their tree."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ JsonPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One tensor. `stride` counts elements, `nbytes` what the elements take."""
+    """One tensor. `stride` is in elements, `nbytes` is the size of the elements."""
 
     path: JsonPath
     name: str
@@ -43,25 +43,25 @@ class TensorRow:
     nbytes: int
     kind: str
     storage: str | None
-    """An identifier that ties share; None where there is no storage in the file."""
+    """An identifier that tied tensors share; None without a storage in the file."""
     requires_grad: bool
     sha256: str | None = None
-    """Of the elements, row-major and little-endian; None where not asked or not defined."""
+    """Hash of the elements, row-major and little-endian; None if not requested or not defined."""
     numel: int = 0
     tied: bool = False
-    """Whether another name has the very same elements."""
+    """True if another key has the same elements."""
     digest: str | None = None
-    """Of what is more than elements (sparse, quantized, nested, a subclass's state), where asked;
-    16 hexadecimal digits of a `Fingerprints`."""
+    """Digest of data other than elements (sparse, quantized, nested, a subclass's state), if
+    requested: 16 hexadecimal digits of a `Fingerprints`."""
 
     def to_dict(self, *, hashed: bool = False) -> dict[str, Any]:
-        """Return the row of `ckptool.list/1`; `sha256` is there when `hashed`."""
+        """Return the row of `ckptool.list/1`, with `sha256` if `hashed`."""
         return documented(self, "numel", "tied", "digest", *(() if hashed else ("sha256",)))
 
 
 @dataclass(frozen=True, slots=True)
 class ValueRow:
-    """One plain value, as JSON holds it."""
+    """One plain value, as in JSON."""
 
     path: JsonPath
     name: str
@@ -81,9 +81,9 @@ class ObjectRow:
     name: str
     class_name: str
     summary: str = ""
-    """What it is in a few words, where that is more than its class."""
+    """A short description, if it is more than the class."""
     digest: str | None = None
-    """Of all that it is made of, where asked; the tensors that are listed left out."""
+    """Digest of its content without the listed tensors, if requested."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row of `ckptool.list/1`."""
@@ -92,16 +92,17 @@ class ObjectRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Listing(Result):
-    """What a checkpoint holds, a row each, in the order of the file; itself a list of its tensors.
+    """The entries of a checkpoint in the order of the file; also a sequence of its tensor rows.
 
     `listing[0]` and `listing["state_dict/fc.weight"]` are rows of tensors. `file` and `format` are
-    those of the `Checkpoint`, `values` the plain ones, `objects` all else; `hashed`: with SHA-256.
+    those of the `Checkpoint`, `values` the plain values, `objects` all other entries. `hashed` is
+    True if the rows have their SHA-256.
     """
 
     file: str
     format: str
     tensors: tuple[TensorRow, ...]
-    """Each with its `name`: the address, which a `TensorRef` has not, as ties have several."""
+    """The rows of the tensors, with a row for each key of a tied tensor."""
     values: tuple[ValueRow, ...]
     objects: tuple[ObjectRow, ...]
     hashed: bool = False
@@ -119,7 +120,7 @@ class Listing(Result):
         return iter(self.tensors)
 
     def __contains__(self, key: object) -> bool:
-        """Return True if there is a tensor of that name, or that row."""
+        """Return True for the name or the row of a tensor."""
         return any(key in (row.name, row) for row in self.tensors)
 
     @overload
@@ -127,7 +128,7 @@ class Listing(Result):
     @overload
     def __getitem__(self, key: slice) -> tuple[TensorRow, ...]: ...
     def __getitem__(self, key: int | str | slice) -> TensorRow | tuple[TensorRow, ...]:
-        """Return a tensor by its position or its whole name.
+        """Return a tensor by its position or its full path.
 
         Raises:
             NotFound: no tensor has that name (`AmbiguousName`: several have it).
@@ -170,19 +171,19 @@ def list_tensors(
             whole keys, or one of whole paths with a `/`; wrapper prefixes are ignored.
         exclude: Names and globs of the rows to leave out.
         hash: Read every listed tensor and add the SHA-256 of its content.
-        progress: Called with the bytes done and the bytes in all.
-        limits: Bounds for nesting and for strides that repeat bytes.
+        progress: Called with the bytes done and the total bytes.
+        limits: Limits for nesting and for strides that repeat bytes.
 
     Raises:
         UnreadableFile, LimitExceeded: the path cannot be opened, or bytes cannot be read.
-        AmbiguousName: a name means several rows.
+        AmbiguousName: a name matches several rows.
     """
     globs, unless = tuple(include), tuple(exclude)
     leaves: list[tuple[Path, TensorRef]] = []
     values: list[ValueRow] = []
     objects: list[tuple[Path, Any]] = []
     with opened(source) as checkpoint:
-        if hash:  # which reads it all
+        if hash:  # it reads all bytes
             checkpoint = checkpoint.with_late_values()
         index = NameIndex(walk(checkpoint.root, limits), checkpoint.path)
         chosen = select(index, globs, unless, endings=True)
@@ -231,7 +232,7 @@ def _object_row(path: Path, leaf: Any) -> ObjectRow:
 def tensor_rows(leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[TensorRow]:
     """Yield the row of each tensor.
 
-    A storage is named by its key, made unique where several files use one key.
+    A storage has the name of its key, made unique if several files use the same key.
     """
     places = [tensor.place for _, tensor in leaves]
     uses = Counter(places)
@@ -262,7 +263,7 @@ def tensor_rows(leaves: Sequence[tuple[Path, TensorRef]]) -> Iterator[TensorRow]
 def _digests(
     leaves: Sequence[tuple[Path, TensorRef]], objects: Sequence[tuple[Path, Any]], limits: Limits
 ) -> Iterator[str | None]:
-    """Yield digests of tensors that are more than their elements, None for others; of objects."""
+    """Yield digests of objects, and of tensors with data other than elements (None for others)."""
     from ckptool.inspection.equality import Fingerprints, is_made_of_parts
 
     listed = frozenset(id(tensor) for _, tensor in leaves if tensor.has_content)
@@ -278,10 +279,10 @@ MAX_PARTS = 100  # dots of a name that make levels; a hostile name has millions
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A module, or a tensor, of `count` equal ones; the totals are over all of them.
+    """A module or a tensor, folded from `count` equal ones. The totals are over all of them.
 
-    `label` is the last part of the name, `{0..31}` where layers are folded. `elements` and
-    `nbytes` count every name, ties again.
+    `label` is the last component of the key, `{0..31}` for folded layers. `elements` and `nbytes`
+    count tied tensors once for each key.
     """
 
     label: str
@@ -290,11 +291,11 @@ class TreeNode:
     nbytes: int
     count: int = 1
     tensor: TensorRow | None = None
-    """The tensor of that name, one of `count` with the same type and shape."""
+    """The tensor, one of `count` with the same dtype and shape."""
     children: tuple[TreeNode, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the node as `ckptool.tree/1` nests it."""
+        """Return the node of `ckptool.tree/1`."""
         own = self.tensor
         return {
             "label": self.label,
@@ -312,8 +313,7 @@ class TreeNode:
 def tree(listing: Listing) -> TreeNode:
     """Return the tensors of a listing by module; the label of the root is the file's name.
 
-    Siblings whose names are numbers are folded where their subtrees agree in names, dtypes,
-    devices and shapes.
+    Numbered siblings are folded if their subtrees have the same keys, dtypes, devices and shapes.
     """
     rows = [(_parts(row), row) for row in listing.tensors]
     return _fold(listing.file, 0, rows, {})[0]
@@ -327,7 +327,7 @@ def _parts(row: TensorRow) -> tuple[str, ...]:
 def _fold(
     label: str, depth: int, rows: list[tuple[tuple[str, ...], TensorRow]], known: dict[Any, int]
 ) -> tuple[TreeNode, int]:
-    """Return the node of the rows of a module, and a number that equal subtrees share."""
+    """Return the node of a module, and a number that equal subtrees share."""
     own = None
     below: dict[str, list[tuple[tuple[str, ...], TensorRow]]] = {}
     for parts, row in rows:
@@ -352,7 +352,7 @@ def _fold(
 
 
 def _grouped(folded: list[tuple[str, TreeNode, int]]) -> Iterator[TreeNode]:
-    """Yield siblings, each numbered one with equal subtrees merged into the first of them."""
+    """Yield siblings, with equal numbered ones merged into the first of them."""
     nodes = {name: node for name, node, _ in folded}
     for family in families((name, no if name.isdecimal() else name) for name, _, no in folded):
         members = [nodes[name] for name in family.names]
