@@ -1,1 +1,1 @@
-"""What two checkpoints have in common and what differs, and the page that shows it."""
+"""The differences between two checkpoints, and the data of the page that shows them."""

@@ -1,6 +1,6 @@
-"""The elements of two tensors compared: by checksum or bytes first, by value where those differ.
+"""Comparison of tensor elements: by checksum or bytes first, by value if those differ.
 
-Tensors under names that do not correspond are found by their content (`renamed`).
+Renamed tensors are found by their content (`renamed`).
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
     from ckptool.tensors.comparing import Comparer, Difference
 
 _ATOL, _RTOL = 1e-8, 1e-5
-"""What `torch.allclose` takes for the one that is not given."""
+"""The default of `torch.allclose` for the tolerance that is not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueComparison:
-    """What is known of the elements of two tensors."""
+    """The result of comparing the elements of two tensors."""
 
     equal: bool
     by_checksum: bool = False
     difference: Difference | None = None
-    """The figures, where bytes differ and values were compared."""
+    """The statistics, if bytes differ and values were compared."""
 
     @property
     def is_close(self) -> bool:
-        """Whether they are equal within the tolerance alone."""
+        """True if the values differ but are within the tolerance."""
         found = self.difference
         return self.equal and found is not None and found.mismatched > 0
 
     @property
     def in_value_only(self) -> bool:
-        """Whether their numbers are equal and their bits are not: -0.0 and 0.0."""
+        """True if the values are equal but not their bits: -0.0 and 0.0."""
         found = self.difference
         return self.equal and found is not None and found.mismatched == 0
 
 
 class Contents:
-    """Compares plain arrays of equal shapes, each pair of ties once."""
+    """Compares plain arrays of equal shapes, each pair of tied tensors once."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Contents:
     ) -> None:
         """Start with nothing compared; options as in `diff.diff`.
 
-        `rounded`: a wider tensor is compared as the narrower type of the other has it.
+        With `rounded`, a wider tensor is rounded to the narrower dtype of the other.
 
         Raises:
-            UsageError: a tolerance is negative, or no number.
+            UsageError: a tolerance is negative or not a number.
         """
         self._quick = quick
         tolerant = atol is not None or rtol is not None
@@ -80,18 +80,18 @@ class Contents:
         self._repeated = RepeatedBytes(limits)
         self._known: dict[Any, ValueComparison] = {}
         self.without_torch = False
-        """Whether figures were wanted and torch was not there."""
+        """True if values should be compared but torch is not installed."""
 
     def compare(
         self, path: Path, a: TensorRef, b: TensorRef, *, exact: bool = False
     ) -> ValueComparison:
-        """Return the verdict on two plain arrays of one shape; `path` is for messages.
+        """Compare two plain arrays of one shape; `path` is for messages.
 
-        With `exact` the tolerance is not for them.
+        With `exact`, the tolerance does not apply.
 
         Raises:
-            LimitExceeded: strides repeat more bytes than real ones do.
-            CorruptFile: bytes that cannot be read.
+            LimitExceeded: strides repeat too many bytes.
+            CorruptFile: bytes cannot be read.
         """
         key = _pair_key(a, b), exact
         verdict = self._known.get(key)
@@ -137,7 +137,7 @@ class Contents:
 
 
 def _rounded(tensor: TensorRef, other: TensorRef) -> TensorRef:
-    """Return a tensor as the type of another has it, rounded as torch does, if that is narrower."""
+    """Return a tensor rounded to the dtype of another, as in torch, if that is narrower."""
     held, source, target = tensor.storage, tensor.dtype, other.dtype
     floating = source in FLOATS and target in FLOATS
     if held is None or source == target or not floating or not is_exact(target, source):
@@ -151,11 +151,11 @@ def _pair_key(a: TensorRef, b: TensorRef) -> Any:
 
 
 Same = Callable[[DiffEntry, DiffEntry], bool]
-"""Whether the elements of two tensors of one dtype and shape are equal."""
+"""Returns True if the elements of two tensors of one dtype and shape are equal."""
 Group = tuple[list[DiffEntry], list[DiffEntry]]
 
 _MOST_PARTS = 16
-"""Last components of a name that are looked at: no more tell two layers apart."""
+"""Most last components of a key to compare, enough to distinguish layers."""
 
 
 def renamed(
@@ -167,14 +167,14 @@ def renamed(
     stated_only: bool,
     limits: Limits,
 ) -> Iterator[tuple[DiffEntry, DiffEntry]]:
-    """Yield tensors that both files have under other names, in the order of A.
+    """Yield renamed tensors, in the order of A.
 
-    It costs one look at each name and each content. `same` confirms what checksums say;
-    `stated_only`: a content is known by the CRC-32 that the file states.
+    Looks at each key and each content once. `same` confirms equal checksums. With `stated_only`,
+    only the CRC-32 in the file is used.
 
     Raises:
-        LimitExceeded: strides repeat more bytes than real ones do.
-        CorruptFile: bytes that cannot be read.
+        LimitExceeded: strides repeat too many bytes.
+        CorruptFile: bytes cannot be read.
     """
     headers: dict[Any, Group] = {}
     for side, entries in enumerate((only_a, only_b)):
@@ -217,7 +217,7 @@ def renamed(
 
 
 def _stated(tensor: TensorRef) -> int | None:
-    """Return what the file states of just these elements."""
+    """Return the checksum in the file if it is of just these elements."""
     storage = tensor.storage
     whole = storage is not None and storage.nbytes == tensor.nbytes and tensor.is_verbatim
     return storage.crc32 if storage is not None and whole else None
@@ -226,10 +226,9 @@ def _stated(tensor: TensorRef) -> int | None:
 def _matched(
     mine: list[DiffEntry], others: list[DiffEntry]
 ) -> Iterator[tuple[DiffEntry, DiffEntry]]:
-    """Entries of one content paired: those whose names end alike first, then the only ones left.
+    """Pair entries of equal content: first by their last components, then the only ones left.
 
-    A single element says too little: its name must end alike. So must that of several which are
-    all alike (biases of zeros).
+    A single element, or several equal ones (biases of zeros), must have equal last components.
     """
     if not mine or not others:
         return

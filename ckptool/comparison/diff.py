@@ -1,4 +1,4 @@
-"""Two checkpoints compared: headers first, then bytes, and figures where bytes differ."""
+"""Comparison of two checkpoints: headers first, then bytes, and values if bytes differ."""
 
 from __future__ import annotations
 
@@ -57,31 +57,31 @@ _FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """An entry as one of the two files has it.
+    """An entry in one of the two files.
 
-    `name` is its whole address there; in `Diff.only_in_a` and `only_in_b` it is that of the screen:
-    wrapper components are off. `sort` is `tensor`, `value`, `object`, or `container`.
+    `name` is its full path there, in `Diff.only_in_a` and `only_in_b` without wrapper prefixes.
+    `sort` is `tensor`, `value`, `object`, or `container`.
     """
 
     name: str
     sort: str
     type: str
-    """Of a tensor `torch.Tensor`; the Python type of a value, the class of anything else."""
+    """`torch.Tensor` for a tensor, the Python type of a value, the class of other entries."""
     dtype: str | None = None
-    """This and what follows: of a tensor only."""
+    """This and the next fields are only set for tensors."""
     shape: Shape | None = None
     device: str | None = None
     requires_grad: bool | None = None
     kind: str | None = None
     nbytes: int = 0
     value: Any = None
-    """Of a value: itself, as JSON holds it; of an object or container: a few words."""
+    """The value as in JSON; a short description for an object or container."""
     container: str | None = None
     """In `Diff.only_in_a` and `only_in_b`: the outermost container, a section or another, around
     the entry that the other file does not have."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `ckptool.diff/1` tells of one side."""
+        """Return one side in `ckptool.diff/1`."""
         if self.sort != "tensor":
             return {"name": self.name, "type": self.type, "value": self.value}
         return documented(self, "sort", "type", "value", "container")
@@ -91,25 +91,25 @@ class Side:
 class Changed:
     """An entry of both files that differs.
 
-    `what` is in which respects: `type`, `kind`, `dtype`, `shape`, `value`, `quantizer`, `device`,
-    `requires_grad`. `status` is `T` where it is another type of thing (the first four), else `M`.
+    `what` lists the differences: `type`, `kind`, `dtype`, `shape`, `value`, `quantizer`, `device`,
+    `requires_grad`. `status` is `T` for one of the first four, else `M`.
     """
 
     name: str
-    """As the screen has it: the address in A without wrapper components."""
+    """The path in A without wrapper prefixes."""
     what: tuple[str, ...]
     a: Side
     b: Side
     difference: Difference | None = None
-    """The figures, where the values of two tensors were compared."""
+    """The statistics, if the values of two tensors were compared."""
     place: str | None = None
-    """Where inside an object, or a tensor made of parts, the first difference lies."""
+    """The place of the first difference inside an object, or a tensor made of parts."""
     counts: bool = True
-    """Whether it makes the files differ: device and requires_grad alone do only when asked."""
+    """True if it makes the files differ; only device and requires_grad may not."""
     change: tuple[str, str] | None = None
-    """What stands at `place` in A and in B, in a few words; None where figures tell, or a side."""
+    """The content at `place` in A and in B, in a few words; None if the other fields show it."""
     is_weight: bool = False
-    """Whether it is in the section of a model."""
+    """True in the section of a model."""
 
     @property
     def is_integer(self) -> bool:
@@ -122,7 +122,7 @@ class Changed:
         return "T" if {"type", "kind", "dtype", "shape"} & set(self.what) else "M"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as `ckptool.diff/1` has it; figures are null where there are none."""
+        """Return the row of `ckptool.diff/1`. Missing statistics are null."""
         found = self.difference
         tensors = self.a.sort == self.b.sort == "tensor"
         figures = {key: json_value(getattr(found, key, None)) for key in _FIGURES if tensors}
@@ -141,74 +141,74 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """A tensor that both files have, under names that do not correspond."""
+    """A tensor that both files have under different keys."""
 
     a: Side
     b: Side
     what: tuple[str, ...] = ()
-    """`device` and `requires_grad`, where they differ."""
+    """`device` and `requires_grad`, if they differ."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as `ckptool.diff/1` has it: the two names, and what the tensor is."""
+        """Return the row of `ckptool.diff/1`: both paths, and the dtype and shape of the tensor."""
         about = self.a.to_dict()
         return {"a": about.pop("name"), "b": self.b.name, "what": list(self.what), **about}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diff(Result):
-    """Two checkpoints compared.
+    """The differences between two checkpoints.
 
-    `changed` has tensors: those that do not count last, the weights before others, then those of
-    another type, then floating-point numbers before integers, then those without figures, then by
-    the figure `sort`: NaN first, then the largest change. `values` has plain values, objects and
+    `changed` has tensors. Those that do not count are last. The order is: weights before others,
+    other types first, floating-point numbers before integers, those without statistics first, then
+    by `sort`: NaN first, then the largest change. `values` has plain values, objects and
     containers, in the order of A.
     """
 
     a: str
-    """The first file, as it was given."""
+    """The given path of the first file."""
     b: str
-    """The second."""
+    """The given path of the second file."""
     format_a: str
-    """What it is, as `Checkpoint.format`."""
+    """The format of the first file, as `Checkpoint.format`."""
     format_b: str
-    """The same of the second."""
+    """The format of the second file."""
     identical: bool
-    """Whether nothing differs that counts."""
+    """True if no difference counts."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Entries by status `A` `D` `M` `R` `T`, all five keys, without those that do not count."""
+    """The number of entries by status, with all keys `A` `D` `M` `R` `T`, if they count."""
     only_in_a: tuple[Side, ...] = ()
-    """In the order of the file, what was renamed left out."""
+    """In the order of the file, without renamed tensors."""
     only_in_b: tuple[Side, ...] = ()
-    """The same, in the order of B."""
+    """In the order of the file, without renamed tensors."""
     renamed: tuple[Renamed, ...] = ()
-    """Tensors that both have, under names that do not correspond."""
+    """Tensors that both files have under different keys."""
     changed: tuple[Changed, ...] = ()
     changed_in_all: int = 0
-    """How many `changed` would have without `max_diffs`."""
+    """The length of `changed` without `max_diffs`."""
     values: tuple[Changed, ...] = ()
     tagged: int = 0
-    """Entries that differ only in device or requires_grad, and so do not count."""
+    """Entries that differ only in device or requires_grad, if these do not count."""
     common: int = 0
-    """Entries that both have."""
+    """Entries that both files have."""
     equal: int = 0
-    """Of those, the ones that do not differ in what counts."""
+    """Common entries without a difference that counts."""
     close: int = 0
-    """Of the equal ones, those that are so only within the tolerance."""
+    """Equal entries that differ within the tolerance."""
     by_checksum: int = 0
-    """Tensors taken as equal or different by the CRC-32 that both files state, without reading."""
+    """Tensors compared only by the CRC-32 in both files, without reading."""
     read: int = 0
     """Tensors whose bytes were compared."""
     elements: int = 0
-    """Elements of the tensors whose values were compared, by reading or by checksum."""
+    """Elements of the compared tensors, by reading or by checksum."""
     structure: bool = False
-    """Whether values were left alone."""
+    """True if values were not compared."""
     sort: str = "rel_norm"
-    """The figure by which `changed` is sorted, one of `SORTABLE`."""
+    """The statistic by which `changed` is sorted, one of `SORTABLE`."""
     notes: tuple[str, ...] = ()
-    """Sentences worth telling the user."""
+    """Notes for the user."""
 
     def __bool__(self) -> NoReturn:
-        """Refuse to guess whether differences are true, or their absence."""
+        """Raise TypeError: it is unclear whether a difference is true."""
         raise TypeError("a Diff has no truth value; use its .identical")
 
     def to_dict(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class Diff(Result):
 
 
 SORTABLE = ("rel_norm", "max_abs", "mean_abs", "max_rel", "rmse", "cosine", "share")
-"""The figures that tensors can be sorted by."""
+"""The statistics by which tensors can be sorted."""
 
 
 def magnitude(found: Difference | None, sort: str = "rel_norm") -> tuple[int, float, float]:
@@ -240,7 +240,7 @@ def magnitude(found: Difference | None, sort: str = "rel_norm") -> tuple[int, fl
 
 
 TAGS = frozenset({"device", "requires_grad"})
-"""Respects in which a difference counts only when asked."""
+"""Differences that count only with `strict`."""
 STATUSES = "ADMRT"
 
 
@@ -275,28 +275,28 @@ def diff(
         b: The checkpoint to compare `a` with.
         strict_names: Compare keys with their wrapper prefixes.
         rename: `REGEX=>REPL` each: rename the keys of `a` to those of `b`.
-        key: The address of the only part to compare.
-        model_only: Compare the weights only: the state dict of the model in each file.
-        structure: Compare keys, types, dtypes and shapes only; read no values.
-        quick: Compare the CRC-32 and size where both files state them; compute no figures.
-        strict: Count differences of device tags and `requires_grad`.
+        key: Compare only this path.
+        model_only: Compare only the weights: the state dict of the model in each file.
+        structure: Compare only keys, types, dtypes and shapes, without reading values.
+        quick: Compare the CRC-32 and size if both files have them; compute no statistics.
+        strict: Count differences of device and `requires_grad`.
         atol: With `rtol`: tensors that are close count as equal, as in `torch.allclose`.
         rtol: See `atol`; if only one is given, the other has torch's default.
-        equal_nan: Count NaN as equal to NaN where values are compared.
+        equal_nan: Count NaN as equal to NaN.
         ignore_dtype: Compare a wider floating type as the narrower type of the other side has it,
             rounded to nearest even; of other types the values must be equal.
         sort: The figure of `Difference` by which the tensors in `Diff.changed` are sorted, the
             largest change first: rel_norm, max_abs, mean_abs, max_rel, rmse, cosine or share.
         max_diffs: Keep at most this many entries of `Diff.changed`, the first ones.
-        progress: Called with the bytes done and the bytes in all, of one side.
-        limits: Bounds for what a hostile file may cost.
+        progress: Called with the bytes done and the total bytes of one side.
+        limits: Limits for hostile files.
 
     Raises:
         UnreadableFile, LimitExceeded: a path cannot be opened, or bytes cannot be read.
         NameCollision: two entries of one file would be compared under the same key.
-        NotFound: there is nothing at `key`; with `model_only` no model, or several
+        NotFound: `key` is missing; with `model_only` no model, or several
             (`AmbiguousName`).
-        UsageError: a text is not a rule, `sort` is no figure, or arguments exclude each other.
+        UsageError: a text is not a rule, `sort` is unknown, or arguments exclude each other.
     """
     made = rules_of(rename)
     tolerant = atol is not None or rtol is not None
@@ -336,19 +336,19 @@ def diff(
 
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """What is known of the elements of two tensors; nothing, where they were not looked at."""
+    """The result of comparing the elements of two tensors; empty if they were not compared."""
 
     equal: bool = True
     verdict: ValueComparison | None = None
     close: bool = False
-    """Whether they are equal within the tolerance alone."""
+    """True if the values differ but are within the tolerance."""
     unlike: Unlike | None = None
-    """Where in something that is made of parts the first difference lies."""
+    """The place of the first difference in a tensor made of parts."""
 
 
 @dataclass
 class _Comparison:
-    """One run: the pairs, and what has been found of them."""
+    """One comparison: the pairs, and the differences so far."""
 
     aligned: Alignment
     contents: Contents
@@ -363,9 +363,9 @@ class _Comparison:
     renamed: list[Renamed] = field(default_factory=list)
     tally: Counter[str] = field(default_factory=Counter)
     listed: set[int] = field(default_factory=set)
-    """Identities of the tensors that are entries of their own."""
+    """Identities of the tensors that are separate entries."""
     gone: set[int] = field(default_factory=set)
-    """Identities of the entries that were found under another name."""
+    """Identities of the renamed entries."""
 
     def compare(self) -> None:
         """Compare every pair, of tensors and of other entries."""
@@ -395,7 +395,7 @@ class _Comparison:
         self._note(pair, what + _unlike_tags(a, b), found)
 
     def _quantizers(self, a: TensorRef, b: TensorRef) -> _Elements:
-        """Return what the headers alone tell of how codes become values."""
+        """Compare the quantizers of two tensors by their headers."""
         if not a.kind == b.kind == "quantized" or (a.dtype, a.shape) != (b.dtype, b.shape):
             return _Elements()
         unlike = first_difference(a, b, devices=False, limits=self.limits)
@@ -433,7 +433,7 @@ class _Comparison:
         return same
 
     def _others(self, pair: Pair) -> None:
-        """Note how two entries that are not both tensors differ, and where inside."""
+        """Note how and where two entries differ that are not both tensors."""
         a, b = pair.a.leaf, pair.b.leaf
         verdicts: list[ValueComparison] = []
         what: list[str] = []
@@ -455,7 +455,7 @@ class _Comparison:
         self._note(pair, what, _Elements(close=close, unlike=unlike))
 
     def _note(self, pair: Pair, what: list[str], found: _Elements) -> None:
-        """Count a pair, and keep it where it differs."""
+        """Count a pair, and keep it if it differs."""
         counts = self.strict or not TAGS.issuperset(what)
         if not what or not counts:
             self.tally["equal"] += 1
@@ -479,7 +479,7 @@ class _Comparison:
         (self.changed if tensors else self.values).append(row)
 
     def rename(self) -> None:
-        """Look for tensors under other names among what only one side has."""
+        """Look for renamed tensors among the entries of only one side."""
 
         def same(one: DiffEntry, other: DiffEntry) -> bool:
             return self.contents.compare(one.path, one.leaf, other.leaf).equal
@@ -539,7 +539,7 @@ class _Comparison:
 
 
 def _expected(pairs: Iterable[Pair]) -> int:
-    """Return the bytes of the tensors of A whose elements are compared, ties once."""
+    """Return the bytes of the tensors of A to compare, tied ones once."""
     sizes: dict[Any, int] = {}
     for pair in pairs:
         a, b = pair.a.leaf, pair.b.leaf
@@ -565,7 +565,7 @@ def _rank(row: Changed, sort: str) -> tuple[Any, ...]:
 
 
 def _side(entry: DiffEntry, name: str | None = None) -> Side:
-    """Return an entry as the result has it, under its whole address unless a name is given."""
+    """Return an entry of the result, under its full path unless a name is given."""
     leaf = entry.leaf
     shown = name_of(entry.path) if name is None else name
     if isinstance(leaf, TensorRef):

@@ -1,4 +1,4 @@
-"""Everything that a page about a checkpoint tells, and about what another one has otherwise."""
+"""The data of a page about a checkpoint, and about its differences from another."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 BINS = 24
 _MOST_CHARACTERS = 200
-"""Of a value as text."""
+"""The most characters of a value as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSummary:
-    """What the page shows of one file besides its tensors."""
+    """The data of one file on the page, except its tensors."""
 
     info: Info
     diagnosis: Diagnosis
     """Of the header, for this machine."""
     values: Mapping[str, str] = field(default_factory=dict)
-    """The values and objects outside of all sections, by address, as text. An object with
-    attributes is these."""
+    """The values and objects outside of all sections, by path, as text. An object with
+    attributes is listed by these."""
     parameters: Mapping[tuple[str, ...], str] = field(default_factory=dict)
     """The name of each parameter by the path of its state in an optimizer, without wrapper
-    prefixes, where names or positions prove it."""
+    prefixes, if names or positions prove it."""
 
     def named(self, path: Sequence[str | int]) -> tuple[str, ...]:
         """Return the path of a tensor with the name of its parameter in place of the number."""
@@ -75,7 +75,7 @@ def _values(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 def _parameters(checkpoint: Checkpoint) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the path of each parameter's state, and the name of the parameter.
 
-    Positions are taken only if each state has the shape of its parameter.
+    Positions are used only if each state has the shape of its parameter.
     """
     models = [one for one in checkpoint.sections if one.kind in MODEL_KINDS]
     optimizers = [one for one in checkpoint.sections if one.kind == "optimizer"]
@@ -99,15 +99,15 @@ def _parameters(checkpoint: Checkpoint) -> Iterator[tuple[tuple[str, ...], str]]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the page is drawn from."""
+    """The data of the page."""
 
     file: FileSummary
     tensors: tuple[TensorStats, ...]
-    """Those of the first file, without figures where values were not asked for."""
+    """Those of the first file, without statistics if values were not read."""
     measured: bool
-    """Whether values were read."""
+    """True if values were read."""
     key: str | None = None
-    """The only part whose tensors are told of."""
+    """The path to which the tensors are limited."""
     other: FileSummary | None = None
     diff: Diff | None = None
     chart: tuple[Bar, ...] = ()
@@ -123,20 +123,20 @@ def report(
     values: bool = True,
     progress: Progress | None = None,
 ) -> Report:
-    """Look at a checkpoint, and at what `other` has otherwise.
+    """Collect the data of a checkpoint, and its differences from `other`.
 
     Args:
         checkpoint: Open.
         other: Open, to compare with.
-        key: The address of the only part whose tensors are told of.
-        values: Read the tensors; else, and without torch, all figures are left out.
-        progress: Told bytes done and bytes in all.
+        key: Include only the tensors below this path.
+        values: Read the tensors. Without it, or without torch, statistics are left out.
+        progress: Called with the bytes done and the total bytes.
 
     Raises:
-        NotFound: nothing, or several things (`AmbiguousName`), answer to `key`.
+        NotFound: `key` is missing or ambiguous (`AmbiguousName`).
         NameCollision: two entries of one file would be compared under one name.
-        CorruptFile: values that cannot be read.
-        LimitExceeded: nesting, or strides that repeat bytes, beyond what real files have.
+        CorruptFile: values cannot be read.
+        LimitExceeded: nesting, or strides that repeat bytes, exceed the limits.
     """
     notes: list[str] = []
     found = None
@@ -160,7 +160,7 @@ def report(
 
 
 def _tensors(checkpoint: Checkpoint, key: str | None) -> Iterator[TensorStats]:
-    """Yield the tensors below `key`, without figures."""
+    """Yield the tensors below `key`, without statistics."""
     below: Path = () if key is None else resolve(checkpoint, key)[0]
     chosen = [(path, tensor) for path, tensor in checkpoint.tensors() if is_within(path, below)]
     first: dict[Any, str] = {}
@@ -194,24 +194,24 @@ def _compared(
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One tensor of either file: in which way it differs, and how much."""
+    """One tensor of either file: its status, and how much it changed."""
 
     name: str
-    """As a diff has it: wrapper components are off."""
+    """The path as in a diff, without wrapper prefixes."""
     status: str
-    """`=` where nothing that counts differs, else as in a diff: `A`, `D`, `M`, `R`, `T`."""
+    """`=` if no difference counts, else as in a diff: `A`, `D`, `M`, `R`, `T`."""
     change: float | None = None
-    """`Difference.rel_norm`; None where the values were not compared."""
+    """`Difference.rel_norm`; None if the values were not compared."""
 
 
 def bars(a: Checkpoint, b: Checkpoint, alignment: Alignment, diff: Diff) -> tuple[Bar, ...]:
-    """Return a bar for each tensor of A, in its order, with those of B alone in between.
+    """Return a bar for each tensor of A, in its order, with those of only B in between.
 
     Args:
         a: The first checkpoint.
         b: The other one.
-        alignment: Which of their entries stand for each other.
-        diff: What differs, of as many entries.
+        alignment: The pairs of their entries.
+        diff: The differences of as many entries.
     """
     changed = {row.a.name: row for row in diff.changed if row.counts}
     renamed = [{row.a.name for row in diff.renamed}, {row.b.name for row in diff.renamed}]

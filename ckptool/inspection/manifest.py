@@ -1,7 +1,7 @@
-"""The SHA-256 of every tensor's content, kept in a file and held against a checkpoint later.
+"""Manifests: the SHA-256 of every tensor, stored in a file and compared with checkpoints.
 
-A content hash is the same whatever the format, so that a manifest made of one checks a copy in
-another: `{"schema": "ckptool.manifest/1", "files": [{"file", "tensors": [{"path", "name", "dtype",
+A content hash does not depend on the format. A manifest of one file checks a copy in another
+format: `{"schema": "ckptool.manifest/1", "files": [{"file", "tensors": [{"path", "name", "dtype",
 "shape", "sha256"}]}]}`.
 """
 
@@ -34,7 +34,7 @@ SCHEMA = "ckptool.manifest/1"
 
 @dataclass(frozen=True, slots=True)
 class HashedTensor:
-    """A tensor as a manifest has it; `sha256` is None where the kind has no plain content."""
+    """A tensor in a manifest; `sha256` is None for kinds without plain content."""
 
     path: tuple[str | int, ...]
     name: str
@@ -48,7 +48,7 @@ class HashedTensor:
 
 
 Files = Mapping[str, Sequence[HashedTensor]]
-"""The tensors of each file, by its name relative to the folder of the manifest."""
+"""The tensors of each file, by its path relative to the folder of the manifest."""
 
 
 def manifest_name(file: str, manifest: str) -> str:
@@ -63,7 +63,7 @@ def manifest_name(file: str, manifest: str) -> str:
 def hashed_tensors(
     checkpoint: Checkpoint, limits: Limits = DEFAULT_LIMITS, told: BytesDone | None = None
 ) -> tuple[HashedTensor, ...]:
-    """Return every listed tensor with its content hash; raises and tells as `content_hashes`."""
+    """Return every listed tensor with its content hash. Raises as `content_hashes`."""
     leaves = list(checkpoint.tensors())
     hashes = content_hashes(leaves, limits, told)
     return tuple(
@@ -73,10 +73,10 @@ def hashed_tensors(
 
 
 def write_manifest(path: str, files: Files) -> None:
-    """Write a manifest, whole or not at all; what is there already is not replaced.
+    """Write a manifest atomically, without replacing a file.
 
     Raises:
-        WriteError: the system does not let us, or something is there.
+        WriteError: the file exists or cannot be written.
     """
     documents = [
         {"file": name, "tensors": [tensor.to_dict() for tensor in tensors]}
@@ -91,8 +91,8 @@ def read_manifest(path: str, limits: Limits = DEFAULT_LIMITS) -> Files | None:
     """Return the tensors of each file in a manifest; None if no such file yet.
 
     Raises:
-        UsageError: it is something else, which must not be written over.
-        LimitExceeded: it is longer than `limits` allows.
+        UsageError: the file is not a manifest.
+        LimitExceeded: the file exceeds `limits`.
     """
     if not os.path.lexists(path):
         return None
@@ -147,16 +147,16 @@ def _no_manifest(path: str) -> UsageError:
 _Place = tuple[str | int, ...]
 """The path of a container."""
 _Group = dict[str | int, HashedTensor]
-"""The tensors of one container by their own names, wrappers off."""
+"""The tensors of one container by their keys without wrapper prefixes."""
 _MOST_COMPARED = 16
 
 
-def held_against(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) -> Findings:
-    """Return how the tensors differ: missing, extra, or another dtype, shape or content.
+def compare_tensors(wanted: Sequence[HashedTensor], found: Sequence[HashedTensor]) -> Findings:
+    """Return how the tensors differ: missing, extra, or a different dtype, shape or content.
 
-    Names are held against each other as they are, else with section and wrappers off
-    (`state_dict/module.fc.weight` is `fc.weight`). Where a file is laid out otherwise than the
-    manifest's, containers of which it has nothing are a note and no fault.
+    Paths are compared unchanged, else without section and wrapper prefixes
+    (`state_dict/module.fc.weight` is `fc.weight`). If the layout of the file differs from the
+    manifest's, missing containers are a note and not a problem.
     """
     by_path = {one.path: one for one in found}
     both = [(one, by_path[one.path]) for one in wanted if one.path in by_path]
@@ -212,7 +212,7 @@ def _differences(want: HashedTensor, have: HashedTensor) -> Iterator[Finding]:
 
 
 def _groups(tensors: Iterable[HashedTensor], taken: Container[_Place]) -> dict[_Place, _Group]:
-    """Return tensors by container and name without wrappers, if unique, except paths in `taken`."""
+    """Group tensors by container and bare key, if unique, except the paths in `taken`."""
     groups: dict[_Place, _Group] = {}
     for one in tensors:
         groups.setdefault(one.path[:-1], {})[one.path[-1] if one.path else ""] = one
@@ -227,7 +227,7 @@ def _groups(tensors: Iterable[HashedTensor], taken: Container[_Place]) -> dict[_
 def _group_pairs(
     wanted: dict[_Place, _Group], found: dict[_Place, _Group]
 ) -> Iterator[tuple[_Place, _Place]]:
-    """Yield containers of one path, then those that share most content, then most names."""
+    """Yield containers with equal paths, then those with most common content, then most keys."""
     yield from ((place, place) for place in found if place in wanted)
     left = {place: group for place, group in wanted.items() if place not in found}
     other = {place: group for place, group in found.items() if place not in wanted}

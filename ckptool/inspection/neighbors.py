@@ -1,4 +1,4 @@
-"""What a training saved next to the weights of a folder."""
+"""Notes on files that a training saved next to the weights in a folder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ckptool.words import listed
 
 _TRAINING = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "scaler.pt",
              "rng_state", "random_states_", "training_args.bin")  # fmt: skip
-"""Beginnings of the names that the Trainer of transformers and accelerate give their states."""
+"""Name prefixes of the state files of the transformers Trainer and accelerate."""
 
 
 def neighbor_notes(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield what is next to the weights, if a folder is opened by the name of their file."""
+    """Yield notes on files next to the weights, if their name is that of a model folder."""
     path = checkpoint.path
     if library_of(path) is None:
         return

@@ -1,4 +1,4 @@
-"""What quantized the weights of a checkpoint, and which library loads them."""
+"""The quantizers of the weights in a checkpoint, and the libraries that load them."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _BY_METHOD = {
     "modelopt": "nvidia-modelopt or vLLM", "auto-round": "auto-round", "quark": "amd-quark",
     "mlx": "mlx",
 }  # fmt: skip
-"""Who loads what a `quant_method` names."""
+"""The library that loads each `quant_method`."""
 
 
 class Quantization(NamedTuple):
-    """Weights of one scheme."""
+    """The weights with one quantization scheme."""
 
     fact: str
     """`2 tensors are quantized: GPTQ`."""
     remedy: str
-    """Which library loads them."""
+    """The library that loads them."""
     names: tuple[str, ...]
     is_known: bool = False
-    """Whether `--dequantize` makes plain weights, judging by the first one."""
+    """True if `--dequantize` supports them, judging by the first one."""
 
     def __str__(self) -> str:
-        """Return a sentence without a full stop."""
+        """Return both as one sentence, without a full stop."""
         return f"{self.fact}; {self.remedy}"
 
 
 def quantizations(checkpoint: Checkpoint) -> Iterator[Quantization]:
-    """Yield what is quantized in the models of a checkpoint, with bits and group sizes if stated.
+    """Yield the quantization schemes of the models in a checkpoint, with bits and group sizes.
 
-    The method is that of a configuration, of the header's metadata, or of the table of names.
+    The method is from the configuration, the metadata of the header, or the table of names.
     """
     quantized = [section for section in checkpoint.sections if section.quantizers]
     config = quantization_config(checkpoint) if quantized else QuantizationConfig()

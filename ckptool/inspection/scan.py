@@ -1,4 +1,4 @@
-"""What loading a file would run: every pickle in it, wherever it lies, watched and judged."""
+"""The calls that loading a file would run: every pickle in it, traced and judged."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from ckptool.symbolic.watching import JOBLIB_ARRAY
 
 _WINDOW = 1 << 20
 _DEEPEST = 6
-"""Archives in archives, and pickles in pickles."""
+"""Most levels of archives in archives, and of pickles in pickles."""
 _MOST_INFLATED = 256 << 20
-"""Bytes that a compressed file or record is inflated to; what is behind them is not known."""
+"""Most bytes to decompress from a file or record. Later bytes are unknown."""
 _STEP = 1 << 11
 _MOST_STREAMS = 1000
 _PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
@@ -55,9 +55,9 @@ _LOCAL, _CENTRAL = struct.Struct("<6xHH8xI4xHH"), struct.Struct("<8xHH8xI4xH12xI
 """Of the headers of a zip: flags, method, packed size, length of the name; of a local one, of its
 extra field; of the directory's, the offset of the local one."""
 _HEAD = _CENTRAL.size + 1024
-"""Bytes read of a header and its name; the rest of a longer name is not shown."""
+"""Bytes read of a header and its name. The rest of a longer name is not shown."""
 _ZIP_END = 0x10000 + 22
-"""Bytes in which the end record of a zip is looked for."""
+"""Bytes at the end in which to look for the end record of a zip."""
 _UNREAD = [
     (row.magic, row.what)
     for row in MAGICS
@@ -74,12 +74,12 @@ _COMPRESSED: dict[bytes, Callable[[], Any]] = {
     rb"(?=BZh)": bz2.BZ2Decompressor,
     rb"(?=\xfd7zXZ\0|\x5d\0\0)": lzma.LZMADecompressor,
 }
-"""What inflates a stream, by what it begins with or what stands before it."""
+"""The decompressor of a stream, by its first bytes or the bytes before it."""
 _METHODS: dict[int, Callable[[], Any]] = {
     DEFLATED: partial(zlib.decompressobj, -15),
     12: bz2.BZ2Decompressor,
 }
-"""The same of a record of a zip."""
+"""The decompressor of a zip record, by its method."""
 
 
 _Raw = Callable[[ByteRange, Any, int], int]
@@ -105,19 +105,19 @@ _TORCH_TAR = {"storages": _behind_storage, "tensors": _behind_tensor, "pickle": 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One pickle, or something else of a file that must be named."""
+    """One pickle, or another part of a file that must be reported."""
 
     where: str
-    """The record and the archives around it; empty for the file itself."""
+    """The record and its enclosing archives; empty for the file itself."""
     offset: int
     verdict: str
     calls: tuple[SuspectCall, ...] = ()
     imports: tuple[str, ...] = ()
-    """Classes and functions named beyond the allow list of `weights_only=True`."""
+    """Classes and functions that are not on the allow list of `weights_only=True`."""
     fault: str = ""
-    """Why it cannot be followed to its end."""
+    """Why it cannot be traced to its end."""
     told: int = 0
-    """Calls that run something, with those that `calls` has no room for."""
+    """The number of calls that run something, including those not in `calls`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.scan/1`."""
@@ -134,29 +134,29 @@ class Stream:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Scan(Result):
-    """What loading a file would do."""
+    """The effects of loading a file."""
 
     file: str
-    """As it was given."""
+    """The given path."""
     verdict: str
     """The worst verdict of its streams: `data`, `needs code`, `cannot tell` or `runs`."""
     pickles: int
-    """How many were followed, those in archives and in arguments included."""
+    """The number of traced pickles, also in archives and arguments."""
     streams: tuple[Stream, ...]
-    """Those of which there is something to say."""
+    """The pickles with findings."""
     code: tuple[str, ...] = ()
-    """Files of Python in it, or itself: named, and not judged."""
+    """Python files in it, or itself: listed, but not checked."""
     notes: tuple[str, ...] = ()
-    """Sentences on TorchScript, and on what is odd about a zip."""
+    """Notes on TorchScript, and on inconsistent zips."""
 
     @property
     def skipped(self) -> bool:
-        """Whether there is no pickle in it, and nothing else that might run."""
+        """True if it has no pickle, and nothing else that may run."""
         return not self.pickles and not self.streams
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that would be imported, beyond the allow list."""
+        """The modules that would be imported, except those on the allow list."""
         names = (name for stream in self.streams for name in stream.imports)
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
@@ -166,7 +166,7 @@ class Scan(Result):
         return tuple(d for stream in self.streams for d in stream.calls if d.verdict == RUNS)
 
     def ok(self, *, strict: bool = False) -> bool:
-        """Return whether the file may pass a gate; `strict` passes data alone."""
+        """Return True if the file passes; with `strict` only data passes."""
         return self.verdict in VERDICTS[: 1 if strict else 2]
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,18 +183,18 @@ class Scan(Result):
 def scan(
     path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS, hidden: bool = True
 ) -> Scan:
-    """Find what loading a file would run: every call in every pickle in it, none carried out.
+    """Find every call that loading a file would run, without running it.
 
     The verdict is `data`, `needs code` (classes are imported and filled), `runs` (something else is
     called) or `cannot tell`. It follows from what is called, not from a list of bad names.
 
     Args:
         path: A file of any kind. Of the files in a folder, `files_below` yields the paths.
-        limits: Bounds for what the file may cost.
-        hidden: Read all of an odd zip for records that its directory does not name, too.
+        limits: Limits for hostile files.
+        hidden: Also look for records that are missing from the directory of an inconsistent zip.
 
     Raises:
-        FileMissing, FileDenied, UnreadableFile: the file cannot be read, or is no regular file.
+        FileMissing, FileDenied, UnreadableFile: the file cannot be read, or is not a regular file.
     """
     name = os.fsdecode(path)
     with closing(place_of(path).open(name)) as source:
@@ -206,7 +206,7 @@ def scan(
 
 
 def files_below(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
-    """Yield the files that paths, folders and patterns lead to, each once.
+    """Yield the files of paths, folders and patterns, each once.
 
     Links to files are followed, links to folders are not. A pattern that nothing matches is
     yielded as it is: whoever opens it says that no such file.
@@ -222,7 +222,7 @@ def files_below(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
 
 
 def _inside(folder: str) -> Iterator[str]:
-    """Yield the files in a folder, and the folders that cannot be listed: opening one says why."""
+    """Yield the files in a folder, and unreadable folders: opening them raises the error."""
     if is_address(folder):
         place = place_of(folder)
         top = place.spelled(folder).rstrip("/")
@@ -240,7 +240,7 @@ def _inside(folder: str) -> Iterator[str]:
 
 
 class _Scanner:
-    """The pickles of one file, found and judged."""
+    """Finds and judges the pickles of one file."""
 
     def __init__(self, file: str, limits: Limits, *, hidden: bool = True) -> None:
         self.file = file
@@ -265,14 +265,14 @@ class _Scanner:
             self.streams[stream] = None
 
     def unread(self, where: str, why: str) -> None:
-        """Note something that may hold a pickle, and that is not read."""
+        """Note data that may contain a pickle but is not read."""
         self.add(Stream(where, 0, CANNOT_TELL, fault=why))
 
     def memory(self, raw: bytes) -> ByteRange:
         return ByteRange(MemorySource(raw, self.file), 0, len(raw))
 
     def look(self, data: ByteRange, where: str, depth: int, raw: _Raw | None = None) -> set[str]:
-        """Find what there is in `data`, by its content alone; the keys of storages it names."""
+        """Scan `data` by its content; return the keys of the storages it refers to."""
         keys = set[str]()
         try:
             if depth > _DEEPEST:
@@ -284,9 +284,11 @@ class _Scanner:
         return keys
 
     def _carrier(self, data: ByteRange, where: str, depth: int) -> None:
-        """Look into whatever `data` is an archive, an array or a compressed stream of."""
+        """Scan the content of an archive, an array or a compressed stream."""
         head = data.read(0, min(BLOCK, data.length))
-        is_raw = not isinstance(data.source, InflatedSource)  # whose end costs all of it
+        is_raw = not isinstance(
+            data.source, InflatedSource
+        )  # reading its end would decompress all of it
         tail = data.read(max(data.length - _ZIP_END, 0)) if is_raw else b""
         is_zip = head.startswith(b"PK\x03\x04")
         if is_zip or b"PK\x05\x06" in tail:
@@ -307,7 +309,7 @@ class _Scanner:
         for pattern, make in _COMPRESSED.items():
             if found := re.match(pattern, head):
                 packed = data.slice(found.end(), data.length - found.end())
-                sure = head[:1] not in b"\x78\x5d"  # marks of two bytes may stand by chance
+                sure = head[:1] not in b"\x78\x5d"  # two bytes may match by chance
                 inflated = self._inflated(packed, make, where, sure=sure)
                 self.look(inflated, _below(where, "inflated"), depth + 1)
         for magic, what in _UNREAD:
@@ -327,9 +329,9 @@ class _Scanner:
     def _pickles(
         self, data: ByteRange, where: str, start: int = 0, raw: _Raw | None = None
     ) -> set[str]:
-        """Judge consecutive pickles, and return the keys of the storages that they name.
+        """Judge consecutive pickles, and return the keys of the storages that they refer to.
 
-        `raw` says how many bytes stand behind a pickle, and that nothing else may.
+        `raw` returns the number of bytes after a pickle; no other bytes are allowed.
         """
         position, keys = start, set[str]()
         is_length = start == 0 and _is_safetensors(data, self.limits)
@@ -367,7 +369,7 @@ class _Scanner:
             stored = storages or stored
             if len(roots) == _LEGACY_PICKLES and roots[0] == MAGIC_NUMBER:
                 instead = self._run(chunk, position - base, base)
-                if instead.seen:  # a pickle, where the storages should be
+                if instead.seen:  # a pickle in place of the storages
                     self._note(instead, where, position)
                 position += sum(COUNT.size + nbytes for nbytes in stored.values())
                 roots, stored = [], {}
@@ -376,7 +378,7 @@ class _Scanner:
         return keys
 
     def _storages(self, run: Judge) -> dict[str, int]:
-        """Return the bytes of the storages that a pickle names, by key."""
+        """Return the sizes of the storages that a pickle refers to, by key."""
         found: dict[str, int] = {}
         for pid in filter(is_storage_pid, run.pids):
             with suppress(CheckpointError):
@@ -385,7 +387,7 @@ class _Scanner:
         return found
 
     def _run(self, chunk: bytes, start: int, base: int) -> Judge:
-        """Watch one pickle; as joblib reads it too, where it names joblib's arrays."""
+        """Trace one pickle, also as joblib reads it if it has joblib arrays."""
         make = partial(Judge, chunk, self.nested, base, file=self.file, limits=self.limits)
         run = make().watch(start)
         if JOBLIB_ARRAY not in run.names:
@@ -404,7 +406,7 @@ class _Scanner:
             self.add(Stream(where, offset, verdict, calls, tuple(run.names), run.fault, run.told))
 
     def nested(self, raw: bytes) -> tuple[str, tuple[SuspectCall, ...]]:
-        """Judge bytes that a pickle hands to a function: each run of bytes once."""
+        """Judge bytes that a pickle passes to a function, each once."""
         if raw not in self.judged:
             if self.depth >= self.limits.max_nested_pickles or len(self.judged) > _MOST_STREAMS:
                 return CANNOT_TELL, ()
@@ -419,7 +421,7 @@ class _Scanner:
     # Zips
 
     def _zip(self, data: ByteRange, where: str, depth: int) -> None:
-        """Look into every record; where the zip is odd, into whatever its headers lead to."""
+        """Scan every record, and in an inconsistent zip also those that only headers point to."""
         records, is_odd = list[tuple[str, ByteRange]](), True
         try:
             archive = zip_archive(data, self.limits)
@@ -448,7 +450,7 @@ class _Scanner:
             self.notes.append("TorchScript code is not Python and is not checked")
 
     def _by_headers(self, data: ByteRange, where: str) -> Iterator[tuple[str, ByteRange]]:
-        """Yield the records that any header of a zip leads to, local or of the directory."""
+        """Yield the records that any zip header points to, local or of the directory."""
         marks = list[int]()
         begins = dict[int, int]()
         latest = dict[str, int]()
@@ -489,7 +491,7 @@ class _Scanner:
                 self.unread(_below(where, name), f"compression method {method} is not supported")
 
     def _headers(self, data: ByteRange) -> Iterator[tuple[int, bytes]]:
-        """Yield whatever looks like a header of a zip, with its position."""
+        """Yield bytes that look like a zip header, with their position."""
         for start in range(0, data.length, _WINDOW):
             block = data.read(start, min(_WINDOW + 3, data.length - start))
             for found in _HEADER.finditer(block):
@@ -499,7 +501,7 @@ class _Scanner:
     def _inflated(
         self, data: ByteRange, make: Callable[[], Any], where: str, *, sure: bool = True
     ) -> ByteRange:
-        """Return what is inflated, the members of a stream one after the other.
+        """Return the decompressed bytes of all members of a stream.
 
         It is done in steps that are shorter than those of any reader, which may have read a pickle
         before it meets a fault. `sure`: a fault is not only one of bytes that look like a stream.
@@ -511,7 +513,7 @@ class _Scanner:
                 block = pending or next(blocks, b"")
                 if not block and getattr(inflater, "needs_input", True):
                     break
-                if is_new and not block.strip(b"\0"):  # as may stand between members
+                if is_new and not block.strip(b"\0"):  # padding between members
                     pending = b""
                     continue
                 block, is_new = block.lstrip(b"\0") if is_new else block, False
@@ -523,13 +525,13 @@ class _Scanner:
             else:
                 self.unread(where, f"it decompresses to more than {_MOST_INFLATED >> 20} MiB")
         except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
-            if sure and len(out) != ended:  # not of what stands behind a stream
+            if sure and len(out) != ended:  # not of bytes after a stream
                 self.unread(where, f"it cannot be fully decompressed ({error})")
         return self.memory(bytes(out))
 
 
 def _is_safetensors(data: ByteRange, limits: Limits) -> bool:
-    """Return whether a whole file that begins as a pickle opens as safetensors.
+    """Return True if a file that begins like a pickle opens as safetensors.
 
     The length of a header begins with the bytes 80 02 to 80 05 once in some two thousand files.
     """

@@ -1,4 +1,4 @@
-"""What the numbers in a checkpoint are like, tensor by tensor and over all: `ckptool stats`."""
+"""Statistics of the values in a checkpoint, for each tensor and in total: `ckptool stats`."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ BINS = 16
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """The figures of one tensor, or of `count` that were folded into one row."""
+    """The statistics of one tensor, or of `count` tensors folded into one row."""
 
     row: TensorRow
     measures: Measures | None
-    """None where there are no figures; `reason` says why."""
+    """The statistics; None without them, with the `reason`."""
     reason: str | None = None
     tie: str | None = None
-    """The name of a tensor before that is the same one."""
+    """The path of an earlier tensor that it is tied to."""
     flags: tuple[str, ...] = ()
-    """`constant`, `all-zero`, `nan`, `inf`, and what it has otherwise than tensors of its role:
+    """`constant`, `all-zero`, `nan`, `inf`, and differences from similar tensors:
     `dtype-outlier`, `shape-outlier`, `device-outlier`, `norm-outlier`, `std-outlier`."""
     remarks: tuple[str, ...] = ()
-    """A sentence for what is otherwise."""
+    """A sentence about each difference."""
     count: int = 1
     flagged: tuple[int, ...] = ()
-    """Of a folded row, of how many tensors each flag is."""
+    """The number of tensors with each flag, in a folded row."""
 
     @property
     def flag_counts(self) -> dict[str, int]:
-        """Each flag, and of how many of the tensors it is."""
+        """The number of tensors with each flag."""
         return dict(zip(self.flags, self.flagged or [1] * len(self.flags), strict=True))
 
     @property
     def name(self) -> str:
-        """The tensor's address; of folded ones, the pattern of their names."""
+        """The path of the tensor, or the pattern of folded ones."""
         return self.row.name
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,12 +100,12 @@ _FIGURES = {
     "infinite": "infinite",
     "norm": "norm",
 }
-"""What the figures are called in JSON, and where they are."""
+"""The statistics by their JSON key."""
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeRange:
-    """What the tensors of one type span, ties once."""
+    """The range of the tensors of one dtype, tied ones once."""
 
     dtype: str
     tensors: int
@@ -126,7 +126,7 @@ class DtypeRange:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Over all tensors that have figures, ties once."""
+    """The totals over all measured tensors, tied ones once."""
 
     tensors: int
     elements: int
@@ -143,14 +143,14 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Stats(Result):
-    """The figures of every tensor that was asked for, in the order of the file."""
+    """The statistics of every selected tensor, in the order of the file."""
 
     file: str
-    """As it was given."""
+    """The given path."""
     format: str
     """As `Checkpoint.format`."""
     tensors: tuple[TensorStats, ...]
-    """In the order of the file; folded layers are one."""
+    """The rows in the order of the file, one for folded layers."""
     totals: Totals
     """Over all of them."""
     unmatched: tuple[str, ...] = ()
@@ -164,7 +164,7 @@ class Stats(Result):
         """Return the same rows in the order of a column: largest number first, names from A to Z.
 
         Raises:
-            UsageError: it is none of `SORTABLE`.
+            UsageError: the column is not in `SORTABLE`.
         """
         if column not in SORTABLE:
             raise UsageError(f"cannot sort by {column!r}; choose one of {listed(SORTABLE)}")
@@ -179,9 +179,9 @@ class Stats(Result):
         return replace(self, tensors=tuple(sorted(self.tensors, key=rank, reverse=True)))
 
     def folded(self) -> Stats:
-        """Return the same with one row for tensors whose names differ only in numbers.
+        """Return the same with one row for tensors whose keys differ only in numbers.
 
-        Of equal type, shape, device and kind; figures are of all their elements together.
+        They have equal dtype, shape, device and kind. The statistics are over all their elements.
         """
         return replace(self, tensors=tuple(_folded(self.tensors)))
 
@@ -203,7 +203,7 @@ SORTABLE: dict[str, Callable[[TensorStats], Any]] = {
     "norm": _by("norm"),
     "flags": lambda one: len(one.flags),
 }
-"""What rows can be sorted by: zeros by their share, flags by their number."""
+"""The columns to sort by: zeros by their share, flags by their number."""
 
 
 def stats(
@@ -216,23 +216,23 @@ def stats(
     progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Stats:
-    """Measure the tensors of a checkpoint, ties once: range, mean, zeros, NaN, histogram.
+    """Measure the tensors of a checkpoint: range, mean, zeros, NaN, histogram.
 
     Args:
         source: A path, or an open checkpoint.
         include: Names and globs of the tensors to measure: a path, a key, the end of a path, a
             glob of whole keys, or one of whole paths with a `/`; wrapper prefixes are ignored.
         exclude: Names and globs of the tensors to leave out.
-        key: The address of what to measure: a section, a container or a tensor.
+        key: The path of the section, container or tensor to measure.
         bins: The number of bins of each histogram.
-        progress: Called with the bytes done and the bytes in all.
-        limits: Bounds for nesting and for strides that repeat bytes.
+        progress: Called with the bytes done and the total bytes.
+        limits: Limits for nesting and for strides that repeat bytes.
 
     Raises:
         UnreadableFile, LimitExceeded: the path cannot be opened, or bytes cannot be read.
-        NotFound: there is no tensor at `key` (`AmbiguousName`: there are several nodes).
+        NotFound: no tensor is at `key` (`AmbiguousName`: `key` is ambiguous).
         NotRepresentable: the tensors to measure are placeholders (ZeRO-3).
-        UsageError: `bins` is less than 1, or a text is given in place of a list of globs.
+        UsageError: `bins` is less than 1, or a list of globs is a string.
     """
     for given in (include, exclude):
         if isinstance(given, str):
@@ -282,7 +282,7 @@ def stats(
 def _note_codes(
     checkpoint: Checkpoint, leaves: Sequence[tuple[Path, TensorRef]], rows: list[TensorStats]
 ) -> None:
-    """Remark at the first weight of each scheme that the figures are of codes."""
+    """Add a remark to the first weight of each scheme that the statistics are of codes."""
     places = {id(tensor): at for at, (_, tensor) in reversed([*enumerate(leaves)])}
     for part in checkpoint.sections:
         known = find_quantized(part.node) if part.kind in MODEL_KINDS else {}
@@ -304,7 +304,7 @@ def _measured(
     limits: Limits,
     progress: Progress | None,
 ) -> Iterator[TensorStats]:
-    """Yield a row for each tensor, in order; those that are one tensor are measured once."""
+    """Yield a row for each tensor, in order. Tied tensors are measured once."""
     total = sum(one.nbytes for _, one in distinct(leaves) if measurable(one) is None)
     meter, repeated = Meter(progress, total), RepeatedBytes(limits)
     known: dict[Any, TensorStats] = {}
@@ -318,7 +318,7 @@ def _measured(
             repeated.add(path, tensor.unrepeated)
             try:
                 measures = measurer.measure(tensor, meter.told)
-            except UnsupportedFormat as error:  # a type that this torch does not have
+            except UnsupportedFormat as error:  # a dtype that this torch lacks
                 reason = error.message
         made = TensorStats(row, measures, reason, flags=own_flags(measures) if measures else ())
         if place is not None:
@@ -327,7 +327,7 @@ def _measured(
 
 
 def _totals(rows: Iterable[TensorStats]) -> Totals:
-    """Return the totals of the rows with figures, ties counted once."""
+    """Return the totals of the measured rows, tied tensors counted once."""
     by_type: dict[str, list[Measures]] = {}
     for row in rows:
         if row.measures and row.tie is None:
@@ -349,7 +349,7 @@ def _totals(rows: Iterable[TensorStats]) -> Totals:
 
 
 _MOST_NAMED = 8
-_SAID: dict[str, Callable[[Measures], str]] = {
+_REMARKS: dict[str, Callable[[Measures], str]] = {
     "nan": lambda found: (
         f"{found.nan:,} of {counted(found.elements, 'element')} {are(found.nan)} NaN"
     ),
@@ -359,11 +359,11 @@ _SAID: dict[str, Callable[[Measures], str]] = {
     "all-zero": lambda found: "all zero",
     "constant": lambda found: f"constant, {found.minimum:.6g}",
 }
-"""What is said of one tensor of a folded row that has the flag."""
+"""The remark on one tensor of a folded row, by its flag."""
 
 
 def _folded(rows: Sequence[TensorStats]) -> Iterator[TensorStats]:
-    """Yield a row for each family of tensors of equal type, shape, device and kind, in order."""
+    """Yield a row for each family of tensors of equal dtype, shape, device and kind, in order."""
     by_name: dict[str, list[TensorStats]] = {}
     for row in rows:
         by_name.setdefault(row.name, []).append(row)
@@ -401,8 +401,8 @@ def _one(label: str, members: Sequence[TensorStats]) -> TensorStats:
 
 
 def _oddities(label: str, members: Sequence[TensorStats]) -> Iterator[str]:
-    """Yield which of the tensors are odd by themselves, if not all are."""
-    for flag, said in _SAID.items():
+    """Yield remarks on the tensors with flags, if not all have them."""
+    for flag, said in _REMARKS.items():
         odd = [(one.name, one.measures) for one in members if one.measures and flag in one.flags]
         if len(odd) == len(members):
             continue
@@ -413,9 +413,9 @@ def _oddities(label: str, members: Sequence[TensorStats]) -> Iterator[str]:
 
 
 def _together(parts: Sequence[Measures]) -> Measures:
-    """Return the figures of all elements of several tensors.
+    """Return the statistics of all elements of several tensors.
 
-    The histogram is drawn from theirs: each bin is put where its middle lies.
+    The histograms are merged by the middle of each bin.
     """
     moments = Moments()
     for part in parts:
@@ -452,20 +452,20 @@ def _merged(parts: Sequence[Histogram], low: float, high: float) -> Histogram:
 
 
 FEWEST = 3
-"""Tensors of a role of which one can be unlike the others."""
+"""The fewest tensors of a role for which outliers are reported."""
 MAJORITY = 2 / 3
-"""The share of them that must be alike for the rest to be odd."""
+"""The share of equal tensors above which the others are outliers."""
 TIMES = 10
-"""How far off the median a norm or a standard deviation is odd."""
+"""The factor from the median at which a norm or standard deviation is an outlier."""
 
 Oddity = tuple[int, tuple[str, ...], str]
-"""The position of a tensor, and the flags and remark on what others of its role have otherwise."""
+"""The position of a tensor, its flags, and a remark on the difference from others of its role."""
 
 
 def own_flags(measures: Measures) -> tuple[str, ...]:
     """Return the flags of a tensor by itself: `nan`, `inf`, `all-zero`, `constant`.
 
-    A single element is neither of the last two.
+    A single element is never one of the last two.
     """
     flags = [name for name, found in (("nan", measures.nan), ("inf", measures.infinite)) if found]
     if measures.elements > 1 and measures.finite == measures.elements:
@@ -477,10 +477,10 @@ def own_flags(measures: Measures) -> tuple[str, ...]:
 
 
 def _outliers(rows: Sequence[TensorStats]) -> Iterator[Oddity]:
-    """Yield what tensors have otherwise than the others of one role.
+    """Yield differences of tensors from the others of one role.
 
-    Of one role are tensors whose names differ only in numbers, with as many dimensions:
-    `layers.{0..31}.mlp.weight`. Numbers are compared among those of one shape.
+    The tensors of a role have keys that differ only in numbers, and as many dimensions, for example
+    `layers.{0..31}.mlp.weight`. Statistics are compared among those of one shape.
     """
     places: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
@@ -510,7 +510,7 @@ _HEADERS: tuple[tuple[str, Callable[[TensorRow], Any], Callable[[Any], str]], ..
     ("shape", lambda row: row.shape, shape_text),
     ("device", lambda row: row.device, lambda device: f"on {device}"),
 )
-"""What tensors of a role have in common, and how it is said."""
+"""Properties that tensors of a role have in common, and their text."""
 
 
 def _other_headers(role: Role, label: str) -> Iterator[Oddity]:
@@ -545,5 +545,5 @@ def _other_numbers(role: Role, label: str) -> Iterator[Oddity]:
 
 
 def _is_far(own: float, usual: float) -> bool:
-    """Return True if a figure is far from the others; zeros have flags of their own."""
+    """Return True if a value is far from the median. Zeros have their own flags."""
     return own > 0 and not usual / TIMES <= own <= usual * TIMES

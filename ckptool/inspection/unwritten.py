@@ -1,4 +1,4 @@
-"""Tensors of a file without checksums whose bytes were never written: zeros up to its end."""
+"""Tensors in files without checksums that were never written: zeros up to the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptool.tensors.bytewise import is_floating
 from ckptool.words import listed
 
 _FEWEST = 4096
-"""Bytes of a page: a file system writes no less."""
+"""Bytes of a page, the least that a file system writes."""
 _BLOCK = 64 << 10
 
 
@@ -31,13 +31,13 @@ class _Span(NamedTuple):
     name: str
 
     def is_cut(self, zeros: int) -> bool:
-        """Return whether zeros from there on begin inside the tensor, and not with a row."""
+        """Return True if zeros from that offset begin inside the tensor, and not at a row."""
         first = -((self.start - zeros) // self.itemsize) * self.itemsize
         return 0 < first < self.stop - self.start and (self.row < _ROW or first % self.row > 0)
 
 
 def unwritten(checkpoint: Checkpoint) -> str | None:
-    """Return a sentence on the weights that were probably never written, None if there are none.
+    """Return a sentence about weights that were probably never written, or None.
 
     The zeros must begin inside a tensor and cover another one: layers that begin as zeros (a LoRA
     B, a zero convolution, a new head) begin with the first byte of a tensor, and padding of a
@@ -85,7 +85,7 @@ def unwritten(checkpoint: Checkpoint) -> str | None:
 
 
 def _first_zero(source: Source) -> int:
-    """Return where the zeros at the end of a file begin."""
+    """Return the offset of the zeros at the end of a file."""
     end = source.size
     while end:
         start = max(0, end - _BLOCK)

@@ -1,10 +1,10 @@
-"""Whether checkpoints are intact: one, several, all in a folder; with a manifest or without.
+"""Checks of one or several checkpoints, or all in a folder, with or without a manifest.
 
-What is wrong is a `Finding` in a `Verdict`, also what keeps a file from being opened. What keeps it
-from being looked at (no such file, no permission, a kind that is not read) is an error.
-In a folder a checkpoint is known by its content, or by a name that only checkpoints have. `.bin`
-and `.pkl` are names that any file may have: a damaged file of such a name is reported if its whole
-name is a checkpoint's, or if its content is what a failed save or download leaves behind.
+A problem is a `Finding` in a `Verdict`, also if the file does not open. A file that cannot be
+checked (missing, not permitted, an unsupported kind) is an error.
+In a folder a checkpoint is recognized by its content, or by a name that only checkpoints have. Any
+file can have the extension `.bin` or `.pkl`. If it is damaged, it is reported only if its full name
+is that of a checkpoint, or if its content is that of a failed save or download.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from ckptool.formats.torch_tar import BLOCK as TAR_BLOCK, is_tar
 from ckptool.inspection.blockers import missing_weights
 from ckptool.inspection.manifest import (
     HashedTensor,
+    compare_tensors,
     hashed_tensors,
-    held_against,
     manifest_name,
     read_manifest,
     write_manifest,
@@ -75,14 +75,14 @@ _SETS = (
     (XLA_FSDP, xla_rank_files),
     (MEGATRON, megatron_rank_files),
 )
-"""Formats of several files that open by themselves, with what finds these."""
+"""Formats of several independent files, with the function that finds the files."""
 
 
 _HUB = re.compile(r".*-([0-9a-f]{8,64})\.(?:pth?|th|pkl)")
 _BLOB = re.compile(r"([0-9a-f]{64})")
 
 _Wrong = tuple[Checksum, int]
-"""A checksum that the bytes do not have, and the one that they have."""
+"""The stored checksum, and the different one of the bytes."""
 
 
 def examine(
@@ -95,19 +95,19 @@ def examine(
 ) -> tuple[Verdict, tuple[HashedTensor, ...] | None]:
     """Return the verdict on a checkpoint, and with `hashes` the content hash of every tensor.
 
-    `values` looks for NaN and infinities as well. `progress` is told of each part of the work anew.
+    `values` also looks for NaN and infinities. `progress` restarts for each part of the work.
 
     Raises:
         FileMissing: no such file.
-        FileDenied: the system does not let us read it, or a shard.
+        FileDenied: no permission to read the file or a shard.
         FileBusy: another process is editing it.
-        UnsupportedFormat: a checkpoint of a kind that is not read.
-        UnreadableFile: it changed meanwhile, or the disk refuses.
+        UnsupportedFormat: ckptool does not read this kind of checkpoint.
+        UnreadableFile: the file changed during the check, or a read failed.
     """
     look = _Look(Verdict(os.fsdecode(path)), limits, progress, values, hashes)
     try:
         probe = Probe(path, limits)
-    except CorruptFile as error:  # of the journal of an edit that was cut short
+    except CorruptFile as error:  # of the journal of an interrupted edit
         look.blame(error)
         return look.verdict, None
     with ExitStack() as opened:
@@ -139,7 +139,7 @@ def examine(
 
 @dataclass
 class _Look:
-    """What has been found so far of the file, or set of files, that is looked at."""
+    """A check of one file or set of files, with its findings so far."""
 
     verdict: Verdict
     limits: Limits
@@ -147,11 +147,11 @@ class _Look:
     values: bool = False
     hashes: bool = False
     is_shard: bool = False
-    """Whether it is one file of a set, which is looked at as a whole too."""
+    """True for one file of a set, which is also checked as a set."""
     hashed: tuple[HashedTensor, ...] | None = None
 
     def at_file(self, probe: Probe) -> None:
-        """Look at one file, or the files of an unzipped one."""
+        """Check one file, or the files of an unzipped checkpoint."""
         found = checks.structure(probe)
         self.take(found)
         self.at_name(probe)
@@ -167,8 +167,8 @@ class _Look:
     def at_name(self, probe: Probe) -> None:
         """Compare the file with the SHA-256 in its name, or in that of the file it links to.
 
-        `torch.hub` names files `resnet18-5c106cde.pth`; digits alone may be a date, and letters
-        alone a word. The cache of `huggingface_hub` links to blobs whose name is all of the hash.
+        `torch.hub` names files `resnet18-5c106cde.pth`. Only digits may be a date, only letters a
+        word. The cache of `huggingface_hub` links to blobs with the full hash as their name.
         """
         own = os.path.basename(probe.path)
         blobs = (own, os.path.basename(os.path.realpath(probe.path)))
@@ -197,7 +197,7 @@ class _Look:
             self.add(problems=(Finding("name", text, hint=hint),))
 
     def at_set(self, probe: Probe, path: str, shards: Mapping[str, str]) -> None:
-        """Look at each shard of an index, or each rank's file, then at what they are together."""
+        """Check each shard of an index, or each rank file, then the whole set."""
         self.verdict = replace(self.verdict, file=path, shards=len(shards))
         faulty = {path for name, path in shards.items() if self.at_shard(path, name)}
         try:
@@ -209,7 +209,7 @@ class _Look:
         self.at_content(checkpoint, probe, [])
 
     def at_shard(self, path: str, name: str) -> bool:
-        """Look at a shard by itself, as far as it is there; whether anything is wrong with it."""
+        """Check a shard if it exists; return True if it has problems."""
         if not os.path.isfile(path):
             return False
         with closing(Probe(path, self.limits)) as probe:
@@ -236,10 +236,10 @@ class _Look:
     def at_content(
         self, checkpoint: Checkpoint | None, probe: Probe, wrong: Sequence[_Wrong]
     ) -> None:
-        """Look at what has been read.
+        """Check the content of an open checkpoint.
 
         Raises:
-            UnreadableFile: a file changed meanwhile.
+            UnreadableFile: a file changed during the check.
         """
         if checkpoint is None:
             raise UnreadableFile(
@@ -273,7 +273,7 @@ class _Look:
                 source.check_unchanged()
 
     def at_values(self, tensors: Sequence[tuple[Path, TensorRef]]) -> None:
-        """Look for NaN and infinities in every tensor, or in what it is made of."""
+        """Look for NaN and infinities in every tensor and its parts."""
         floating = [(path, _numbers(tensor)) for path, tensor in distinct(tensors)]
         meter = Meter(self.progress, sum(part.nbytes for _, parts in floating for part in parts))
         repeated = RepeatedBytes(self.limits)
@@ -295,14 +295,14 @@ class _Look:
         self.verdict = replace(self.verdict, **sums)
 
     def take(self, found: Findings) -> None:
-        """Take what a check of the format found."""
+        """Add the findings of a format check."""
         self.add(problems=found.problems, notes=found.notes, records=found.records)
 
     def blame(self, error: CheckpointError, *, contradicted: bool = False) -> None:
-        """Take an error as a problem; where other things are wrong, also that a kind is unknown.
+        """Add an error as a problem; if `contradicted`, also an unknown format.
 
         Raises:
-            CheckpointError: the error itself, where it says nothing about the file.
+            CheckpointError: the error itself, if it is not about the content of the file.
         """
         kinds = {**_KINDS, **_CONTRADICTIONS} if contradicted else _KINDS
         kind = next((word for known, word in kinds.items() if isinstance(error, known)), None)
@@ -314,7 +314,7 @@ class _Look:
         self.add(problems=(Finding(kind, text, hint=error.hint),))
 
     def sum_up(self, checksums: Sequence[Checksum]) -> list[_Wrong]:
-        """Compute checksums; those that are not what they should be."""
+        """Compute checksums, and return those that do not match."""
         meter = Meter(self.progress, sum(one.data.length for one in checksums))
         sums = crc32cs if any(one.castagnoli for one in checksums) else crc32s
         found = sums([one.data for one in checksums], meter.told)
@@ -366,7 +366,7 @@ def _damaged(wrong: Sequence[_Wrong], checkpoint: Checkpoint | None) -> tuple[Fi
 
 
 NOT_ONE = "not-a-checkpoint"
-"""The kind of problem of a file that is something else."""
+"""The kind of problem of a file that is not a checkpoint."""
 
 _KINDS: dict[type[CheckpointError], str] = {
     TruncatedFile: "truncated",
@@ -374,47 +374,47 @@ _KINDS: dict[type[CheckpointError], str] = {
     LimitExceeded: "limit",
     NotACheckpoint: NOT_ONE,
 }
-"""The errors that are problems of a file, with the kind of each; the first that fits."""
+"""The kind of problem for each error about the content of a file. The first match counts."""
 _CONTRADICTIONS: dict[type[CheckpointError], str] = {
     FileMissing: "missing-shard",
     UnsupportedFormat: "corrupt",
 }
-"""Those that are where other facts say that the file should be there, and of another kind."""
+"""More kinds, if other facts show that the file should exist or have another format."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Verdict(Result):
-    """What was found of one checkpoint; `format` is empty where it could not be opened.
+    """The result of checking one checkpoint; `format` is empty if it does not open.
 
-    `size` are bytes on disk, `records` those of an archive, `summed` those whose CRC-32 was
-    computed and compared, `checked` the bytes compared with a CRC-32 or with a manifest.
+    `size` is in bytes on disk, `records` counts those of an archive, `summed` those with a verified
+    CRC-32, `checked` the bytes compared with a CRC-32 or a manifest.
     """
 
     file: str
-    """As it was given."""
+    """The given path."""
     format: str = ""
     problems: tuple[Finding, ...] = ()
-    """What is wrong, in the order of the file; empty: nothing was found."""
+    """The problems, in the order of the file; empty if there are none."""
     notes: tuple[str, ...] = ()
-    """Sentences on what could not be checked, and what is worth knowing."""
+    """Notes, for example about data that could not be checked."""
     size: int = 0
     shards: int = 0
-    """Files of tensors, where there are several."""
+    """The number of shards or rank files; 0 for a single file."""
     records: int = 0
     summed: int = 0
     tensors: int = 0
-    """Names of tensors, tied ones each."""
+    """The number of tensors, tied ones once for each key."""
     content: int = 0
-    """Bytes that the tensors' elements take, of ties once."""
+    """Bytes of the tensors' elements, tied ones once."""
     checked: int = 0
     values: bool = False
-    """Whether the values were looked at."""
+    """True if the values were checked for NaN and infinities."""
     manifest: bool = False
-    """Whether a manifest was held against it."""
+    """True if it was compared with a manifest."""
 
     @property
     def ok(self) -> bool:
-        """Whether no problem was found."""
+        """True if no problem was found."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
@@ -431,18 +431,18 @@ class Verdict(Result):
 
 @dataclass(frozen=True, slots=True)
 class ManifestOutcome:
-    """What became of a manifest: `written`, `checked`, or `not-written`."""
+    """The action on a manifest: `written`, `checked`, or `not-written`."""
 
     file: str
     action: str
     files: int
     tensors: int
     problems: tuple[Finding, ...] = ()
-    """Files that it lists and that are gone."""
+    """Missing files that it lists."""
     unhashed: int = 0
-    """Tensors of a written one that have no content hash, being sparse, quantized or the like."""
+    """Tensors written without a hash because they are sparse or quantized."""
     reason: str | None = None
-    """Why it was not written: a `problem` in a file, or an `error` before one was looked at."""
+    """Why it was not written: `problem` (in a file) or `error` (a file could not be checked)."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of `ckptool.verify/1`."""
@@ -457,22 +457,22 @@ def verify(
     progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Verdict:
-    """Check a checkpoint: checksums, structure, and everything else that torch does not check.
+    """Check a checkpoint for damage, even where torch does not look.
 
-    A file that does not open as a checkpoint has a verdict too. Torch is not imported.
+    A file that does not open as a checkpoint has a verdict too. Does not import torch.
 
     Args:
         path: The file, or the folder of an unzipped file or of shards.
-        values: Look for NaN and infinite values too.
+        values: Also look for NaN and infinite values.
         manifest: A file with the SHA-256 of every tensor: compared, or written if it is missing.
-        progress: Called with the bytes done and the bytes in all, of each part of the work.
-        limits: Bounds for what the file may cost.
+        progress: Called with the bytes done and the total bytes of each part of the work.
+        limits: Limits for hostile files.
 
     Raises:
         FileMissing, FileDenied: the file cannot be read.
         UnsupportedFormat: ckptool does not read this kind of checkpoint.
         UnreadableFile: the file changed while it was read.
-        UsageError, WriteError: `manifest` is a file of another kind, or cannot be written.
+        UsageError, WriteError: `manifest` is not a manifest, or cannot be written.
     """
     verifier = Verifier(values=values, manifest=manifest, progress=progress, limits=limits)
     verdict = verifier.verify(path, alone=True)
@@ -481,7 +481,7 @@ def verify(
 
 
 class Verifier:
-    """Looks at one checkpoint after the other, and at what one manifest says of all of them."""
+    """Checks several checkpoints, and compares them with one manifest."""
 
     def __init__(
         self,
@@ -491,10 +491,10 @@ class Verifier:
         progress: Progress | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        """Read the manifest, if it is there.
+        """Read the manifest if it exists.
 
         Raises:
-            UsageError: it is something else.
+            UsageError: the file is not a manifest.
         """
         self.values, self.progress, self.limits = values, progress, limits
         self.manifest = None if manifest is None else os.fspath(manifest)
@@ -505,10 +505,10 @@ class Verifier:
         self._reason: str | None = None
 
     def each(self, paths: Iterable[str | os.PathLike[str]]) -> Iterator[Verdict | CheckpointError]:
-        """Yield a verdict on every path, of folders on every checkpoint in them, or an error.
+        """Yield a verdict or an error for every path, and for every checkpoint in a folder.
 
-        A folder in which there is no checkpoint is looked at as if it should be one. What is not
-        read beside others (shards of DCP) is a problem of the folder that it lies in.
+        A folder without checkpoints is checked as if it should be one. Unsupported files next to
+        others (shards of DCP) are a problem of their folder.
         """
         given = [os.fsdecode(path) for path in paths]
         for path in given:
@@ -543,7 +543,7 @@ class Verifier:
     def verify(self, path: str | os.PathLike[str], *, alone: bool = False) -> Verdict:
         """Return the verdict on one checkpoint.
 
-        `alone`: it is the only one, so that a manifest of one file is about it, whatever its name.
+        With `alone` it is the only one, so a manifest of one file applies to it under any name.
 
         Raises:
             CheckpointError: as `verify`.
@@ -564,7 +564,7 @@ class Verifier:
     def _with_manifest(
         self, verdict: Verdict, tensors: tuple[HashedTensor, ...], manifest: str, *, alone: bool
     ) -> Verdict:
-        """Return the verdict with the problems that the manifest reveals."""
+        """Return the verdict with the differences from the manifest."""
         name = manifest_name(verdict.file, manifest)
         if alone and len(self._listed) == 1:
             name = next(iter(self._listed))
@@ -576,7 +576,7 @@ class Verifier:
             text = f"the manifest does not list {name!r}"
             found = Findings((Finding("manifest", text),))
         else:
-            found = held_against(wanted, tensors)
+            found = compare_tensors(wanted, tensors)
         return replace(
             verdict,
             problems=verdict.problems + found.problems,
@@ -586,10 +586,10 @@ class Verifier:
         )
 
     def finish(self) -> ManifestOutcome | None:
-        """Write the manifest, or look for files that it lists and that are gone; None without one.
+        """Write the manifest, or look for missing files that it lists; return None without one.
 
         Raises:
-            WriteError: it could not be written.
+            WriteError: the manifest cannot be written.
         """
         if self.manifest is None:
             return None
@@ -614,7 +614,7 @@ class Verifier:
 
 
 def _is_other(result: Verdict | CheckpointError) -> bool:
-    """Return True if the file is no checkpoint that ckptool reads."""
+    """Return True if ckptool does not read this file as a checkpoint."""
     if isinstance(result, CheckpointError):
         return isinstance(result, UnsupportedFormat)
     return any(problem.kind == NOT_ONE for problem in result.problems)
@@ -624,13 +624,13 @@ _INDEX = re.compile(r".+\.index(?:\.[^.]+)?\.json", re.IGNORECASE)
 
 _NAMED_SO = re.compile(
     r".+\.(?:pth|pt|pth\.tar|ckpt|safetensors|pt2|ptl|(?:safetensors|bin|pth?)\.index(?:\.[^.]+)?\.json)"
-    # what transformers, diffusers, peft and accelerate write
+    # written by transformers, diffusers, peft and accelerate
     r"|(?:pytorch_model|pytorch_lora_weights|diffusion_pytorch_model|adapter_model|training_args"
     r"|optimizer|scheduler)(?:[-_.][^-_.]+)*\.bin"
     r"|(?:random_states|rng_state)(?:[-_.][^-_.]+)*\.(?:bin|pkl)",
     re.IGNORECASE,
 )
-"""Names that only checkpoints have: damaged beyond recognition, they are told of."""
+"""Names that only checkpoints have: reported even if the content is unrecognizable."""
 _ANYTHING = re.compile(r".+\.(?:bin|pkl|pickle)", re.IGNORECASE)
 _LIKELY = re.compile(
     r"(?:^|[^a-z])(?:model|net|weights?|params?|state|states|optim|optimizer|scheduler|lora|adapter"
@@ -638,7 +638,7 @@ _LIKELY = re.compile(
     r"(?:[^a-z]|$)",
     re.IGNORECASE,
 )
-"""Words in names that are likely a checkpoint's."""
+"""Words in names of likely checkpoints."""
 _OTHERS = re.compile(r"token|vocab|spiece|sentencepiece|ggml|gguf|openvino", re.IGNORECASE)
 
 _POINTER = b"version https://git-lfs"
@@ -652,9 +652,8 @@ _Identity = tuple[int, int]
 def checkpoints_in(folder: str, limits: Limits) -> list[str]:
     """Return the checkpoints in a folder and its subfolders, sorted; shards by their index.
 
-    Names that begin with a dot are skipped. A file with several names is returned once: by a
-    checkpoint's name, and by its own rather than a link's. Links are followed, each folder is
-    entered once.
+    Names that begin with a dot are skipped. A file with several names is returned once, by a
+    checkpoint name if possible, and not by a link. Links are followed, each folder is entered once.
     """
     files: dict[_Identity, str] = {}
     shards: set[_Identity] = set()
@@ -674,18 +673,18 @@ def checkpoints_in(folder: str, limits: Limits) -> list[str]:
 
 
 def _worth(path: str) -> tuple[bool, bool, str]:
-    """Return the sort key of a file's names: the best one first."""
+    """Return the sort key of the names of a file, the best one first."""
     return not should_be_one(path), islink(path), path
 
 
 def _entries(folder: str, limits: Limits) -> Iterator[tuple[str, _Identity | None]]:
     """Yield files below a folder with device and inode, and folders to open as a whole with None.
 
-    None also stands for what cannot be looked at: whoever opens it says why.
+    Also yield None for entries that cannot be read: opening them raises the error.
     """
     entered: set[_Identity] = set()
     todo, linked = [folder], list[str]()
-    while todo or linked:  # first where folders are, then where links to them are
+    while todo or linked:  # folders first, then links to them
         here = todo.pop() if todo else linked.pop()
         identity = _identity(here)
         if identity in entered:
@@ -716,7 +715,7 @@ def _identity(path: str) -> _Identity:
 
 
 def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
-    """Return the test for a part of a folder that is one checkpoint; None for another folder."""
+    """Return the test for files of a folder that is one checkpoint; None for other folders."""
     with suppress(CheckpointError), closing(Probe(folder, limits)) as probe:
         if DCP.recognize(probe):
             return re.compile(r".+\.(distcp|metadata)|.*(pytorch_model_fsdp|optimizer)_0").fullmatch
@@ -734,7 +733,7 @@ def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
 
 
 def _may_be_one(path: str) -> bool:
-    """Return True if the name or the first bytes are a checkpoint's."""
+    """Return True if the name or the first bytes are those of a checkpoint."""
     if should_be_one(path) or _INDEX.fullmatch(path) or path.endswith(".distcp"):
         return True
     if path.endswith(".index"):
@@ -744,7 +743,7 @@ def _may_be_one(path: str) -> bool:
 
 
 def _begins(path: str) -> tuple[bytes, int]:
-    """Return the first bytes of a file and its size; -1 where it cannot be read."""
+    """Return the first bytes of a file and its size, -1 if it cannot be read."""
     try:
         with closing(FileSource(path)) as source:
             return source.read(0, min(_HEAD, source.size)), source.size
@@ -753,7 +752,7 @@ def _begins(path: str) -> tuple[bytes, int]:
 
 
 def should_be_one(path: str) -> bool:
-    """Return True if a file should be a checkpoint: by its name, or as the rest of a failed save.
+    """Return True if a file should be a checkpoint, by its name or as the result of a failed save.
 
     False for a file that cannot be read.
     """
@@ -774,7 +773,7 @@ def should_be_one(path: str) -> bool:
 
 
 def _is_note(head: bytes, size: int) -> bool:
-    """Return True for a short text: a server's answer in the place of the file."""
+    """Return True for a short text, for example the answer of a server."""
     if size > _MOST_TEXT:
         return False
     text = head.decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Text for people and JSON for programs, made of the dataclasses of the library.
+"""Text for people and JSON for programs, from the dataclasses of the library.
 
 Each result has a page, the lines of the command line, and one line for `repr`.
 """
@@ -32,7 +32,7 @@ _TEXTS = {
     "TensorRef": ("listing", "", "tensor_line"),
     "Verdict": ("verdicts", "verdict_lines", ""),
 }
-"""The module of each class, and its functions for the page and the line (or the first of it)."""
+"""The module of each class, and its functions for the page and the line."""
 
 
 def page_of(result: object) -> str:

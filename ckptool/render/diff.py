@@ -18,11 +18,11 @@ from ckptool.words import clean, counted
 if TYPE_CHECKING:
     from ckptool.tensors.comparing import Difference
 
-_SHORT = 40  # characters of a value that is one of two on a line
+_SHORT = 40  # characters of each of two values on a line
 _MOST_MOVES = 5
 _FIGURES = ("rel norm", "max abs", "mean abs", "max rel", "rmse", "cosine", "differing", "NaN, Inf")
 _NUMBERS = range(5, 12)
-"""Columns of a table that are numbers: all of `_FIGURES` but the last."""
+"""Numeric columns of a table: all of `_FIGURES` except the last."""
 _SPARE = ("rmse", "mean abs", "cosine", "max rel", "what", "NaN, Inf", "max abs")
 """Columns that are left out on a narrow terminal, the first one first."""
 _MARKS = {"M": "~", "T": "~", "D": "-", "A": "+", "R": ">"}
@@ -38,21 +38,21 @@ class Row:
     name: str
     """The name in A, or in B if only B has the entry."""
     what: str = ""
-    """The aspects that differ; of a renamed tensor its type and shape."""
+    """The differences; for a renamed tensor its dtype and shape."""
     a: str = ""
     b: str = ""
-    """The entry in B; of a renamed tensor the new name."""
+    """The entry in B; for a renamed tensor the new name."""
     figures: Difference | None = None
-    """The worst figures of the entries."""
+    """The largest differences of the entries."""
     count: int = 1
     is_weight: bool = False
     is_integer: bool = False
 
 
 def diff_rows(diff: Diff, *, whole: bool = False) -> Iterator[Row]:
-    """Yield a row for each difference, of device and requires_grad, too.
+    """Yield a row for each difference, including device and requires_grad.
 
-    The status is `=` where these two differ but do not count. Values are shortened unless `whole`.
+    The status is `=` if these two differ but do not count. Values are shortened unless `whole`.
     """
     yield from _changed((*diff.changed, *diff.values), tags=True, whole=whole)
     yield from _unpaired(diff, whole)
@@ -64,7 +64,7 @@ def _changed(found: Iterable[Changed], *, tags: bool = False, whole: bool = Fals
         aspects = [aspect for aspect in row.what if tags or aspect not in TAGS]
         place = (row.place or "").removeprefix("quantizer/")
         what = ", ".join(aspects) + (f" at {clean(place)}" if place else "")
-        a, b = (" ".join(_said(side, aspects, whole)) for side in (row.a, row.b))
+        a, b = (" ".join(_describe_side(side, aspects, whole)) for side in (row.a, row.b))
         if row.change is not None and (row.place or "tensor" in (row.a.sort, row.b.sort)):
             a, b = (
                 f"{a} {clean(text)}".strip() for a, text in zip((a, b), row.change, strict=True)
@@ -79,7 +79,7 @@ def _changed(found: Iterable[Changed], *, tags: bool = False, whole: bool = Fals
 def _unpaired(
     diff: Diff, whole: bool, hidden: Collection[tuple[str, str | None]] = ()
 ) -> Iterator[Row]:
-    """Yield a row for each entry of one file, but for those in containers that are `hidden`."""
+    """Yield a row for each entry of only one file, except in `hidden` containers."""
     only_a, only_b = (
         [side for side in sides if (letter, side.container) not in hidden]
         for letter, sides in (("A", diff.only_in_a), ("B", diff.only_in_b))
@@ -91,7 +91,7 @@ def _unpaired(
         yield Row("R", moved.a.name, _about(moved.a, whole) + tags, b=moved.b.name)
 
 
-def _said(side: Side, aspects: Sequence[str], whole: bool) -> Iterator[str]:
+def _describe_side(side: Side, aspects: Sequence[str], whole: bool) -> Iterator[str]:
     """Yield these aspects of one side, except the values of a tensor, which have figures."""
     if "type" in aspects:
         yield (f"{clean(side.type)} " if side.sort == "tensor" else "") + _about(side, whole)
@@ -122,7 +122,7 @@ def _literal(side: Side, whole: bool) -> str:
 
 def _folded(rows: Sequence[Row]) -> list[Row]:
     found = []
-    for family in families((row.name, _alike(row, n)) for n, row in enumerate(rows)):
+    for family in families((row.name, _fold_key(row, n)) for n, row in enumerate(rows)):
         members = [rows[n] for n in family.numbers]
         first, b = members[0], members[0].b
         if first.status == "R":
@@ -133,7 +133,7 @@ def _folded(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _alike(row: Row, number: int) -> Hashable:
+def _fold_key(row: Row, number: int) -> Hashable:
     """Return a key that is equal for rows that can be folded.
 
     The numbers of a renamed row change in step in both names.
@@ -147,7 +147,7 @@ def _alike(row: Row, number: int) -> Hashable:
 
 
 def _worst(found: Sequence[Difference]) -> Difference | None:
-    """Return the worst of each figure; NaN and infinities are summed."""
+    """Return the largest of each difference. NaN and infinities are summed."""
     if not found:
         return None
 
@@ -239,8 +239,8 @@ def _headlines(diff: Diff, look: Look) -> Iterator[str]:
 
 
 def _tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
-    alone = _containers(diff) if fold else {}
-    unpaired = _unpaired(diff, whole=False, hidden=alone)
+    one_sided = _containers(diff) if fold else {}
+    unpaired = _unpaired(diff, whole=False, hidden=one_sided)
     rows = map(list, (_changed(diff.changed), _changed(diff.values), unpaired))
     tensors, values, others = map(_folded, rows) if fold else rows
     for heading in ("weight", "tensor"):
@@ -254,7 +254,7 @@ def _tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
     yield _table("value", values, look)
     yield (
         line
-        for (side, name), text in alone.items()
+        for (side, name), text in one_sided.items()
         for line in wrapped(f"only in {side}: {_label(name or '')}, {text}", look.width)
     )
     yield _table("only in A", [_brief(row) for row in others if row.status == "D"], look)
@@ -263,7 +263,7 @@ def _tables(diff: Diff, look: Look, fold: bool) -> Iterator[Iterable[str]]:
 
 
 def _containers(diff: Diff) -> dict[tuple[str, str | None], str]:
-    """Return, by A or B and name, what is in each container of several entries on one side only."""
+    """Return the content of containers that only A or B has, by side and name."""
     found: dict[tuple[str, str | None], list[Side]] = {}
     for letter, sides in (("A", diff.only_in_a), ("B", diff.only_in_b)):
         for side in sides:
@@ -286,7 +286,7 @@ def _brief(row: Row) -> Row:
 def _table(
     heading: str, rows: Sequence[Row], look: Look, spare: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yield a table of the columns that are filled; nothing without rows."""
+    """Yield a table of the columns with content; nothing without rows."""
     headings = (heading, "", "what", "in A", "in B", *_FIGURES)
     cells = [
         [_label(row.name), f"x{row.count}" if row.count > 1 else "", *_cells(row)] for row in rows
@@ -363,9 +363,9 @@ def diff_line(diff: Diff) -> str:
 
 
 def status_lines(diff: Diff) -> Iterator[str]:
-    r"""Yield a line for each difference, as git has it: `M\tname`, `R\told\tnew`.
+    r"""Yield a line for each difference, in the format of git: `M\tname`, `R\told\tnew`.
 
-    Names with quotes, backslashes or unprintable characters are quoted as git does it.
+    Names with quotes, backslashes or unprintable characters are quoted as in git.
     """
     for row in diff_rows(diff):
         if row.status != "=":

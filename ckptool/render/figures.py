@@ -1,4 +1,4 @@
-"""`ckptool stats` and `ckptool show` as text: figures of tensors, and one value or object."""
+"""`ckptool stats` and `ckptool show` as text: tensor statistics, and one value or object."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _cells(row: TensorStats, look: Look, ramp: str) -> list[str]:
         for flag, times in row.flag_counts.items()
     ]
     flags += ["tied"] if row.tie is not None else []
-    text = " ".join(flags if row.reason is None else [*flags, "no figures"])
+    text = " ".join(flags if row.reason is None else [*flags, "no statistics"])
     if look.width is not None:
         text = text.replace("-outlier", "!")
     return [_name(row), row.row.dtype, f"{row.row.numel:,}", *figures, text]
@@ -103,18 +103,18 @@ def _name(row: TensorStats) -> str:
 
 
 def _remarks(rows: Sequence[TensorStats], width: int | None) -> Iterator[str]:
-    """Yield remarks about tensors, and the reasons why tensors have no figures."""
+    """Yield remarks about tensors, and the reasons why tensors have no statistics."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.reason is not None:
             reasons.setdefault(row.reason, []).append(_name(row))
-    said = [
+    lines = [
         f"{_name(row)}: {clean(remark)}" if row.count == 1 else clean(remark)
         for row in rows
         for remark in row.remarks
     ]
-    said += [f"no figures of {listed(names)}: {why}" for why, names in reasons.items()]
-    for line in first_lines(said, _MOST_REMARKS):
+    lines += [f"no statistics for {listed(names)}: {why}" for why, names in reasons.items()]
+    for line in first_lines(lines, _MOST_REMARKS):
         yield from wrapped(line, width)
 
 
@@ -129,10 +129,10 @@ def _totals(totals: Totals, look: Look) -> Iterator[str]:
     facts.append(f"norm {_number(totals.norm)}")
     yield from map(look.bold, wrapped(", ".join(facts), look.width))
     for one in totals.dtypes:
-        reach = f", from {_number(one.minimum)} to {_number(one.maximum)}"
+        span = f", from {_number(one.minimum)} to {_number(one.maximum)}"
         tensors, elements = counted(one.tensors, "tensor"), counted(one.elements, "element")
-        said = f"{one.dtype}: {tensors}, {elements}{'' if one.minimum is None else reach}"
-        yield from wrapped(said, look.width)
+        line = f"{one.dtype}: {tensors}, {elements}{'' if one.minimum is None else span}"
+        yield from wrapped(line, look.width)
 
 
 def shown_lines(shown: Shown, look: Look) -> Iterator[str]:

@@ -47,7 +47,7 @@ def match_lines(
     if look.fmt:
         return _table(_rows(report, fold=False), look)
     heading = _heading(report, look, judgement or Allowance().judged(report))
-    if _is_plain(report) and not _unseen(judgement):
+    if _is_plain(report) and not _untabulated_reasons(judgement):
         ties = ", ".join(f"{row.key} {row.details}" for row in _tied(report, fold=True))
         lines = wrapped(f"tied: {ties}", look.width) if ties else ()
         return apart([(*heading, *lines), _optimizer(report, look)])
@@ -89,8 +89,8 @@ def _hint(remedy: Remedy) -> str:
     return f"add {options}{purpose}"
 
 
-def _unseen(judgement: Judgement | None) -> list[str]:
-    """Return the reasons for a refusal that no row of the table shows."""
+def _untabulated_reasons(judgement: Judgement | None) -> list[str]:
+    """Return the reasons for a refusal that the table does not show."""
     problems = () if judgement is None else judgement.problems
     return [problem.text for problem in problems if problem.kind == "coverage"]
 
@@ -103,7 +103,7 @@ def note_lines(
     options: bool = False,
     rows: Iterable[_Row] | None = None,
 ) -> Iterator[str]:
-    """Yield what each status of the report, or of its `rows`, means, and what helps."""
+    """Yield the meaning of each status in the report or its `rows`, and its option."""
     rows = _rows(report, fold=True) if rows is None else rows
     names = ("allow_missing", "allow_unexpected", "allow_mismatched", "allow_lossy_cast")
     spelled = {
@@ -118,7 +118,7 @@ def note_lines(
         if status in meanings:
             text = meanings[status].format(rule=rule, **spelled)
             yield from wrapped(f"{status}: {text}", look.width)
-    for note in (*report.notes, *_unseen(judgement)):
+    for note in (*report.notes, *_untabulated_reasons(judgement)):
         yield from wrapped(f"note: {clean(note)}", look.width)
 
 
@@ -175,20 +175,20 @@ def _rows(report: MatchReport, *, fold: bool) -> list[_Row]:
         for is_lossy in (True, False)
     }
     return [
-        *_named("MISSING", ((name, "") for name in report.missing_keys), fold),
-        *_named("UNEXPECTED", ((name, "") for name in unexpected), fold),
-        *_named("MISMATCH", shapes, fold),
-        *_together("AMBIGUOUS", unclear, fold),
-        *_named("LAYOUT", ((one.name, one.reason) for one in report.undecided), fold),
-        *_alike("PROPOSED", _renames(report.proposed, fold), fold),
-        *_together("UNTIED", ((one[:1], one[1:], "!=") for one in report.untied), fold),
-        *_alike("CAST", casts[True], fold),
-        *_alike("RENAMED", _renames(report.renamed, fold), fold),
-        *_named("TRANSPOSED", layouts, fold),
-        *_alike("CAST", casts[False], fold),
+        *_name_rows("MISSING", ((name, "") for name in report.missing_keys), fold),
+        *_name_rows("UNEXPECTED", ((name, "") for name in unexpected), fold),
+        *_name_rows("MISMATCH", shapes, fold),
+        *_paired_rows("AMBIGUOUS", unclear, fold),
+        *_name_rows("LAYOUT", ((one.name, one.reason) for one in report.undecided), fold),
+        *_grouped_rows("PROPOSED", _renames(report.proposed, fold), fold),
+        *_paired_rows("UNTIED", ((one[:1], one[1:], "!=") for one in report.untied), fold),
+        *_grouped_rows("CAST", casts[True], fold),
+        *_grouped_rows("RENAMED", _renames(report.renamed, fold), fold),
+        *_name_rows("TRANSPOSED", layouts, fold),
+        *_grouped_rows("CAST", casts[False], fold),
         *_tied(report, fold),
-        *_named("KEPT", report.kept, fold),
-        *_named("LEFT OUT", report.left_out, fold),
+        *_name_rows("KEPT", report.kept, fold),
+        *_name_rows("LEFT OUT", report.left_out, fold),
     ]
 
 
@@ -202,7 +202,7 @@ def _cut(rows: Iterable[_Row]) -> Iterator[_Row]:
             yield _Row(f"and {rest:,} more", status, "")
 
 
-def _named(status: str, found: Iterable[tuple[str, str]], fold: bool) -> list[_Row]:
+def _name_rows(status: str, found: Iterable[tuple[str, str]], fold: bool) -> list[_Row]:
     """Return a row for each name; repeated layers with the same details are one row."""
     rows = list(found)
     return [
@@ -211,10 +211,10 @@ def _named(status: str, found: Iterable[tuple[str, str]], fold: bool) -> list[_R
     ]
 
 
-def _alike(status: str, found: Iterable[tuple[str, str]], fold: bool) -> list[_Row]:
+def _grouped_rows(status: str, found: Iterable[tuple[str, str]], fold: bool) -> list[_Row]:
     """Return a row for each name; with `fold` names with the same details are one row."""
     if not fold:
-        return _named(status, found, fold)
+        return _name_rows(status, found, fold)
     names: dict[str, list[str]] = {}
     for name, details in found:
         names.setdefault(details, []).append(name)
@@ -235,17 +235,17 @@ def _change(one: DtypeChange) -> str:
 
 
 def _tied(report: MatchReport, fold: bool) -> Iterator[_Row]:
-    return _together("TIED", ((one[:1], one[1:], "=") for one in report.tied), fold)
+    return _paired_rows("TIED", ((one[:1], one[1:], "=") for one in report.tied), fold)
 
 
-def _together(
+def _paired_rows(
     status: str, found: Iterable[tuple[Sequence[str], Sequence[str], str]], fold: bool
 ) -> Iterator[_Row]:
-    """Yield a row for names and others, behind a word, whose numbers change in step."""
-    held = [one for one in found if one[0]]
-    steps = [(names[0], _in_step(names[0], (*names[1:], *others))) for names, others, _ in held]
+    """Yield rows of names and related names. Names whose numbers change in step are folded."""
+    named = [one for one in found if one[0]]
+    steps = [(names[0], _in_step(names[0], (*names[1:], *others))) for names, others, _ in named]
     for family in folded(steps, fold=fold):
-        alike = [held[n] for n in family.numbers]
+        alike = [named[n] for n in family.numbers]
         key = _patterns(
             (name for names, _, _ in alike for name in names), fold, 1 if fold else _MOST_NAMED
         )
@@ -301,7 +301,7 @@ def _optimizer(report: MatchReport, look: Look) -> Iterator[str]:
     if found.problems and found.remedy:
         yield f"hint: {clean(str(found.remedy))}"
     casts = ((one.name, _change(one)) for one in found.cast)
-    for row in _cut(_alike("", casts, fold=True)):
+    for row in _cut(_grouped_rows("", casts, fold=True)):
         yield from wrapped(f"optimizer: {row.key} {row.details}", look.width)
     for note in found.notes:
         yield from wrapped(f"note: {clean(note)}", look.width)

@@ -15,7 +15,7 @@ from ckptool.words import clean, counted
 
 _NARROWEST = 20  # columns for a sentence; a word a line is harder to read than a broken line
 _QUOTED = re.compile(r"'([^']*)'|\"[^\"]*\"")
-"""A quoted word, or a part of one, as `shlex.quote` writes it."""
+"""A quoted word or part of a word, as written by `shlex.quote`."""
 
 
 def label(name: str, path: Sequence[Any]) -> str:
@@ -56,7 +56,7 @@ def command_lines(command: str, width: int | None, *, first: str = "  ") -> Iter
 
 
 def resume_title(training: Sequence[str]) -> str:
-    """Return the title of a command that keeps what the file has for a training."""
+    """Return the title of a command that keeps the training state of the file."""
     *others, last = training or ("",)
     parts = f"{', '.join(others)} and {last}" if others else last
     return f"To resume training{f', with the {parts}' if parts else ''}:"
@@ -107,7 +107,7 @@ def shorten(text: str, most: int) -> str:
 
 
 def first_lines(lines: Iterable[str], most: int) -> Iterator[str]:
-    """Yield the first `most` lines, then the number of the others."""
+    """Yield the first `most` lines, then the number of the rest."""
     every = list(lines)
     yield from every[:most]
     if len(every) > most:
@@ -148,7 +148,7 @@ _C_NAMED = dict(zip('\a\b\t\n\v\f\r"\\', 'abtnvfr"\\', strict=True))
 def quoted(text: str) -> str:
     r"""Return the text as git prints a path (`core.quotePath=false`): `"a\tb\342\200\256"`.
 
-    A text of printable characters without double quotes and backslashes stays as it is.
+    Printable text without double quotes and backslashes is unchanged.
     """
     if text.isprintable() and '"' not in text and "\\" not in text:
         return text
@@ -244,7 +244,7 @@ def columns_of(stream: TextIO) -> int | None:
 _WITH_EQUALS = ("--allow-", "--min-")
 """Options written with `=`, because the word behind `--allow-missing` may be the file."""
 _OPTIONS = {"overwrite": "--force"}
-"""Options that are not called as the argument of the library is."""
+"""Options with a name other than the library's argument."""
 
 
 def option_words(remedy: Remedy) -> list[str]:

@@ -1,4 +1,4 @@
-"""`ckptool doctor`, `verify` and `scan` as text: a verdict, what it follows from, a summary."""
+"""`ckptool doctor`, `verify` and `scan` as text: a verdict, its reasons, a summary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WORDS = {"fails": "error", "misleads": "warning", "note": "note"}
 def diagnosis_lines(
     diagnosis: Diagnosis, look: Look = PLAIN, *, explain: bool = False
 ) -> Iterator[str]:
-    """Yield the verdict, the complaints (where and why with `explain`) and what to run."""
+    """Yield the verdict, the complaints (where and why with `explain`), and the commands."""
     name = clean(diagnosis.file)
     verdict = verdict_text(diagnosis)
     yield f"{look.bold(name)}{' ' if verdict.startswith(_FAILS) else ': '}{verdict}"
@@ -73,14 +73,14 @@ def _loader(diagnosis: Diagnosis) -> str:
 
 
 def complaint_text(number: int, complaint: Complaint) -> str:
-    """Return `1. error: It holds objects that ...`."""
+    """Return `1. error: it contains objects that ...`."""
     return f"{number}. {_WORDS[complaint.severity]}: {_sentence(complaint.text)}"
 
 
 def _block(
     number: int, complaint: Complaint, look: Look, explain: bool, quoted: dict[str, int]
 ) -> Iterator[str]:
-    """Yield a complaint; `quoted` has the numbers at which kinds of error were quoted before."""
+    """Yield a complaint; `quoted` has the first number of each kind of quoted error."""
     word = _WORDS[complaint.severity]
     colored = look.alarm(word) if complaint.severity == "fails" else look.bold(word)
     what = wrapped(complaint_text(number, complaint), look.width, indent="   ")
@@ -100,7 +100,7 @@ def _block(
 
 
 def _error(complaint: Complaint, number: int, quoted: dict[str, int]) -> str:
-    """Return the error of another library; of a kind that was quoted before, the number there."""
+    """Return the error of another library, or the number at which it was quoted before."""
     if complaint.quote is None:
         return ""
     before = quoted.setdefault(complaint.quote.kind, number)
@@ -237,7 +237,7 @@ _MOST_CALLS = 20
 
 
 def scan_lines(found: Scan, look: Look = PLAIN) -> Iterator[str]:
-    """Yield `model.pth: runs` or another verdict, and each call that decides it."""
+    """Yield the verdict, for example `model.pth: runs`, and the calls behind it."""
     name = look.bold(clean(found.file))
     if found.skipped:
         yield f"{name}: {'Python code, not checked' if found.code else 'no pickle'}"

@@ -79,7 +79,7 @@ def test_reasons_and_remarks_in_words(drawn):
     tree |= {"s": torch.eye(3).to_sparse(), "s2": torch.eye(3).to_sparse(), "e": torch.zeros(0)}
     text = "\n".join(drawn(tree))
     assert "layers.2.w: norm " in text
-    assert "no figures of s, s2: sparse_coo: its elements are not a plain array" in text
+    assert "no statistics for s, s2: sparse_coo: its elements are not a plain array" in text
 
 
 def test_many_remarks_end_with_how_many_more(drawn):
@@ -143,7 +143,7 @@ def test_flags_of_some_of_the_folded_say_of_how_many(drawn):
 def test_a_name_that_is_empty_or_none_at_all(drawn):
     assert drawn(torch.ones(2))[1].startswith("(the whole file)  float32")
     assert drawn({"": torch.ones(2)})[1].startswith("''  ")
-    assert "no figures of '': sparse_coo: its elements are not a plain array" in drawn(
+    assert "no statistics for '': sparse_coo: its elements are not a plain array" in drawn(
         {"": torch.eye(2).to_sparse()}
     )
 
@@ -161,7 +161,7 @@ def test_names_of_the_file_are_made_harmless(drawn):
     tree |= {f"{name}.{at}.w": torch.ones(2).half() for at in range(1, 5)}
     text = "".join(drawn(tree))
     assert "\x1b" not in text
-    assert "no figures of evil\\x1b[31m" in text
+    assert "no statistics for evil\\x1b[31m" in text
 
 
 def test_a_format_has_the_table_alone_and_every_column(drawn):
