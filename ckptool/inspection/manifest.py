@@ -88,7 +88,7 @@ def write_manifest(path: str, files: Files) -> None:
 
 
 def read_manifest(path: str, limits: Limits = DEFAULT_LIMITS) -> Files | None:
-    """Return the tensors of each file in a manifest; None if no such file yet.
+    """Return the tensors of each file in a manifest; None if it does not exist.
 
     Raises:
         UsageError: the file is not a manifest.

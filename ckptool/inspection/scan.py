@@ -208,8 +208,8 @@ def scan(
 def files_below(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
     """Yield the files of paths, folders and patterns, each once.
 
-    Links to files are followed, links to folders are not. A pattern that nothing matches is
-    yielded as it is: whoever opens it says that no such file.
+    Links to files are followed, links to folders are not. A pattern that matches nothing is
+    yielded unchanged: opening it raises the error.
     """
     seen = set()
     for given in map(os.fsdecode, paths):
