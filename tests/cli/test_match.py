@@ -226,9 +226,9 @@ def test_several_state_dicts_are_chosen_between_by_name(ckptool, folder):
 def test_of_several_state_dicts_the_one_that_fits_is_told_first(ckptool, folder):
     torch.save({"ema": {"n": torch.ones(2)}, "model": net().state_dict()}, "both.pth")
     done = ckptool("match", "both.pth", "--like", "ref.pth")
-    assert "hint: `--key model` fits or `--key ema`" in done.err
+    assert "hint: `--key model` fits; or `--key ema`" in done.err
     done = ckptool("match", "both.pth", "--like", f"{folder}:net")
-    assert "hint: `--key model` fits or `--key ema`" in done.err
+    assert "hint: `--key model` fits; or `--key ema`" in done.err
 
 
 def test_code_that_builds_the_model_is_a_reference(ckptool, folder):

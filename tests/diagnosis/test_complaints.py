@@ -79,7 +79,7 @@ def test_lazy_parameters_fail(complaint):
     for root in (net.state_dict(), {"model": net.state_dict()}, {"net": net}):
         found = complaint("lazy", root)
         assert (found.severity, found.commands) == ("fails", ())
-        assert found.text.endswith("2 lazy parameters: the model never ran")
+        assert found.text.endswith("2 lazy parameters without values: the model never ran")
 
 
 def test_the_state_of_a_training_without_a_model_is_a_note(complaint):
