@@ -1,8 +1,8 @@
-"""Plain values and objects compared structurally, without the classes that made them.
+"""Structural comparison of plain values and objects, without their classes.
 
-Two things are equal where a program that loads them could not tell them apart: mappings whatever
-their order, floats that are NaN with themselves, sets whatever order they were written in. `1`,
-`1.0` and `True` are not equal: their types differ.
+Two values are equal if a program that loads them could not distinguish them. The order of mappings
+and sets does not matter, and NaN equals NaN. `1`, `1.0` and `True` are not equal, because their
+types differ.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ whatever tolerance the values have.
 """
 
 ITSELF = "."
-"""The place of a difference that is not inside."""
+"""The place of a difference that is not inside the two values."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NO_PARTS = frozenset({"strided", "numpy", "meta"})
@@ -45,13 +45,13 @@ _NO_PARTS = frozenset({"strided", "numpy", "meta"})
 _IN_HEADER = frozenset({"args", "layout", "size"})
 """Parts that only repeat the header."""
 _QUANTIZER = ("scheme", "scale", "zero_point", "axis")
-"""What torch calls the items of a quantizer (`torch._utils._rebuild_qtensor`)."""
+"""The torch names of the items of a quantizer (`torch._utils._rebuild_qtensor`)."""
 _VALUES = frozenset({"values", "buffer", "_local_tensor"})
 """What holds the values of a tensor made of parts: sparse or jagged, nested, distributed."""
 
 
 def type_name(node: Any) -> str:
-    """Return the type of a value as `list` has it, the class of anything else."""
+    """Return the type of a value as in `list`, or the class of another entry."""
     if isinstance(node, Opaque):
         return node.plain[0] if node.plain is not None else node.class_name
     if isinstance(node, (TensorRef, StorageRef, DeviceValue, Global)):
@@ -63,7 +63,7 @@ def type_name(node: Any) -> str:
 
 
 def is_made_of_parts(tensor: TensorRef) -> bool:
-    """Return whether it is more than its header and its elements."""
+    """Return True if a tensor has parts other than its header and elements."""
     return tensor.kind not in _NO_PARTS or any(map(_tells, tensor.wrapping))
 
 
@@ -94,19 +94,19 @@ def first_difference(
     listed: Container[int] = frozenset(),
     limits: Limits = DEFAULT_LIMITS,
 ) -> Unlike | None:
-    """Return where two things first differ, and how; None: nowhere.
+    """Return where and how two values first differ; None if they are equal.
 
     Args:
         a: Values, containers, objects, tensors that are made of parts.
         b: The other.
-        same: Asked of every two plain arrays met inside; None: all are taken as equal.
+        same: Compares each pair of plain arrays inside; None: all count as equal.
         held: Whether what the two objects themselves hold as a list or dict is looked at.
         devices: Whether device tags and requires_grad are.
-        listed: Identities of tensors that are compared elsewhere.
-        limits: How often containers may be mentioned.
+        listed: Identities of tensors that are compared separately.
+        limits: Limit how often containers may be referenced.
 
     Raises:
-        LimitExceeded: the same containers are mentioned again and again.
+        LimitExceeded: the same containers are referenced too many times.
     """
     return _Comparison(same, devices, listed, limits).run(a, b, held=held)
 
@@ -118,12 +118,12 @@ Step = tuple[Any, Any, Any]
 
 
 class _Differ(Exception):
-    """Two things differ; the arguments, if any, say in a few words what either is."""
+    """Two values differ; the arguments, if any, describe both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unlike:
-    """Where two things first differ, as an address below them (`.` for themselves)."""
+    """The path of the first difference below two values (`.` for themselves)."""
 
     place: str
     change: tuple[str, str] | None = None
@@ -230,7 +230,7 @@ class _Comparison:
 
 
 def _by_key(a: Iterable[Part], b: Iterable[Part]) -> list[Step]:
-    """Return the parts of two nodes by key, whatever their order."""
+    """Return the parts of two nodes by key, in any order."""
     mine = {comparable((key,)): (key, value) for key, value in a}
     others = {comparable((key,)): value for key, value in b}
     if mine.keys() != others.keys():
@@ -267,7 +267,7 @@ def _made_of(node: Any, held: bool = True) -> tuple[tuple[Any, ...], list[Part]]
 
 
 def _value(value: Any) -> Any:
-    """Return a plain value so that NaN is equal to NaN."""
+    """Return a plain value in a form in which NaN equals NaN."""
     if isinstance(value, complex):
         return _value(value.real), _value(value.imag)
     return value if value == value else "nan"
@@ -284,7 +284,7 @@ def _parts(tensor: TensorRef) -> list[Part]:
 
 
 def _entries(tensor: TensorRef) -> int | None:
-    """Return how many entries, or blocks, a sparse tensor has; None for others."""
+    """Return the number of entries or blocks of a sparse tensor; None for others."""
     parts = tensor.parts or {}
     values = parts.get("values")
     sparse = {"indices", "plain_indices"} & parts.keys()
@@ -353,7 +353,7 @@ _CONTAINERS = (dict, list, tuple, Opaque, TensorRef)
 
 
 class Fingerprints:
-    """Digests of nodes: equal where the content is, whatever order sets and dicts have it in.
+    """Digests of nodes: equal for equal content, with sets and dicts in any order.
 
     Devices of tensors and requires_grad do not count.
     """

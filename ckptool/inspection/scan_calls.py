@@ -1,4 +1,4 @@
-"""What a step of a pickle does, judged by what is called with which arguments.
+"""Verdicts on the steps of a pickle, by the called functions and their arguments.
 
 The only table of names is that of known constructors of data (`_DATA`): everything else of the
 standard library and of the libraries in `_TOOLS` and `_NUMERIC` counts as running.
@@ -23,7 +23,7 @@ from ckptool.symbolic.text import MEMORY_FORMATS, raw_bytes
 from ckptool.symbolic.watching import Watcher, is_unknown
 
 VERDICTS = DATA, NEEDS_CODE, CANNOT_TELL, RUNS = "data", "needs code", "cannot tell", "runs"
-"""From the best to the worst."""
+"""The verdicts, from best to worst."""
 _TOOLS = "aiohttp cloudpickle dill joblib pip pkg_resources requests setuptools six"
 _OTHER_PYTHONS = """
 aifc annotationlib asynchat asyncore audioop cgi cgitb chunk compression crypt distutils imghdr imp
@@ -32,9 +32,9 @@ lib2to3 mailcap msilib nntplib pipes smtpd sndhdr sunau telnetlib uu xdrlib
 _SYSTEM = frozenset(
     {*sys.stdlib_module_names, *IMPORT_MAPPING, *_OTHER_PYTHONS.split(), *_TOOLS.split()}
 )
-"""Libraries whose classes may do something from their state alone, as `__del__` deletes a file."""
+"""Libraries whose classes may act on their state, for example delete a file in `__del__`."""
 _NUMERIC = frozenset({"numpy", "pandas", "scipy", "sklearn", "torch"})
-"""Libraries of which a function may be an argument: it computes with what it is given."""
+"""Libraries whose functions may be arguments, because they only compute."""
 # What is listed keeps or parses its arguments, and neither imports, opens nor calls what they name.
 # A class whose __setstate__ or __del__ does more stays out.
 _DATA = re.compile(
@@ -66,7 +66,7 @@ _DATA = re.compile(
     r"nested\._internal\.nested_tensor\._rebuild_njt|nn\.parameter\.\w+Parameter|"
     r"(nn\.)?quantized\.\w+\._?rebuild\w*|_C\.(AttributeDict|DispatchKeySet))"
 )
-"""Qualified names of functions and classes that make data of their arguments, and do no more."""
+"""Qualified names of functions and classes that only turn their arguments into data."""
 _CONSTANTS = frozenset(f"torch.{name}" for name in MEMORY_FORMATS)
 _CLASS = re.compile(
     r"(?!_*(Popen|\w+DLL|FileIO|InteractiveConsole|Process|Timer)\b)_*[A-Z]\w*(\._*[A-Z]\w*)*",
@@ -88,7 +88,7 @@ _MOST_LISTED, _MOST_PARTS = 100, 2_000_000
 
 
 class SuspectCall(NamedTuple):
-    """A step that runs something, or that cannot be told."""
+    """A step that runs something, or whose effect is unknown."""
 
     text: str
     """The call as Python."""
@@ -106,7 +106,7 @@ def worst(*verdicts: str) -> str:
 
 
 class Judge(Watcher):
-    """One pickle and the verdict on it, while it is run to its end or to a fault."""
+    """One pickle and its verdict, traced to its end or to a fault."""
 
     def __init__(self, data: bytes, nested: _Nested, base: int = 0, **how: Any) -> None:
         """Prepare to run over `data`, which stands at `base`; for `how` see `Watcher`.
@@ -141,7 +141,7 @@ class Judge(Watcher):
         return self
 
     def report(self, kind: str, what: Any, items: Any = None) -> Any:
-        """Take one step into account."""
+        """Judge one step."""
         if kind == "import":
             self._name(what)
         elif kind in ("call", "new"):
@@ -155,7 +155,7 @@ class Judge(Watcher):
         return what
 
     def _name(self, what: Global) -> None:
-        """Take a class or function into account that is named."""
+        """Judge a reference to a class or function."""
         name = what.qualified
         kind = _kind(name)
         if kind == DATA or name in self.names:
@@ -170,7 +170,7 @@ class Judge(Watcher):
         self.tell(RUNS if is_through else NEEDS_CODE, "import", what)
 
     def tell(self, verdict: str, kind: str, what: Any, items: Any = None) -> None:
-        """Note a step, for the user too if it runs something or cannot be told."""
+        """Note a step, and report it if it runs something or is unknown."""
         if verdict != self.verdict:
             self.verdict = worst(self.verdict, verdict)
         self.told += verdict == RUNS
@@ -297,7 +297,7 @@ class Judge(Watcher):
         return self.parts_left >= 0
 
     def is_harmless(self, args: Any, *, strict: bool = False) -> bool:
-        """Return whether nothing in the arguments is a function that may do harm when called.
+        """Return True if no argument is a function that may do harm when called.
 
         `strict`: nor one of which that is not known, as some constructors call what they are given.
         """
@@ -333,12 +333,12 @@ def _kind(name: str) -> str:
 
 
 def makes_data(name: str) -> bool:
-    """Return whether a name is that of a known constructor of data."""
+    """Return True for the name of a known constructor of data."""
     return _kind(name) in (DATA, NEEDS_CODE)
 
 
 def _is_doer(func: Global, *, strict: bool = False) -> bool:
-    """Return whether a name may be a function or class that does more than compute."""
+    """Return True if a name may be a function or class that does more than compute."""
     kind = _kind(func.qualified)
     is_unclear = strict and kind in ("numeric", "unknown") and not _CLASS.fullmatch(func.name)
     return kind == "system" or is_unclear
@@ -373,7 +373,7 @@ def _wrapped(func: Opaque, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | Non
 
 
 def _is_found(node: Any) -> bool:
-    """Return whether an object was not made by the file, but found in a module."""
+    """Return True if an object was found in a module, not created by the file."""
     func = node.func if isinstance(node, Opaque) else None
     return isinstance(func, Global) and func.qualified in _FINDERS
 
@@ -397,7 +397,7 @@ def _raw(node: Any) -> bytes | None:
 
 
 def _bytes_in(args: Any) -> Iterator[bytes]:
-    """Yield the runs of bytes among arguments."""
+    """Yield the byte strings among arguments."""
     for node in islice(everything((args,)), 1000):
         for one in islice(children(node), 1000):
             raw = _raw(one)
@@ -424,7 +424,7 @@ _LONGEST, _WIDEST, _DEEPEST, _PIECES = 120, 6, 8, 200
 
 
 def as_python(node: Any) -> str:
-    """Return a value as Python spells it, cut to what fits on a few lines."""
+    """Return a value as Python code, shortened to a few lines."""
     pieces = [_PIECES]
 
     def joined(items: Collection[Any], depth: int) -> str:

@@ -1,4 +1,4 @@
-"""One node of a checkpoint: a value, a tensor's head and statistics, or an object's parts."""
+"""One entry of a checkpoint: a value, a tensor's head and statistics, or an object's parts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _Entries = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The part that every answer of `show` has."""
+    """The fields of every result of `show`."""
 
     file: str
     path: tuple[str | int, ...]
@@ -52,7 +52,7 @@ class Shown:
         return {"schema": "ckptool.show/1", **place, "what": self.what, **self._content()}
 
     def _content(self) -> dict[str, Any]:
-        """Return the keys of this kind of answer."""
+        """Return the keys of this kind of result."""
         return documented(self, "file", "path", "name")
 
 
@@ -63,10 +63,10 @@ class ShownTensor(Shown):
     what = "tensor"
     row: TensorRow
     head: tuple[Any, ...]
-    """The first elements in row-major order; empty where the kind has no plain elements."""
+    """The first elements in row-major order; empty for kinds without plain elements."""
     statistics: Statistics | None
     parts: _Entries = ()
-    """The parts of a tensor that is not plainly strided."""
+    """The parts of a tensor that is not strided."""
 
     def _content(self) -> dict[str, Any]:
         row = self.row.to_dict()
@@ -125,10 +125,10 @@ def show(
     progress: Progress | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Shown:
-    """Show the node at the address `name`; of a tensor, the first `count` elements.
+    """Show the entry at the path `name`; for a tensor, the first `count` elements.
 
     Raises:
-        NotFound: no node has the address (`AmbiguousName`: several nodes have it).
+        NotFound: no entry has this path (`AmbiguousName`: `name` is ambiguous).
         LimitExceeded: the strides of a tensor repeat more bytes than `limits` allows.
     """
     path, node = _attribute(checkpoint, str(name)) or resolve(checkpoint, name)
@@ -144,7 +144,7 @@ def show(
 
 
 def _attribute(checkpoint: Checkpoint, name: str) -> tuple[Path, Any] | None:
-    """Return an attribute of a pickled module, such as `model/names`, which is in no state dict."""
+    """Return an attribute of a pickled module outside its state dict, such as `model/names`."""
     for part in checkpoint.sections:
         if part.kind == "module":
             held = part.holder.attributes
@@ -175,7 +175,7 @@ def _tensor(
 
 
 def _head(tensor: TensorRef, count: int) -> tuple[Any, ...]:
-    """Return the first `count` elements; read no more than the first blocks that hold them."""
+    """Return the first `count` elements, reading only the first blocks that contain them."""
     wanted = min(count, tensor.numel) * tensor.itemsize
     data = b""
     for block in tensor.content():
