@@ -1,6 +1,6 @@
-"""The user's own code that a word names, `module:factory`: imported, run, its faults told.
+"""Import and run the user's own code, `module:factory`, and report its errors.
 
-It is imported and called because the user named it; nothing of a file ever comes here.
+Only code that the user names is imported and called, never code named in a file.
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ from ckptool.errors import CheckpointError, TorchMissing, UsageError
 from ckptool.words import listed, printable
 
 FACTORY = re.compile(r"([^\W\d]\w*(?:\.\w+)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
-"""What `module:factory` looks like."""
+"""The form of `module:factory`."""
 _MOST_NAMED = 6
-HINT = "a function without arguments that returns the model: def build(): return Net(...)"
+HINT = "write a function without arguments that returns the model: def build(): return Net(...)"
 
 
 @contextmanager
 def at_home() -> Iterator[None]:
-    """Around the user's code: the working directory is on the path, what is printed is on stderr.
-
-    The directory is at the front, as `python -m` has it.
-    """
+    """Put the working directory first on the path, as `python -m` does; send output to stderr."""
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
@@ -40,19 +37,21 @@ def at_home() -> Iterator[None]:
 
 
 def named(text: str) -> Any:
-    """Return the object that `module:name` names, the module imported.
+    """Import the module and return the object of `module:name`.
 
     Raises:
-        TorchMissing: the module needs torch, which is not installed.
-        UsageError: there is none; or importing it raised.
+        TorchMissing: if the module needs torch, which is not installed.
+        UsageError: if the object does not exist, or the import raises an error.
     """
     found = FACTORY.fullmatch(text)
     if found is None:
-        raise UsageError(f"{printable(text)!r} is not of the form module:factory", hint="net:Net")
+        raise UsageError(
+            f"{printable(text)!r} is not module:factory", hint="give a name such as net:Net"
+        )
     module, attribute = found.groups()
-    hint = "modules are imported from this folder, PYTHONPATH and the environment"
+    hint = "put the module in this folder, on PYTHONPATH or in the environment"
     if module.endswith(".py"):
-        hint = f"{module.removesuffix('.py')}:..., without .py"
+        hint = f"write {module.removesuffix('.py')}:..., without .py"
     node = run(lambda: import_module(module), f"{text}: importing {module} raised", hint)
     for part in attribute.split("."):
         node = run(partial(_attribute, text, node, part), f"{text} raised", HINT)
@@ -63,11 +62,11 @@ def _attribute(text: str, node: Any, name: str) -> Any:
     try:
         return getattr(node, name)
     except AttributeError as error:
-        raise UsageError(f"{text}: {error}", hint=_there(node)) from error
+        raise UsageError(f"{text}: {error}", hint=_available(node)) from error
 
 
-def _there(node: Any) -> str:
-    """Return what of a module, or a class, may have been meant."""
+def _available(node: Any) -> str:
+    """Return a hint with the models and callables of a module or class."""
     home = getattr(node, "__name__", "")
     own = [
         name
@@ -75,32 +74,32 @@ def _there(node: Any) -> str:
         if not name.startswith("_")
         and (is_model(value) or (callable(value) and getattr(value, "__module__", "") == home))
     ]
-    return f"there is {listed(own, _MOST_NAMED)}" if own else "module:name, as in net:Net"
+    return f"use {listed(own, _MOST_NAMED)}" if own else "give module:name, for example net:Net"
 
 
 def run(make: Callable[[], Any], what: str, hint: str) -> Any:
-    """Return what the user's code returns; a fault is a sentence that begins with `what`.
+    """Return the result of the user's code; an error message begins with `what`.
 
     Raises:
-        TorchMissing: it needs torch, which is not installed.
-        UsageError: it raised anything else.
+        TorchMissing: if the code needs torch, which is not installed.
+        UsageError: if the code raises any other error.
     """
     try:
         return make()
     except (CheckpointError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # whatever it raises, it is its own
+    except BaseException as error:  # user code may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             raise TorchMissing(
                 f"{what} ModuleNotFoundError: torch is not installed", hint="pip install torch"
             ) from error
         said = " ".join(str(error).split())
         text = f"{what} {type(error).__name__}{f': {said}' if said else ''}"
-        raise UsageError(text, hint=_place(error) or hint) from error
+        raise UsageError(text, hint=_raising_line(error) or hint) from error
 
 
-def _place(error: BaseException) -> str | None:
-    """Return the innermost line of the user's code that raised the error; None if there is none."""
+def _raising_line(error: BaseException) -> str | None:
+    """Return the innermost line of user code in the traceback, or None."""
     here, ours = (os.path.join(path, "") for path in (os.getcwd(), os.path.dirname(__file__)))
     own = [
         frame
@@ -112,7 +111,7 @@ def _place(error: BaseException) -> str | None:
     if not own:
         return None
     name = os.path.relpath(own[-1].filename)
-    return f"it was raised in {name}, line {own[-1].lineno}"
+    return f"see {name}, line {own[-1].lineno}"
 
 
 def is_model(node: Any) -> bool:

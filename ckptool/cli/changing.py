@@ -1,6 +1,6 @@
-"""What every verb that writes does: open, change, save, print the receipt.
+"""Open, change and save a checkpoint and print the receipt, for every verb that writes.
 
-`convert` and `cast` do it in several processes too, started by torchrun or `--workers`.
+`convert` and `cast` can do so in several processes, started by torchrun or `--workers`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptool.cli.console import WORDS, Screen, in_words, set_exit_code
+from ckptool.cli.console import ARGUMENTS, Screen, describe_error, set_exit_code
 from ckptool.cli.options import OutputOptions
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError
@@ -42,30 +42,31 @@ def write_changed(
 ) -> Receipt:
     """Open `source`, change it, write it to the target, and print the receipt.
 
-    `opening` opens it instead of `open_checkpoint`; `others` are checkpoints that `change` takes as
-    well; `how` are further arguments of `save`. If the user names no target, its
-    name is made with `word`: `model.stripped.pth`.
+    `opening` opens it instead of `open_checkpoint`, `others` are further checkpoints passed to
+    `change`, and `how` are further arguments of `save`. The default target is named with `word`:
+    `model.stripped.pth`.
 
     Raises:
-        UsageError: both `--output` and `--in-place`; or neither, and the source is in shards.
-        TargetExists: `--in-place` through a link, without `--force`.
-        CheckpointError: whatever opening, changing or writing meets.
+        UsageError: if `--output` and `--in-place` are both given, or a remote source has neither.
+        TargetExists: if `--in-place` would edit through a link, without `--force`.
+        CheckpointError: if opening, changing or writing fails.
     """
     if target.output is not None and target.in_place:
-        raise UsageError("--output and --in-place cannot be combined", hint="give one of them")
+        raise UsageError("--output and --in-place cannot be combined", hint="use one of them")
     chosen, group = target.output, group_of()
     given = {
         name: value
         for name, value in click.get_current_context().params.items()
         if name not in ("workers", "quiet", "as_json")
     }
-    is_silent = group is not None and group.own > 0  # the first process tells everything
+    is_silent = group is not None and group.own > 0  # the first process prints everything
     screen = Screen(as_json=False, quiet=True) if is_silent else target.screen
     if is_address(source) and chosen is None:
         raise UsageError(
-            "is on another machine: -o must say where the result goes",
+            "the file is remote, so -o is required",
             file=source,
-            hint="-o FILE; files there are not changed in place" if target.in_place else "-o FILE",
+            hint="add -o FILE"
+            + ("; remote files cannot be edited in place" if target.in_place else ""),
         )
     with (
         (opening or (lambda: open_checkpoint(source)))() as checkpoint,
@@ -76,14 +77,14 @@ def write_changed(
         if target.in_place:
             for file in () if target.force else checkpoint.sources:
                 _refuse_link(file.name)
-            chosen = checkpoint.path  # of a folder of shards, the index in it
+            chosen = checkpoint.path  # the index, if it is a folder of shards
         is_found = os.path.isfile(checkpoint.path) or not os.path.exists(source)
         named = checkpoint.path if is_found and not sharded else source
         path = chosen or default_target(named, word, target.format, sharded=sharded)
         changed = change(
             checkpoint, *(opened.enter_context(open_checkpoint(other)) for other in others)
         )
-        opened.callback(changed.close)  # with the files that a step has opened
+        opened.callback(changed.close)  # closes files that a step opened
         receipt = save(
             changed,
             path,
@@ -97,45 +98,45 @@ def write_changed(
             options=repr(sorted(given.items())),
             **how,
         )
-    screen.tell(receipt, receipt_lines(receipt))
+    screen.print_receipt(receipt, receipt_lines(receipt))
     return receipt
 
 
 def _refuse_link(path: str) -> None:
-    """Refuse to edit a file in place that has other links."""
+    """Raise an error if an in-place edit would affect other links."""
     if os.path.islink(path):
         raise TargetExists(
             f"is a link to {os.path.realpath(path)}",
             file=path,
-            hint="--force edits what it leads to",
+            hint="add --force to edit the file that it links to",
         )
     if os.stat(path).st_nlink > 1:
         raise TargetExists(
-            "has several links, and the others would keep the old content",
+            "has several hard links, and the others would keep the old content",
             file=path,
-            hint="--force replaces this one",
+            hint="add --force to replace only this one",
         )
 
 
-_GROUP = "ckptool.team"
+_GROUP = "ckptool.group"
 
 workers_option = click.option(
     "--workers",
     type=click.IntRange(min=1),
-    help="Write the shards with this many processes; torchrun spreads them over machines.",
+    help="Write the shards in this many processes; torchrun distributes them over machines.",
 )
 
 
-def divided(work: Callable[[], object], workers: int | None) -> None:
-    """Do the work in this process, as a worker of torchrun, or in new processes.
+def run_divided(work: Callable[[], object], workers: int | None) -> None:
+    """Do the work in this process, as a torchrun worker, or in new processes.
 
     Raises:
-        WorkerFailed: a worker's error.
+        WorkerFailed: if a worker fails.
     """
     if workers in (None, 1) and not _is_launched():
         work()
         return
-    from ckptool.tensors.materialize import require_torch  # which brings threads
+    from ckptool.tensors.materialize import require_torch  # which starts threads
 
     require_torch()
     if _is_launched():
@@ -143,19 +144,19 @@ def divided(work: Callable[[], object], workers: int | None) -> None:
         from ckptool.trainer.processes import group
 
         end_with_parent()
-        with recorded(in_words), group("ckptool", undone="nothing has got its name") as found:
+        with recorded(describe_error), group("ckptool", undone="no target was written") as found:
             click.get_current_context().meta[_GROUP] = found
             work()
     else:
         from ckptool.trainer.launching import launch
 
-        set_exit_code(launch(click.get_current_context().meta[WORDS], nproc=workers or 1))
+        set_exit_code(launch(click.get_current_context().meta[ARGUMENTS], nproc=workers or 1))
 
 
 def end_with_parent(seconds: float = 0.5) -> None:
-    """End this process soon after its launcher has gone, also after `kill -9` of that.
+    """End this process soon after its launcher ended, even by `kill -9`.
 
-    What is being written has no name yet, or a journal, as after a kill of this process.
+    Unfinished files have a temporary name or a journal, so killing this process is safe.
     """
     launcher = os.getppid()
 
@@ -168,24 +169,24 @@ def end_with_parent(seconds: float = 0.5) -> None:
 
 
 def group_of() -> WriterGroup | None:
-    """Return the processes that execute this command; None if it is one process.
+    """Return the group of processes that execute this command, or None if it is one process.
 
     Raises:
-        UsageError: torchrun has started a verb that runs in one process.
+        UsageError: if torchrun started a verb that runs in one process.
     """
     context = click.get_current_context()
     group: WriterGroup | None = context.meta.get(_GROUP)
     if group is None and _is_launched():
         raise UsageError(
-            f"{context.info_name} runs in one process, and torchrun has started "
+            f"{context.info_name} runs in one process, but torchrun started "
             f"{os.environ['WORLD_SIZE']}",
-            hint="run it without torchrun; convert and cast can use several processes",
+            hint="run it without torchrun; only convert and cast can use several processes",
         )
     return group
 
 
 def _is_launched() -> bool:
-    """Return whether torchrun has started this command itself, not a script that calls it."""
+    """Return True if torchrun started this command, and not a script that calls it."""
     is_module = os.path.basename(sys.argv[0]) == "__main__.py"
     many = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return is_module and many and "TORCHELASTIC_RUN_ID" in os.environ

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ckptool.cli.changing import divided, workers_option, write_changed
+from ckptool.cli.changing import run_divided, workers_option, write_changed
 from ckptool.cli.options import (
     PATH,
     Listed,
@@ -35,18 +35,18 @@ from ckptool.transforms import Cast, Masters, average, floating_type, merge_lora
     "ckptool cast fp8.safetensors --dequantize bfloat16",
 )
 @file_argument
-@dtype_option("--dtype", "The type to cast to: bfloat16, fp16, float32.")
+@dtype_option("--dtype", "Cast to DTYPE, for example bfloat16, fp16 or float32.")
 @quantized_options
 @repeatable(
     "--keep",
     "NAME[=DTYPE]",
-    "Cast matching tensors to this type instead, or not at all. NAME is a path, a key or a glob. "
-    "Repeatable; the first match decides.",
+    "Cast matching tensors to this DTYPE instead, or not at all. NAME is a path, a key or a glob. "
+    "Repeatable; the first match applies.",
 )
-@flag("--cast-optimizer", "Cast optimizer state, too.")
+@flag("--cast-optimizer", "Also cast optimizer state.")
 @flag(
     "--allow-overflow",
-    "Write values that are too large for the type as torch does: inf, NaN or the largest.",
+    "Write values that overflow as torch does: inf, NaN or the maximum.",
 )
 @master_option
 @workers_option
@@ -63,21 +63,20 @@ def cast_command(
     workers: int | None,
     target: OutputOptions,
 ) -> None:
-    """Cast floating-point tensors to another type.
+    """Cast floating-point tensors to another dtype.
 
-    Integers, booleans and optimizer state stay as they are. The result says how many values
-    overflow, underflow or lose precision; an overflow is an error. Values are rounded first:
-    65519.99 fits float16 (as 65504), 65520 does not. A GLOB is compared with the name of a tensor,
-    a GLOB with a / with its whole path. Quantized weights are refused without
-    --dequantize or --raw. --dequantize takes weights of bitsandbytes, torch, torchao, quanto, MLX,
-    compressed-tensors, GPTQ, AWQ, HQQ, NVFP4 and MXFP4, and fp8 with scales: the result is that of
-    the library, and what only quantized weights need is left out. What config.json next to the
-    file states counts. With --dtype bfloat16 the result of model.pth goes to
+    Integers, booleans and optimizer state do not change. The receipt reports how many values
+    overflow, underflow or lose precision; overflow is an error. Values are rounded first: 65519.99
+    fits float16 (as 65504), 65520 does not. A glob matches whole keys, or whole paths if it
+    contains a /. Quantized weights need --dequantize or --raw. --dequantize supports weights
+    of bitsandbytes, torch, torchao, quanto, MLX, compressed-tensors, GPTQ, AWQ, HQQ, NVFP4 and
+    MXFP4, and fp8 with scales, and uses the config.json next to the file. The result equals that of
+    the library; entries that only quantized weights need are left out. --dtype bfloat16 writes
     model.bfloat16.pth.
     """
     word = dtype or dequantize
     if word is None:
-        raise UsageError("cast needs a type", hint="--dtype bfloat16")
+        raise UsageError("cast needs --dtype or --dequantize", hint="add --dtype bfloat16")
     name = floating_type(word)
     step = Cast(
         dtype,
@@ -91,15 +90,15 @@ def cast_command(
     def change(checkpoint: Checkpoint) -> Checkpoint:
         made = checkpoint.then(*([Masters()] if master else []), step)
         if target.dry_run and made.root is not checkpoint.root:
-            text = "a dry run computes no values, so it cannot tell whether any overflows"
+            text = "a dry run computes no values, so overflow is not checked"
             made = made.with_root(made.root, Change("note", text))
         return made
 
-    divided(lambda: write_changed(file, change, target, word=name), workers)
+    run_divided(lambda: write_changed(file, change, target, word=name), workers)
 
 
 def parsed_keep(texts: tuple[str, ...]) -> list[tuple[str, str | None]]:
-    """Return `GLOB=DTYPE` and `GLOB` as pairs of a glob and a type or None."""
+    """Return `GLOB=DTYPE` and `GLOB` as pairs of a glob and a dtype or None."""
     rules: list[tuple[str, str | None]] = []
     for text in texts:
         glob, equals, dtype = text.rpartition("=")
@@ -122,38 +121,38 @@ def parsed_keep(texts: tuple[str, ...]) -> list[tuple[str, str | None]]:
     type=click.Choice(["mean", "slerp", "task"]),
     default="mean",
     show_default=True,
-    help="slerp: along the arc between two files. task: A + t (B - C), of three files.",
+    help="Compute the mean, slerp along the arc between two files, or task: A + t (B - C).",
 )
 @click.option(
     "--weights",
     type=Listed(float),
     default=(),
-    help="A weight for each file, as 0.7,0.3; the sum is divided by theirs. Only with mode mean.",
+    help="Weight each file, for example 0.7,0.3. The weights are normalized. Only with mode mean.",
 )
 @click.option(
     "--t",
     type=float,
-    help="slerp: from 0, the first file, to 1, the second [default: 0.5]. task: how much of the "
-    "difference is added [default: 1].",
+    help="Set the position from the first file (0) to the second (1) for slerp [default: 0.5], or "
+    "the factor of the difference for task [default: 1].",
 )
 @click.option(
     "--ints",
     type=click.Choice(["same", "first"]),
     default="same",
     show_default=True,
-    help="Integer tensors must be the same in all files, or are taken from the first.",
+    help="Require integer tensors to be the same in all files, or take them from the first.",
 )
 @click.option("--key", metavar="NAME", help="Average only this state dict.")
 @target_options(place=False)
 def average_command(files: tuple[str, ...], target: OutputOptions, **how: Any) -> None:
-    """Average the weights of several checkpoints.
+    """Average several checkpoints.
 
-    Tensors of the same name, without wrapper prefixes, are summed in float64 and rounded to their
-    type in the first file. Names, ties, _metadata and other values come from the first file;
+    Tensors with the same key, without wrapper prefixes, are summed in float64 and rounded to their
+    dtype in the first file. Keys, ties, _metadata and other values come from the first file;
     optimizer and scheduler state is left out.
     """
     if len(files) < 2:
-        raise UsageError("average needs two or more files", hint="ckptool average A B -o mean.pth")
+        raise UsageError("average needs at least two files", hint="ckptool average A B -o mean.pth")
 
     def change(*checkpoints: Checkpoint) -> Checkpoint:
         return average(checkpoints, **how)
@@ -174,9 +173,9 @@ def average_command(files: tuple[str, ...], target: OutputOptions, **how: Any) -
     "--scale",
     type=Listed(float),
     default=(),
-    help="A factor for each adapter, as 0.8,0.5, or one for all [default: 1].",
+    help="Scale each adapter, for example 0.8,0.5, or all by one factor. [default: 1]",
 )
-@click.option("--alpha", type=float, help="lora_alpha, where no adapter_config.json says it.")
+@click.option("--alpha", type=float, help="Set lora_alpha, if there is no adapter_config.json.")
 @click.option("--key", metavar="NAME", help="Change only this state dict.")
 @shard_option
 @target_options(place=False)
@@ -187,11 +186,11 @@ def merge_lora_command(
     max_shard_size: str | None,
     **how: Any,
 ) -> None:
-    """Merge LoRA adapters into the weights of their base model.
+    """Merge LoRA adapters into their base model.
 
-    Adapters are those of PEFT (adapter_config.json beside them says the scale), kohya and
-    diffusers. Without an adapter BASE is the state dict of a PeftModel, which holds its own. Sums
-    are calculated in float32 and have the type of the base. What fits nothing in BASE is an error.
+    Supports PEFT (with the scale in adapter_config.json), kohya and diffusers adapters. Without
+    ADAPTERS, BASE is the state dict of a PeftModel, which contains its adapter. Sums are computed
+    in float32 and rounded to the dtype of the base. Adapter keys that do not fit BASE are an error.
     """
 
     def change(checkpoint: Checkpoint, *others: Checkpoint) -> Checkpoint:

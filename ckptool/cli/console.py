@@ -1,4 +1,4 @@
-"""One run of a command: its streams, its bar, its signals, its errors and its exit code."""
+"""Run one command: streams, progress bar, signals, errors and exit code."""
 
 from __future__ import annotations
 
@@ -43,57 +43,57 @@ class Document(Protocol):
 
 
 class Ended(SystemExit):
-    """A signal that asks the process to end; temporary files are removed on the way out."""
+    """A signal that ends the process; temporary files are removed on the way out."""
 
 
 class Interrupts:
-    """Signal handlers of a `with` block: Ctrl-C raises KeyboardInterrupt, other ends `Ended`.
+    """Signal handlers of a `with` block: Ctrl-C raises KeyboardInterrupt, the others `Ended`.
 
-    Signals that are ignored or handled already stay so. A second Ctrl-C kills the process.
+    Signals that are already ignored or handled are left alone. A second Ctrl-C kills the process.
     """
 
-    came = 0
-    """The first signal, also if the code that it interrupted has swallowed the exception."""
+    received = 0
+    """The first signal, even if the interrupted code swallowed the exception."""
 
     def __enter__(self) -> Interrupts:
-        """Install the handlers, which only the main thread can do."""
-        self._before: dict[int, Any] = {}
+        """Install the handlers, if this is the main thread."""
+        self._previous: dict[int, Any] = {}
         defaults = {"SIGTERM": signal.SIG_DFL, "SIGHUP": signal.SIG_DFL}
         for name, default in {**defaults, "SIGINT": signal.default_int_handler}.items():
             number = getattr(signal, name, None)
             is_main = threading.current_thread() is threading.main_thread()
             if number is not None and is_main and signal.getsignal(number) == default:
-                self._before[number] = signal.signal(number, self._handle)
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Restore the handlers."""
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.came:
+        if self.received:
             if number == signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return
-        self.came = number
+        self.received = number
         if number != signal.SIGINT:
             raise Ended(128 + number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # C code sees the second Ctrl-C as well
         raise KeyboardInterrupt
 
 
-_PATIENCE = 0.5
+_DELAY = 0.5  # seconds before the bar appears
 _INTERVAL = 0.1
 _WIDTH = 24
-_WIDE = 80  # columns, where the terminal does not say
+_DEFAULT_COLUMNS = 80  # if the terminal does not report its width
 _NARROWEST = 4
-"""Characters of a bar; a narrower terminal has the text alone."""
+"""Characters of the narrowest bar; a narrower terminal shows only the text."""
 
 
 class ProgressBar(AbstractContextManager["ProgressBar"]):
-    """A progress bar: a context that is called with the work done and the total."""
+    """A progress bar: a context manager, called with the work done and the total."""
 
     def __init__(
         self,
@@ -105,19 +105,19 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
     ) -> None:
         """Draw on `stream` (stderr) if it is a terminal and not `quiet`.
 
-        `phases` name the work; the next phase begins when the work done becomes smaller.
+        `phases` are labels; the next one begins when the work done decreases.
         """
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
-        self._shown = not quiet and self._stream.isatty()
-        self._begun = clock()
-        self._next = self._begun + _PATIENCE
+        self._is_shown = not quiet and self._stream.isatty()
+        self._started = clock()
+        self._next = self._started + _DELAY
         self._drawn = 0
         self._phases = list(phases)
         self._done = 0
 
     def __exit__(self, *_: object) -> None:
-        """Wipe the bar, for the message that follows."""
+        """Remove the bar, to make room for the next message."""
         self.wipe()
 
     def wipe(self) -> None:
@@ -128,51 +128,53 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
             self._drawn = 0
 
     def __call__(self, done: int, total: int, text: str | None = None) -> None:
-        """Draw a bar with `text`, or else with bytes and the time left, unless it is too soon."""
+        """Draw the bar with `text`, or with bytes and time left, unless it was drawn just now."""
         now = self._clock()
         if done < self._done:
-            self._begun, self._phases = now, self._phases[1:]
+            self._started, self._phases = now, self._phases[1:]
         self._done = done
-        if not self._shown or now < self._next:
+        if not self._is_shown or now < self._next:
             return
         self._next = now + _INTERVAL
         if text is None:
             text = " ".join([*self._phases[:1], f"{size(done)} of {size(total)}"])
-            spent = now - self._begun
-            if 0 < done < total and spent >= _PATIENCE:
-                text += f", {duration(spent * (total - done) / done)} left"
-        room = (columns_of(self._stream) or _WIDE) - 1  # in the last column a terminal may wrap
-        width = min(_WIDTH, room - len(text) - len("[] "))
-        line = text[:room]
+            elapsed = now - self._started
+            if 0 < done < total and elapsed >= _DELAY:
+                text += f", {duration(elapsed * (total - done) / done)} left"
+        columns = (
+            columns_of(self._stream) or _DEFAULT_COLUMNS
+        ) - 1  # in the last column a terminal may wrap
+        width = min(_WIDTH, columns - len(text) - len("[] "))
+        line = text[:columns]
         if width >= _NARROWEST:
             line = f"[{'#' * (width * done // total if total else width):-<{width}}] {text}"
-        self._stream.write(f"\r{line:<{min(self._drawn, room)}}")
+        self._stream.write(f"\r{line:<{min(self._drawn, columns)}}")
         self._stream.flush()
         self._drawn = len(line)
 
 
 EXIT_CODE = "ckptool.exit_code"
-"""The key of the exit code in the `meta` of a command's context."""
+"""The key of the exit code in the command context's `meta`."""
 _BATCH = 1000
 
 
 def print_lines(lines: Iterable[str]) -> None:
     """Write lines to stdout in batches."""
-    flow: Iterator[str] = iter(lines)
-    while batch := list(islice(flow, _BATCH)):
-        with _named():
+    remaining: Iterator[str] = iter(lines)
+    while batch := list(islice(remaining, _BATCH)):
+        with _name_stdout_in_errors():
             sys.stdout.write("\n".join(batch) + "\n")
 
 
 def flush() -> None:
     """Flush stdout."""
-    with _named():
+    with _name_stdout_in_errors():
         sys.stdout.flush()
 
 
 @contextmanager
-def _named() -> Iterator[None]:
-    """Name standard output in an error of the system, instead of a file."""
+def _name_stdout_in_errors() -> Iterator[None]:
+    """Make an OSError report standard output as its file."""
     try:
         yield
     except OSError as error:
@@ -180,7 +182,7 @@ def _named() -> Iterator[None]:
 
 
 def set_exit_code(code: int) -> None:
-    """Set the exit code before anything is printed, because a reader may close the pipe."""
+    """Set the exit code. Call it before printing, because the reader may close the pipe."""
     click.get_current_context().meta[EXIT_CODE] = code
 
 
@@ -191,7 +193,7 @@ def print_document(document: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """The options of a verb about its output, and what they decide."""
+    """The output options of a verb."""
 
     as_json: bool
     quiet: bool
@@ -199,7 +201,7 @@ class Screen:
 
     @property
     def look(self) -> Look:
-        """The look of stdout; with `fmt` results are only tables in that format."""
+        """The style of stdout; with `fmt`, results are only tables in that format."""
         return Look(fmt=self.fmt) if self.fmt else look_of(sys.stdout)
 
     def progress(self, *phases: str) -> ProgressBar:
@@ -207,7 +209,7 @@ class Screen:
         return ProgressBar(quiet=self.quiet, phases=phases)
 
     def print(self, result: Document, lines: Iterable[str]) -> None:
-        """Write a result to stdout: its lines, or its JSON document."""
+        """Write a result to stdout, as lines or as JSON."""
         if self.as_json:
             print_document(result.to_dict())
         else:
@@ -218,20 +220,20 @@ class Screen:
         say(lines, quiet=self.quiet)
 
     def report_unmatched(self, unmatched: Iterable[str]) -> None:
-        """Write to stderr which names and globs match nothing; the exit code is 1 then."""
+        """Warn about names and globs that match nothing, and set the exit code to 1."""
         for sentence in unmatched:
             set_exit_code(1)
             self.say([f"warning: {clean(sentence)}"])
 
-    def note_none(self, what: str, include: Iterable[str], exclude: Iterable[str]) -> None:
-        """Write to stderr that no name passes the given globs."""
+    def note_if_filtered(self, what: str, include: Iterable[str], exclude: Iterable[str]) -> None:
+        """Write a note that the filters, if any, leave nothing."""
         given = [f"--include {glob!r}" for glob in include]
         given += [f"--exclude {glob!r}" for glob in exclude]
         if given:
-            self.say([f"note: {what} passes {clean(listed(given))}"])
+            self.say([f"note: {what} is left after {clean(listed(given))}"])
 
-    def tell(self, result: Document, lines: Iterable[str]) -> None:
-        """Write a receipt: its lines to stderr, its JSON document to stdout if asked for."""
+    def print_receipt(self, result: Document, lines: Iterable[str]) -> None:
+        """Write a receipt to stderr as lines, and with --json to stdout as well."""
         self.say(lines)
         if self.as_json:
             print_document(result.to_dict())
@@ -240,7 +242,7 @@ class Screen:
 def files_document(
     schema: str, results: Iterable[Document], errors: Iterable[CheckpointError], *, ok: bool
 ) -> dict[str, Any]:
-    """Return the document of a verb that looks at many files."""
+    """Return the JSON document of a verb that reads many files."""
     return {
         "schema": schema,
         "ok": ok,
@@ -252,23 +254,23 @@ def files_document(
 
 
 def say(lines: Iterable[str], *, quiet: bool = False) -> None:
-    """Write messages to stderr unless `quiet`; a stderr that is closed is no error."""
+    """Write messages to stderr, unless `quiet`. A closed stderr is not an error."""
     if not quiet:
         with suppress(OSError):
             for line in lines:
                 print(line, file=sys.stderr)
 
 
-def complain(message: str, hint: str | None) -> None:
+def print_error(message: str, hint: str | None) -> None:
     """Write an error and its hint to stderr."""
     look = look_of(sys.stderr)
     print(f"{look.alarm('ckptool:')} {clean(message)}", file=sys.stderr)
     if hint:
-        print(f"{look.bold('hint:')} {runnable(_as_found(hint))}", file=sys.stderr)
+        print(f"{look.bold('hint:')} {runnable(_with_program(hint))}", file=sys.stderr)
 
 
-def _as_found(hint: str) -> str:
-    """Return a hint whose commands this shell finds, also if ckptool is not on its path."""
+def _with_program(hint: str) -> str:
+    """Return the hint with commands that work even if ckptool is not on PATH."""
     from shutil import which
 
     if which("ckptool"):
@@ -280,36 +282,36 @@ def _as_found(hint: str) -> str:
 
 
 ERROR, INTERRUPTED = 2, 130
-WORDS = "ckptool.words"
-"""The key of the arguments of `ckptool` in the `meta` of a command's context."""
-_NEEDED = frozenset(
+ARGUMENTS = "ckptool.arguments"
+"""The key of the command line arguments in the command context's `meta`."""
+_OUR_MODULES = frozenset(
     ("__main__", "", "ckptool", "click", "numpy", "safetensors", "sklearn", "tabulate", "torch")
 )
-"""The top-level modules of ckptool and of what it needs."""
+"""The top-level modules of ckptool and its dependencies."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; no exception escapes.
 
-    Click's own `main` is not called: it returns 1 for wrong usage, and takes the EOFError of a
-    truncated file for an interruption.
+    Click's `main` is not used: it returns 1 for wrong usage, and treats the EOFError of a
+    truncated file as an interruption.
     """
-    _mend_streams()
+    _repair_streams()
     # The garbage collector takes a third of the time for a tree of a million nodes.
     collecting = gc.isenabled()
     gc.disable()
     try:
-        begun = time.monotonic()
-        with Interrupts() as interrupts, _warnings_told():
+        started = time.monotonic()
+        with Interrupts() as interrupts, _print_warnings():
             code = _run(arguments, interrupts)
             remote = sys.modules.get("ckptool.files.remote")
             if remote and remote.TRAFFIC.requests and os.environ.get("CKPTOOL_DEBUG"):
-                traffic, seconds = remote.TRAFFIC, time.monotonic() - begun
+                traffic, seconds = remote.TRAFFIC, time.monotonic() - started
                 say([f"{traffic.requests:,} requests, {traffic.bytes:,} bytes, {seconds:.2f} s"])
-            if interrupts.came == signal.SIGINT:
+            if interrupts.received == signal.SIGINT:
                 with suppress(OSError):
-                    complain("interrupted; nothing is left half written", None)
-        return 128 + interrupts.came if interrupts.came else code
+                    print_error("interrupted; no file is left half-written", None)
+        return 128 + interrupts.received if interrupts.received else code
     except Ended as ended:
         return int(ended.args[0])
     finally:
@@ -318,50 +320,50 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _warnings_told() -> Iterator[None]:
-    """Print a `CheckpointWarning` as a sentence on stderr, without a line of source code."""
+def _print_warnings() -> Iterator[None]:
+    """Print each `CheckpointWarning` to stderr without its line of source code."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", CheckpointWarning)
-        others = warnings.showwarning
+        original = warnings.showwarning
 
-        def tell(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
             if not issubclass(category, CheckpointWarning):
-                others(message, category, *place, **more)
+                original(message, category, *place, **more)
                 return
             context = click.get_current_context(silent=True)
             quiet = context is not None and bool(context.params.get("quiet"))
             say([f"{look_of(sys.stderr).bold('warning:')} {clean(str(message))}"], quiet=quiet)
 
-        warnings.showwarning = tell
+        warnings.showwarning = show
         yield
 
 
 def _run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    known: dict[str, Any] = {}  # has the exit code as soon as a verb knows it
+    arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    meta: dict[str, Any] = {}  # contains the exit code as soon as the verb sets it
     try:
         if "_CKPTOOL_COMPLETE" in os.environ:
-            cli.main(words, prog_name="ckptool")
+            cli.main(arguments, prog_name="ckptool")
         try:
-            with cli.make_context("ckptool", list(words)) as context:
-                known = context.meta
-                known[WORDS] = words
+            with cli.make_context("ckptool", list(arguments)) as context:
+                meta = context.meta
+                meta[ARGUMENTS] = arguments
                 cli.invoke(context)
         except click.exceptions.Exit as exit_:
-            known[EXIT_CODE] = exit_.exit_code
+            meta[EXIT_CODE] = exit_.exit_code
         flush()
     except BrokenPipeError:
-        _forget_stdout()
+        _discard_stdout()
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except SystemExit:
         raise
-    except BaseException as error:  # the last place that can say it in a sentence
-        with suppress(OSError):  # nobody listens
-            if not interrupts.came:
+    except BaseException as error:  # nothing above us would print it
+        with suppress(OSError):  # stderr is closed
+            if not interrupts.received:
                 _report(error)
         return ERROR
-    return int(known.get(EXIT_CODE, 0))
+    return int(meta.get(EXIT_CODE, 0))
 
 
 def _report(error: BaseException) -> None:
@@ -369,73 +371,73 @@ def _report(error: BaseException) -> None:
         import traceback
 
         traceback.print_exception(error)
-    if isinstance(error, WorkerFailed) and error.traceback:  # of a process that has ended
+    if isinstance(error, WorkerFailed) and error.traceback:  # the process has ended
         print(clean_lines(error.traceback.rstrip()), file=sys.stderr)
-    complain(*in_words(error))
+    print_error(*describe_error(error))
     try:
         sys.stdout.flush()
-    except OSError:  # a full disk, say: that was printed above, once is enough
-        _forget_stdout()
+    except OSError:  # such as a full disk, which was reported above
+        _discard_stdout()
 
 
-def in_words(error: BaseException) -> tuple[str, str | None]:
-    """Return an error as one sentence, and its hint."""
+def describe_error(error: BaseException) -> tuple[str, str | None]:
+    """Return the sentence and the hint of an error."""
     if isinstance(error, CheckpointError):
         if error.remedy is None:
             return error.sentence, error.hint
         return error.sentence, as_options(error.remedy)
     if isinstance(error, click.ClickException):
-        return _usage_in_words(error)
+        return _describe_usage_error(error)
     if isinstance(error, MemoryError):
-        return "there is not enough memory for this", None
+        return "not enough memory", None
     if isinstance(error, RecursionError):
-        return "the file nests deeper than can be followed", None
+        return "the file is nested too deeply to read", None
     if isinstance(error, OSError):
         named = isinstance(error.filename, (str, bytes))
         file = f"{os.fsdecode(error.filename)}: " if named else ""
         return f"{file}{error.strerror or error}", None
     what = f"{type(error).__name__}: {error}"
-    place = _place_of_others(error)
+    place = _line_of_user_code(error)
     if place is None:
-        what, owner = f"an unexpected error: {what}", "a bug in ckptool"
+        what, owner = f"unexpected error: {what}", "a bug in ckptool"
     else:
-        what, owner = f"the code at {place} fails: {what}", "not a fault of ckptool"
-    return what, f"this is {owner}; CKPTOOL_DEBUG=1 shows the traceback"
+        what, owner = f"the code at {place} raised {what}", "not caused by ckptool"
+    return what, f"this is {owner}; set CKPTOOL_DEBUG=1 to see the traceback"
 
 
-def _usage_in_words(error: click.ClickException) -> tuple[str, str | None]:
+def _describe_usage_error(error: click.ClickException) -> tuple[str, str | None]:
     context = error.ctx if isinstance(error, click.UsageError) else None
     hint = f"{context.command_path} --help" if context else None
     if isinstance(error, click.NoSuchOption):
         verb = context.info_name if context else None
         now = RENAMED_OPTIONS.get((verb or "", error.option_name))
         if now is not None:
-            return error.format_message().partition(" Did you")[0], f"it is now called {now}"
+            return re.split(r" \(?Did you", error.format_message())[0], f"use {now} instead"
         from difflib import get_close_matches
 
-        near = error.possibilities or []  # click counts the dashes: --json for --to
-        wanted = [error.option_name.lstrip("-")]
-        near[:] = [one for one in near if get_close_matches(one.lstrip("-"), wanted)]
-        for word in context.meta.get(WORDS, ()) if context else ():
+        options = error.possibilities or []  # click counts the dashes: it proposes --json for --to
+        given = [error.option_name.lstrip("-")]
+        options[:] = [name for name in options if get_close_matches(name.lstrip("-"), given)]
+        for word in context.meta.get(ARGUMENTS, ()) if context else ():
             if word.startswith(error.option_name) and os.path.lexists(word):
-                hint = f"{shell(word)} is the file of that name"
+                hint = f"write {shell(word)} for the file with that name"
     return error.format_message(), hint
 
 
-def _place_of_others(error: BaseException) -> str | None:
-    """Return the last line of the user's own code, such as a model's, that led to an error."""
+def _line_of_user_code(error: BaseException) -> str | None:
+    """Return the last line of user code, such as a model, in the traceback of an error."""
     from traceback import walk_tb
 
     place = None
     for frame, line in walk_tb(error.__traceback__):
         home = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if home not in _NEEDED and home not in sys.stdlib_module_names:
+        if home not in _OUR_MODULES and home not in sys.stdlib_module_names:
             place = f"{frame.f_code.co_filename}:{line}"
     return place
 
 
-def _mend_streams() -> None:
-    """Open closed streams on the null device, and escape what their encoding lacks."""
+def _repair_streams() -> None:
+    """Open closed streams on the null device, and escape characters they cannot encode."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for good
@@ -443,11 +445,11 @@ def _mend_streams() -> None:
             reconfigure(errors="backslashreplace")
 
 
-def _forget_stdout() -> None:
-    """Redirect a broken stdout, so that the interpreter can flush it when it exits."""
+def _discard_stdout() -> None:
+    """Redirect a broken stdout, so that the interpreter can flush it at exit."""
     try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-    except (OSError, ValueError):  # stdout is no file
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+    except (OSError, ValueError):  # stdout is not a file
         return

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from ckptool.cli.changing import divided, workers_option, write_changed
+from ckptool.cli.changing import run_divided, workers_option, write_changed
 from ckptool.cli.computing_verbs import parsed_keep
 from ckptool.cli.console import set_exit_code
-from ckptool.cli.like import Allowing, allowance_options, in_options, referred
+from ckptool.cli.like import Allowing, allowance_options, hint_with_options, resolve_reference
 from ckptool.cli.options import (
     PATH,
     OutputOptions,
@@ -21,7 +21,7 @@ from ckptool.cli.options import (
     glob_options,
     master_option,
     parsed_rules,
-    plain_options,
+    plahint_with_options,
     quantized_options,
     repeatable,
     shard_option,
@@ -43,7 +43,7 @@ from ckptool.words import printable
 
 def _only_one(files: tuple[str, ...]) -> str | None:
     if len(files) > 1:
-        raise UsageError("--overlay takes one file", hint="run convert once for each")
+        raise UsageError("--overlay accepts one file", hint="run convert once for each file")
     return files[0] if files else None
 
 
@@ -56,8 +56,8 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
     )  # fmt: skip
     begins = MappingProxyType(
         {
-            "salvage": "What is taken",
-            "wrappers": "Names and shapes",
+            "salvage": "Input",
+            "wrappers": "Keys and shapes",
             "plain": "Values",
             "to": "Devices",
             "drop": "Entries",
@@ -81,19 +81,19 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
     cls=_Convert,
 )
 @click.argument("sources", type=PATH, nargs=-1, required=True, metavar="SOURCE... [DESTINATION]")
-@flag("--salvage", "Take what is whole of a damaged file; exit code 1 where something is not.")
+@flag("--salvage", "Salvage the intact tensors of a damaged file. Exits with 1 if any are lost.")
 @click.option(
     "--flatten",
     metavar="[SEP]",
     is_flag=False,
     flag_value=".",
-    help="Make nested dicts one flat dict; keys are joined by SEP, a dot by default.",
+    help="Flatten nested dicts into one, with keys joined by SEP. [default: a dot]",
 )
 @master_option
 @repeatable(
-    "--concat", "GLOB=DIM", "Join the parts of Megatron's ranks along this dimension; repeatable."
+    "--concat", "GLOB=DIM", "Join the parts of Megatron ranks along this dimension. Repeatable."
 )
-@click.option("--key", metavar="NAME", help="The state dict to take, if there are several.")
+@click.option("--key", metavar="NAME", help="Take this state dict, if the file has several.")
 @glob_options
 @click.option(
     "--overlay",
@@ -101,94 +101,112 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
     type=PATH,
     multiple=True,
     callback=lambda _, __, files: _only_one(files),
-    help="Put the tensors of FILE in the place of those of the same key.",
+    help="Replace tensors by the ones in FILE with the same keys.",
 )
-@click.option("--overlay-key", metavar="NAME", help="The state dict of it, if it has several.")
-@click.option("--overlay-at", metavar="PATH", help="The submodule that its keys are below.")
-@repeatable("--overlay-include", "GLOB", "Take only its tensors that match; repeatable.")
-@flag("--overlay-add", "Add keys that the model does not have.")
-@flag("--ema", "The averaged weights, under the names of the model that they are an average of.")
+@click.option(
+    "--overlay-key", metavar="NAME", help="Take this state dict of the overlay, if it has several."
+)
+@click.option("--overlay-at", metavar="PATH", help="Apply the overlay to this submodule.")
+@repeatable(
+    "--overlay-include", "GLOB", "Apply only the overlay tensors that match GLOB. Repeatable."
+)
+@flag("--overlay-add", "Also add overlay keys that the model does not have.")
+@flag("--ema", "Take the averaged (EMA) weights under the model's own keys.")
 @click.option(
     "--wrappers",
     type=click.Choice(["strip", "keep"]),
-    help="Remove or keep prefixes such as module. [default: strip for safetensors, else keep]",
+    help='Strip or keep wrapper prefixes such as "module." [default: strip for safetensors, '
+    "else keep]",
 )
-@click.option("--at", metavar="PATH", help="Remove the wrapper of this submodule, as features.")
-@rename_options("a name")
+@click.option(
+    "--at",
+    metavar="PATH",
+    help="Remove the wrapper prefix inside this submodule, for example features.",
+)
+@rename_options("a key")
 @click.option(
     "--recipe",
     metavar="NAME|FILE",
     type=PATH,
-    help="Convert to the layout of another library, for example llama-meta-to-hf (see ckptool "
-    "recipes).",
+    help="Convert to the layout of another library, for example with llama-meta-to-hf. List the "
+    "recipes with ckptool recipes.",
 )
-@flag("--reverse", "Use the recipe from its target to its source.")
+@flag("--reverse", "Apply the recipe in reverse.")
 @repeatable(
     "--param", "KEY=VALUE", "Set a parameter of the recipe, for example heads=32. Repeatable."
 )
 @repeatable(
     "--resize",
     "GLOB=ROWS[:zero]",
-    "Cut rows off, or add the mean of the others (or zeros); repeatable.",
+    "Resize to ROWS: cut off rows, or add rows with the mean (or zeros). Repeatable.",
 )
 @repeatable(
     "--interpolate-pos",
     "GLOB=HxW",
-    "Fit position embeddings of a ViT to a grid of HxW patches, as timm does; repeatable.",
+    "Interpolate ViT position embeddings to a grid of HxW patches, as timm does. Repeatable.",
 )
 @repeatable(
-    "--split", "'*.A=>*.B,*.C@DIM'", "Split tensors into equal parts along a dimension; repeatable."
+    "--split", "'*.A=>*.B,*.C@DIM'", "Split tensors into equal parts along a dimension. Repeatable."
 )
-@repeatable("--fuse", "'*.B,*.C=>*.A@DIM'", "Join tensors along a dimension; repeatable.")
-@click.option("--nest", metavar="KEY", help="Put all that is written under KEY, as state_dict.")
+@repeatable("--fuse", "'*.B,*.C=>*.A@DIM'", "Join tensors along a dimension. Repeatable.")
+@click.option("--nest", metavar="KEY", help="Put the result under KEY, for example state_dict.")
 @click.option(
     "--like",
     metavar="REFERENCE",
     type=PATH,
-    help="Use the names of this checkpoint, or of the model of MODULE:FACTORY (ckptool match).",
+    help="Use the keys of this checkpoint, or of the model that MODULE:FACTORY builds, as ckptool "
+    "match does.",
 )
 @click.option(
-    "--like-key", metavar="NAME", help="The state dict of REFERENCE, if there are several."
+    "--like-key", metavar="NAME", help="Use this state dict of REFERENCE, if it has several."
 )
 @allowance_options(casts=False)
-@plain_options
+@plahint_with_options
 @click.option(
     "--ties",
     type=click.Choice(["keep", "copy"]),
     default="keep",
     show_default=True,
-    help="Write tied tensors once, or each with its own bytes.",
+    help="Write tied tensors once, or each separately.",
 )
-@dtype_option("--dtype", "Cast floating-point tensors to this type: bfloat16, float16.")
-@repeatable("--keep", "NAME[=DTYPE]", "Except these from --dtype; repeatable.")
-@quantized_options
-@flag("--cast-optimizer", "Cast optimizer state, too.")
-@flag("--allow-overflow", "Cast values too large for the type, too.")
-@flag("--compact", "Trim storages to the part that tensors use.")
-@click.option("--to", metavar="DEVICE", help="Move all tensors to it: cpu, cuda:0.")
+@dtype_option("--dtype", "Cast floating-point tensors to DTYPE, for example bfloat16.")
 @repeatable(
-    "--map", "A=B", "Move tensors on device A to device B; cuda:* is any index. Repeatable."
+    "--keep",
+    "NAME[=DTYPE]",
+    "Cast matching tensors to this DTYPE instead, or not at all. Repeatable.",
+)
+@quantized_options
+@flag("--cast-optimizer", "Also cast optimizer state.")
+@flag("--allow-overflow", "Cast even if values overflow.")
+@flag("--compact", "Drop bytes that no tensor uses.")
+@click.option("--to", metavar="DEVICE", help="Move every tensor to DEVICE, for example cpu.")
+@repeatable(
+    "--map", "A=B", "Move tensors from device A to B; cuda:* matches every index. Repeatable."
 )
 @visible_option
-@repeatable("--drop", "PATH", "Remove the entry at this exact path; repeatable.")
-@repeatable("--move", "OLD=NEW", "Give the entry at OLD the path NEW; repeatable, all at once.")
+@repeatable("--drop", "PATH", "Remove the entry at this exact path. Repeatable.")
+@repeatable(
+    "--move", "OLD=NEW", "Move the entry at OLD to NEW. Repeatable; all moves happen at once."
+)
 @repeatable(
     "--set",
     "PATH=VALUE",
-    "Set a plain value, as JSON or of @FILE.json: epoch=3, 'name=\"a\"'. Repeatable.",
+    "Set a value to JSON, or to @FILE.json: epoch=3, 'name=\"a\"'. Repeatable.",
     "values",
 )
-@click.option("-o", "--output", type=PATH, help="The same as DESTINATION.")
-@flag("--in-place", "Change SOURCE itself, under a journal.")
+@click.option(
+    "-o", "--output", type=PATH, help="Write to this file or folder; same as DESTINATION."
+)
+@flag("--in-place", "Change SOURCE itself; recover undoes an interrupted edit.")
 @shard_option
 @click.option(
     "--files-from",
     metavar="DIR",
     type=PATH,
-    help="Copy configuration, tokenizer and processor files of DIR next to the weights.",
+    help="Copy configuration, tokenizer and processor files from DIR.",
 )
 @workers_option
-@flag("--strict", "Stop with an error if anything is left out.")
+@flag("--strict", "Stop with an error if anything would be left out.")
 @target_options(place=False)
 def command(
     sources: tuple[str, ...],
@@ -209,34 +227,34 @@ def command(
 ) -> None:
     """Convert to another format; rename, cast and move on the way.
 
-    --format or the ending of DESTINATION decides the format (.safetensors,
-    .safetensors.index.json for shards); .pth and its like keep the format of a torch SOURCE.
-    Safetensors holds one flat state dict; the rest is left out and named. The changes are made in
-    one pass, in the order of the sections below.
+    --format or the extension of DESTINATION decides the format (.safetensors, or
+    .safetensors.index.json for shards). With .pth and similar extensions, a torch SOURCE keeps its
+    format. Safetensors contains one flat state dict; the receipt lists everything left out. All
+    changes are made in one pass, in the order of the sections below.
 
-    DESTINATION is a folder if it exists as one or ends with a slash. Without a known extension, it
-    is one if SOURCE is a folder or a set of files, or with --files-from or --max-shard-size.
-    Convert writes model.safetensors in it, as from_pretrained reads it (for an adapter
-    adapter_model.safetensors), and copies config.json, the tokenizer and other such files from
-    --files-from or from the folder of SOURCE. It keeps files that exist there; --force replaces
-    them. The copy of config.json follows --dequantize, --resize and --dtype. --format dcp writes a
-    folder that torch.distributed.checkpoint.load reads.
+    DESTINATION is a folder if it is an existing folder or ends with a slash. Without a known
+    extension, it is also a folder if SOURCE is a folder or a set of files, or with --files-from or
+    --max-shard-size. convert writes model.safetensors into it, as from_pretrained expects
+    (adapter_model.safetensors for an adapter), and copies config.json, the tokenizer and similar
+    files from --files-from or the folder of SOURCE. Existing files are kept; --force replaces them.
+    The copied config.json is updated for --dequantize, --resize and --dtype. --format dcp writes a
+    folder for torch.distributed.checkpoint.load.
     """
     if target.in_place:
         if len(sources) > 1 or target.output is not None or max_shard_size is not None:
             raise UsageError(
-                "--in-place changes one SOURCE itself, without DESTINATION and shards",
+                "--in-place needs one SOURCE, and no DESTINATION or --max-shard-size",
                 hint="ckptool convert FILE --in-place --move OLD=NEW",
             )
         if keyed(sources[0]) is not None:
             raise UsageError(
-                "--in-place changes one SOURCE itself, which has no KEY=",
+                "--in-place does not accept KEY=FILE as SOURCE",
                 hint="ckptool convert FILE --in-place --nest KEY",
             )
         files, destination = list(sources), sources[0]
     elif target.output is None and len(sources) < 2:
-        hint = "ckptool convert A B, or A -o B; --in-place changes A itself"
-        raise UsageError("convert needs one file to write", hint=hint)
+        hint = "ckptool convert A B, or ckptool convert A --in-place to change A itself"
+        raise UsageError("convert needs a DESTINATION", hint=hint)
     else:
         *files, destination = [*sources, target.output] if target.output else sources
     steps = steps_of(
@@ -245,14 +263,14 @@ def command(
             "map": parsed_rules(map),
             "keep": tuple(parsed_keep(keep)),
             "param": _parsed_params(param),
-            "like": None if like is None else referred(like),
+            "like": None if like is None else resolve_reference(like),
             "rename": rules,
             "set": parsed_values(values),
             **changes,
         }
     )
 
-    if drop:  # --force is about the target too
+    if drop:  # --force also applies to the target
         steps.insert(place_in(steps, Drop), Drop(drop, force=target.force))
     goal = Destination(
         destination,
@@ -266,7 +284,7 @@ def command(
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
         name = checkpoint.format if target.in_place else goal.format_for(checkpoint)
-        with in_options():
+        with hint_with_options():
             return goal.as_file(converted(checkpoint, steps, name))
 
     def write() -> None:
@@ -284,42 +302,44 @@ def command(
                 files if files[1:] or keyed(files[0]) else files[0], steps, salvage=salvage
             ),
         )
-        if any(one.kind == "salvage" and one.count for one in receipt.changes):
+        if any(change.kind == "salvage" and change.count for change in receipt.changes):
             set_exit_code(1)
 
-    divided(write, workers)
+    run_divided(write, workers)
 
 
 def _parsed_params(params: tuple[str, ...]) -> dict[str, str]:
-    """Return parameters of a recipe.
+    """Return the recipe parameters as a mapping.
 
     Raises:
-        UsageError: one is not `KEY=VALUE`, or is given twice.
+        UsageError: if one is not `KEY=VALUE`, or is given twice.
     """
     made: dict[str, str] = {}
-    for one in params:
-        key, _, value = (part.strip() for part in one.partition("="))
+    for text in params:
+        key, _, value = (part.strip() for part in text.partition("="))
         if not (key and value):
-            text = f"{printable(one)!r} is not KEY=VALUE"
-            raise UsageError(text, hint="for example --param heads=32")
+            message = f"{printable(text)!r} is not KEY=VALUE"
+            raise UsageError(message, hint="give a value, such as --param heads=32")
         if made.setdefault(key, value) != value:
-            raise UsageError(f"the parameter {printable(key)} is given twice", hint="keep one")
+            raise UsageError(f"parameter {printable(key)} is given twice", hint="keep one of them")
     return made
 
 
 def parsed_values(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Return the values of `PATH=VALUE`, by their paths.
+    """Return the values in `PATH=VALUE`, by path.
 
     Raises:
-        UsageError: a text is none of these, or a value is no JSON.
-        UnreadableFile: the file of `@FILE.json` cannot be read.
+        UsageError: if a text has another form, or a value is not JSON.
+        UnreadableFile: if the file in `@FILE.json` cannot be read.
     """
     values: dict[str, Any] = {}
     for text in texts:
         path, equals, value = parted(text)
         if not (path and equals):
-            raise UsageError(f"{text!r} is not PATH=VALUE", hint="--set epoch=3")
+            raise UsageError(
+                f"{text!r} is not PATH=VALUE", hint="give a value, such as --set epoch=3"
+            )
         if path in values:
-            raise UsageError(f"--set names {path!r} twice")
+            raise UsageError(f"--set has {path!r} twice")
         values[path] = plain_json(read_text(value[1:]) if value.startswith("@") else value)
     return values

@@ -19,7 +19,7 @@ from ckptool.transforms import Rule
 from ckptool.words import listed
 
 _NOTHING = ("/dev/null", os.devnull)
-"""The paths that git gives to a difftool in place of a file that is new or deleted."""
+"""The paths that git passes to a difftool for a new or deleted file."""
 
 
 class _Diff(RulesInOrder, Brief):
@@ -38,38 +38,38 @@ class _Diff(RulesInOrder, Brief):
     "ckptool diff a.pth b.pth --key state_dict --atol 1e-6",
     "ckptool diff model.pth half.safetensors --ignore-dtype",
     r"ckptool diff a.pth b.pth --rename '^encoder\.=>backbone.' --stat",
-    finding="they differ",
+    problem="the checkpoints differ",
     cls=_Diff,
 )
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
-@flag("--strict-names", "Compare names with their wrapper prefixes.")
-@rename_options("a name of A, without wrapper prefixes,")
-@click.option("--key", metavar="NAME", help="Compare only what is below this path.")
-@flag("--model-only", "Compare only the weights: the state dict of the model in each file.")
-@flag("--structure", "Compare names, types and shapes, but no values.")
-@flag("--quick", "Compare CRC-32 sums if both files have them; no figures.")
-@flag("--strict", "Compare device tags and requires_grad, too.")
+@flag("--strict-names", "Compare keys with their wrapper prefixes.")
+@rename_options("a key of A, without wrapper prefixes,")
+@click.option("--key", metavar="NAME", help="Compare only entries below this path.")
+@flag("--model-only", "Compare only the model's state dict in each file.")
+@flag("--structure", "Compare keys, dtypes and shapes, but not values.")
+@flag("--quick", "Compare CRC-32 checksums if both files have them; compute no statistics.")
+@flag("--strict", "Also compare devices and requires_grad.")
 @click.option(
     "--atol",
     type=click.FloatRange(min=0),
-    help="Absolute tolerance, as in torch.allclose (1e-8 if only --rtol is given).",
+    help="Set the absolute tolerance, as in torch.allclose. [default with --rtol: 1e-8]",
 )
 @click.option(
     "--rtol",
     type=click.FloatRange(min=0),
-    help="Relative tolerance, as in torch.allclose (1e-5 if only --atol is given).",
+    help="Set the relative tolerance, as in torch.allclose. [default with --atol: 1e-5]",
 )
 @flag("--equal-nan", "Treat NaN as equal to NaN.")
-@flag("--ignore-dtype", "Compare a wider type rounded to the narrower one: is a half copy exact?")
+@flag("--ignore-dtype", "Round the wider dtype to the narrower one first: is a half copy exact?")
 @flag("--stat", "Show how much differs in each module.")
-@flag("--name-status", "Print one line per entry: A, D, M, R or T, and its name.")
+@flag("--name-status", "Print one line per entry: A, D, M, R or T, and its path.")
 @click.option(
     "--sort",
     type=click.Choice(SORTABLE),
     metavar="FIGURE",
     default="rel_norm",
-    help=f"Sort tensors by {listed(SORTABLE)}, the largest change first [default: rel_norm].",
+    help=f"Sort tensors by {listed(SORTABLE)}, largest change first. [default: rel_norm]",
 )
 @click.option(
     "--max-diffs",
@@ -77,7 +77,7 @@ class _Diff(RulesInOrder, Brief):
     metavar="N",
     help="Show only the first N tensors that changed.",
 )
-@flag("--no-fold", "Show a row for each entry; do not fold layers or containers.")
+@flag("--no-fold", "Show a row for each entry, without folding layers or containers.")
 @screen_options(fmt=True)
 def command(
     a: str,
@@ -89,29 +89,29 @@ def command(
     screen: Screen,
     **how: Any,
 ) -> None:
-    """Show what differs between two checkpoints of any formats.
+    """Compare two checkpoints, in any formats.
 
-    Wrapper prefixes such as "module." are ignored. The weights come first, sorted by rel norm, the
-    Frobenius norm of the difference divided by that of A. NaN is first, integers are last. The
-    figure max rel is relative to the elements of B. Repeated layers are folded into one
-    row, which has the largest of each figure. A section or another container that only one file
-    has is one line; --fmt and --no-fold list its entries. Figures need torch, the rest does not.
+    Wrapper prefixes such as "module." are ignored. The weights come first, sorted by rel norm: the
+    Frobenius norm of the difference divided by that of A. NaN comes first, integers last. max rel
+    is relative to the elements of B. Repeated layers are folded into one row with the maximum of
+    each column. A container that only one file has is one row; --fmt and --no-fold list its
+    entries. Only the statistics need torch.
     """
     shown = {"--stat": stat, "--name-status": name_status, "--json": screen.as_json}
-    shown["--fmt"] = name_status and bool(screen.fmt)  # of --stat it is a table
-    given = [name for name, wanted in shown.items() if wanted]
+    shown["--fmt"] = name_status and bool(screen.fmt)  # with --stat, it is a table
+    given = [option for option, is_given in shown.items() if is_given]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} cannot be combined")
-    with _opened(a) as one, _opened(b) as other, screen.progress() as progress:
-        found = diff(one, other, rename=rules, progress=progress, **how)
-    set_exit_code(0 if found.identical else 1)
+    with _open_side(a) as old, _open_side(b) as new, screen.progress() as progress:
+        result = diff(old, new, rename=rules, progress=progress, **how)
+    set_exit_code(0 if result.identical else 1)
     look = screen.look
     if (name_status or screen.fmt) and not screen.as_json:
-        screen.say(note_lines(found, look))  # a program reads stdout
-    drawn = (stat_lines if stat else diff_lines)(found, look, fold=not no_fold)
-    screen.print(found, status_lines(found) if name_status else drawn)
+        screen.say(note_lines(result, look))  # keep them out of the table
+    lines = (stat_lines if stat else diff_lines)(result, look, fold=not no_fold)
+    screen.print(result, status_lines(result) if name_status else lines)
 
 
-def _opened(path: str) -> Checkpoint:
-    """Return the checkpoint of a file; an empty one if one side of a diff has no file."""
+def _open_side(path: str) -> Checkpoint:
+    """Open a checkpoint; return an empty one for the missing side of a git diff."""
     return Checkpoint({}, "nothing", path) if path in _NOTHING else open_checkpoint(path)

@@ -1,4 +1,4 @@
-"""The verbs that edit a file: its names, device tags and unused bytes; and `recover`."""
+"""The verbs that edit the keys, devices and unused bytes of a file; and `recover`."""
 
 from __future__ import annotations
 
@@ -48,21 +48,26 @@ from ckptool.words import clean, listed, shell
 @repeatable(
     "--only",
     "WRAPPER",
-    "Remove only this wrapper (module, _orig_mod, ...); repeatable. Default: all.",
+    "Remove only this wrapper, for example module or _orig_mod. Repeatable. [default: all]",
     shell_complete=completed_by(lambda: WRAPPERS),
 )
-@click.option("--levels", type=click.IntRange(min=1), help="Remove at most this many wrappers.")
-@click.option("--at", metavar="PATH", help="Remove the wrapper of this submodule, as features.")
+@click.option(
+    "--levels", type=click.IntRange(min=1), help="Remove at most this many wrapper prefixes."
+)
+@click.option(
+    "--at",
+    metavar="PATH",
+    help="Remove the wrapper prefix inside this submodule, for example features.",
+)
 @target_options()
 def strip_module_command(
     file: str, only: tuple[str, ...], levels: int | None, at: str | None, target: OutputOptions
 ) -> None:
-    """Remove wrapper prefixes such as "module." from names.
+    """Remove wrapper prefixes such as "module." from keys.
 
-    DataParallel and DistributedDataParallel add "module.", torch.compile adds "_orig_mod.", FSDP
-    and others add their own. All are removed, in whatever order, from every state dict of the
-    file, its _metadata, and optimizer state that is keyed by name. The result of model.pth goes to
-    model.stripped.pth.
+    DataParallel and DistributedDataParallel add "module.", torch.compile adds "_orig_mod.", and
+    FSDP and others add their own. All are removed, in any order, from every state dict in the file,
+    from its _metadata and from optimizer state keyed by parameter. Writes model.stripped.pth.
     """
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
@@ -71,7 +76,7 @@ def strip_module_command(
             return changed
         prefixes = listed(f'"{one}."' for one in only)
         text = f"no key has the prefix {prefixes}" if only else "no key has a wrapper prefix"
-        if at is None and "module" in (only or WRAPPERS) and (paths := _wrapped_parts(changed)):
+        if at is None and "module" in (only or WRAPPERS) and (paths := _wrapped_paths(changed)):
             text += f'; "module." is inside {listed(paths, most=3)}, to remove it: '
             text += f"ckptool strip-module {shell(file)} --at {shell(paths[0])}"
         return changed.with_root(changed.root, Change("warning", text))
@@ -79,12 +84,12 @@ def strip_module_command(
     write_changed(file, change, target, word="stripped")
 
 
-def _wrapped_parts(checkpoint: Checkpoint) -> list[str]:
-    """Return the submodules below which a wrapper of their own is in every key."""
-    from ckptool.matching.align import wrapped_submodules  # only for a file without other wrappers
+def _wrapped_paths(checkpoint: Checkpoint) -> list[str]:
+    """Return the submodules with a wrapper prefix of their own in every key."""
+    from ckptool.matching.align import wrapped_submodules  # rarely needed
 
-    models = (one for one in checkpoint.sections if one.kind == "state_dict")
-    keys = (key for one in models for key in one.node if isinstance(key, str))
+    models = (section for section in checkpoint.sections if section.kind == "state_dict")
+    keys = (key for model in models for key in model.node if isinstance(key, str))
     return wrapped_submodules(keys)
 
 
@@ -93,13 +98,15 @@ def _wrapped_parts(checkpoint: Checkpoint) -> list[str]:
     "ckptool add-module model.pth",
 )
 @file_argument
-@click.option("--at", metavar="PATH", help="Wrap only this submodule, as features.")
+@click.option(
+    "--at", metavar="PATH", help="Add the prefix inside this submodule only, for example features."
+)
 @target_options()
 def add_module_command(file: str, at: str | None, target: OutputOptions) -> None:
-    """Add the prefix "module." to names, as DataParallel does.
+    """Add the prefix "module." to keys, as DataParallel does.
 
-    Every state dict of the file is changed, with its _metadata and optimizer state that is keyed
-    by name. The result of model.pth goes to model.wrapped.pth.
+    Changes every state dict in the file, its _metadata and optimizer state keyed by parameter.
+    Writes model.wrapped.pth.
     """
     write_changed(file, Wrap(at=at), target, word="wrapped")
 
@@ -113,19 +120,18 @@ def add_module_command(file: str, at: str | None, target: OutputOptions) -> None
     cls=RulesInOrder,
 )
 @file_argument
-@rename_options("a name")
-@click.option("--key", metavar="NAME", help="Change only this state dict. Default: all of them.")
+@rename_options("a key")
+@click.option("--key", metavar="NAME", help="Change only this state dict. [default: all]")
 @target_options()
 def rename_command(file: str, key: str | None, rules: list[Rule], target: OutputOptions) -> None:
-    """Rename tensors by regular expressions, prefixes or a table.
+    """Rename keys by regular expression, prefix or table.
 
-    Rules are applied in the order in which they are given, each to the result of the one before.
-    _metadata and optimizer state that is keyed by name follow. The result of model.pth goes to
-    model.renamed.pth.
+    Rules apply in the given order, each to the result of the previous one. _metadata and optimizer
+    state keyed by parameter are renamed as well. Writes model.renamed.pth.
     """
     if not rules:
         raise UsageError(
-            "rename takes at least one of --rename, --rename-file and --prefix",
+            "rename needs --rename, --rename-file or --prefix",
             hint="ckptool rename FILE --prefix backbone=encoder",
         )
     write_changed(file, Rename(rules, key=key), target, word="renamed")
@@ -139,11 +145,14 @@ def rename_command(file: str, key: str | None, rules: list[Rule], target: Output
     "ckptool remap --visible-devices 0,2 model.pth",
 )
 @file_argument
-@click.option("--to", "device", metavar="DEVICE", help="Move all tensors to it: cpu, cuda:0.")
+@click.option(
+    "--to", "device", metavar="DEVICE", help="Move every tensor to DEVICE, for example cpu."
+)
 @repeatable(
     "--map",
     "A=B",
-    "Move tensors on device A to device B; cuda:* is any index. Repeatable, all at once.",
+    "Move tensors from device A to B; cuda:* matches every index. Repeatable; all moves happen at "
+    "once.",
     "rules",
 )
 @visible_option
@@ -155,22 +164,21 @@ def remap_command(
     visible_devices: tuple[int, ...] | None,
     target: OutputOptions,
 ) -> None:
-    """Change the devices that tensors are tagged with.
+    """Change the devices that tensors load onto.
 
-    Optimizer state and torch.device values are changed as well; the bytes of the tensors stay. The
-    result loads with torch.load without map_location. With --to cpu the result of model.pth goes
-    to model.cpu.pth, with --map to model.remapped.pth.
+    Optimizer state and torch.device values change as well; tensor data does not. The result loads
+    with torch.load without map_location. --to cpu writes model.cpu.pth, --map model.remapped.pth.
     """
     if sum(map(bool, (device is not None, rules, visible_devices is not None))) != 1:
         raise UsageError(
-            "remap takes exactly one of --to, --map and --visible-devices",
+            "remap needs exactly one of --to, --map and --visible-devices",
             hint="ckptool remap --to cpu FILE",
         )
     step = Remap(device, parsed_rules(rules), visible_devices)
     write_changed(file, step, target, word=device.replace(":", "") if device else "remapped")
 
 
-_NOTHING = Change("compact", "nothing to compact: tensors use every byte")
+_NOTHING = Change("compact", "nothing to compact: every byte is used")
 
 
 @verb(
@@ -184,18 +192,17 @@ _NOTHING = Change("compact", "nothing to compact: tensors use every byte")
 def compact_command(file: str, target: OutputOptions) -> None:
     """Drop bytes that no tensor uses.
 
-    torch.save writes the whole storage of a tensor, even if the tensor is a small view of it:
-    big[:10] takes as much space as big. compact trims each storage to the part that tensors use,
-    and drops the dead bytes that edits in place leave behind. Tensors that share bytes still share
-    them. The result of model.pth goes to model.compact.pth.
+    torch.save writes the whole storage of a tensor, even for a small view: big[:10] takes as much
+    space as big. compact trims each storage to the bytes that tensors use, and drops bytes left
+    over from in-place edits. Tensors that share a storage still share it. Writes model.compact.pth.
     """
     before = 0
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
         nonlocal before
         before = checkpoint.details.size
-        found = checkpoint.then(Compact())
-        return checkpoint.with_root(found.root, _NOTHING) if found is checkpoint else found
+        changed = checkpoint.then(Compact())
+        return checkpoint.with_root(changed.root, _NOTHING) if changed is checkpoint else changed
 
     receipt = write_changed(file, change, target, word="compact", rewrite=True)
     after = f"{clean(os.path.basename(receipt.path))} {size(receipt.size)}"
@@ -208,17 +215,17 @@ def compact_command(file: str, target: OutputOptions) -> None:
     "ckptool recover --discard model.pth",
 )
 @file_argument
-@flag("--discard", "Only remove the journal; leave FILE as it is now.")
-@flag("--force", "Roll back a file that was copied or moved together with its journal.")
+@flag("--discard", "Remove the journal without changing FILE.")
+@flag("--force", "Roll back even if the file was copied or moved together with its journal.")
 @screen_options()
 def recover_command(file: str, discard: bool, force: bool, screen: Screen) -> None:
-    """Roll back an edit in place that was killed.
+    """Roll back an interrupted in-place edit.
 
-    An edit in place first saves the old bytes in a journal next to the file,
-    .FILE.ckptool-journal. If the edit was cut short, recover writes them back; if it was complete,
-    the file stays. Every ckptool command that opens the file does the same first. If FILE is not
-    the file that the journal belongs to, recover stops with an error and changes nothing;
-    --discard then removes the journal.
+    An in-place edit first saves the old bytes in a journal next to the file,
+    .FILE.ckptool-journal. If the edit was interrupted, recover writes them back; if it was
+    complete, the file is unchanged. Every ckptool command that opens the file does this first. If
+    the journal belongs to another file, recover stops with an error and changes nothing; remove
+    the journal with --discard.
     """
-    done = recover(file, discard=discard, force=force)
-    screen.tell(done, recovery_lines(done))
+    recovery = recover(file, discard=discard, force=force)
+    screen.print_receipt(recovery, recovery_lines(recovery))

@@ -13,7 +13,7 @@ from ckptool.cli.options import (
     flag,
     glob_options,
     master_option,
-    plain_options,
+    plahint_with_options,
     target_options,
     verb,
 )
@@ -32,11 +32,11 @@ from ckptool.transforms.extraction import kept_in
     "ckptool extract run.pth --plain --drop-objects",
 )
 @file_argument
-@click.option("--key", metavar="NAME", help="The section, container or tensor at this path.")
+@click.option("--key", metavar="NAME", help="Take the section, container or tensor at this path.")
 @glob_options
-@flag("--ema", "The averaged weights, under the names of the model that they are an average of.")
+@flag("--ema", "Take the averaged (EMA) weights under the model's own keys.")
 @master_option
-@plain_options
+@plahint_with_options
 @target_options()
 def command(
     file: str,
@@ -49,9 +49,9 @@ def command(
 ) -> None:
     """Extract a section, some tensors, or only the weights.
 
-    The result lists what is left out. If one tensor of an optimizer is left out, all of the
-    optimizer is; values and objects stay, except with --model-only. The result of model.pth goes
-    to model.extracted.pth. --in-place needs --force, because the rest is lost.
+    The receipt lists everything left out. Leaving out one optimizer tensor leaves out the whole
+    optimizer. Values and objects are kept, except with --model-only. Writes model.extracted.pth.
+    --in-place needs --force, because the rest is lost.
     """
     if what["key"] is None and not (any(what.values()) or ema or master or plain or drop_objects):
         raise UsageError(
@@ -61,7 +61,7 @@ def command(
         )
     if ema and (master or what["model_only"] or what["key"] is not None):
         raise UsageError(
-            "--ema takes the averaged weights alone, without --key, --model-only and --master",
+            "--ema cannot be combined with --key, --model-only or --master",
             hint="ckptool extract FILE --ema",
         )
 
@@ -69,10 +69,10 @@ def command(
     take = Take(**what, ema=ema)
 
     def change(checkpoint: Checkpoint) -> Checkpoint:
-        whole = checkpoint.then(*steps)
-        part = whole.then(take)
-        if any(one.kind != "warning" for one in part.changes[len(whole.changes) :]):
-            part = part.with_root(part.root, kept_in(whole, part))
-        return part.then(Plain(plain, drop_objects)) if plain or drop_objects else part
+        source = checkpoint.then(*steps)
+        extracted = source.then(take)
+        if any(made.kind != "warning" for made in extracted.changes[len(source.changes) :]):
+            extracted = extracted.with_root(extracted.root, kept_in(source, extracted))
+        return extracted.then(Plain(plain, drop_objects)) if plain or drop_objects else extracted
 
     write_changed(file, change, target, word="extracted", rewrite=True)

@@ -32,7 +32,7 @@ class _Overview:
         }
 
 
-@verb("info", "ckptool model.pth")  # hints then name a verb that exists
+@verb("info", "ckptool model.pth")  # "info", so that hints show a verb that exists
 @file_argument
 @screen_options(fmt=True)
 def command(file: str, screen: Screen) -> None:
@@ -41,5 +41,6 @@ def command(file: str, screen: Screen) -> None:
     ckptool info and ckptool doctor show more.
     """
     with open_checkpoint(file) as checkpoint:
-        summary, found = overview(checkpoint, devices_here())
-    screen.print(_Overview(summary, found), overview_lines(summary, found, screen.look))
+        summary, diagnosis = overview(checkpoint, devices_here())
+    lines = overview_lines(summary, diagnosis, screen.look)
+    screen.print(_Overview(summary, diagnosis), lines)

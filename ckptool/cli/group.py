@@ -11,37 +11,37 @@ import click
 from ckptool._version import __version__
 
 VERBS = {
-    "read": {
-        "list": "List the tensors, values and objects of a checkpoint.",
+    "Inspect": {
+        "list": "List the tensors, values and objects in a checkpoint.",
         "info": "Summarize a checkpoint and show how to load it.",
-        "show": "Show one value, one object or the head of one tensor.",
+        "show": "Show one value, one object, or the start of a tensor.",
         "stats": "Show the range, mean, zeros and NaN of each tensor.",
-        "diff": "Show what differs between two checkpoints of any formats.",
-        "verify": "Check files for damage, also where torch does not look.",
+        "diff": "Compare two checkpoints, in any formats.",
+        "verify": "Check files for damage, even where torch does not look.",
         "scan": "Show what loading a file would run, without running it.",
         "doctor": "Explain why a checkpoint does not load, and how to fix it.",
-        "match": "Check whether a checkpoint fits a model, and with which renames.",
-        "report": "Write an HTML page about a checkpoint, or to compare two.",
-        "recipes": "List the recipes of convert --recipe, or print one.",
+        "match": "Check whether a checkpoint fits a model, and what to rename.",
+        "report": "Write an HTML page about one checkpoint, or comparing two.",
+        "recipes": "List the recipes for convert --recipe, or print one.",
     },
-    "change": {
-        "strip-module": 'Remove wrapper prefixes such as "module." from names.',
-        "add-module": 'Add the prefix "module." to names, as DataParallel does.',
-        "rename": "Rename tensors by regular expressions, prefixes or a table.",
-        "remap": "Change the devices that tensors are tagged with.",
-        "cast": "Cast floating-point tensors to another type.",
+    "Change": {
+        "strip-module": 'Remove wrapper prefixes such as "module." from keys.',
+        "add-module": 'Add the prefix "module." to keys, as DataParallel does.',
+        "rename": "Rename keys by regular expression, prefix or table.",
+        "remap": "Change the devices that tensors load onto.",
+        "cast": "Cast floating-point tensors to another dtype.",
         "extract": "Extract a section, some tensors, or only the weights.",
         "compact": "Drop bytes that no tensor uses.",
-        "average": "Average the weights of several checkpoints.",
-        "merge-lora": "Merge LoRA adapters into the weights of their base model.",
+        "average": "Average several checkpoints.",
+        "merge-lora": "Merge LoRA adapters into their base model.",
         "convert": "Convert to another format; rename, cast and move on the way.",
-        "recover": "Roll back an edit in place that was killed.",
+        "recover": "Roll back an interrupted in-place edit.",
     },
-    "make": {
-        "train": "Train a model on one or many devices, and save checkpoints.",
+    "Train": {
+        "train": "Train a model on one or more devices, and save checkpoints.",
     },
 }
-"""The first line of the help of each verb, so that the list imports nothing."""
+"""By group, the first help line of each verb. Listing them imports no verb."""
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "ls": ("list",),
@@ -50,7 +50,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "keys": ("list", "--names"),
     "inspect": ("info",),
 }
-"""Words of other tools, which are not in the list of commands, and the words that they lead to."""
+"""Commands of other tools, which the help does not list, and the arguments that replace them."""
 HELP = "help"
 _FILES = {
     **dict.fromkeys(
@@ -59,8 +59,8 @@ _FILES = {
     **dict.fromkeys(("cast", "average", "merge-lora"), "computing_verbs"),
     **dict.fromkeys(("show", "stats"), "reading_verbs"),
 }
-"""The module of a verb that shares one with others; `list` is alone in `list_verb`."""
-_MEANT = {
+"""The modules that implement several verbs; every other verb is alone in `NAME_verb`."""
+_SYNONYMS = {
     "list": "contents dir tree names params parameters tensors layers index",
     "info": "summary summarize summarise describe about meta metadata header stat file what load "
     "open",
@@ -87,33 +87,41 @@ _MEANT = {
     "recover": "rollback undo restore revert resume-edit",
     "train": "fit-model run launch learn finetune fine-tune",
 }
-"""Words that people say for a verb, next to what its name is similar to."""
+"""Synonyms of each verb, used to propose a verb for an unknown command."""
 
 EPILOG = """\b
-Example, from a DataParallel file tagged cuda:3 to one that loads anywhere:
+Example: a DataParallel checkpoint from GPU 3, loadable anywhere
   ckptool info model.pth
   ckptool convert model.pth laptop.pth --wrappers strip --to cpu
 
 \b
-ckptool FILE, without a command, prints info and the verdict of doctor.
-
-\b
-Exit codes: 0 fine, 1 a finding, 2 an error or wrong usage, 130 interrupted.
-CKPTOOL_DEBUG=1 shows the traceback of an error.
-Completion for bash (docs/cli.md has zsh and fish):
+Exit codes: 0 success, 1 problem found, 2 error or wrong usage,
+130 interrupted. CKPTOOL_DEBUG=1 shows tracebacks.
+Completion for bash (zsh and fish: docs/cli.md):
   eval "$(_CKPTOOL_COMPLETE=bash_source ckptool)"
 """
 
 
-class VerbGroup(click.Group):
-    """A group that imports a verb by its name, so that `--help` imports nothing but click."""
+class BriefHelpOption(click.Command):
+    """A command that describes `--help` in three words."""
+
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        """Return the option, with our text."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.help = "Show this message."
+        return option
+
+
+class VerbGroup(BriefHelpOption, click.Group):
+    """A group that imports a verb when it is called, so that `--help` imports only click."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return all verbs, in the order of the help."""
         return [name for verbs in VERBS.values() for name in verbs]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the verb of this name or alias, None if there is none."""
+        """Return the verb with this name or alias, or None."""
         name, *_ = ALIASES.get(cmd_name, (cmd_name,))
         if name not in self.list_commands(ctx):
             return None
@@ -122,19 +130,19 @@ class VerbGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the verb that the first argument names; a file is what `info` is about.
+        """Return the verb in the first argument, or `info` if that is a file.
 
         Raises:
-            FileMissing: the first argument can only be a file, and there is none.
-            click.UsageError: there is no such verb; the message proposes one.
+            FileMissing: if the first argument looks like a file that does not exist.
+            click.UsageError: if the verb is unknown; the message proposes one.
         """
         word, *rest = args
         if word == HELP:
-            wanted = [one for one in rest if not one.startswith("-")][:1]
-            if not wanted:
+            verbs = [argument for argument in rest if not argument.startswith("-")][:1]
+            if not verbs:
                 click.echo(ctx.get_help())
                 ctx.exit()
-            args = [*wanted, "--help"]
+            args = [*verbs, "--help"]
             word, *rest = args
         if word in ALIASES:
             args = [*ALIASES[word], *rest]
@@ -142,26 +150,27 @@ class VerbGroup(click.Group):
             if _is_file(word):
                 command = _command_in("file_verb", "info")
                 return command.name, command, args
-            raise click.UsageError(_unknown(word, self.list_commands(ctx)), ctx)
+            raise click.UsageError(_unknown_verb(word, self.list_commands(ctx)), ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the verbs with the first lines of their help, verbs that read first."""
+        """List the verbs, group by group, with the first lines of their help."""
         for title, verbs in VERBS.items():
-            with formatter.section(f"Commands that {title}"):
+            with formatter.section(title):
                 formatter.write_dl(list(verbs.items()))
 
 
 def _command_in(file: str, name: str) -> click.Command:
-    found = vars(import_module(f"ckptool.cli.{file}")).values()
-    return next(one for one in found if isinstance(one, click.Command) and one.name == name)
+    members = vars(import_module(f"ckptool.cli.{file}")).values()
+    commands = (member for member in members if isinstance(member, click.Command))
+    return next(command for command in commands if command.name == name)
 
 
 def _is_file(word: str) -> bool:
-    """Return whether a word is a file's name or an address, and not a verb that does not exist.
+    """Return True if a word is a file or an address, False if it may be a mistyped verb.
 
     Raises:
-        FileMissing: only a file's name has such characters, and no such file.
+        FileMissing: if the word looks like a file name, but the file does not exist.
     """
     if os.path.lexists(word) or "://" in word:
         return True
@@ -172,16 +181,20 @@ def _is_file(word: str) -> bool:
     raise FileMissing("no such file", file=word)
 
 
-def _unknown(word: str, known: Sequence[str]) -> str:
-    """Return the error about a verb that does not exist, with the nearest that does."""
+def _unknown_verb(word: str, known: Sequence[str]) -> str:
+    """Return the error about an unknown verb, with the closest known one."""
     from difflib import get_close_matches
 
-    said = {one: verb for verb, words in _MEANT.items() for one in words.split()}
-    said |= {name: name for name in (*known, HELP)} | {one: to[0] for one, to in ALIASES.items()}
+    meanings = {synonym: verb for verb, words in _SYNONYMS.items() for synonym in words.split()}
+    meanings |= {name: name for name in (*known, HELP)}
+    meanings |= {alias: verb for alias, (verb, *_) in ALIASES.items()}
     lower = word.lower().replace("_", "-")
-    begun = [name for name in said if len(lower) > 1 and name.startswith(lower)]
-    near = [lower] if lower in said else begun or get_close_matches(lower, said, n=1, cutoff=0.6)
-    tail = f"did you mean {said[near[0]]!r}?" if near else "'ckptool --help' lists the commands"
+    close = [lower] if lower in meanings else []
+    close = close or [name for name in meanings if len(lower) > 1 and name.startswith(lower)]
+    close = close or get_close_matches(lower, meanings, n=1, cutoff=0.6)
+    tail = (
+        f"did you mean {meanings[close[0]]!r}?" if close else "'ckptool --help' lists the commands"
+    )
     return f"unknown command {word!r}: {tail}"
 
 
@@ -190,7 +203,7 @@ def _unknown(word: str, known: Sequence[str]) -> str:
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=EPILOG,
 )
-@click.version_option(__version__, message="ckptool %(version)s", help="Print the version.")
+@click.version_option(__version__, message="ckptool %(version)s", help="Show the version.")
 @click.option("--local-rank", "--local_rank", type=int, hidden=True, expose_value=False)
 def cli() -> None:
-    """Read, explain and rewrite PyTorch checkpoints, without running their code."""
+    """Inspect, fix and convert PyTorch checkpoints without running their code."""

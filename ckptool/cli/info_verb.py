@@ -18,10 +18,10 @@ from ckptool.render.info import info_lines
 def command(file: str, screen: Screen) -> None:
     """Summarize a checkpoint and show how to load it.
 
-    The page shows the format and its writer, the sections, wrapper prefixes and devices, why
-    weights_only=True refuses the file, bytes on disk and bytes that tensors use, and the commands
-    that make it load on a machine with one GPU or none. --fmt prints only the table of sections.
-    ckptool FILE, without a command, prints the same with the verdict of doctor --quick.
+    info shows the format and its writer, the sections, wrapper prefixes and devices, why
+    weights_only=True rejects the file, the bytes on disk and the bytes used, and commands to load
+    it on a machine with one GPU or none. --fmt prints only the table of sections. ckptool FILE,
+    without a command, adds the verdict of doctor --quick.
     """
     with open_checkpoint(file) as checkpoint:
         summary = info(checkpoint)

@@ -19,12 +19,12 @@ from ckptool.words import clean
     "ckptool list model.pth --names",
     "ckptool list model.pth --include '*.weight' --json",
     "ckptool list model.pth --fmt markdown",
-    finding="a NAME that matches no key",
+    problem="a NAME matches nothing",
 )
 @file_argument
-@flag("--tree", "Show modules, repeated layers folded.", "as_tree")
-@flag("--names", "Print only the keys, one a line.")
-@flag("--hash", "Show the SHA-256 of each tensor's content.", "hashed")
+@flag("--tree", "Show the module tree, with repeated layers folded.", "as_tree")
+@flag("--names", "Print only the keys, one per line.")
+@flag("--hash", "Show the SHA-256 of each tensor.", "hashed")
 @filter_options
 @screen_options(fmt=True)
 def command(
@@ -36,9 +36,9 @@ def command(
     exclude: tuple[str, ...],
     screen: Screen,
 ) -> None:
-    """List the tensors, values and objects of a checkpoint.
+    """List the tensors, values and objects in a checkpoint.
 
-    Only the header is read, however large the file is; --hash reads the tensors, too.
+    Reads only the header, regardless of the size of the file. --hash reads the tensors as well.
     """
     if screen.fmt and as_tree:
         raise UsageError("--fmt and --tree cannot be combined")
@@ -52,7 +52,7 @@ def command(
         )
     screen.report_unmatched(listing.unmatched)
     if not (listing.tensors or listing.values or listing.objects or listing.unmatched):
-        screen.note_none("nothing", include, exclude)
+        screen.note_if_filtered("no entry", include, exclude)
     if names:
         print_lines(name_lines(listing))
         return

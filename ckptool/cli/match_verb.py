@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from ckptool.cli.console import Screen, print_document, print_lines, set_exit_code
-from ckptool.cli.like import Allowing, allowance_options, referred
+from ckptool.cli.like import Allowing, allowance_options, resolve_reference
 from ckptool.cli.options import PATH, Brief, file_argument, flag, screen_options, verb
 from ckptool.cli.renaming import RulesInOrder, rename_options
 from ckptool.formats.identify import unused
-from ckptool.loading.plan import planned, target_like
+from ckptool.loading.plan import plan_load, target_like
 from ckptool.loading.source import StateDict, stated
 from ckptool.matching import Allowance, Judgement, MatchReport
 from ckptool.matching.align import is_average_counter
@@ -41,7 +41,7 @@ class _Match(Allowing, RulesInOrder, Brief):
     "ckptool match model.pth --like mypackage.models:build",
     "ckptool match model.pth --like reference.pth --allow-missing 'head.*' --min-coverage 0.9",
     r"ckptool match model.pth --like reference.pth --rename '^backbone\.=>encoder.'",
-    finding="it does not fit",
+    problem="the checkpoint does not fit",
     cls=_Match,
 )
 @file_argument
@@ -50,15 +50,15 @@ class _Match(Allowing, RulesInOrder, Brief):
     type=PATH,
     metavar="REFERENCE",
     required=True,
-    help="A checkpoint of the model, or MODULE:FACTORY, your code that builds it.",
+    help="Compare with this checkpoint, or with the model that MODULE:FACTORY, your code, builds.",
 )
-@click.option("--key", metavar="NAME", help="The state dict of FILE, if there are several.")
+@click.option("--key", metavar="NAME", help="Take this state dict of FILE, if it has several.")
 @click.option(
-    "--like-key", metavar="NAME", help="The state dict of REFERENCE, if there are several."
+    "--like-key", metavar="NAME", help="Use this state dict of REFERENCE, if it has several."
 )
-@rename_options("a name of FILE, first,")
+@rename_options("a key of FILE, before matching,")
 @allowance_options()
-@flag("--no-fold", "Show a row for each tensor; do not fold layers.")
+@flag("--no-fold", "Show a row for each tensor, without folding layers.")
 @screen_options(fmt=True)
 def command(
     file: str,
@@ -73,19 +73,19 @@ def command(
     screen: Screen,
     **allowed: Any,
 ) -> None:
-    """Check whether a checkpoint fits a model, and with which renames.
+    """Check whether a checkpoint fits a model, and what to rename.
 
-    Wrapper prefixes such as "module.", one common prefix, and names that torch itself has changed
-    match without a rule. Any other rename is only proposed: apply it with --rename. Of a REFERENCE
-    that is a file only the header is read, without torch. MODULE:FACTORY is imported from the
-    current folder and called without arguments, on the meta device if possible.
-    ckptool.load_into loads what matches; ckptool convert --like writes it under the model's names.
+    Wrapper prefixes such as "module.", one common prefix, and keys that torch itself renamed match
+    without a rule. Other renames are only proposed; apply them with --rename. If REFERENCE is a
+    file, only its header is read, without torch. MODULE:FACTORY is imported from the current folder
+    and called without arguments, on the meta device if possible. Load the result with
+    ckptool.load_into, or save it with the model's keys with ckptool convert --like.
     """
-    named = referred(like)
-    wanted = target_like(named, key=like_key)
+    reference = resolve_reference(like)
+    wanted = target_like(reference, key=like_key)
     with stated(file, key=key, wanted=wanted.slots) as state:
-        by_type = named is like  # of a file the header is all that is asked
-        plan = planned(
+        by_type = reference is like  # a file: its header is enough
+        plan = plan_load(
             state,
             wanted,
             rename=rules,
@@ -103,7 +103,7 @@ def command(
         return
     look = screen.look
     lines = match_lines(report, look, fold=not no_fold, judgement=judgement, options=True)
-    if screen.fmt:  # a program reads stdout
+    if screen.fmt:  # keep them out of the table
         screen.say(note_lines(report, look, judgement=judgement, options=True))
         print_lines(lines)
         return
@@ -122,20 +122,20 @@ def command(
     command = ""
     if all(rule.regex for rule in rules) and _is_for_convert(report):
         target = unused(default_target(file, "fitted"))
-        options = Remedy(tuple((name, one) for name, one in given.items() if one is not None))
+        options = Remedy(tuple((name, value) for name, value in given.items() if value is not None))
         words = ["ckptool", "convert", as_argument(file), as_argument(target)]
         command = shlex.join([*words, *option_words(options)])
     print_lines(advice_lines(judgement, look, command=command))
 
 
 def _applied(rules: Iterable[Rule], state: StateDict) -> Iterator[str]:
-    """Yield the regexes that some name of the file matches."""
-    names = list(state.slots)
+    """Yield the rules that match at least one key of the file."""
+    keys = list(state.slots)
     for rule in rules:
-        news = [rule.apply(name) for name in names]
-        if any(new is not None for new in news):
+        renamed = [rule.apply(key) for key in keys]
+        if any(new is not None for new in renamed):
             yield rule.text
-            names = [name if new is None else new for name, new in zip(names, news, strict=True)]
+            keys = [key if new is None else new for key, new in zip(keys, renamed, strict=True)]
 
 
 def _document(judgement: Judgement) -> dict[str, Any]:
@@ -143,15 +143,15 @@ def _document(judgement: Judgement) -> dict[str, Any]:
     return {
         "accepted": judgement.accepted,
         "problems": [
-            {"kind": one.kind, "text": one.text, "remedy": as_options(one.remedy)}
-            for one in judgement.problems
+            {"kind": problem.kind, "text": problem.text, "remedy": as_options(problem.remedy)}
+            for problem in judgement.problems
         ],
         "remedy": {"text": as_options(remedy), "options": option_words(remedy)} if remedy else None,
     }
 
 
 def _is_for_convert(report: MatchReport) -> bool:
-    """Return whether the names differ from the model's, and `convert` can change them."""
+    """Return True if the keys differ from the model's and `convert` can rename them."""
     kept = (name for name, _ in report.kept)
     if report.missing_keys or report.mismatched or any(map(is_average_counter, kept)):
         return False

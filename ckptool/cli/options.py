@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ckptool.cli.console import Screen
+from ckptool.cli.group import BriefHelpOption
 from ckptool.errors import UsageError
 from ckptool.formats import WRITABLE
 from ckptool.render.table import known_format, known_formats
@@ -18,12 +19,12 @@ from ckptool.render.table import known_format, known_formats
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 PATH = click.Path(readable=False)
-"""The type of a file name; the code that opens the file reports whether it can be read."""
+"""The type of a file name. The code that opens the file checks that it can be read."""
 file_argument = click.argument("file", type=PATH)
 
 
 class Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """A tuple of words or numbers, which are separated by commas."""
+    """A tuple of comma-separated words or numbers."""
 
     def __init__(self, kind: type[int] | type[float] | type[str]) -> None:
         """Convert each part to `kind`."""
@@ -37,7 +38,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[Any, ...]:
-        """Return the parts of a text; a default is a tuple already."""
+        """Return the parts of a text. A default is already a tuple."""
         if isinstance(value, tuple):
             return value
         words = [word.strip() for word in value.split(",")] if value.strip() else []
@@ -55,12 +56,12 @@ def flag(option: str, help: str, *names: str) -> Decorator:
 
 
 def repeatable(option: str, metavar: str, help: str, *names: str, **more: Any) -> Decorator:
-    """Return an option that may be given several times."""
+    """Return an option that can be repeated."""
     return click.option(option, *names, multiple=True, metavar=metavar, help=help, **more)
 
 
 def completed_by(words: Callable[[], Iterable[str]]) -> Any:
-    """Return a `shell_complete` that offers `words()`, which is called only for the Tab key."""
+    """Return a `shell_complete` that offers `words()`, called only when Tab is pressed."""
 
     def complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
         return [word for word in words() if word.startswith(incomplete)]
@@ -75,7 +76,7 @@ def _floating_types() -> Iterable[str]:
 
 
 def dtype_option(option: str, help: str) -> Decorator:
-    """Return an option whose value is a floating-point type."""
+    """Return an option with a floating-point dtype as its value."""
     complete = completed_by(_floating_types)
     return click.option(option, metavar="DTYPE", shell_complete=complete, help=help)
 
@@ -83,24 +84,24 @@ def dtype_option(option: str, help: str) -> Decorator:
 def verb(
     name: str,
     *examples: str,
-    finding: str = "",
-    ended: str = "130 interrupted",
-    cls: type[click.Command] = click.Command,
+    problem: str = "",
+    interrupted: str = "130 interrupted",
+    cls: type[click.Command] = BriefHelpOption,
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """Return a decorator for a command whose help ends with examples and exit codes.
+    """Return a decorator for a command with examples and exit codes in its help.
 
-    `finding` is the meaning of exit code 1, `ended` the exit codes after a signal.
+    `problem` is the meaning of exit code 1, `interrupted` the exit codes after a signal.
     """
     title = "Examples" if len(examples) > 1 else "Example"
     shown = "\n".join(f"  {example}" for example in examples)
-    found = f", 1 {finding}" if finding else ""
-    codes = f"Exit codes: 0 fine{found}, 2 an error or wrong usage, {ended}."
-    epilog = f"\b\n{title}:\n{shown}\n\n{codes}"  # click wraps no paragraph that \b begins
+    code_1 = f", 1 {problem}" if problem else ""
+    codes = f"Exit codes: 0 success{code_1}, 2 error or wrong usage, {interrupted}."
+    epilog = f"\b\n{title}:\n{shown}\n\n{codes}"  # click does not wrap a paragraph after \b
     return click.command(name, cls=cls, epilog=epilog)
 
 
 EVERY_OPTION = "ckptool.help_all"
-"""In the meta of a context: the help has every option."""
+"""The key in a context's `meta` that makes the help list every option."""
 
 
 def _help_all(context: click.Context, _: click.Parameter, is_given: bool) -> None:
@@ -110,14 +111,14 @@ def _help_all(context: click.Context, _: click.Parameter, is_given: bool) -> Non
         context.exit()
 
 
-class Brief(click.Command):
-    """A command with many options: `--help` lists those that people use, `--help-all` each."""
+class Brief(BriefHelpOption):
+    """A command with many options: `--help` lists the common ones, `--help-all` every one."""
 
     most_used: frozenset[str] = frozenset()
-    """The names of the options on the short page."""
+    """The names of the options in the short help."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the parameters; while the short help is made, without the options that wait."""
+        """Return the parameters, with --help-all before --help."""
         params = super().get_params(ctx)
         params.insert(
             -1,
@@ -127,7 +128,7 @@ class Brief(click.Command):
                 is_eager=True,
                 expose_value=False,
                 callback=_help_all,
-                help="Show every option and exit.",
+                help="Show every option.",
             ),
         )
         return params
@@ -137,7 +138,7 @@ class Brief(click.Command):
         every = self.get_params(ctx)
         if ctx.meta.get(EVERY_OPTION) or not self.most_used:
             return every
-        names = {*self.most_used, "help_all", every[-1].name}  # click's own --help is the last
+        names = {*self.most_used, "help_all", every[-1].name}  # click's --help is last
         return [one for one in every if one.name in names]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -151,7 +152,7 @@ class Sectioned(Brief):
     """A command with sections in its help."""
 
     begins: Mapping[str, str]
-    """The section that begins, or continues, with an option of this name."""
+    """The title of the section that starts, or continues, at the option with this name."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the options, section by section."""
@@ -169,7 +170,7 @@ class Sectioned(Brief):
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """The options about the file to write."""
+    """The options of the file to write."""
 
     output: str | None
     force: bool
@@ -198,29 +199,29 @@ _fmt_option = click.option(
         None if word is None or ctx.resilient_parsing else known_format(word)
     ),
     shell_complete=completed_by(known_formats),
-    help="Print only the tables, unshortened, as markdown, csv, html, latex, rst or another "
-    "format of tabulate.",
+    help="Print only the tables, in full, as markdown, csv, html, latex, rst or another tabulate "
+    "format.",
 )
 
 
 _SCREEN_OPTIONS = (
-    flag("--json", "Print one JSON document (docs/json.md).", "as_json"),
-    flag("-q", "No messages and no progress on stderr.", "--quiet"),
+    flag("--json", "Print the result as JSON (docs/json.md).", "as_json"),
+    flag("-q", "Hide messages and the progress bar.", "--quiet"),
 )
 
 
 def gathered(
     name: str, make: Callable[[dict[str, Any]], Any], *options: Callable[[Any], Any]
 ) -> Decorator:
-    """Return a decorator for options that the verb gets as one argument `name`.
+    """Return a decorator that passes several options to the verb as one argument `name`.
 
-    `make` takes them out of all arguments, and returns the value of the one.
+    `make` removes them from the arguments, and returns the value to pass.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(**given: Any) -> Any:
-            return function(**{name: make(given)}, **given)  # the rest, after `make`
+            return function(**{name: make(given)}, **given)  # the others, after `make`
 
         return together(*options)(call)
 
@@ -235,101 +236,100 @@ def _screen(given: dict[str, Any]) -> Screen:
 
 
 def screen_options(*, fmt: bool = False) -> Decorator:
-    """Return the options about output, which the verb gets as one `screen`."""
+    """Return the output options, which the verb receives as one `screen`."""
     return gathered("screen", _screen, *([_fmt_option] if fmt else []), *_SCREEN_OPTIONS)
 
 
-def _globs(include: str, exclude: str, names: str) -> Decorator:
+def _glob_options(include: str, exclude: str, patterns: str) -> Decorator:
     return together(
         repeatable(
             "--include",
             "NAME",
-            f"{include}. NAME is {names}, or a glob of whole keys (with a /: of whole paths); "
-            "wrapper prefixes are ignored. Repeatable.",
+            f"{include} that match NAME: {patterns} or a glob. A glob matches whole keys, or "
+            "whole paths if it contains a /. Wrapper prefixes are ignored. Repeatable.",
         ),
-        repeatable("--exclude", "NAME", f"{exclude} Repeatable."),
+        repeatable("--exclude", "NAME", f"{exclude} that match NAME. Repeatable."),
     )
 
 
-filter_options = _globs(
-    "Show only what matches", "Hide what matches.", "a path, a key or the end of a path"
+filter_options = _glob_options(
+    "Show only entries", "Hide entries", "a path, a key, the end of a path"
 )
 
 glob_options = together(
-    _globs("Take only tensors that match", "Leave out tensors that match.", "a path or a key"),
+    _glob_options("Take only tensors", "Leave out tensors", "a path, a key"),
     flag(
         "--model-only",
-        "Take only the state dict of the model; a pickled module becomes a state dict.",
+        "Take only the model's state dict; convert a pickled module to one.",
     ),
 )
 
-output_option = click.option("-o", "--output", type=PATH, required=True, help="File to write.")
+output_option = click.option("-o", "--output", type=PATH, required=True, help="Write to this file.")
 
 shard_option = click.option(
     "--max-shard-size",
     metavar="SIZE",
-    help="Split a larger result into files of SIZE (5GB) and an index.",
+    help="Split the result into shards of at most SIZE, for example 5GB, and an index.",
 )
 
 visible_option = click.option(
     "--visible-devices",
     metavar="LIST",
     type=Listed(int),
-    help="Renumber as CUDA_VISIBLE_DEVICES=LIST does: with 0,2 the GPU 2 becomes cuda:1.",
+    help="Renumber GPUs as CUDA_VISIBLE_DEVICES=LIST does: with 0,2, GPU 2 becomes cuda:1.",
 )
 
 quantized_options = together(
-    dtype_option("--dequantize", "Make plain numbers of type DTYPE of quantized weights."),
-    flag("--raw", "Cast quantized values without their scales."),
+    dtype_option("--dequantize", "Convert quantized weights to plain DTYPE tensors."),
+    flag("--raw", "Cast quantized values without applying their scales."),
 )
 
-master_option = flag("--master", "Take the fp32 master weights of DeepSpeed's optimizer.")
+master_option = flag("--master", "Take the fp32 master weights from a DeepSpeed optimizer.")
 
-plain_options = together(
+plahint_with_options = together(
     flag(
         "--plain",
-        "Turn objects into data that weights_only=True loads; where that is not possible, "
-        "stop with an error.",
+        "Convert objects to data that weights_only=True accepts; stop if one cannot be converted.",
     ),
     flag(
         "--drop-objects",
-        "Drop all objects; with --plain, only those that cannot be turned into data.",
+        "Drop all objects; with --plain, only the ones that cannot be converted.",
     ),
 )
 
 _TARGET_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    flag("--force", "Overwrite an existing target, or edit through a link."),
-    flag("--dry-run", "Print what would be written, write nothing."),
+    flag("--force", "Replace an existing target, or edit through a link."),
+    flag("--dry-run", "Show what would be written without writing it."),
     click.option(
         "--format",
         type=click.Choice(WRITABLE),
-        help="Format to write, whatever the name ends in.",
+        help="Write this format, regardless of the extension.",
     ),
     click.option(
         "--verify/--no-verify",
         default=None,
-        help="Read the result back and compare it [default: only if tensors are computed].",
+        help="Read the result back and compare it. [default: only if tensors are computed]",
     ),
     screen_options(),
 )
 _PLACE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option("-o", "--output", type=PATH, help="File to write (default: beside the source)."),
-    flag("--in-place", "Change FILE itself, under a journal."),
+    click.option("-o", "--output", type=PATH, help="Write to this file. [default: next to FILE]"),
+    flag("--in-place", "Change FILE itself; recover undoes an interrupted edit."),
 )
 _DESTINATION = click.argument("destination", type=PATH, required=False)
 
 
 def _new_file(destination: str, output: str | None, in_place: bool) -> str:
-    """Return the second file, unless the user may want to change it as well."""
+    """Return the second file, unless the user may have meant to change it too."""
     if output is not None or in_place:
         raise UsageError(
-            f"the result has two targets: {destination}, and that of -o or --in-place",
-            hint="give one of them; a command changes one file",
+            f"two targets are given: {destination}, and -o or --in-place",
+            hint="give one target; each command changes one file",
         )
     if os.path.lexists(destination):
         raise UsageError(
-            f"the file to write, {destination}, already exists",
-            hint=f"-o {destination} --force overwrites it; a command changes one file",
+            f"the target {destination} already exists",
+            hint=f"use -o {destination} --force to replace it; each command changes one file",
         )
     return destination
 
@@ -342,28 +342,30 @@ def _target(given: dict[str, Any]) -> OutputOptions:
 
 
 def target_options(*, place: bool = True) -> Decorator:
-    """Return the options of a verb that writes, which the verb gets as one `target`.
+    """Return the options of a verb that writes, which the verb receives as one `target`.
 
-    `place` adds -o, --in-place and a second argument, a file to write that does not exist.
+    `place` adds -o, --in-place and a second argument, a file to write that does not exist yet.
     """
     chosen = (_DESTINATION, *_PLACE_OPTIONS, *_TARGET_OPTIONS) if place else _TARGET_OPTIONS
     return gathered("target", _target, *chosen)
 
 
 def parsed_rules(rules: Sequence[str]) -> dict[str, str]:
-    """Return a mapping of A to B for rules `A=B`.
+    """Return rules `A=B` as a mapping.
 
     Raises:
-        UsageError: a rule is not `A=B`, or a device has two rules.
+        UsageError: if a rule is not `A=B`, or a device has two rules.
     """
     mapping: dict[str, str] = {}
     for rule in rules:
         source, _, target = (part.strip() for part in rule.partition("="))
         if not (source and target):
-            raise UsageError(f"{rule!r} is not a rule A=B", hint="for example cuda:3=cuda:0")
+            raise UsageError(
+                f"{rule!r} is not a rule A=B", hint="give a rule such as cuda:3=cuda:0"
+            )
         if mapping.setdefault(source, target) != target:
             raise UsageError(
-                f"there are two rules for {source!r}: to {mapping[source]!r} and to {target!r}",
+                f"{source!r} has two rules: to {mapping[source]!r} and to {target!r}",
                 hint="keep one of them",
             )
     return mapping

@@ -1,4 +1,4 @@
-"""The verbs that read the elements of tensors: `show` and `stats`."""
+"""The verbs that read tensor values: `show` and `stats`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from ckptool.render.figures import ramp_for, shown_lines, stats_lines
     type=click.IntRange(min=0),
     default=HEAD,
     show_default=True,
-    help="How many elements of a tensor to show.",
+    help="Show this many elements of a tensor.",
 )
 @screen_options(fmt=True)
 def show_command(file: str, name: str, count: int, screen: Screen) -> None:
-    """Show one value, one object or the head of one tensor.
+    """Show one value, one object, or the start of a tensor.
 
-    NAME is a path that ckptool list prints, a key, or the end of a path after a . or /, if only
-    one path ends so; wrapper prefixes are ignored.
-    Minimum, maximum and mean are those of all finite elements of the tensor.
+    NAME is a path as printed by ckptool list, a key, or the end of a path after a . or / if only
+    one path matches. Wrapper prefixes are ignored. Minimum, maximum and mean cover all finite
+    elements of the tensor.
     """
     with open_checkpoint(file) as checkpoint, screen.progress() as progress:
         shown = show(checkpoint, name, count=count, progress=progress)
@@ -49,7 +49,7 @@ def show_command(file: str, name: str, count: int, screen: Screen) -> None:
     "ckptool stats model.pth --key state_dict --include '*.weight' --sort norm",
     "ckptool stats model.safetensors --fold",
     "ckptool stats model.pth --fmt csv",
-    finding="a NAME that matches no key",
+    problem="a NAME matches nothing",
 )
 @file_argument
 @filter_options
@@ -59,14 +59,14 @@ def show_command(file: str, name: str, count: int, screen: Screen) -> None:
     type=click.IntRange(1, 1000),
     default=BINS,
     show_default=True,
-    help="Bins of a histogram, from the smallest to the largest element.",
+    help="Draw histograms with this many bins.",
 )
 @click.option(
     "--sort",
     type=click.Choice(tuple(SORTABLE)),
-    help="Sort by this, the largest first, names from A to Z [default: the order of the file].",
+    help="Sort by this column, largest first (names from A to Z). [default: file order]",
 )
-@flag("--fold", "Show repeated layers in one row.")
+@flag("--fold", "Fold repeated layers into one row.")
 @screen_options(fmt=True)
 def stats_command(
     file: str,
@@ -79,17 +79,17 @@ def stats_command(
 ) -> None:
     """Show the range, mean, zeros and NaN of each tensor.
 
-    std is the standard deviation of the population (divided by n); norm is Euclidean. NaN and
-    infinite elements are counted, and left out of all other figures; of complex numbers the
-    magnitude is measured. A tensor is flagged if it is constant or zero, if it has NaN or Inf, or
-    if it differs from the same tensor of the other layers (layers.{0..31}.mlp.weight) in type,
-    shape or device, or by a factor of 10 in norm or std.
+    std is the population standard deviation (divided by n); norm is Euclidean. NaN and infinite
+    elements are counted, and excluded from the other columns. Complex numbers are measured by
+    magnitude. A tensor is flagged if it is constant or zero, has NaN or Inf, or differs from the
+    same tensor of the other layers (layers.{0..31}.mlp.weight) in dtype, shape or device, or by a
+    factor of 10 in norm or std.
     """
     with open_checkpoint(file) as checkpoint, screen.progress() as progress:
         found = stats(checkpoint, include=include, exclude=exclude, progress=progress, **how)
     screen.report_unmatched(found.unmatched)
     if not (found.tensors or found.unmatched):
-        screen.note_none("no tensor", include, exclude)
+        screen.note_if_filtered("no tensor", include, exclude)
     found = found.folded() if fold else found
     found = found.sorted_by(sort) if sort else found
     ramp = ramp_for(getattr(sys.stdout, "encoding", None))

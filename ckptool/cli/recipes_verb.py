@@ -20,11 +20,10 @@ from ckptool.words import clean, clean_lines
 @click.argument("name", type=PATH, required=False, metavar="[NAME|FILE]")
 @screen_options()
 def command(name: str | None, screen: Screen) -> None:
-    """List the recipes of convert --recipe, or print one.
+    """List the recipes for convert --recipe, or print one.
 
-    A recipe converts a model between the layouts of two libraries. NAME is a recipe in the list,
-    FILE is one of your own: it is checked before it is printed. docs/recipes.md explains how to
-    write one.
+    A recipe converts a model between the layouts of two libraries. NAME is a recipe in the list;
+    FILE is your own recipe, which is checked first. docs/recipes.md explains how to write one.
     """
     if name is None:
         every = shipped_recipes()

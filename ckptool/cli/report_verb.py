@@ -20,22 +20,22 @@ from ckptool.render.page import page_lines
 )
 @file_argument
 @click.argument("other", metavar="[FILE2]", type=PATH, required=False)
-@click.option("-o", "--output", type=PATH, required=True, help="The page to write.")
+@click.option("-o", "--output", type=PATH, required=True, help="Write the page to this file.")
 @click.option("--key", metavar="NAME", help="Show only the tensors below this path.")
-@flag("--no-values", "Read only the header: no histograms, no figures.")
-@flag("--force", "Overwrite an existing page.")
+@flag("--no-values", "Read only the header; compute no statistics or histograms.")
+@flag("--force", "Replace an existing page.")
 @screen_options()
 def command(
     file: str, output: str, no_values: bool, force: bool, screen: Screen, **what: Any
 ) -> None:
-    """Write an HTML page about a checkpoint, or to compare two.
+    """Write an HTML page about one checkpoint, or comparing two.
 
-    The page is one file that needs no network. It has a summary with the verdict of doctor, the
-    values, a map of the bytes by module, every tensor with search and sort, and histograms; with
-    FILE2 also what differs, layer by layer.
+    The page is one file and works offline. It has a summary with the verdict of doctor, the values,
+    a map of the bytes by module, all tensors with search and sort, and histograms. With FILE2, it
+    also shows the differences layer by layer.
     """
     with screen.progress() as progress:
         receipt = report(
             file, output, values=not no_values, overwrite=force, progress=progress, **what
         )
-    screen.tell(receipt, page_lines(receipt))
+    screen.print_receipt(receipt, page_lines(receipt))

@@ -6,9 +6,9 @@ import click
 
 from ckptool.cli.console import (
     Screen,
-    complain,
     files_document,
     print_document,
+    print_error,
     print_lines,
     set_exit_code,
 )
@@ -20,7 +20,7 @@ from ckptool.render.verdicts import scan_lines, scan_summary
 from ckptool.words import clean
 
 _FEW = 20
-"""The most files of which each has a line; of more files only those with a finding have one."""
+"""Above this number of files, only files with a finding are printed."""
 
 
 @verb(
@@ -28,19 +28,18 @@ _FEW = 20
     "ckptool scan model.pth",
     "ckptool scan --strict downloads/",
     "ckptool scan --json 'runs/*.ckpt'",
-    finding="a file runs something, or it cannot be told (--strict: or it needs code)",
+    problem="a file runs code or cannot be judged (with --strict: or needs code)",
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
-@flag("--strict", "Exit with 1 also for a file that needs code.")
+@flag("--strict", "Exit with 1 if a file needs code, too.")
 @screen_options()
 def command(paths: tuple[str, ...], strict: bool, screen: Screen) -> None:
     """Show what loading a file would run, without running it.
 
-    Pickles are read symbolically, in torch files of any version, bare pickles, numpy and joblib
-    files, zip and tar archives and compressed files, whatever their names are. The verdict is
-    "data" (weights_only=True allows it), "needs code" (classes are imported and filled), "runs"
-    (something else is called; each call is printed with its arguments) or "cannot tell". Folders
-    are searched.
+    Pickles are read symbolically, in torch files of every version, bare pickles, numpy and joblib
+    files, zip and tar archives and compressed files, with any extension. The verdict is "data"
+    (weights_only=True accepts it), "needs code" (classes are imported and filled), "runs" (other
+    calls are made; each is printed with its arguments) or "cannot tell". Folders are searched.
     """
     results, errors = list[Scan](), list[CheckpointError]()
     files = list(files_below(paths))
@@ -52,7 +51,7 @@ def command(paths: tuple[str, ...], strict: bool, screen: Screen) -> None:
             except CheckpointError as error:
                 errors.append(error)
                 progress.wipe()
-                complain(error.sentence, error.hint)
+                print_error(error.sentence, error.hint)
                 continue
             results.append(found)
             if not screen.as_json and (len(files) <= _FEW or found.verdict != DATA):

@@ -16,10 +16,10 @@ import click
 from click.core import ParameterSource
 
 from ckptool.cli.console import (
-    WORDS,
+    ARGUMENTS,
     Screen,
+    describe_error,
     flush,
-    in_words,
     print_document,
     print_lines,
     set_exit_code,
@@ -67,17 +67,17 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptool.train/1"
 _DEFAULTS = {"batch_size": "30 for --data random, 32 otherwise"}
-"""The help's words for a default that depends on another option."""
+"""How the help describes a default that depends on another option."""
 
 
 def rank() -> int | None:
-    """Return the rank that a launcher has given this process; None without a launcher."""
+    """Return the rank of this process as set by a launcher, or None without a launcher."""
     number = os.environ.get("RANK", "")
     return int(number) if number.isdecimal() else None
 
 
 def as_option(name: str, value: Any) -> str:
-    """Return an option as it is typed: `--batch-size 0`."""
+    """Format an option as typed: `--batch-size 0`."""
     option = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return option
@@ -94,23 +94,23 @@ class _Train(Sectioned):
     )  # fmt: skip
     begins = MappingProxyType(
         {
-            "out": "What is trained",
-            "epochs": "How",
-            "strategy": "Where",
+            "out": "Data and model",
+            "epochs": "Training",
+            "strategy": "Devices",
             "save": "Checkpoints",
             "trace_batches": "Output",
-            "nproc": "Where",
+            "nproc": "Devices",
             "as_json": "Output",
         }
     )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; a worker leaves an error to its launcher."""
+        """Parse the arguments; a worker passes an error to its launcher."""
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            message, hint = in_words(error)
-            with recorded(in_words):
+            message, hint = describe_error(error)
+            with recorded(describe_error):
                 raise UsageError(message, hint=hint) from error
 
 
@@ -146,15 +146,15 @@ def _type(field: Field[Any]) -> Any:
 
 
 def _texts() -> dict[str, str]:
-    """Return the text of each field in the docstring, with `lr` spelled as `--lr`."""
-    told = (TrainConfig.__doc__ or "").partition("Attributes:\n")[2]  # none with python -OO
-    found = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", told, re.MULTILINE)
-    names = {name for name, _ in found}
+    """Return the text of each field from the docstring, with `lr` written as `--lr`."""
+    attributes = (TrainConfig.__doc__ or "").partition("Attributes:\n")[2]  # empty with python -OO
+    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", attributes, re.MULTILINE)
+    names = {name for name, _ in entries}
 
-    def spelled(word: re.Match[str]) -> str:
+    def as_typed(word: re.Match[str]) -> str:
         return f"--{word[1].replace('_', '-')}" if word[1] in names else word[1]
 
-    return {name: re.sub(r"`([^`]*)`", spelled, " ".join(text.split())) for name, text in found}
+    return {name: re.sub(r"`([^`]*)`", as_typed, " ".join(text.split())) for name, text in entries}
 
 
 @verb(
@@ -165,7 +165,7 @@ def _texts() -> dict[str, str]:
     "ckptool train --out run --strategy dp --data random --model linear --trace-batches",
     "ckptool train --out run --strategy ddp --nproc 2 --save wrapped",
     "ckptool train --list-devices",
-    ended="130 and 143 interrupted by Ctrl-C and SIGTERM, saved before where it was under way",
+    interrupted="130 or 143 interrupted by Ctrl-C or SIGTERM (training saves a checkpoint first)",
     cls=_Train,
 )
 @_config_options
@@ -173,10 +173,12 @@ def _texts() -> dict[str, str]:
     "--nproc", type=click.IntRange(min=1), help="Start this many processes, without torchrun."
 )
 @click.option(
-    "--port", type=click.IntRange(1, 65535), help="Their port [default: one that is free]."
+    "--port",
+    type=click.IntRange(1, 65535),
+    help="Connect the processes at this port. [default: a free port]",
 )
 @click.option("--gpus", metavar="0,2", help="Use only these GPUs; the first becomes cuda:0.")
-@flag("--list-devices", "List the devices that can train, and exit.")
+@flag("--list-devices", "List the devices that can train.")
 @screen_options()
 def command(
     nproc: int | None,
@@ -186,45 +188,45 @@ def command(
     screen: Screen,
     **given: Any,
 ) -> None:
-    """Train a model on one or many devices, and save checkpoints.
+    """Train a model on one or more devices, and save checkpoints.
 
-    All strategies share one loop, and their losses agree to rounding. OUT gets last.pth, best.pth,
-    metrics.jsonl and what other options ask for; a run that one strategy saved resumes under any
-    other. Under torchrun the strategy is ddp unless another is given, and a restarted run
+    All strategies share one loop, and their losses agree up to rounding. OUT receives last.pth,
+    best.pth, metrics.jsonl and files that other options add. A run saved by one strategy resumes
+    with any other. Under torchrun, the default strategy is ddp, and a restarted run
     (--max-restarts) resumes from its newest checkpoint.
     """
-    with recorded(in_words):
+    with recorded(describe_error):
         before = os.environ.get(VISIBLE)
         if gpus is not None:
             show_only(gpus)
         config = None if list_devices else _config(given)
-        is_launched = config is not None and _is_launched(config, nproc, port)
+        is_worker = config is not None and _is_worker(config, nproc, port)
         require_torch()
         if gpus is not None:
-            _tell_choice(before, screen)
+            _print_gpus(before, screen)
         if config is None and screen.as_json:
             print_document({"schema": "ckptool.devices/1", **devices_here().to_dict()})
         elif config is None:
             print_lines(device_lines(devices_here(), screen.look))
-        elif is_launched:
+        elif is_worker:
             _train(config, screen)
         else:
             _launch(config, nproc, port)
 
 
-def _tell_choice(before: str | None, screen: Screen) -> None:
-    """Print which of the machine's GPUs are used; `before` is the variable's earlier value."""
+def _print_gpus(before: str | None, screen: Screen) -> None:
+    """Print which GPUs of the machine are used; `before` is the variable's earlier value."""
     require_visible()
     now = os.environ[VISIBLE]
     if rank() is not None and (rank() or before == now):
         return  # the launcher, or rank 0, has printed it
     if before not in (None, now):
-        screen.say([f"note: {VISIBLE} was {clean(before or '')}, and is {now} now"])
+        screen.say([f"note: changed {VISIBLE} from {clean(before or '')} to {now}"])
     screen.say([gpus_line(seen_as())])
 
 
 def _config(given: dict[str, Any]) -> TrainConfig:
-    """Return the configuration of the run that the options ask for."""
+    """Return the configuration of the run."""
     if given["out"] is None:
         raise UsageError("Missing option '--out'.", hint="ckptool train --help")
     if given["batch_size"] is None:
@@ -240,12 +242,14 @@ def _config(given: dict[str, Any]) -> TrainConfig:
     return TrainConfig(**{field.name: given[field.name] for field in fields(TrainConfig)})
 
 
-def _is_launched(config: TrainConfig, nproc: int | None, port: int | None) -> bool:
-    """Return True if this process trains, False if it is to start the processes that train."""
+def _is_worker(config: TrainConfig, nproc: int | None, port: int | None) -> bool:
+    """Return True if this process trains, False if it starts the processes that train."""
     strategy = as_option("strategy", config.strategy)
     if config.strategy in SPREAD:
         if rank() is None and nproc is None:
-            raise UsageError(f"{strategy} needs several processes", hint="--nproc 2, or torchrun")
+            raise UsageError(
+                f"{strategy} needs several processes", hint="add --nproc 2, or use torchrun"
+            )
         return rank() is not None
     for name, value in (("nproc", nproc), ("port", port)):
         if value is not None:
@@ -255,49 +259,51 @@ def _is_launched(config: TrainConfig, nproc: int | None, port: int | None) -> bo
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             f"{strategy} runs in one process, but a launcher started {os.environ['WORLD_SIZE']}",
-            hint=as_option("strategy", "ddp"),
+            hint=f"use {as_option('strategy', 'ddp')}",
         )
     return True
 
 
 def _launch(config: TrainConfig, nproc: int | None, port: int | None) -> None:
-    """Start the processes, after a check that the data can be read and `out` can be written."""
+    """Start the processes, if the data can be read and `out` can be written."""
     from ckptool.trainer.checkpoints import one_run_in, require_one_run, require_writable
     from ckptool.trainer.data import data_of
 
-    with one_run_in(config.out):  # as it is asked of the processes again
+    with one_run_in(config.out):  # the processes check this again
         require_writable(config.out)
         if config.resume is None and not config.overwrite:
             require_one_run(config.out, origin=None, step=0)
     data_of(config)
-    if config.strategy != "parameter-server":  # a worker has batches of its own
+    if config.strategy != "parameter-server":  # each worker has its own batches
         require_shared(config.batch_size, nproc or 1)
-    set_exit_code(launch(click.get_current_context().meta[WORDS], nproc=nproc or 1, port=port))
+    set_exit_code(launch(click.get_current_context().meta[ARGUMENTS], nproc=nproc or 1, port=port))
 
 
 def _train(config: TrainConfig, screen: Screen) -> None:
     from ckptool.trainer import Trainer
 
-    gc.enable()  # off where a file is read; steps leave cycles behind
-    teller = Teller(config, screen, rank=rank())
-    result = Trainer(config, observer=teller).fit()
+    gc.enable()  # run() disables it, but training steps leave reference cycles
+    printer = EventPrinter(config, screen, rank=rank())
+    result = Trainer(config, observer=printer).fit()
     if result.stopped is not None:
         set_exit_code(128 + result.stopped)
     if screen.as_json and not rank():
-        best = result.best if math.isfinite(result.best) else None  # before the first epoch's end
-        told = {**teller.document(), **result.to_dict(), "best": best, "gpus": seen_as()}
-        print_document({"schema": SCHEMA, **told})
-    teller.end(result)
+        best = (
+            result.best if math.isfinite(result.best) else None
+        )  # infinite before the end of the first epoch
+        fields = {**printer.document(), **result.to_dict(), "best": best, "gpus": seen_as()}
+        print_document({"schema": SCHEMA, **fields})
+    printer.end(result)
 
 
 Event = TypeVar("Event")
 
 
-class Teller(Observer):
-    """Prints the events in rank 0, and in every process the shapes that its replica sees."""
+class EventPrinter(Observer):
+    """Prints the events in rank 0, and in every process the shapes in its replica."""
 
     def __init__(self, config: TrainConfig, screen: Screen, *, rank: int | None) -> None:
-        """Store the options; `rank` is None in a process that no launcher started."""
+        """Store the options; `rank` is None without a launcher."""
         self._config, self._screen, self._rank = config, screen, rank
         self._bar = screen.progress()
         self._events: list[Any] = []
@@ -337,7 +343,7 @@ class Teller(Observer):
         return [event for event in self._events if isinstance(event, kind)]
 
     def _trace(self, traced: Traced) -> None:
-        """Print shapes on stdout, as the tutorials do, or on stderr with `--json`."""
+        """Print shapes to stdout, as the tutorials do, or to stderr with `--json`."""
         self._bar.wipe()
         lines = [trace_line(traced, self._rank)]
         if self._screen.as_json:
@@ -347,7 +353,7 @@ class Teller(Observer):
 
     @staticmethod
     def _print(lines: list[str]) -> None:
-        """Print lines at once: the next may be minutes away."""
+        """Print and flush lines: the next may be minutes away."""
         print_lines(lines)
         flush()
 
@@ -357,22 +363,22 @@ class Teller(Observer):
         return min(steps, self._config.max_steps or steps)
 
     @property
-    def _there(self) -> list[Saved]:
-        """The checkpoints that still exist, the last written one at the end."""
+    def _existing(self) -> list[Saved]:
+        """The checkpoints that still exist, the newest last."""
         saved = self._all(Saved)
         last = {one.path: one for one in saved}
         return [one for one in saved if one is last[one.path] and os.path.exists(one.path)]
 
     def end(self, result: TrainResult) -> None:
-        """Print how the run ended, and its checkpoints."""
+        """Print the outcome of the run and its checkpoints."""
         self._bar.wipe()
         if self._rank:
             return
-        there = self._there
-        if result.stopped is not None and there:
-            self._screen.say([stopped_line(there[-1])])
+        checkpoints = self._existing
+        if result.stopped is not None and checkpoints:
+            self._screen.say([stopped_line(checkpoints[-1])])
         elif not self._screen.as_json:
-            print_lines(end_lines(there, result))
+            print_lines(end_lines(checkpoints, result))
 
     def document(self) -> dict[str, Any]:
         """Return the events as plain data."""
@@ -380,6 +386,6 @@ class Teller(Observer):
             **(self._started.to_dict() if self._started else {}),
             "resumed": next((one.to_dict() for one in self._all(Resumed)), None),
             "history": [one.to_dict() for one in self._all(EpochEnded)],
-            "checkpoints": [one.to_dict() for one in self._there],
+            "checkpoints": [one.to_dict() for one in self._existing],
             "notes": [note.text for note in self._all(Note)],
         }

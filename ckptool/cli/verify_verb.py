@@ -8,9 +8,9 @@ import click
 
 from ckptool.cli.console import (
     Screen,
-    complain,
     files_document,
     print_document,
+    print_error,
     print_lines,
     set_exit_code,
 )
@@ -26,10 +26,10 @@ from ckptool.words import clean
     "ckptool verify model.pth",
     "ckptool verify --values runs/ pretrained.safetensors",
     "ckptool verify model.pth --manifest sums.json",
-    finding="a problem",
+    problem="problem found",
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
-@flag("--values", "Look for NaN and infinite values, too.")
+@flag("--values", "Also look for NaN and infinite values.")
 @click.option(
     "--manifest",
     metavar="FILE",
@@ -38,11 +38,11 @@ from ckptool.words import clean
 )
 @screen_options(fmt=True)
 def command(paths: tuple[str, ...], screen: Screen, **how: Any) -> None:
-    """Check files for damage, also where torch does not look.
+    """Check files for damage, even where torch does not look.
 
-    In a zip, the CRC-32 of every record and the duplicate fields of its headers are checked; in
-    every format the structure, and of shards the index. Folders are searched for checkpoints. A
-    manifest is the same for every format: the manifest of model.pth checks model.safetensors.
+    verify checks the structure of every format, the CRC-32 of every zip record, duplicate zip
+    header fields, and the index of shards. Folders are searched for checkpoints. Manifests do not
+    depend on the format: the manifest of model.pth also checks model.safetensors.
     """
     look, code = screen.look, 0
     results: list[Verdict | CheckpointError] = []
@@ -54,26 +54,26 @@ def command(paths: tuple[str, ...], screen: Screen, **how: Any) -> None:
             set_exit_code(code)
             progress.wipe()
             if isinstance(found, CheckpointError):
-                complain(found.sentence, found.hint)
+                print_error(found.sentence, found.hint)
             else:
                 if not (screen.as_json or screen.fmt):
                     print_lines(verdict_lines(found, look))
                 screen.say(f"note: {clean(found.file)}: {clean(note)}" for note in found.notes)
     outcome = verifier.finish()
-    gone = []  # tensors that only the manifest has
+    missing = []  # tensors that only the manifest has
     if outcome is not None and outcome.problems:
-        gone = [Verdict(outcome.file, problems=outcome.problems)]
-    set_exit_code(code or len(gone))
+        missing = [Verdict(outcome.file, problems=outcome.problems)]
+    set_exit_code(code or len(missing))
     verdicts = [found for found in results if isinstance(found, Verdict)]
     errors = [found for found in results if isinstance(found, CheckpointError)]
     if screen.as_json:
-        document = files_document("ckptool.verify/1", verdicts, errors, ok=not (code or gone))
+        document = files_document("ckptool.verify/1", verdicts, errors, ok=not (code or missing))
         print_document({**document, "manifest": outcome and outcome.to_dict()})
     elif screen.fmt:
-        print_lines(verdict_table([*results, *gone], look))
+        print_lines(verdict_table([*results, *missing], look))
     else:
-        for one in gone:
-            print_lines(verdict_lines(one, look))
+        for verdict in missing:
+            print_lines(verdict_lines(verdict, look))
         if len(results) > 1:
             print_lines([verify_summary(verdicts, len(errors), look)])
     if outcome is not None:

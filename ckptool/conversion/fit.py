@@ -15,7 +15,7 @@ from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.sections import MODEL_KINDS, Section, is_flat, model_state_dict, wrapped_names
 from ckptool.core.tree import where
 from ckptool.errors import NameCollision, NotRepresentable
-from ckptool.loading.plan import LoadPlan, planned, target_like
+from ckptool.loading.plan import LoadPlan, plan_load, target_like
 from ckptool.loading.source import StateDict
 from ckptool.loading.target import ModelTarget
 from ckptool.matching import Allowance, Allowed, MatchReport
@@ -135,7 +135,7 @@ class Fit(Step):
 def compared(checkpoint: Checkpoint, part: Section, like: ModelTarget) -> MatchReport:
     """Match one state dict with a model, by names, shapes and types alone."""
     with closing(StateDict(checkpoint, part)) as state:
-        return planned(state, like, by_type=True).report
+        return plan_load(state, like, by_type=True).report
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +243,7 @@ def _namings(
     made = []
     for part in parts:
         with closing(StateDict(checkpoint, part)) as state:
-            fit = planned(state, like, choices=choices, as_stored=True)
+            fit = plan_load(state, like, choices=choices, as_stored=True)
         if len(parts) > 1:
             file = f"{checkpoint.path} ({where(part.path)})"
             fit = fit.with_changes(file=file)

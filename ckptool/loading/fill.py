@@ -119,10 +119,9 @@ def check_bytes(refs: Iterable[tuple[str, TensorRef]]) -> None:
             raise found
         if expected is not None and found != expected:
             raise CorruptFile(
-                f"{called(name)} is damaged: its bytes have CRC-32 {found:08x}, and had "
-                f"{expected:08x} when the file was written",
+                f"{called(name)} is damaged: CRC-32 is {found:08x}, expected {expected:08x}",
                 file=run.source.name,
-                hint=f"ckptool verify {shell(run.source.name)}",
+                hint=f"check the file with ckptool verify {shell(run.source.name)}",
             )
 
 
@@ -132,10 +131,10 @@ def check_pickles(sources: Iterable[Source]) -> None:
         for name, data, stated in source.stated:
             if name.endswith("data.pkl") and next(crc32s([data])) != stated:
                 raise CorruptFile(
-                    f"record {name!r} is damaged: its bytes do not have the CRC-32 {stated:08x} "
-                    "that the file states",
+                    f"record {name!r} is damaged: its CRC-32 is not {stated:08x}, as recorded "
+                    "in the file",
                     file=source.name,
-                    hint=f"ckptool verify {shell(source.name)}",
+                    hint=f"check the file with ckptool verify {shell(source.name)}",
                 )
 
 

@@ -1,7 +1,7 @@
-"""`load` and `load_state_dict`: what a checkpoint holds, as ordinary Python and torch objects.
+"""`load` and `load_state_dict`: the content of a checkpoint as Python and torch objects.
 
-Objects of a fixed table of builtin classes are plain data and are made; any other stays an inert
-`Opaque`, whatever it is called.
+Objects of a fixed set of builtin classes are plain data and are created. All others stay an inert
+`Opaque`, regardless of their class name.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from ckptool.words import listed, printable
 if TYPE_CHECKING:
     import torch
 
-_AS_THEY_ARE = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
+_UNCHANGED = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 _FACTORIES: dict[str, type[Any]] = {
     f"builtins.{kind.__name__}": kind for kind in (dict, float, int, list, set, str)
 }
 
 
 _TORCH_ARGUMENTS = {
-    "device": "it is map_location, as in torch.load",
-    "weights_only": "leave it out, because ckptool never runs code of a file",
+    "device": "use map_location, as in torch.load",
+    "weights_only": "leave it out: ckptool never runs code from a file",
 }
-"""Arguments of other loaders, with what to give instead."""
+"""Arguments of other loaders, with the replacement for each."""
 
 
 @renamed_arguments(**_TORCH_ARGUMENTS)
@@ -63,30 +63,30 @@ def load(
     *,
     mmap: bool = False,
 ) -> Any:
-    """Return the whole content of a checkpoint, as `torch.load` does, and run no code of the file.
+    """Return the whole content of a checkpoint, as `torch.load` does, without running its code.
 
-    Containers, ties, cycles, `_metadata`, parameters, dtypes and sizes are as they were saved. A
-    numpy array becomes a tensor, a numpy scalar a number, a tensor subclass a plain tensor. Other
-    objects stay inert and show their state as attributes (`load(path)["args"].lr`); a DTensor or
-    ShardedTensor is a `ckptool.results.TensorRef`. A tensor attribute that would hide one of the
-    class is left out with a warning.
+    Containers, ties, cycles, `_metadata`, parameters, dtypes and sizes are preserved. A numpy array
+    becomes a tensor, a numpy scalar a number, and a tensor subclass a plain tensor. Other objects
+    stay inert and show their state as attributes (`load(path)["args"].lr`). A DTensor or
+    ShardedTensor is returned as a `ckptool.results.TensorRef`. Tensor attributes that would hide
+    one of the class are left out with a warning.
 
     Args:
-        path: A file, an index of shards, the folder of a model, or an open checkpoint.
-        map_location: Where to put the tensors, as in `torch.load`; `"meta"` reads no tensor.
-        mmap: Map the file privately; it must not be truncated while the tensors live.
+        path: A file, an index of shards, a model folder, or an open checkpoint.
+        map_location: The device of the tensors, as in `torch.load`; `"meta"` reads no tensor data.
+        mmap: Map the file privately. Do not truncate it while the tensors exist.
 
     Raises:
-        UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
-        DeviceError: the device of a tensor is not available; the message names the tensor.
+        UnreadableFile: if the file cannot be opened as a checkpoint; see `ckptool.open`.
+        DeviceError: if the device of a tensor is not available; the message includes its path.
     """
-    with opened_and_told(path) as checkpoint:
-        return made_tree(checkpoint.root, map_location=map_location, mmap=mmap, views=True)
+    with open_with_warnings(path) as checkpoint:
+        return make_tree(checkpoint.root, map_location=map_location, mmap=mmap, views=True)
 
 
 @contextmanager
-def opened_and_told(path: str | os.PathLike[str] | Checkpoint) -> Iterator[Checkpoint]:
-    """Open a checkpoint, and warn of what its reader did to the numbers: a cast, by ZeRO-3."""
+def open_with_warnings(path: str | os.PathLike[str] | Checkpoint) -> Iterator[Checkpoint]:
+    """Open a checkpoint, and warn about values that its reader changed, such as a ZeRO-3 cast."""
     with opened(path) as checkpoint:
         if not isinstance(path, Checkpoint):
             for change in checkpoint.changes:
@@ -94,7 +94,7 @@ def opened_and_told(path: str | os.PathLike[str] | Checkpoint) -> Iterator[Check
         yield checkpoint
 
 
-def made_tree(
+def make_tree(
     root: Any,
     *,
     originals: Mapping[int, Any] = MappingProxyType({}),
@@ -103,9 +103,9 @@ def made_tree(
     dtype: torch.dtype | str | None = None,
     views: bool = False,
 ) -> Any:
-    """Make the tree `root` of a file; each node once, so that what is shared stays shared.
+    """Create the objects of the tree `root`, each node once, so that shared nodes stay shared.
 
-    `originals` has what nodes stand for, and errors are those of `TreeMaker`.
+    `originals` maps nodes to existing objects. Errors are those of `TreeMaker`.
     """
     maker = TreeMaker(
         root,
@@ -116,13 +116,13 @@ def made_tree(
         views=views,
     )
     try:
-        return maker.made(root)
+        return maker.make(root)
     finally:
-        maker.forget()  # it refers to itself, and would keep the tensors until a collection
+        maker.forget()  # it is a reference cycle, which would keep the tensors alive
 
 
 class TreeMaker:
-    """Makes a tree, or parts of it one by one: each node is made once."""
+    """Creates the objects of a tree, or of parts of it; each node once."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class TreeMaker:
     ) -> None:
         """Plan the tensors below `root`.
 
-        `originals` has what nodes stand for, by their `id`: those are returned as they are. With
-        `views` an object becomes an `InertObject`, else an `Opaque`. Errors are those of
+        `originals` maps the `id` of a node to an existing object, which is returned unchanged. With
+        `views`, objects become `InertObject`, otherwise `Opaque`. Errors are those of
         `Materializer`.
         """
         self._originals = originals
@@ -161,20 +161,20 @@ class TreeMaker:
             ByteString: str,
         }
 
-    def made(self, node: Any, path: tuple[Any, ...] = ()) -> Any:
-        """Return the object that `node` stands for; `path` is its place, for messages."""
+    def make(self, node: Any, path: tuple[Any, ...] = ()) -> Any:
+        """Return the object of `node`; `path` is its path for messages."""
         self._path = list(path)
         try:
             return self.node(node)
         except RecursionError as error:
             raise LimitExceeded(
                 "containers are nested deeper than Python's stack",
-                hint="sys.setrecursionlimit raises it",
+                hint="raise the limit with sys.setrecursionlimit",
             ) from error
 
     def node(self, node: Any) -> Any:
-        """Return the object that a node on the way down stands for."""
-        if type(node) in _AS_THEY_ARE:
+        """Return the object of a node during the walk."""
+        if type(node) in _UNCHANGED:
             return node
         if id(node) in self._originals:
             return self._originals[id(node)]
@@ -182,18 +182,18 @@ class TreeMaker:
         if known is not None:
             return known[1]
         made = self._makers[type(node)](node)
-        # A circle has made a tuple or an object on the way already: that one counts.
+        # A cycle may already have created a tuple or an object for this node: use that.
         return self._done.setdefault(id(node), (node, made))[1]
 
     def forget(self) -> None:
-        """Release everything that was made."""
+        """Release all created objects."""
         self._done.clear()
         self._tensors.forget()
 
     def _remember(self, node: Any, made: Any) -> None:
         self._done[id(node)] = (node, made)
 
-    # One level of the tree costs two frames of Python's stack: no helper between them.
+    # Each tree level costs two Python stack frames, so do not add helpers in between.
 
     def _mapping(self, node: dict[Any, Any]) -> dict[Any, Any]:
         made: dict[Any, Any] = OrderedDict() if isinstance(node, OrderedMap) else {}
@@ -205,7 +205,7 @@ class TreeMaker:
             self._path.pop()
             try:
                 made[made_key] = made_value
-            except TypeError:  # a set that the file has in the place of a key
+            except TypeError:  # the file has a set as a key
                 made[key] = made_value
         if isinstance(node, OrderedMap):
             attributes = self.node(node.attributes)
@@ -231,7 +231,7 @@ class TreeMaker:
 
     def _tensor(self, node: TensorRef) -> Any:
         if is_one_part(node):
-            return node  # a DTensor or its like: only the whole cluster could make it
+            return node  # such as a DTensor, which needs all ranks
         return self._tensors.tensor(node, name_of(tuple(self._path)))
 
     def _storage(self, node: StorageRef) -> Any:
@@ -252,9 +252,9 @@ class TreeMaker:
 
 
 def unpickled(node: Opaque, made: Callable[[Any], Any]) -> Any:
-    """Return the object of a known builtin class; the node itself for any other class.
+    """Return the object if its class is a known builtin class, otherwise the node.
 
-    `made` makes the values inside.
+    `made` creates the values inside.
     """
     if node.plain is not None:
         return node.plain[1]
@@ -264,14 +264,14 @@ def unpickled(node: Opaque, made: Callable[[Any], Any]) -> Any:
     match node.args:
         case () if name in _COLLECTIONS and not node.steps:
             return _COLLECTIONS[name](())
-        case (list() | tuple() | dict() as held,) if name in _COLLECTIONS and not node.steps:
+        case (list() | tuple() | dict() as content,) if name in _COLLECTIONS and not node.steps:
             try:
-                return _COLLECTIONS[name](made(held))
-            except TypeError:  # an item that cannot be hashed
+                return _COLLECTIONS[name](made(content))
+            except TypeError:  # an unhashable item
                 return node
         case (bytes() as raw,) if name == "builtins.bytearray":
             return bytearray(raw)
-        case (str() as text, "latin-1") if name == "builtins.bytearray":  # as protocol 2 writes it
+        case (str() as text, "latin-1") if name == "builtins.bytearray":  # written by protocol 2
             return bytearray(text, "latin-1")
         case (str() as layout,) if name == "torch.serialization._get_layout":
             found = _torch_constant(Global("torch", layout.removeprefix("torch.")))
@@ -287,7 +287,7 @@ _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def _defaultdict(node: Opaque, made: Callable[[Any], Any]) -> Any:
-    """Make `defaultdict(factory)` and SETITEMS, where the factory is a builtin class."""
+    """Return a `defaultdict` with its items, if the factory is a builtin class."""
     match node.args:
         case () | (None,):
             result: defaultdict[Any, Any] = defaultdict()
@@ -303,9 +303,9 @@ def _defaultdict(node: Opaque, made: Callable[[Any], Any]) -> Any:
 
 
 def _torch_constant(node: Global) -> Any:
-    """Return the dtype, layout, memory format or qscheme that a global names, or the global.
+    """Return the torch dtype, layout, memory format or qscheme of a global, or the global itself.
 
-    It is looked up in what torch has loaded already, so that nothing is imported.
+    Only names that torch has already loaded are looked up, so that nothing is imported.
     """
     import torch
 
@@ -317,7 +317,7 @@ def _torch_constant(node: Global) -> Any:
 
 
 def _device(node: DeviceValue) -> torch.device | DeviceValue:
-    """Return the `torch.device`; the inert value where this torch knows no such device."""
+    """Return the `torch.device`, or the inert value if this torch does not know the device."""
     import torch
 
     try:
@@ -339,69 +339,70 @@ def load_state_dict(
 ) -> OrderedDict[str, Any]:
     """Return the state dict of a model, ready for `model.load_state_dict`.
 
-    `_metadata` comes with it. A pickled module or a TorchScript archive gives what the module's
-    `state_dict()` returns. Tied tensors stay tied, a Parameter stays one. Entries that no model
-    loads are left out with a `CheckpointWarning`: values, and `n_averaged` of an `AveragedModel`.
+    `_metadata` is included. For a pickled module or a TorchScript archive, the result equals the
+    module's `state_dict()`. Tied tensors stay tied, and a Parameter stays a Parameter. Entries that
+    no model loads (values, and `n_averaged` of an `AveragedModel`) are left out with a
+    `CheckpointWarning`.
 
     Args:
-        path: A file, an index of shards, the folder of a model, or an open checkpoint.
-        map_location: Where to put the tensors, as in `torch.load`.
-        key: The address of the state dict (such as `"ema"`), if the file has several.
+        path: A file, an index of shards, a model folder, or an open checkpoint.
+        map_location: The device of the tensors, as in `torch.load`.
+        key: The path of the state dict, such as `"ema"`, if the file has several.
         wrappers: `"strip"` or `"keep"` the prefixes of DataParallel, `torch.compile` and others.
-        dtype: The type that floating tensors are cast to.
-        mmap: Map the file privately; it must not be truncated while the tensors live.
+        dtype: Cast floating-point tensors to this dtype.
+        mmap: Map the file privately. Do not truncate it while the tensors exist.
 
     Raises:
-        UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
-        NotFound: there is no state dict, or none at `key` (`AmbiguousName`: there are several).
-        NameCollision: two tensors have the same key without the wrapper.
-        DeviceError: the device of a tensor is not available; the message names the tensor.
-        UnsupportedFormat: the file has only one rank's part of a DTensor or ShardedTensor.
-        UsageError: `wrappers` is neither word, or `dtype` is not a floating type.
+        UnreadableFile: if the file cannot be opened as a checkpoint; see `ckptool.open`.
+        NotFound: if the file has no state dict, or none at `key` (`AmbiguousName`: if several).
+        NameCollision: if two tensors have the same key without wrapper prefixes.
+        DeviceError: if the device of a tensor is not available; the message includes its path.
+        UnsupportedFormat: if the file has only one rank's part of a DTensor or ShardedTensor.
+        UsageError: if `wrappers` has another value, or `dtype` is not a floating-point dtype.
     """
     if wrappers not in ("strip", "keep"):
-        raise UsageError(f"wrappers={wrappers!r} is neither 'strip' nor 'keep'")
-    with opened_and_told(path) as checkpoint:
+        raise UsageError(f"wrappers={wrappers!r} is not 'strip' or 'keep'")
+    with open_with_warnings(path) as checkpoint:
         section = model_state_dict(checkpoint, key)
         if section.unread:
             unread = listed(section.unread)
-            warn(f"{checkpoint.path}: the state dict is returned without {unread}")
+            warn(f"{checkpoint.path}: left out of the state dict: {unread}")
         chosen = checkpoint.with_root(plain_state_dict(checkpoint, section))
         if wrappers == "strip":
-            chosen = _stripped(chosen)
+            chosen = _strip_wrappers(chosen)
         for name, value in chosen.root.items():
             if isinstance(value, TensorRef) and is_one_part(value):
                 raise only_a_part(value, str(name))
-        chosen = _without(chosen, values_inside(chosen.root), "no model takes")
-        made: OrderedDict[str, Any] = made_tree(
+        chosen = _leave_out(chosen, values_inside(chosen.root), "no model loads")
+        made: OrderedDict[str, Any] = make_tree(
             chosen.root, map_location=map_location, mmap=mmap, dtype=dtype
         )
         return made
 
 
-def _stripped(chosen: Checkpoint) -> Checkpoint:
-    """Remove wrapper names, and the counter of an `AveragedModel`."""
+def _strip_wrappers(chosen: Checkpoint) -> Checkpoint:
+    """Remove wrapper prefixes, and the counter of an `AveragedModel`."""
     stripped = chosen.strip_module()
     counters = [
         new
         for old, new in zip(chosen.root, stripped.root, strict=True)
         if new == N_AVERAGED and _counts_averages(old, chosen)
     ]
-    return _without(stripped, counters, "counts what was averaged, in a wrapper that is gone")
+    return _leave_out(stripped, counters, "belongs to the wrapper that was removed")
 
 
 def _counts_averages(name: str, chosen: Checkpoint) -> bool:
-    """Return whether all other tensors are in a `module` beside it, and none beside that."""
+    """Return True if all other tensors are in a `module` next to this counter."""
     inside = f"{name.removesuffix(N_AVERAGED)}module."
     return all(other == name or other.startswith(inside) for other in wrapped_names(chosen.root))
 
 
-def _without(chosen: Checkpoint, names: list[Any], reason: str) -> Checkpoint:
-    """Leave some entries out, with a warning."""
+def _leave_out(chosen: Checkpoint, names: list[Any], reason: str) -> Checkpoint:
+    """Leave out entries, with a warning."""
     if not names:
         return chosen
     shown = listed(f"'{name}'" for name in names)
-    warn(f"{chosen.path}: the state dict is returned without {shown}, which {reason}")
-    gone = frozenset(names)
-    left = ((name, value) for name, value in chosen.root.items() if name not in gone)
-    return chosen.with_root(remade(chosen.root, left))
+    warn(f"{chosen.path}: left out of the state dict: {shown}, which {reason}")
+    dropped = frozenset(names)
+    kept = ((name, value) for name, value in chosen.root.items() if name not in dropped)
+    return chosen.with_root(remade(chosen.root, kept))

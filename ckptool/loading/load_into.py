@@ -1,4 +1,4 @@
-"""`load_into`: a whole model out of whatever file there is, or nothing changed."""
+"""`load_into`: load any file into a model completely, or raise an error and change nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ckptool.loading.fill import (
     fill,
     stored_bytes,
 )
-from ckptool.loading.plan import LoadPlan, check_lists, metadata_for, planned
+from ckptool.loading.plan import LoadPlan, check_lists, metadata_for, plan_load
 from ckptool.loading.ranks import Ranks, ranks_of, sharded, spread_like, without_hidden
 from ckptool.loading.snapshot import Snapshot, held_back, layers, tensors_of
 from ckptool.loading.source import Source, StateDict, stated
@@ -62,19 +62,19 @@ if TYPE_CHECKING:
     from ckptool.loading.optimizer import OptimizerPlan
 
 _COPIED = 128 << 20
-"""Bytes of tensors that are copied before a file is read over them, so that an error on the way is
-undone, though the file could be read a moment ago. A larger model would need its own size again."""
+"""Bytes of tensors copied before a file is read over them, so that a read error can be undone.
+For larger models the copy would need too much memory."""
 _CHECKED = 1 << 30
-"""Bytes up to which a file is checked before it is loaded, where the caller does not say."""
-_IN_PART = "the model is filled in part"
-_NO_MODEL = 'the state of an optimizer alone is only taken with optimizer_order="position"'
+"""Bytes up to which a file is checked before loading, unless the caller decides."""
+_IN_PART = "the model is partly filled"
+_NO_MODEL = 'loading only an optimizer needs optimizer_order="position"'
 _OPTIMIZER_ONLY = (
     "load_into(model, {'model': model.state_dict(), 'optimizer': ckptool.load(FILE)}, "
     "optimizer=..., optimizer_order='position')"
 )
 
 
-@renamed_arguments(rules="it is now called rename")
+@renamed_arguments(rules="use rename instead")
 def load_into(
     model: torch.nn.Module,
     source: Source,
@@ -100,60 +100,61 @@ def load_into(
 ) -> MatchReport:
     """Load a file or a state dict into `model`, or raise an error and change nothing.
 
-    Keys are matched as in `ckptool.match`, and the match is judged before the model changes. The
-    report says what was loaded, renamed, cast and left out. docs/loading.md tells what is undone.
+    Keys are matched as in `ckptool.match`, and the match is checked before the model changes. The
+    report lists everything loaded, renamed, cast and left out. docs/loading.md describes exactly
+    what is restored after an error.
 
-    - A model on the `meta` device gets tensors that are mapped from the file: **do not truncate or
-      overwrite the file while the model lives**; that would end the process or change the numbers.
-    - A model that is spread over processes (DDP, FSDP, DTensors) is loaded by all or by none:
-      **every process calls `load_into`**, each with its own `source`.
+    - A model on the `meta` device receives tensors that are mapped from the file: **do not truncate
+      or overwrite the file while the model exists**, or the process may crash or values change.
+    - A model distributed over processes (DDP, FSDP, DTensors) is loaded in all or in none:
+      **call `load_into` in every process**, each with its own `source`.
 
     Args:
         model: A model on any device, with or without wrappers.
         source: A file, a folder, an open checkpoint, a state dict, or a dict that contains one.
         strict: False allows missing and unexpected keys, as in torch.
-        allow_missing: True, or globs of the model's keys that may be missing in the file.
-        allow_unexpected: True, or globs of the file's keys that the model may lack.
-        allow_mismatched: True, or globs of keys to skip if the shape differs.
-        allow_lossy_cast: True, or globs of keys whose numbers may change with the type.
-        min_coverage: The least share of the model's parameters that must be loaded, 0 to 1.
-        rename: `REGEX=>REPL` each, applied to the file's keys first.
-        prefixes: `OLD=NEW` each, applied after `rename`.
-        transpose: As of `ckptool.match`.
-        no_transpose: As of `ckptool.match`.
+        allow_missing: True, or globs of model keys that may be missing from the file.
+        allow_unexpected: True, or globs of file keys that the model may not have.
+        allow_mismatched: True, or globs of keys to skip if the shapes differ.
+        allow_lossy_cast: True, or globs of keys with values that a cast may change.
+        min_coverage: The share of the model's parameters that must be loaded, from 0 to 1.
+        rename: Rules `REGEX=>REPL`, applied to the keys of the file first.
+        prefixes: Rules `OLD=NEW`, applied after `rename`.
+        transpose: As in `ckptool.match`.
+        no_transpose: As in `ckptool.match`.
         map_location: The device of assigned tensors, as in `torch.load`.
-        assign: True: all tensors, with the types of the file. None: only on the meta device.
-        verify: Compare the file with its checksums first. None: up to 1 GiB that is not mapped.
-        optimizer: The optimizer to load from the same file or folder, by its parameters' names, or
-            by position where the file has none and that proves whose state it is.
-        key: The address of the state dict (such as `"ema"`), if the source has several.
-        optimizer_key: The same of the optimizer state, or the name of its file in the folder.
-        optimizer_order: `"position"`: the optimizer has the parameters of the file in its order,
+        assign: True assigns all tensors, with the dtypes of the file; None only meta tensors.
+        verify: Check the file's checksums first. None checks up to 1 GiB that is not mapped.
+        optimizer: An optimizer to load from the same file or folder: by parameter name, or by
+            position if the file has no names and positions identify the parameters.
+        key: The path of the state dict, such as `"ema"`, if the source has several.
+        optimizer_key: The path of the optimizer state, or the name of its file in the folder.
+        optimizer_order: `"position"` if the optimizer has its parameters in the order of the file,
             in the same groups or others.
-        optimizer_partial: Let new parameters start without state, and leave out that of others.
-            Groups that are divided otherwise keep their own options. The report names all of it.
+        optimizer_partial: Let new parameters start without state, and leave out the state of
+            others. Groups that differ from the file keep their own options; the report lists them.
 
     Raises:
-        MatchError: the source does not fit, or another process failed or did not call; or codes of
-            quantized weights would be taken for numbers.
-        UnreadableFile: the file cannot be opened, or differs from its checksums (`CorruptFile`).
-        NotFound: there is no state dict, or none at `key` (`AmbiguousName`: there are several).
-        NameCollision: `rename` gives two keys the same name.
-        DeviceError: `map_location` names a device that is not available.
-        UsageError: an argument has a wrong type or value.
+        MatchError: if the source does not fit, another process failed or did not call, or codes of
+            quantized weights would be loaded as values.
+        UnreadableFile: if the file cannot be opened, or fails its checksums (`CorruptFile`).
+        NotFound: if the source has no state dict, or none at `key` (`AmbiguousName`: if several).
+        NameCollision: if `rename` gives two entries the same key.
+        DeviceError: if the device in `map_location` is not available.
+        UsageError: if an argument has a wrong type or value.
     """
     require_torch()
     import torch
 
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
-            f"a model to load into is wanted, not {a_class(model)}",
-            hint="load_into(model, path)",
+            f"model is {a_class(model)}, expected a torch.nn.Module",
+            hint="call load_into(model, path)",
         )
     together = ranks_of(model)
     with ExitStack() as held:
         held.enter_context(uncollected())
-        with together.reached(), _trainable():
+        with together.raise_on_all_ranks(), _trainable():
             check_lists(
                 rename=rename, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose
             )
@@ -184,7 +185,7 @@ def load_into(
                     error.message += f"; {_NO_MODEL}"
                     error.advise(_OPTIMIZER_ONLY)
                 raise
-            plan = planned(
+            plan = plan_load(
                 state,
                 target,
                 rename=rename,
@@ -193,17 +194,17 @@ def load_into(
                 assign=bool(assign),
             )
             without_values = placeholders_of(state.tree, state.section)
-            if without_values and without_values.kind != "lazy":  # those are missing
+            if without_values and without_values.kind != "lazy":  # lazy parameters count as missing
                 raise MatchError(
                     without_values.text,
                     file=state.file or None,
                     hint=without_values.hint,
                     report=plan.report,
                 )
-            _refuse_codes(state, target, plan)
+            _check_codes(state, target, plan)
             filled = None
             if optimizer is not None:
-                from ckptool.loading.optimizer import planned_optimizer  # seldom needed
+                from ckptool.loading.optimizer import planned_optimizer  # rarely needed
 
                 filled = planned_optimizer(
                     optimizer,
@@ -226,16 +227,16 @@ def load_into(
                     refusal.message += f"\n{without_values.text}"
                 raise refusal
         loading.run(verify=verify, together=together)
-        return _finished(model, target, loading.plan.report)
+        return _warn_about_meta(model, target, loading.plan.report)
 
 
-def _refuse_codes(state: StateDict, target: ModelTarget, plan: LoadPlan) -> None:
-    """Refuse to give the codes of quantized weights to a model as if they were numbers.
+def _check_codes(state: StateDict, target: ModelTarget, plan: LoadPlan) -> None:
+    """Check that no codes of quantized weights are loaded as values.
 
-    A model that takes what the codes need as well knows what they are.
+    A model that also loads the companions of the codes can interpret them.
 
     Raises:
-        MatchError: one would be.
+        MatchError: if codes would be loaded as values.
     """
     known, taken = find_quantized(state.root), {*plan.pairs.values()}
     for name, own in plan.pairs.items() if known else ():
@@ -248,12 +249,12 @@ def _refuse_codes(state: StateDict, target: ModelTarget, plan: LoadPlan) -> None
             and wanted != state.slots[own].dtype
         ):
             library = LIBRARIES.get(found.scheme, "the library that wrote it")
-            hint = f"load it into a model of {library}"
+            hint = f"load it into a {library} model"
             config = quantization_config(state.tree)
             if not state.tree.in_memory and can_dequantize(state.root, own, found, config):
-                hint = f"ckptool cast --dequantize bfloat16 {shell(state.file)} makes plain numbers"
+                hint = f"convert it first: ckptool cast --dequantize bfloat16 {shell(state.file)}"
             raise MatchError(
-                f"{printable(own)!r} {found}: {target.label} would take its codes for numbers, "
+                f"{printable(own)!r} {found}: {target.label} would load its codes as values, "
                 f"without {listed(found.companions)}",
                 file=state.file or None,
                 hint=hint,
@@ -262,7 +263,7 @@ def _refuse_codes(state: StateDict, target: ModelTarget, plan: LoadPlan) -> None
 
 
 class _Loading:
-    """One load, decided on before anything is touched."""
+    """One load, planned before anything changes."""
 
     def __init__(
         self,
@@ -276,14 +277,14 @@ class _Loading:
         assign: bool | None,
         by_name: bool,
     ) -> None:
-        """Decide how each tensor gets its elements.
+        """Decide how each tensor is filled.
 
-        Tensors on the meta device, and with `assign` all, are replaced by others. Where torch would
-        copy `by_name` and nothing else, plain tensors are filled straight from the file. Else torch
-        loads them, from tensors that are made of the file.
+        Tensors on the meta device, and all with `assign`, are replaced. If torch would only copy
+        `by_name`, plain tensors are filled directly from the file. Otherwise torch loads them from
+        tensors created from the file.
         """
         self._model, self._target, self._state, self.plan = model, target, state, plan
-        """Its report says in the end what the model's own code made of it."""
+        """At the end, its report includes the result of the model's own loading code."""
         self._allowance, self._assign = allowance, assign
         self._optimizer = optimizer
         self._given_names = {**plan.pairs, **plan.undecided}
@@ -296,24 +297,24 @@ class _Loading:
             self._assigned = {name for name in names if name in entries}
         if assign is False and self._assigned:
             raise UsageError(
-                f"{listed(map(printable, sorted(self._assigned)))}: on the meta device, where "
-                "nothing can be copied to",
-                hint="assign=None or assign=True",
+                f"cannot copy to tensors on the meta device: "
+                f"{listed(map(printable, sorted(self._assigned)))}",
+                hint="use assign=None or assign=True",
             )
         replaced = {id(entries[name]) for name in self._assigned}
         groups = optimizer.optimizer.param_groups if optimizer is not None else ()
         if any(id(one) in replaced for group in groups for one in group["params"]):
             raise UsageError(
-                "the optimizer is over parameters that are replaced by others",
-                hint="load the model, build the optimizer, then load_into(model, path, "
+                "the optimizer has parameters that would be replaced",
+                hint="load the model, build the optimizer, then call load_into(model, path, "
                 "optimizer=...)",
             )
-        self._fills = self._direct() if by_name else None
+        self._fills = self._direct_fills() if by_name else None
         size = sum(one.tensor.nbytes for one in self._fills or ())
         self._copies_all = self._fills is None or size <= _COPIED
 
-    def _direct(self) -> list[Fill] | None:
-        """Return what is filled straight from the source; None where torch has to load."""
+    def _direct_fills(self) -> list[Fill] | None:
+        """Return the tensors to fill directly from the source, or None if torch has to load."""
         found: dict[int, Fill] = {}
         for name, own in self.plan.pairs.items():
             tensor = self._target.entries.get(name)
@@ -322,7 +323,7 @@ class _Loading:
             if name in self._assigned:
                 continue
             ref = self._state.ref(own)
-            # torch's own cast forgets that a tensor is negated: `fill` resolves that first.
+            # torch's cast ignores the negative bit of a tensor; `fill` resolves it first.
             source = self._state.value(own) if ref is None or ref.flags else ref
             if not can_fill(tensor, source) or self._is_own(source):
                 return None
@@ -336,7 +337,7 @@ class _Loading:
         return {place.storage for place in places if place}
 
     def _is_own(self, source: Any) -> bool:
-        """Return whether a tensor in memory lies in one of the model's own storages."""
+        """Return True if a tensor in memory uses one of the model's own storages."""
         import torch
 
         if not self._state.tree.in_memory or not isinstance(source, torch.Tensor):
@@ -345,16 +346,16 @@ class _Loading:
         return place is not None and place.storage in self._storages
 
     def run(self, *, verify: bool | None, together: Ranks) -> None:
-        """Load; an error leaves everything as it was.
+        """Load, or restore everything on an error.
 
-        The direct fill is the last step: signals wait until it is through. If it fails, it is
-        undone where at most 128 MiB are filled; else the error says that the model is filled in
-        part. Each step begins when all processes of `together` have ended the one before.
+        The direct fill is the last step, and signals wait for its end. If it fails, it is undone if
+        at most 128 MiB are filled; otherwise the error reports a partly filled model. Each step
+        begins after all processes of `together` have finished the previous one.
         """
-        with together.reached():
+        with together.raise_on_all_ranks():
             self._check(verify)
-        with together.reached(), _trainable():
-            given = self._given()
+        with together.raise_on_all_ranks(), _trainable():
+            given = self._state_for_torch()
             filled = {id(one.tensor) for one in self._fills or ()} if self._copies_all else set()
             optimizer = self._optimizer and self._optimizer.optimizer
             undo = Snapshot(
@@ -365,13 +366,13 @@ class _Loading:
             )
         done = False
         try:
-            with together.reached():
+            with together.raise_on_all_ranks():
                 if self._fills is None:
                     self._load(given)
                 if self._optimizer is not None:
                     self._optimizer.apply()
             with held_back():
-                with together.reached("" if self._copies_all else _IN_PART):
+                with together.raise_on_all_ranks("" if self._copies_all else _IN_PART):
                     self._finish(given)
                 done = True
         except BaseException:
@@ -381,7 +382,7 @@ class _Loading:
             raise
 
     def _check(self, verify: bool | None) -> None:
-        """Read what will be read, so that damage is found before the model is touched."""
+        """Check the bytes that will be read, to find damage before the model changes."""
         mapped = self._assigned if self._state.mmap and not verify else ()
         read = (
             (own, self._state.ref(own)) for n, own in self._given_names.items() if n not in mapped
@@ -394,12 +395,12 @@ class _Loading:
         self._check_unchanged()
 
     def _check_unchanged(self) -> None:
-        """Refuse a file that is written to meanwhile."""
+        """Raise an error if the file was written to after it was opened."""
         for source in self._state.tree.sources:
             source.check_unchanged()
 
-    def _given(self) -> OrderedDict[str, Any]:
-        """Return the tensors for torch; or those that replace others, where it has no part."""
+    def _state_for_torch(self) -> OrderedDict[str, Any]:
+        """Return the tensors for torch, or only the replacements if torch does not load."""
         entries, slots = self._target.entries, self._target.slots
         made = Assigned(cast=self._assign is None)
         given: OrderedDict[str, Any] = OrderedDict()
@@ -412,53 +413,53 @@ class _Loading:
             if tensor is not None and name in self._assigned and name in self.plan.pairs:
                 try:
                     value = made.made(tensor, slots[name].tie, value)
-                except RuntimeError as error:  # torch makes no such parameter, or no such cast
+                except RuntimeError as error:  # torch does not support this parameter or cast
                     raise self._refused(f"{printable(name)}: {error}") from error
-            elif self._is_own(value):  # torch would read it when it has changed already
+            elif self._is_own(value):  # torch would read it after it has changed
                 value = value.detach().clone()
             given[name] = value
         return given
 
     def _load(self, given: OrderedDict[str, Any]) -> None:
-        """Have torch load what it is given, with everything that hooks do.
+        """Call torch's `load_state_dict`, including all hooks.
 
-        With tensors on the meta device, or `assign=True`, torch assigns all that it is given.
+        With tensors on the meta device, or `assign=True`, torch assigns all given tensors.
         """
         found = metadata_for(self._state, self._target, self.plan)
         if found is not None:
-            vars(given)["_metadata"] = {path: dict(held) for path, held in found.items()}
+            vars(given)["_metadata"] = {path: dict(entry) for path, entry in found.items()}
         wanted: dict[str, Any] = {"strict": False}
         if self._assigned:
             wanted["assign"] = True
-        elif overrides_load(self._model):  # one that returns nothing can only be strict
+        elif overrides_load(self._model):  # an override may return nothing, so it has to be strict
             allowed = self._allowance
             known = {*given, *self.plan.unfilled}
             wanted["strict"] = self._target.slots.keys() <= known and not (
                 allowed.missing or allowed.unexpected or not allowed.strict
             )
-        takes = inspect.signature(self._model.load_state_dict).parameters.values()
-        names = {one.name for one in takes}
-        takes_any = any(one.kind is one.VAR_KEYWORD for one in takes)
-        options = {name: value for name, value in wanted.items() if takes_any or name in names}
+        parameters = inspect.signature(self._model.load_state_dict).parameters.values()
+        names = {parameter.name for parameter in parameters}
+        is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        options = {name: value for name, value in wanted.items() if is_open or name in names}
         if "assign" in wanted and "assign" not in options:
             kind = type(self._model).__name__
-            raise self._refused(f"{kind}.load_state_dict does not accept assign=, needed here")
+            raise self._refused(f"{kind}.load_state_dict does not accept assign=, which is needed")
         entries = self._target.entries
         before = {name: _version(entries[name]) for name in self.plan.unfilled if name in entries}
         try:
             answer = self._model.load_state_dict(given, **options)
         except RuntimeError as error:
-            told = str(error)
-            if not told.startswith("Error(s) in loading state_dict"):
+            message = str(error)
+            if not message.startswith("Error(s) in loading state_dict"):
                 raise
-            raise self._refused(told.partition("\n\t")[2].partition("\n")[0]) from error
-        self._own_memory(given)
+            raise self._refused(message.partition("\n\t")[2].partition("\n")[0]) from error
+        self._unmap(given)
         after = state_dict_of(self._model) if before and not sharded(self._model) else {}
         touched = (n for n in before if n in after and _version(after[n]) != before[n])
         self._judge(answer, set(touched))
 
-    def _own_memory(self, given: Mapping[str, Any]) -> None:
-        """Copy tensors that a hook took as they are: they would stay mapped to the file."""
+    def _unmap(self, given: Mapping[str, Any]) -> None:
+        """Copy tensors that a hook kept, which would otherwise stay mapped to the file."""
         if not self._state.mmap or self._assigned or self._state.tree.in_memory:
             return
         import torch
@@ -471,10 +472,10 @@ class _Loading:
                 tensor.data = tensor.data.clone()
 
     def _judge(self, answer: Any, touched: set[str]) -> None:
-        """Refuse what torch, or the model's own code, could not place, unless that is allowed.
+        """Raise an error for keys that torch or the model's code did not load, unless allowed.
 
-        What `answer` does not call missing or unexpected has been taken; names that were left to
-        the model's own code are loaded where they are `touched`.
+        Keys that `answer` does not report as missing or unexpected were loaded. Of the keys left to
+        the model's own code, those in `touched` were loaded.
         """
         report, target, decided = self.plan.report, self._target, self.plan.unfilled
         known = {*report.missing_keys, *(one.name for one in report.mismatched)}
@@ -487,7 +488,7 @@ class _Loading:
             return
 
         def by(name: str, verb: str) -> str:
-            return f"{verb} by {target.custom_holder(name)}'s own loading"
+            return f"{verb} by {target.custom_holder(name)}'s own loading code"
 
         own = [name for name in decided if name not in lost]
         undecided = {*self.plan.undecided.values()}
@@ -499,10 +500,10 @@ class _Loading:
             ],
             kept=(
                 *((name, why) for name, why in report.kept if name not in decided),
-                *((n, by(n, "filled" if n in touched else "not asked for")) for n in own),
+                *((n, by(n, "filled" if n in touched else "not required")) for n in own),
             ),
             left_out=tuple(
-                (own, by(taken[own], "taken") if own in taken else why)
+                (own, by(taken[own], "loaded") if own in taken else why)
                 for own, why in report.left_out
                 if own in taken or own not in undecided
             ),
@@ -525,7 +526,7 @@ class _Loading:
         )
 
     def _finish(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Fill and replace the tensors that torch had no part in; nothing interrupts this."""
+        """Fill and replace the tensors that torch did not load; signals are delayed."""
         import torch
 
         if self._fills is None:
@@ -534,17 +535,17 @@ class _Loading:
         try:
             with torch.no_grad():
                 for one in self._fills:
-                    one.tensor.copy_(one.tensor)  # copies nothing: autograd counts the change
+                    one.tensor.copy_(one.tensor)  # a no-op that makes autograd see the change
             fill(self._fills)
             self._check_unchanged()
-        except Exception as error:  # also of a device, or of memory
+        except Exception as error:  # including device and memory errors
             if self._copies_all:
                 raise
             is_of_the_file = isinstance(error, (UnreadableFile, OSError))
             raise (UnreadableFile if is_of_the_file else CheckpointError)(
-                f"{_IN_PART}, as that failed: {type(error).__name__}: {error}",
+                f"{_IN_PART}, because loading failed: {type(error).__name__}: {error}",
                 file=self._state.file or None,
-                hint="load a file that is whole before the model is used",
+                hint="load an intact file before you use the model",
             ) from error
         new = {id(self._target.entries[name]): tensor for name, tensor in given.items()}
         for module in self._model.modules() if new else ():
@@ -554,7 +555,7 @@ class _Loading:
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return what changes where a tensor is written to or replaced."""
+    """Return a value that changes if the tensor is written to or replaced."""
     try:
         return id(tensor), tensor._version
     except (RuntimeError, ValueError):  # an inference tensor, a lazy parameter
@@ -563,7 +564,7 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 
 @contextmanager
 def _trainable() -> Iterator[None]:
-    """Make tensors that can be trained, whatever mode the caller is in."""
+    """Create trainable tensors, even if the caller is in inference mode."""
     import torch
 
     if not torch.is_inference_mode_enabled():
@@ -574,7 +575,7 @@ def _trainable() -> Iterator[None]:
 
 
 def _check_arguments(map_location: Any, optimizer_order: Any, **switches: Any) -> None:
-    """Refuse values that would be understood as something else: a typing error allows nothing."""
+    """Check the arguments that would otherwise be misunderstood."""
     import torch
 
     Placement(map_location)
@@ -583,22 +584,24 @@ def _check_arguments(map_location: Any, optimizer_order: Any, **switches: Any) -
             torch.device(map_location)
         except RuntimeError:
             raise DeviceError(
-                f"map_location={map_location!r} is not a device", hint="'cpu', 'cuda:0', ..."
+                f"map_location={map_location!r} is not a device",
+                hint="use 'cpu' or 'cuda:0', for example",
             ) from None
     for name, value in switches.items():
         if value is not None and not isinstance(value, bool):
-            wanted = "None or True or False"
-            raise UsageError(f"{name}={value!r} is not {wanted}", hint=f"{name} is {wanted}")
+            raise UsageError(f"{name}={value!r} is not True, False or None")
     if optimizer_order is not None and optimizer_order != "position":
-        raise UsageError(f"optimizer_order={optimizer_order!r} is neither None nor 'position'")
+        raise UsageError(f"optimizer_order={optimizer_order!r} is not 'position' or None")
 
 
-def _finished(model: torch.nn.Module, target: ModelTarget, report: MatchReport) -> MatchReport:
-    """Return the report, with a warning of tensors that are still on the meta device."""
+def _warn_about_meta(
+    model: torch.nn.Module, target: ModelTarget, report: MatchReport
+) -> MatchReport:
+    """Return the report, and warn about tensors that are still on the meta device."""
     every = (*model.named_parameters(), *model.named_buffers())
     left = [name for name, tensor in every if tensor.is_meta]
     if not left:
         return report
-    note = f"without elements, on the meta device: {listed(map(printable, left))}"
-    warn(f"{target.label} is loaded, but for some tensors that are {note}")
+    note = f"still on the meta device: {listed(map(printable, left))}"
+    warn(f"loaded {target.label}, but some tensors are {note}")
     return replace(report, notes=(*report.notes, note))

@@ -53,29 +53,29 @@ if TYPE_CHECKING:
 
 _FILE = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
 """The files of an optimizer's own: transformers writes `.pt`, accelerate `.bin`."""
-_ALONE = "without optimizer= the model alone is loaded"
+_ALONE = "leave out optimizer= to load only the model"
 _NAMELESS = (
-    "the file does not name the parameters of its optimizer, and shapes and order do not prove "
-    "which state belongs to which parameter"
+    "the optimizer in the file has no parameter names, and shapes and order do not prove which "
+    "state belongs to which parameter"
 )
 _VOUCH = Remedy(
     (("optimizer_order", "position"),),
-    " where the optimizer was built over its parameters in the order of the file",
-    instead=(Remedy(note="save it again with ckptool.save, which writes the names"),),
+    " if the optimizer has its parameters in the order of the file",
+    instead=(Remedy(note="save it again with ckptool.save, which stores the names"),),
 )
 _VOUCH_PARTIAL = _VOUCH._replace(arguments=(*_VOUCH.arguments, ("optimizer_partial", True)))
 _PARTIAL = Remedy(
     (("optimizer_partial", True),),
-    " takes the state of what both have, by names",
+    " loads the state of the parameters that both have, by name",
     instead=(Remedy(note=_ALONE),),
 )
 _SPREAD = (
-    "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True "
-    "loads such state, by names"
+    "load it by name with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict and "
+    "full_state_dict=True"
 )
 _OWN_FILE = (
-    "load_into(model, {'model': ..., 'optimizer': ckptool.load(FILE)}, optimizer=...) where it is "
-    "in a file of its own"
+    "if it is in a separate file, use load_into(model, {'model': ..., 'optimizer': "
+    "ckptool.load(FILE)}, optimizer=...)"
 )
 _FLAT = frozenset(("prev_flat_grad", "old_dirs"))
 """Keys of LBFGS, which keeps one state of all parameters, in their order, with the first one."""
@@ -161,7 +161,7 @@ def planned_optimizer(
         NotFound, AmbiguousName: nothing, or several things, answer to `key`.
     """
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):
-        raise UsageError(f"optimizer= takes an optimizer, not {a_class(optimizer)}")
+        raise UsageError(f"optimizer is {a_class(optimizer)}, expected an optimizer")
     wanted = _Wanted(optimizer, model, target)
     report = OptimizerReport("names", 0, len(wanted.parameters))
     try:
@@ -190,7 +190,8 @@ def planned_optimizer(
             if not partial and order is None:
                 raise
             notes.append(
-                "the groups keep their own learning rates and options: they are divided otherwise"
+                "kept the learning rates and options of the groups, because the groups "
+                "differ from the file"
             )
             notes += _schedules(saved, state)
         report = replace(report, notes=tuple(notes))
@@ -202,7 +203,7 @@ def planned_optimizer(
         paths = (path for path, _ in walk(saved.section.node["state"]))
         in_order = numbers == list(range(len(wanted.names)))
         if not in_order and any(map(_FLAT.intersection, paths)):
-            raise MatchError("the optimizer keeps one state of all parameters, in another order")
+            raise MatchError("the optimizer has one state for all parameters, but in another order")
         _check_state(saved, wanted, kept)
         casts = tuple(_casts(optimizer, saved, wanted, kept))
         report = replace(report, matched=len(kept), cast=casts)
@@ -221,7 +222,7 @@ def _found(state: StateDict, key: Any) -> _Saved:
         return _Saved(state.tree, _chosen(state.tree, state.section, key, state.file))
     if key is None and len(names) > 1:
         raise MatchError(
-            f"there are {len(names)} files of optimizers beside the model: {listed(names)}",
+            f"the folder has {len(names)} optimizer files: {listed(names)}",
             hint=Remedy(instead=tuple(Remedy((("optimizer_key", name),)) for name in names)),
         )
     name = key if key in names else names[0]
@@ -229,9 +230,9 @@ def _found(state: StateDict, key: Any) -> _Saved:
     try:
         section = _chosen(tree, None, None if key in names else key, "")
     except MatchError as refused:
-        refused.message = f"{name!r}, beside the model: {refused.message}"
+        refused.message = f"{name!r}, next to the model: {refused.message}"
         raise
-    return _Saved(tree, section, (f"the state is that of {name!r}, beside the model",))
+    return _Saved(tree, section, (f"loaded the optimizer from {name!r}, next to the model",))
 
 
 def _optimizers(tree: Checkpoint) -> list[Section]:
@@ -263,17 +264,19 @@ def _chosen(tree: Checkpoint, model: Section | None, key: Any, file: str) -> Sec
     ways = tuple(Remedy((("optimizer_key", one.name),)) for one in found)
     if len(found) > 1:
         names = listed(one.name for one in found)
-        raise MatchError(f"there are {len(found)} optimizers: {names}", hint=Remedy(instead=ways))
+        raise MatchError(
+            f"the file has {len(found)} optimizers: {names}", hint=Remedy(instead=ways)
+        )
     if found and owners[0] is not None:
-        text = f"{printable(found[0].name)}, is that of {printable(owners[0].name)}, which is not"
+        text = f"{printable(found[0].name)}, belongs to {printable(owners[0].name)}, which is not"
         hint = Remedy(note=_ALONE, instead=ways)
-        raise MatchError(f"the only optimizer, {text} the model chosen", hint=hint)
-    text = "the state of an optimizer is wanted, and there is none in the file"
+        raise MatchError(f"the only optimizer, {text} the chosen model", hint=hint)
+    text = "the file has no optimizer state"
     folder = os.path.dirname(file) or "."
     beside = _files(folder) if file else []
     if beside:
-        way = f"load_into(model, {folder!r}, optimizer=...) looks there too"
-        raise MatchError(f"{text}, but {listed(beside)} beside it", hint=way)
+        way = f"use load_into(model, {folder!r}, optimizer=...) to load it from there"
+        raise MatchError(f"{text}, but its folder has {listed(beside)}", hint=way)
     raise MatchError(text, hint=_OWN_FILE)
 
 
@@ -302,13 +305,13 @@ class _Wanted:
             whole, shape = self._whole.get(name), shape_of(parameter)
             if getattr(parameter, "_is_flat_param", False) or (whole and shape and whole != shape):
                 raise MatchError(
-                    f"the optimizer's {printable(name)} is from FSDP: each rank has a part of it",
+                    f"the optimizer's {printable(name)} is sharded by FSDP: each rank has one part",
                     hint=_SPREAD,
                 )
         if self.parameters and not {*self.names} & self.tensors.keys():
             raise MatchError(
-                "the optimizer's parameters are not the model's: none of them is in it",
-                hint="build the optimizer over the parameters of the model that is loaded",
+                "the model has none of the optimizer's parameters",
+                hint="build the optimizer from the parameters of this model",
             )
 
 
@@ -346,7 +349,7 @@ def _by_names(
     alone = [name for name, number in zip(names, found, strict=True) if number is None]
     lacking = [name for number, name in enumerate(wanted.names) if number not in numbers]
     both = [(some[0], whose) for some, whose in ((alone, "file"), (lacking, "optimizer")) if some]
-    first = " and ".join(f"{printable(name)} is in the {whose} only" for name, whose in both)
+    first = " and ".join(f"only the {whose} has {printable(name)}" for name, whose in both)
     if numbers and not partial:
         remedy = _PARTIAL if remedy is _ALONE else _PARTIAL._replace(instead=(_VOUCH,))
     raise MatchError(_misfit(saved, wanted, first), hint=remedy)
@@ -370,7 +373,7 @@ def _check_order(
         is_ordered = keeps_order(state.tree, list(state.slots), state.metadata)
         can_name = is_ordered and len(held) == len(keys)
         raise MatchError(
-            f'{_NAMELESS}: {doubt}; optimizer_order="position" takes it in the order of the file',
+            f'{_NAMELESS}: {doubt}; optimizer_order="position" loads it in the order of the file',
             hint=_VOUCH if is_vouched else _VOUCH_PARTIAL if can_name else _ALONE,
         )
 
@@ -414,7 +417,7 @@ def _schedules(saved: _Saved, state: StateDict) -> Iterator[str]:
         nodes = everything(section.node) if section.kind == "scheduler" else ()
         if any(isinstance(node, dict) and "base_lrs" in node for node in nodes):
             yield (
-                f"{printable(section.name)} has base_lrs for the groups of the file: build this "
+                f"{printable(section.name)} has base_lrs for the groups in the file: build this "
                 "scheduler for the groups of the optimizer"
             )
 
@@ -427,16 +430,16 @@ def _left(names: Sequence[str], wanted: _Wanted, numbers: Sequence[int | None]) 
     if lacking:
         yield f"{counted(len(lacking), 'parameter')} without state: {listed(lacking)}"
     if gone:
-        yield f"state of {counted(len(gone), 'parameter')} left out: {listed(gone)}"
+        yield f"left out the state of {counted(len(gone), 'parameter')}: {listed(gone)}"
 
 
 def _misfit(saved: _Saved, wanted: _Wanted, difference: str = "") -> str:
     there, here = saved.sizes, wanted.sizes
     if there == here:
-        return f"the file's optimizer is over other parameters: {difference}"
+        return f"the optimizer in the file has other parameters: {difference}"
     text = (
-        f"the file's optimizer has {counted(sum(there), 'parameter')} in groups of "
-        f"{listed(map(str, there))}, the optimizer {sum(here):,} in {listed(map(str, here))}"
+        f"the optimizer in the file has {counted(sum(there), 'parameter')} in groups of "
+        f"{listed(map(str, there))}, the live one has {sum(here):,} in {listed(map(str, here))}"
     )
     return f"{text}; first difference: {difference}" if difference else text
 
@@ -450,8 +453,9 @@ def _groups(saved: _Saved, wanted: _Wanted, numbers: Sequence[int | None]) -> li
         here = wanted.group[number]
         if found.setdefault(here, group) != group:
             raise MatchError(
-                f"{printable(wanted.names[number])} is in group {group} of the file, and others of "
-                f"group {here} of the optimizer are in group {found[here]}",
+                f"{printable(wanted.names[number])} is in group {group} of the file, but "
+                "other parameters "
+                f"of group {here} of the optimizer are in group {found[here]}",
                 hint=_PARTIAL if names_in(saved.section) else None,
             )
     empty = [at for at in range(len(saved.options)) if at not in found.values()]
@@ -469,11 +473,9 @@ def _check_kind(saved: _Saved, optimizer: torch.optim.Optimizer) -> None:
     there, defaults = options_of(saved.section), {*getattr(inner, "defaults", ())}
     here = defaults & {*OPTIONS}
     if saved.options and defaults and here != there:
-        words = [("has", sorted(there - here)), ("lacks", sorted(here - there))]
-        told = " and ".join(f"{verb} {listed(names, 3)}" for verb, names in words if names)
-        raise MatchError(
-            f"the file's optimizer is of another kind than {type(inner).__name__}: it {told}"
-        )
+        words = [("has", sorted(there - here)), ("does not have", sorted(here - there))]
+        details = " and ".join(f"{verb} {listed(names, 3)}" for verb, names in words if names)
+        raise MatchError(f"the optimizer in the file is not {type(inner).__name__}: it {details}")
 
 
 def _check_state(saved: _Saved, wanted: _Wanted, kept: Mapping[int, Any]) -> None:
@@ -483,18 +485,19 @@ def _check_state(saved: _Saved, wanted: _Wanted, kept: Mapping[int, Any]) -> Non
         shape, mine = shape_kept(held), shape_of(parameter)
         if shape is not None and mine is not None and shape != mine:
             raise MatchError(
-                f"the state of {printable(wanted.names[number])} has the shape {list(shape)}, and "
-                f"the parameter {list(mine)}"
+                f"the state of {printable(wanted.names[number])} has shape {list(shape)}, the "
+                "parameter "
+                f"{list(mine)}"
             )
         for path, leaf in walk(held):
             what = opaque_kind(leaf)
             if isinstance(leaf, TensorRef) and is_one_part(leaf):
-                what = "the part that one rank had of a tensor"
+                what = "one rank's part of a tensor"
             elif is_spread(parameter) and getattr(leaf, "shape", ()) not in ((), mine):
-                what = f"of the shape {list(leaf.shape)}, unlike its DTensor"
+                what = f"of shape {list(leaf.shape)}, unlike its DTensor"
             if what:
                 where = printable(saved.place(key, *path))
-                raise MatchError(f"{where} is {what}, which is not made from a file")
+                raise MatchError(f"{where} is {what}, which cannot be loaded from a file")
 
 
 def _objects(saved: _Saved) -> Iterator[str]:
@@ -502,7 +505,7 @@ def _objects(saved: _Saved) -> Iterator[str]:
     for number, group in enumerate(saved.options):
         objects = [str(key) for key, node in group.items() if opaque_kind(node)]
         if objects:
-            yield f"group {number} keeps its own {listed(objects)}: the file has objects there"
+            yield f"kept {listed(objects)} of group {number}, because the file has objects there"
 
 
 def _casts(
@@ -532,11 +535,11 @@ def _check_casts(casts: Sequence[DtypeChange], allowance: Allowance) -> None:
     ]
     if lossy:
         first, kinds = lossy[0], dict.fromkeys(one.name.partition("/")[2] for one in lossy)
-        more = f", and of {counted(len(lossy) - 1, 'more tensor')}" if len(lossy) > 1 else ""
+        more = f", and {counted(len(lossy) - 1, 'more tensor')}" if len(lossy) > 1 else ""
         globs = tuple(f"*/{escaped_glob(kind)}" for kind in kinds)
         raise MatchError(
-            f"of the optimizer's state {printable(first.name)} does not survive {first.before} -> "
-            f"{first.after}{more}",
+            f"casting {first.before} -> {first.after} would change the optimizer state "
+            f"{printable(first.name)}{more}",
             hint=Remedy((("allow_lossy_cast", globs),)),
         )
 

@@ -1,4 +1,4 @@
-"""`match`, and the plan of a load: the entry for each name, and what its elements say of that."""
+"""`match`, and the load plan: which entry fills which key, checked by values where needed."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from ckptool.words import listed, printable
 if TYPE_CHECKING:
     import torch
 
-_NOT_MADE = "which is not made from a file"
+_NOT_LOADED = "which cannot be loaded from a file"
 
 
 @uncollected()
 class MatchedState(NamedTuple):
-    """The entries of a state dict that fit a model, and the report on all of them."""
+    """The entries of a state dict that fit a model, and a report on all entries."""
 
     state_dict: OrderedDict[str, Any]
-    """The entries that fit, under the keys of the model."""
+    """The entries that fit, with the keys of the model."""
     report: MatchReport
-    """What matches, and what does not."""
+    """The matched and unmatched entries."""
 
     def __repr__(self) -> str:
-        """Return the line of the report."""
+        """Return the one-line summary of the report."""
         return repr(self.report)
 
 
-@renamed_arguments(rules="it is now called rename")
+@renamed_arguments(rules="use rename instead")
 def match(
     state_dict: Mapping[Any, Any] | str | os.PathLike[str] | Checkpoint,
     like: torch.nn.Module | Mapping[str, Any] | Iterable[str] | os.PathLike[str] | Checkpoint,
@@ -64,38 +64,38 @@ def match(
     key: Any = None,
     like_key: Any = None,
 ) -> MatchedState:
-    """Return the entries of a state dict that fit a model, under the model's keys, and a report.
+    """Return the entries of a state dict that fit a model, with the model's keys, and a report.
 
     Wrapper prefixes are removed or added, then one common prefix, then torch's own renames apply.
-    Other renames are only proposed in the report; `report.fits` says whether everything fits.
-    docs/matching.md has the rules. The dict is new, with the same tensors, in the model's order,
-    with `_metadata`. Tied keys of the model all get the tensor that one of them has.
+    Other renames are only proposed in the report. `report.fits` is True if everything fits.
+    docs/matching.md lists the rules. The result is a new dict with the same tensors, in the order
+    of the model, with `_metadata`. Tied keys of the model all receive the tensor of one of them.
 
     Args:
         state_dict: A state dict, a dict that contains one, a file, or an open checkpoint.
-        like: A model on any device, or its stand-in: a state dict, a dict of names to shapes, a
-            list of names, the path of a reference file, or an open checkpoint.
-        rename: `REGEX=>REPL` each, applied to the keys of `state_dict` first.
-        prefixes: `OLD=NEW` each, applied after `rename` to whole components at the front of a key.
-        transpose: Globs of the model's keys whose tensors a file of TensorFlow, Keras or Flax has
-            as [..., in, out], or with the axes: `"depthwise.*=2,3,0,1"`.
-        no_transpose: Globs of the model's keys whose tensors in such a file have torch's axes.
-        key: The address of the state dict (such as `"ema"`), if there are several.
-        like_key: The address of the state dict of `like`, if there are several.
+        like: A model on any device, or a description of one: a state dict, a dict of keys to
+            shapes, a list of keys, the path of a reference file, or an open checkpoint.
+        rename: Rules `REGEX=>REPL`, applied to the keys of `state_dict` first.
+        prefixes: Rules `OLD=NEW`, applied after `rename` to whole components at the start of a key.
+        transpose: Globs of model keys with tensors stored as [..., in, out] in a TensorFlow, Keras
+            or Flax file, or stored with given axes: `"depthwise.*=2,3,0,1"`.
+        no_transpose: Globs of model keys with tensors stored in torch's order in these files.
+        key: The path of the state dict, such as `"ema"`, if there are several.
+        like_key: The path of the state dict in `like`, if there are several.
 
     Raises:
-        UnreadableFile: a file cannot be opened as a checkpoint; see `ckptool.open`.
-        NotFound: there is no state dict, or none at `key` (`AmbiguousName`: there are several).
-        NameCollision: the rules give two keys the same name.
-        UsageError: an argument has a wrong type, or a text is not a rule.
-        UnsupportedFormat: the file has only one rank's part of a DTensor or ShardedTensor.
+        UnreadableFile: if a file cannot be opened as a checkpoint; see `ckptool.open`.
+        NotFound: if there is no state dict, or none at `key` (`AmbiguousName`: if several).
+        NameCollision: if the rules give two entries the same key.
+        UsageError: if an argument has a wrong type, or a string is not a rule.
+        UnsupportedFormat: if the file has only one rank's part of a DTensor or ShardedTensor.
     """
     require_torch()
     check_lists(rename=rename, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose)
     choices = TransposeRules.of(transpose, no_transpose)
     target = target_like(like, key=like_key)
     with stated(state_dict, key=key, wanted=target.slots) as state:
-        plan = planned(state, target, rename=rename, prefixes=prefixes, choices=choices)
+        plan = plan_load(state, target, rename=rename, prefixes=prefixes, choices=choices)
         every = {**plan.pairs, **plan.undecided}
         fitting = OrderedDict((name, state.value(own)) for name, own in every.items())
         metadata = metadata_for(state, target, plan)
@@ -105,24 +105,26 @@ def match(
 
 
 def check_lists(**lists: Any) -> None:
-    """Refuse arguments, by their names, that are no lists of texts."""
+    """Check that the named arguments are lists."""
     for name, value in lists.items():
         if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-            hint = f"{name}=[{value!r}]" if isinstance(value, str) else f"{name} is a list"
+            hint = (
+                f"use {name}=[{value!r}]" if isinstance(value, str) else f"give a list for {name}"
+            )
             raise UsageError(f"{name}={value!r} is not a list", hint=hint)
 
 
 def target_like(like: Any, *, key: Any = None) -> ModelTarget:
-    """Return what `like` wants; `key` chooses the state dict where it holds several.
+    """Return the target that `like` describes; `key` selects one of several state dicts.
 
-    It is a model on any device; a state dict, or a dict of name to shape; a file or an open
-    checkpoint, of which only the header is read, without torch; or names.
+    `like` is a model on any device, a state dict, a dict of keys to shapes, a list of keys, or a
+    file or open checkpoint. Of a file only the header is read, without torch.
 
     Raises:
-        TorchMissing: it is no file, and torch is not installed.
-        UnreadableFile: the file cannot be opened as a checkpoint.
-        AmbiguousName, NotFound: it holds several state dicts and no `key`, or none.
-        UsageError: it is none of these.
+        TorchMissing: if `like` is not a file, and torch is not installed.
+        UnreadableFile: if the file cannot be opened as a checkpoint.
+        AmbiguousName, NotFound: if there are several state dicts and no `key`, or none.
+        UsageError: if `like` is something else.
     """
     if not isinstance(like, (str, os.PathLike, Checkpoint)):
         require_torch()
@@ -145,35 +147,35 @@ def target_like(like: Any, *, key: Any = None) -> ModelTarget:
         if error.remedy is not None:
             error.advise(error.remedy.with_names({"key": "like_key"}))
         elif isinstance(like, Mapping) and error.hint is None:
-            error.message = f"{REFERENCE} is neither a state dict nor a dict of shapes"
-            error.advise("in a dict of shapes all are tuples of sizes: {'weight': (4, 3)}")
+            error.message = f"{REFERENCE} is not a state dict or a dict of shapes"
+            error.advise("give shapes as tuples of sizes: {'weight': (4, 3)}")
         raise
 
 
 class LoadPlan(NamedTuple):
-    """Which entry of a state dict goes where in a model, and the report of it."""
+    """The entry of a state dict for each key of a model, and the report."""
 
     pairs: Mapping[str, str]
-    """Name in the model to name in the file, of what is to be loaded, in the model's order."""
+    """Model key to file key for every entry to load, in the model's order."""
     undecided: Mapping[str, str]
-    """The same for names inside modules with loading code of their own: torch decides."""
+    """Model key to file key inside modules with their own loading code: torch decides."""
     report: MatchReport
     match: Match
     unfilled: tuple[str, ...] = ()
-    """The model's other names inside such modules: their code may fill them."""
+    """The other model keys inside these modules, which their code may fill."""
 
     def with_changes(self, **changes: Any) -> LoadPlan:
-        """Return the plan with other fields of its report."""
+        """Return the plan with changes to its report."""
         return self._replace(report=replace(self.report, **changes))
 
     def refusal(self, allowance: Allowance) -> MatchError | None:
-        """Return the error to raise before anything is touched; None: accepted so far."""
+        """Return the error to raise before anything changes, or None."""
         report = self.report
         if self.unfilled:
             report = replace(report, loaded=report.parameters, fitting=report.names)
         refusal = allowance.refusal(report)
         not_made = [
-            f"{printable(n)}: {why}" for n, why in report.left_out if why.endswith(_NOT_MADE)
+            f"{printable(n)}: {why}" for n, why in report.left_out if why.endswith(_NOT_LOADED)
         ]
         if refusal is not None and not_made:
             refusal.message += f"\n{listed(not_made, most=2)}"
@@ -181,7 +183,7 @@ class LoadPlan(NamedTuple):
 
 
 @uncollected()
-def planned(
+def plan_load(
     state: StateDict,
     target: ModelTarget,
     *,
@@ -192,18 +194,18 @@ def planned(
     by_type: bool = False,
     as_stored: bool = False,
 ) -> LoadPlan:
-    """Match the names, then compare elements where a cast or a tie may lose some.
+    """Match the keys, then compare values where a cast or a tie may lose some.
 
-    Tensors of a file whose layout is not torch's are put in the order of torch's axes in `state`.
+    For a file with another layout than torch's, the axes in `state` are put in torch's order.
 
-    Files need no torch where casts are judged `by_type`. With `assign` the model takes the tensors
-    as they are. `as_stored`: a file is to take the entries, and no model: objects stay objects.
+    With `by_type`, casts are judged by dtype, and files need no torch. With `assign`, the model
+    uses the tensors unchanged. With `as_stored`, the target is a file: objects stay objects.
 
     Raises:
-        NameCollision: the rules make two names one.
-        UsageError: a text is no rule.
-        TorchMissing: elements have to be made, and torch is not installed.
-        CorruptFile, DeviceError: the elements cannot be read.
+        NameCollision: if the rules give two entries the same key.
+        UsageError: if a string is not a rule.
+        TorchMissing: if values have to be read, and torch is not installed.
+        CorruptFile, DeviceError: if the values cannot be read.
     """
     layout, choices = format_of(state.tree.format).layout, choices or TransposeRules()
     kinds = target.kinds() if layout else None
@@ -232,10 +234,10 @@ def planned(
     apart = {name for group in untied for name in group}
     casts = () if assign else tuple(one for one in report.cast if one.name in pairs)
     tied = (one for one in report.tied if not (apart & {*one} or pairs.keys().isdisjoint(one)))
-    beside = ((name, "a plain value, which no model takes") for name in state.beside)
+    beside = ((name, "a plain value, which no model loads") for name in state.beside)
     report = replace(
         report,
-        cast=casts if by_type or as_stored else _judged(state, casts),
+        cast=casts if by_type or as_stored else _judge_casts(state, casts),
         tied=tuple(tied),
         untied=untied,
         left_out=(*report.left_out, *beside),
@@ -247,15 +249,15 @@ def planned(
 
 
 def _without_objects(plan: LoadPlan, state: StateDict, target: ModelTarget) -> LoadPlan:
-    """Leave out entries that no model can be given: objects, and parameters without elements.
+    """Leave out entries that cannot be loaded: objects, and parameters without data.
 
-    An extra state with an object of a pickle inside would reach the model as something else.
+    An extra state that contains a pickled object would reach the model as something else.
     """
     report = plan.report
     found = {
         name: why
         for name, own in plan.pairs.items()
-        if (why := _made_nodes(state, own, is_extra=target.slots[name].kind == "extra"))
+        if (why := _why_not_loadable(state, own, is_extra=target.slots[name].kind == "extra"))
     }
     if not found:
         return plan
@@ -269,19 +271,19 @@ def _without_objects(plan: LoadPlan, state: StateDict, target: ModelTarget) -> L
     return plan._replace(pairs=pairs, report=report)
 
 
-def _made_nodes(state: StateDict, own: str, *, is_extra: bool) -> str:
-    """Return why nothing can be made of an entry; empty: it can."""
+def _why_not_loadable(state: StateDict, own: str, *, is_extra: bool) -> str:
+    """Return why an entry cannot be loaded, or ""."""
     node = state.root[own]
     if type(node) is TensorRef and state.slots[own].shape is not None and not is_extra:
-        return ""  # as most of many names
-    what = opaque_kind(node) if is_extra else "a lazy parameter without elements"
-    return f"holds {what}, {_NOT_MADE}" if what else ""
+        return ""  # the common case first: there may be many keys
+    what = opaque_kind(node) if is_extra else "an uninitialized lazy parameter"
+    return f"contains {what}, {_NOT_LOADED}" if what else ""
 
 
 def opaque_kind(node: Any) -> str:
-    """Return the first value inside that is not made as it was saved, in words; empty: none.
+    """Describe the first value inside that is not loaded as it was saved; "" if there is none.
 
-    Objects of classes stay inert, and arrays of numpy become tensors.
+    Objects stay inert, and numpy arrays become tensors.
     """
     for _, leaf in walk(node):
         if isinstance(leaf, Opaque) and unpickled(leaf, lambda inside: inside) is leaf:
@@ -294,9 +296,9 @@ def opaque_kind(node: Any) -> str:
 
 
 def _left_to_torch(plan: LoadPlan, state: StateDict, target: ModelTarget) -> LoadPlan:
-    """Leave to torch what does not fit inside modules with loading code of their own.
+    """Leave unmatched keys inside modules with their own loading code to torch.
 
-    A tensor that only its class can make is not given to that code.
+    Tensors that only their class can create are not passed to that code.
     """
     report, renamed = plan.report, plan.match.renamed
     undecided = {
@@ -313,7 +315,7 @@ def _left_to_torch(plan: LoadPlan, state: StateDict, target: ModelTarget) -> Loa
         return plan
 
     def reason(name: str) -> str:
-        return f"torch decides: {target.custom_holder(name)} loads in its own way"
+        return f"decided by torch: {target.custom_holder(name)} has its own loading code"
 
     report = replace(
         report,
@@ -338,10 +340,10 @@ def _is_one_part(state: StateDict, own: str) -> bool:
 def metadata_for(
     state: StateDict, target: ModelTarget, plan: LoadPlan
 ) -> OrderedDict[str, Any] | None:
-    """Return the file's `_metadata` under the paths of the model's modules; None: it has none.
+    """Return the file's `_metadata` by the paths of the model's modules, or None.
 
-    A version follows the names below its module. A module of the model without names of its own has
-    the version that the model gives it, unless its own loading code asks for the file's.
+    A version follows the keys below its module. Model modules without keys of their own keep the
+    model's version, unless their own loading code uses the one in the file.
     """
     if state.metadata is None:
         return None
@@ -361,8 +363,8 @@ def metadata_for(
     return made
 
 
-def _judged(state: StateDict, casts: Iterable[DtypeChange]) -> tuple[DtypeChange, ...]:
-    """Judge casts by their elements, where their types alone could lose something."""
+def _judge_casts(state: StateDict, casts: Iterable[DtypeChange]) -> tuple[DtypeChange, ...]:
+    """Judge casts by their values, if their dtypes alone could lose something."""
     judged = []
     lost = cache(lambda own, after: loss_of(state.ref(own) or state.value(own), after))
     for cast in casts:
@@ -373,25 +375,25 @@ def _judged(state: StateDict, casts: Iterable[DtypeChange]) -> tuple[DtypeChange
 
 
 def loss_of(value: Any, dtype: str) -> str | None:
-    """Return in words what elements lose in another type; empty: nothing; None: not known.
+    """Describe the loss of a cast: "" if nothing is lost, None if it is unknown.
 
-    `value` is a tensor, or one in a file, which is read block by block. Unknown is what has no
-    elements here, or has them in no plain array, or of types that torch does not compute with.
+    `value` is a tensor in memory, or one in a file, which is read block by block. The loss is
+    unknown without a plain array of elements, or with dtypes that torch cannot compute with.
     """
     blocks = _blocks(value)
     if blocks is None:
         return None
     try:
         losses = losses_of(blocks, str(value.dtype).removeprefix("torch."), dtype)
-    except (RuntimeError, TypeError):  # the back end has no such operation
+    except (RuntimeError, TypeError):  # the backend does not support the operation
         return None
     changed = losses.underflow + losses.precision
-    told = [(losses.overflow, "overflow"), (changed, "change")]
-    return ", ".join(f"{n:,} of {losses.elements:,} {verb}" for n, verb in told if n)
+    counts = [(losses.overflow, "overflow"), (changed, "change")]
+    return ", ".join(f"{n:,} of {losses.elements:,} {verb}" for n, verb in counts if n)
 
 
 def _blocks(value: Any) -> Iterator[torch.Tensor] | None:
-    """Return the elements of a tensor in some order; a file is read block by block."""
+    """Return the elements of a tensor in any order, block by block from a file."""
     import torch
 
     if isinstance(value, TensorRef):
@@ -410,7 +412,7 @@ def _blocks(value: Any) -> Iterator[torch.Tensor] | None:
 def _untied(
     state: StateDict, target: ModelTarget, pairs: Mapping[str, str]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield names that are one tensor in the model, and have several contents in the file."""
+    """Yield groups of keys that are tied in the model but differ in the file."""
     groups: dict[Hashable, list[str]] = {}
     for name in pairs:
         tie = target.slots[name].tie
@@ -423,9 +425,9 @@ def _untied(
 
 
 def _has_same_elements(state: StateDict, one: str, other: str) -> bool:
-    """Return whether two entries have the same elements, byte for byte.
+    """Return True if two entries have the same elements, byte for byte.
 
-    On the meta device, where there are none, they count as the same.
+    Tensors on the meta device count as equal.
     """
     mine, theirs = state.slots[one], state.slots[other]
     if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
@@ -445,5 +447,5 @@ def _has_same_elements(state: StateDict, one: str, other: str) -> bool:
     try:
         plain = [tensor.detach().cpu().resolve_conj().resolve_neg().ravel() for tensor in (x, y)]
         return torch.equal(*(tensor.view(torch.uint8) for tensor in plain))
-    except RuntimeError:  # no plain array of elements
+    except RuntimeError:  # not a plain array of elements
         return torch.equal(x, y)

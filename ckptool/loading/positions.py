@@ -77,22 +77,25 @@ def doubt_of(
     groups: list[Mapping[str, Any]] = optimizer.param_groups
     own = [one for group in groups for one in group["params"]]
     if not keeps_order(state.tree, list(state.slots), state.metadata):
-        return (
-            "the model's file is sorted by key, so that only your model has an order of parameters"
-        )
+        return "the model's file is sorted by key, so the original order of parameters is lost"
     if len(held) != len(keys):
         many = counted(len(held), "parameter")
         return f"the model in the file has {many}, and its optimizer has {len(keys):,}"
     ranks = [order.get(id(one)) for one in held.values()]
     if ranks != [*range(len(order))]:
         names = (name for at, name in enumerate(held) if ranks[at] != at)
-        first = f" from {printable(name)} on" if (name := next(names, "")) else ""
-        return f"the model in the file has other parameters than the model, or another order{first}"
+        first = f", starting at {printable(name)}" if (name := next(names, "")) else ""
+        return (
+            f"the model in the file has other parameters than your model, or another order{first}"
+        )
     if {*map(id, own)} != order.keys():
         return "the optimizer does not have every parameter of the model"
     for key, parameter in zip(keys, own, strict=True):
         if not fits_shape(saved.node["state"].get(key), shape_of(parameter)):
-            return f"the state of number {printable(str(key))} has another shape than its parameter"
+            return (
+                f"the state of parameter {printable(str(key))} does not have the shape of "
+                "that parameter"
+            )
     telling = [*_telling(saved.node["param_groups"], groups)]
     for option, there, here in telling:
         if there != here:
@@ -102,7 +105,7 @@ def doubt_of(
         kind = tuple(here[at] for _, _, here in telling)
         alike.setdefault(kind, []).extend(order[id(one)] for one in group["params"])
     if any(numbers != sorted(numbers) for numbers in alike.values()):
-        return "the optimizer has its parameters in another order than the model"
+        return "the optimizer does not have its parameters in the order of the model"
     rates = [[_rate(group) for group in some] for some in (saved.node["param_groups"], groups)]
     if _are_swapped([tuple(map(shape_of, group["params"])) for group in groups], *rates):
         return f"the groups of the file have lr {rates[0]}, the optimizer {rates[1]}"

@@ -1,9 +1,9 @@
-"""Models spread over processes, and processes that take each step together or not at all.
+"""Models distributed over processes, and steps that succeed in all processes or in none.
 
-FSDP (the first) keeps the parameters of many modules in one flat one, of which each rank has a
-part; its `state_dict` gathers them, for which every rank must call it. The flat parameter remembers
-what it is made of (torch/distributed/fsdp/_flat_param.py, `FlatParameter`), so that names and
-shapes are known without gathering. Parameters of `fully_shard` are DTensors.
+FSDP 1 keeps the parameters of many modules in one flat parameter, and each rank has a part of it.
+Its `state_dict` gathers them, so every rank must call it. The flat parameter records its contents
+(torch/distributed/fsdp/_flat_param.py, `FlatParameter`), so names and shapes are known without
+gathering. Parameters of `fully_shard` are DTensors.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _Failures = dict[int, CheckpointError | str]
 """By global rank."""
 
 _HIDDEN = frozenset({"_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module"})
-"""Components of module paths that the hooks of these wrappers keep out of the names."""
+"""Components of module paths that the hooks of these wrappers remove from keys."""
 _FLAT = frozenset({"_flat_param", "flat_param"})
 _FAILED = "failed"
-"""The key of a store that a process sets which failed."""
+"""The store key set by a process that failed."""
 
 
 class Ranks:
-    """The processes of some groups, or this one alone.
+    """The processes of some groups, or only this one.
 
-    Every process makes the same calls in the same order. A message passes through each group in
-    turn: what one group has heard, this process repeats in the next.
+    Every process makes the same calls in the same order. Failures pass through the groups in turn:
+    this process repeats the failures of one group in the next.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Ranks:
         call: str,
         store: Store | None = None,
     ) -> None:
-        """Take `groups` of `torch.distributed`, None being the default one; empty: this process.
+        """Use `groups` of `torch.distributed` (None is the default group), or only this process.
 
-        `error` is raised where another process failed with a foreign one; `undone` says what a
-        failure means for this process, and `call` names what all of them call. In `store` they
-        note a failure for those that are at work meanwhile.
+        `error` is raised if another process failed with a foreign error. `undone` describes the
+        consequence for this process, and `call` the common call. A failure is also set in `store`,
+        for processes that are still working.
         """
         self._groups, self._store = tuple(groups), store
         self._error, self._undone, self._call = error, undone, call
@@ -63,22 +63,22 @@ class Ranks:
 
     @property
     def own(self) -> int:
-        """The number of this process, 0 where it is alone."""
+        """The number of this process, or 0 without groups."""
         return _rank() if self._groups else 0
 
     @property
     def has_failed(self) -> bool:
-        """Whether a process has failed, as far as known here; nothing is waited for."""
+        """Whether a process is known to have failed, without waiting."""
         return self._store is not None and bool(self._store.check([_FAILED]))
 
     @contextmanager
-    def reached(self, undone: str = "") -> Iterator[None]:
-        """Raise in every process where the block raises in one.
+    def raise_on_all_ranks(self, undone: str = "") -> Iterator[None]:
+        """Raise an error in every process if the block raises in one of them.
 
-        `undone` says what a failure of another process in this step means here.
+        `undone` describes the consequence of a failure in another process.
 
         Raises:
-            CheckpointError: another process, which is named, failed or did not come.
+            CheckpointError: if another process failed or did not answer; with its rank.
         """
         if not self._groups:
             yield
@@ -86,78 +86,81 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            with suppress(CheckpointError, RuntimeError):  # the others may not be there to hear it
+            with suppress(CheckpointError, RuntimeError):  # the others may have ended
                 if self._store is not None:
                     self._store.set(_FAILED, "")
-                self._told({_rank(): sendable(error)}, self._undone)
+                self._exchange_failures({_rank(): sendable(error)}, self._undone)
             raise
         undone = undone or self._undone
-        for rank, failure in sorted(self._told({}, undone).items()):
-            told = f"{undone}, as it failed in rank {rank}: {failure}"
+        for rank, failure in sorted(self._exchange_failures({}, undone).items()):
+            message = f"{undone}, because rank {rank} failed: {failure}"
             if isinstance(failure, str):
-                raise self._error(told)
-            failure.message, failure.args = told, (told,)
+                raise self._error(message)
+            failure.message, failure.args = message, (message,)
             raise failure
 
     def first(self, work: Callable[[], _Result]) -> _Result:
-        """Do the work in rank 0 alone, and return its result in all of them.
+        """Do the work in rank 0, and return its result in all ranks.
 
-        Where the work is done and another process has gone meanwhile, rank 0 warns.
+        If another process ended after the work was done, rank 0 only warns.
         """
         done: _Result | None = None
         try:
-            with self.reached():
+            with self.raise_on_all_ranks():
                 if self.own == 0:
                     done = work()
             return self.all(done)[0]  # type: ignore[return-value]
         except CheckpointError as error:
             if done is None or not self._is_lost:
                 raise
-            warn(f"{self._call} has done its work, but {error.message.partition(', as ')[2]}")
+            warn(f"{self._call} succeeded, but {error.message.partition(', because ')[2]}")
             return done
 
     def all(self, own: _Result) -> list[_Result]:
-        """Return what each process of the first group gives, in the order of their ranks.
+        """Return the value of each process of the first group, in order of rank.
 
         Raises:
-            CheckpointError: another one did not come.
+            CheckpointError: if another process did not answer.
         """
         if not self._groups:
             return [own]
         return self._gathered(own, self._groups[0], self._undone)
 
-    def _told(self, failures: _Failures, undone: str) -> _Failures:
+    def _exchange_failures(self, failures: _Failures, undone: str) -> _Failures:
         """Return the failures of all ranks."""
         for group in self._groups:
-            for heard in self._gathered(failures, group, undone):
-                failures = {**failures, **heard}
+            for others in self._gathered(failures, group, undone):
+                failures = {**failures, **others}
         return failures
 
     def _gathered(self, own: _Result, group: Any, undone: str) -> list[_Result]:
         import torch.distributed as dist
 
         given: list[Any] = [None] * dist.get_world_size(group)
-        hint = f"every rank of the run calls {self._call}, not one of them alone"
+        hint = f"call {self._call} on every rank"
         try:
             dist.all_gather_object(given, (self._call, own), group=group)
-        except RuntimeError as error:  # whatever the backend says of a connection
+        except RuntimeError as error:  # any connection error of the backend
             self._is_lost = True
-            said = str(error).strip().partition("\n")[0]
-            text = f"{undone}, as another rank did not answer rank {_rank()}: {said}"
+            reason = str(error).strip().partition("\n")[0]
+            text = f"{undone}, because another rank did not answer rank {_rank()}: {reason}"
             raise self._error(text, hint=hint) from error
-        for place, heard in enumerate(given):
-            is_ours = isinstance(heard, tuple) and len(heard) == 2 and isinstance(heard[0], str)
-            call = heard[0] if is_ours else "something else"
+        for place, answer in enumerate(given):
+            is_ours = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], str)
+            call = answer[0] if is_ours else "something else"
             if call != self._call:
                 self._is_lost = True
                 rank = place if group is None else dist.get_global_rank(group, place)
-                text = f"{undone}, as rank {rank} is in {call}, and rank {_rank()} in {self._call}"
+                text = (
+                    f"{undone}, because rank {rank} is in {call}, but rank {_rank()} in "
+                    f"{self._call}"
+                )
                 raise self._error(text, hint=hint)
-        return [told for _, told in given]
+        return [value for _, value in given]
 
 
 def default_group() -> list[Any]:
-    """Return the group of all processes of the run; nothing where this is the only one."""
+    """Return the group of all processes of the run, or nothing if there is only one."""
     import torch.distributed as dist
 
     running = dist.is_available() and dist.is_initialized()
@@ -171,14 +174,14 @@ def _rank() -> int:
 
 
 def sendable(error: BaseException) -> CheckpointError | str:
-    """Return an error as other processes can have it: a foreign one may not survive the way."""
+    """Return an error that can be sent; foreign errors become text."""
     if isinstance(error, CheckpointError) and type(error).__module__ == errors.__name__:
         return error
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def ranks_of(model: torch.nn.Module) -> Ranks:
-    """Return the processes that DDP, FSDP or DTensors spread a model over.
+    """Return the processes that a DDP, FSDP or DTensor model is distributed over.
 
     Each of them calls `load_into`. Messages use the model's own process groups.
     """
@@ -197,25 +200,25 @@ def ranks_of(model: torch.nn.Module) -> Ranks:
             if mesh.get_coordinate() is not None:
                 found.update((mesh.get_group(number), None) for number in range(mesh.ndim))
     return Ranks(
-        # Nobody is in a group of the fake backend, which only plays one.
+        # The fake backend simulates a group without processes.
         [one for one in found if dist.get_world_size(one) > 1 and dist.get_backend(one) != "fake"],
         error=MatchError,
-        undone="nothing is loaded here",
+        undone="nothing was loaded",
         call="load_into with this model",
     )
 
 
 def is_spread(tensor: Any) -> bool:
-    """Return whether it is a DTensor, of which this rank has a part."""
+    """Return True for a DTensor, of which this rank has a part."""
     import torch
 
     return isinstance(tensor, torch.Tensor) and callable(getattr(type(tensor), "full_tensor", None))
 
 
 def spread_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of `value`, which each rank has whole, spread as `tensor` is.
+    """Return this rank's part of `value`, distributed like `tensor`.
 
-    Nothing is sent between ranks, as far as torch (2.6 and later) can do without.
+    Each rank has the whole `value`, so torch 2.6 and later sends nothing between ranks.
     """
     if not is_spread(tensor) or is_spread(value):
         return value
@@ -228,7 +231,7 @@ def spread_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def without_hidden(path: str) -> str:
-    """Return the path of a module as the names of the state dict have it."""
+    """Return the path of a module as in the keys of the state dict."""
     if "_module" not in path:
         return path
     return ".".join(part for part in path.split(".") if part not in _HIDDEN)
@@ -236,17 +239,17 @@ def without_hidden(path: str) -> str:
 
 def sharded(model: torch.nn.Module) -> list[Any]:
     """Return the modules of `model` that are `FullyShardedDataParallel`."""
-    # Never imported: where there is such a module, its caller has.
+    # Not imported here: a model with such a module has imported it.
     home = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(home, "FullyShardedDataParallel", None)
     return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
 
 
 def ungathered(model: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the full state dict of a model inside FSDP has, and its `_metadata`.
+    """Return the entries of the full state dict of an FSDP model, and its `_metadata`.
 
-    Names are in the order of the modules, each with the live tensor, or with a `Slot` for what is
-    in shards or no tensor.
+    Keys are in the order of the modules, each with the live tensor, or with a `Slot` for sharded
+    tensors and other values.
     """
     import torch
 
@@ -283,7 +286,7 @@ def ungathered(model: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of one module and its buffers that are saved."""
+    """Return the parameters and the persistent buffers of one module."""
     passing = module._non_persistent_buffers_set
     buffers = {name: one for name, one in module._buffers.items() if name not in passing}
     held = {**module._parameters, **buffers}

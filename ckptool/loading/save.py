@@ -1,4 +1,4 @@
-"""`save`: a model, its optimizer and what else belongs to a run, as one file of plain data."""
+"""`save`: write a model, its optimizer and other values of a run to one file of plain data."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 _Arguments = ParamSpec("_Arguments")
 _OUTER = "module"
 _PRIVATE = frozenset(WRAPPERS) - {_OUTER}
-"""Wrappers wherever they stand: no author calls a layer so."""
+"""Wrappers at any position: no author gives a layer such a name."""
 _AVERAGE = "AveragedModel"
-"""Keeps a model as its `module`, and a counter beside it."""
+"""A class that keeps a model as its `module`, next to a counter."""
 _WRAPPERS = frozenset((
     "DataParallel", "DeepSpeedEngine", "DistributedDataParallel", "FullyShardedDataParallel",
     "ModelEma", "ModelEmaV2", "ModelEmaV3", "ShardedDataParallel",
 ))  # fmt: skip
-"""Classes, torch's and those of others, that keep a model as their `module`, and nothing else."""
+"""Classes of torch and other libraries that only keep a model as their `module`."""
 
 
-def _refusing_values(function: Callable[_Arguments, Receipt]) -> Callable[_Arguments, Receipt]:
-    """Return `save`, which names the keyword that is meant by an argument without one."""
+def _require_keywords(function: Callable[_Arguments, Receipt]) -> Callable[_Arguments, Receipt]:
+    """Decorate `save`: the error for a positional argument proposes a keyword."""
 
     @wraps(function)
     def call(*args: _Arguments.args, **given: _Arguments.kwargs) -> Receipt:
@@ -60,8 +60,8 @@ def _refusing_values(function: Callable[_Arguments, Receipt]) -> Callable[_Argum
             path = paths[0] if paths else "model.pth"
             words = ", ".join(dict.fromkeys(map(_keyword_of, others))) or "value=..."
             raise UsageError(
-                f"save takes one path, and what to save by keyword: {words}",
-                hint=f"ckptool.save({os.fsdecode(path)!r}, {words})",
+                f"save accepts one path, and values by keyword: {words}",
+                hint=f"call ckptool.save({os.fsdecode(path)!r}, {words})",
             )
         return function(*args, **given)
 
@@ -69,7 +69,7 @@ def _refusing_values(function: Callable[_Arguments, Receipt]) -> Callable[_Argum
 
 
 def _keyword_of(value: object) -> str:
-    """Return the argument of `save` that is meant by a value, in the words of a call."""
+    """Return the likely keyword argument for a value, as written in a call."""
     import torch
 
     if _is_optimizer(value):
@@ -80,7 +80,7 @@ def _keyword_of(value: object) -> str:
     return "model=..." if isinstance(value, torch.nn.Module) else "value=..."
 
 
-@_refusing_values
+@_require_keywords
 def save(
     path: str | os.PathLike[str],
     *,
@@ -89,82 +89,82 @@ def save(
     overwrite: bool = True,
     **values: object,
 ) -> Receipt:
-    """Write a checkpoint that a plain `torch.load` reads, with `weights_only=True`, on any machine.
+    """Write a checkpoint that `torch.load` reads on any machine with `weights_only=True`.
 
     The file is a dict: `state_dict` of the model without wrappers, `optimizer`, and the values by
-    their names. It appears as a whole or not at all; an old file stays until then. Tensors are
-    tagged `cpu`. Modules, optimizers, schedulers and scalers among the values become their state
-    dicts. docs/loading.md has more. The receipt is the same on every rank.
+    name. It is written completely or not at all; an existing file is kept until then. Tensors are
+    saved for `cpu`. Modules, optimizers, schedulers and scalers among the values become their state
+    dicts. See docs/loading.md for details. The returned receipt is the same on every rank.
 
-    Under `torch.distributed` **every rank calls `save`**, for every kind of model: rank 0 writes,
-    and an error is raised on all ranks.
+    Under `torch.distributed`, **call `save` on every rank**, for every kind of model: rank 0
+    writes, and an error is raised on all ranks.
 
     Args:
-        path: The file to write. If it ends in `.safetensors`, it holds only a model.
+        path: The file to write. A `.safetensors` file contains only a model.
         model: A module with or without wrappers, or its state dict.
         optimizer: An optimizer over the parameters of `model`, or of one module among the values.
-        overwrite: Replace an existing file; False: refuse.
+        overwrite: True replaces an existing file; False raises an error.
         values: Plain values, tensors, `torch.Size`, `device`, `dtype`; list, tuple, dict,
             OrderedDict, set and Counter of these; numpy scalars, which become numbers.
 
     Raises:
-        NotRepresentable: a value is of another kind, or a tensor has no elements here.
-        NameCollision: two keys of the model would become the same without its wrappers.
-        UsageError: there is nothing to save, or an argument has a wrong type or name.
-        TargetExists: the file exists and `overwrite` is False; or `path` is a folder.
-        NoSpace, WriteDenied: the disk is full, or the system refuses to write there.
-        FileBusy, WriteError: another process writes the file; or a rank failed or did not call.
+        NotRepresentable: if a value has another type, or a tensor has no data.
+        NameCollision: if two keys of the model would become the same without wrapper prefixes.
+        UsageError: if there is nothing to save, or an argument has a wrong type or name.
+        TargetExists: if the file exists and `overwrite` is False, or `path` is a folder.
+        NoSpace, WriteDenied: if the disk is full, or writing there is not allowed.
+        FileBusy, WriteError: if another process writes the file, or a rank failed or did not call.
     """
     require_torch()
     ranks = Ranks(
-        default_group(), error=WriteError, undone="nothing is written", call="ckptool.save"
+        default_group(), error=WriteError, undone="nothing was written", call="ckptool.save"
     )
     states = _States(ranks)
-    with ranks.reached():
+    with ranks.raise_on_all_ranks():
         if not isinstance(overwrite, bool):
             raise UsageError(
                 f"overwrite={overwrite!r} is not True or False",
-                hint="overwrite=False keeps a file that is there",
+                hint="use overwrite=False to keep an existing file",
             )
-        tree = _taken(states, model, optimizer, values)
+        tree = _collect(states, model, optimizer, values)
     states.gather(tree)
     if states.counter is not None:
         tree.setdefault(N_AVERAGED, states.counter)
-    noted = _noted(states, tree, model)
+    noted = _owner_keys(states, tree, model)
     return ranks.first(
-        lambda: _write(_named(path), tree, states.instead, noted, overwrite=overwrite)
+        lambda: _write(_as_path(path), tree, states.instead, noted, overwrite=overwrite)
     )
 
 
-def _taken(states: _States, model: Any, optimizer: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Everything by name."""
+def _collect(states: _States, model: Any, optimizer: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return everything to save, by key."""
     tree: dict[str, Any] = {}
     if model is not None:
         if "state_dict" in values:
-            text = "a value is called 'state_dict', as is what is saved of the model"
+            text = "'state_dict' is the key of the model, so no value can have this name"
             raise UsageError(text, hint="give it another name")
         tree["state_dict"] = states.of_model(model)
     if optimizer is not None:
         if not _is_optimizer(optimizer):
-            raise UsageError(f"optimizer= takes an optimizer, not {a_class(optimizer)}")
+            raise UsageError(f"optimizer is {a_class(optimizer)}, expected an optimizer")
         tree["optimizer"] = optimizer
     tree.update(values)
     if not tree:
-        raise UsageError("there is nothing to save", hint="ckptool.save(path, model=model)")
+        raise UsageError("nothing to save", hint="call ckptool.save(path, model=model)")
     return tree
 
 
-def _named(path: Any) -> str:
+def _as_path(path: Any) -> str:
     if not isinstance(path, (str, os.PathLike)):
-        raise UsageError(f"a path is wanted, not {a_class(path)}")
+        raise UsageError(f"path is {a_class(path)}, expected a path")
     name = os.fsdecode(path)
     if "\0" in name:
-        raise UsageError(f"{name!r} is not a path: it has a null byte")
+        raise UsageError(f"{name!r} is not a path: it contains a null byte")
     return name
 
 
-def _noted(states: _States, tree: dict[str, Any], model: Any) -> dict[str, str]:
-    """By the keys of optimizers those of the modules whose parameters they have."""
+def _owner_keys(states: _States, tree: dict[str, Any], model: Any) -> dict[str, str]:
+    """Return, for the key of each optimizer, the key of the module with its parameters."""
     keys = {id(node): key for key, node in reversed(tree.items())}
     if model is not None:
         keys[id(model)] = "state_dict"
@@ -188,20 +188,20 @@ def _write(
     left_out: tuple[str, ...] = ()
     if is_flat and tree.keys() == {"state_dict", N_AVERAGED}:
         checkpoint = checkpoint.with_root({"state_dict": checkpoint.root["state_dict"]})
-        left_out = (f"{N_AVERAGED}, the counter of an AveragedModel",)
+        left_out = (f"{N_AVERAGED} (counter of an AveragedModel)",)
     try:
         with worded(path):
             receipt = written(checkpoint, path, overwrite=overwrite, strict=is_flat, verify=False)
     except NotRepresentable as error:
-        hint = "save the model alone, or a .pth file" if is_flat else error.hint
+        hint = "save only the model, or write a .pth file" if is_flat else error.hint
         raise NotRepresentable(error.message, file=path, hint=hint) from error
     return replace(receipt, source="", left_out=(*receipt.left_out, *left_out))
 
 
 def _mark(checkpoint: Checkpoint, noted: dict[str, str]) -> None:
-    """Have the file say which state dict is the model's, where it holds others; and what is noted.
+    """Record in the file which state dict is the model's and which optimizer belongs to it.
 
-    And where it holds an optimizer: the names of its parameters are the model's in full then.
+    This is done if the file has several state dicts or an optimizer.
     """
     state = checkpoint.root.get("state_dict")
     if isinstance(state, OrderedMap):
@@ -217,36 +217,35 @@ def _mark(checkpoint: Checkpoint, noted: dict[str, str]) -> None:
 
 
 class _States:
-    """The state dicts of live objects, and what is saved in the place of which object.
+    """The state dicts of live objects, by object.
 
-    Where a model or its optimizer is spread over processes, each makes the same calls: the parts
-    are gathered, and kept in the first process. Work that concerns one process alone, above all the
-    user's own code, is done first, and has ended well in all of them before they gather: no process
-    waits in vain. Only the user's code inside an FSDP (the first), which gathers by itself, runs
-    later.
+    If a model or its optimizer is distributed over processes, each process makes the same calls:
+    the parts are gathered, and kept in the first process. Work of a single process, in particular
+    user code, runs first and must succeed in all processes before they gather, so that no process
+    waits forever. Only user code inside FSDP 1, which gathers by itself, runs later.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.instead: dict[int, Any] = {}
-        """By `id` what stands for an object: its state dict, or the whole of a spread tensor."""
+        """By `id`, the replacement of an object: its state dict, or a gathered tensor."""
         self.counter: Any = None
-        """How many models the one of `of_model` is the average of, where it is one."""
+        """The counter of the `AveragedModel` passed to `of_model`, if it is one."""
         self.owners: dict[int, torch.nn.Module] = {}
-        """By the `id` of an optimizer the module that has all of its parameters, if one has."""
+        """By the `id` of an optimizer, the module that has all of its parameters, if any."""
         self._ranks = ranks
         self._modules: list[torch.nn.Module] = []
         self._optimizers: list[Any] = []
         self._spread: list[Any] = []
         self._jobs: list[tuple[Label, Callable[[], Any]]] = []
-        """What the processes gather together, each its part."""
+        """The work that all processes do together."""
         self._first: dict[int, Any] = {}
-        """By the `id` of a spread parameter the first tensor that a state dict has for it."""
+        """By the `id` of a sharded parameter, its first tensor in a state dict."""
         self._alive: list[Any] = []
 
     def of_model(self, model: Any) -> Any:
-        """Return what stands for the state dict of a module until `gather`; or a state dict.
+        """Return a placeholder for a module's state dict until `gather`, or the given state dict.
 
-        Wrapper names are removed. The counter of an `AveragedModel` is in `counter`.
+        Wrapper prefixes are removed. The counter of an `AveragedModel` is stored in `counter`.
         """
         import torch
 
@@ -263,33 +262,33 @@ class _States:
             rename = found.renamed
             return _renamed_state(model, lambda name: rename.get(name, name), found.rename_module)
         raise UsageError(
-            f"model= takes a module or its state dict, not {a_class(model)}",
-            hint="several models: save(path, model=one, other=another)",
+            f"model is {a_class(model)}, expected a module or its state dict",
+            hint="save several models with save(path, model=one, other=another)",
         )
 
     def gather(self, root: Any) -> None:
-        """Look through a tree for objects with a state dict, and for spread tensors.
+        """Find objects with a state dict, and sharded tensors, in a tree.
 
-        An `AveragedModel` in it keeps its own names, which go with its counter. Optimizers come
-        last, when all modules are known that may have their parameters.
+        An `AveragedModel` in it keeps its own keys and its counter. Optimizers come last, because
+        all modules that may have their parameters must be known.
         """
         seen: set[int] = set()
         todo: list[Any] | None = [root, *self.instead.values()]
         while todo is not None:
-            with self._ranks.reached():
-                self._look_through(todo, seen)
+            with self._ranks.raise_on_all_ranks():
+                self._visit_nodes(todo, seen)
             todo = self._next()
 
-    def _look_through(self, todo: list[Any], seen: set[int]) -> None:
+    def _visit_nodes(self, todo: list[Any], seen: set[int]) -> None:
         todo.reverse()
         while todo:
             node = todo.pop()
             if id(node) not in seen:
                 seen.add(id(node))
-                todo.extend(reversed([*self._held(node)]))
+                todo.extend(reversed([*self._children(node)]))
 
-    def _held(self, node: Any) -> Iterable[Any]:
-        """Return what a node holds; or the state dict that stands for it."""
+    def _children(self, node: Any) -> Iterable[Any]:
+        """Return the children of a node, or the state dict that replaces it."""
         import torch
 
         if isinstance(node, dict):
@@ -309,25 +308,25 @@ class _States:
         return ()
 
     def _next(self) -> list[Any] | None:
-        """Gather what was found, and return what to look through next; None: it is all done."""
+        """Gather the found objects, and return the nodes to visit next; None at the end."""
         jobs, spread, optimizers = self._jobs, self._spread, self._optimizers
         labels = [*map(_label, spread), *(label for label, _ in jobs)]
-        told = self._ranks.all((labels, bool(optimizers)))
-        if any(theirs for theirs, _ in told):
-            with self._ranks.reached():
-                _check_alike([theirs for theirs, _ in told], self._ranks.own)
+        answers = self._ranks.all((labels, bool(optimizers)))
+        if any(theirs for theirs, _ in answers):
+            with self._ranks.raise_on_all_ranks():
+                _check_alike([theirs for theirs, _ in answers], self._ranks.own)
             self._jobs, self._spread = [], []
-            with self._ranks.reached():
+            with self._ranks.raise_on_all_ranks():
                 for tensor in spread:
                     self._gather_whole(tensor)
             found = []
             for _, gather in jobs:
-                with self._ranks.reached():
+                with self._ranks.raise_on_all_ranks():
                     found.append(gather())
             return found
-        if any(more for _, more in told):
+        if any(more for _, more in answers):
             self._optimizers = []
-            with self._ranks.reached():
+            with self._ranks.raise_on_all_ranks():
                 return [held for one in optimizers for held in self._take_optimizer(one)]
         return None
 
@@ -339,7 +338,7 @@ class _States:
     def _take_module(
         self, node: Any, model: torch.nn.Module, bare: Renamer, counted_by: Sequence[str] = ()
     ) -> Iterable[Any]:
-        """Return the state dict of a module, which stands for `node`; or have it gathered later."""
+        """Return the state dict of a module, which replaces `node`, or gather it later."""
         self._modules.append(model)
 
         def take() -> Any:
@@ -360,7 +359,7 @@ class _States:
         return ()
 
     def _take_optimizer(self, optimizer: Any) -> Iterable[Any]:
-        """Return the state dict of an optimizer; or have it gathered later."""
+        """Return the state dict of an optimizer, or gather it later."""
         wanted = set(map(id, _parameters_of(optimizer)))
         own = (one for one in self._modules if wanted.issubset(map(id, one.parameters())))
         owner = next(own, None)
@@ -384,9 +383,9 @@ class _States:
         return (self._put(optimizer, self._of_optimizer(optimizer, owner)),)
 
     def _of_optimizer(self, optimizer: Any, owner: torch.nn.Module | None) -> Any:
-        """Return its `state_dict()` with the names of its parameters in the groups, wrappers off.
+        """Return its `state_dict()` with parameter names in the groups, without wrapper prefixes.
 
-        They are those of `owner`, which has all of them, else those that it was itself given.
+        The names come from `owner`, which has all parameters, or from the optimizer itself.
         """
         state = optimizer.state_dict()
         groups = state.get("param_groups") if isinstance(state, Mapping) else None
@@ -395,8 +394,8 @@ class _States:
         names = _names_of(optimizer, groups, owner)
         if names is None and self._modules and any(group.get("params") for group in groups):
             warn(
-                "an optimizer is saved without names of its parameters, as no one model has all of "
-                "them; load_into takes it with optimizer_order='position'"
+                "saved an optimizer without parameter names, because no model has all of its "
+                "parameters; load it with load_into and optimizer_order='position'"
             )
         named = [
             group if names is None else {**group, "param_names": own}
@@ -409,13 +408,13 @@ class _States:
         try:
             whole = tensor.full_tensor().detach()
         except RuntimeError as error:
-            text = f"nothing is written, as a tensor could not be gathered: {error}"
+            text = f"nothing was written, because a tensor could not be gathered: {error}"
             raise WriteError(text) from error
         self._put(tensor, whole.cpu() if self._ranks.own == 0 else whole.new_empty(0))
 
 
 Label = tuple[str, tuple[int, ...] | None]
-"""What is gathered, for messages, and between which ranks; None: all."""
+"""The gathered object, for messages, and the ranks that gather it; None means all."""
 
 
 def _label(tensor: Any) -> Label:
@@ -431,17 +430,18 @@ def _label_of_shards(model: torch.nn.Module) -> Label:
     return f"a {type(model).__name__}", tuple({rank for group in groups for rank in group})
 
 
-def _check_alike(told: Sequence[Sequence[Label]], own: int) -> None:
-    """Refuse to wait for a process that gathers something else than this one."""
-    for rank, theirs in enumerate(told):
-        ours = [text for text, ranks in told[own] if ranks is None or rank in ranks]
+def _check_alike(labels: Sequence[Sequence[Label]], own: int) -> None:
+    """Raise an error if another process gathers something else."""
+    for rank, theirs in enumerate(labels):
+        ours = [text for text, ranks in labels[own] if ranks is None or rank in ranks]
         others = [text for text, ranks in theirs if ranks is None or own in ranks]
         for here, there in zip_longest(ours, others, fillvalue="nothing"):
             if here != there:
                 raise WriteError(
-                    f"nothing is written, as rank {own} gathers {here} where rank {rank} gathers "
-                    f"{there}",
-                    hint="every rank calls ckptool.save with the same sharded modules, optimizers "
+                    f"nothing was written, because rank {own} gathers {here}, but rank {rank} "
+                    f"gathers {there}",
+                    hint="call ckptool.save on every rank with the same sharded modules, "
+                    "optimizers "
                     "and tensors",
                 )
 
@@ -451,7 +451,7 @@ def _has_state(node: Any) -> bool:
 
 
 def _is_optimizer(node: Any) -> bool:
-    """Return whether it is an optimizer, of torch's or of the same form."""
+    """Return True for a torch optimizer, or an object of the same form."""
     return _has_state(node) and isinstance(getattr(node, "param_groups", None), list)
 
 
@@ -459,14 +459,14 @@ def _parameters_of(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-# names without wrappers
+# names without wrapper prefixes
 
 
 def bare_names(model: torch.nn.Module, *, averages: bool = True) -> Renamer:
-    """Return the rename of tensor names and module paths that removes all wrappers of `model`.
+    """Return a function that removes wrapper prefixes of `model` from keys and module paths.
 
-    A child that is called `module` is a wrapped model only in a wrapper of a known class: a layer
-    that its author called so keeps its name. Without `averages` an `AveragedModel` is no wrapper.
+    A child `module` is a wrapped model only inside a known wrapper class: a layer with this name
+    keeps it. Without `averages`, an `AveragedModel` is not a wrapper.
     """
     kinds = _WRAPPERS | {_AVERAGE} if averages else _WRAPPERS
     around = frozenset(
@@ -490,7 +490,7 @@ def bare_names(model: torch.nn.Module, *, averages: bool = True) -> Renamer:
 
 
 def _counters(model: torch.nn.Module, bare: Renamer) -> list[str]:
-    """Return the names of the counters that an `AveragedModel` among the wrappers keeps."""
+    """Return the keys of the counters of each `AveragedModel` among the wrappers."""
     return [
         f"{path}.{N_AVERAGED}".lstrip(".")
         for path, module in model.named_modules()
@@ -509,10 +509,10 @@ def _renamed_state(
     *,
     without: Collection[str] = (),
 ) -> OrderedDict[Any, Any]:
-    """Return a state dict under new names, its `_metadata` under the new paths."""
+    """Return a state dict with new keys, and its `_metadata` with new paths."""
     kept = [name for name in state if name not in without]
     names = {name: rename(name) for name in kept if isinstance(name, str)}
-    check_collisions(kept, names, hint="save the model inside the wrapper")
+    check_collisions(kept, names, hint="save the model without the wrapper")
     renamed = OrderedDict((names.get(name, name), state[name]) for name in kept)
     metadata = getattr(state, "_metadata", None)
     if isinstance(metadata, dict):
@@ -523,7 +523,7 @@ def _renamed_state(
 def _names_of(
     optimizer: Any, groups: list[dict[str, Any]], owner: torch.nn.Module | None
 ) -> list[list[str]] | None:
-    """Return the names of the parameters of each group; None where `groups` has more or fewer."""
+    """Return the parameter names of each group, or None if `groups` has other sizes."""
     if owner is None:
         found = [group.get("param_names") or [] for group in groups]
     else:
@@ -536,13 +536,13 @@ def _names_of(
     return [[bare(name) for name in own] for own in found]
 
 
-# FullyShardedDataParallel (the first: the parameters of `fully_shard` are DTensors)
+# FullyShardedDataParallel (FSDP 1: the parameters of `fully_shard` are DTensors)
 
 
 def _unsharded(model: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Have FSDP return whole tensors, on the CPU of the first rank where that is another device.
+    """Let FSDP return whole tensors, moved to the CPU of the first rank from other devices.
 
-    On the CPU itself torch 2.13 reads freed memory where it is asked to move them there.
+    On CPU models, torch 2.13 reads freed memory if it is asked to move them.
     """
     inside = sharded(model)
     if not inside:
@@ -566,8 +566,7 @@ def _unsharded(model: torch.nn.Module) -> AbstractContextManager[Any]:
 def _of_sharded(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
     """Return the state of an optimizer over shards, per parameter and by position.
 
-    Parameters that are parts of a flat one come in the order of the model's names, as a plain
-    optimizer has them.
+    Parts of a flat parameter are in the order of the model's keys, as in a plain optimizer.
     """
     from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 

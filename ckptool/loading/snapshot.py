@@ -98,7 +98,7 @@ class Snapshot:
                 part.restore()
             except Exception as error:  # the setter of an extra state may raise anything
                 text = printable(str(error))
-                warn(f"{printable(self._label)} could not be restored as it was: {text}")
+                warn(f"could not fully restore {printable(self._label)}: {text}")
 
 
 def _inside(node: Any, found: dict[int, Any]) -> dict[int, Any]:

@@ -1,4 +1,4 @@
-"""The state dict that a model is to be filled from, wherever it is: in a file or in memory."""
+"""The state dict to load, from a file or from memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptool.core.names import N_AVERAGED
 from ckptool.core.sections import Section, is_extra_state, is_flat, model_state_dict
 from ckptool.errors import AmbiguousName, NotFound, UsageError, warn
 from ckptool.formats import open_checkpoint
-from ckptool.loading.load import TreeMaker, made_tree, opened_and_told
+from ckptool.loading.load import TreeMaker, make_tree, open_with_warnings
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.target import live_slots
 from ckptool.matching import Slots, matched, slots_of
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     import torch
 
 _NODES = (TensorRef, StorageRef, DeviceValue, Global, Opaque)
-"""Nodes of a tree, which an open checkpoint gave."""
+"""Nodes from the tree of an open checkpoint."""
 
 Source = str | os.PathLike[str] | Checkpoint | Mapping[Any, Any]
-"""A file, an open checkpoint, a state dict, or a dict that holds one."""
+"""A file, an open checkpoint, a state dict, or a dict that contains one."""
 
 
 class StateDict:
-    """One state dict: the names that it has, and how to read them. Made by `stated`."""
+    """One state dict with its keys, read on demand. Created by `stated`."""
 
     def __init__(
         self,
@@ -59,34 +59,34 @@ class StateDict:
         map_location: MapLocation = "cpu",
         mmap: bool = False,
     ) -> None:
-        """Look at the names; nothing is read yet."""
+        """Store the keys; nothing is read yet."""
         self.tree = tree
-        """The whole file; for memory a tree of tensors without bytes."""
+        """The whole file; in memory, a tree of tensors without bytes."""
         self.section = section
-        """The part of `tree` that it is."""
+        """The section of `tree` with the state dict."""
         self.root: OrderedMap = plain_state_dict(tree, section)
-        """The entries as they are loaded: those of a pickled module are detached."""
+        """The entries to load; those of a pickled module are detached."""
         live = live or LiveTree()
         self._originals, self._containers = live.originals, live.containers
         self.slots: Slots = _slots(section, self._originals)
-        """The model's own entries, without plain values that a script put beside them."""
+        """The model's own entries, without plain values added by a script."""
         self.folder: str | None = None
-        """The folder that was given, if one was: other files in it belong to the model too."""
+        """The given folder, if any; other files in it also belong to the model."""
         self.map_location, self.mmap = map_location, mmap
         self._maker: TreeMaker | None = None
         self._held = ExitStack()
 
     @property
     def file(self) -> str:
-        """The path, for messages; empty for memory."""
+        """The path, for messages; empty in memory."""
         return self.tree.path
 
     @cached_property
     def metadata(self) -> dict[str, Any] | None:
-        """Its `_metadata`: module path to version; None where it has none.
+        """Its `_metadata`: module path to version, or None.
 
-        Some wrappers keep their component out of the names but not out of this: a module inside
-        one is also here under the path that its names have.
+        Some wrappers remove their component from the keys but not from `_metadata`: a module
+        inside one is also listed with the path in its keys.
         """
         held = self.root.metadata
         if not isinstance(held, Mapping):
@@ -97,7 +97,7 @@ class StateDict:
             if isinstance(path, str) and isinstance(entry, Mapping)
         }
         facts = (fact for entry in entries.values() for fact in entry.values())
-        # Torch is not imported for versions. What else is there is made together: it may be shared.
+        # Versions need no torch. Other values are created together, because they may be shared.
         are_versions = all(isinstance(fact, int | str | None) for fact in facts)
         made: dict[str, Any] = entries if are_versions else self.made(entries)
         holders = {name.rpartition(".")[0] for name in self.slots}
@@ -109,7 +109,7 @@ class StateDict:
         return {**made, **inside}
 
     def lay_out(self, layouts: Iterable[Layout]) -> None:
-        """Put the axes of tensors in another order. Nothing is read or moved."""
+        """Permute the axes of tensors, without reading or moving data."""
         root = {**self.root}
         for one in layouts:
             if one.axes:
@@ -125,20 +125,20 @@ class StateDict:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """The names of plain values among the entries, which no model takes."""
+        """The keys of plain values, which no model loads."""
         return tuple(str(name) for name in self.root if name not in self.slots)
 
     def ref(self, name: str) -> TensorRef | None:
-        """Return an entry as it lies in the file; None if it is in memory, or no tensor."""
+        """Return a tensor in the file; None if the entry is in memory, or not a tensor."""
         node = self.root[name]
         return node if isinstance(node, TensorRef) and id(node) not in self._originals else None
 
     def value(self, name: str) -> Any:
-        """Return an entry itself: a tensor, or an extra state.
+        """Return an entry: a tensor, or an extra state.
 
-        A tensor of a file is made on `map_location`, once each, and tensors that share memory in
-        the file share it; they are kept until `close`. What is in memory is the object itself.
-        Errors are those of `ckptool.load_state_dict`.
+        A tensor in a file is created once, on `map_location`, and kept until `close`. Tensors that
+        share memory in the file still share it. Entries in memory are returned unchanged. Errors
+        are those of `ckptool.load_state_dict`.
         """
         node = self.root[name]
         if id(node) in self._originals:
@@ -154,21 +154,21 @@ class StateDict:
                 map_location=self.map_location,
                 mmap=self.mmap,
             )
-        return self._maker.made(node, (name,))
+        return self._maker.make(node, (name,))
 
     def made(self, node: Any) -> Any:
-        """Return any node of the tree with its tensors made on the CPU, read anew at each call.
+        """Return any node of the tree with tensors on the CPU, read again at each call.
 
-        For memory it is new containers around the objects themselves.
+        In memory, the result has new containers around the same objects.
         """
-        return made_tree(node, originals=self._originals)
+        return make_tree(node, originals=self._originals)
 
     def opened(self, path: str) -> Checkpoint:
-        """Open another file of the same save, for as long as this one."""
+        """Open another file of the same save, until this one is closed."""
         return self._held.enter_context(open_checkpoint(path))
 
     def close(self) -> None:
-        """Release the values that were made, and the files that were opened."""
+        """Release all created values and opened files."""
         if self._maker is not None:
             self._maker.forget()
             self._maker = None
@@ -185,25 +185,25 @@ def stated(
     mmap: bool = False,
     with_values: bool = False,
 ) -> Iterator[StateDict]:
-    """Open the one state dict in `source`, or the one under `key`.
+    """Open the state dict in `source`, or the one under `key`.
 
-    Where there are several and no key, the error proposes first the one that fits `wanted` best.
-    `map_location` and `mmap` concern files; tensors in memory stay where they are. A file needs no
-    torch until its elements are made. `with_values` reads values that lie in files of their own.
+    If there are several and no key, the error proposes the one that fits `wanted` best first.
+    `map_location` and `mmap` apply to files; tensors in memory are not moved. A file needs no torch
+    until its values are read. `with_values` reads values stored in separate files.
 
     Raises:
-        TorchMissing: it is no file, and torch is not installed.
-        UnreadableFile: the file cannot be opened as a checkpoint; see `ckptool.open`.
-        AmbiguousName, NotFound: several state dicts and no `key`, or none; the message lists them.
-        UsageError: it is nothing that has a state dict.
+        TorchMissing: if `source` is not a file, and torch is not installed.
+        UnreadableFile: if the file cannot be opened as a checkpoint; see `ckptool.open`.
+        AmbiguousName, NotFound: if there are several state dicts and no `key`, or none.
+        UsageError: if `source` has no state dict.
     """
     if isinstance(source, (str, os.PathLike, Checkpoint)):
-        with opened_and_told(source) as checkpoint:
+        with open_with_warnings(source) as checkpoint:
             if with_values:
                 checkpoint = checkpoint.with_late_values()
             section = _chosen(checkpoint, key, wanted)
             if section.unread:
-                warn(f"{checkpoint.path}: the state dict is read without {listed(section.unread)}")
+                warn(f"{checkpoint.path}: left out of the state dict: {listed(section.unread)}")
             state = StateDict(checkpoint, section, map_location=map_location, mmap=mmap)
             if not isinstance(source, Checkpoint) and os.path.isdir(source):
                 state.folder = os.fsdecode(source)
@@ -217,7 +217,7 @@ def stated(
         source = source.state_dict()
     if not isinstance(source, Mapping):
         raise UsageError(
-            f"a file, an open checkpoint or a state dict is wanted, not {a_class(source)}"
+            f"source is {a_class(source)}, expected a file, an open checkpoint or a state dict"
         )
     live = _Live()
     tree = Checkpoint(live.mapping(source, OrderedMap()), MEMORY, "")
@@ -240,19 +240,20 @@ def _chosen(tree: Checkpoint, key: Any, wanted: Slots | None) -> Section:
     for name, value in section.node.items():
         if isinstance(value, TensorRef) and not isinstance(name, str):
             raise NotFound(
-                f"it is not a state dict of a model: a tensor has the key {printable(repr(name))}, "
-                "which is not text",
+                f"not a model's state dict: a tensor has the key {printable(repr(name))}, "
+                "which is not a "
+                "string",
                 file=tree.path or None,
             )
     counter = tree.root.get(N_AVERAGED) if section.path == ("state_dict",) else None
     if not isinstance(counter, TensorRef) or counter.shape or N_AVERAGED in section.node:
         return section
-    # The counter of an `AveragedModel`, which `save` puts beside the state dict.
+    # The counter of an `AveragedModel`, which `save` writes next to the state dict.
     return replace(section, node=remade(section.node, {N_AVERAGED: counter, **section.node}))
 
 
 def _best_first(remedy: Remedy, tree: Checkpoint, wanted: Slots) -> Remedy:
-    """Return the keys in the order of the file, the one that fits best before all others."""
+    """Return the keys in the order of the file, with the best fit first."""
 
     def fitting(way: Remedy) -> tuple[bool, int]:
         slots = slots_of(model_state_dict(tree, dict(way.arguments)["key"]))
@@ -269,14 +270,14 @@ def _best_first(remedy: Remedy, tree: Checkpoint, wanted: Slots) -> Remedy:
 
 
 def _is_one(root: Any, *, in_memory: bool) -> bool:
-    """Return whether it is the state dict of a model without tensors, or with odd ones."""
+    """Return True for the state dict of a model without tensors, or with unusual ones."""
     if isinstance(root, OrderedMap) and root.metadata is not None:
         return not any(isinstance(value, (dict, list, tuple)) for value in root.values())
     return in_memory and isinstance(root, dict) and (not root or is_flat(root))
 
 
 def _slots(section: Section, originals: Mapping[int, Any]) -> Slots:
-    """Return the slots of a section; those in memory by the live objects themselves."""
+    """Return the slots of a section, from the live objects for entries in memory."""
     slots = slots_of(section)
     nodes = {name: id(section.node[name]) for name in slots}
     live = {name: originals[node] for name, node in nodes.items() if node in originals}
@@ -284,10 +285,10 @@ def _slots(section: Section, originals: Mapping[int, Any]) -> Slots:
 
 
 class _Live(LiveTree):
-    """The tree of a dict in memory: a module is its state dict, an array a tensor."""
+    """The tree of a dict in memory: modules become state dicts, arrays become tensors."""
 
     def below(self, key: Any, node: Any) -> Any:
-        """Keep an array that is an extra state as it is: it is the module's own."""
+        """Keep an array that is an extra state of a module unchanged."""
         if is_extra_state(key) and is_array(node):
             return self.standing_for(node, LiveObject(node))
         return super().below(key, node)
@@ -311,8 +312,8 @@ class _Live(LiveTree):
         if is_array(node) and node.dtype.kind in "biufc":
             if any(step < 0 for step in node.strides) or not node.dtype.isnative:
                 node = node.astype(node.dtype.newbyteorder("="), order="C")
-            with suppress(TypeError), warnings.catch_warnings():  # torch has no such type
-                warnings.simplefilter("ignore")  # that it may not be written to
+            with suppress(TypeError), warnings.catch_warnings():  # a dtype that torch does not have
+                warnings.simplefilter("ignore")  # about read-only arrays
                 array = torch.from_numpy(node)
                 return self.standing_for(array, stand_in(array))
         return super().other(node)

@@ -1,4 +1,4 @@
-"""What a model wants: the names of its state dict, the live tensors, and who loads them."""
+"""The target of a load: the keys of a model, its live tensors, and its own loading code."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
     import torch
 
 REFERENCE = "the reference"
-"""What messages call a target without a name."""
-_HINT = "a model, a state dict, a dict of shapes, names, or the path of a file"
+"""The label of a target without a name, for messages."""
+_HINT = "give a model, a state dict, a dict of shapes, a list of keys, or a path"
 
 
 class ModelTarget(NamedTuple):
-    """What is to be filled."""
+    """A model to fill, or a description of one."""
 
     label: str
-    """For messages: the class of the model inside all wrappers, or the path of a reference."""
+    """The class of the model inside all wrappers, or the path of a reference, for messages."""
     slots: Slots
     entries: Mapping[str, torch.Tensor] = MappingProxyType({})
-    """The live parameters and buffers by name; not extra states, nor what FSDP keeps in shards."""
+    """The live parameters and buffers by key, without extra states and FSDP shards."""
     metadata: Mapping[str, Any] | None = None
     """The `_metadata` of the model's own state dict."""
     custom: Mapping[str, str] = MappingProxyType({})
-    """Paths of modules whose loading runs code that is not torch's, each with its class."""
+    """Paths of modules with loading code that is not torch's, each with its class."""
     closed: Collection[str] = ()
-    """These paths, and others below which no name has an older spelling."""
+    """These paths, and others below which no key has an older spelling."""
     kinds: Callable[[], Kinds] = dict
-    """Finds out what its parameters are, by the types of their modules; empty: not known."""
+    """A function that returns the kinds of parameters by module type; empty if unknown."""
 
     def custom_holder(self, name: str) -> str | None:
-        """Return the class of the innermost custom module that a name lies in, if one does."""
+        """Return the class of the innermost custom module that contains a key, or None."""
         while name:
             name = name.rpartition(".")[0]
             if name in self.custom:
@@ -54,10 +54,10 @@ class ModelTarget(NamedTuple):
 
 
 def target_of(model: torch.nn.Module) -> ModelTarget:
-    """Return what `model` wants, as its own `state_dict` names it; no element is read or moved.
+    """Return the target of `model`, with the keys of its `state_dict`; no tensor data is read.
 
-    Tensors that its `state_dict` leaves out, and torch asks for when it loads, are included. A
-    model inside FSDP (the first) is not gathered: the names are those of its full state dict.
+    Tensors that its `state_dict` leaves out, but torch expects on loading, are included. A model
+    inside FSDP 1 is not gathered: the keys are those of its full state dict.
     """
     modules = list(model.named_modules(remove_duplicate=False))
     custom = custom_modules(model)
@@ -85,7 +85,7 @@ def target_of(model: torch.nn.Module) -> ModelTarget:
 
 
 def _of_today(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[str]:
-    """Yield the paths of parametrizations that have no older spelling, as torch's norms have."""
+    """Yield the paths of parametrizations without an older spelling, which torch's norms have."""
     from torch.nn.utils import parametrizations
     from torch.nn.utils.parametrize import ParametrizationList
 
@@ -106,7 +106,7 @@ def _innermost(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def state_dict_of(model: torch.nn.Module) -> Mapping[str, Any]:
-    """Return its state dict of live tensors; of detached ones where an override has no such."""
+    """Return its state dict of live tensors, or of detached ones if an override requires it."""
     try:
         state: Mapping[str, Any] = model.state_dict(keep_vars=True)
     except TypeError:
@@ -117,10 +117,10 @@ def state_dict_of(model: torch.nn.Module) -> Mapping[str, Any]:
 def live_slots(
     values: Mapping[str, Any], *, parameters: Iterable[torch.Tensor] = (), rest: str = "tensor"
 ) -> Slots:
-    """Return a slot for each entry; an `_extra_state`, or what is not a tensor, is `extra`.
+    """Return a slot for each entry; an `_extra_state` or another non-tensor is `extra`.
 
-    A `Parameter`, or a tensor of the same elements as one of `parameters`, is a parameter; `rest`
-    is the kind of the other tensors.
+    A `Parameter`, or a tensor with the elements of one in `parameters`, is a parameter; `rest` is
+    the kind of the other tensors.
     """
     import torch
 
@@ -142,7 +142,7 @@ def live_slots(
 
 
 def _tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the entries that are tensors, and no extra states."""
+    """Return the entries that are tensors, without extra states."""
     import torch
 
     return {
@@ -153,12 +153,12 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _place(tensor: torch.Tensor) -> Hashable:
-    """Return what is equal for tensors of the same elements."""
+    """Return a value that is equal for tensors with the same elements."""
     try:
         start = tensor.data_ptr() or tensor.untyped_storage()._cdata
         turned = tensor.is_conj(), tensor.is_neg()
         return start, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, turned
-    except (RuntimeError, ValueError):  # it has no storage, or none yet
+    except (RuntimeError, ValueError):  # it has no storage (yet)
         return id(tensor)
 
 
@@ -166,21 +166,23 @@ def _place(tensor: torch.Tensor) -> Hashable:
 
 
 def slots_like(like: Any) -> ModelTarget | None:
-    """Return what names or a dict of shapes want; None for any other mapping.
+    """Return the target of a list of keys or a dict of shapes; None for any other mapping.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: if `like` is something else.
     """
     import torch
 
     if isinstance(like, Mapping) and not _are_shapes(like.values()):
         return None
     if not isinstance(like, Iterable) or isinstance(like, (bytes, torch.Tensor)):
-        raise UsageError(f"names cannot be made to fit a {type(like).__name__}", hint=_HINT)
+        raise UsageError(
+            f"like is a {type(like).__name__}, expected a model or a description of one", hint=_HINT
+        )
     names = list(like)
     for name in names:
         if not isinstance(name, str):
-            raise UsageError(f"names are text, and one is a {type(name).__name__}", hint=_HINT)
+            raise UsageError(f"keys are strings, but one is a {type(name).__name__}", hint=_HINT)
     if not isinstance(like, Mapping):
         return ModelTarget(REFERENCE, dict.fromkeys(names, Slot()))
     slots = {name: EXTRA if is_extra_state(name) else Slot(tuple(like[name])) for name in names}
@@ -195,21 +197,21 @@ def _are_shapes(values: Iterable[Any]) -> bool:
     return {int}.issuperset(map(type, sizes)) and min(sizes, default=0) >= 0
 
 
-# whose code runs when the model is loaded
+# the code that runs when the model is loaded
 
 _KNOWN = ("torch.nn.", "torch.distributed.")
-"""Homes of hooks and loadings that change no names but those that matching knows."""
+"""Modules with hooks and loading code that only change keys in ways that matching knows."""
 _HARMLESS = frozenset(
     {
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "torch.nn.utils.parametrizations",
     }
 )
-"""Modules of torch whose hooks change names alone."""
+"""Torch modules with hooks that only change keys."""
 
 
 def overrides_load(model: torch.nn.Module) -> bool:
-    """Return whether the model's `load_state_dict` is not torch's."""
+    """Return True if the model overrides `load_state_dict`."""
     import torch
 
     own = type(model).load_state_dict
@@ -217,9 +219,9 @@ def overrides_load(model: torch.nn.Module) -> bool:
 
 
 def custom_modules(model: torch.nn.Module) -> dict[str, str]:
-    """Return the modules whose loading runs foreign code that sees names, each with its class.
+    """Return the modules with foreign loading code that sees keys, each with its class.
 
-    Such code may take other names than those of the module, or need fewer: torch decides.
+    This code may load other keys than those of the module, or fewer: torch decides.
     """
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -231,10 +233,10 @@ def custom_modules(model: torch.nn.Module) -> dict[str, str]:
 
 
 def loads_by_name(model: torch.nn.Module, optimizers: Iterable[Any] = ()) -> bool:
-    """Return whether torch, loading this model, does nothing but copy tensors by their names.
+    """Return True if torch only copies tensors by key when it loads this model.
 
-    No hook, no loading and no extra state of a module has a part in it, nor an optimizer (of
-    `optimizers`) whose own code could look at the model.
+    No module has a hook, loading code or an extra state, and none of `optimizers` has code of its
+    own that could access the model.
     """
     import torch
 
@@ -258,7 +260,7 @@ def loads_by_name(model: torch.nn.Module, optimizers: Iterable[Any] = ()) -> boo
 
 
 def runs_foreign_code(optimizer: Any) -> bool:
-    """Return whether loading an optimizer runs code that is not torch's."""
+    """Return True if loading an optimizer runs code that is not torch's."""
     hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     if any(vars(optimizer).get(name) for name in (*hooks, "load_state_dict")):
         return True
@@ -276,7 +278,7 @@ def _load_hooks(module: torch.nn.Module) -> Iterable[Any]:
 
 
 def _code(hook: Any) -> Any:
-    """Return the function that a hook is in the end: torch wraps those that get the module."""
+    """Return the function inside a hook: torch wraps hooks that receive the module."""
     hook = getattr(hook, "hook", hook)
     return hook.func if isinstance(hook, partial) else hook
 
@@ -286,15 +288,15 @@ def _home(code: Any) -> str:
 
 
 def on_meta(make: Callable[[], Any]) -> Any:
-    """Return what `make` builds on the meta device; None where that fails, for any reason."""
+    """Return the result of `make` on the meta device, or None if that fails for any reason."""
     require_torch()
     import torch
 
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of weights that are copied to nowhere
+            warnings.simplefilter("ignore")  # about weights copied to the meta device
             return make()
     except KeyboardInterrupt:
         raise
-    except BaseException:  # whatever the caller's code raises, it is its own
+    except BaseException:  # user code may raise anything
         return None

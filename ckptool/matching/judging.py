@@ -1,6 +1,6 @@
-"""What of a report is accepted, and what helps against the rest.
+"""Decide which differences are accepted, and find arguments that help with the others.
 
-The policy of `load_into`, `match` and `convert --like`.
+This is the policy of `load_into`, `match` and `convert --like`.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ from ckptool.remedies import Remedy, together
 from ckptool.words import are, counted, listed, printable, shell
 
 Allowed = bool | str | Sequence[str] | None
-"""Yes or no for all names, or globs of the names that are allowed; None: as `strict` says."""
+"""True or False for all keys, or globs of allowed keys; None follows `strict`."""
 _MOST_FOLDED = 2000
-"""Names that are folded for a message; it shows a few."""
+"""The number of keys folded for a message, which shows only a few."""
 _MOST_NAMED = 4
-"""Names that a hint lists one by one, though a glob might do."""
+"""The number of keys that a hint lists one by one."""
 _MOST_GLOBS = 8
-"""More nobody reads."""
+"""The largest number of globs in a hint."""
 _LONGEST = 160
-"""Characters of a name or glob in a hint."""
+"""The most characters of a key or glob in a hint."""
 _SMALL = 0.001
 _NONE = Remedy()
 _ANY_RULE = Remedy((("rename", ("REGEX=>REPL",)),), to_fill_in=True)
 _OTHER = Remedy(
-    lead="the file may be for another model; ",
+    lead="the file may be for another model; use ",
     instead=(
-        Remedy((("key", "NAME"),), " takes another state dict of the file", to_fill_in=True),
-        _ANY_RULE._replace(note=" renames"),
+        Remedy((("key", "NAME"),), " for another state dict in the file", to_fill_in=True),
+        _ANY_RULE._replace(note=" to rename keys"),
     ),
 )
-_SCATTERED = Remedy(
-    note="too much is left, in too many places, to be allowed by a few globs; the report lists it"
-)
+_SCATTERED = Remedy(note="too many differences for a few globs; the report lists them")
 _UNDECIDED = Remedy(
     instead=(
-        _ANY_RULE._replace(note=" where these are the same tensors; else the architectures differ"),
+        _ANY_RULE._replace(
+            note=" if these are the same tensors; otherwise the architectures differ"
+        ),
     )
 )
 _UNTIED = Remedy(
-    note="untie them in the model, or take all but one of them out of the file: the model then has "
-    "that one under each of the names"
+    note="untie them in the model, or remove all but one of them from the file, which the "
+    "model then "
+    "uses for all of these keys"
 )
 
 
@@ -66,15 +67,15 @@ class MatchFinding(Finding):
     """
 
     remedy: Remedy = field(default=_NONE, kw_only=True)
-    """The arguments of `load_into` that help."""
+    """The `load_into` arguments that help."""
 
 
 class Judgement(NamedTuple):
-    """Why a report is refused, the most telling first; no problems: it is accepted."""
+    """The problems of a report, the most important first; without problems, it is accepted."""
 
     problems: tuple[MatchFinding, ...]
     remedy: Remedy
-    """What helps against all of them."""
+    """The arguments that help with all problems."""
 
     @property
     def accepted(self) -> bool:
@@ -83,16 +84,16 @@ class Judgement(NamedTuple):
 
     @property
     def is_of_the_optimizer(self) -> bool:
-        """Whether the model is accepted, and only the state of its optimizer is not."""
+        """Whether only the state of the optimizer is not accepted."""
         return {problem.kind for problem in self.problems} == {"optimizer"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """What may differ between a state dict and a model.
+    """The allowed differences between a state dict and a model.
 
-    `strict=False` allows missing and unexpected names, as torch does. Where nothing at all fits,
-    that is refused whatever is allowed, unless `min_coverage` is 0.
+    `strict=False` allows missing and unexpected keys, as in torch. If nothing fits, the match is
+    always refused, unless `min_coverage` is 0.
     """
 
     strict: bool = True
@@ -103,9 +104,9 @@ class Allowance:
     min_coverage: float | None = None
 
     def __post_init__(self) -> None:
-        """Take nothing that would be understood as something else."""
+        """Check the types of the arguments."""
         if not isinstance(self.strict, bool):
-            raise UsageError(f"strict is True or False, and not {self.strict!r}")
+            raise UsageError(f"strict={self.strict!r} is not True or False")
         for what in ("missing", "unexpected", "mismatched", "lossy_cast"):
             value = getattr(self, what)
             are_globs = isinstance(value, Collection) and not isinstance(value, (bytes, Mapping))
@@ -115,27 +116,27 @@ class Allowance:
                 or (are_globs and all(isinstance(glob, str) for glob in value))
             ):
                 raise UsageError(
-                    f"allow_{what} is True, False, or globs of names, and not {value!r}",
-                    hint=f"allow_{what}=['head.*']",
+                    f"allow_{what}={value!r} is not True, False or a list of globs",
+                    hint=f"use allow_{what}=['head.*'], for example",
                 )
         least = self.min_coverage
         if least is not None and (
             isinstance(least, bool) or not isinstance(least, (int, float)) or not 0 <= least <= 1
         ):
-            raise UsageError(f"min_coverage is a share from 0 to 1, and not {least!r}")
+            raise UsageError(f"min_coverage={least!r} is not a number from 0 to 1")
 
     def takes_cast(self, *names: str) -> bool:
-        """Return whether numbers of what is called so may change with their type."""
+        """Return True if a lossy cast is allowed for one of these keys."""
         takes = _taker(self.lossy_cast or False)
         return any(map(takes, names))
 
     def judged(self, report: MatchReport) -> Judgement:
-        """Return every reason to refuse, the most telling first, and what helps against all."""
+        """Return all problems, the most important first, and the arguments that help."""
         missing = _refused(report.missing_keys, self.missing, otherwise=not self.strict)
         unexpected = _refused(report.unexpected_keys, self.unexpected, otherwise=not self.strict)
         takes = _taker(self.mismatched or False)
         shapes = [
-            (one.name, f" {list(one.shape)} for {list(one.wanted)}")
+            (one.name, f" (file {list(one.shape)}, model {list(one.wanted)})")
             for one in report.mismatched
             if not (takes(one.name) or takes(one.own))
         ]
@@ -153,8 +154,8 @@ class Allowance:
         ]
         wrong = [name for name, _ in shapes]
         short = (
-            f"{_percent(report.coverage)} of the model's parameters are loaded; at least "
-            f"{100 * (least or 0):.6g}% must be"
+            f"{_percent(report.coverage)} of the model's parameters would be loaded, expected at "
+            f"least {100 * (least or 0):.6g}%"
         )
         ways = [
             _way(report, proposed, (missing, unexpected, wrong), unclear)
@@ -173,7 +174,7 @@ class Allowance:
                 *(
                     _left(kind, [(name, "") for name in names], what, is_allowed=is_allowed, most=4)
                     for kind, names, what in (
-                        ("missing", missing, "missing in it"),
+                        ("missing", missing, "missing from the file"),
                         ("unexpected", unexpected, "not in the model"),
                     )
                 ),
@@ -196,7 +197,7 @@ class Allowance:
         return Judgement(problems, first._replace(instead=(*first.instead, *others)))
 
     def refusal(self, report: MatchReport) -> MatchError | None:
-        """Return the error to raise; None: it is accepted.
+        """Return the error to raise, or None if the report is accepted.
 
         Its text has the three most useful lines, its remedy the arguments that help most.
         """
@@ -213,7 +214,7 @@ class Allowance:
             verdict = f"{f'{file}: ' if file else ''}the optimizer state cannot be loaded"
         lines = [f"{verdict}: {texts.pop(0) if is_whole else _share(report)}", *texts[:2]]
         if report.proposed and judgement.remedy.arguments:
-            lines[-1] += "; the rules in the hint would match more, and were not applied"
+            lines[-1] += "; the rules in the hint match more, but were not applied"
         return MatchError(
             "\n".join(lines),
             file=report.file or None,
@@ -239,7 +240,7 @@ def _matching(globs: tuple[str, ...]) -> Callable[[str], Any]:
 
 
 def _fits_nowhere(report: MatchReport) -> bool:
-    """Return whether nothing is met, or none of what the model has to be loaded for."""
+    """Return True if nothing matches, or no parameter."""
     if report.undecided:
         return False
     if report.names and not report.fitting:
@@ -248,7 +249,7 @@ def _fits_nowhere(report: MatchReport) -> bool:
 
 
 def _chosen(report: MatchReport, unclear: Sequence[Ambiguity]) -> list[Sequence[Renaming]]:
-    """Return the proposed rules to give together, once for each answer to an open question."""
+    """Return the proposed rules to apply together, one group for each possible answer."""
     asked = {rule for one in unclear for rule in one.rules}
     if any(one.rules for one in report.ambiguous):
         return [[one] for one in report.proposed if one.rule in asked] or [()]
@@ -261,9 +262,9 @@ def _way(
     left: tuple[Sequence[str], Sequence[str], Sequence[str]],
     unclear: Sequence[Ambiguity],
 ) -> Remedy:
-    """Return the proposed rules with what has to be allowed after them, or why that is too much.
+    """Return the proposed rules and the allowances needed after them, or why they are too many.
 
-    `left` are the missing, unexpected and mismatched names.
+    `left` are the missing, unexpected and mismatched keys.
     """
     done = {name for one in proposed for pair in one.names for name in pair}
     missing, unexpected = ([name for name in names if name not in done] for names in left[:2])
@@ -292,13 +293,13 @@ def _way(
 def difference(
     report: MatchReport, lost: int, unexpected: Sequence[str], *, is_renamed: bool = False
 ) -> str:
-    """Return why a file is not for the model, whatever is allowed; "" where it may be.
+    """Return why a file cannot be for the model, or "" if it may be.
 
     Args:
-        report: What fits.
-        lost: How many of the model's tensors are not in the file, or of another shape.
-        unexpected: The file's names that the model does not have.
-        is_renamed: Whether that is counted after proposed rules.
+        report: The result of the match.
+        lost: The number of model tensors that are not in the file, or have another shape.
+        unexpected: The file keys that the model does not have.
+        is_renamed: True if these are counted after proposed rules.
     """
     most = most_allowed(report.names)
     known = (own for one in report.renamed if one.kind == "known" for own, _ in one.names)
@@ -308,9 +309,9 @@ def difference(
         text = "this looks like the same model in another layout"
         file = shell(report.file) if report.file else "FILE"
         return f"{text}: ckptool convert {file} OUT --recipe {report.recipe}"
-    # Integers for fractions mean nothing without the scales beside them.
+    # Integers in place of fractions are useless without their scales.
     if unexpected and any("float" in one.after and "int" in one.before for one in report.cast):
-        return "the file's weights are quantized: integers, and their scales under other names"
+        return "the file has quantized weights: integers, with scales under other keys"
     if lost > most:
         text = f"{lost:,} of the model's {counted(report.names, 'tensor')} are not in the file"
         return f"the architectures differ: {text}"
@@ -322,27 +323,27 @@ def difference(
 
 def _nothing(report: MatchReport) -> Iterator[MatchFinding]:
     if report.mismatched:
-        text = "nothing is left to load: what the two have in common is of another shape"
-        note = " where the model is to stay as it is"
+        text = "nothing is left to load: the common keys have other shapes"
+        note = " to leave the model unchanged"
         yield MatchFinding("coverage", text, remedy=Remedy((("min_coverage", 0),), note))
     elif report.fitting:
         text = (
-            f"the file has none of the model's parameters: only {report.fitting:,} of its other "
+            f"the file has none of the model's parameters; only {report.fitting:,} other "
             "tensors match"
         )
         yield MatchFinding("coverage", text, remedy=_OTHER)
     else:
         own, wanted = _folded(report.unexpected_keys, 2), _folded(report.missing_keys, 2)
         own = own if report.unexpected_keys else "no tensors"
-        text = f"no name matches: the file has {own}; the model has {wanted}"
+        text = f"no key matches: the file has {own}; the model has {wanted}"
         yield MatchFinding("coverage", text, remedy=_OTHER)
 
 
 def _ambiguous(unclear: Sequence[Ambiguity], remedy: Remedy) -> Iterator[MatchFinding]:
     if unclear:
         first, others = unclear[0], len(unclear) - 1
-        more = f", and {counted(others, 'other question')}" if others else ""
-        text = f"not guessed: {_folded(first.names)} may be {_folded(first.candidates)}{more}"
+        more = f", and {counted(others, 'more such key')}" if others else ""
+        text = f"ambiguous: {_folded(first.names)} could be {_folded(first.candidates)}{more}"
         yield MatchFinding("ambiguous", text, remedy=remedy)
 
 
@@ -355,18 +356,18 @@ def _layout(report: MatchReport) -> Iterator[MatchFinding]:
         globs = _globs_of([one.name for one in report.undecided]) or ("*",)
         remedy = Remedy(
             (("transpose", globs),),
-            " if they are [..., in, out]",
-            instead=(Remedy((("no_transpose", globs),), " if they are as in torch"),),
+            " if the axes are [..., in, out]",
+            instead=(Remedy((("no_transpose", globs),), " if the axes are in torch's order"),),
         )
         many = counted(len(report.undecided), "tensor")
-        text = f"the order of axes is not known of {many}: {listed(texts, most=3)}"
+        text = f"the order of the axes is unknown for {many}: {listed(texts, most=3)}"
         yield MatchFinding("layout", text, remedy=remedy)
 
 
 def _left(
     kind: str, rows: Sequence[tuple[str, str]], what: str, *, is_allowed: bool = True, most: int = 3
 ) -> Iterator[MatchFinding]:
-    """Yield a problem for tensors, given as names and what is said of each."""
+    """Yield a problem for tensors, given as keys with a detail each."""
     if rows:
         many = f"{counted(len(rows), 'tensor')} {are(len(rows))}"
         argument = f"allow_{kind.replace('-', '_')}"
@@ -386,20 +387,20 @@ def _optimizer(report: MatchReport) -> Iterator[MatchFinding]:
 
 def _untied(report: MatchReport) -> Iterator[MatchFinding]:
     for names in report.untied:
-        text = f"{_folded(names)} are one tensor in the model, and differ in the file"
+        text = f"{_folded(names)} are tied in the model, but differ in the file"
         yield MatchFinding("untied", text, remedy=_UNTIED)
 
 
 def _share(report: MatchReport) -> str:
     if not report.names:
-        return "that has no tensors"
-    part = f"{report.fitting:,} of its {counted(report.names, 'tensor')}"
-    verb = "fits" if report.fitting == 1 else "fit"
+        return "the model has no tensors"
+    part = f"{report.fitting:,} of {counted(report.names, 'tensor')}"
+    verb = "matches" if report.fitting == 1 else "match"
     return f"{part} {verb} ({_percent(report.coverage)} of the parameters)"
 
 
 def _percent(share: float) -> str:
-    """Return the share with one digit; never 0% of something, nor 100% where something lacks."""
+    """Return the share with one digit; 0% and 100% only for exactly 0 and 1."""
     if share in (0, 1):
         return f"{share:.0%}"
     if share < _SMALL:
@@ -408,7 +409,7 @@ def _percent(share: float) -> str:
 
 
 def _all_of(remedies: Sequence[Remedy]) -> Remedy:
-    """Return all of them together; where one of them is not possible, only that."""
+    """Return all remedies together, or only the impossible one, if any."""
     given = [one for one in remedies if one]
     return next((one for one in given if one is _SCATTERED), together(given))
 
@@ -422,7 +423,7 @@ def _allowing(argument: str, names: Sequence[str]) -> Remedy:
 
 
 def _globs_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names if they are few, else globs of the modules that they have in common."""
+    """Return the keys if they are few, otherwise globs of their common modules."""
     if len(names) <= _MOST_NAMED and all(len(name) <= _LONGEST for name in names):
         return tuple(map(escaped_glob, dict.fromkeys(names)))
     above = common_module(names)
@@ -449,7 +450,7 @@ def _folded(names: Sequence[str], most: int = 4) -> str:
 
 
 def _listed(rows: Sequence[tuple[str, str]], most: int) -> str:
-    """Return names, each with its text; repeated layers with one text are one."""
+    """List keys with their details; fold repeated layers with the same detail."""
     few = rows[:_MOST_FOLDED]
     shown = [f"{one.label}{few[one.numbers[0]][1]}" for one in families(few)]
     return listed([*shown, *(name + text for name, text in rows[_MOST_FOLDED:])], most)

@@ -78,8 +78,8 @@ _ORIGINAL = re.compile(r"[^.]+\.original_module\.(.+)$")
 ADAPTER = re.compile(r"(^|\.)(lora_|hada_|lokr_|ia3_|adapter_)", re.IGNORECASE)
 """Begins the name of what an adapter adds to a layer."""
 MERGE = (
-    "ckptool merge-lora BASE ADAPTER -o OUT merges LoRA into the base model (the state dict of a "
-    "whole PeftModel is BASE alone), merge_and_unload() of the PeftModel other adapters"
+    "merge LoRA into the base model with ckptool merge-lora BASE ADAPTER -o OUT (without ADAPTER "
+    "for a whole PeftModel); merge other adapters with merge_and_unload() of the PeftModel"
 )
 """What helps where the model has no adapters."""
 _FIRST = tuple(next(iter(row)).removeprefix("{}") for row in ENDINGS)

@@ -1,8 +1,8 @@
-"""The axes of tensors in files whose layout is not torch's: TensorFlow's, Keras', Flax's.
+"""The axes of tensors in TensorFlow, Keras and Flax files, which differ from torch.
 
-A kernel is [..., in, out] there, and [out, in, ...] in torch. The last part of the name in the file
-says what the tensor is, the type of the model's module what is wanted. Where the two do not decide
-the axes, the user's `transpose` and `no_transpose` do. A shape only checks the result.
+A kernel is [..., in, out] there, and [out, in, ...] in torch. The last part of the file key shows
+the kind of the tensor, the type of the model's module the expected one. If these do not decide the
+axes, the user's `transpose` and `no_transpose` do. A shape only checks the result.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ckptool.matching.report import Layout, Mismatch, Slot, Slots
 from ckptool.words import printable
 
 Axes = tuple[int, ...]
-"""For each axis of the model's tensor, that of the file's tensor."""
+"""The axis of the file's tensor for each axis of the model's tensor."""
 Kinds = Mapping[str, str]
-"""By name in the model: `kernel`, `same` (the axes of the file), or in words what its module is."""
+"""By model key: `kernel`, `same` (the axes of the file), or a description of the module."""
 
 _KERNEL, _SAME = "kernel", "same"
 _TYPES = {
@@ -32,12 +32,12 @@ _TYPES = {
     **dict.fromkeys(("Conv1d", "Conv2d", "Conv3d"), _KERNEL),
     **dict.fromkeys(("Embedding", "EmbeddingBag", "LayerNorm", "RMSNorm"), _SAME),
 }
-"""What the weight of a module of `torch.nn` is. Other types decide nothing."""
+"""The kind of the weight by `torch.nn` module type. Other types decide nothing."""
 _ROLES = {
     "kernel": _KERNEL,
     **dict.fromkeys(("embedding", "embeddings", "gamma", "scale", "beta", "bias"), _SAME),
 }
-"""The same by the last part of a name in the file; a number is either."""
+"""The kind by the last part of a file key; a number can be either."""
 _WIDTHS = (
     "out_channels",
     "out_features",
@@ -46,49 +46,47 @@ _WIDTHS = (
     "normalized_shape",
     "embedding_dim",
 )
-"""Attributes that say how many channels a module gives."""
+"""Attributes with the number of output channels of a module."""
 _LAST = re.compile(r"[./]")
-_HINT = (
-    "--transpose 'layer.weight' or, with the axes of the file, --transpose 'layer.weight=2,3,0,1'"
-)
+_HINT = "use --transpose 'layer.weight' or, with axes, --transpose 'layer.weight=2,3,0,1'"
 
 
 class TransposeRules(NamedTuple):
-    """What the user says of axes that nothing else decides."""
+    """The user's choices for axes that nothing else decides."""
 
     transpose: tuple[tuple[str, Axes], ...] = ()
-    """Globs of names in the model, each with the axes; none: as a kernel's."""
+    """Globs of model keys with axes; no axes means those of a kernel."""
     no_transpose: tuple[str, ...] = ()
-    """Globs; they come before those of `transpose`."""
+    """Globs, which take precedence over `transpose`."""
 
     @classmethod
     def of(cls, transpose: Iterable[str], no_transpose: Iterable[str]) -> TransposeRules:
         """Read `GLOB` and `GLOB=AXES`.
 
         Raises:
-            UsageError: the axes are not each number from 0 once.
+            UsageError: if the axes are not a permutation.
         """
         read = []
         for text in transpose:
             glob, _, numbers = text.partition("=")
             axes = tuple(int(one) if one.isdecimal() else -1 for one in numbers.split(",") if one)
             if sorted(axes) != list(range(len(axes))):
-                raise UsageError(f"'{printable(text)}' has no order of axes", hint=_HINT)
+                raise UsageError(f"'{printable(text)}' is not a permutation of axes", hint=_HINT)
             read.append((glob, axes))
         return cls(tuple(read), tuple(no_transpose))
 
     def axes(self, name: str, dimensions: int) -> Axes | None:
-        """Return the axes that the user chooses for a tensor of the model; None: nothing is said.
+        """Return the user's axes for a model tensor, or None.
 
         Raises:
-            UsageError: it has another number of them.
+            UsageError: if the number of axes differs.
         """
         if any(fnmatchcase(name, glob) for glob in self.no_transpose):
             return tuple(range(dimensions))
         for glob, axes in self.transpose:
             if fnmatchcase(name, glob):
                 if len(axes) not in (0, dimensions):
-                    what = f"{printable(name)!r} has {dimensions} axes, and not {len(axes)}"
+                    what = f"{printable(name)!r} has {dimensions} axes, but {len(axes)} are given"
                     raise UsageError(what, hint=_HINT)
                 return axes or _as_kernel(dimensions)
         return None
@@ -100,11 +98,10 @@ def _as_kernel(dimensions: int) -> Axes:
 
 
 def kinds_of(modules: Iterable[tuple[str, Any]]) -> Kinds:
-    """Return what each parameter is, by the live modules, each with its path, in their order.
+    """Return the kind of each parameter, from the modules with their paths in order.
 
-    A Linear may be behind a Flatten, where its inputs have another order than in torch, if a
-    convolution of the model has a divisor of them for channels, and neither the layer nor the
-    convolution before has as many.
+    A Linear may follow a Flatten, with inputs in another order than in torch, if the channels of a
+    convolution divide its inputs, and neither the layer nor the convolution before has as many.
     """
     every = list(modules)
     channels = {_size(module, "out_channels") for _, module in every} - {0}
@@ -114,11 +111,11 @@ def kinds_of(modules: Iterable[tuple[str, Any]]) -> Kinds:
         word, inputs = _class_of(module), _size(module, "in_features")
         kind = _TYPES.get(word, word)
         if word.startswith("ConvTranspose"):
-            kind = f"{word}, and Flax mirrors its kernels unless transpose_kernel=True"
+            kind = f"{word}, which Flax mirrors unless transpose_kernel=True"
         elif _size(module, "groups") > 1:
-            kind = f"{word} of {module.groups} groups"
+            kind = f"{word} with {module.groups} groups"
         elif inputs not in (0, width, last) and not all(inputs % one for one in channels):
-            kind = f"{word} that may be behind a Flatten, which has another order in torch"
+            kind = f"{word} that may follow a Flatten, which has another order in torch"
         width = next(filter(None, (_size(module, one) for one in _WIDTHS)), width)
         last = _size(module, "out_channels") or last
         for own in module._parameters:
@@ -127,7 +124,7 @@ def kinds_of(modules: Iterable[tuple[str, Any]]) -> Kinds:
 
 
 def _size(module: Any, name: str) -> int:
-    """Return an attribute of a module, or the last of several sizes; 0: it is no size."""
+    """Return a size attribute of a module, or the last of several sizes; 0 if it is not a size."""
     size = vars(module).get(name)
     if isinstance(size, (tuple, list)) and size:
         size = size[-1]
@@ -135,17 +132,17 @@ def _size(module: Any, name: str) -> int:
 
 
 def _class_of(module: Any) -> str:
-    """Return the name of the nearest class that decides axes, else of the nearest, not torch's."""
+    """Return the name of the nearest class that decides axes, or of the class itself."""
     names = [f"{one.__module__}.{one.__name__}" for one in type(module).__mro__]
     own = [name.rpartition(".")[2] if name.startswith("torch.") else name for name in names]
     return next((name for name in own if name in _TYPES), own[0])
 
 
 def wanted_by(want: Mapping[str, Slot], kinds: Kinds | None, choices: TransposeRules) -> Slots:
-    """Return what a model wants with the shapes that its tensors have in the file.
+    """Return the slots of a model with the shapes expected in the file.
 
-    None stands for a shape that only the name in the file decides, or nothing. Without `kinds` the
-    file has torch's layout, but for what the user chooses.
+    A shape is None if only the file key, or nothing, decides it. Without `kinds`, the file has
+    torch's layout, except for the user's choices.
     """
 
     def shape_of(name: str, shape: Shape) -> Shape | None:
@@ -171,10 +168,10 @@ def laid_out(
     kinds: Kinds | None,
     choices: TransposeRules,
 ) -> Match:
-    """Return a match with the slots of `wanted_by`, with `layouts` in its report.
+    """Return a match of the slots of `wanted_by` with `layouts` in its report.
 
-    Tensors whose axes nothing decides are not paired; neither are those of another shape, nor
-    numbered variables of a layer that has more or fewer of them than the module.
+    Tensors with unknown axes or another shape are not paired; neither are numbered variables of a
+    layer if their number differs from the module's.
     """
     report, layouts, gone = found.report, list[Layout](), set[str]()
     wrong = {one.name: one for one in report.mismatched}
@@ -212,7 +209,7 @@ def laid_out(
 def _decided(
     name: str, own: str, kinds: Kinds | None, dimensions: int, choices: TransposeRules
 ) -> Layout:
-    """Return the axes of a tensor, or why nothing decides them."""
+    """Return the axes of a tensor, or why they are unknown."""
     kind = "" if kinds is None else kinds.get(name, "")
     last = _LAST.split(own.removesuffix(":0"))[-1].removeprefix("_")
     if kind in (_KERNEL, _SAME) and (last.isdecimal() or _ROLES.get(last) == kind):
@@ -222,22 +219,22 @@ def _decided(
     if axes is not None or kinds is None:
         return Layout(name, own, axes or (*range(dimensions),))
     if kind in (_KERNEL, _SAME):
-        return Layout(name, own, reason=f"{printable(last)!r} is not called a {kind}")
-    text = f"in a {printable(kind)}" if kind else "in modules whose types are not known"
+        return Layout(name, own, reason=f"{printable(last)!r} is not the usual name of a {kind}")
+    text = f"in a {printable(kind)}" if kind else "in modules of unknown type"
     return Layout(name, own, reason=text)
 
 
 def _misnumbered(
     found: Match, have: Mapping[str, Slot], want: Mapping[str, Slot]
 ) -> dict[str, str]:
-    """Return names that a number stands for, if it may be another's, each with a note on that."""
+    """Return file keys with an ambiguous number, each with a note."""
     known = [one for one in found.report.renamed if one.text.partition(" ")[0] in NUMBERED]
     pairs = [(own, _layer(own), _layer(name)) for one in known for own, name in one.names]
     own_sizes = Counter(map(_layer, have)) if pairs else {}
     sizes = Counter(_layer(name) for name in want if not name.endswith(BATCHES)) if pairs else {}
     return {
-        own: f"{printable(layer)} has {own_sizes[layer]} tensors, and {printable(module)} "
-        f"{sizes[module]}: give each a name by a rule"
+        own: f"{printable(layer)} has {own_sizes[layer]} tensors, but {printable(module)} "
+        f"has {sizes[module]}: rename each with a rule"
         for own, layer, module in pairs
         if own_sizes[layer] != sizes[module]
     }

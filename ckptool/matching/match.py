@@ -22,11 +22,11 @@ from ckptool.matching.report import (
 )
 from ckptool.transforms.name_rules import AppliedRules, Rule, prefix_regex, regex_rule
 
-_NOT_COUNTED = "files from before torch 0.4.1, and of other libraries, have no such counter"
-_NO_LAYER = "torch asks for no counter of a layer that is not in the file"
-_NO_AVERAGE = "the file is of no average"
-_WAS_AVERAGE = "an AveragedModel counted its models there, and this model is not one"
-_UNCOUNTED = "the model's normalization counts no batches"
+_NOT_COUNTED = "files of torch before 0.4.1 and of other libraries do not have this counter"
+_NO_LAYER = "torch does not need this counter if its layer is missing"
+_NO_AVERAGE = "the file is not from an AveragedModel"
+_WAS_AVERAGE = "the counter of an AveragedModel, which this model is not"
+_UNCOUNTED = "the model's normalization does not count batches"
 _MOST_LEFT = 200
 """Names left over on a side of which some may be the same; of more nobody is asked."""
 

@@ -1,4 +1,4 @@
-"""The entries of both sides, and the report: which names fit, by which rules, and what is left."""
+"""The entries of a file and a model, and the report of matching them."""
 
 from __future__ import annotations
 
@@ -17,36 +17,35 @@ from ckptool.remedies import Remedy
 
 
 class Slot(NamedTuple):
-    """One entry of a state dict, or of what a model has."""
+    """One entry of a state dict or a model."""
 
     shape: Shape | None = None
-    """None: not known, or nothing that has one (an `_extra_state`, a lazy parameter); fits any."""
+    """None if unknown, or for an `_extra_state` or a lazy parameter; None fits every shape."""
     dtype: str | None = None
-    """Torch's name without `torch.`; None: not known, or no tensor."""
+    """The torch name without `torch.`; None if unknown or not a tensor."""
     kind: str = "tensor"
     """`parameter`, `buffer`, `extra` (an `_extra_state`, or an entry that is not a tensor), or
-    `tensor`: not known which."""
+    `tensor` if that is unknown."""
     tie: Hashable = None
-    """Equal for names that are one tensor; None: it is alone."""
+    """Equal for keys that share one tensor; None if the tensor is not shared."""
 
     @property
     def elements(self) -> int:
-        """How many numbers it has, 1 where its shape is not known."""
+        """The number of elements, or 1 if the shape is unknown."""
         return 1 if self.shape is None else prod(size or 0 for size in self.shape)
 
 
 EXTRA = Slot(kind="extra")
 
 Slots = dict[str, Slot]
-"""By name, in the order of the state dict."""
+"""Slots by key, in the order of the state dict."""
 
 
 def fits(found: Slot, wanted: Slot) -> bool:
-    """Return whether torch puts what is found where the other is wanted.
+    """Return True if torch loads the entry `found` into the entry `wanted`.
 
-    Into a tensor it copies one of its shape, and [1] into a scalar, as torch 0.3 saved those
-    (`Module._load_from_state_dict`). A value that is not a tensor goes where no tensor is wanted,
-    or where nothing is known.
+    Torch copies a tensor of the same shape, and [1] into a scalar, as torch 0.3 saved scalars
+    (`Module._load_from_state_dict`). Other values fit an entry that is not a tensor, or unknown.
     """
     if wanted.shape is None or found.shape == wanted.shape:
         return True
@@ -56,11 +55,11 @@ def fits(found: Slot, wanted: Slot) -> bool:
 
 
 def slots_of(section: Section) -> Slots:
-    """Return what a file's state dict, or pickled module, has, in its order.
+    """Return the slots of a state dict or a pickled module in a file, in its order.
 
-    What is under the name of a module and no tensor is `extra`, as is any `_extra_state`; plain
-    values that a training script put beside the tensors are left out. Which tensor is a parameter
-    is known where the file keeps `Parameter`s, as a pickled module does.
+    An entry of a module that is not a tensor is `extra`, as is any `_extra_state`. Plain values
+    that a training script added are left out. Parameters are known only if the file has
+    `Parameter` objects, as in a pickled module.
     """
     node, is_module = section.node, section.kind == "module"
     slots = dict.fromkeys(wrapped_names(node), EXTRA)
@@ -83,15 +82,15 @@ _INTEGERS = {
     **{f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)},
 }
-"""The smallest and the largest number."""
+"""The smallest and the largest number of each dtype."""
 
 
 @lru_cache(maxsize=256)
 def holds(wide: str, narrow: str) -> bool:
-    """Return whether a cast from `narrow` to `wide` changes no number; False for unknown types."""
+    """Return True if a cast from `narrow` to `wide` changes no value; False for unknown dtypes."""
     if wide == narrow:
         return True
-    # Imported here: of most files no type changes.
+    # Imported here: most files need no cast.
     from ckptool.tensors.casting import FLOATS, is_exact
 
     if wide in REAL_PARTS:
@@ -110,7 +109,7 @@ def holds(wide: str, narrow: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: a list for a tuple, and a dict for a row."""
+    """Return a value for JSON: a list for a tuple, a dict for a row."""
     if isinstance(value, Remedy):
         return str(value)
     if isinstance(value, (tuple, list)):
@@ -125,180 +124,180 @@ class _Row:
     """A part of a report."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the object as `ckptool.match/1` has it."""
+        """Return the row as in the document `ckptool.match/1`."""
         made: dict[str, Any] = _plain(self)
         return made
 
 
 @dataclass(frozen=True, slots=True)
 class Renaming(_Row):
-    """A rule by which names of the file become names of the model.
+    """A rule that turns keys of the file into keys of the model.
 
-    `kind` is `wrapper`, `prefix`, `known` (a rename of torch's own history), `rule` (the user's),
-    or `proposed` (not applied). A name that several rules change is listed by each of them.
+    `kind` is `wrapper`, `prefix`, `known` (a rename in torch's history), `rule` (given by the
+    user), or `proposed` (not applied). A key changed by several rules is listed in each of them.
     """
 
     kind: str
     text: str
-    """For people: `module. removed`, `backbone. -> encoder.`, `gamma -> weight`."""
+    """A description: `module. removed`, `backbone. -> encoder.`, `gamma -> weight`."""
     names: tuple[tuple[str, str], ...]
-    """Name in the file and name in the model."""
+    """Pairs of the key in the file and the key in the model."""
     rule: str = ""
-    """The same as `REGEX=>REPL` for `rename --rename`; empty where no single one does it."""
+    """The rule as `REGEX=>REPL` for `rename --rename`; empty if it needs several."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as `ckptool.match/1` has it; `rule` is null if no single one does it."""
+        """Return the row as in the document `ckptool.match/1`; `rule` is null if it is empty."""
         return {**_plain(self), "rule": self.rule or None}
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch(_Row):
-    """A tensor of another shape than the model's."""
+    """A tensor with another shape than in the model."""
 
     name: str
     own: str
-    """Its name in the file."""
+    """The key in the file."""
     shape: Shape
-    """In the file."""
+    """The shape in the file."""
     wanted: Shape
-    """In the model."""
+    """The shape in the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout(_Row):
-    """A tensor whose axes are in another order in the file, or in one that nothing decides."""
+    """A tensor with axes in another, or an unknown, order in the file."""
 
     name: str
     own: str
     axes: tuple[int, ...] = ()
-    """For each axis of the model's tensor, that of the file's; empty: not decided."""
+    """The axis in the file for each axis in the model; empty if unknown."""
     reason: str = ""
-    """Why nothing decides it."""
+    """The reason why the order is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeChange(_Row):
-    """A tensor whose elements change type on the way into the model."""
+    """A tensor that is cast to another dtype on loading."""
 
     name: str
     own: str
     before: str
     after: str
     lossy: bool
-    """Whether numbers change: by the values where they are known, else by what the types hold."""
+    """Whether values change: decided by the values if they are known, otherwise by the dtypes."""
     loss: str = ""
-    """What is lost, in words, where values are known: `3 of 64 overflow`."""
+    """The loss, if the values are known: `3 of 64 overflow`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ambiguity(_Row):
-    """Names of the file that fit several of the model's, or the reverse: not guessed between."""
+    """Keys of the file that fit several keys of the model, or the reverse."""
 
     names: tuple[str, ...]
     candidates: tuple[str, ...]
     rules: tuple[str, ...] = ()
-    """`REGEX=>REPL`s, any one of which decides it."""
+    """Rules `REGEX=>REPL`, each of which resolves the ambiguity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap(_Row):
-    """Tensors of the model that share some of their memory. No report has one any more."""
+    """Model tensors that share some of their memory. Reports no longer contain this."""
 
     names: tuple[str, ...]
     whole: str = ""
-    """The one of `names` whose memory holds that of all the others; empty: none does."""
+    """The one of `names` with the memory of all others; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerReport(_Row):
-    """How the state of an optimizer was matched, or why it was not."""
+    """The result of matching the state of an optimizer."""
 
     by: str
     """`names` or `position`."""
     matched: int
-    """Parameters whose state is loaded."""
+    """The number of parameters with loaded state."""
     parameters: int
-    """Parameters that the optimizer has."""
+    """The number of parameters of the optimizer."""
     problems: tuple[str, ...] = ()
-    """What does not fit, a sentence each; none: it does."""
+    """The reasons why the state does not fit; empty if it fits."""
     cast: tuple[DtypeChange, ...] = ()
     notes: tuple[str, ...] = ()
     remedy: Remedy | str = ""
-    """What helps against the first of `problems`: arguments of `load_into`, or what to do."""
+    """The fix for the first of `problems`: arguments of `load_into`, or an instruction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MatchReport(Result):
-    """Whether a state dict fits a model, and how it is made to."""
+    """The result of matching a state dict with a model."""
 
     file: str = ""
-    """What the state dict is from; empty: memory."""
+    """The path of the file; empty for a state dict in memory."""
     model: str = ""
-    """What it is for: a class, or the reference's path."""
+    """The class of the model, or the path of the reference."""
     loaded: int = 0
-    """Elements of the model's parameters that are loaded, ties once."""
+    """The number of loaded elements of the model's parameters, ties once."""
     parameters: int = 0
-    """Elements of the model's parameters, ties once; of all tensors where they cannot be told, and
-    names where there are no elements."""
+    """The number of elements of the model's parameters, ties once; of all tensors if parameters
+    are unknown, and of keys if there are no elements."""
     fitting: int = 0
-    """Names of the model that are loaded."""
+    """The number of model keys that are loaded."""
     names: int = 0
-    """Names that the model has, those that are `kept` left out."""
+    """The number of model keys, without the ones in `kept`."""
     missing_keys: list[str] = field(default_factory=list)
-    """Names of the model that nothing of the file fits, as `load_state_dict` returns them."""
+    """Model keys without a match in the file, as `load_state_dict` returns them."""
     unexpected_keys: list[str] = field(default_factory=list)
-    """Names of the file that fit nothing of the model's."""
+    """File keys without a match in the model."""
     mismatched: tuple[Mismatch, ...] = ()
-    """Names of both sides, of different shapes."""
+    """Matching keys with different shapes."""
     renamed: tuple[Renaming, ...] = ()
-    """The rules by which names came to fit, in the order in which they apply."""
+    """The applied rules, in order."""
     layouts: tuple[Layout, ...] = ()
-    """Tensors of TensorFlow, Keras or Flax that are transposed, and those of which neither the
-    module's type nor the user says whether."""
+    """TensorFlow, Keras or Flax tensors that are transposed, and tensors for which neither the
+    module type nor the user decides."""
     cast: tuple[DtypeChange, ...] = ()
-    """Tensors that change type on the way."""
+    """Tensors that are cast to another dtype."""
     tied: tuple[tuple[str, ...], ...] = ()
-    """Names of the model that are one tensor, which is loaded."""
+    """Groups of model keys that are tied and loaded as one tensor."""
     untied: tuple[tuple[str, ...], ...] = ()
-    """Names that are one tensor in the model, and not equal in the file."""
+    """Groups of keys that are tied in the model but differ in the file."""
     overlapping: tuple[Overlap, ...] = ()
-    """Always empty; kept for programs that read it: torch loads such tensors, in its order."""
+    """Always empty; kept for compatibility."""
     ambiguous: tuple[Ambiguity, ...] = ()
-    """Their names are among the missing and the unexpected too."""
+    """Ambiguous keys, which are also listed as missing and unexpected."""
     proposed: tuple[Renaming, ...] = ()
-    """Rules that would match more names, for the user to decide: none of them was applied."""
+    """Rules that would match more keys; none of them was applied."""
     recipe: str = ""
-    """The recipe of `convert` that leads from the keys of the file to those of the model:
+    """The `convert` recipe that turns the keys of the file into those of the model:
     `experts-qwen`, `experts-qwen --reverse`. It was not applied."""
     moved: tuple[str, ...] = ()
-    """Empty; kept for those who read it."""
+    """Always empty; kept for compatibility."""
     respelled: tuple[str, ...] = ()
-    """Empty; kept for those who read it."""
+    """Always empty; kept for compatibility."""
     reformed: tuple[tuple[str, str], ...] = ()
-    """Empty; kept for those who read it."""
+    """Always empty; kept for compatibility."""
     left_out: tuple[tuple[str, str], ...] = ()
-    """Names of the file that no model takes, each with the reason: an average's counter."""
+    """File keys that no model loads, such as an average's counter, each with the reason."""
     kept: tuple[tuple[str, str], ...] = ()
-    """Names of the model that keep what they have, each with the reason: a counter of BatchNorm
-    that old files have not."""
+    """Model keys that keep their value, each with the reason: a BatchNorm counter that old files
+    do not have."""
     optimizer: OptimizerReport | None = None
-    """How its state was matched; None where none was asked for."""
+    """The result for the optimizer; None if no optimizer was given."""
     notes: tuple[str, ...] = ()
-    """Sentences worth telling the user."""
+    """Remarks for the user."""
 
     @property
     def coverage(self) -> float:
-        """The share of the model's parameters that is loaded, 0 to 1."""
+        """The share of the model's parameters that is loaded, from 0 to 1."""
         return self.loaded / self.parameters if self.parameters else 1.0
 
     @property
     def undecided(self) -> tuple[Layout, ...]:
-        """The tensors whose axes nothing decides; none is loaded."""
+        """The tensors with an unknown order of axes, which are not loaded."""
         return tuple(one for one in self.layouts if one.reason)
 
     @property
     def fits(self) -> bool:
-        """Whether all of the model is loaded from all of the file, and nothing lost on the way."""
+        """Whether the whole model is loaded from the whole file without loss."""
         return not (
             self.missing_keys
             or self.unexpected_keys
@@ -324,7 +323,7 @@ class MatchReport(Result):
 
 
 def most_allowed(names: int) -> int:
-    """Return how many names of a model a hint may allow to lack: a tenth, or a layer's two."""
+    """Return the number of keys that a hint may allow: a tenth, or two for a layer."""
     return max(names // 10, 2)
 
 
@@ -337,10 +336,10 @@ class Counts(TypedDict):
     names: int
 
 
-def counted(want: Mapping[str, Slot], met: Collection[str], kept: Collection[str]) -> Counts:
-    """Return how much of a model is loaded: of its parameters, where it is known which these are.
+def counted(want: Mapping[str, Slot], loaded: Collection[str], kept: Collection[str]) -> Counts:
+    """Count how much of a model is loaded: of its parameters, if they are known.
 
-    `met` are the names that are loaded, `kept` those that are not asked for.
+    `loaded` are the loaded keys, `kept` the keys that are not required.
     """
     every = {name: slot for name, slot in want.items() if name not in kept} if kept else want
     known = every
@@ -353,16 +352,16 @@ def counted(want: Mapping[str, Slot], met: Collection[str], kept: Collection[str
     if len(once) < len(known):
         tied: dict[Hashable, str] = {}
         for name, slot in known.items():
-            if slot.tie is not None and (slot.tie not in tied or name in met):
+            if slot.tie is not None and (slot.tie not in tied or name in loaded):
                 tied[slot.tie] = name
         once += tied.values()
     sizes = {name: known[name].elements for name in once}
-    if not any(sizes.values()):  # there is nothing to count but names
+    if not any(sizes.values()):  # count keys, because there are no elements
         sizes = dict.fromkeys(known, 1)
     return {
-        "loaded": sum([size for name, size in sizes.items() if name in met]),
+        "loaded": sum([size for name, size in sizes.items() if name in loaded]),
         "parameters": sum(sizes.values()),
-        "fitting": sum([name in met for name in every]),
+        "fitting": sum([name in loaded for name in every]),
         "names": len(every),
     }
 
@@ -370,7 +369,7 @@ def counted(want: Mapping[str, Slot], met: Collection[str], kept: Collection[str
 def casts_of(
     pairs: Mapping[str, str], have: Mapping[str, Slot], want: Mapping[str, Slot]
 ) -> tuple[DtypeChange, ...]:
-    """Return the changes of element type, in the order of the pairs; types say which lose."""
+    """Return the casts in the order of the pairs, judged by dtype."""
     casts = []
     for name, own in pairs.items():
         before, after = have[own].dtype, want[name].dtype

@@ -86,7 +86,7 @@ def check_movable(key: str, tensor: TensorRef, file: str) -> None:
         NotRepresentable: naming it.
     """
     if not tensor.has_content or tensor.dtype in PACKED:
-        text = f"{printable(key)!r} is a {tensor.dtype} {tensor.kind} tensor, which has no plain"
+        text = f"{printable(key)!r} is a {tensor.dtype} {tensor.kind} tensor, without plain"
         raise NotRepresentable(f"{text} elements to rearrange", file=file or None)
 
 
@@ -197,7 +197,7 @@ class TensorMaker:
     def changes(self) -> Iterator[Change]:
         """Yield a change about arrays that became tensors."""
         if self._arrays:
-            text = f"made tensors of {counted(len(self._arrays), 'numpy array')}"
+            text = f"converted {counted(len(self._arrays), 'numpy array')} to tensors"
             yield Change("array", text, len(self._arrays))
 
 

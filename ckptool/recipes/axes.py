@@ -128,11 +128,11 @@ class Equation:
         for at, (one, count) in enumerate(zip(self.left, dimensions, strict=True)):
             more = count - len(one) + 1
             if more < 0 or ("..." not in one and more != 1):
-                text = f"it has {count} dimensions, and the equation has {_words(one)!r}"
+                text = f"it has {count} dimensions, but the equation has {_words(one)!r}"
                 raise Misfit(text, at)
             if "..." in one:
                 if rest not in (None, more):
-                    raise Misfit("'...' has another number of dimensions here", at)
+                    raise Misfit("'...' has a different number of dimensions here", at)
                 rest = more
         axes = tuple(f"~{number}" for number in range(rest or 0))
         return Equation(
@@ -159,7 +159,7 @@ class Equation:
             todo = later
         open_axes = [*(one for one, _, _ in todo), *(one for side in self.right for one in side)]
         if free := dict.fromkeys(name for one in open_axes for name in _unknown(one, sizes)):
-            text = f"nothing decides the size of {listed(free)}"
+            text = f"the size of {listed(free)} is unknown"
             raise Misfit(text, todo[0][2] if todo else None, free)
 
     def left_parts(self, sizes: Mapping[str, int]) -> list[list[Part]]:
@@ -180,9 +180,9 @@ class _Parser:
         self._text = text
         found = list(_TOKEN.finditer(text)) if len(text) <= 20 * _MAX_TOKENS else []
         if not found or len(found) > _MAX_TOKENS:
-            raise self.error(f"it has no axes, or more than {_MAX_TOKENS}")
+            raise self.error(f"it has no axes, or more than {_MAX_TOKENS} words")
         if odd := next((one[2] for one in found if one[2]), None):
-            raise self.error(f"{printable(odd)!r} is not a part of an equation")
+            raise self.error(f"{printable(odd)!r} is not allowed in an equation")
         self._tokens = [one[1] for one in reversed(found)]
 
     def error(self, what: str) -> UsageError:
@@ -199,7 +199,7 @@ class _Parser:
             if stop == end:
                 return tuple(tensors)
             if stop != ",":
-                raise self.error(f"{stop or 'its end'!r} is at the wrong place")
+                raise self.error(f"unexpected {stop or 'end'!r}")
 
     def _items(self, stops: tuple[str, ...], depth: int) -> tuple[Expression, ...]:
         items: list[Expression] = []
@@ -215,18 +215,18 @@ class _Parser:
 
     def _group(self, depth: int) -> Expression:
         if depth > _MAX_DEPTH:
-            raise self.error(f"it has more than {_MAX_DEPTH} parentheses in each other")
+            raise self.error(f"parentheses are nested more than {_MAX_DEPTH} deep")
         terms: list[Expression] = []
         while True:
             items = self._items(("+", ")", ",", "->"), depth)
             if not items:
-                raise self.error("parentheses or a summand have no axis")
+                raise self.error("parentheses or a summand are empty")
             terms.append(items[0] if len(items) == 1 else Product(items))
             stop = self._tokens.pop() if self._tokens else ""
             if stop == ")":
                 return terms[0] if len(terms) == 1 else Sum(tuple(terms))
             if stop != "+":
-                raise self.error(f"a parenthesis is not closed before {stop or 'its end'!r}")
+                raise self.error(f"a parenthesis is not closed before {stop or 'end'!r}")
 
 
 def _inside(expression: Expression) -> tuple[Expression, ...]:
@@ -280,10 +280,10 @@ def _settle(expression: Expression, size: int, tensor: int, sizes: dict[str, int
         low = size_of(expression, {**sizes, name: 0})
         step = size_of(expression, {**sizes, name: 1}) - low
         if step <= 0 or size < low or (size - low) % step:
-            raise Misfit(f"{size:,} does not divide into {words}", tensor)
+            raise Misfit(f"{size:,} is not divisible into {words}", tensor)
         sizes[name] = (size - low) // step
     if (found := size_of(expression, sizes)) != size:
-        raise Misfit(f"a dimension has {size:,}, and {words} is {found:,}", tensor)
+        raise Misfit(f"a dimension is {size:,}, but {words} is {found:,}", tensor)
     return True
 
 
@@ -330,7 +330,7 @@ def _parts_of(
 
 def _add(axes: dict[str, tuple[int, int, int]], more: Mapping[str, tuple[int, int, int]]) -> None:
     if twice := axes.keys() & more.keys():
-        raise Misfit(f"the axis {listed(sorted(twice))} is in one part twice")
+        raise Misfit(f"axis {listed(sorted(twice))} occurs twice in one part")
     axes.update(more)
 
 
@@ -358,12 +358,12 @@ def pairs(
                 continue
             axes = right_names[at].union(part.axes)
             if not sources.get(axes):
-                raise Misfit(f"no part on the left has {_axes(axes)}, as one on the right has")
+                raise Misfit(f"a part on the right has {_axes(axes)}, but no part on the left")
             source, partner = sources[axes].pop(0)
             yield source, partner, at, part
     for axes, others in sources.items():
         if any(not part.is_padding for _, part in others):
-            raise Misfit(f"a part on the left with {_axes(axes)} goes nowhere")
+            raise Misfit(f"a part on the left has {_axes(axes)}, but no part on the right")
 
 
 def _axes(names: Iterable[str]) -> str:

@@ -104,7 +104,7 @@ class Pattern:
         parts = _FIELD.split(bare)
         literals, fields = tuple(parts[::2]), parts[1::2]
         if any("{" in one or "}" in one for one in literals) or not bare:
-            raise UsageError(f"{printable(text)!r} has a brace without its partner, or no text")
+            raise UsageError(f"{printable(text)!r} has an unbalanced brace, or is empty")
         if len(fields) > _MAX_VARIABLES:
             raise UsageError(f"{printable(text)!r} has more than {_MAX_VARIABLES} variables")
         variables = tuple(_variable(one, text) for one in fields)

@@ -69,7 +69,7 @@ def parse_term(value: object) -> Term:
     if ":" in value:
         found = _KEY.fullmatch(value.strip())
         if found is None:
-            raise UsageError(f"{printable(value)!r} is not a key of a file", hint=_HINT)
+            raise UsageError(f"{printable(value)!r} is not a key in a file", hint=_HINT)
         return ConfigKey(found[1], tuple(found[2].split(".")))
     try:
         tree = ast.parse(value.strip(), mode="eval").body
@@ -109,7 +109,7 @@ def refuse_cycles(params: Mapping[str, Sequence[Term]]) -> None:
         for name in done:
             del needs[name]
     if needs:
-        raise UsageError(f"the parameters {listed(needs)} are computed from each other")
+        raise UsageError(f"parameters {listed(needs)} depend on each other")
 
 
 class Params:
@@ -137,7 +137,7 @@ class Params:
                 value = self._value(name, term)
                 if value is not None:
                     if not 0 <= value < MAX_SIZE:
-                        raise UsageError(f"the parameter {name} would be {value:,}")
+                        raise UsageError(f"parameter {name} would be {value:,}")
                     self.values[name] = value
                     self.origins[name] = term.file if isinstance(term, ConfigKey) else ""
                     break
@@ -208,7 +208,7 @@ def _attributes(node: Any) -> Mapping[Any, Any]:
 def _given(name: str, value: int | str) -> int:
     text = str(value).strip()
     if type(value) is bool or not re.fullmatch(r"[0-9]{1,18}", text, re.ASCII):
-        text = f"the parameter {printable(name)} is {printable(str(value))!r}, expected a number"
+        text = f"parameter {printable(name)} is {printable(str(value))!r}, expected a number"
         raise UsageError(text, hint=f"write --param {printable(name)}=NUMBER")
     return int(text)
 

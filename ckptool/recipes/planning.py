@@ -301,9 +301,9 @@ class _Planner(Generic[T]):
         left = [key for key in (*source, *now) if key in untouched]
         left = list(dict.fromkeys([*left, *recipe.unfinished(now)]))
         if left and not recipe.keeps_rest:
-            text = f"no rule of {printable(recipe.name)} takes {counted(len(left), 'tensor')}"
+            text = f"no rule of {printable(recipe.name)} matches {counted(len(left), 'tensor')}"
             first = listed(left, most=5)
-            hint = '--exclude GLOB leaves tensors out; rest = "keep" in the recipe keeps them'
+            hint = 'leave them out with --exclude GLOB, or use rest = "keep" in the recipe'
             raise self._error(f"{text}: {first}", hint)
         if source and untouched == source.keys():
             text = f"no tensor matches a rule of {printable(recipe.name)}"
@@ -356,7 +356,7 @@ class _Planner(Generic[T]):
                 wanted = " and ".join(repr(printable(one.text)) for one in rule.left)
                 near = [one for pattern in rule.left for one in similar(pattern.text, tensors)]
                 text = f"no tensor matches {wanted}; the file has {listed(near or tensors)}"
-                hint = "a ? after the key lets the rule match nothing"
+                hint = "add ? to the key to make it optional"
                 raise self._error(text, hint)
         return outcome
 
@@ -366,12 +366,16 @@ class _Planner(Generic[T]):
         """Put a tensor into its group."""
         held = group.members[at]
         if odd := next((one for one in numbers if not is_number(one)), None):
-            text = f"{printable(member.key)!r} would be joined with others in an order that "
-            raise self._error(f"{text}{printable(str(odd))!r} does not tell: {group.rule.text}")
+            text = f"{printable(member.key)!r} would be joined with others, but "
+            raise self._error(
+                f"{text}{printable(str(odd))!r} does not define the order: {group.rule.text}"
+            )
         number = tuple(map(int, numbers))
         if number in held:
             both = f"{printable(held[number].key)!r} and {printable(member.key)!r}"
-            raise NameCollision(f"{both} have one place in {group.rule.text}", file=self._file)
+            raise NameCollision(
+                f"{both} have the same position in {group.rule.text}", file=self._file
+            )
         held[number] = member
 
     def _put(self, order: Sequence[_Renamed[T] | _Members[T]], outcome: Outcome[T]) -> None:
@@ -436,12 +440,12 @@ class _Planner(Generic[T]):
                 values = {**group.values, **dict(zip(names, lacking, strict=True))}
                 key = pattern.fill(values)
                 is_taken = key in self._plan.source
-                what = "is already taken, but" if is_taken else "is missing, which"
-                text = f"{printable(key)!r} {what} belongs to {listed(group.keys)}"
+                state = "is used by another rule" if is_taken else "is missing"
+                text = f"{printable(key)!r} {state}, but belongs to {listed(group.keys)}"
                 raise self._error(f"{text}: {rule.text}")
         for name, count in counts.items():
             if (given := self._params.get(name, count)) != count:
-                text = f"there are {count:,} of {{{name}}}, and --param says {given:,}"
+                text = f"the file has {count:,} of {{{name}}}, but --param gives {given:,}"
                 raise self._error(f"{text}: {rule.text}")
         return counts
 
@@ -454,8 +458,8 @@ class _Planner(Generic[T]):
                     other = first if differs else firsts[0]
                     pair = (f"{printable(m.key)!r} is {m.tensor.dtype} {list(m.tensor.sizes)}"
                             for m in (one, other))  # fmt: skip
-                    text = ", and ".join(pair)
-                    raise self._error(f"{text}, but they belong together: {group.rule.text}")
+                    text = ", but ".join(pair)
+                    raise self._error(f"{text}, in the same group: {group.rule.text}")
 
     def _made(
         self,
@@ -543,7 +547,7 @@ class _Planner(Generic[T]):
         for name in names:
             count = pattern.choices_of(name) or sizes.get(name)
             if count is None:
-                raise Misfit(f"nothing decides how many {{{name}}} there are", None, (name,))
+                raise Misfit(f"the number of {{{name}}} is unknown", None, (name,))
             counts.append(count)
         self._claim(prod(counts))
         return list(product(*map(range, counts)))
@@ -552,7 +556,7 @@ class _Planner(Generic[T]):
         """Count pieces and tensors, before there is memory for them."""
         self._pieces += count
         if self._pieces > _MOST_PIECES:
-            text = f"the recipe makes more than {_MOST_PIECES:,} tensors or parts of tensors"
+            text = f"the recipe creates more than {_MOST_PIECES:,} tensors or parts of tensors"
             raise LimitExceeded(text, file=self._file, hint="give smaller numbers with --param")
 
     def _template(
@@ -645,7 +649,7 @@ class _Planner(Generic[T]):
         known = ", ".join(f"{name} {sizes.get(name, '?')}" for name in names)
         text = f"{which} {'do' if len(chosen) > 1 else 'does'} not fit {equation.text!r}"
         hint = " ".join(f"--param {name}=NUMBER" for name in misfit.axes[:1])
-        text = f"{text}: {misfit.text}; {known or 'there are no axes'}"
+        text = f"{text}: {misfit.text}; {known or 'no axes'}"
         return self._error(text, f"add {hint}" if hint else None)
 
 
@@ -672,14 +676,14 @@ def differences(there: Plan[Any], back: Plan[Any]) -> Iterator[str]:
             if before != after:
                 keys = (*before, *after)
                 key = next(key for key in keys if before.get(key) != after.get(key))
-                yield f"another rule or equation takes {printable(key)!r} on the way back"
+                yield f"in reverse, another rule or equation matches {printable(key)!r}"
                 return
     for key, tensor in there.source.items():
         if key in ties:
             continue
         found = back.tensors.get(key)
         if found is None or (found.dtype, found.sizes) != (tensor.dtype, tensor.sizes):
-            became = "be missing" if found is None else f"have the shape {list(found.sizes)}"
+            became = "be missing" if found is None else f"have shape {list(found.sizes)}"
             yield f"{printable(key)!r} would {became}"
             return
     if more := next((key for key in back.tensors if key not in there.source), None):

@@ -1,4 +1,4 @@
-"""Recipes as data: read from TOML or JSON, checked, and turned round."""
+"""Recipes as data: parse TOML or JSON, check and reverse."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from ckptool.recipes.params import Term, parse_term, refuse_cycles
 from ckptool.words import listed, printable
 
 _MOST_BYTES = 1 << 18
-"""Of a recipe."""
+"""The largest size of a recipe."""
 _MOST_RULES, _MOST_PARAMS, _MOST_PASSES, _MOST_WAYS, _MOST_KEYS = 2_000, 200, 16, 16, 64
 _SHIPPED = Path(__file__).parent / "shipped"
 _FIELDS = {"about", "files", "rest", "drop", "params", "tied", "names", "tensors", "pass"}
 
 Way: TypeAlias = "tuple[int, int, int]"
-"""Which pass, rule and equation took a tensor."""
+"""The pass, rule and equation that matched a tensor."""
 
 
 @dataclass(frozen=True)
 class RecipeRule:
-    """What becomes of the tensors whose keys match."""
+    """A rule for tensors with matching keys."""
 
     left: tuple[Pattern, ...]
     right: tuple[Pattern, ...]
     equations: tuple[Equation, ...]
-    """The first that fits the shapes is taken; none: the elements stay as they are."""
+    """The first one that fits the shapes applies; without equations, elements do not change."""
     is_optional: bool
     number: int
-    """Its position among the rules of the pass."""
+    """The position among the rules of the pass."""
 
     @classmethod
     def parse(
         cls, left: Sequence[str], right: Sequence[str], axes: Sequence[str], number: int = 0
     ) -> RecipeRule:
-        """Return the rule of some keys and equations.
+        """Return a rule for keys and equations.
 
         Raises:
             UsageError: they are none, or do not fit together.
@@ -67,13 +67,13 @@ class RecipeRule:
 
     @property
     def text(self) -> str:
-        """The keys of both sides."""
+        """The rule as text: the keys of both sides."""
         left, right = (", ".join(one.text for one in side) for side in (self.left, self.right))
         return printable(f"{left} -> {right}")
 
     @cached_property
     def common(self) -> tuple[str, ...]:
-        """The variables of both sides: tensors for which they are the same make a group."""
+        """The variables of both sides; tensors with equal values form a group."""
         left, right = (frozenset().union(*(one.names for one in side)) for side in self._sides)
         return tuple(sorted(left & right))
 
@@ -83,12 +83,12 @@ class RecipeRule:
 
     @cached_property
     def stacked(self) -> tuple[tuple[str, ...], ...]:
-        """Of each key on the left, the variables that the right side does not have."""
+        """For each key on the left, the variables that the right side does not have."""
         return tuple(self._own(one) for one in self.left)
 
     @cached_property
     def unstacked(self) -> tuple[tuple[str, ...], ...]:
-        """Of each key on the right, the variables that the left side does not have."""
+        """For each key on the right, the variables that the left side does not have."""
         return tuple(self._own(one) for one in self.right)
 
     def _own(self, pattern: Pattern) -> tuple[str, ...]:
@@ -102,49 +102,49 @@ class RecipeRule:
 
     @cached_property
     def renames(self) -> bool:
-        """Whether it takes each tensor alone, and leaves its elements as they are."""
+        """Whether the rule only renames single tensors."""
         names = self.left[0].names ^ self.right[0].names
         return len(self.left) == len(self.right) == 1 and not (self.equations or names)
 
     def reversed(self) -> RecipeRule:
-        """Return the rule that undoes this one."""
+        """Return the inverse rule."""
         equations = tuple(one.reversed() for one in self.equations)
         return replace(self, left=self.right, right=self.left, equations=equations)
 
     def bound(self, params: Mapping[str, int]) -> RecipeRule:
-        """Return the rule with the parameters that shift variables as numbers."""
+        """Return the rule with parameter values in place of the parameters that shift variables."""
         left, right = (tuple(one.bound(params) for one in side) for side in (self.left, self.right))
         return replace(self, left=left, right=right)
 
     def _check_names(self) -> None:
         for one in self.left:
             if lost := [name for name in self.common if name not in one.names]:
-                text = f"{printable(one.text)!r} lacks the variable {listed(lost)}"
+                text = f"{printable(one.text)!r} does not have the variable {listed(lost)}"
                 raise UsageError(f"{text} of the other keys in {self.text}")
         if not self.equations and (len(self.left) > 1 or len(self.right) > 1):
-            raise UsageError(f"the rule {self.text} has several keys on a side, and no axes")
+            raise UsageError(f"the rule {self.text} has several keys on one side, but no axes")
 
     def _check_pairs(self, equation: Equation) -> None:
-        """Refuse an equation that has another number of tensors, or a part without a partner."""
+        """Check that an equation has as many tensors as the rule, and that its parts match."""
         for side, keys in ((equation.left, self.left), (equation.right, self.right)):
             if len(side) != len(keys):
-                text = f"the equation {equation.text!r} has {len(side)} tensors on a side"
+                text = f"the equation {equation.text!r} has {len(side)} tensors on one side"
                 raise UsageError(f"{text} where the rule has {len(keys)}: {self.text}")
         try:
             for names, side in ((self.stacked, equation.left), (self.unstacked, equation.right)):
                 for own, dimensions in zip(names, side, strict=True):
                     if twice := [name for name in axes_of(dimensions) if name in own]:
-                        raise Misfit(f"{listed(twice)} is a variable of the key and an axis")
+                        raise Misfit(f"{listed(twice)} is both a variable of the key and an axis")
             spread = equation.spread([len(one) for one in equation.left])
             made = {pair[2] for pair in self.paired(spread, dict.fromkeys(spread.axes, 2))}
             if len(made) < len(self.right):
-                raise Misfit("a tensor on the right has nothing but padding")
+                raise Misfit("a tensor on the right has only padding")
         except Misfit as misfit:
             text = f"the equation {equation.text!r} is wrong: {misfit.text}"
             raise UsageError(f"{text}, in {self.text}") from None
 
     def paired(self, equation: Equation, sizes: Mapping[str, int]) -> Iterator[Any]:
-        """Yield the parts of an equation in pairs (`axes.pairs`)."""
+        """Yield the matching parts of an equation (`axes.pairs`)."""
         left = [frozenset(names) & equation.right_axes for names in self.stacked]
         right = [frozenset(names) & equation.left_axes for names in self.unstacked]
         parts = equation.left_parts(sizes), equation.right_parts(sizes)
@@ -153,27 +153,27 @@ class RecipeRule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the keys and tensors of one layout become those of another one."""
+    """A conversion of the keys and tensors of one layout to those of another."""
 
     name: str
     about: str
     passes: tuple[tuple[RecipeRule, ...], ...]
     params: Mapping[str, tuple[Term, ...]]
     files: str | None = None
-    """The names of the source's files (reversed: of the target's): `consolidated.{rank:02}.pth`."""
+    """The file names of the source (reversed: of the target): `consolidated.{rank:02}.pth`."""
     keeps_rest: bool = False
-    """Whether tensors that no rule takes stay as they are."""
+    """Whether tensors without a matching rule are kept."""
     drop: tuple[tuple[Pattern, ...], tuple[Pattern, ...]] = ((), ())
-    """What is left out of the source, and of the target where that is the source."""
+    """The keys left out of the source, and of the target when reversed."""
     tied: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
-    """Keys of the source, and of the target, that stand for another one where they are missing."""
+    """Keys of the source, and of the target, that are tied to another key if they are missing."""
     is_reversed: bool = False
     text: str = field(default="", repr=False, compare=False)
-    """The TOML or JSON that it was read from."""
+    """The TOML or JSON text."""
 
     @classmethod
     def load(cls, source: str | Path) -> Recipe:
-        """Return the shipped recipe of a name, or that in a `.toml` or `.json` file.
+        """Return a shipped recipe by name, or read a `.toml` or `.json` file.
 
         Raises:
             UsageError: there is none, or it is wrong; the message has the line or the rule.
@@ -206,7 +206,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str, *, name: str, is_json: bool = False) -> Recipe:
-        """Return the recipe of a text in TOML, or in JSON.
+        """Parse a recipe in TOML or JSON.
 
         Raises:
             UsageError: it is wrong; the message has the line or the rule.
@@ -217,7 +217,7 @@ class Recipe:
         try:
             data = json.loads(text) if is_json else tomllib.loads(text)
         except (ValueError, RecursionError) as error:
-            why = "is nested too deep" if isinstance(error, RecursionError) else str(error)
+            why = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
             kind = "JSON" if is_json else "TOML"
             raise UsageError(f"the recipe {printable(name)} is not {kind}: {why}") from None
         return replace(_Reader(text, name).recipe(data), text=text)
@@ -226,7 +226,7 @@ class Recipe:
     def of_rule(
         cls, from_: str | Sequence[str], to: str | Sequence[str], axes: str | Sequence[str] = ()
     ) -> Recipe:
-        """Return the recipe of one rule, which leaves all other tensors as they are.
+        """Return a recipe with one rule, which keeps all other tensors.
 
         Raises:
             UsageError: the rule is wrong.
@@ -236,7 +236,7 @@ class Recipe:
         return cls("rule", "", ((rule,),), {}, keeps_rest=True)
 
     def reversed(self) -> Recipe:
-        """Return the recipe that leads back."""
+        """Return the inverse recipe."""
         passes = tuple(tuple(rule.reversed() for rule in one) for one in reversed(self.passes))
         return replace(
             self,
@@ -248,7 +248,7 @@ class Recipe:
 
     @property
     def uses_paths(self) -> bool:
-        """Whether it takes tensors by their whole paths: a key of its source has a `/`."""
+        """Whether the recipe matches whole paths: a key of its source contains a `/`."""
         if any("/" in one.text for one in self.drop[0]):
             return True
         for rules in self.passes:
@@ -259,7 +259,7 @@ class Recipe:
         return False
 
     def passes_on(self, rule: RecipeRule) -> bool:
-        """Return whether a rule leaves any text as it is, for another pass to take it.
+        """Return True if a rule keeps a key for another pass.
 
         So a recipe takes the keys of several versions. It does not take what no other rule takes.
         """
@@ -268,14 +268,14 @@ class Recipe:
         return is_any and rule.renames and len(self.passes) > 1
 
     def unfinished(self, keys: Iterable[str]) -> list[str]:
-        """Return the keys that still have a path, if those of the target have none."""
+        """Return the keys that still contain a path, if the target has none."""
         if not self.uses_paths or self.reversed().uses_paths:
             return []
         return [key for key in keys if "/" in key]
 
     @property
     def words(self) -> frozenset[str]:
-        """All names that a parameter may have."""
+        """All possible parameter names."""
         rules = [rule for rules in self.passes for rule in rules]
         axes = (name for rule in rules for one in rule.equations for name in one.axes)
         keys = [one for rule in rules for one in (*rule.left, *rule.right)]
@@ -285,7 +285,7 @@ class Recipe:
 
 
 class _Reader:
-    """Reads a recipe from what TOML or JSON hold."""
+    """A parser of recipes in TOML or JSON."""
 
     def __init__(self, text: str, name: str) -> None:
         self._text, self._name = text, name
@@ -301,7 +301,7 @@ class _Reader:
             if not isinstance(passes, list) or not 1 <= len(passes) <= _MOST_PASSES:
                 raise UsageError(f"pass is not a list of 1 to {_MOST_PASSES} tables")
             if "pass" in data and not data.keys().isdisjoint(("names", "tensors")):
-                raise UsageError("names and tensors are outside of the passes")
+                raise UsageError("names and tensors are outside the passes")
         made = Recipe(
             self._name,
             printable(about or ""),
@@ -318,7 +318,7 @@ class _Reader:
 
     @contextmanager
     def _naming(self, subject: str, *texts: str) -> Iterator[None]:
-        """Name the recipe in an error of a block, and the line in which one of the texts is."""
+        """Add the recipe, and the line of one of the texts, to errors of a block."""
         try:
             yield
         except UsageError as error:
@@ -328,7 +328,7 @@ class _Reader:
             raise
 
     def _line(self, text: str) -> int | None:
-        """Return the line in which a text of the recipe is first, as a whole."""
+        """Return the line of the first occurrence of a text in the recipe."""
         words = re.escape(json.dumps(text, ensure_ascii=False)[1:-1])
         found = re.search(rf"(?<![\w.}}*/-]){words}(?![\w.{{*/-])", self._text)
         return None if found is None else self._text.count("\n", 0, found.start()) + 1
@@ -354,7 +354,7 @@ class _Reader:
         for old, new in names.items():
             with self._naming("names", old):
                 if not isinstance(new, str):
-                    raise UsageError(f"{printable(old)!r} has no key as its new one")
+                    raise UsageError(f"{printable(old)!r} has no new key")
                 made.append(RecipeRule.parse([old], [new], [], len(made)))
         return tuple(made)
 
@@ -373,7 +373,7 @@ class _Reader:
                 ways = value if isinstance(value, list) else [value]
                 if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or len(ways) > _MOST_WAYS:
                     text = f"{printable(name)!r} is not the name of a parameter"
-                    raise UsageError(f"{text}, or it has more than {_MOST_WAYS} ways")
+                    raise UsageError(f"{text}, or has more than {_MOST_WAYS} definitions")
                 made[name] = tuple(map(parse_term, ways))
             refuse_cycles(made)
         return made
@@ -408,13 +408,13 @@ class _Reader:
         if not is_table or len(held) > _MOST_RULES:
             raise UsageError("tied is not a table of keys")
         if chained := [key for key, one in held.items() if one in held]:
-            raise UsageError(f"{listed(chained)} is tied to a key that is tied itself")
+            raise UsageError(f"{listed(chained)} is tied to a key that is itself tied")
         return dict(held)
 
 
 def _check_keys(data: Any, known: set[str]) -> None:
     if not isinstance(data, dict):
-        raise UsageError(f"a {type(data).__name__} is where a table belongs")
+        raise UsageError(f"found a {type(data).__name__}, expected a table")
     if unknown := sorted(data.keys() - known):
         raise UsageError(f"unknown key {listed(unknown)}", hint=f"use {listed(sorted(known), 20)}")
 
@@ -422,27 +422,27 @@ def _check_keys(data: Any, known: set[str]) -> None:
 def _text(data: Any, key: str) -> str | None:
     value = data.get(key)
     if value is not None and not isinstance(value, str):
-        raise UsageError(f"{key} is not a text")
+        raise UsageError(f"{key} is not a string")
     return value
 
 
 def _texts(data: Any, key: str, most: int = _MOST_KEYS) -> list[str]:
-    """Return a text, or a list of texts, as a list."""
+    """Return a string, or a list of strings, as a list."""
     value = data.get(key, [])
     made = [value] if isinstance(value, str) else value
     if not isinstance(made, list) or not all(isinstance(one, str) for one in made):
-        raise UsageError(f"{key} is not a text or a list of texts")
+        raise UsageError(f"{key} is not a string or a list of strings")
     if len(made) > most:
-        raise UsageError(f"{key} has more than {most:,} texts")
+        raise UsageError(f"{key} has more than {most:,} strings")
     return made
 
 
 def shipped_recipes() -> tuple[tuple[str, str], ...]:
-    """Return the recipes that come with ckptool: the name of each, and what it is about."""
+    """Return the name and the description of each shipped recipe."""
     return tuple((one.name, one.about) for one in all_shipped())
 
 
 @cache
 def all_shipped() -> list[Recipe]:
-    """Return the recipes that come with ckptool, by their names."""
+    """Return the shipped recipes, sorted by name."""
     return [Recipe.load(path.stem) for path in sorted(_SHIPPED.glob("*.toml"))]

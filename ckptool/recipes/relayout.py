@@ -58,8 +58,8 @@ def relayout(
     """
     checkpoint, file = checkpoint.with_late_values(), checkpoint.path
     if unknown := sorted(params.keys() - recipe.words):
-        text = f"the recipe {printable(recipe.name)} has no parameter {listed(unknown)}"
-        raise UsageError(text, hint=f"it has {listed(sorted(filter(None, recipe.words)), 20)}")
+        text = f"recipe {printable(recipe.name)} has no parameter {listed(unknown)}"
+        raise UsageError(text, hint=f"use {listed(sorted(filter(None, recipe.words)), 20)}")
     found = Params(recipe.params, params, checkpoint, configs)
     section = None if recipe.uses_paths else model_state_dict(checkpoint)
     tensors = _by_path(checkpoint, recipe) if section is None else named_tensors(section.node)
@@ -108,7 +108,7 @@ def _in_place(
     """
     root, file = checkpoint.root, checkpoint.path
     holder = section.holder if section.path else root
-    hint = f"ckptool convert {shell(file)} OUT --model-only takes the weights alone"
+    hint = f"take only the weights with ckptool convert {shell(file)} OUT --model-only"
     if not isinstance(holder, dict):
         raise UsageError("the weights are in a pickled module or object", file=file, hint=hint)
     own, dropped = named_tensors(section.node), set(made.dropped)
@@ -120,13 +120,13 @@ def _in_place(
         kept = {old: key for old, key in renamed.items() if old not in dropped}
         new.attributes = {**new.attributes, "_metadata": moved_metadata(new.metadata, kept)}
     if moments is None:
-        text = "has an optimizer, whose state would not fit parameters of another layout"
+        text = "has an optimizer, and its state would not fit parameters of another layout"
         raise UsageError(text, file=file or None, hint=hint)
     names.instead.update(moments)
     names.note(own, {old: key for old, key in renamed.items() if old != key})
     names.follow(root, checkpoint.sections, lambda _: {})
     if moments:
-        text = f"{counted(len(moments), 'tensor')} of the optimizer rearranged as the parameters"
+        text = f"rearranged {counted(len(moments), 'tensor')} of the optimizer like the parameters"
         names.changes.append(Change("follow", text, len(moments)))
     names.changes[:0] = changes
     return names.applied(checkpoint)
@@ -154,7 +154,7 @@ def entries_of(
         if key not in own and not (isinstance(key, str) and any(p.covers(key) for p in drop))
     }
     if both := made.tensors.keys() & rest.keys():
-        text = f"a tensor would get the key {listed(sorted(both))}, which a value has"
+        text = f"a tensor would get the key {listed(sorted(both))}, which a value already has"
         raise NameCollision(text, file=file or None)
     return {**made.tensors, **rest}
 
@@ -248,7 +248,7 @@ def _changes(
                 how = rule.equations[use.equation].text if has_axes else "the same in all"
                 yield Change("recipe", f"{text}, {how}", count)
     for key, of in made.untied.items() if not made.aliases else ():
-        yield Change("recipe", f"left {printable(key)} out: it is tied to {printable(of)}", 1)
+        yield Change("recipe", f"left out {printable(key)}: it is tied to {printable(of)}", 1)
     if made.dropped:
         labels = [one.label for one in families((key, None) for key in made.dropped)]
         text = f"{listed(labels, most=20)} (dropped by the recipe)"
@@ -264,7 +264,7 @@ def _way_back(recipe: Recipe, made: Plan[TensorRef], found: Params) -> Change:
     params = {**found.values, **made.needed}
     why = None
     if made.disputed:
-        why = f"no one number would do for {listed(sorted(made.disputed))}"
+        why = f"no single number works for {listed(sorted(made.disputed))}"
     else:
         try:
             back = plan(recipe.reversed(), sketches, params, Sketches())
@@ -278,9 +278,9 @@ def _way_back(recipe: Recipe, made: Plan[TensorRef], found: Params) -> Change:
     words = "".join(f" --param {name}={value}" for name, value in given.items())
     text = f"reversible{option}{words}"
     if made.dropped:
-        text += f", but for {counted(len(made.dropped), 'dropped tensor')}"
+        text += f", except for {counted(len(made.dropped), 'dropped tensor')}"
     if made.has_padding:
-        text += ", if the padding was zeros"
+        text += ", if the padding is zeros"
     return Change("reversible", text, 1)
 
 

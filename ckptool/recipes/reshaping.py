@@ -35,7 +35,7 @@ class Reshape(Step):
     A tensor that is tied to one that is resized changes with it.
     """
 
-    on_files: ClassVar[str] = "its results are computed when a file is written"
+    on_files: ClassVar[str] = "its results are computed when the file is written"
 
     resize: Iterable[str] = ()
     """`GLOB=ROWS` each: rows are cut, or added as the mean of the others, or, with
@@ -89,8 +89,8 @@ def _after(checkpoint: Checkpoint, rule: str, step: SectionRule) -> Checkpoint:
     if not works:
         raise UsageError(f"no tensor of the model matches {printable(rule)!r}", file=file or None)
     if optimizer_tensors(checkpoint) or any(one.kind == "optimizer" for one in checkpoint.sections):
-        text = "has an optimizer, whose state would not fit parameters of another shape"
-        hint = f"ckptool convert {shell(file)} OUT --model-only takes the weights alone"
+        text = "has an optimizer, and its state would not fit parameters of another shape"
+        hint = f"take only the weights with ckptool convert {shell(file)} OUT --model-only"
         raise UsageError(text, file=file, hint=hint)
     refuse_apart(checkpoint, set().union(*(work.used for work in works.values())))
     changes = (one for work in works.values() for one in work.changes)
@@ -118,10 +118,12 @@ def _parsed(option: str, example: str, rule: str) -> tuple[list[Pattern], list[P
     is_dim = dim.isascii() and dim.isdigit() and len(dim) < 3
     fits = all(every) and len({one.count("*") for one in every}) == 1
     if not is_dim or not fits or len(sides[0]) != 1 or len(sides[1]) < 2:
-        text = f"{printable(rule)!r} does not say what is one and what are its parts"
-        raise UsageError(text, hint=f"--{option} '{example}', as many * on both sides")
+        text = f"{printable(rule)!r} does not have the form WHOLE and PARTS"
+        raise UsageError(
+            text, hint=f"use --{option} '{example}', with equally many * on both sides"
+        )
     if len(set(sides[1])) < len(sides[1]):
-        raise UsageError(f"{printable(rule)!r} has one part twice")
+        raise UsageError(f"{printable(rule)!r} has a part twice")
     return [*map(_pattern, left)], [*map(_pattern, right)], int(dim)
 
 
@@ -198,7 +200,7 @@ class Concat(Step):
         ranks = checkpoint.root if isinstance(checkpoint.root, dict) else {}
         if not ranks or not all(map(is_rank, ranks)):
             hint = "give the folder of one iteration, which has a folder mp_rank_00"
-            raise UsageError("holds no ranks of Megatron's to concatenate", file=file, hint=hint)
+            raise UsageError("has no Megatron ranks to concatenate", file=file, hint=hint)
         trees = [root if isinstance(root, dict) else {} for root in ranks.values()]
         models = [
             dict(checkpoint.with_root({"model": one.get("model")}).tensors()) for one in trees
@@ -206,7 +208,7 @@ class Concat(Step):
         apart = {name_of(path) for one in models for path in one.keys() ^ models[0].keys()}
         if apart:
             raise UsageError(
-                f"has tensors that not all ranks have: {few(sorted(apart))}", file=file
+                f"has tensors that only some ranks have: {few(sorted(apart))}", file=file
             )
         index, dims = NameIndex(models[0].items(), file), dict[int, int]()
         for glob, dim in places:
@@ -227,19 +229,22 @@ class Concat(Step):
             elif not all(_same(first, one) for one in every[1:]):
                 differing.append(name_of(path))
         if differing:
-            what = f"and no rule says how to join them: {_kinds(differing)}"
-            hint = "--concat 'GLOB=DIM' for each kind: the dimension along which Megatron split it"
+            what = f"but no rule joins them: {_kinds(differing)}"
+            hint = (
+                "add --concat 'GLOB=DIM' for each kind, with the dimension along which "
+                "Megatron split it"
+            )
             text = f"its ranks differ in {counted(len(differing), 'tensor')}, {what}"
             raise UsageError(text, file=file, hint=hint)
         lost = [key for key, one in trees[0].items() if key != "model" and any(find_tensors([one]))]
         root = remade(trees[0], ((key, one) for key, one in trees[0].items() if key not in lost))
-        text = f"{counted(len(whole), 'tensor')} joined from {counted(len(ranks), 'rank')}"
+        text = f"joined {counted(len(whole), 'tensor')} from {counted(len(ranks), 'rank')}"
         changes = [Change("concat", text, len(whole))]
         if once := [name_of(path) for path in models[0] if path not in whole]:
-            text = f"taken once, as all ranks have the same: {_kinds(once)}"
+            text = f"kept one copy of tensors that are equal in all ranks: {_kinds(once)}"
             changes.append(Change("keep", text, len(once)))
         if lost:
-            text = f"what each rank has of its own: {listed(map(printable, map(str, lost)))}"
+            text = f"entries of single ranks ({listed(map(printable, map(str, lost)))})"
             changes.append(Change("left-out", text, len(lost)))
         return checkpoint.with_root(tensors_placed(root, whole), *changes)
 
@@ -265,11 +270,11 @@ def refuse_mixed(checkpoint: Checkpoint, concat: Concat, reshape: Reshape) -> No
         for (whole,), _, along in splits:
             if dim == along and whole.covers(name):
                 raise UsageError(
-                    f"each rank has a share of every part of {printable(name)!r}: split after it "
-                    "was joined, the parts would be mixed",
+                    f"each rank has a share of every part of {printable(name)!r}, so splitting it "
+                    "after joining would mix the parts",
                     file=checkpoint.path or None,
-                    hint="--recipe llama-megatron-to-hf takes them apart rank by rank; "
-                    "ckptool recipes lists more",
+                    hint="split it rank by rank with --recipe llama-megatron-to-hf; list others "
+                    "with ckptool recipes",
                 )
 
 
@@ -280,7 +285,7 @@ def _kinds(names: Iterable[str]) -> str:
 def _place(rule: str) -> tuple[str, int]:
     glob, _, dim = rule.rpartition("=")
     if not glob or not (dim.isascii() and dim.isdigit() and len(dim) < 3):
-        hint = "--concat '*.linear_qkv.weight=0'"
+        hint = "use --concat '*.linear_qkv.weight=0', for example"
         raise UsageError(f"{printable(rule)!r} is not a glob with a dimension", hint=hint)
     return glob, int(dim)
 

@@ -21,8 +21,8 @@ from ckptool.words import counted, printable
 def _patterns(recipe: Recipe) -> tuple[Pattern, Pattern]:
     """Return the pattern of the files' names, and that of what stands before the keys of each."""
     if recipe.files is None:
-        text = f"the recipe {printable(recipe.name)} is not one of several files"
-        raise UsageError(text, hint='files = "consolidated.{rank:02}.pth" in the recipe')
+        text = f"recipe {printable(recipe.name)} does not read several files"
+        raise UsageError(text, hint='add files = "consolidated.{rank:02}.pth" to the recipe')
     name = Pattern.parse(recipe.files)
     count = len(name.variables)
     return name, Pattern("/".join("{}" * count), ("", *["/"] * (count - 1), ""), name.variables)
@@ -111,7 +111,7 @@ def nested(entries: Mapping[str, Any]) -> OrderedMap:
             if not isinstance(holder, dict):
                 break
         if not isinstance(holder, dict) or name in holder:
-            raise NameCollision(f"{printable(key)!r} leads through a tensor, or is a dict too")
+            raise NameCollision(f"{printable(key)!r} is also a dict, or is inside a tensor")
         holder[name] = entry
     return root
 
@@ -138,7 +138,7 @@ def split_files(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Checkpoint]
     for name, node in nodes.items():
         values = before.match(name)
         if values is None or not isinstance(node, dict):
-            text = f"{printable(name)!r} belongs to no file {recipe.files}"
+            text = f"{printable(name)!r} does not belong to a file {recipe.files}"
             raise NotFound(text, file=checkpoint.path or None)
         made[pattern.fill(values)] = replace(checkpoint, root=node)
     return made

@@ -25,7 +25,7 @@ class Relayout(Step):
     The recipe is a text file, or one that comes with ckptool: docs/recipes.md.
     """
 
-    on_files: ClassVar[str] = "its results are computed when a file is written"
+    on_files: ClassVar[str] = "its results are computed when the file is written"
     options: ClassVar[Mapping[str, str]] = {"params": "param", "configs": ""}
 
     recipe: str | os.PathLike[str]

@@ -175,10 +175,11 @@ class Averager:
                     room[:] = kernel.mixed(runs, made, start, stop)[skipped : skipped + len(room)]
             except OverflowError as error:
                 raise NotRepresentable(
-                    f"the mean of {printable(name)!r} does not fit {dtype}, which it has in the "
-                    f"first file (the magnitude is {error})",
+                    f"the mean of {printable(name)!r} overflows {dtype}, its dtype in the "
+                    "first file "
+                    f"(the magnitude is {error})",
                     file=runs[0].data.source.name,
-                    hint="name a file with a wider type first, or widen the first: "
+                    hint="give a file with a wider dtype first, or widen the first with "
                     "ckptool cast FIRST --dtype float32",
                 ) from error
 
@@ -326,7 +327,7 @@ def interpolated(
 def _computed(tensor: TensorRef, size: int, fill: Callable[[int, memoryview], None]) -> ByteRange:
     data = tensor.storage.data if tensor.storage else None
     if data is None:
-        raise NotRepresentable(f"a {tensor.kind} tensor without bytes has one shape alone")
+        raise NotRepresentable(f"a {tensor.kind} tensor without bytes cannot be reshaped")
     return computed((data,), size, fill)
 
 

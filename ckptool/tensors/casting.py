@@ -129,15 +129,15 @@ class Caster:
     def refused(self, name: str, losses: Losses) -> NotRepresentable:
         """Return the error for a tensor with overflow that is not allowed."""
         kind = FLOATS[self.target]
-        reach = f"which ends at {kind.largest:.5g}" + ("" if kind.signed else " and has no sign")
+        limit = f"maximum {kind.largest:.5g}" + ("" if kind.signed else ", unsigned")
         own = escape(name.rpartition("/")[2])
         return NotRepresentable(
-            f"{printable(name)!r} cannot be cast: {losses.overflow:,} of its {losses.elements:,} "
-            f"elements do not fit {self.target}, {reach} "
-            f"(the largest magnitude is {losses.largest:.5g})",
+            f"{printable(name)!r} cannot be cast: {losses.overflow:,} of {losses.elements:,} "
+            "values "
+            f"overflow {self.target} ({limit}); the largest magnitude is {losses.largest:.5g}",
             file=self._file,
-            hint="--allow-overflow casts it anyway and lists every tensor that overflows; "
-            f"--keep {quote(f'{own}={self.source}')} keeps this one",
+            hint="add --allow-overflow to cast it anyway and list every tensor that overflows, or "
+            f"--keep {quote(f'{own}={self.source}')} to keep this one",
         )
 
 
@@ -147,10 +147,9 @@ def checked(storage: Storage, data: ByteRange) -> Checked:
         data,
         storage.crc32,
         lambda: CorruptFile(
-            f"storage {storage.key!r} is damaged: its bytes do not have the CRC-32 that the file "
-            "states",
+            f"storage {storage.key!r} is damaged: its CRC-32 is not the one recorded in the file",
             file=data.source.name,
-            hint="fetch the file again, or take another copy of it",
+            hint="download the file again, or use another copy",
         ),
     )
 

@@ -92,7 +92,7 @@ class Comparer:
         """
         for name, value in (("atol", atol), ("rtol", rtol)):
             if value is not None and not value >= 0:
-                raise UsageError(f"{name} is {value}: a tolerance is a number from 0 on")
+                raise UsageError(f"{name} is {value}, expected a number of at least 0")
         asked = atol is not None or rtol is not None
         self._tolerance = _Tolerance(atol or 0.0, rtol or 0.0, equal_nan, asked)
         self._kernels: dict[tuple[str, str], list[_Kernel]] = {}
@@ -111,9 +111,7 @@ class Comparer:
         """
         for tensor in (a, b):
             if tensor.dtype not in COMPARED:
-                raise UnsupportedFormat(
-                    f"elements of type {tensor.dtype} cannot be compared as numbers"
-                )
+                raise UnsupportedFormat(f"{tensor.dtype} elements cannot be compared as numbers")
         count = a.numel
         if not count:
             return _Sums().difference(0, asked=self._tolerance.asked)

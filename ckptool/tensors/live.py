@@ -248,12 +248,12 @@ class _Frozen(LiveTree):
 
     def node(self, node: Any) -> Any:
         if type(node) is int and node.bit_length() > _MOST_BITS:
-            self._refuse(node, f"of {node.bit_length():,} bits is more than torch reads")
+            self._refuse(node, f"has {node.bit_length():,} bits, more than torch can read")
         node = self._instead.get(id(node), node)
         if type(node) is not tuple:
             return super().node(node)
         if id(node) in self._open:
-            self._refuse(node, "holds itself")
+            self._refuse(node, "contains itself")
         self._open.add(id(node))
         made = super().node(node)
         self._open.discard(id(node))
@@ -264,7 +264,7 @@ class _Frozen(LiveTree):
             return key
         made = self.below(key, key)
         if not isinstance(made, _KEYS):
-            self._refuse(key, "is a key, and no plain one")
+            self._refuse(key, "is a key, but not a plain one")
         return made
 
     def other(self, node: Any) -> Any:
@@ -297,7 +297,7 @@ class _Frozen(LiveTree):
         raise NotRepresentable(
             f"{self._place}: {owner}{kind.__qualname__} {fact}",
             file=self._file,
-            hint=f"save {_plainly(node, name)} in its place",
+            hint=f"save {_plainly(node, name)} instead",
         )
 
     @property
@@ -315,7 +315,7 @@ class _Frozen(LiveTree):
                 plain = plain.as_subclass(torch.Tensor)
         if plain.is_nested:
             raise NotRepresentable(
-                "a nested tensor cannot be written to a file", hint="save what .unbind() returns"
+                "a nested tensor cannot be written to a file", hint="save the result of .unbind()"
             )
         if plain.layout is torch.sparse_coo:
             parts = {"indices": plain._indices(), "values": plain._values()}
@@ -346,7 +346,7 @@ class _Frozen(LiveTree):
         if tensor.numel() and not storage.nbytes:
             raise NotRepresentable(
                 "the memory of this tensor has been freed",
-                hint="a model that FSDP has sharded is to be saved as a whole, with model=",
+                hint="save an FSDP model as a whole, with model=",
             )
         shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return TensorRef(dtype, shape, stride, offset, storage, "cpu", **more)
@@ -421,18 +421,18 @@ def _refuse_class(tensor: torch.Tensor) -> None:
     kind = type(tensor)
     if torch.nn.parameter.is_lazy(tensor):
         raise NotRepresentable(
-            "a lazy parameter has no shape and no elements yet",
-            hint="run the model once before it is saved",
+            "a lazy parameter has no shape and no data yet",
+            hint="run the model once before saving it",
         )
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         full = callable(getattr(kind, "full_tensor", None))
         raise NotRepresentable(
             f"{kind.__module__}.{kind.__qualname__} is a tensor that only its class can read",
-            hint=".full_tensor() gathers it" if full else "make a plain tensor of it first",
+            hint="gather it with .full_tensor()" if full else "convert it to a plain tensor first",
         )
     if tensor.is_meta:
         raise NotRepresentable(
-            "a tensor on the meta device has no elements", hint="fill the model before it is saved"
+            "a tensor on the meta device has no data", hint="fill the model before saving it"
         )
 
 

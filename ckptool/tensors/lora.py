@@ -60,7 +60,7 @@ class Merger:
             TorchMissing: torch is not installed.
         """
         if weight.storage is None:
-            raise NotRepresentable("a tensor without bytes takes no adapter")
+            raise NotRepresentable("an adapter cannot be merged into a tensor without bytes")
         start = weight if other is None else other
         used = [start, *(one for each in added for one in (each.down, each.up))]
         return self._wholes.of(weight, used, lambda: _merged(start, weight, added))
@@ -84,8 +84,8 @@ def _merged(start: TensorRef, weight: TensorRef, added: Sequence[Factors]) -> to
     made = total.to(torch_dtype(weight.dtype))
     if bool((before.isfinite() & ~made.double().isfinite()).any()):
         raise NotRepresentable(
-            f"a merged weight is infinite or no number in {weight.dtype}, which it has in the base",
-            hint="are all numbers of the adapter finite? A wider base takes larger ones: "
+            f"a merged weight is infinite or NaN in {weight.dtype}, its dtype in the base",
+            hint="check that all values of the adapter are finite, or widen the base with "
             "ckptool cast BASE --dtype float32",
         )
     return made

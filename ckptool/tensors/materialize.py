@@ -38,7 +38,7 @@ def require_torch() -> None:
             import torch  # noqa: F401
     except ImportError as error:
         raise TorchMissing(
-            f"tensors cannot be made without torch: {error}", hint="pip install torch"
+            f"tensors need torch, which cannot be imported: {error}", hint="pip install torch"
         ) from error
 
 
@@ -80,7 +80,7 @@ def torch_dtype(name: str, *, file: str | None = None) -> torch.dtype:
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedFormat(
-            f"holds elements of type {name}, which torch {torch.__version__} does not have",
+            f"has {name} elements, which torch {torch.__version__} does not support",
             file=file,
             hint="pip install --upgrade torch",
         )
@@ -101,8 +101,8 @@ def wanted_dtype(dtype: torch.dtype | str | None) -> str | None:
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UsageError(
-            f"dtype {name!r} is not a floating element type of torch {torch.__version__}",
-            hint="float32, float16 and bfloat16 are",
+            f"dtype {name!r} is not a floating-point dtype of torch {torch.__version__}",
+            hint="use float32, float16 or bfloat16, for example",
         )
     return str(found).removeprefix("torch.")
 
@@ -126,7 +126,7 @@ def set_attributes(made: Any, attributes: Mapping[Any, Any], where: str) -> None
             refused.append(str(name))
     if refused:
         names, kind = listed(refused), type(made).__name__
-        warn(f"{where} is returned without its attributes {names}: class {kind} has such itself")
+        warn(f"left out attributes of {where} that class {kind} already has: {names}")
 
 
 MapLocation: TypeAlias = (
@@ -150,7 +150,7 @@ class Placement:
             map_location = str(map_location)
         elif not (isinstance(map_location, (str, Mapping, type(None))) or callable(map_location)):
             raise DeviceError(
-                f"map_location is a {type(map_location).__name__}",
+                f"map_location is a {type(map_location).__name__}, expected a device or a function",
                 hint="give a string, a torch.device, a dict of tags, a function, or None",
             )
         self._where: Any = map_location
@@ -201,11 +201,11 @@ def _restored(
     try:
         return _moved(storage, target)
     except Exception as error:  # each back end refuses in its own way
-        asked = "" if target == tag else f", and map_location sends it to {target!r}"
+        asked = "" if target == tag else f" and map_location gives {target!r}"
         raise DeviceError(
-            f"{called(name)} is tagged {tag!r}{asked}: there is no such device here",
+            f"{called(name)} is on {tag!r}{asked}, which is not available on this machine",
             file=file,
-            hint=f'load with map_location="cpu", or: ckptool remap --to cpu {file or "FILE"}',
+            hint=f'load it with map_location="cpu", or run ckptool remap --to cpu {file or "FILE"}',
         ) from error
 
 
@@ -215,7 +215,7 @@ def _untyped(storage: Any) -> torch.UntypedStorage:
 
     found = getattr(storage, "_untyped_storage", storage)
     if not isinstance(found, torch.UntypedStorage):
-        raise DeviceError(f"map_location gave a {type(storage).__name__} in place of a storage")
+        raise DeviceError(f"map_location returned a {type(storage).__name__}, expected a storage")
     return found
 
 
@@ -317,7 +317,7 @@ class StorageReader:
                 made = mmap.mmap(fd, source.size, access=mmap.ACCESS_COPY)
             except ValueError as error:
                 raise TruncatedFile(
-                    f"is shorter than the {source.size:,} bytes that it had when it was opened",
+                    f"was truncated after it was opened: it had {source.size:,} bytes",
                     file=source.name,
                 ) from error
             self._maps[id(source)] = made
@@ -370,7 +370,7 @@ def _allocate(size: int, device: str = "cpu") -> torch.UntypedStorage:
     try:
         return torch.UntypedStorage(size, device=device)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise MemoryError(f"there is no memory for a storage of {size:,} bytes") from error
+        raise MemoryError(f"not enough memory for a storage of {size:,} bytes") from error
 
 
 def _quantized(
@@ -387,7 +387,7 @@ def _quantized(
             (0,), scale=scale, zero_point=zero_point, dtype=dtype, device=device
         )
     if name not in ("per_channel_affine", "per_channel_affine_float_qparams"):
-        raise ValueError(f"its scheme {name} is not known")
+        raise ValueError(f"its scheme {name} is unknown")
     scales, zero_points, axis = numbers
     if type(axis) is not int or not 0 <= axis < len(ref.shape):
         raise ValueError(f"its axis {axis!r} is not one of its {len(ref.shape)} dimensions")
@@ -454,9 +454,9 @@ def _check_nested(
     if any(table.dtype != torch.int64 for table in (sizes, strides, offsets)):
         raise ValueError("its sizes, strides and offsets are not int64")
     if buffer.dim() != 1 or not buffer.is_contiguous():
-        raise ValueError("its buffer is not one run of elements")
+        raise ValueError("its buffer is not contiguous")
     if sizes.shape != strides.shape or offsets.shape != sizes.shape[:1]:
-        raise ValueError("its sizes, strides and offsets do not fit together")
+        raise ValueError("its sizes, strides and offsets are inconsistent")
     rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
     for size, stride, offset in rows:
         scalar = not isinstance(size, list)  # components without dimensions
@@ -474,7 +474,7 @@ def _jagged(state: Mapping[str, Any]) -> torch.Tensor:
 
     if not hasattr(torch.nested, "nested_tensor_from_jagged"):
         raise UnsupportedFormat(
-            f"holds a jagged tensor, which torch {torch.__version__} cannot make",
+            f"has a jagged tensor, which torch {torch.__version__} does not support",
             hint="pip install --upgrade torch",
         )
     values, offsets, lengths = state["values"], state["offsets"], state.get("lengths")
@@ -486,7 +486,7 @@ def _jagged(state: Mapping[str, Any]) -> torch.Tensor:
 
 def _check_jagged(values: Any, offsets: Any, lengths: Any, ragged: Any) -> None:
     if type(ragged) is not int or not 1 <= ragged <= values.dim() or offsets.dim() != 1:
-        raise ValueError(f"its ragged dimension {ragged!r} is not one of its own")
+        raise ValueError(f"its ragged dimension {ragged!r} does not exist")
     starts = offsets.tolist()
     ends = starts[1:]
     if lengths is not None:
@@ -497,7 +497,7 @@ def _check_jagged(values: Any, offsets: Any, lengths: Any, ragged: Any) -> None:
     extent = values.shape[ragged - 1]
     rising = all(start <= end for start, end in zip(starts, ends, strict=False))
     if not starts or starts[0] < 0 or not rising or max((*ends, *starts)) > extent:
-        raise ValueError(f"its offsets leave the {extent:,} rows of its values")
+        raise ValueError(f"its offsets exceed the {extent:,} rows of its values")
 
 
 def materialize(
@@ -678,16 +678,16 @@ def only_a_part(ref: TensorRef, name: str) -> UnsupportedFormat:
     shown = ref.class_name.rpartition(".")[2]
     if not ref.is_spread:
         return UnsupportedFormat(
-            f"{called(name)} is of the class {ref.class_name}, which alone can put it together",
+            f"{called(name)} is a {ref.class_name}, which only its class can assemble",
             file=_file(ref),
-            hint="ckptool cast --dequantize float32 makes those of torchao plain; in torch before "
-            "saving: .dequantize()",
+            hint="convert torchao tensors with ckptool cast --dequantize float32, or call "
+            ".dequantize() before saving",
         )
     return UnsupportedFormat(
-        f"{called(name)} is a {shown}: distributed over ranks, and this file holds one part",
+        f"{called(name)} is a {shown}, distributed over ranks; this file has only one part",
         file=_file(ref),
         hint="gather it before saving (full_tensor(), get_model_state_dict with full_state_dict), "
-        "or read the part: ckptool.open(FILE)[NAME].local.torch()",
+        "or read this part with ckptool.open(FILE)[NAME].local.torch()",
     )
 
 
@@ -698,12 +698,12 @@ def _refused(ref: TensorRef, name: str, error: Exception) -> Exception:
     reason = str(error).strip().partition("\n")[0][:200]
     if isinstance(error, NotImplementedError):
         return DeviceError(
-            f"{called(name)} is {ref.kind}, and torch {torch.__version__} cannot make that on the "
-            f"device asked for ({reason})",
+            f"{called(name)} is {ref.kind}, which torch {torch.__version__} cannot create on the "
+            f"requested device ({reason})",
             file=_file(ref),
             hint='map_location="cpu"',
         )
-    return CorruptFile(f"{called(name)} ({ref.kind}) cannot be made: {reason}", file=_file(ref))
+    return CorruptFile(f"{called(name)} ({ref.kind}) cannot be created: {reason}", file=_file(ref))
 
 
 def _file(ref: TensorRef) -> str | None:

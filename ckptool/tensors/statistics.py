@@ -90,12 +90,12 @@ class Measures:
 def measurable(ref: TensorRef) -> str | None:
     """Return why a tensor has no figures, in a few words; None if it has figures."""
     if ref.kind == "meta" or ref.device == "meta":
-        return "on the meta device, which has no elements"
+        return "on the meta device, without data"
     if not ref.has_content:
         if ref.is_spread and ref.whole is None:
-            return "distributed over ranks, and this file holds one part"
+            return "distributed over ranks; this file has only one part"
         kind = ref.class_name if ref.kind == "subclass" else ref.kind
-        return f"{kind}: its elements are not a plain array"
+        return f"{kind}: not a plain array of elements"
     if ref.dtype in PACKED or ref.dtype == "float4_e2m1fn_x2":
         return f"{ref.dtype}: several numbers share a byte"
     if ref.dtype in _NO_NUMBERS:
@@ -151,7 +151,7 @@ class Measurer:
     def __init__(self, bins: int = 16) -> None:
         """Histograms have `bins` bins. Torch is imported when the first element is wanted."""
         if bins < 1:
-            raise UsageError(f"a histogram of {bins} bins cannot be drawn")
+            raise UsageError(f"a histogram cannot have {bins} bins")
         self._bins = bins
         self._kernels: dict[str, list[_Kernel]] = {}
         """By the type of elements, those that no thread uses now."""
@@ -169,7 +169,7 @@ class Measurer:
         """
         reason = measurable(ref)
         if reason is not None:
-            raise UsageError(f"a tensor without figures cannot be measured ({reason})")
+            raise UsageError(f"this tensor has no statistics ({reason})")
         once, left = ref.unrepeated, ref.nbytes
 
         def tell(count: int) -> None:

@@ -38,7 +38,7 @@ class Wholes:
         require_torch()
         held = like.storage
         if held is None:
-            raise NotRepresentable("nothing is computed in the place of a tensor without bytes")
+            raise NotRepresentable("cannot compute a tensor without bytes")
         size = like.numel * BY_NAME[like.dtype].itemsize
 
         def fill(offset: int, buffer: memoryview) -> None:

@@ -1,10 +1,10 @@
-"""A small training loop, the same under every way of spreading it over devices.
+"""A small training loop, the same for every strategy that distributes it over devices.
 
     from ckptool.trainer import TrainConfig, Trainer
 
     Trainer(TrainConfig(out="run", strategy="ddp"), model=net, data=data, loss=loss).fit()
 
-It writes the checkpoints that the rest of `ckptool` reads, and goes on from them.
+It writes checkpoints that the rest of `ckptool` reads, and resumes from them.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def one_run_in(folder: str) -> Iterator[None]:
         WriteError: the system refuses.
     """
     if os.path.exists(folder) and not os.path.isdir(folder):
-        raise TargetExists("is a file, not a folder", file=folder, hint="--out names a folder")
+        raise TargetExists("is a file, not a folder", file=folder, hint="give a folder as --out")
     with occupied(folder):
         recover_folders(folder, _NAME, sharded.VALUES)
         yield
@@ -183,11 +183,10 @@ def require_one_run(folder: str, *, origin: str | None, step: int, overwrite: bo
     if not names and not is_within and any(Metrics(folder).lines()):
         names = ["metrics.jsonl"]
     if names:
-        what = f"checkpoints of later steps than {step}" if is_within else "an earlier run"
+        content = f"checkpoints after step {step}" if is_within else "an earlier run"
         raise TrainingError(
-            f"{folder} holds {what}: {listed(names, 3)}",
-            hint="--resume auto goes on from the newest, --force removes them, another --out "
-            "keeps them",
+            f"{folder} already has {content}: {listed(names, 3)}",
+            hint="continue with --resume auto, start over with --force, or choose another --out",
         )
 
 
@@ -238,7 +237,8 @@ def _pickle(contents: Any, write: Callable[[bytes], object]) -> None:
         if isinstance(refusal, OSError):  # torch raises that it cannot end the file
             raise refusal from error
         raise TrainingError(
-            f"the module cannot be pickled: {error}", hint="--save full needs no class"
+            f"the module cannot be pickled: {error}",
+            hint="use --save full, which does not pickle the class",
         ) from error
 
 
@@ -333,7 +333,7 @@ class Checkpoints:
         path = self.path(name)
         if not all(self._ranks.all(self._strategy.tuning.has_finite_weights)):
             raise TrainingError(
-                f"a weight is not finite after step {progress.step}: {name} is not written",
+                f"a weight is not finite after step {progress.step}: {name} was not written",
                 hint=DIVERGED,
             )
         values = {
@@ -380,16 +380,16 @@ class Checkpoints:
         for path, _ in kept(out):
             damage = sharded.damage(path)
             if damage is None:
-                return path, [f"{text}: passed over" for text in damaged]
+                return path, [f"skipped {text}" for text in damaged]
             damaged.append(damage)
         if not (damaged or is_auto):
             return named, []
         if damaged and not (self._config.overwrite and is_auto):
             raise TrainingError(
-                f"no checkpoint in {out} can be read: {damaged[0]}",
-                hint="ckptool recover saves what can be read; --force begins anew",
+                f"no checkpoint in {out} is readable: {damaged[0]}",
+                hint="salvage a file with ckptool convert --salvage, or start over with --force",
             )
-        return None, [f"{out} holds no checkpoint to resume from: training begins anew"]
+        return None, [f"{out} has no checkpoint to resume from: training starts from the beginning"]
 
     def _restored(self, path: str) -> TrainingProgress:
         """Fill the model and the tuning from `path`, and return how far the run has come.
@@ -397,7 +397,7 @@ class Checkpoints:
         A file that is not a `full` checkpoint gives the weights, and the optimizer's state if it
         fits; training resumes at the start of an epoch.
         """
-        with self._ranks.reached("training does not begin"):
+        with self._ranks.raise_on_all_ranks("training was not started"):
             values = self._values(path)
             without = self._fill(path, values)
             progress = self._progress(values, path)
@@ -429,7 +429,7 @@ class Checkpoints:
             found = ckptool.load_into(module, path, optimizer=optimizer).optimizer
             if found is not None and found.by == "position":
                 self._observer.tell(
-                    Note(f"{path} does not name the optimizer's parameters: matched by position")
+                    Note(f"{path} has no parameter names for the optimizer: matched by position")
                 )
             return
         sharded.load_model(path, module)
@@ -462,8 +462,8 @@ class Checkpoints:
             report = error.report
             if report and not (report.missing_keys or report.unexpected_keys or report.mismatched):
                 words = ["--dtype float64"]  # the weights fit, but would be rounded
-            match = f"ckptool match {shlex.quote(path)} --like module:factory shows the differences"
-            error.advise(f"{' '.join(words)}, as the checkpoint has it" if words else match)
+            match = f"compare them with ckptool match {shlex.quote(path)} --like module:factory"
+            error.advise(f"use {' '.join(words)}, as in the checkpoint" if words else match)
             error.message = "; ".join(error.message.splitlines())
             error.args = (error.message,)
             raise
@@ -502,5 +502,5 @@ class Checkpoints:
         if progress.position and not asdict(self._batches).items() <= sampler.items():
             progress.begin_epoch()
             self._observer.tell(
-                Note(f"epoch {progress.epoch + 1} begins anew: its batches have changed")
+                Note(f"epoch {progress.epoch + 1} is restarted, because its batches have changed")
             )

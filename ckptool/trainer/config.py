@@ -73,7 +73,7 @@ _RULES: dict[str, tuple[Callable[[Any], object], str]] = {
         "a name in torch.nn.functional or module:function",
     ),
 }
-"""What the value of an option must be: a test, and its words behind `must be`."""
+"""The rule for each option: a test, and its description after `must be`."""
 _ONLY_WITH = {
     "sharded": {"strategy": "fsdp", "save": "full"},
     "ema": {"save": "full"},
@@ -88,14 +88,14 @@ _ONLY_WITH = {
     "output_device": {"strategy": "dp"},
     "target": {"data": "csv:PATH"},
 }
-"""Options that need another one; their defaults are allowed everywhere."""
+"""Options that need another option; their defaults are always allowed."""
 _NOT_WITH = {"workers": ("parameter-server",), "compile": ("dp", "xla")}
 """Options that a strategy cannot use: the workers of a server do not know which batch is next,
 replicas share no compiled code, and XLA compiles everything itself."""
 _TYPES: dict[str, Any] = {"int": Integral, "float": Real, "bool": bool, "str": str}
 
 Spelling = Callable[[str, Any], str]
-"""How an option and its value are written where they were given."""
+"""A function that formats an option and its value as the user wrote them."""
 
 
 def usual_batch_size(data: str) -> int:
@@ -111,9 +111,9 @@ def require_shared(batch_size: int, processes: int) -> None:
     """
     if batch_size < processes:
         raise TrainingError(
-            f"a batch of {batch_size} sample{'s' * (batch_size > 1)} cannot be shared by "
+            f"a batch of {batch_size} sample{'s' * (batch_size > 1)} cannot be split over "
             f"{processes} processes",
-            hint=f"--batch-size {processes} or more, or fewer processes",
+            hint=f"use --batch-size {processes} or more, or fewer processes",
         )
 
 
@@ -130,7 +130,7 @@ def check(values: Mapping[str, Any], spelled: Spelling = as_argument) -> None:
         spelled: Formats an option for a message.
 
     Raises:
-        UsageError: a value is wrong, or has no effect with the other options.
+        UsageError: if a value is wrong, or has no effect with the other options.
     """
     known = {field.name: field for field in fields(TrainConfig)}
     for name, value in values.items():
@@ -179,55 +179,55 @@ def _broken_rule(name: str, value: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The options of a training run; `ckptool train` has them under the same names.
+    """The options of a training run, with the same names as in `ckptool train`.
 
-    `Trainer` ignores `data` and `target` if it is given data, and `model` if it is given a model.
+    `Trainer` ignores `data` and `target` if data is given, and `model` if a model is given.
 
     Attributes:
-        out: The folder for checkpoints and figures of the run.
-        data: `random`, `friedman`, `digits`, `csv:PATH` or `module:factory`.
-        target: The column of a CSV to predict [default: the last].
-        model: `linear`, `mlp:16,32`, `cnn` or `module:factory`.
-        loss: The loss: a name in `torch.nn.functional`, or `module:function` [default: that of the
-            data].
-        dtype: The type of weights and features.
-        seed: The seed of the weights, the order of the samples and dropout.
-        epochs: How many times to go through the data.
+        out: Save checkpoints and metrics in this folder.
+        data: Train on `random`, `friedman`, `digits`, `csv:PATH` or `module:factory`.
+        target: Predict this CSV column. [default: the last]
+        model: Train `linear`, `mlp:16,32`, `cnn` or `module:factory`.
+        loss: Use this loss: a function in `torch.nn.functional`, or `module:function`.
+            [default: the loss of the data]
+        dtype: Use this dtype for weights and features.
+        seed: Seed the weights, the order of the samples and dropout.
+        epochs: Go through the data this many times.
         max_steps: Stop after this many optimizer steps.
-        batch_size: Samples in a batch, over all devices together.
-        workers: Processes that prepare batches ahead, in pinned memory for a GPU.
-        accumulate: How many batches to accumulate gradients over.
-        optimizer: The optimizer.
-        lr: The learning rate, before the schedule.
-        momentum: The momentum of `sgd`.
-        weight_decay: The weight decay of the optimizer.
-        schedule: The learning rate over time; `cosine` and `linear` fall to 0 at the last step.
-        step_size: With the schedule `step`: epochs between two changes of the rate.
-        gamma: With the schedule `step`: the factor of each change.
-        warmup: Steps in which the rate rises linearly, before the schedule.
-        amp: Automatic mixed precision: `bf16`, or `fp16` with a gradient scaler.
-        clip: The largest norm of all gradients together.
-        ema: The decay of a moving average of the weights, for example 0.999.
+        batch_size: Use this many samples per batch, over all devices together.
+        workers: Prepare batches in this many processes, in pinned memory for a GPU.
+        accumulate: Accumulate gradients over this many batches.
+        optimizer: Use this optimizer.
+        lr: Set the learning rate, before the schedule.
+        momentum: Set the momentum of `sgd`.
+        weight_decay: Set the weight decay of the optimizer.
+        schedule: Change the learning rate over time; `cosine` and `linear` end at 0.
+        step_size: Change the rate after this many epochs, with the schedule `step`.
+        gamma: Multiply the rate by this at each change, with the schedule `step`.
+        warmup: Increase the rate linearly over this many steps, before the schedule.
+        amp: Use automatic mixed precision: `bf16`, or `fp16` with a gradient scaler.
+        clip: Clip the total norm of the gradients to this value.
+        ema: Keep a moving average of the weights with this decay, for example 0.999.
         patience: Stop after this many epochs without a lower validation loss.
         compile: Compile the model with `torch.compile`.
-        strategy: How the training is spread over devices.
-        device: `cpu`, `cuda`, `cuda:1`, `mps`; `auto`: an accelerator if there is one.
-        device_ids: With `dp`: the GPUs of the replicas [default: all].
-        output_device: With `dp`: the GPU that gathers the outputs [default: the first].
-        devices: With `model-parallel`: the devices of the layers, in order.
-        updates: With `parameter-server`: `asynchronous` applies gradients as they arrive, a batch
-            per worker; `synchronous` splits each batch over all workers and updates once.
-        staleness: With `parameter-server`: how many updates the weights of a worker may lag behind.
-        sync_batchnorm: With `ddp`: batch norm over the whole batch, not per process.
-        save: What a checkpoint holds; only `full` resumes exactly.
-        sharded: With `fsdp`: save a folder of torch.distributed.checkpoint instead of one file.
+        strategy: Distribute the training over devices in this way.
+        device: Train on `cpu`, `cuda`, `cuda:1` or `mps`; `auto` prefers an accelerator.
+        device_ids: Put replicas on these GPUs, with `dp`. [default: all]
+        output_device: Gather the outputs on this GPU, with `dp`. [default: the first]
+        devices: Put the layers on these devices in order, with `model-parallel`.
+        updates: Apply gradients with `parameter-server` as they arrive, one batch per worker
+            (`asynchronous`), or once per batch, split over all workers (`synchronous`).
+        staleness: Let the weights of a worker lag this many updates, with `parameter-server`.
+        sync_batchnorm: Compute batch norm over the whole batch, not per process, with `ddp`.
+        save: Save this content in checkpoints; only `full` resumes exactly.
+        sharded: Save a torch.distributed.checkpoint folder instead of one file, with `fsdp`.
         save_every: Save `step-%08d.pth` after this many steps.
         save_seconds: Save `step-%08d.pth` after this many seconds.
-        keep: How many files `step-%08d.pth` to keep.
-        resume: The checkpoint or run folder to resume from; `auto`: the newest in `out`, if any.
-        overwrite: Remove what an earlier run left in `out`; without it that is an error.
-        trace_batches: Print what each replica gets and returns.
-        tensorboard: Write TensorBoard event files next to the figures, if it is installed.
+        keep: Keep this many `step-%08d.pth` files.
+        resume: Resume from this checkpoint or run folder; `auto` uses the newest in `out`.
+        overwrite: Remove the checkpoints of an earlier run from `out`.
+        trace_batches: Print the input and output shapes of each replica.
+        tensorboard: Also write TensorBoard event files, if tensorboard is installed.
     """
 
     out: str
@@ -277,7 +277,7 @@ class TrainConfig:
         """Check every option by itself and together with the others.
 
         Raises:
-            UsageError: a value is wrong, or has no effect with the other options.
+            UsageError: if a value is wrong, or has no effect with the other options.
         """
         for name in ("out", "resume"):
             if isinstance(path := getattr(self, name), os.PathLike):
@@ -285,5 +285,5 @@ class TrainConfig:
         check(vars(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, which a checkpoint stores."""
+        """Return the options as plain data, as stored in checkpoints."""
         return asdict(self)

@@ -93,11 +93,11 @@ def share(rows: Sequence[int], rank: int, size: int) -> list[int]:
 
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""A function of the outputs and targets of some samples that returns the mean loss."""
+"""A function of outputs and targets that returns the mean loss over samples."""
 
 
 class Dataset(Protocol):
-    """A map-style dataset, as `torch.utils.data` has it: pairs of inputs and targets, or dicts."""
+    """A map-style dataset, as in `torch.utils.data`: pairs of inputs and targets, or dicts."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -119,8 +119,8 @@ class TrainData:
             a function in `torch.nn.functional`.
         inputs: The shape of one sample's features, for the built-in models.
         outputs: The number of outputs of the model for one sample.
-        statistics: Plain data that belongs to the model (means, deviations, names of columns);
-            every `full` checkpoint stores it as `data`.
+        statistics: Plain data that belongs to the model (means, deviations, column names);
+            every `full` checkpoint contains it as `data`.
     """
 
     train: Dataset
@@ -134,23 +134,24 @@ class TrainData:
         """Check the datasets.
 
         Raises:
-            TrainingError: a dataset is not map-style, or there is no training sample.
+            TrainingError: if a dataset is not map-style, or the training dataset is empty.
         """
         for dataset in [self.train, *([] if self.validation is None else [self.validation])]:
             if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
                 raise TrainingError(
                     f"{a_class(dataset)} is not a map-style dataset",
-                    hint="a torch.utils.data.Dataset with __len__ and __getitem__, without batches",
+                    hint="give a torch.utils.data.Dataset with __len__ and __getitem__, "
+                    "without batching",
                 )
         if not len(self.train):
-            raise TrainingError("the training dataset has no sample")
+            raise TrainingError("the training dataset is empty")
 
     @property
     def mean_loss(self) -> Loss:
         """The loss as a function.
 
         Raises:
-            UsageError: there is no such function, it has parameters to train, or is not a mean.
+            UsageError: if there is no such function, it has trainable parameters, or is not a mean.
         """
         loss: Any = self.loss
         if isinstance(loss, str):
@@ -159,19 +160,21 @@ class TrainData:
                 loss = named(loss) if own else getattr(functional, loss, None)
         if not callable(loss):
             raise UsageError(
-                f"loss {self.loss!r} is not a function of torch.nn.functional",
-                hint="a function of outputs and targets, a name such as mse_loss, module:function",
+                f"loss {self.loss!r} is not a function in torch.nn.functional",
+                hint="give a function of outputs and targets, a name such as mse_loss, or "
+                "module:function",
             )
         if isinstance(loss, nn.Module) and any(one.requires_grad for one in loss.parameters()):
             raise UsageError(
-                "the loss has parameters, which nothing would train or save",
-                hint="make them a part of the model, or requires_grad_(False)",
+                "the loss has parameters, which would not be trained or saved",
+                hint="move them to the model, or freeze them with requires_grad_(False)",
             )
         if getattr(loss, "reduction", "mean") != "mean":
             raise UsageError(
-                f"the loss has reduction={loss.reduction!r}, not 'mean': batches are weighted by "
+                f"the loss has reduction={loss.reduction!r}, expected 'mean': batches are "
+                "weighted by "
                 "their number of samples",
-                hint=f"{type(loss).__name__}(reduction='mean')",
+                hint=f"use {type(loss).__name__}(reduction='mean')",
             )
         return cast("Loss", loss)
 
@@ -191,8 +194,10 @@ def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple
     for row, pair in zip(rows, pairs, strict=True):
         if not (isinstance(pair, Sequence) and len(pair) == 2):
             raise TrainingError(
-                f"sample {row} of the dataset is {a_class(pair)}, not a pair of inputs and targets",
-                hint="return inputs, targets; or one dict, which both the model and the loss get",
+                f"sample {row} of the dataset is {a_class(pair)}, expected a pair (inputs, "
+                "targets)",
+                hint="return a pair (inputs, targets), or a dict, which is passed to model "
+                "and loss",
             )
     try:
         inputs, targets = default_collate(pairs)
@@ -264,7 +269,7 @@ def split(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def data_of(config: TrainConfig) -> TrainData:
-    """Return the data that `config.data` names.
+    """Return the data of `config.data`.
 
     Raises:
         FileMissing, FileDenied: a file cannot be read.
@@ -278,7 +283,7 @@ def data_of(config: TrainConfig) -> TrainData:
     return {"digits": digits, "random": random_features, "friedman": friedman}[config.data](config)
 
 
-_HINT = "a TrainData, a map-style dataset, or a pair of datasets for training and validation"
+_HINT = "return a TrainData, a map-style dataset, or a pair of training and validation datasets"
 
 
 def _own_data(config: TrainConfig) -> TrainData:
@@ -291,9 +296,9 @@ def _own_data(config: TrainConfig) -> TrainData:
         return made
     pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not hasattr(pair[0], "__getitem__"):
-        raise UsageError(f"{text} gives {a_class(made)}, not data", hint=_HINT)
+        raise UsageError(f"{text} returns {a_class(made)}, expected data", hint=_HINT)
     if config.loss is None:
-        raise UsageError(f"{text} gives a dataset without a loss", hint="--loss mse_loss")
+        raise UsageError(f"{text} returns a dataset without a loss", hint="add --loss mse_loss")
     return TrainData(pair[0], pair[1], config.loss)
 
 
@@ -337,7 +342,7 @@ def digits(config: TrainConfig) -> TrainData:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise TrainingError(
-            f"the data are in scikit-learn, which cannot be imported ({error})",
+            f"this data needs scikit-learn, which cannot be imported ({error})",
             hint="pip install scikit-learn",
         ) from error
     held = load_digits()
@@ -366,7 +371,7 @@ def csv_columns(config: TrainConfig, path: str) -> TrainData:
     samples = len(values)
     if samples < 5:
         raise TrainingError(
-            f"has {counted(samples, 'row')} of numbers; training and validation need 5 or more",
+            f"has {counted(samples, 'row')} of numbers, expected at least 5",
             file=path,
         )
     learned, held = (values[rows] for rows in split(samples, config.seed))
@@ -377,8 +382,8 @@ def csv_columns(config: TrainConfig, path: str) -> TrainData:
     if bad.any():
         name = columns[int(bad.nonzero()[0])]
         raise TrainingError(
-            f"the numbers in column {printable(name)!r} are too large or too close to each other "
-            "to be standardized",
+            f"column {printable(name)!r} cannot be standardized: its numbers are too large or too "
+            "close to each other",
             file=path,
         )
     features = [number for number in range(len(columns)) if number != target]
@@ -401,9 +406,10 @@ def csv_columns(config: TrainConfig, path: str) -> TrainData:
 def _target(columns: Sequence[str], name: str | None, path: str) -> int:
     if len(columns) == 1:
         raise TrainingError(
-            f"has only one column, {printable(columns[0])!r}: nothing to predict it from",
+            f"has only one column, {printable(columns[0])!r}, so there is nothing to predict "
+            "it from",
             file=path,
-            hint="a comma, a semicolon or a tab between the columns",
+            hint="separate columns by commas, semicolons or tabs",
         )
     if name is None:
         return len(columns) - 1
@@ -413,7 +419,7 @@ def _target(columns: Sequence[str], name: str | None, path: str) -> int:
     raise TrainingError(
         f"has no column {printable(name)!r}; its columns: {listed(columns)}",
         file=path,
-        hint=f"--target {printable(alike[0])}",
+        hint=f"use --target {printable(alike[0])}",
     )
 
 
@@ -448,7 +454,7 @@ def read_table(path: str) -> tuple[tuple[str, ...], torch.Tensor]:
                 return _table(row for row in rows if len(row) > 1 or "".join(row).strip())
             except (csv.Error, _Fault) as error:
                 text = f"line {rows.line_num}: {error}"
-                hint = "numbers such as 1.5 in every cell, names only in the first line"
+                hint = "write numbers such as 1.5 in every cell, and names only in the first line"
                 raise TrainingError(text, file=path, hint=hint) from error
     except UnicodeDecodeError as error:
         raise TrainingError("is not UTF-8", file=path, hint="save it as UTF-8") from error
@@ -469,18 +475,20 @@ def _delimiter(head: Sequence[str]) -> str:
 def _table(rows: Iterator[list[str]]) -> tuple[tuple[str, ...], torch.Tensor]:
     first = next(rows, None)
     if first is None:
-        raise _Fault("there is no row")
+        raise _Fault("the file has no rows")
     columns = tuple(map(str, range(1, len(first) + 1)))
     if _is_header(first):
         columns = tuple(cell.strip() or own for cell, own in zip(first, columns, strict=True))
         if len(set(columns)) < len(columns):
-            raise _Fault(f"two columns are named {printable(max(columns, key=columns.count))!r}")
+            raise _Fault(
+                f"two columns have the name {printable(max(columns, key=columns.count))!r}"
+            )
     else:
         rows = chain([first], rows)
     values = array("d")
     for row in rows:
         if len(row) != len(columns):
-            raise _Fault(f"{counted(len(row), 'cell')}, but {len(columns)} in the lines before")
+            raise _Fault(f"has {counted(len(row), 'cell')}, expected {len(columns)}")
         for column, cell in zip(columns, row, strict=True):
             number = _number(cell)
             if number is None or not math.isfinite(number):
@@ -488,7 +496,7 @@ def _table(rows: Iterator[list[str]]) -> tuple[tuple[str, ...], torch.Tensor]:
                 raise _Fault(f"{shown!r} in column {printable(column)!r} is not a finite number")
             values.append(number)
     if not values:
-        raise _Fault("there is no row below the names of the columns")
+        raise _Fault("the file has no rows after the header")
     numbers = torch.frombuffer(values, dtype=torch.float64)
     return columns, numbers.view(-1, len(columns))
 

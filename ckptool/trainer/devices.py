@@ -37,14 +37,14 @@ def show_only(numbers: str) -> None:
     for word in words:
         if not _GPU.fullmatch(word):
             raise UsageError(
-                f"--gpus {numbers!r}: {word!r} is not the number of a GPU", hint="--gpus 0,2"
+                f"--gpus {numbers!r}: {word!r} is not a GPU number", hint="use --gpus 0,2"
             )
         if words.count(word) > 1:
-            raise UsageError(f"--gpus {numbers!r} names {word} more than once")
+            raise UsageError(f"--gpus {numbers!r} has {word} more than once")
     chosen = ",".join(words)
     torch = sys.modules.get("torch")
     if os.environ.get(VISIBLE) != chosen and torch is not None and torch.cuda.is_initialized():
-        raise UsageError(f"--gpus {numbers!r}: CUDA has already started with other GPUs")
+        raise UsageError(f"--gpus {numbers!r}: CUDA is already initialized with other GPUs")
     os.environ[VISIBLE] = chosen
     os.environ.setdefault(_ORDER, "PCI_BUS_ID")
 
@@ -74,25 +74,25 @@ def device_of(word: str, *, local_rank: int = 0) -> torch.device:
     try:
         device = torch.device(word)
     except RuntimeError as error:
-        raise TrainingError(f"{word!r} is not a device: cpu, cuda, cuda:1 or mps") from error
+        raise TrainingError(f"{word!r} is not a device such as cpu, cuda, cuda:1 or mps") from error
     if device.type == "meta":
-        raise _refused("'meta' has no memory to train in")
+        raise _refused("cannot train on 'meta', which has no memory")
     if device.type == "xla":
-        raise TrainingError("device xla needs --strategy xla")
+        raise TrainingError("--device xla needs --strategy xla")
     if device.type == "cuda":
         index = local_rank if device.index is None else device.index
         if index >= cuda:
-            raise _refused(f"cuda:{index} is not here: torch sees {counted(cuda, 'GPU')}")
+            raise _refused(f"cuda:{index} is not available: torch sees {counted(cuda, 'GPU')}")
         return torch.device("cuda", index)
     try:
         torch.zeros(1, device=device)
     except Exception as error:  # of each backend's own
-        raise _refused(f"{word} is not here, or this torch was built without it") from error
+        raise _refused(f"{word} is not available, or this torch was built without it") from error
     return device
 
 
 def _refused(why: str) -> TrainingError:
-    return TrainingError(why, hint="--device cpu works everywhere")
+    return TrainingError(why, hint="use --device cpu")
 
 
 def require_visible() -> None:
@@ -110,9 +110,9 @@ def require_visible() -> None:
     if cuda < len(named):
         numbers = list(named.values())
         raise TrainingError(
-            f"GPU {numbers[cuda]} is not here: torch sees {counted(cuda, 'GPU')} of "
+            f"GPU {numbers[cuda]} is not available: torch sees {counted(cuda, 'GPU')} of "
             f"{','.join(numbers)}",
-            hint="without --gpus and CUDA_VISIBLE_DEVICES, --list-devices shows all",
+            hint="list all GPUs with --list-devices, without --gpus and CUDA_VISIBLE_DEVICES",
         )
 
 
@@ -180,5 +180,5 @@ def _xla_devices() -> list[Device]:
         count = runtime.addressable_runtime_device_count()
     except (ImportError, OSError, RuntimeError):
         return []
-    what = f"{runtime.device_type()}, by torch_xla"
+    what = f"{runtime.device_type()} (torch_xla)"
     return [Device(f"xla:{number}", what) for number in range(count)]

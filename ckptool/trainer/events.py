@@ -1,4 +1,4 @@
-"""The events of a run, which an observer may print; the library prints nothing."""
+"""The events of a run, for observers; the library itself prints nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Event:
 
 @dataclass(frozen=True)
 class Started(_Event):
-    """A run begins; `samples` and `steps` are of a whole epoch."""
+    """A run starts; `samples` and `steps` are per epoch."""
 
     strategy: str
     devices: tuple[str, ...]
@@ -29,7 +29,7 @@ class Started(_Event):
 
 @dataclass(frozen=True)
 class Resumed(_Event):
-    """A run resumes from a checkpoint; `without` names the parts that the checkpoint lacks."""
+    """A run resumes from a checkpoint; `without` lists the parts it does not have."""
 
     path: str
     epoch: int
@@ -39,7 +39,7 @@ class Resumed(_Event):
 
 @dataclass(frozen=True)
 class Traced(_Event):
-    """Input and output shapes of a replica, or with `outside` of the whole model."""
+    """The input and output shapes of a replica, or with `outside`, of the whole model."""
 
     outside: bool
     device: str
@@ -86,8 +86,10 @@ class EpochEnded(_Event):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event as plain data for JSON."""
-        told = super().to_dict()
-        return {name: one if math.isfinite(one or 0) else None for name, one in told.items()}
+        fields = super().to_dict()
+        return {
+            name: value if math.isfinite(value or 0) else None for name, value in fields.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,13 @@ class Saved(_Event):
 
 @dataclass(frozen=True)
 class Note(_Event):
-    """A message for the user, as one sentence."""
+    """A message for the user."""
 
     text: str
 
 
 class Observer:
-    """Gets every event, in every process; all events but `Traced` are the same in all of them."""
+    """Receives every event in every process; all but `Traced` are the same in every process."""
 
     def tell(self, event: _Event) -> None:
         """Ignore an event; a subclass may print it."""

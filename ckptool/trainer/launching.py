@@ -164,9 +164,9 @@ def not_met(error: BaseException, port: Any, address: str) -> TrainingError:
     text = str(error)
     is_taken = "EADDRINUSE" in text or "in use" in text
     return TrainingError(
-        f"processes cannot meet at port {port} of {address}: "
-        + ("it is taken" if is_taken else text.partition("\n")[0]),
-        hint="another --port or MASTER_PORT; with --nproc and no --port a free one is taken",
+        f"processes cannot connect at port {port} of {address}: "
+        + ("the port is in use" if is_taken else text.partition("\n")[0]),
+        hint="use another --port or MASTER_PORT, or --nproc without --port for a free port",
     )
 
 
@@ -220,9 +220,9 @@ def _by_exit_code(rank: int, failure: Any) -> _Failure:
     if as_shell - 128 in ASKING:
         is_term = as_shell - 128 == signal.SIGTERM
         return _TERMINATED if is_term else _INTERRUPTED, time, as_shell
-    how = f"ended with exit code {code}"
+    how = f"exited with code {code}"
     if code < 0:
-        how = f"was ended by signal {-code} ({signal.strsignal(-code)})"
+        how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
     return _DIED, time, WorkerFailed(f"rank {rank} {how}")
 
 
@@ -232,7 +232,7 @@ def _by_file(path: Path) -> _Failure:
     error = WorkerFailed(message, hint=extra["hint"])
     if extra["is_foreign"]:
         rank = int(path.parent.name)
-        error = WorkerFailed(f"rank {rank} ended with {message}", extra["py_callstack"])
+        error = WorkerFailed(f"rank {rank} failed: {message}", extra["py_callstack"])
     return _LOST_PEER if extra["is_lost_peer"] else _FAILED, path.stat().st_mtime, error
 
 

@@ -82,21 +82,21 @@ class Loop:
         self._ranks.first(lambda: self._metrics.cut(progress.epoch))
         self._scalars = Scalars(self._config, step=progress.step, is_wanted=is_first)
         if self._end is not None:
-            self._note(f"nothing is left to train: {self._end}")
+            self._note(f"nothing left to train: {self._end}")
 
     @property
     def _end(self) -> str | None:
         """Why the run is at its end, or None."""
         config, progress = self._config, self._progress
         if progress.epoch >= config.epochs:
-            return f"epoch {config.epochs} is over"
+            return f"epoch {config.epochs} is finished"
         is_within = progress.position < self._batches.steps
         if config.max_steps is not None and progress.step >= config.max_steps and is_within:
-            return f"step {config.max_steps} is done"
+            return f"step {config.max_steps} is finished"
         if config.patience is not None and progress.since_best >= config.patience:
             kind = "finite" if math.isinf(progress.best) else "lower"
             than = f" than {progress.best:g}" if kind == "lower" else ""
-            return f"{progress.since_best} epochs have brought no {kind} loss{than}"
+            return f"no {kind} loss{than} in {progress.since_best} epochs"
         return None
 
     def _steps(self) -> Iterator[TrainingStep]:
@@ -142,7 +142,7 @@ class Loop:
             self._checkpoints.write("best", self._progress)
         self._checkpoints.write("last", self._progress)
         if self._end is not None and self._progress.epoch < self._config.epochs:
-            self._note(f"training ends after epoch {epoch}: {self._end}")
+            self._note(f"training stopped after epoch {epoch}: {self._end}")
 
     def _end_within_epoch(self) -> None:
         """Save and validate where `max_steps` ends the run inside an epoch.
@@ -174,7 +174,7 @@ class Loop:
         if progress.skipped_here:
             self._note(
                 f"{progress.skipped_here} of {progress.position} steps of epoch {epoch} were "
-                "skipped: their gradients overflowed in fp16"
+                "skipped, because their gradients overflowed in fp16"
             )
         return epoch, train_loss if val_loss is None else val_loss
 
@@ -182,13 +182,15 @@ class Loop:
         progress = self._progress
         if progress.step and progress.skipped == progress.step:
             raise TrainingError(
-                f"all {progress.step} steps were skipped: their gradients overflowed in fp16",
-                hint="--amp bf16, a lower --lr, or standardized data",
+                f"all {progress.step} steps were skipped, because their gradients overflowed "
+                "in fp16",
+                hint="use --amp bf16, a lower --lr, or standardized data",
             )
         if math.isfinite(progress.best) and not os.path.lexists(self._checkpoints.path("best")):
             self._note(
-                f"no epoch has a lower loss than {progress.best:g}: best.pth is in the folder that "
-                "the run was resumed from"
+                f"no epoch has a lower loss than {progress.best:g}: best.pth is in the "
+                "original run "
+                "folder"
             )
 
     def _note(self, text: str) -> None:

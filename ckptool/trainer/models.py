@@ -24,9 +24,8 @@ def model_of(config: TrainConfig, data: TrainData) -> nn.Module:
     """
     if not data.inputs and not FACTORY.fullmatch(config.model):
         raise UsageError(
-            f"the size of model {config.model} follows from the shape of the data, which is not "
-            "known",
-            hint="Trainer(model=...), --model module:factory, or TrainData(inputs=(10,), "
+            f"model {config.model} needs the shape of the data, which is unknown",
+            hint="use Trainer(model=...), --model module:factory, or TrainData(inputs=(10,), "
             "outputs=1, ...)",
         )
     if config.model == "cnn":
@@ -50,9 +49,10 @@ def _cnn(data: TrainData) -> nn.Sequential:
     """Build two convolutions of 3 x 3, each followed by pooling, and a linear layer."""
     if len(data.inputs) != 3 or min(data.inputs[1:]) < 4:
         raise UsageError(
-            "model cnn needs images (channels x height x width, 4 x 4 or more), not samples of "
+            "model cnn needs images (channels x height x width, at least 4 x 4), but the "
+            "samples are "
             f"{' x '.join(map(str, data.inputs))}",
-            hint="--data digits, or --model mlp:16,32",
+            hint="use --data digits, or --model mlp:16,32",
         )
     channels, height, width = data.inputs
     return nn.Sequential(
@@ -75,7 +75,7 @@ def _own_model(config: TrainConfig, data: TrainData) -> nn.Module:
         if callable(made) and not isinstance(made, nn.Module):
             made = run(made, f"{text} raised", HINT)
         if not isinstance(made, nn.Module):
-            raise UsageError(f"{text} gives {a_class(made)}, not a model", hint=HINT)
+            raise UsageError(f"{text} returns {a_class(made)}, expected a model", hint=HINT)
         _require_fit(made, config, data)
     return made
 
@@ -109,5 +109,5 @@ def _require_fit(model: nn.Module, config: TrainConfig, data: TrainData) -> None
     if data.inputs and not (is_tensor and tuple(outputs.shape) == wanted):
         raise TrainingError(
             f"{config.model} returns {tuple(outputs.shape) if is_tensor else a_class(outputs)} for "
-            f"a batch of {shape(inputs)}; --data {config.data} needs {wanted}"
+            f"a batch of {shape(inputs)}, but --data {config.data} needs {wanted}"
         )

@@ -52,7 +52,7 @@ class World:
         self.ranks = Ranks(
             default_group(),
             error=TrainingError,
-            undone="training cannot go on",
+            undone="training cannot continue",
             call="Trainer.fit",
         )
 
@@ -80,11 +80,13 @@ def launched_as() -> tuple[int, int]:
     if missing:
         raise TrainingError(
             f"this strategy needs several processes, but {missing[0]} is not set",
-            hint="torchrun --nproc-per-node 2 SCRIPT, or ckptool train --nproc 2",
+            hint="use torchrun --nproc-per-node 2 SCRIPT, or ckptool train --nproc 2",
         )
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise TrainingError(f"RANK={rank} is not a number from 0 to below WORLD_SIZE={size}")
+        raise TrainingError(
+            f"RANK={rank} is not a number from 0 to WORLD_SIZE - 1 (WORLD_SIZE={size})"
+        )
     return int(rank), int(size)
 
 
@@ -117,7 +119,7 @@ def connected(device: torch.device) -> Iterator[World]:
         yield World(device)
     except (RuntimeError, CheckpointError) as error:
         if _tells_of_loss(error):
-            raise PeerLost("another process of this run has ended, so this one ends") from error
+            raise PeerLost("stopped, because another process of this run has ended") from error
         raise
     finally:
         _ENDED[:] = [dist.group.WORLD]

@@ -101,7 +101,7 @@ def write(
         for group in optimizer.param_groups
     ]
     with atomic_folder(path, _size(state), last=VALUES, first=ranks.first, own=ranks.own) as new:
-        with ranks.reached(), worded(path):
+        with ranks.raise_on_all_ranks(), worded(path):
             _write_parts(state if ranks.own == 0 else _parts_in(state), new)
         ckptool.save(os.path.join(new, VALUES), **rest)
 
@@ -129,7 +129,7 @@ def _write_parts(state: dict[str, Any], path: str) -> None:
         for failure, _ in error.failures.values():
             if isinstance(failure, OSError):
                 raise failure from error
-        raise WriteError(f"a part of it cannot be written: {_reason(error)}") from error
+        raise WriteError(f"a shard cannot be written: {_reason(error)}") from error
 
 
 def load_values(path: str, average: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def load_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer
     live = [names[one] for one in group["params"]]
     saved = ckptool.load(os.path.join(path, VALUES))[_GROUPS]
     if [one["params"] for one in saved] != [live]:
-        raise MatchError("its optimizer has other parameters", file=path)
+        raise MatchError("the saved optimizer has other parameters", file=path)
     kept: dict[str, dict[str, TensorStorageMetadata]] = {}
     for key, one in _section(_metadata(path), "optimizer").items():
         name, _, word = key.rpartition(".")
@@ -227,7 +227,7 @@ def _read(state: dict[str, Any], path: str) -> None:
             warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
             _dcp().load(state, storage_reader=_dcp().FileSystemReader(path))
     except _dcp().CheckpointException as error:
-        raise CorruptFile(f"a part of it cannot be read: {_reason(error)}", file=path) from error
+        raise CorruptFile(f"a shard cannot be read: {_reason(error)}", file=path) from error
 
 
 def _reason(error: Any) -> str:
@@ -243,18 +243,18 @@ def _require_an_index(path: str) -> None:
         module, _, last = name.rpartition(".")
         is_dtype = module == "torch" and isinstance(getattr(torch, last, None), torch.dtype)
         if not is_dtype and name not in _OF_AN_INDEX:
-            raise CorruptFile(f"it names {name}, which an index of DCP never names", file=path)
+            raise CorruptFile(f"its index refers to {name}, which no DCP index uses", file=path)
 
 
 def _metadata(path: str) -> Metadata:
     """Return DCP's index of a folder, after a check that all its files are complete."""
     if not os.path.exists(os.path.join(path, VALUES)):
-        raise CorruptFile(f"its {VALUES}, which is written last, is missing", file=path)
+        raise CorruptFile(f"{VALUES}, which is written last, is missing", file=path)
     try:
         _require_an_index(os.path.join(path, ".metadata"))
         metadata: Metadata = _dcp().FileSystemReader(path).read_metadata()
     except Exception as error:  # a truncated or foreign pickle raises anything
-        raise CorruptFile(f"its .metadata cannot be read: {error}", file=path) from error
+        raise CorruptFile(f".metadata cannot be read: {error}", file=path) from error
     ends: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         end = info.offset + info.length
@@ -263,7 +263,7 @@ def _metadata(path: str) -> Metadata:
         try:
             size = os.path.getsize(os.path.join(path, name))
         except OSError as error:
-            raise CorruptFile(f"its {name} is missing", file=path) from error
+            raise CorruptFile(f"{name} is missing", file=path) from error
         if size < end:
-            raise CorruptFile(f"its {name} ends after {size:,} of {end:,} bytes", file=path)
+            raise CorruptFile(f"{name} is truncated: {size:,} of {end:,} bytes", file=path)
     return metadata

@@ -31,7 +31,7 @@ class TrainResult:
     Attributes:
         epoch: Finished epochs.
         step: Steps of the optimizer.
-        skipped: Steps that changed nothing, as their gradients overflowed in fp16.
+        skipped: Steps without effect, because their gradients overflowed in fp16.
         best: The lowest validation loss of an epoch, or training loss without validation data.
         stopped: The number of the signal that ended the run, or None.
         out: The folder of the run.
@@ -50,7 +50,7 @@ class TrainResult:
 
 
 class Trainer:
-    """One training run; every process of the run makes the same calls."""
+    """A training run. All processes of the run make the same calls."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Trainer:
         loss: Loss | str | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """Store the parts of the run; the configuration names the parts that are not given.
+        """Store the parts of the run; parts that are not given follow from the configuration.
 
         Args:
             config: The options of the run.
@@ -69,21 +69,21 @@ class Trainer:
             data: Training and validation samples, or a training dataset; None: `config.data`.
             loss: A function of outputs and targets that returns the mean over samples, or a name in
                 `torch.nn.functional`; None: the loss of the data.
-            observer: An object that is told every event of the run.
+            observer: An object that receives every event of the run.
         """
         self._config = config
         self._model, self._data, self._loss = model, data, loss
         self._observer = observer or Observer()
 
     def fit(self) -> TrainResult:
-        """Train, from the checkpoint `resume` if it is given; every process returns the result.
+        """Train, or resume from the checkpoint `resume`; every process returns the result.
 
         Raises:
-            TrainingError: the run cannot begin, a loss is not finite, or fp16 skipped every step.
-            MatchError: the checkpoint to resume from is of another model.
-            FileBusy: another run uses `out`.
-            WriteError: a checkpoint cannot be written; this is checked before the first step.
-            UnreadableFile: the checkpoint to resume from is missing or damaged.
+            TrainingError: if the run cannot start, a loss is not finite, or fp16 skipped all steps.
+            MatchError: if the checkpoint to resume from has another model.
+            FileBusy: if another run uses `out`.
+            WriteError: if a checkpoint cannot be written; this is checked before the first step.
+            UnreadableFile: if the checkpoint to resume from is missing or damaged.
         """
         config = self._config
         strategy = strategy_of(config, self._observer)
@@ -92,7 +92,7 @@ class Trainer:
             seed_all(config.seed)
             data = self._data_given()
             batches = Batches(len(data.train), config.batch_size, config.accumulate, config.seed)
-            self._attend(strategy, data, batches)
+            self._prepare(strategy, data, batches)
             if not strategy.takes_steps:
                 result: TrainResult = strategy.serve(lambda: signals.votes)
                 return replace(result, out=config.out)  # the path may differ between machines
@@ -116,11 +116,14 @@ class Trainer:
         data = data_of(self._config) if self._data is None else self._data
         if not isinstance(data, TrainData):
             if loss is None:
-                raise UsageError("no loss for the data", hint="loss=torch.nn.functional.mse_loss")
+                raise UsageError(
+                    "the data has no loss",
+                    hint="use loss=torch.nn.functional.mse_loss, for example",
+                )
             return TrainData(data, None, loss)
         return data if loss is None else replace(data, loss=loss)
 
-    def _attend(self, strategy: Strategy, data: TrainData, batches: Batches) -> None:
+    def _prepare(self, strategy: Strategy, data: TrainData, batches: Batches) -> None:
         config = self._config
         model = self._model if self._model is not None else model_of(config, data)
         _require_module(model)
@@ -138,11 +141,13 @@ class Trainer:
 
 def _require_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model is {a_class(model)}, not a torch.nn.Module", hint="model=Net()")
+        raise UsageError(
+            f"model is {a_class(model)}, expected a torch.nn.Module", hint="use model=Net()"
+        )
     parameters: dict[str, Any] = dict(model.named_parameters())
     for name, one in parameters.items():
         fault = "is complex" if one.is_complex() else "is on the meta device" if one.is_meta else ""
         if is_lazy(one):
-            fault = "has no size yet: call the model with a batch first"
+            fault = "is not initialized: call the model with a batch first"
         if fault:
-            raise UsageError(f"{name} of the model {fault}")
+            raise UsageError(f"parameter {name} {fault}")

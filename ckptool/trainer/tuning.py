@@ -178,8 +178,9 @@ class Tuning:
             if not any(one.grad is not None and one.grad.is_sparse for one in self._trained):
                 raise
             raise TrainingError(
-                f"torch does not take a sparse gradient here: {str(error).partition(chr(10))[0]}",
-                hint="nn.Embedding without sparse=True; or --optimizer sgd, without --clip and "
+                "torch does not support a sparse gradient here: "
+                f"{str(error).partition(chr(10))[0]}",
+                hint="use nn.Embedding without sparse=True, or --optimizer sgd without --clip and "
                 "--weight-decay",
             ) from error
         self.scaler.update()
@@ -270,8 +271,8 @@ def _scaler(device: str, *, is_enabled: bool) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device, enabled=is_enabled)
     if is_enabled and device != "cuda":
         raise TrainingError(
-            f"amp 'fp16' on {device} needs torch 2.3; this is {torch.__version__}",
-            hint="--amp bf16 needs no scaler",
+            f"amp 'fp16' on {device} needs torch 2.3, but this is {torch.__version__}",
+            hint="use --amp bf16, which needs no scaler",
         )
     return torch.cuda.amp.GradScaler(enabled=is_enabled)
 
@@ -280,8 +281,8 @@ def _optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:
     parameters = [one for one in module.parameters() if one.requires_grad]
     if not parameters:
         raise TrainingError(
-            "the model has no parameter to train",
-            hint="requires_grad_() for the parameters to train",
+            "the model has no trainable parameters",
+            hint="call requires_grad_() on the parameters to train",
         )
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer == "sgd":

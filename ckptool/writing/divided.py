@@ -39,8 +39,8 @@ class WriterGroup(Protocol):
     def has_failed(self) -> bool:
         """Whether a process has failed, as far as known here; nothing is waited for."""
 
-    def reached(self) -> AbstractContextManager[None]:
-        """Raise in every process where the block raises in one."""
+    def raise_on_all_ranks(self) -> AbstractContextManager[None]:
+        """Raise an error in every process if the block raises in one of them."""
 
     def first(self, work: Callable[[], _Result]) -> _Result:
         """Do the work in process 0 alone, and return its result in all of them."""
@@ -87,7 +87,7 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
         whole = group.first(begin)
         left = [part for part in parts[:-1] if part.path not in whole]
         shares = _shares(left, len(group.all(0)))
-        with group.reached():
+        with group.raise_on_all_ranks():
             files = {file.path: file for file in plan.files}
             own = [(files[one.path], one) for one in shares[group.own]]
             _write(job, own, names, plan.format, group)

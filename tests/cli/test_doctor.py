@@ -523,7 +523,7 @@ def test_a_fix_that_leaves_a_choice_or_has_no_command_is_refused(ckptool, tmp_pa
     assert sorted(os.listdir()) == before
     for words in (["--model-only"], ["-o", "x.pth"]):
         assert "needs --fix" in ckptool("doctor", "model.pth", *words).err
-    assert "--fix takes one file" in ckptool("doctor", "model.pth", "lfs.pth", "--fix").err
+    assert "--fix accepts one file" in ckptool("doctor", "model.pth", "lfs.pth", "--fix").err
 
 
 def test_a_healthy_file_is_left_as_it_is_by_a_fix(ckptool, tmp_path, monkeypatch):

@@ -289,7 +289,7 @@ def test_convert_takes_its_target_as_an_option_too(ckptool, model, tmp_path):
     assert len(load_file(target)) == 9
     done = ckptool("convert", model)
     assert done.code == 2
-    assert "convert needs one file to write" in done.err
+    assert "convert needs a DESTINATION" in done.err
 
 
 def test_convert_joins_files(ckptool, model, tmp_path):
@@ -558,7 +558,7 @@ def test_only_one_state_dict(ckptool, tmp_path):
 
 def test_what_cannot_be_is_refused_and_nothing_is_written(ckptool, model):
     for options, message in (
-        ([], "at least one of --rename, --rename-file and --prefix"),
+        ([], "rename needs --rename, --rename-file or --prefix"),
         (["--rename", "conv=bn"], "ckptool: 'conv=bn' is not a rule of the form REGEX=>REPL"),
         (["--rename", "(=>x"], "'(' is not a regular expression: "),
         (["--rename", r"a=>\1"], "invalid group reference 1"),

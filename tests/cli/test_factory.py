@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from ckptool.cli.like import built, referred
+from ckptool.cli.like import build_model, resolve_reference
 from ckptool.errors import FileMissing, UsageError
 from ckptool.factories import HINT
 from ckptool.loading.plan import target_like
@@ -85,38 +85,38 @@ def home(tmp_path, monkeypatch):
 
 
 def test_a_class_is_built_on_the_meta_device(home):
-    net = built(f"{home}:Net")
+    net = build_model(f"{home}:Net")
     assert {value.device.type for value in net.state_dict().values()} == {"meta"}
     assert target_like(net).label == "Net"
     assert target_like(net).slots["fc.weight"].shape == (8, 4)
 
 
 def test_a_function_is_called_once_where_that_works(home):
-    assert type(built(f"{home}:build")).__name__ == "Net"
+    assert type(build_model(f"{home}:build")).__name__ == "Net"
     assert len(sys.modules[home].made) == 1
 
 
 def test_what_needs_numbers_is_built_as_it_is(home):
-    assert built(f"{home}:reading").fc.weight.device.type == "cpu"
+    assert build_model(f"{home}:reading").fc.weight.device.type == "cpu"
 
 
 @pytest.mark.parametrize(("name", "width"), [("wide", 16), ("Box.small", 2)])
 def test_a_model_that_is_there_is_taken(home, name, width):
-    assert target_like(referred(f"{home}:{name}")).slots["fc.bias"].shape == (width,)
+    assert target_like(resolve_reference(f"{home}:{name}")).slots["fc.bias"].shape == (width,)
 
 
 def test_a_state_dict_that_is_there_is_taken(home):
-    assert built(f"{home}:weights") is sys.modules[home].weights
+    assert build_model(f"{home}:weights") is sys.modules[home].weights
 
 
 def test_what_the_code_prints_is_no_result(home, capsys):
-    built(f"{home}:loud")
+    build_model(f"{home}:loud")
     assert capsys.readouterr().out == ""
 
 
 def test_the_path_is_as_it_was(home):
     before = list(sys.path)
-    built(f"{home}:Net")
+    build_model(f"{home}:Net")
     assert sys.path == before
 
 
@@ -128,12 +128,12 @@ def test_what_goes_wrong_in_it_is_one_sentence(home):
         ("odd", "raised Odd: on purpose"),
         ("generating", "raised GeneratorExit"),
         ("lazy", "raised Odd: too late"),
-        ("nothing", "returned None, and no model"),
-        ("number", "is an int, and neither a model"),
+        ("nothing", "returned None, expected a model"),
+        ("number", "is an int, expected a model or a callable"),
         ("Gone", "has no attribute 'Gone'"),
     ):
         with pytest.raises(UsageError, match=said) as caught:
-            built(f"{home}:{name}")
+            build_model(f"{home}:{name}")
         assert "\n" not in str(caught.value)
         assert caught.value.hint
 
@@ -141,38 +141,38 @@ def test_what_goes_wrong_in_it_is_one_sentence(home):
 def test_where_it_went_wrong_is_told(home):
     """Of what the code itself raised; how a factory is called is no line of it."""
     for name, hint in (
-        ("broken", rf"it was raised in {home}\.py, line \d+"),
+        ("broken", rf"see {home}\.py, line \d+"),
         ("Needy", re.escape(HINT)),
     ):
         with pytest.raises(UsageError) as caught:
-            built(f"{home}:{name}")
+            build_model(f"{home}:{name}")
         assert re.fullmatch(hint, caught.value.hint)
 
 
 def test_ctrl_c_in_it_is_ctrl_c(home):
     with pytest.raises(KeyboardInterrupt):
-        built(f"{home}:stopping")
+        build_model(f"{home}:stopping")
 
 
 def test_a_module_that_is_not_there_or_is_a_file_name(home):
     with pytest.raises(UsageError, match="importing gone_away raised ModuleNotFound") as caught:
-        built("gone_away:Net")
-    assert caught.value.hint.startswith("modules are imported from this folder, PYTHONPATH")
+        build_model("gone_away:Net")
+    assert caught.value.hint.startswith("put the module in this folder, on PYTHONPATH")
     with pytest.raises(UsageError) as caught:
-        built(f"{home}.py:Net")
-    assert caught.value.hint == f"{home}:..., without .py"
+        build_model(f"{home}.py:Net")
+    assert caught.value.hint == f"write {home}:..., without .py"
 
 
 def test_a_file_of_that_name_wins(home, tmp_path):
     torch.save({"w.x": torch.ones(2)}, tmp_path / "net:Net")
-    assert referred("net:Net") == "net:Net"
+    assert resolve_reference("net:Net") == "net:Net"
     assert list(target_like("net:Net").slots) == ["w.x"]
 
 
 def test_other_words_are_files_and_where_there_is_none_both_forms_are_told():
     for word in ("model.pth", "a:b/c", "./net:Net", "net:", ":Net", "a b:c", "C:\\x"):
         with pytest.raises(FileMissing) as caught:
-            referred(word)
+            resolve_reference(word)
         assert "module:factory" in caught.value.hint
 
 
@@ -186,8 +186,8 @@ def test_a_script_and_a_name_that_it_has_not_come_with_the_names_that_are_meant(
     (tmp_path / "net.py").write_text("def build(): pass\n")
     script = tmp_path / "net.py"
     with pytest.raises(UsageError, match="is a Python script") as caught:
-        referred(str(script))
-    assert caught.value.hint.startswith("net:factory; ")
+        resolve_reference(str(script))
+    assert caught.value.hint.startswith("give net:factory; ")
     with pytest.raises(UsageError) as caught:
-        built(f"{home}:Gone")
-    assert caught.value.hint.startswith("there is Net, Needy, Box")
+        build_model(f"{home}:Gone")
+    assert caught.value.hint.startswith("use Net, Needy, Box")

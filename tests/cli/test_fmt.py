@@ -8,7 +8,7 @@ import torch
 from ckptool.cli.group import VERBS
 
 TABLES = ("list", "info", "show", "stats", "diff", "verify", "match")
-WITH_TABLES = [name for name in VERBS["read"] if name in TABLES]
+WITH_TABLES = [name for name in VERBS["Inspect"] if name in TABLES]
 
 
 def test_a_list_as_csv_is_its_tables_and_nothing_else(ckptool, model):

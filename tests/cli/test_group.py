@@ -44,7 +44,7 @@ def test_every_help_has_a_summary_options_examples_that_parse_and_exit_codes(ckp
         done = ckptool(name, flag)
         assert (done.code, done.err) == (0, "")
         said = " ".join(done.out.split())
-        assert re.search(r"Exit codes: 0 fine(, 1 .+)?, 2 an error or wrong usage", said)
+        assert re.search(r"Exit codes: 0 success(, 1 .+)?, 2 error or wrong usage", said)
     examples = [line for line in done.out.splitlines() if line.startswith("    ckptool ")]
     assert examples
     for example in examples:
@@ -66,7 +66,7 @@ def options_of(command):
 
 
 def test_verbs_that_write_share_their_options():
-    for name in VERBS["change"].keys() - {"recover"}:
+    for name in VERBS["Change"].keys() - {"recover"}:
         options = options_of(command_of(name))
         assert {"--force", "--dry-run", "--format"} <= options, name
         assert ({"-o", "--output", "--in-place"} <= options) is (
@@ -160,7 +160,9 @@ def test_options_that_do_not_exist(ckptool, tmp_path, monkeypatch):
     assert "No such option '--dtipe'. Did you mean '--dtype'?\n" in ckptool("cast", "--dtipe").err
     assert "info --help" in ckptool("info", "-lead.pth").err
     tmp_path.joinpath("-lead.pth").touch()
-    assert "hint: ./-lead.pth is the file of that name\n" in ckptool("info", "-lead.pth").err
+    assert (
+        "hint: write ./-lead.pth for the file with that name\n" in ckptool("info", "-lead.pth").err
+    )
 
 
 def test_the_version(ckptool):

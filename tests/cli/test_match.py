@@ -410,7 +410,7 @@ def test_convert_refuses_what_does_not_fit_and_writes_nothing(ckptool, folder):
     done = ckptool("convert", "head.pth", "out.pth", "--like", "ref.pth")
     assert (done.code, done.out) == (2, "")
     first, second = done.err.splitlines()
-    assert first.startswith("ckptool: head.pth does not fit ref.pth: 7 of its 9 tensors fit (")
+    assert first.startswith("ckptool: head.pth does not fit ref.pth: 7 of 9 tensors match (")
     assert "); 2 tensors are of another shape: " in first
     assert second == (
         "hint: --allow-mismatched=3.weight --allow-mismatched=3.bias "
@@ -456,9 +456,9 @@ def test_convert_refuses_names_that_are_one_tensor_in_the_model_and_differ(ckpto
     words = [tmp_path / "f", tmp_path / "out.pth", "--like", tmp_path / "r"]
     done = ckptool("convert", *words)
     assert (done.code, done.out) == (2, "")
-    assert "are one tensor in the model, and differ in the file" in done.err
+    assert "are tied in the model, but differ in the file" in done.err
     assert not (tmp_path / "out.pth").exists()
-    assert "hint: untie them in the model, or take all but one of them out of the file" in done.err
+    assert "hint: untie them in the model, or remove all but one of them from the file" in done.err
     ckptool("convert", words[0], tmp_path / "one.pth", "--exclude", "net.1.weight")
     assert ckptool("convert", tmp_path / "one.pth", *words[1:]).code == 0
     assert torch.load(tmp_path / "out.pth").keys() == {"0.weight", "1.weight"}
@@ -469,7 +469,7 @@ def test_what_cannot_be_made_of_a_file_is_told_by_its_header(ckptool, tmp_path):
     torch.save(state, tmp_path / "f.pth")
     done = ckptool("match", tmp_path / "f.pth", "--like", tmp_path / "f.pth")
     assert done.code == 1
-    assert "holds an object of argparse.Namespace" in done.out
+    assert "contains an object of argparse.Namespace" in done.out
     done = ckptool("convert", tmp_path / "f.pth", tmp_path / "o.pth", "--like", tmp_path / "f.pth")
     assert done.code == 0  # it is written as it is
     assert torch.load(tmp_path / "o.pth", weights_only=False)["_extra_state"].a == 1

@@ -57,7 +57,7 @@ def untouched(folder):
 
 
 def test_the_table_has_every_command_that_reads():
-    assert READERS.keys() | {"recipes"} == VERBS["read"].keys()
+    assert READERS.keys() | {"recipes"} == VERBS["Inspect"].keys()
 
 
 @every

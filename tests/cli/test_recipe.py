@@ -188,7 +188,7 @@ def test_a_dry_run_states_the_rules_and_the_way_back(ckptool, tmp_path):
     done = ckptool("convert", META / "source", f"{tmp_path}/hf/", *words)
     assert done.code == 0
     assert "(h half 2) i -> (rank h 2 half) i" in done.err
-    assert "reversible with --reverse --param rank=2, but for 2 dropped tensors" in done.err
+    assert "reversible with --reverse --param rank=2, except for 2 dropped tensors" in done.err
     assert not (tmp_path / "hf").exists()
 
 

@@ -10,4 +10,4 @@ def test_an_option_of_before_is_refused_with_the_new_one(ckptool, verb, option):
     done = ckptool(verb, "a.pth", "b.pth", option, "x")
     assert done.code == 2
     assert done.out == ""
-    assert f"hint: it is now called {RENAMED_OPTIONS[verb, option]}" in done.err
+    assert f"hint: use {RENAMED_OPTIONS[verb, option]}" in done.err

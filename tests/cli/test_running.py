@@ -45,7 +45,7 @@ def test_a_truncated_file_is_no_interruption(failing):
 def test_any_error_is_a_sentence_and_no_traceback(failing):
     for error, words in (
         (MemoryError(), "not enough memory"),
-        (RecursionError(), "nests deeper"),
+        (RecursionError(), "nested too deeply"),
         (OSError(28, "No space left on device", "out.pth"), "out.pth: No space left on device"),
         (OSError("odd"), "odd"),
         (ZeroDivisionError("by zero"), "ZeroDivisionError: by zero"),
@@ -110,7 +110,7 @@ def test_wrong_usage_is_2_with_a_way_on(ckptool):
         (["remap", "a"], "exactly one of --to, --map and --visible-devices"),
         (["remap", "a", "--to", "cpu", "--map", "a=b"], "exactly one of"),
         (["remap", "a", "--map", "cuda"], "not a rule A=B"),
-        (["remap", "a", "--map", "a=b", "--map", "a=c"], "two rules for 'a'"),
+        (["remap", "a", "--map", "a=b", "--map", "a=c"], "'a' has two rules"),
         (["remap", "a", "--visible-devices", "one"], "not a list such as 0,1"),
         (["strip-module", "a", "-o", "b", "--in-place"], "cannot be combined"),
         (["strip-module", "a", "--levels", "0"], "0 is not in the range"),
@@ -126,7 +126,7 @@ def test_wrong_usage_is_2_with_a_way_on(ckptool):
 def test_no_command_prints_the_help(ckptool):
     done = ckptool()
     assert done.code == 0
-    assert "Commands that read" in done.out
+    assert "Inspect:" in done.out
 
 
 def test_head_ends_a_long_list_quietly(model):
@@ -161,7 +161,7 @@ def test_what_was_found_is_the_exit_code_though_nobody_reads(process, ckptool, m
     assert done.code == ckptool(verb, *files).code != 0
 
 
-INTERRUPTED = "ckptool: interrupted; nothing is left half written\n"
+INTERRUPTED = "ckptool: interrupted; no file is left half-written\n"
 SWALLOWED = """
 import os, signal, sys
 from ckptool.cli import list_verb, main
@@ -333,5 +333,5 @@ def test_where_the_users_own_code_fails_is_told(ckptool, tmp_path, monkeypatch):
     words = ("--data", "friedman", "--model", "one_by_one:net", "--batch-size", 398)
     done = ckptool("train", "--out", "run", *words, "--device", "cpu", "-q")
     place = tmp_path / "one_by_one.py"
-    assert done.err.startswith(f"ckptool: the code at {place}:5 fails: ValueError: no batch of two")
+    assert done.err.startswith(f"ckptool: the code at {place}:5 raised ValueError: no batch of two")
     assert "bug in ckptool" not in done.err

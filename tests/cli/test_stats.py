@@ -87,7 +87,7 @@ def test_without_torch_it_says_what_to_install(process, odd, tmp_path):
     )
     done = process("stats", odd, code=("-c", code))
     assert done.code == 2
-    assert "tensors cannot be made without torch: " in done.err
+    assert "tensors need torch, which cannot be imported: " in done.err
     assert "pip install torch" in done.err
 
 

@@ -14,7 +14,7 @@ import torch
 import ckptool as library
 from ckptool.cli import train_verb
 from ckptool.cli.console import Screen
-from ckptool.cli.train_verb import Teller
+from ckptool.cli.train_verb import EventPrinter
 from ckptool.trainer import TrainResult
 from ckptool.trainer.config import TrainConfig, check
 from ckptool.trainer.events import EpochEnded, Note, Saved, Started, Stepped, Traced, Validating
@@ -90,14 +90,14 @@ def test_wrong_usage_is_told_as_it_was_typed(ckptool, out):
         (["--strategy", "dpp"], "'dpp' is not one of 'single', 'dp'"),
         (
             ["--strategy", "ddp"],
-            "--strategy ddp needs several processes\nhint: --nproc 2, or torchrun",
+            "--strategy ddp needs several processes\nhint: add --nproc 2, or use torchrun",
         ),
         (["--nproc", "2"], "--nproc 2 needs --strategy ddp or fsdp or parameter-server, not --str"),
         (["--strategy", "dp", "--port", "2000"], "--port 2000 needs --strategy ddp"),
         (["--nproc", "0", "--strategy", "ddp"], "'--nproc': 0 is not in the range x>=1"),
-        (["--gpus", "0,two"], "'two' is not the number of a GPU"),
-        (["--gpus", "0,0"], "--gpus '0,0' names 0 more than once"),
-        (["--gpus", ""], "'' is not the number of a GPU"),
+        (["--gpus", "0,two"], "'two' is not a GPU number"),
+        (["--gpus", "0,0"], "--gpus '0,0' has 0 more than once"),
+        (["--gpus", ""], "'' is not a GPU number"),
     ):
         done = ckptool("train", "--out", out, *words)
         assert (done.code, done.out) == (2, ""), words
@@ -166,7 +166,7 @@ def test_as_json_it_is_one_document(ckptool, out):
     again = ckptool(*words, "--epochs", 1, "--resume", "auto").document
     assert again["resumed"]["step"] == 4
     assert (again["history"], again["checkpoints"]) == ([], [])
-    assert "nothing is left to train" in again["notes"][0]
+    assert "nothing left to train" in again["notes"][0]
 
 
 def test_quiet_leaves_the_epochs_alone_and_a_second_run_is_refused(ckptool, out):
@@ -175,7 +175,7 @@ def test_quiet_leaves_the_epochs_alone_and_a_second_run_is_refused(ckptool, out)
     assert done.out.startswith("epoch ")
     done = ckptool("train", "--out", out, "--epochs", 1)
     assert done.code == 2
-    assert "hint: --resume auto" in done.err
+    assert "hint: continue with --resume auto" in done.err
     assert ckptool("train", "--out", out, "--epochs", 1, "--force").code == 0
 
 
@@ -193,13 +193,13 @@ def test_batches_are_traced_in_the_words_of_the_tutorial(ckptool, out):
 
 def test_the_collector_works_while_it_trains(ckptool, out, monkeypatch):
     seen = []
-    monkeypatch.setattr(Teller, "tell", lambda *_: seen.append(gc.isenabled()))
+    monkeypatch.setattr(EventPrinter, "tell", lambda *_: seen.append(gc.isenabled()))
     assert ckptool("train", "--out", out, "--epochs", 1).code == 0
     assert set(seen) == {True}
 
 
 def teller(rank=None, *, as_json=False):
-    return Teller(TrainConfig(out="run"), Screen(as_json=as_json, quiet=False), rank=rank)
+    return EventPrinter(TrainConfig(out="run"), Screen(as_json=as_json, quiet=False), rank=rank)
 
 
 TRACED = Traced(False, "cpu", (15, 5), (15, 2))
@@ -238,7 +238,7 @@ def test_on_a_terminal_a_bar_shows_the_step_and_is_gone_before_a_line_is_printed
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setattr("sys.stdout", screen)
-    monkeypatch.setattr("ckptool.cli.console._PATIENCE", 0)
+    monkeypatch.setattr("ckptool.cli.console._DELAY", 0)
     for name in ("COLUMNS", "NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     one = teller()
@@ -303,9 +303,9 @@ def test_what_is_wrong_for_all_of_them_is_told_before_they_start(ckptool, out, l
     words = ["--strategy", "ddp", "--nproc", "2"]
     assert "nowhere.csv" in ckptool("train", "--out", out, "--data", "csv:nowhere.csv", *words).err
     assert ckptool("train", "--out", out, "--epochs", "1", "-q").code == 0
-    assert "holds an earlier run" in ckptool("train", "--out", out, *words).err
+    assert "already has an earlier run" in ckptool("train", "--out", out, *words).err
     done = ckptool("train", "--out", out.with_name("other"), *words, "--batch-size", 1)
-    assert "a batch of 1 sample cannot be shared by 2 processes" in done.err
+    assert "a batch of 1 sample cannot be split over 2 processes" in done.err
     file = out / "last.pth"
     assert "is a file, not a folder" in ckptool("train", "--out", file, *words).err
     assert launched == []
@@ -380,7 +380,7 @@ def test_torchrun_does_not_go_on_from_a_run_that_was_refused(ckptool, out):
     torchrun = ("torch.distributed.run", "--standalone", "--max-restarts", 1, "--nproc-per-node", 1)
     done = finished(*torchrun, "-m", "ckptool", *words, 2, "--out", "run", cwd=out.parent)
     assert done.returncode == 1
-    assert "run holds an earlier run: " in done.stderr
+    assert "run already has an earlier run: " in done.stderr
     assert (out / "last.pth").read_bytes() == before
 
 
@@ -476,14 +476,14 @@ def test_some_of_the_gpus_are_renumbered(ckptool):
     assert rows[2] == ["cuda:0", *Card.name.split(), "80.0", "GiB", "0", "*"]
     assert rows[3][-1] == "2"
     other = ckptool("train", "--gpus", "1", "--list-devices")
-    assert "CUDA_VISIBLE_DEVICES was 0,2, and is 1 now" in other.err
+    assert "changed CUDA_VISIBLE_DEVICES from 0,2 to 1" in other.err
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_gpu_that_is_not_there_is_named(ckptool, out):
     done = ckptool("train", "--out", out, "--gpus", "0,7")
     assert (done.code, done.out) == (2, "")
-    assert "GPU 7 is not here: torch sees 1 GPU of 0,7" in done.err
+    assert "GPU 7 is not available: torch sees 1 GPU of 0,7" in done.err
 
 
 def test_gpus_where_there_are_none(ckptool, out):
@@ -491,7 +491,7 @@ def test_gpus_where_there_are_none(ckptool, out):
         pytest.skip("there are some")
     done = ckptool("train", "--out", out, "--gpus", "0")
     assert done.code == 2
-    assert "GPU 0 is not here: torch sees 0 GPUs of 0" in done.err
+    assert "GPU 0 is not available: torch sees 0 GPUs of 0" in done.err
 
 
 def test_a_checkpoint_says_which_gpu_was_which(ckptool, out, monkeypatch):

@@ -96,7 +96,7 @@ def test_ties_and_extra_states_are_told_by_the_files_alone(torchless, tmp_path):
     assert refused.code == 2
     assert (done.code, done.err) == (1, "")
     assert "| UNTIED" in done.out
-    assert "holds an object of" in done.out
+    assert "contains an object of" in done.out
 
 
 def test_a_diagnosis_is_made_without_torch(torchless, model):
@@ -114,7 +114,7 @@ def test_wrong_usage_of_train_is_told_without_torch(torchless):
         ("--out", "run", "--batch-size", "0"): "--batch-size 0 must be at least 1",
         ("--out", "run", "--batch-size", "many"): "'--batch-size': 'many' is not a valid integer",
         ("--out", "run", "--nproc", "2"): "--nproc 2 needs --strategy ddp",
-        ("--out", "run", "--gpus", "one"): "'one' is not the number of a GPU",
+        ("--out", "run", "--gpus", "one"): "'one' is not a GPU number",
         ("--epochs", "2"): "Missing option '--out'",
         ("--out", "run"): "torch",  # what is right, but what it needs is not there
     }

@@ -99,7 +99,7 @@ def held(folder):
 
 
 def test_the_table_has_every_command_that_writes_a_checkpoint():
-    changing = VERBS["change"]
+    changing = VERBS["Change"]
     assert {one.name for one in WRITERS} == set(changing) - {"recover"}
 
 

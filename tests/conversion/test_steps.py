@@ -180,9 +180,9 @@ def test_a_method_of_before_names_the_step(tmp_path, name):
     [
         (lambda: ckptool.convert("a", "b", cast="bfloat16"), "ckptool.Cast"),
         (lambda: ckptool.convert("a", "b", wrappers="strip"), "ckptool.Strip"),
-        (lambda: ckptool.load_into({}, "a", rules=["a=>b"]), "called rename"),
-        (lambda: ckptool.match("a", "b", rules=["a=>b"]), "called rename"),
-        (lambda: ckptool.diff("a", "b", rules=["a=>b"]), "called rename"),
+        (lambda: ckptool.load_into({}, "a", rules=["a=>b"]), "use rename instead"),
+        (lambda: ckptool.match("a", "b", rules=["a=>b"]), "use rename instead"),
+        (lambda: ckptool.diff("a", "b", rules=["a=>b"]), "use rename instead"),
     ],
 )
 def test_an_argument_of_before_is_refused_with_the_new_one(call, hint):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from ckptool.loading.optimizer import planned_optimizer
-from ckptool.loading.plan import planned
+from ckptool.loading.plan import plan_load
 from ckptool.loading.source import stated
 from ckptool.loading.target import target_of
 from ckptool.matching import Allowance
@@ -17,7 +17,7 @@ def plan_for(model, optimizer, source, *, state_key=None, allow_lossy_cast=False
     """The plan, while the file is open."""
     target = target_of(model)
     with stated(source, key=state_key) as state:
-        match = planned(state, target)
+        match = plan_load(state, target)
         allowance = Allowance(lossy_cast=allow_lossy_cast)
         yield planned_optimizer(
             optimizer, model, state, target, match, allowance=allowance, **options

@@ -117,13 +117,13 @@ def test_a_file_converted_like_a_model_loads_in_torch(folder, answers, file, tmp
 def test_without_types_the_axes_are_asked_for(folder, answers, tmp_path):
     torch.save(Images().state_dict(), tmp_path / "state.pth")
     source, target, like = folder / "images.msgpack", tmp_path / "a.pth", tmp_path / "state.pth"
-    with pytest.raises(MatchError, match="types are not known") as refused:
+    with pytest.raises(MatchError, match="modules of unknown type") as refused:
         ckptool.convert(source, target, ckptool.Fit(like))
     assert "transpose=['conv.weight', 'square.weight', 'head.weight']" in refused.value.hint
     assert not target.exists()
     ckptool.convert(source, target, ckptool.Fit(like, transpose=["*"]))
     assert_images(torch.load(target), "images.msgpack", answers)
-    with pytest.raises(MatchError, match=r"head.weight \[4, 5\] for \[5, 4\]"):
+    with pytest.raises(MatchError, match=r"head.weight \(file \[4, 5\], model \[5, 4\]\)"):
         ckptool.convert(source, tmp_path / "b.pth", ckptool.Fit(like, no_transpose=["*"]))
 
 
@@ -153,8 +153,8 @@ class Linear(nn.Module):
 @pytest.mark.parametrize(
     ("modules", "reason"),
     [
-        ({"conv": nn.ConvTranspose2d(4, 3, (3, 2))}, "a ConvTranspose2d, and Flax mirrors"),
-        ({"conv": nn.Conv2d(6, 4, (3, 2), groups=2)}, "a Conv2d of 2 groups"),
+        ({"conv": nn.ConvTranspose2d(4, 3, (3, 2))}, "a ConvTranspose2d, which Flax mirrors"),
+        ({"conv": nn.Conv2d(6, 4, (3, 2), groups=2)}, "a Conv2d with 2 groups"),
         ({"square": Linear()}, r"a .*test_layouts\.Linear"),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_linear_that_may_be_behind_a_flatten_is_asked_for(fixtures):
 
     refused = refusal(Net(), fixtures / "keras" / "model.keras")
     assert [one.name for one in refused.value.report.undecided] == ["dense.weight"]
-    refused.match("may be behind a Flatten")
+    refused.match("may follow a Flatten")
     ckptool.load_into(Net(), fixtures / "keras" / "model.keras", transpose=["dense.*"])
 
 
@@ -212,13 +212,13 @@ def test_a_name_that_is_no_kernels_is_asked_for(folder):
     rules = ["params.embed.embedding=>head.weight"]
     refused = refusal(model, folder / "words.msgpack", rename=rules)
     assert [one.reason for one in refused.value.report.undecided] == [
-        "'embedding' is not called a kernel"
+        "'embedding' is not the usual name of a kernel"
     ]
 
 
 def test_another_shape_is_told_in_torchs_order(folder):
     refused = refusal(changed(head=nn.Linear(4, 6)), folder / "images.msgpack")
-    refused.match(r"head.weight \[5, 4\] for \[6, 4\]")
+    refused.match(r"head.weight \(file \[5, 4\], model \[6, 4\]\)")
 
 
 def test_numbered_variables_are_as_many_as_the_modules(folder):
@@ -227,7 +227,7 @@ def test_numbered_variables_are_as_many_as_the_modules(folder):
     refused = refusal(model, folder / "keras.keras", rename=rules, allow_unexpected=True)
     assert refused.value.report.missing_keys == ["norm.weight", "norm.bias"]
     (note,) = refused.value.report.notes
-    assert note.endswith("has 4 tensors, and norm 2: give each a name by a rule")
+    assert note.endswith("has 4 tensors, but norm has 2: rename each with a rule")
     numbered = zip((0, 1), ("weight", "bias"), strict=True)
     rules = [f"^layers/batch_normalization/vars/{at}=>norm.{name}" for at, name in numbered]
     rules = [*RULES["keras.keras"][:1], *rules, *RULES["keras.keras"][2:]]
@@ -242,7 +242,7 @@ def test_names_that_would_become_one_stay(folder, tmp_path):
 
 def test_info_says_whose_layout_it_is(folder):
     for file, whose in (("keras.keras", "Keras"), ("images.msgpack", "Flax")):
-        assert any(f"as {whose} has them" in note for note in ckptool.info(folder / file).notes)
+        assert any(f"the layout of {whose}" in note for note in ckptool.info(folder / file).notes)
 
 
 def test_tensors_of_other_files_are_transposed_where_the_user_says_so(tmp_path):
@@ -292,9 +292,9 @@ def test_a_depthwise_kernel_takes_the_axes_that_are_given(keras_file):
     model = nn.ModuleDict({"dw": nn.Conv2d(5, 5, (3, 2), groups=5)})
     rules = ["depthwise_kernel=>kernel"]
     refused = refusal(model, path, rename=rules)
-    assert refused.value.report.undecided[0].reason == "in a Conv2d of 5 groups"
+    assert refused.value.report.undecided[0].reason == "in a Conv2d with 5 groups"
     refused = refusal(model, path, rename=rules, transpose=["dw.weight"])
-    refused.match(r"dw.weight \[1, 5, 3, 2\] for \[5, 1, 3, 2\]")
+    refused.match(r"dw.weight \(file \[1, 5, 3, 2\], model \[5, 1, 3, 2\]\)")
     ckptool.load_into(model, path, rename=rules, transpose=["dw.*=2,3,0,1"])
     with torch.no_grad():
         out = model["dw"](images)

@@ -100,7 +100,7 @@ def test_an_average_as_the_model_has_the_models_names_and_its_counter_beside(tmp
 def test_the_counter_of_an_average_is_left_out_where_nothing_stands_beside_a_model(tmp_path):
     average = torch.optim.swa_utils.AveragedModel(net())
     receipt = save(tmp_path / "f.safetensors", model=average)
-    assert receipt.left_out == ("n_averaged, the counter of an AveragedModel",)
+    assert receipt.left_out == ("n_averaged (counter of an AveragedModel)",)
     assert ckptool.load_into(net(1), tmp_path / "f.safetensors").fits
 
 
@@ -148,7 +148,7 @@ def test_an_optimizer_alone_keeps_the_names_that_it_was_made_with(tmp_path):
 def test_parameters_that_are_none_of_the_models_leave_an_optimizer_without_names(tmp_path):
     model, loss = net(), torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
-    with pytest.warns(CheckpointWarning, match="without names of its parameters"):
+    with pytest.warns(CheckpointWarning, match="without parameter names"):
         save(tmp_path / "f.pth", model=model, optimizer=optimizer)
     tree = loaded(tmp_path / "f.pth")
     assert "param_names" not in tree["optimizer"]["param_groups"][0]

@@ -247,7 +247,8 @@ def test_a_disk_that_fails_when_the_model_is_half_filled(plain, monkeypatch):
 def test_a_model_too_large_to_be_kept_is_told_to_be_filled_in_part(plain, monkeypatch):
     failing_in_the_end(monkeypatch, kept=False)
     with pytest.raises(
-        UnreadableFile, match="filled in part, as that failed: UnreadableFile: the disk is gone"
+        UnreadableFile,
+        match="the model is partly filled, because loading failed: UnreadableFile:",
     ):
         load_into(Plain(), plain)
 
@@ -269,10 +270,10 @@ def test_a_device_that_fails_in_the_end(plain, monkeypatch, kept):
         untouched.check()
     else:
         assert caught.value.message == (
-            "the model is filled in part, as that failed: RuntimeError: CUDA error: device-side "
-            "assert triggered"
+            "the model is partly filled, because loading failed: RuntimeError: CUDA error: "
+            "device-side assert triggered"
         )
-        assert caught.value.hint == "load a file that is whole before the model is used"
+        assert caught.value.hint == "load an intact file before you use the model"
 
 
 def test_a_file_that_is_written_to_meanwhile(plain, monkeypatch):

@@ -364,13 +364,15 @@ def test_what_is_open_or_in_memory_is_a_reference_too(tmp_path):
     with ckptool.open(tmp_path / "ref.pth") as checkpoint:
         assert target_like(checkpoint).label == str(tmp_path / "ref.pth")
     assert list(target_like(net).slots) == list(target_like(net.state_dict()).slots)
-    with pytest.raises(UsageError, match="fit a int"):
+    with pytest.raises(UsageError, match="like is a int, expected a model or a description of one"):
         target_like(3)
 
 
 @pytest.mark.parametrize("sizes", [None, 3, (2.0,), (-1,), (2, "x")])
 def test_of_what_is_no_shape_it_is_said_what_one_is(sizes):
-    with pytest.raises(NotFound, match="neither a state dict nor a dict of shapes") as caught:
+    with pytest.raises(
+        NotFound, match="the reference is not a state dict or a dict of shapes"
+    ) as caught:
         target_like({"weight": sizes})
     assert caught.value.hint.endswith("{'weight': (4, 3)}")
 

@@ -82,7 +82,7 @@ def test_the_caller_may_vouch_for_the_order_and_shapes_are_checked():
     assert_alike(optimizer.state[new.b.weight], used.state[old.a.weight])
     turned = torch.optim.Adam(reversed(list(new.parameters())))
     assert refusal_of(new, turned, given, order="position")[0] == (
-        "the state of c.bias has the shape [3, 3], and the parameter [3]"
+        "the state of c.bias has shape [3, 3], the parameter [3]"
     )
     assert loaded(new, optimizer, given_by(old), order="position").by == "names"
     assert_alike(optimizer.state[new.a.weight], stepped(old).state[old.a.weight])
@@ -104,7 +104,7 @@ def test_numbers_that_dcp_made_text_of_are_numbers(tmp_path):
 
 def test_something_else_than_an_optimizer_is_wrong_usage():
     model = three()
-    with pytest.raises(UsageError, match="optimizer= takes an optimizer, not a Linear"):
+    with pytest.raises(UsageError, match="optimizer is a Linear, expected an optimizer"):
         report_of(model, model.a, given_by(model))
 
 
@@ -321,8 +321,8 @@ def test_two_optimizers_are_chosen_between_by_their_models_name():
     assert optimizer.param_groups[0]["lr"] == 0.1
     del given["optD"]
     assert refusal_of(d, optimizer, given, state_key="netD") == (
-        "the only optimizer, optG, is that of netG, which is not the model chosen",
-        "without optimizer= the model alone is loaded; or `optimizer_key='optG'`",
+        "the only optimizer, optG, belongs to netG, which is not the chosen model",
+        "leave out optimizer= to load only the model; or `optimizer_key='optG'`",
     )
 
 
@@ -351,7 +351,7 @@ def test_an_object_of_a_class_is_never_made(tmp_path):
     given["optimizer"]["state"][0]["odd"] = Thin(None)
     problem, _ = refusal_of(model, adam(model), saved(tmp_path / "f.pth", given))
     assert problem.startswith("optimizer/state/0/odd is an object of ")
-    assert problem.endswith(", which is not made from a file")
+    assert problem.endswith(", which cannot be loaded from a file")
 
 
 def test_an_optimizer_without_names_gets_those_of_the_file_in_its_own_order():
@@ -423,7 +423,7 @@ def test_save_writes_names_in_full_which_are_no_parts(tmp_path):
     ckptool.load_into(new, tmp_path / "f.pth", optimizer=optimizer)
     assert_alike(by_name(new, optimizer), by_name(old, used))
     problem, _ = refusal_of(new, adam(new.head), tmp_path / "f.pth")
-    assert problem.endswith("head.proj.weight is in the optimizer only")
+    assert problem.endswith("only the optimizer has head.proj.weight")
 
 
 @pytest.mark.parametrize("wanted", ["RAdam", "AdamW", "SparseAdam"])
@@ -463,75 +463,77 @@ def unnamed(model):
 
 
 PARTIAL = (
-    "`optimizer_partial=True` takes the state of what both have, by names; or without optimizer= "
-    "the model alone is loaded"
+    "`optimizer_partial=True` loads the state of the parameters that both have, by name; or leave "
+    "out optimizer= to load only the model"
 )
-ALONE = "without optimizer= the model alone is loaded"
+ALONE = "leave out optimizer= to load only the model"
 VOUCH = (
-    "`optimizer_order='position'` where the optimizer was built over its parameters in the order "
-    "of the file; or save it again with ckptool.save, which writes the names"
+    "`optimizer_order='position'` if the optimizer has its parameters in the order "
+    "of the file; or save it again with ckptool.save, which stores the names"
 )
 NAMELESS = (
-    "the file does not name the parameters of its optimizer, and shapes and order do not prove "
+    "the optimizer in the file has no parameter names, and shapes and order do not prove "
     "which state belongs to which parameter: {}; "
-    'optimizer_order="position" takes it in the order of the file'
+    'optimizer_order="position" loads it in the order of the file'
 )
-SHAPED = NAMELESS.format("the state of number 0 has another shape than its parameter")
-COUNTS = "the file's optimizer has 6 parameters in groups of 3, 3, the optimizer"
-LACKS = "the state of an optimizer is wanted, and there is none in the file"
+SHAPED = NAMELESS.format("the state of parameter 0 does not have the shape of that parameter")
+COUNTS = "the optimizer in the file has 6 parameters in groups of 3, 3, the live one has"
+LACKS = "the file has no optimizer state"
 OWN_FILE = (
-    "load_into(model, {'model': ..., 'optimizer': ckptool.load(FILE)}, optimizer=...) where it is "
-    "in a file of its own"
+    "if it is in a separate file, use load_into(model, {'model': ..., 'optimizer': "
+    "ckptool.load(FILE)}, optimizer=...)"
 )
-KIND = "the file's optimizer is of another kind than"
+KIND = "the optimizer in the file is not"
 SPLIT = {"parameters": lambda model: groups(model, "weight$")}
 REFUSED = [
     ({"parameters": lambda model: unnamed(model)[::-1]}, adam, SHAPED, VOUCH),
     ({"parameters": unnamed, "kind": torch.optim.LBFGS}, lbfgs, SHAPED, VOUCH),
     ({"parameters": lambda model: unnamed(model)[:2]}, adam,
-     NAMELESS.format("the file's optimizer has 2 parameters in groups of 2, the optimizer 6 in 6"),
+     NAMELESS.format("the optimizer in the file has 2 parameters in groups of 2, "
+                      "the live one has 6 in 6"),
      ALONE),
     ({}, lambda model: adam(three()),
-     "the optimizer's parameters are not the model's: none of them is in it",
-     "build the optimizer over the parameters of the model that is loaded"),
-    ({}, flattened, "the optimizer's parameter 0 is from FSDP: each rank has a part of it",
-     "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True "
-     "loads such state, by names"),
+     "the model has none of the optimizer's parameters",
+     "build the optimizer from the parameters of this model"),
+    ({}, flattened, "the optimizer's parameter 0 is sharded by FSDP: each rank has one part",
+     "load it by name with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict and "
+     "full_state_dict=True"),
     (SPLIT, lambda model: torch.optim.Adam(groups(model, "^a")),
-     "a.bias is in group 1 of the file, and others of group 0 of the optimizer are in group 0",
+     "a.bias is in group 1 of the file, but other parameters of group 0 of the "
+     "optimizer are in group 0",
      PARTIAL),
     (SPLIT, lambda model: torch.optim.Adam([model.a.weight, model.b.weight]),
-     f"{COUNTS} 2 in 2; first difference: c.weight is in the file only", PARTIAL),
+     f"{COUNTS} 2 in 2; first difference: only the file has c.weight", PARTIAL),
     (SPLIT, lambda model: torch.optim.Adam([*unnamed(model), torch.nn.Parameter(torch.ones(3))]),
-     f"{COUNTS} 7 in 7; first difference: parameter 6 is in the optimizer only", PARTIAL),
+     f"{COUNTS} 7 in 7; first difference: only the optimizer has parameter 6", PARTIAL),
     ({"parameters": lambda model: list(model.a.named_parameters(prefix="a"))},
      lambda model: torch.optim.Adam(model.b.parameters()),
-     "the file's optimizer is over other parameters: a.weight is in the file only and b.weight is "
-     "in the optimizer only", VOUCH),
+     "the optimizer in the file has other parameters: only the file has a.weight and only the "
+     "optimizer has b.weight", VOUCH),
     ({"kind": torch.optim.LBFGS}, lambda model: torch.optim.LBFGS(unnamed(model)[::-1]),
-     "the optimizer keeps one state of all parameters, in another order", ALONE),
-    ({}, of_kind("SGD"), f"{KIND} SGD: it has betas and lacks dampening, momentum, nesterov",
-     ALONE),
+     "the optimizer has one state for all parameters, but in another order", ALONE),
+    ({}, of_kind("SGD"), f"{KIND} SGD: it has betas and does not have "
+     "dampening, momentum, nesterov", ALONE),
     ({"parameters": lambda model: [(f"x{n}", p) for n, p in model.named_parameters()]}, stepped,
-     "the file's optimizer is over other parameters: xa.weight is in the file only and a.weight is "
-     "in the optimizer only", VOUCH),
+     "the optimizer in the file has other parameters: only the file has xa.weight and only the "
+     "optimizer has a.weight", VOUCH),
     (changed(lambda _: torch.ones(5, 7)), stepped,
-     "the state of a.weight has the shape [5, 7], and the parameter [3, 3]", ALONE),
+     "the state of a.weight has shape [5, 7], the parameter [3, 3]", ALONE),
     (changed(lambda held: held.double() + 1e300), stepped,
-     "of the optimizer's state a.weight/exp_avg does not survive float64 -> float32, and of 5 more "
+     "casting float64 -> float32 would change the optimizer state a.weight/exp_avg, and 5 more "
      "tensors", "allow_lossy_cast=['*/exp_avg']"),
     (lambda model: {**given_by(model), "optimizer_d": stepped(model).state_dict()}, stepped,
-     "there are 2 optimizers: optimizer, optimizer_d",
+     "the file has 2 optimizers: optimizer, optimizer_d",
      "`optimizer_key='optimizer'` or `optimizer_key='optimizer_d'`"),
     (lambda model: {"epoch": 1, "model": model.state_dict()}, stepped, LACKS, OWN_FILE),
     ({"kind": torch.optim.SGD}, of_kind("Adam"),
-     f"{KIND} Adam: it has dampening, momentum, nesterov and lacks betas", ALONE),
+     f"{KIND} Adam: it has dampening, momentum, nesterov and does not have betas", ALONE),
     ({"kind": torch.optim.SGD}, of_kind("Adam", Around),
-     f"{KIND} Adam: it has dampening, momentum, nesterov and lacks betas", ALONE),
+     f"{KIND} Adam: it has dampening, momentum, nesterov and does not have betas", ALONE),
     ({"kind": torch.optim.RMSprop}, of_kind("Adagrad", Thin),
-     f"{KIND} Adagrad: it has alpha, momentum and lacks lr_decay", ALONE),
+     f"{KIND} Adagrad: it has alpha, momentum and does not have lr_decay", ALONE),
     ({"kind": torch.optim.Adadelta}, of_kind("Adafactor"), f"{KIND} Adafactor: it has rho", ALONE),
-    ({}, of_kind("NAdam"), f"{KIND} NAdam: it lacks momentum_decay", ALONE),
+    ({}, of_kind("NAdam"), f"{KIND} NAdam: it does not have momentum_decay", ALONE),
     ({"kind": torch.optim.NAdam}, of_kind("AdamW"), f"{KIND} AdamW: it has momentum_decay", ALONE),
 ]  # fmt: skip
 
@@ -566,7 +568,7 @@ def test_a_model_that_does_not_fit_leaves_the_optimizer_too_as_it_was():
 @pytest.mark.parametrize("order", ["rank", 5, ["position"]])
 def test_an_order_that_is_none_is_refused_without_an_optimizer_too(order):
     model = three()
-    with untouched_by(UsageError, model, match="is neither None nor 'position'"):
+    with untouched_by(UsageError, model, match="is not 'position' or None"):
         ckptool.load_into(model, three().state_dict(), optimizer_order=order)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers in files: of old and new torch, FSDP and trainers; beside the model or with it."""
+"""Optimizers in files: of old and new torch, FSDP and trainers; next to the model or with it."""
 
 import json
 import shutil
@@ -75,7 +75,7 @@ def test_the_optimizer_in_the_folder_of_a_trainer_is_loaded(checkpoint, name, as
     report = taken(str(folder) if as_text else folder, wanted)
     assert report.coverage == 1.0
     assert report.optimizer.matched == 4
-    assert report.optimizer.notes == (f"the state is that of '{name}', beside the model",)
+    assert report.optimizer.notes == (f"loaded the optimizer from '{name}', next to the model",)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
@@ -92,7 +92,9 @@ def test_what_a_trainer_of_transformers_saved_is_continued(name):
         for one in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups)
-    with untouched_by(MatchError, model, optimizer, match="does not name") as caught:
+    with untouched_by(
+        MatchError, model, optimizer, match="sorted by key, so the original order"
+    ) as caught:
         ckptool.load_into(model, TRAINERS / name, optimizer=optimizer)
     assert "optimizer_order='position'" in caught.value.hint
     report = ckptool.load_into(
@@ -150,7 +152,7 @@ def test_of_several_files_none_is_taken_but_the_one_that_is_named(checkpoint):
     folder, wanted = checkpoint
     (folder / "optimizer.pt").rename(folder / "optimizer_1.bin")
     torch.save(stepped(shapely(), torch.optim.SGD).state_dict(), folder / "optimizer.bin")
-    error = refused(folder, "there are 2 files of optimizers", "optimizer.bin", "optimizer_1")
+    error = refused(folder, "the folder has 2 optimizer files", "optimizer.bin", "optimizer_1")
     assert error.hint == "`optimizer_key='optimizer.bin'` or `optimizer_key='optimizer_1.bin'`"
     taken(folder, wanted, optimizer_key="optimizer_1.bin")
 
@@ -160,7 +162,7 @@ def test_a_key_is_an_address_in_the_file_of_the_optimizer(checkpoint):
     state = torch.load(folder / "optimizer.pt")
     other = stepped(shapely(), torch.optim.SGD).state_dict()
     torch.save({"mine": {"opt": state}, "other": other}, folder / "optimizer.pt")
-    error = refused(folder, "'optimizer.pt', beside the model: there are 2 optimizers")
+    error = refused(folder, "'optimizer.pt', next to the model: the file has 2 optimizers")
     assert error.hint == "`optimizer_key='mine/opt'` or `optimizer_key='other'`"
     taken(folder, wanted, optimizer_key="mine/opt")
     refused(folder, "nothing", kind=NotFound, optimizer_key="nothing")
@@ -171,8 +173,8 @@ def test_with_the_file_of_the_model_alone_it_says_what_to_pass(checkpoint, opene
     folder, wanted = checkpoint
     with ckptool.open(folder) as read:
         source = read if opened else folder / "model.safetensors"
-        error = refused(source, "there is none in the file, but optimizer.pt beside it")
-    assert error.hint == f"load_into(model, '{folder}', optimizer=...) looks there too"
+        error = refused(source, "the file has no optimizer state, but its folder has optimizer.pt")
+    assert error.hint == f"use load_into(model, '{folder}', optimizer=...) to load it from there"
     taken(str(folder), wanted)
 
 
@@ -180,10 +182,12 @@ def test_a_folder_or_file_without_one_says_so(checkpoint):
     folder, _ = checkpoint
     refused(folder, "no entry is named 'nope.pt'", kind=NotFound, optimizer_key="nope.pt")
     torch.save({"a": 1}, folder / "optimizer.pt")
-    error = refused(folder, "'optimizer.pt', beside the model: ", "there is none in the file")
+    error = refused(
+        folder, "'optimizer.pt', next to the model: ", "the file has no optimizer state"
+    )
     assert "ckptool.load(FILE)" in error.hint
     (folder / "optimizer.pt").unlink()
-    assert "ckptool.load(FILE)" in refused(folder, "wanted, and there is none in the file").hint
+    assert "ckptool.load(FILE)" in refused(folder, "the file has no optimizer state").hint
 
 
 def test_a_damaged_file_is_named_and_nothing_is_touched(checkpoint):
@@ -292,7 +296,10 @@ def test_names_that_torch_stores():
     model = model_of(ckptool.load_state_dict(file))
     options = {"lr": 0.1, "momentum": 0.9}
     optimizer = torch.optim.SGD(reversed(list(model.parameters())), **options)
-    assert "there are 2 optimizers" in refusal_of(model, optimizer, file)[0]
+    assert (
+        "the file has 2 optimizers: optim_dict, optim_by_name"
+        in refusal_of(model, optimizer, file)[0]
+    )
     for key in ("optim_dict", "optim_by_name"):
         assert loaded(model, optimizer, file, key=key).by == "names"
         names = held[key]["param_groups"][0]["param_names"]
@@ -348,7 +355,7 @@ def test_a_new_head_starts_without_state_and_the_old_one_is_left_out(tmp_path):
     assert (report.by, report.matched, report.parameters) == ("names", 4, 6)
     assert report.notes == (
         "2 parameters without state: head.weight, head.bias",
-        "state of 2 parameters left out: old.weight, old.bias",
+        "left out the state of 2 parameters: old.weight, old.bias",
     )
     there, here = moments(old, used), moments(net, fresh)
     assert here.keys() == {name for name in there if name.startswith("body")}
@@ -369,7 +376,7 @@ def test_groups_that_are_divided_by_decay_keep_their_own_options(tmp_path):
         net, tmp_path / "run.pth", optimizer=fresh, optimizer_partial=True
     ).optimizer
     assert report.matched == 6
-    assert report.notes[0].startswith("the groups keep their own learning rates")
+    assert report.notes[0].startswith("kept the learning rates and options of the groups")
     assert [(one["lr"], one["weight_decay"]) for one in fresh.param_groups] == [
         (0.1, 0.01), (0.1, 0.0),
     ]  # fmt: skip
@@ -386,14 +393,14 @@ def test_frozen_layers_need_no_state(tmp_path):
         net, tmp_path / "run.pth", optimizer=fresh, optimizer_partial=True
     ).optimizer
     assert report.matched == 2
-    assert report.notes[0].startswith("state of 4 parameters left out: body.0.weight")
+    assert report.notes[0].startswith("left out the state of 4 parameters: body.0.weight")
 
 
 def test_what_has_no_names_or_shares_none_is_refused_all_the_same(tmp_path):
     net, used = trained(tmp_path)
     torch.save({"model": net.state_dict(), "optimizer": used.state_dict()}, tmp_path / "bare.pth")
     fresh = torch.optim.AdamW(net.old.parameters())
-    with pytest.raises(MatchError, match="does not name"):
+    with pytest.raises(MatchError, match="the optimizer in the file has no parameter names"):
         ckptool.load_into(net, tmp_path / "bare.pth", optimizer=fresh, optimizer_partial=True)
     other = nn.Sequential(Net("head"), nn.Linear(2, 2))
     fresh = torch.optim.AdamW(other[1].parameters())

@@ -306,11 +306,11 @@ def test_what_own_code_makes_for_meta_tensors_is_assigned_as_torch_assigns_it(tm
 def test_the_report_says_who_takes_what():
     report = load_into(Fused(), Fused.saved())
     assert dict(report.kept) == {
-        f"qkv.{kind}": "filled by Fused's own loading" for kind in ("weight", "bias")
+        f"qkv.{kind}": "filled by Fused's own loading code" for kind in ("weight", "bias")
     }
-    assert set(dict(report.left_out).values()) == {"taken by Fused's own loading"}
+    assert set(dict(report.left_out).values()) == {"loaded by Fused's own loading code"}
     report = load_into(Forgiving(), Forgiving.saved())
-    assert set(dict(report.kept).values()) == {"not asked for by Forgiving's own loading"}
+    assert set(dict(report.kept).values()) == {"not required by Forgiving's own loading code"}
     assert report.coverage == 0.5
 
 

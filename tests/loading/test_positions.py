@@ -146,7 +146,13 @@ def test_groups_in_another_order_are_refused(decays, turned):
     source = given_by(*trained(make, lambda model: halves(model, turned, **decays)))
     model = make()
     optimizer = torch.optim.AdamW(halves(model, not turned, **decays))
-    why = "weight_decay" if decays else "have lr [1.1, 0.1]" if turned else "in another order"
+    why = (
+        "weight_decay"
+        if decays
+        else "have lr [1.1, 0.1]"
+        if turned
+        else "in the order of the model"
+    )
     refused(source, model, optimizer, WORDS, why)
 
 
@@ -167,7 +173,9 @@ def test_rates_that_a_schedule_changed_do_not_tell_groups_of_the_same_shapes_apa
 def test_layers_in_another_order_are_refused():
     source = given_by(*trained(lambda: Net(3, order="201")))
     model = Net(3)
-    refused(source, model, torch.optim.AdamW(model.parameters()), WORDS, "from blocks.2.0.weight")
+    refused(
+        source, model, torch.optim.AdamW(model.parameters()), WORDS, "starting at blocks.2.0.weight"
+    )
 
 
 @pytest.mark.parametrize("blocks", [2, 11])
@@ -232,7 +240,7 @@ def test_equal_shapes_in_another_order_are_refused():
     source = given_by(*trained(make))
     model = make()
     optimizer = torch.optim.AdamW([*model.parameters()][::-1])
-    refused(source, model, optimizer, WORDS, "another order than the model")
+    refused(source, model, optimizer, WORDS, "in the order of the model")
 
 
 def test_a_key_that_only_the_file_has_counts_unless_it_is_of_a_norm():
@@ -268,8 +276,8 @@ def test_who_vouches_has_groups_flattened_and_keeps_their_options(before, after)
     report = ckptool.load_into(new, source, optimizer=fresh, optimizer_order="position").optimizer
     assert_alike(by_name(new, fresh), by_name(model, optimizer))
     assert [group["lr"] for group in fresh.param_groups] == rates
-    assert report.notes[0].startswith("the groups keep their own learning rates and options")
-    assert report.notes[1].startswith("scheduler has base_lrs for the groups of the file")
+    assert report.notes[0].startswith("kept the learning rates and options of the groups")
+    assert report.notes[1].startswith("scheduler has base_lrs for the groups in the file")
     step(new, fresh)
 
 
@@ -277,7 +285,7 @@ def test_who_vouches_still_has_shapes_checked():
     source = given_by(*trained())
     model = Net()
     turned = torch.optim.AdamW(plain(model)[::-1])
-    with untouched_by(MatchError, model, turned, match="has the shape"):
+    with untouched_by(MatchError, model, turned, match="has shape"):
         ckptool.load_into(model, source, optimizer=turned, optimizer_order="position")
     fewer = torch.optim.AdamW(plain(model)[1:])
     with untouched_by(MatchError, model, fewer, match="10 parameters in groups of 10"):
@@ -306,7 +314,7 @@ def test_a_new_head_starts_without_state_in_an_ordinary_file(tmp_path, head, wid
     assert (report.by, report.matched) == ("position", 9)
     assert report.notes == (
         f"2 parameters without state: {head}.weight, {head}.bias",
-        "state of 2 parameters left out: head.weight, head.bias",
+        "left out the state of 2 parameters: head.weight, head.bias",
     )
     mine, theirs = by_name(new, fresh), by_name(model, optimizer)
     kept = [name for name in mine if not name.startswith(head)]
@@ -323,7 +331,7 @@ def test_layers_that_are_frozen_now_drop_their_state():
     error = refused(given_by(model, optimizer), new, fresh, WORDS)
     assert "optimizer_partial=True" in error.hint
     report = ckptool.load_into(new, given_by(model, optimizer), optimizer=fresh, **PARTLY).optimizer
-    assert report.notes == ("state of 2 parameters left out: embed.weight, head.bias",)
+    assert report.notes == ("left out the state of 2 parameters: embed.weight, head.bias",)
     wanted = {n: s for n, s in by_name(model, optimizer).items() if n.startswith("blocks")}
     assert_alike({n: s for n, s in by_name(new, fresh).items() if s}, wanted)
 

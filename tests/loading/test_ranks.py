@@ -39,24 +39,24 @@ def alone():
 def test_a_process_alone_asks_nobody():
     ranks = alone()
     assert (ranks.own, ranks.all(3), ranks.first(lambda: 4)) == (0, [3], 4)
-    with pytest.raises(KeyError), ranks.reached():
+    with pytest.raises(KeyError), ranks.raise_on_all_ranks():
         raise KeyError
 
 
 def test_a_process_alone_agrees_with_itself():
     together = ranks_of(nn.Linear(2, 2))
     assert together.all(3) == [3]
-    with pytest.raises(KeyError), together.reached():
+    with pytest.raises(KeyError), together.raise_on_all_ranks():
         raise KeyError
 
 
 def test_a_failure_elsewhere_is_raised_here_with_its_rank(answers):
     answers += [{1: "KeyError: 'x'"}, {1: NotFound("no a", hint="b")}]
-    text = "nothing is done, as it failed in rank 1: KeyError: 'x'"
-    with pytest.raises(WriteError, match=text), pair().reached():
+    text = "nothing is done, because rank 1 failed: KeyError: 'x'"
+    with pytest.raises(WriteError, match=text), pair().raise_on_all_ranks():
         pass
-    text = "half is done, as it failed in rank 1: no a"
-    with pytest.raises(NotFound, match=text) as caught, pair().reached("half is done"):
+    text = "half is done, because rank 1 failed: no a"
+    with pytest.raises(NotFound, match=text) as caught, pair().raise_on_all_ranks("half is done"):
         pass
     assert caught.value.hint == "b"
 
@@ -64,19 +64,19 @@ def test_a_failure_elsewhere_is_raised_here_with_its_rank(answers):
 def test_the_failure_here_is_told_even_where_nobody_hears_it(answers):
     answers += [{}, RuntimeError("Connection closed by peer")]
     for _ in range(2):
-        with pytest.raises(MatchError, match="own"), pair().reached():
+        with pytest.raises(MatchError, match="own"), pair().raise_on_all_ranks():
             raise MatchError("own")
     assert not answers
 
 
 def test_who_does_not_answer_is_an_error_of_ours(answers):
     answers.append(RuntimeError("[tcp] Timed out\nmore"))
-    with pytest.raises(WriteError) as caught, pair().reached():
+    with pytest.raises(WriteError) as caught, pair().raise_on_all_ranks():
         pass
     assert str(caught.value) == (
-        "nothing is done, as another rank did not answer rank 0: [tcp] Timed out"
+        "nothing is done, because another rank did not answer rank 0: [tcp] Timed out"
     )
-    assert caught.value.hint == "every rank of the run calls it, not one of them alone"
+    assert caught.value.hint == "call it on every rank"
 
 
 def test_what_the_first_has_done_is_handed_on(answers):
@@ -87,23 +87,27 @@ def test_what_the_first_has_done_is_handed_on(answers):
 @pytest.mark.parametrize("before", [[], [{}]])
 def test_what_is_done_is_done_though_nobody_hears_of_it(answers, before):
     answers += [*before, RuntimeError("Connection closed by peer")]
-    with pytest.warns(CheckpointWarning, match="it has done its work, but another rank did not"):
+    with pytest.warns(CheckpointWarning, match="it succeeded, but another rank did not"):
         assert pair().first(lambda: "receipt") == "receipt"
 
 
 def test_what_fails_elsewhere_after_it_is_raised(answers):
     answers += [{1: "KeyboardInterrupt"}]
-    with pytest.raises(WriteError, match="rank 1: KeyboardInterrupt"):
+    with pytest.raises(
+        WriteError, match="nothing is done, because rank 1 failed: KeyboardInterrupt"
+    ):
         pair().first(lambda: "receipt")
 
 
 def test_a_process_that_calls_something_else_is_told_of(answers):
     answers += [("that", {}), ("that", {}, 3)]
-    with pytest.raises(WriteError) as caught, pair().reached():
+    with pytest.raises(WriteError) as caught, pair().raise_on_all_ranks():
         pass
-    assert str(caught.value) == "nothing is done, as rank 1 is in that, and rank 0 in it"
-    assert caught.value.hint == "every rank of the run calls it, not one of them alone"
-    with pytest.raises(WriteError, match="as rank 1 is in something else, and rank 0 in it"):
+    assert str(caught.value) == "nothing is done, because rank 1 is in that, but rank 0 in it"
+    assert caught.value.hint == "call it on every rank"
+    with pytest.raises(
+        WriteError, match="nothing is done, because rank 1 is in something else, but rank 0 in it"
+    ):
         pair().all(3)
 
 

@@ -100,7 +100,7 @@ def test_a_rank_that_fails_stops_the_others(run, told, scene):
     kind, text = FAILURES[scene]
     first, second = (rank[scene] for rank in told)
     assert (second["error"], second["text"]) == (kind, text)
-    heard = f"nothing is written, as it failed in rank 1: {kind}: {text}"
+    heard = f"nothing was written, because rank 1 failed: {kind}: {text}"
     assert (first["error"], first["text"]) == ("WriteError", heard)
     assert not (run / "never.pth").exists()
 
@@ -116,8 +116,8 @@ def test_ranks_that_gather_other_things_do_not_wait_for_each_other(told, scene):
     one, other = DIFFERENCES[scene]
     texts = [rank[scene]["text"] for rank in told]
     assert texts == [
-        f"nothing is written, as rank 0 gathers {one} where rank 1 gathers {other}",
-        f"nothing is written, as rank 1 gathers {other} where rank 0 gathers {one}",
+        f"nothing was written, because rank 0 gathers {one}, but rank 1 gathers {other}",
+        f"nothing was written, because rank 1 gathers {other}, but rank 0 gathers {one}",
     ]
     assert {rank[scene]["error"] for rank in told} == {"WriteError"}
 
@@ -125,15 +125,15 @@ def test_ranks_that_gather_other_things_do_not_wait_for_each_other(told, scene):
 def test_an_argument_of_one_rank_that_makes_no_sense_stops_all(told):
     first, second = (rank["no_such_overwrite"]["text"] for rank in told)
     assert second == "overwrite='no' is not True or False"
-    assert first == f"nothing is written, as it failed in rank 1: {second}"
+    assert first == f"nothing was written, because rank 1 failed: {second}"
 
 
 def test_a_rank_that_is_left_alone_says_who_must_call(run, told):
     alone = told[0]["left_alone"]
     assert alone["error"] == "WriteError"
-    text = "nothing is written, as another rank did not answer rank 0: "
+    text = "nothing was written, because another rank did not answer rank 0: "
     assert alone["text"].startswith(text)
-    assert alone["hint"] == "every rank of the run calls ckptool.save, not one of them alone"
+    assert alone["hint"] == "call ckptool.save on every rank"
     assert not (run / "never.pth").exists()
 
 

@@ -235,7 +235,7 @@ def test_a_tensor_under_what_is_no_text_is_refused(tmp_path):
     for source in (state_dict, {**state_dict}, saved(tmp_path / "f.pt", state_dict)):
         with pytest.raises(NotFound), stated(source):
             pass
-    with pytest.raises(NotFound, match="a tensor has the key 5, which is not text"):
+    with pytest.raises(NotFound, match="a tensor has the key 5, which is not a string"):
         ckptool.match(state_dict, net())
 
 

@@ -68,7 +68,7 @@ WRONG = {
     "two encoders for one": (
         {**layers("student.", "a", "b"), **layers("teacher.", "a", "b")}, layers("", "a", "b"),
     ),
-    "an average beside the model": (
+    "an average next to the model": (
         {**layers("online_model.", "a", "b"), **layers("ema_model.", "a", "b")},
         layers("model.", "a", "b"),
     ),
@@ -166,7 +166,7 @@ def test_it_is_refused(case):
 @pytest.mark.parametrize("case", ["one part for either of two", "either of two parts for one"])
 def test_which_of_two_parts_is_asked_whatever_is_allowed(case):
     have, want = WRONG[case]
-    with pytest.raises(MatchError, match="not guessed: ") as caught:
+    with pytest.raises(MatchError, match="ambiguous: ") as caught:
         ckptool.load_into(built(want), state_of(have), strict=False)
     given = dict(caught.value.remedy.arguments)
     report = ckptool.load_into(built(want), state_of(have), **{"strict": False, **given})

@@ -45,7 +45,7 @@ def test_an_extra_state_with_objects_is_refused_with_its_name(value, what, tmp_p
     model = Stateful()
     with untouched_by(MatchError, model) as caught:
         load_into(model, tmp_path / "a.pth")
-    assert f"_extra_state: holds {what}" in str(caught.value)
+    assert f"_extra_state: contains {what}" in str(caught.value)
     report = load_into(model, tmp_path / "a.pth", allow_missing=["_extra_state"])
     assert (report.missing_keys, model.state) == (["_extra_state"], None)
 
@@ -74,7 +74,7 @@ def test_a_lazy_model_that_never_ran(where, tmp_path):
     if where == "file":
         torch.save(source, tmp_path / "a.pth")
         source = tmp_path / "a.pth"
-    said = "never ran" if where == "file" else "a lazy parameter without elements"
+    said = "never ran" if where == "file" else "an uninitialized lazy parameter"
     for other in (nn.Sequential(nn.Linear(2, 3)), lazy()):
         with untouched_by(MatchError, other, match=said):
             load_into(other, source)
@@ -295,11 +295,13 @@ def test_what_torch_misses_is_missing_for_match_and_load_into(kind, file):
     _, report = ckptool.match(file, make())
     if make is Looking:  # its own code could fill them
         told = dict(report.kept)
-        assert all(told[name].startswith("torch decides") for name in names)
+        assert all(told[name].startswith("decided by torch") for name in names)
     else:
         assert (report.fits, report.missing_keys, report.coverage) == (False, names, 0.5)
     model = make()
-    with untouched_by(MatchError, model, match=f"2 tensors are missing in it: {part}") as caught:
+    with untouched_by(
+        MatchError, model, match=f"2 tensors are missing from the file: {part}"
+    ) as caught:
         ckptool.load_into(model, file)
     assert caught.value.report.missing_keys == names
 
@@ -364,7 +366,7 @@ def test_what_a_hook_takes_away_may_be_allowed_and_is_told():
         return model
 
     state = nn.Linear(2, 2).state_dict()
-    with pytest.raises(MatchError, match="1 tensor is missing in it: bias") as caught:
+    with pytest.raises(MatchError, match="1 tensor is missing from the file: bias") as caught:
         ckptool.load_into(build(), state)
     report = ckptool.load_into(build(), state, **dict(caught.value.remedy.arguments))
     assert report.missing_keys == ["bias"]

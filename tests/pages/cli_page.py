@@ -26,38 +26,38 @@ COMPLETION = {
 
 HEAD = """# Every command
 
-`python -m tests.pages` made this page from the help of the commands; a test holds it against them.
-[The cookbook](cookbook.md) goes from an error's text to the command, [docs/json.md](json.md) says
-what `--json` prints.
+`python -m tests.pages` made this page from the help of the commands; a test compares the two.
+For a fix by error message, see [the cookbook](cookbook.md); for the output of `--json`, see
+[docs/json.md](json.md).
 
 {table}
 
 `ckptool FILE`, without a command, prints `info` with the verdict of `doctor --quick` and its first
-command, and exits with 0. A command wins over a file of its name.
+command, and exits with 0. A command takes precedence over a file with the same name.
 
-Aliases: {aliases}; `help VERB` for `VERB --help`. Every command takes `-h` and `--help`.
+Aliases: {aliases}; `help VERB` for `VERB --help`. Every command accepts `-h` and `--help`.
 
 | exit code | |
 |---|---|
-| 0 | fine |
-| 1 | a finding: the files differ, it does not fit, something is damaged |
-| 2 | an error or wrong usage: nothing was written, or told; of several files it outranks 1 |
+| 0 | success |
+| 1 | problem found: the files differ, the checkpoint does not fit, or a file is damaged |
+| 2 | error or wrong usage: nothing was written; with several files, 2 takes precedence over 1 |
 | 130, 143 | interrupted: Ctrl-C, SIGTERM |
 
 | environment | |
 |---|---|
-| `CKPTOOL_DEBUG=1` | the traceback of an error |
-| `NO_COLOR` | no color, as everywhere |
+| `CKPTOOL_DEBUG=1` | show tracebacks |
+| `NO_COLOR` | disable color |
 
 ## Completion
 
-Commands, options, their choices and file names, by Tab:
+Complete commands, options, choices and file names with Tab:
 
 ```text
 {completion}
 ```
 
-Each starts ckptool once per shell. A file in its place costs nothing at the start of one:
+Each line runs ckptool once per shell. To avoid that, write the script to a file:
 
 ```text
 _CKPTOOL_COMPLETE=bash_source ckptool > ~/.local/share/bash-completion/completions/ckptool
@@ -77,9 +77,9 @@ def help_of(name: str) -> str:
 
 
 def page() -> str:
-    """The whole of it."""
+    """Return the page."""
     rows = [
-        f"| [{name}](#{name}) | {summary} |" if number else f"| **to {kind}** | |"
+        f"| [{name}](#{name}) | {summary} |" if number else f"| **{kind}** | |"
         for kind, verbs in VERBS.items()
         for number, (name, summary) in enumerate([("", ""), *verbs.items()])
     ]

@@ -119,7 +119,10 @@ def test_parts_of_other_sizes_are_fused_and_told_by_kind(tmp_path):
     shapes = ", ".join(f"l.{{0..2}}.{w} [{size}, 4]" for w, size in sizes.items())
     assert texts[-1] == f"{shapes} -> l.{{0..2}}.qkv [10, 4], along dimension 0"
     state["l.1.k"] = torch.randn(2, 5)
-    with pytest.raises(UsageError, match=r"'l.1.k' of shape \[2, 5\] .* has 5, and \.\.\. is 4"):
+    with pytest.raises(
+        UsageError,
+        match=r"'l\.1\.k' of shape \[2, 5\] does not fit .*: a dimension is 5, but \.\.\. is 4",
+    ):
         changed(tmp_path, state, fuse=fuse)
 
 
@@ -147,13 +150,29 @@ def test_what_is_split_and_fused_is_as_before(tmp_path_factory, shape, count, da
         ({"resize": ["ids=9"]}, UsageError, "has no mean"),
         ({"interpolate_pos": ["emb=2"]}, UsageError, "not a glob with a grid"),
         ({"interpolate_pos": ["emb=2x2"]}, UsageError, "no position embedding"),
-        ({"split": ["emb=>a,b,c@0"]}, UsageError, r"'emb' of shape \[4, 3\] .*4 does not divide"),
-        ({"split": ["emb=>a@0"]}, UsageError, "does not say"),
+        (
+            {"split": ["emb=>a,b,c@0"]},
+            UsageError,
+            r"4 is not divisible into \(part \+ part \+ part\)",
+        ),
+        ({"split": ["emb=>a@0"]}, UsageError, "'emb=>a@0' does not have the form WHOLE and PARTS"),
         ({"split": ["emb=>a,ids@0"]}, NameCollision, "ids"),
-        ({"fuse": ["emb,lost=>a@0"]}, UsageError, "'lost' is missing, which belongs to emb"),
-        ({"fuse": ["emb,ids=>a@0"]}, UsageError, r"int64 \[4\], and 'emb' is float32 \[4, 3\]"),
-        ({"fuse": ["emb,emb=>a@0"]}, UsageError, "has one part twice"),
-        ({"fuse": ["p.*,*.q=>f.*@0"]}, UsageError, r"'p\.q' is already taken, but belongs to p\.p"),
+        (
+            {"fuse": ["emb,lost=>a@0"]},
+            UsageError,
+            "'lost' is missing, but belongs to emb: emb, lost -> a",
+        ),
+        (
+            {"fuse": ["emb,ids=>a@0"]},
+            UsageError,
+            r"'ids' is int64 \[4\], but 'emb' is float32 \[4, 3\]",
+        ),
+        ({"fuse": ["emb,emb=>a@0"]}, UsageError, "has a part twice"),
+        (
+            {"fuse": ["p.*,*.q=>f.*@0"]},
+            UsageError,
+            r"'p\.q' is used by another rule, but belongs to p\.p",
+        ),
         ({"split": ["packed=>a,b@0"]}, NotRepresentable, "'packed' is a .* sparse_coo tensor"),
     ],
 )
@@ -238,13 +257,15 @@ def test_what_lies_beside_the_model_is_of_rank_0_or_left_out(tmp_path):
     assert not {"optimizer", "rng_state"} & made.keys()
     _, change, kept = receipt.changes  # the first is of the format
     assert (change.kind, change.count) == ("concat", 4)
-    assert kept.text == f"taken once, as all ranks have the same: model/{NORM}"
-    assert receipt.left_out == ("what each rank has of its own: optimizer, rng_state",)
+    assert kept.text == f"kept one copy of tensors that are equal in all ranks: model/{NORM}"
+    assert receipt.left_out == ("entries of single ranks (optimizer, rng_state)",)
 
 
 def test_a_tensor_without_a_rule_that_differs_is_named(tmp_path):
     folder = write_ranks(tmp_path / "iter_0000100", whole())
-    with pytest.raises(UsageError, match="ranks differ in 2 tensors, and no rule") as caught:
+    with pytest.raises(
+        UsageError, match="its ranks differ in 2 tensors, but no rule joins them:"
+    ) as caught:
         ckptool.convert(folder, tmp_path / "m.pth", Concat(["*embed*=0", "*output*=0"]))
     assert QKV in str(caught.value)
     assert PROJ in str(caught.value)
@@ -262,19 +283,22 @@ def change_rank(folder, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: model.pop(NORM), "not all ranks have: .*norm.weight"),
-        (lambda model: model.update(more=torch.ones(1)), "not all ranks have: .*more"),
+        (lambda model: model.pop(NORM), "has tensors that only some ranks have: .*norm.weight"),
+        (
+            lambda model: model.update(more=torch.ones(1)),
+            "has tensors that only some ranks have: 'model/more'",
+        ),
         (
             lambda model: model.update({NORM: torch.ones(8)}),
             "ranks differ in 1 tensor, .*norm",
         ),
         (
             lambda model: model.update({QKV: torch.ones(6, 7)}),
-            r"\[6, 7\], and .*\[6, 8\], but they belong",
+            r"float32 \[6, 7\], but 'mp_rank_00/.*' is bfloat16 \[6, 8\]",
         ),
         (
             lambda model: model.update({QKV: torch.ones(6, 8)}),
-            r"is float32 \[6, 8\], and .* is bfloat16 \[6, 8\]",
+            r"float32 \[6, 8\], but 'mp_rank_00/.*' is bfloat16 \[6, 8\]",
         ),
     ],
 )
@@ -303,14 +327,16 @@ def test_a_rule_that_is_none_is_refused(tmp_path, rules, message):
 
 def test_a_file_of_one_process_has_no_ranks(tmp_path):
     torch.save({"model": whole()}, tmp_path / "one.pth")
-    with pytest.raises(UsageError, match="no ranks of Megatron's"):
+    with pytest.raises(UsageError, match="has no Megatron ranks to concatenate"):
         ckptool.convert(tmp_path / "one.pth", tmp_path / "m.pth", Concat(RULES))
 
 
 def test_what_was_joined_from_ranks_is_not_split_along_the_same_dimension(tmp_path):
     folder = write_ranks(tmp_path / "iter_0000100", whole())
     split = ckptool.Reshape(split=["*qkv.weight=>*q.weight,*k.weight,*v.weight@0"])
-    with pytest.raises(ckptool.UsageError, match="the parts would be mixed") as caught:
+    with pytest.raises(
+        ckptool.UsageError, match="each rank has a share of every part of"
+    ) as caught:
         ckptool.convert(folder, tmp_path / "m.pth", Concat([*RULES, "output_layer.*=0"]), split)
     assert "--recipe llama-megatron-to-hf" in caught.value.hint
     assert not (tmp_path / "m.pth").exists()

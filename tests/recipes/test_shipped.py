@@ -251,14 +251,14 @@ def test_the_page_teaches_what_the_errors_say(tmp_path):
         (
             renamed,
             {},
-            "takes 4 tensors: trunk.0.out.weight, trunk.0.qkv.weight, trunk.1.out.weight",
+            "matches 4 tensors: trunk.0.out.weight, trunk.0.qkv.weight, trunk.1.out.weight",
         ),
         (
             renamed + out + rule,
             {},
-            "nothing decides the size of heads, head; head ?, heads ?, i 12",
+            "the size of heads, head is unknown; head ?, heads ?, i 12",
         ),
-        (renamed + out + rule, {"heads": 5}, "36 does not divide into (heads (1 + 1 + 1) head)"),
+        (renamed + out + rule, {"heads": 5}, "36 is not divisible into (heads (1 + 1 + 1) head)"),
     ):
         assert said in page
         with (

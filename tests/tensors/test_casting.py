@@ -155,7 +155,7 @@ def test_an_overflow_is_an_error_that_counts_the_whole_tensor(monkeypatch):
     with pytest.raises(NotRepresentable) as caught:
         list(made.data.blocks(8))
     assert "'w'" in caught.value.message
-    assert "2 of its 100 elements" in caught.value.message
+    assert "2 of 100 values" in caught.value.message
     assert "1e+07" in caught.value.message
     assert "--allow-overflow" in caught.value.hint
     assert "--keep w=float32" in caught.value.hint

@@ -132,7 +132,11 @@ def freed():
 
 
 REFUSED = {
-    "meta": (lambda: torch.empty(2, device="meta"), "on the meta device has no elements"),
+    "meta": (
+        lambda: torch.empty(2, device="meta"),
+        r"state_dict/layer\.weight: a tensor on "
+        "the meta device has no data",
+    ),
     "lazy": (lambda: torch.nn.LazyLinear(2).weight, "a lazy parameter has no shape"),
     "jagged": (jagged, "NestedTensor is a tensor that only its class can read"),
     "freed": (freed, "the memory of this tensor has been freed"),
@@ -199,7 +203,7 @@ REFUSED_TREES = {
     "class": (Settings, "type", "vars(args)"),
     "generator of numbers": (torch.Generator(), "torch._C.Generator", "args.get_state()"),
     "anything": (Bare(), "Bare", "repr(args)"),
-    "huge number": (1 << 3000, "int of 3,001 bits", "str(args)"),
+    "huge number": (1 << 3000, "int has 3,001 bits", "str(args)"),
 }
 
 
@@ -209,7 +213,7 @@ def test_the_place_the_class_and_what_helps_are_told(tmp_path):
         with pytest.raises(NotRepresentable, match=re.escape(name)) as caught:
             save(path, epoch=1, config={"args": value})
         assert str(caught.value).startswith(f"{path}: config/args: "), kind
-        assert caught.value.hint == f"save {remedy} in its place", kind
+        assert caught.value.hint == f"save {remedy} instead", kind
         assert not path.parent.exists(), kind
 
 
@@ -221,7 +225,7 @@ def test_what_helps_names_the_object(tmp_path):
     ]:
         with pytest.raises(NotRepresentable) as caught:
             save(tmp_path / "f.pth", v=value)
-        assert caught.value.hint == f"save {name} in its place", value
+        assert caught.value.hint == f"save {name} instead", value
 
 
 def test_a_place_is_an_address(tmp_path):
@@ -231,7 +235,7 @@ def test_a_place_is_an_address(tmp_path):
         ({3: object()}, "config/3: object"),
         ({"a\x1b[2J": object()}, r"config/a\x1b[2J: object"),
         ({Color.RED: 1}, "Color"),
-        ({torch.ones(1): 1}, "is a key, and no plain one"),
+        ({torch.ones(1): 1}, "is a key, but not a plain one"),
         ({object()}, "object"),
     ]:
         with pytest.raises(NotRepresentable) as caught:
@@ -277,7 +281,7 @@ def test_circles_and_depths_that_no_pickle_has_are_refused(tmp_path):
     inner = []
     circle = (inner,)
     inner.append(circle)
-    with pytest.raises(NotRepresentable, match="tuple holds itself"):
+    with pytest.raises(NotRepresentable, match="tuple contains itself"):
         save(tmp_path / "f.pth", value=circle)
     deep = []
     for _ in range(100_000):
@@ -306,5 +310,5 @@ def test_what_is_told_to_help_is_taken(tmp_path):
     for kind, value in FOLLOWED.items():
         with pytest.raises(NotRepresentable) as caught:
             save(tmp_path / f"{kind}.pth", v=value)
-        told = caught.value.hint.removeprefix("save ").removesuffix(" in its place")
+        told = caught.value.hint.removeprefix("save ").removesuffix(" instead")
         save(tmp_path / f"{kind}.pth", v=eval(told, {"v": value}))

@@ -84,5 +84,5 @@ def test_a_function_may_give_a_typed_storage_as_older_code_does(fixtures):
 def test_what_is_no_map_location_is_refused():
     with pytest.raises(DeviceError, match="int"):
         materialize(floats(1), map_location=3)
-    with pytest.raises(DeviceError, match="str in place of a storage"):
+    with pytest.raises(DeviceError, match="returned a str, expected a storage"):
         materialize(floats(1), map_location=lambda storage, tag: "cpu")

@@ -62,7 +62,9 @@ def test_the_last_ones_by_number_stay(tmp_path):
 def test_a_run_does_not_begin_in_the_folder_of_another(tmp_path, kind):
     run(tmp_path, save=kind, epochs=1, save_every=1)
     before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
-    with pytest.raises(TrainingError, match=r"holds an earlier run: .*, and 2 more") as caught:
+    with pytest.raises(
+        TrainingError, match=r"already has an earlier run: .*, and 2 more"
+    ) as caught:
         run(tmp_path, save=kind)
     assert "--resume auto" in caught.value.hint
     assert "--force" in caught.value.hint
@@ -106,7 +108,7 @@ def test_a_link_to_another_disk_is_a_checkpoint_of_the_folder(tmp_path):
 def test_an_earlier_step_is_gone_on_from_where_nothing_of_later_ones_is_there(tmp_path):
     run(tmp_path, save_every=1, keep=9, epochs=2)
     origin = str(tmp_path / "step-00000002.pth")
-    with pytest.raises(TrainingError, match="holds checkpoints of later steps than 2: "):
+    with pytest.raises(TrainingError, match="already has checkpoints after step 2: "):
         run(tmp_path, resume=origin)
     told = BytesDone()
     run(tmp_path, told, resume=origin, overwrite=True, epochs=1)
@@ -125,7 +127,9 @@ def test_another_run_s_checkpoint_begins_one_in_an_empty_folder(tmp_path):
     run(tmp_path / "a", epochs=1)
     run(tmp_path / "b", epochs=1)
     origin = tmp_path / "a" / "last.pth"
-    with pytest.raises(TrainingError, match=r"(?m)b holds an earlier run: last\.pth, best\.pth$"):
+    with pytest.raises(
+        TrainingError, match=r"(?m)b already has an earlier run: last\.pth, best\.pth$"
+    ):
         run(tmp_path / "b", resume=origin)
     result = run(tmp_path / "c", resume=origin, epochs=2)
     assert (result.epoch, result.step) == (2, 6)

@@ -50,10 +50,10 @@ def test_words_go_through_as_they_are_and_all_is_as_it_was(tmp_path, capfd):
     ("how", "message", "hint"),
     [
         ("refuses", "a sentence", "what helps"),
-        ("killed", "rank 1 was ended by signal 9 (Killed)", None),
-        ("killed in a save", "rank 1 was ended by signal 9 (Killed)", None),
-        ("exits", "rank 1 ended with exit code 3", None),
-        ("bug", "rank 1 ended with ZeroDivisionError: nobody foresaw this", None),
+        ("killed", "rank 1 was killed by signal 9 (Killed)", None),
+        ("killed in a save", "rank 1 was killed by signal 9 (Killed)", None),
+        ("exits", "rank 1 exited with code 3", None),
+        ("bug", "rank 1 failed: ZeroDivisionError: nobody foresaw this", None),
     ],
 )
 def test_what_one_worker_ends_with_is_said_once(tmp_path, capfd, how, message, hint):
@@ -86,7 +86,7 @@ def test_a_port_that_is_taken(tmp_path):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(TrainingError, match=f"port {port} of 127.0.0.1: it is taken"):
+        with pytest.raises(TrainingError, match=f"port {port} of 127.0.0.1: the port is in use"):
             launch(["words", str(tmp_path)], nproc=2, port=port, program=PROGRAM)
 
 

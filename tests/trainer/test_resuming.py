@@ -55,7 +55,7 @@ def test_auto_begins_anew_where_nothing_is_there(tmp_path):
     told = BytesDone()
     run(tmp_path / "a", told, resume="auto", epochs=1)
     assert told.notes == [
-        f"{tmp_path / 'a'} holds no checkpoint to resume from: training begins anew"
+        f"{tmp_path / 'a'} has no checkpoint to resume from: training starts from the beginning"
     ]
     assert told.of("Resumed") == []
     run(tmp_path / "b", epochs=1)
@@ -115,8 +115,7 @@ def test_auto_passes_over_what_is_damaged(tmp_path, whole):
         told = BytesDone()
         run(out, told, resume="auto", save_every=1, keep=9)
         (note,) = told.notes
-        assert note.startswith(f"{path}: "), damage
-        assert note.endswith(": passed over"), damage
+        assert note.startswith(f"skipped {path}: "), damage
         assert told.of("Resumed")[0].step == 4, damage
         assert_same_run(whole, out)
 
@@ -125,12 +124,12 @@ def test_auto_says_where_all_are_damaged(tmp_path):
     run(tmp_path, epochs=1)
     for name in ("last.pth", "best.pth"):
         (tmp_path / name).write_bytes(b"PK")
-    with pytest.raises(TrainingError, match=r"no checkpoint in .* can be read: "):
+    with pytest.raises(TrainingError, match=r"no checkpoint in .* is readable: "):
         run(tmp_path, resume="auto")
     assert (tmp_path / "last.pth").read_bytes() == b"PK"
     told = BytesDone()
     run(tmp_path, told, resume="auto", overwrite=True, epochs=1)
-    assert told.notes[0].endswith("training begins anew")
+    assert told.notes[0].endswith("training starts from the beginning")
     assert held(tmp_path / "last.pth")["epoch"] == 1
 
 
@@ -181,7 +180,7 @@ def test_another_architecture_is_told_with_the_options_of_the_run(tmp_path, then
     named(tmp_path / "a", **then)
     with pytest.raises(MatchError) as caught:
         named(tmp_path / "b", resume=str(tmp_path / "a" / "last.pth"), **now)
-    assert caught.value.hint == f"{hint}, as the checkpoint has it"
+    assert caught.value.hint == f"use {hint}, as in the checkpoint"
     assert "\n" not in str(caught.value)
 
 
@@ -194,7 +193,7 @@ def test_where_the_run_is_not_known_it_is_told_how_to_see_the_difference(tmp_pat
     torch.save({name: one.double() / 3 for name, one in net().state_dict().items()}, path)
     with pytest.raises(MatchError) as caught:
         run(tmp_path / "b", resume=path)
-    assert caught.value.hint == "--dtype float64, as the checkpoint has it"
+    assert caught.value.hint == "use --dtype float64, as in the checkpoint"
 
 
 def test_what_is_done_otherwise_is_told_with_both_values(tmp_path):
@@ -218,7 +217,7 @@ def test_an_epoch_of_other_batches_begins_anew(tmp_path):
     cut_off(tmp_path)
     told = BytesDone()
     run(tmp_path, told, resume="auto", epochs=2, given=data(30))
-    assert told.notes == ["epoch 2 begins anew: its batches have changed"]
+    assert told.notes == ["epoch 2 is restarted, because its batches have changed"]
     assert [event.samples for event in told.of("Stepped")] == [8, 8, 8, 6]
     assert [line["step"] for line in lines(tmp_path)] == [3, 9]
 
@@ -232,7 +231,7 @@ def test_wrapped_gives_weights_and_optimizer(tmp_path, optimizer):
     path = str(tmp_path / "wrapped" / "last.pth")
     run(tmp_path / "on", told, resume=path, epochs=2, model=alike(), **options)
     assert without(told) == ("scheduler", "rng", "progress")
-    assert told.notes == [f"{path} does not name the optimizer's parameters: matched by position"]
+    assert told.notes == [f"{path} has no parameter names for the optimizer: matched by position"]
     one, other = (held(tmp_path / name / "last.pth") for name in ("full", "on"))
     for name in ("state_dict", "optimizer", "scheduler", "step", "epoch"):
         assert not differences(one[name], other[name])
@@ -297,7 +296,7 @@ def test_a_run_that_is_done_says_so(tmp_path, options):
     told = BytesDone()
     assert run(tmp_path, told, resume="auto", **options) == result
     (note,) = told.notes
-    assert note.startswith("nothing is left to train: ")
+    assert note.startswith("nothing left to train: ")
     assert not told.of("Stepped")
     assert (
         (tmp_path / "last.pth").read_bytes(),
@@ -328,9 +327,7 @@ def test_a_run_that_goes_on_elsewhere_says_where_the_best_epoch_is(tmp_path):
     told = BytesDone()
     run(then, told, epochs=3, resume=str(first / "last.pth"), lr=1e6)
     assert not (then / "best.pth").exists()
-    assert any(
-        "best.pth is in the folder that the run was resumed from" in one for one in told.notes
-    )
+    assert any("best.pth is in the original run folder" in one for one in told.notes)
     told = BytesDone()
     run(tmp_path / "better", told, epochs=3, resume=str(first / "last.pth"), lr=0.01)
     assert (tmp_path / "better" / "best.pth").exists()

@@ -99,7 +99,7 @@ class Local(nn.Linear):
 def test_a_module_that_cannot_be_pickled(tmp_path):
     with pytest.raises(TrainingError, match=r"the module cannot be pickled: .*lock") as caught:
         run(tmp_path, model=Local(), save="module", epochs=1)
-    assert caught.value.hint == "--save full needs no class"
+    assert caught.value.hint == "use --save full, which does not pickle the class"
     assert os.listdir(tmp_path) == []
 
 

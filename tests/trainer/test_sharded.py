@@ -40,9 +40,9 @@ def test_a_whole_folder_has_no_damage(whole):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("run.pth", "its run.pth, which is written last, is missing"),
-        (".metadata", "its .metadata cannot be read"),
-        ("__0_0.distcp", "its __0_0.distcp is missing"),
+        ("run.pth", "run.pth, which is written last, is missing"),
+        (".metadata", ".metadata cannot be read"),
+        ("__0_0.distcp", "__0_0.distcp is missing"),
     ],
 )
 def test_a_file_that_is_missing_is_named(whole, name, told):
@@ -54,8 +54,8 @@ def test_a_file_that_is_missing_is_named(whole, name, told):
     ("name", "told"),
     [
         ("run.pth", "run.pth"),
-        (".metadata", "its .metadata cannot be read"),
-        ("__0_0.distcp", "its __0_0.distcp ends after 2,000 of"),
+        (".metadata", ".metadata cannot be read"),
+        ("__0_0.distcp", "__0_0.distcp is truncated: 2,000 of"),
     ],
 )
 def test_a_file_that_was_cut_is_named(whole, name, told):
@@ -74,7 +74,7 @@ class Stranger:
 
 def test_an_index_that_names_anything_else_is_not_run(whole, tmp_path):
     (whole / ".metadata").write_bytes(pickle.dumps(Stranger(tmp_path / "made")))
-    assert f"it names {os.mkdir.__module__}.mkdir" in sharded.damage(str(whole))
+    assert f"its index refers to {os.mkdir.__module__}.mkdir" in sharded.damage(str(whole))
     assert not (tmp_path / "made").exists()
 
 

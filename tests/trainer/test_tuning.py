@@ -203,10 +203,10 @@ class Looking(nn.Module):
 )
 def test_a_sparse_gradient_is_told_where_torch_takes_none(tmp_path, options):
     with pytest.raises(
-        TrainingError, match="torch does not take a sparse gradient here: "
+        TrainingError, match="torch does not support a sparse gradient here: "
     ) as caught:
         run(tmp_path, model=Looking(), **options)
-    assert "--optimizer sgd, without --clip" in caught.value.hint
+    assert "--optimizer sgd without --clip" in caught.value.hint
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"amp": "fp16"}, {"ema": 0.9}])

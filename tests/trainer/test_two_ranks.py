@@ -67,7 +67,7 @@ def test_a_run_goes_on_in_one_process_and_in_two_again(told, folder):
 @pytest.mark.parametrize(
     ("scene", "kind", "said"),
     [
-        ("in_the_way", "TrainingError", "holds an earlier run: "),
+        ("in_the_way", "TrainingError", "already has an earlier run: "),
         ("a_file_in_place_of_the_folder", "TargetExists", "is a file, not a folder"),
         ("another_architecture", "MatchError", "does not fit Sequential"),
         ("no_number_in_one", "TrainingError", "the loss is nan at step 1"),
@@ -83,7 +83,7 @@ def test_all_are_told_before_a_step_is_taken(told, scene, kind, said):
 def test_a_checkpoint_that_one_does_not_have(told, folder):
     (error, text, steps), missing = both(told, "missing_for_one")
     assert (error, steps) == ("FileMissing", 0)
-    assert text.startswith("training does not begin, as it failed in rank 1: ")
+    assert text.startswith("training was not started, because rank 1 failed: ")
     assert missing[0] == "FileMissing"
 
 
@@ -112,6 +112,6 @@ def test_the_first_clock_decides(told, folder):
 def test_batch_norm_of_a_share_is_told(told):
     for rank in told:
         note, (kind, message, steps) = rank["batch_norm"]
-        assert "--sync-batchnorm takes the whole batch" in note
+        assert "for the whole batch, use --sync-batchnorm" in note
         assert (kind, steps) == ("TrainingError", 0)
-        assert message == "torch's SyncBatchNorm works on GPUs only, not on the CPU"
+        assert message == "torch's SyncBatchNorm only works on GPUs"

@@ -201,7 +201,7 @@ def test_factors_of_any_shape_are_refused_by_a_sentence(down, target, tmp_path):
             torch.tensor(torch.nan),
             r"expected a finite number",
         ),
-        ("lora_unet_lin.lora_up.weight", torch.full((6, 2), torch.nan), "infinite or no number"),
+        ("lora_unet_lin.lora_up.weight", torch.full((6, 2), torch.nan), "infinite or NaN"),
         ("lora_unet_lin.lora_up.weight", torch.ones(6, 2).int(), "they do not fit"),
         ("lora_unet_lin.lora_magnitude_vector", torch.ones(1), "they do not fit"),
         ("lora_unet_lin.lora_A.weight", torch.ones(2, 8), "has two of lora_"),

@@ -24,9 +24,7 @@ from ckptool.words import a_class
 if TYPE_CHECKING:
     from ckptool.trainer.tuning import Tuning
 
-DIVERGED = (
-    "a lower --lr, --clip 1, or standardized data; the checkpoints of earlier steps are unchanged"
-)
+DIVERGED = "use a lower --lr, --clip 1 or standardized data; earlier checkpoints are unchanged"
 """The hint for losses, gradients and weights that are not finite."""
 
 
@@ -293,16 +291,16 @@ class Strategy:
 
 def _scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
-        fault = f"{a_class(loss)}, not a tensor"
+        fault = f"{a_class(loss)}, expected a tensor"
     elif loss.numel() != 1:
-        fault = f"a tensor of shape {tuple(loss.shape)}, not a single number"
+        fault = f"a tensor of shape {tuple(loss.shape)}, expected a single number"
     elif torch.is_grad_enabled() and not loss.requires_grad:
-        fault = "a tensor without a gradient: it does not depend on a weight"
+        fault = "a tensor without a gradient, which does not depend on any weight"
     else:
         return loss
     raise TrainingError(
-        f"the loss gave {fault}",
-        hint="it returns the mean over samples, computed by torch from the model's outputs",
+        f"the loss returned {fault}",
+        hint="return the mean over samples, computed by torch from the model's outputs",
     )
 
 

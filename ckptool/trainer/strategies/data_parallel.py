@@ -41,13 +41,13 @@ class DataParallel(Strategy):
             first = device_of(f"cuda:{ids[0]}")
         if first.type != "cuda":
             if ids or self.config.output_device is not None:
-                raise UsageError(f"device_ids and output_device are GPUs, but device is {first}")
+                raise UsageError(f"device_ids and output_device need GPUs, but device is {first}")
             return (first,)
         if first.index and not ids:
             ids = (first.index,)  # --device cuda:1 without --device-ids
         found = tuple(device_of(f"cuda:{one}") for one in ids or range(torch.cuda.device_count()))
         if len(set(found)) < len(found):
-            raise UsageError(f"device_ids {', '.join(map(str, ids))} name a GPU twice")
+            raise UsageError(f"device_ids {', '.join(map(str, ids))} has a GPU twice")
         return found
 
     def wrap(self, model: nn.Module) -> None:
@@ -61,8 +61,8 @@ class DataParallel(Strategy):
             ids, output = [one.index for one in self.devices], self.config.output_device
             if output not in (None, *ids):
                 raise TrainingError(
-                    f"outputs cannot be gathered on cuda:{output}: it has no replica",
-                    hint="--output-device is one of --device-ids",
+                    f"outputs cannot be gathered on cuda:{output}, which has no replica",
+                    hint="choose --output-device from --device-ids",
                 )
             self.model = nn.DataParallel(self.module, ids, output)
             return
@@ -99,16 +99,16 @@ class DistributedDataParallel(Distributed):
         if self.config.sync_batchnorm:
             if self.device.type == "cpu":
                 raise TrainingError(
-                    "torch's SyncBatchNorm works on GPUs only, not on the CPU",
-                    hint="--strategy single computes batch norm over the whole batch",
+                    "torch's SyncBatchNorm only works on GPUs",
+                    hint="use --strategy single for batch norm over the whole batch",
                 )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         super().wrap(model)
         if self.world.size > 1 and any(map(_is_of_a_share, model.modules())):
             self.observer.tell(
                 Note(
-                    "batch norm is computed over the part of a batch in each process, not as in "
-                    "one process: on GPUs --sync-batchnorm takes the whole batch"
+                    "batch norm uses the part of the batch in each process; for the whole batch, "
+                    "use --sync-batchnorm on GPUs"
                 )
             )
 

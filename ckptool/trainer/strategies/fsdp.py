@@ -35,9 +35,8 @@ class FullyShardedDataParallel(Distributed):
             from torch.distributed.fsdp import fully_shard  # noqa: F401
         except ImportError as error:
             raise TrainingError(
-                "strategy 'fsdp' needs torch 2.6 or later, for fully_shard; this is "
-                f"{torch.__version__}",
-                hint="a later torch, or --strategy ddp",
+                f"strategy 'fsdp' needs torch 2.6 or later, but this is {torch.__version__}",
+                hint="upgrade torch, or use --strategy ddp",
             ) from error
         with super().opened():
             yield
@@ -72,8 +71,8 @@ class FullyShardedDataParallel(Distributed):
     def whole_module(self) -> nn.Module:
         """Refuse: each process has only shards, in classes that torch made at run time."""
         raise TrainingError(
-            "a model of strategy 'fsdp' cannot be pickled: each process has only shards of it",
-            hint="--save full gathers the shards",
+            "strategy 'fsdp' cannot pickle the model, because each process has only shards of it",
+            hint="use --save full, which gathers the shards",
         )
 
     def wrapped_state(self) -> tuple[dict[str, Any], dict[str, Any]]:

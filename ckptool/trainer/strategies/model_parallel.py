@@ -32,8 +32,8 @@ class ModelParallel(Strategy):
         devices = tuple(map(device_of, words))
         if len(devices) < 2:
             raise TrainingError(
-                f"model-parallel needs several devices, not {devices[0] if devices else 'none'}",
-                hint="--devices cuda:0,cuda:1; --devices cpu,cpu works on any machine",
+                f"model-parallel needs several devices, given {devices[0] if devices else 'none'}",
+                hint="use --devices cuda:0,cuda:1, or --devices cpu,cpu on any machine",
             )
         return devices
 
@@ -96,9 +96,8 @@ class ModelParallel(Strategy):
             home.update(dict.fromkeys(ids, places[at]))
         if len(set(places)) < count:
             raise TrainingError(
-                f"the model's layers, {layers} with parameters, cannot be spread over {count} "
-                "devices",
-                hint="fewer --devices, or --strategy single",
+                f"the model has {layers} layers with parameters, too few for {count} devices",
+                hint="use fewer --devices, or --strategy single",
             )
         return places
 

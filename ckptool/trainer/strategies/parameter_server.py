@@ -194,7 +194,7 @@ def _outcome(call: Future[Any]) -> Any:
     try:
         return call.value()
     except Exception as error:
-        return f"its connection has ended ({str(error).partition(' (this error')[0]})"
+        return f"the connection was closed ({str(error).partition(' (this error')[0]})"
 
 
 class ParameterServer(Strategy):
@@ -224,11 +224,13 @@ class ParameterServer(Strategy):
         self.takes_steps = self._rank == 0  # the server
         if self.processes < 2:
             raise TrainingError(
-                "a parameter server needs 2 processes or more, not 1",
-                hint="--nproc 3 starts a server and two workers",
+                "a parameter server needs at least 2 processes",
+                hint="use --nproc 3 for a server and two workers",
             )
         if not rpc.is_available():
-            raise TrainingError("this torch has no torch.distributed.rpc", hint="--strategy ddp")
+            raise TrainingError(
+                "this torch has no torch.distributed.rpc", hint="use --strategy ddp"
+            )
         self._part = 0, 1
         self._end: _Released | None = None
         _connect(self._rank, self.processes)
@@ -325,7 +327,7 @@ class ParameterServer(Strategy):
                 return results
             if not isinstance(answer, Answer):
                 hint = getattr(answer, "hint", None)
-                raise PeerLost(f"worker {rank} cannot go on: {answer}", hint=hint)
+                raise PeerLost(f"worker {rank} cannot continue: {answer}", hint=hint)
             self._free.add(rank)
             answers = self._handed_out[answer.number][2]
             answers[rank] = answer
@@ -357,7 +359,7 @@ class ParameterServer(Strategy):
         is_lost = not isinstance(message, _Released)
         self._end = end = _Released(failure=message) if is_lost else message
         if isinstance(end.failure, str):
-            raise PeerLost(f"the server, rank 0, cannot go on: {end.failure}")
+            raise PeerLost(f"the server, rank 0, cannot continue: {end.failure}")
         if end.failure is not None:
             raise end.failure
         return end.outcome

@@ -45,18 +45,17 @@ class Xla(Strategy):
         except ImportError as error:
             raise TrainingError(
                 f"strategy 'xla' needs torch_xla, which cannot be imported: {error}",
-                hint="on a TPU: pip install 'torch_xla[tpu]==2.9.0' torch==2.9.1; each release "
+                hint="install it on a TPU with pip install 'torch_xla[tpu]==2.9.0' "
+                "torch==2.9.1; each release "
                 "needs one minor version of torch",
             ) from error
         if self.config.amp == "fp16":
-            raise TrainingError(
-                "a TPU cannot compute in float16", hint="--amp bf16 needs no scaler"
-            )
+            raise TrainingError("a TPU cannot compute in float16", hint="use --amp bf16")
         word = self.config.device
         if word != "auto" and torch.device(word).type != "xla":
             raise UsageError(
-                f"strategy 'xla' uses the devices of torch_xla, not {word}",
-                hint="--device xla, or none; with PJRT_DEVICE=CPU torch_xla computes on the CPU",
+                f"strategy 'xla' uses torch_xla devices, not {word}",
+                hint="use --device xla, or leave out --device; PJRT_DEVICE=CPU computes on the CPU",
             )
         try:
             if not self._runtime.is_spmd():
@@ -67,20 +66,20 @@ class Xla(Strategy):
         except (RuntimeError, OSError) as error:  # OSError: there is no libtpu
             said = str(error).strip().partition("\n")[0]
             raise TrainingError(
-                f"torch_xla finds no device: {said}",
-                hint="pip install 'torch_xla[tpu]' has the library of TPUs; PJRT_DEVICE=CPU "
+                f"torch_xla found no device: {said}",
+                hint="install the TPU library with pip install 'torch_xla[tpu]', or set "
+                "PJRT_DEVICE=CPU, which "
                 "needs none",
             ) from error
         if total != self._count:
             raise TrainingError(
-                f"strategy 'xla' needs one machine: this has {self._count} of {total} XLA devices",
-                hint="a slice of one host, v5litepod-8 for example",
+                f"strategy 'xla' needs one machine, but this one has {self._count} of {total} "
+                "XLA devices",
+                hint="use a slice with one host, for example v5litepod-8",
             )
         kind = self._runtime.device_type()
         if kind != "TPU":
-            self.observer.tell(
-                Note(f"there is no TPU: torch_xla computes on {self._count} x {kind}")
-            )
+            self.observer.tell(Note(f"no TPU found: torch_xla uses {self._count} x {kind}"))
         yield
 
     @property

@@ -54,9 +54,9 @@ def test_a_pair_may_be_any_sequence(pair):
 
 
 UNLIKE = {
-    "no pair": ([torch.ones(2)] * 2, "sample 0 of the dataset is a Tensor, not a pair"),
-    "three": ([(1, 2, 3)] * 2, "sample 0 of the dataset is a tuple, not a pair"),
-    "nothing": ([None, None], "sample 0 of the dataset is None, not a pair"),
+    "no pair": ([torch.ones(2)] * 2, "sample 0 of the dataset is a Tensor, expected a pair"),
+    "three": ([(1, 2, 3)] * 2, "sample 0 of the dataset is a tuple, expected a pair"),
+    "nothing": ([None, None], "sample 0 of the dataset is None, expected a pair"),
     "ragged": ([(torch.ones(2), 0), (torch.ones(3), 0)], "samples 0, 1 of the dataset cannot be"),
     "other keys": ([({"a": 1}, 0), ({"b": 1}, 0)], "samples 0, 1 of the dataset cannot be"),
     "other lengths": ([((1, 2), 0), ((1,), 0)], "samples 0, 1 of the dataset cannot be stacked"),
@@ -109,7 +109,7 @@ def test_data_without_a_loss_are_refused(tmp_path):
 
 
 NO_DATA = {
-    "empty": ([], "the training dataset has no sample"),
+    "empty": ([], "the training dataset is empty"),
     "an iterator": (iter([(1, 2)]), "a list_iterator is not a map-style dataset"),
     "a loader": (DataLoader([(1, 2)]), "a DataLoader is not a map-style dataset"),
 }
@@ -270,9 +270,9 @@ def test_data_and_loss_of_ones_own(tmp_path, monkeypatch):
         assert len(pair.validation) == 5
         assert pair.mean_loss(torch.zeros(2, 1), torch.ones(2, 1)).item() == 1
     assert len(data_of(TrainConfig(out="-", data="own_data:rows", loss="mse_loss")).train) == 5
-    with pytest.raises(UsageError, match="gives a dataset without a loss"):
+    with pytest.raises(UsageError, match="returns a dataset without a loss"):
         data_of(TrainConfig(out="-", data="own_data:pair"))
-    with pytest.raises(UsageError, match="own_data:none gives an int, not data"):
+    with pytest.raises(UsageError, match="own_data:none returns an int, expected data"):
         data_of(TrainConfig(out="-", data="own_data:none"))
 
 
@@ -367,13 +367,17 @@ def test_a_column_may_be_named_by_its_number_where_there_are_no_names(tmp_path):
 
 
 REFUSED = {
-    "one column": ({"a": range(9)}, None, "has only one column, 'a': nothing to predict it from"),
+    "one column": (
+        {"a": range(9)},
+        None,
+        "has only one column, 'a', so there is nothing to predict",
+    ),
     "too few rows": (
         {"a": range(4), "b": range(4)},
         None,
-        "has 4 rows of numbers; training and validation need 5",
+        "has 4 rows of numbers, expected at least 5",
     ),
-    "one row": ({"a": [1], "b": [2]}, None, "has 1 row of numbers; training and validation need 5"),
+    "one row": ({"a": [1], "b": [2]}, None, "has 1 row of numbers, expected at least 5"),
     "another name": (columns(), "zz", "has no column 'zz'; its columns: x, y, z"),
     "many columns": (
         {f"c{n:02}": range(9) for n in range(20)},
@@ -383,7 +387,7 @@ REFUSED = {
     "large numbers": (
         {"a": [1e308, -1e308] * 5, "b": range(10)},
         None,
-        "the numbers in column 'a' are too large",
+        "column 'a' cannot be standardized",
     ),
 }
 
@@ -400,7 +404,7 @@ def test_what_cannot_be_learned_from_is_told(write, given, target, told):
 def test_a_name_that_is_almost_right_is_proposed(write):
     with pytest.raises(TrainingError) as caught:
         data(write(price=range(9), size=range(9)), target="prices")
-    assert caught.value.hint == "--target price"
+    assert caught.value.hint == "use --target price"
 
 
 def test_the_checkpoint_holds_what_turns_outputs_into_the_files_numbers(write, tmp_path):
@@ -479,14 +483,14 @@ NO_TABLES = {
     "beyond floats": ("a,b\n1e999,1\n", "line 2: '1e999' in column 'a'"),
     "an underscore": ("a,b\n1_000,1\n", "line 2: '1_000' in column 'a'"),
     "a long text": (f"a,b\n{'x' * 99},1\n", f"'{'x' * 40}...' in column 'a' is not"),
-    "a short line": ("a,b\n1,2\n3\n", "line 3: 1 cell, but 2 in the lines before"),
-    "a long line": ("a,b\n1,2\n3,4,5\n", "line 3: 3 cells, but 2 in the lines before"),
-    "a short line after semicolons": ("a;b\n1\n", "line 2: 1 cell, but 2 in the lines before"),
-    "two names": ("a,b,a\n1,2,3\n", "line 1: two columns are named 'a'"),
+    "a short line": ("a,b\n1,2\n3\n", "line 3: has 1 cell, expected 2"),
+    "a long line": ("a,b\n1,2\n3,4,5\n", "line 3: has 3 cells, expected 2"),
+    "a short line after semicolons": ("a;b\n1\n", "line 2: has 1 cell, expected 2"),
+    "two names": ("a,b,a\n1,2,3\n", "line 1: two columns have the name 'a'"),
     "a number as a name": ("2,,3\nx,1,1\n", "line 1: '' in column '2' is not"),
-    "no row": ("a,b\n", "there is no row below the names of the columns"),
-    "nothing": ("", "there is no row"),
-    "blank lines alone": ("\n \n", "there is no row"),
+    "no row": ("a,b\n", "the file has no rows after the header"),
+    "nothing": ("", "the file has no rows"),
+    "blank lines alone": ("\n \n", "the file has no rows"),
     "an open quote": ('a,b\n1,"2\n', "line 2: unexpected end of data"),
     "a quote that goes on": ('a,b\n"1"2,3\n', "line 2: ',' expected after '\"'"),
     "not utf-8": (b"a,b\n1,2\n3,caf\xe9\n", "is not UTF-8"),
@@ -512,7 +516,7 @@ def test_what_is_no_table_of_numbers_is_told_with_its_place(table, tmp_path):
 def test_a_decimal_comma_is_told_as_such(table):
     with pytest.raises(TrainingError, match="'1,5' in column 'a' is not") as caught:
         table("a;b\n1,5;2\n")
-    assert caught.value.hint.startswith("numbers such as 1.5 in every cell")
+    assert caught.value.hint.startswith("write numbers such as 1.5 in every cell")
 
 
 def test_control_characters_are_not_passed_on(table):

@@ -63,9 +63,9 @@ def test_a_cnn_takes_images_alone(inputs):
 
 @pytest.mark.parametrize("word", ["linear", "mlp:3", "cnn"])
 def test_of_data_of_unknown_shape_no_model_is_made(word):
-    with pytest.raises(UsageError, match="the shape of the data, which is not known") as caught:
+    with pytest.raises(UsageError, match="the shape of the data, which is unknown") as caught:
         model(word, data())
-    assert caught.value.hint.startswith("Trainer(model=...)")
+    assert caught.value.hint.startswith("use Trainer(model=...)")
 
 
 def test_widths_that_no_machine_holds_are_told():
@@ -167,12 +167,15 @@ def test_trying_it_uses_up_nothing_that_is_random(own):
 
 WRONG = {
     "Gone": (UsageError, "has no attribute 'Gone'"),
-    "number": (UsageError, "own_net:number gives an int, not a model"),
+    "number": (UsageError, "own_net:number returns an int, expected a model"),
     "needy": (UsageError, "own_net:needy raised TypeError: needy() missing 1 required"),
-    "nothing": (UsageError, "own_net:nothing gives None, not a model"),
-    "weights": (UsageError, "own_net:weights gives an OrderedDict, not a model"),
+    "nothing": (UsageError, "own_net:nothing returns None, expected a model"),
+    "weights": (UsageError, "own_net:weights returns an OrderedDict, expected a model"),
     "Moody": (TrainingError, "does not accept a batch of (1, 10): ValueError: not today"),
-    "wide": (TrainingError, "returns (1, 3) for a batch of (1, 10); --data friedman needs (1, 1)"),
+    "wide": (
+        TrainingError,
+        "returns (1, 3) for a batch of (1, 10), but --data friedman needs (1, 1)",
+    ),
     "Two": (TrainingError, "returns a tuple for a batch of (1, 10)"),
 }
 

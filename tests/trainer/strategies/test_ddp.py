@@ -43,6 +43,6 @@ def test_parameters_that_no_gradient_comes_to_stay_as_they_are(folder, tmp_path)
 def test_what_cannot_be_trained_is_refused_in_all_processes(told):
     for rank in told:
         assert rank["refused"] == [
-            ["TrainingError", "a batch of 1 sample cannot be shared by 3 processes", 0],
-            ["TrainingError", "the model has no parameter to train", 0],
+            ["TrainingError", "a batch of 1 sample cannot be split over 3 processes", 0],
+            ["TrainingError", "the model has no trainable parameters", 0],
         ]

@@ -32,12 +32,12 @@ def test_each_batch_is_told_from_inside_and_outside_and_the_model_keeps_no_hook(
 
 @pytest.mark.parametrize("options", [{"device_ids": (97, 98)}, {"device": "cuda:97"}])
 def test_a_gpu_that_is_not_there(options):
-    with pytest.raises(TrainingError, match="cuda:97 is not here"):
+    with pytest.raises(TrainingError, match="cuda:97 is not available"):
         dp(**options).wrap(nn.Linear(1, 1))
 
 
 def test_gpus_and_the_cpu():
-    with pytest.raises(UsageError, match="are GPUs, but device is cpu"):
+    with pytest.raises(UsageError, match="need GPUs, but device is cpu"):
         dp(device_ids=(0,), device="cpu").wrap(nn.Linear(1, 1))
 
 
@@ -48,5 +48,5 @@ def test_replicas_on_a_gpu(tmp_path):
     assert {one.device for one in told.of("Traced") if not one.outside} == {
         f"cuda:{number}" for number in range(min(4, torch.cuda.device_count()))
     }
-    with pytest.raises(TrainingError, match="it has no replica"):
+    with pytest.raises(TrainingError, match="which has no replica"):
         dp(device_ids=(0,), output_device=97).wrap(nn.Linear(1, 1))

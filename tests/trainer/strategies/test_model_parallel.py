@@ -58,8 +58,8 @@ def test_other_kinds_of_checkpoints_are_written(tmp_path, save):
 @pytest.mark.parametrize(
     ("model", "count", "told"),
     [
-        (nn.Linear(3, 1), 2, "1 with parameters, cannot be spread over 2"),
-        (net(), 3, "2 with parameters, cannot be spread over 3"),
+        (nn.Linear(3, 1), 2, "1 layers with parameters, too few for 2"),
+        (net(), 3, "2 layers with parameters, too few for 3"),
     ],
 )
 def test_a_model_of_too_few_layers_is_refused(tmp_path, model, count, told):
@@ -77,7 +77,7 @@ def test_less_than_two_devices_are_refused(tmp_path, devices):
 
 
 def test_a_device_without_memory_is_refused(tmp_path):
-    with pytest.raises(TrainingError, match="'meta' has no memory"):
+    with pytest.raises(TrainingError, match="cannot train on 'meta', which has no memory"):
         run(tmp_path, strategy="model-parallel", devices=("cpu", "meta"))
 
 

@@ -19,12 +19,12 @@ from tests.trainer.runs import BytesDone, assert_same_run, data, net, run
 def test_without_torch_xla_it_is_told_how_to_get_it(tmp_path):
     with pytest.raises(TrainingError, match="torch_xla, which cannot be imported") as caught:
         run(tmp_path / "out", strategy="xla")
-    assert caught.value.hint.startswith("on a TPU: pip install 'torch_xla[tpu]")
+    assert caught.value.hint.startswith("install it on a TPU with pip install 'torch_xla[tpu]")
     assert not (tmp_path / "out").exists()
 
 
 def test_xla_is_no_device_of_another_strategy(tmp_path):
-    with pytest.raises(TrainingError, match="device xla needs --strategy xla"):
+    with pytest.raises(TrainingError, match="--device xla needs --strategy xla"):
         run(tmp_path / "out", device="xla")
 
 
@@ -41,7 +41,7 @@ class TestWithTorchXla:
     def test_what_it_saves_is_of_the_cpu(self, tmp_path, kind, count):
         told = BytesDone()
         run(tmp_path, told, strategy="xla", device="auto", save=kind, epochs=1, model=net())
-        assert told.notes[0] == f"there is no TPU: torch_xla computes on {count} x CPU"
+        assert told.notes[0] == f"no TPU found: torch_xla uses {count} x CPU"
         assert told.of("Started")[0].devices == tuple(f"xla:{number}" for number in range(count))
         held = torch.load(tmp_path / "last.pth", weights_only=kind != "module")
         state = (
@@ -121,4 +121,4 @@ class TestWithTorchXla:
 
     def test_its_devices_are_listed(self, count):
         listed = {one.name: one.model for one in devices_here().devices if not one.is_current}
-        assert listed == {f"xla:{number}": "CPU, by torch_xla" for number in range(count)}
+        assert listed == {f"xla:{number}": "CPU (torch_xla)" for number in range(count)}
