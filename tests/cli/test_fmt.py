@@ -32,7 +32,7 @@ def test_nothing_is_shortened(ckptool, tmp_path):
 def test_info_shows_its_sections(ckptool, model):
     rows = list(csv.reader(ckptool("info", model, "--fmt", "csv").out.splitlines()))
     assert rows[0] == ["section", "kind", "tensors", "parameters", "bytes", "wrappers"]
-    assert rows[1] == ["state_dict", "state_dict", "9", "330", "1.4 KiB", "module"]
+    assert rows[1] == ["state_dict", "state_dict", "9", "330", "1.4 KiB", "module."]
 
 
 @pytest.mark.parametrize(
