@@ -128,8 +128,8 @@ class _Convert(Allowing, RulesInOrder, Sectioned):
     "--recipe",
     metavar="NAME|FILE",
     type=PATH,
-    help="Convert to the layout of another library, for example with llama-meta-to-hf. List the "
-    "recipes with ckptool recipes.",
+    help="Convert with a recipe to the layout of another library, for example llama-meta-to-hf. "
+    "ckptool recipes lists them.",
 )
 @flag("--reverse", "Apply the recipe in reverse.")
 @repeatable(

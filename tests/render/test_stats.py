@@ -79,7 +79,7 @@ def test_reasons_and_remarks_in_words(drawn):
     tree |= {"s": torch.eye(3).to_sparse(), "s2": torch.eye(3).to_sparse(), "e": torch.zeros(0)}
     text = "\n".join(drawn(tree))
     assert "layers.2.w: norm " in text
-    assert "no statistics for s, s2: sparse_coo: its elements are not a plain array" in text
+    assert "no statistics for s, s2: sparse_coo: not a plain array of elements" in text
 
 
 def test_many_remarks_end_with_how_many_more(drawn):
@@ -143,7 +143,7 @@ def test_flags_of_some_of_the_folded_say_of_how_many(drawn):
 def test_a_name_that_is_empty_or_none_at_all(drawn):
     assert drawn(torch.ones(2))[1].startswith("(the whole file)  float32")
     assert drawn({"": torch.ones(2)})[1].startswith("''  ")
-    assert "no statistics for '': sparse_coo: its elements are not a plain array" in drawn(
+    assert "no statistics for '': sparse_coo: not a plain array of elements" in drawn(
         {"": torch.eye(2).to_sparse()}
     )
 
