@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from ckptool.trainer.devices import Devices
 
 _COLUMNS = {"epoch": 5, "step": 7, "train_loss": 11, "val_loss": 11, "lr": 10, "samples/s": 10}
-"""The widths, known before the rows are: those come minutes apart."""
+"""The widths, fixed before the first row: rows are minutes apart."""
 
 
 _WITHOUT = {
-    "optimizer": "its state begins anew",
+    "optimizer": "its state starts from scratch",
     "scheduler": "the learning rate follows from the step",
-    "scaler": "its scale begins anew",
-    "ema": "the average begins with these weights",
-    "rng": "dropout draws other numbers than a run that was not stopped",
-    "progress": "the next epoch begins with its first step",
+    "scaler": "its scale starts from scratch",
+    "ema": "the average starts with these weights",
+    "rng": "dropout draws other numbers than an uninterrupted run",
+    "progress": "the next epoch starts at its first step",
 }
-"""What the lack of each part of a checkpoint costs."""
+"""The consequence of each part that a checkpoint lacks."""
 
 
 def heading(look: Look) -> str:
-    """Return what the columns of `epoch_line` are."""
+    """Return the headings of the columns of `epoch_line`."""
     return look.bold(_aligned(list(_COLUMNS)))
 
 
@@ -66,13 +66,13 @@ def _aligned(cells: Sequence[str]) -> str:
 
 
 def event_line(event: Started | Resumed | Note) -> str:
-    """Return what is trained on what, where a run goes on and what that lacks, or a note."""
+    """Return the line of an event: the start of a run, what it resumes from, or a note."""
     if isinstance(event, Note):
         return f"note: {clean(event.text)}"
     if isinstance(event, Resumed):
         costs = [f"{name} ({_WITHOUT[name]})" for name in event.without]
         lacks = f", without {', '.join(costs)}" if costs else ""
-        return f"goes on from {clean(event.path)}, step {event.step:,}{lacks}"
+        return f"resuming from {clean(event.path)} at step {event.step:,}{lacks}"
     where = ", ".join(dict.fromkeys(event.devices))
     if event.processes > 1:
         where = f"{event.processes} processes, {where}"
@@ -83,26 +83,26 @@ def event_line(event: Started | Resumed | Note) -> str:
 
 
 def progress_text(step: Stepped, total: int, epochs: int, left: float | None) -> str:
-    """Return the text behind the bar: the epoch, the step, and the seconds `left` if known."""
+    """Return the text after the bar: the epoch, the step, and the seconds `left` if known."""
     place = f"epoch {step.epoch} of {epochs}, step {step.step:,} of {total:,}"
     return f"{place}, loss {step.loss:.4g}" + ("" if left is None else f", {duration(left)} left")
 
 
 def validating_text(event: Validating) -> str:
-    """Return the text behind the bar while an epoch is validated."""
+    """Return the text after the bar while an epoch is validated."""
     return f"validation, sample {event.done:,} of {event.samples:,}"
 
 
 def trace_line(traced: Traced, rank: int | None) -> str:
-    """Return what a replica, or the loop, got and gave, as DataParallel's tutorial has it."""
+    """Return the sizes that a replica, or the loop, got and returned, as in the DataParallel tutorial."""
     given, got = _sizes(traced.inputs), _sizes(traced.outputs)
-    told = (
+    text = (
         f"Outside: input size {given} output_size {got}"
         if traced.outside
         else f"\tIn Model: input size {given} output size {got}"
     )
-    told += f" device {traced.device}"
-    return told if rank is None else f"[rank {rank}] {told}"
+    text += f" device {traced.device}"
+    return text if rank is None else f"[rank {rank}] {text}"
 
 
 def _sizes(shape: Sequence[int]) -> str:
@@ -121,8 +121,8 @@ def end_lines(saved: Sequence[Saved], result: TrainResult) -> Iterator[str]:
 
 
 def stopped_line(saved: Saved) -> str:
-    """Return what is left of a run that a signal has ended."""
-    return f"saved at step {saved.step:,} in {clean(saved.path)}: --resume auto goes on"
+    """Return the line about the checkpoint of a run that a signal ended."""
+    return f"saved at step {saved.step:,} in {clean(saved.path)}; continue with --resume auto"
 
 
 def gpus_line(physical: Mapping[str, str]) -> str:
@@ -131,7 +131,7 @@ def gpus_line(physical: Mapping[str, str]) -> str:
 
 
 def device_lines(devices: Devices, look: Look) -> Iterator[str]:
-    """How many GPUs there are, and a row for each device; `*` is the one that `auto` takes."""
+    """Yield the number of GPUs, and a row for each device; `*` marks the one that `auto` uses."""
     yield counted(devices.cuda, "GPU") if devices.cuda else "no GPU: this machine, or this torch"
     rows = [
         [

@@ -337,7 +337,7 @@ def test_two_processes_train_as_one_and_the_older_launcher_of_torch_goes_on(out)
     assert [line.split()[:2] for line in more.stdout.splitlines()[:2]][1] == ["2", "4"]
     assert len(more.stdout.splitlines()) == 6
     assert more.stdout.splitlines()[-1].startswith("Trained to step 4, 2 epochs. The lowest loss")
-    assert more.stderr.count("goes on from run/last.pth, step 2\n") == 1
+    assert more.stderr.count("resuming from run/last.pth at step 2\n") == 1
     assert "ddp on 2 processes" in more.stderr
 
 
@@ -369,7 +369,7 @@ def test_torchrun_starts_again_what_has_lost_a_rank(tmp_path, strategy):
     more = (*more, "--model", "dying:Dying")
     done = finished(*torchrun, "-m", "ckptool", *words, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "goes on from run/last.pth, step 13\n" in done.stderr
+    assert "resuming from run/last.pth at step 13\n" in done.stderr
     assert done.stdout.splitlines()[-1].startswith("Trained to step 39, 3 epochs.")
 
 
@@ -431,7 +431,7 @@ def test_a_signal_saves_and_says_how_to_go_on(out, number, more):
         lines.read()
     assert ended([running], timeout=TIMEOUT) == [128 + number]
     step = library.load(out / "last.pth")["step"]
-    saved = f"saved at step {step:,} in run/last.pth: --resume auto goes on"
+    saved = f"saved at step {step:,} in run/last.pth; continue with --resume auto"
     assert said.read_text().splitlines()[1:] == [saved]
 
 
