@@ -588,7 +588,7 @@ FOLDER_KINDS: tuple[NameKind, ...] = (
     ),
     NameKind(
         (r"sharded",),
-        "a folder of torch's Hugging Face writer with parts that are not joined: the save "
+        "a folder of the Hugging Face writer in torch with parts that are not joined: the save "
         "was interrupted or failed",
         "join them with ckptool convert {entry} FOLDER/",
     ),

@@ -94,7 +94,7 @@ def validating_text(event: Validating) -> str:
 
 
 def trace_line(traced: Traced, rank: int | None) -> str:
-    """Return the sizes that a replica, or the loop, got and returned, as in the DataParallel tutorial."""
+    """Return the sizes that a replica or the loop got and returned, as DataParallel prints."""
     given, got = _sizes(traced.inputs), _sizes(traced.outputs)
     text = (
         f"Outside: input size {given} output_size {got}"

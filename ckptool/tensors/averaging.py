@@ -171,7 +171,7 @@ class Averager:
             kernel = self._kernel(runs, dtype)
             try:
                 made = mix()
-                for start, stop, room, skipped in chunks(offset, buffer, itemsize, count):
+                for start, stop, room, skipped in chunks(offset, buffer, itemsize, count, CHUNK):
                     room[:] = kernel.mixed(runs, made, start, stop)[skipped : skipped + len(room)]
             except OverflowError as error:
                 raise NotRepresentable(

@@ -65,7 +65,7 @@ class Difference:
     """The largest |a - b| / |b|: infinite where b is 0 and a is not, 0.0 where both are."""
     rmse: float | None
     cosine: float | None
-    """None where either has no length, or one that float64 cannot tell beside the other's."""
+    """None if the norm of either is 0, or too small next to the other for float64."""
     nan_a: int
     nan_b: int
     inf_a: int
