@@ -1,4 +1,4 @@
-"""Public functions that combine several rooms; the others are in the room that they belong to."""
+"""Public functions that combine several packages. The others are in the packages themselves."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ Rules: TypeAlias = "Iterable[str | Rule]"
 def open(
     path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS, master: bool = False
 ) -> Checkpoint:
-    """Open the checkpoint in a file or folder. Read only its header, and run no code of it.
+    """Open the checkpoint in a file or folder. Reads only the header and runs no code of the file.
 
     Close the checkpoint, or use it as a context manager.
 
     Args:
-        path: A file, an index of shards, or the folder of a model in several files.
-        limits: Bounds for what a header may ask for.
-        master: Take the fp32 masters that the optimizer of DeepSpeed keeps for the weights.
+        path: A file, an index of shards, or a folder with a model in several files.
+        limits: Limits for the sizes and counts in a header.
+        master: Use the fp32 master weights in the optimizer state of DeepSpeed.
 
     Raises:
-        FileMissing: the file does not exist.
-        NotACheckpoint: the file is something else; the message says what.
-        UnsupportedFormat: ckptool does not read this kind of checkpoint.
-        CorruptFile: the file breaks a rule of its format (`TruncatedFile`: it ends too early).
-        LimitExceeded: the file asks for more than `limits` allows.
-        NotFound: with `master`: there are no masters.
+        FileMissing: if the file does not exist.
+        NotACheckpoint: if the file is something else; the message describes it.
+        UnsupportedFormat: if ckptool cannot read this kind of checkpoint.
+        CorruptFile: if the file violates its format (`TruncatedFile`: if it ends too early).
+        LimitExceeded: if the file needs more than `limits` allows.
+        NotFound: if `master` is True and the file has no master weights.
     """
     return opened_and_changed(
         path, lambda one: transforms.Masters()(one) if master else one, limits=limits
@@ -58,30 +58,30 @@ def report(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> PageReceipt:
-    """Write a page about a checkpoint: a single HTML file that loads nothing else.
+    """Write a page about a checkpoint: a single, self-contained HTML file.
 
     Args:
         source: A path, or an open checkpoint.
-        target: The page to write.
+        target: The HTML file to write.
         other: A checkpoint to compare `source` with.
-        key: The address of the part to show; default: the whole checkpoint.
-        values: Read the tensors, for figures and histograms.
+        key: The path of the section to show. Default: the whole checkpoint.
+        values: Read the tensors for statistics and histograms.
         overwrite: Replace an existing page.
-        progress: Called with the bytes done and the bytes in all.
+        progress: Called with the bytes done so far and the total bytes.
 
     Raises:
-        UnreadableFile: a source cannot be read.
-        NotFound: there is nothing at `key`.
-        TargetExists, WriteError: nothing was written; the target exists, or is a source.
+        UnreadableFile: if a source cannot be read.
+        NotFound: if there is no entry at `key`.
+        TargetExists, WriteError: if the target exists, is a source, or cannot be written.
     """
     from ckptool.comparison import report as reports
-    from ckptool.render.page import write_page  # a list needs no page
+    from ckptool.render.page import write_page  # Here: other functions need no page.
     from ckptool.writing.target import check_target
 
     with ExitStack() as stack:
         sources = [source] if other is None else [source, other]
         files = [stack.enter_context(opened(one)) for one in sources]
-        for file in files:  # before anything is read
+        for file in files:  # checked before anything is read
             check_target(file, target, overwrite=overwrite, in_place=False)
         found = reports.report(*files, key=key, values=values, progress=progress)
         return write_page(found, target, files, overwrite=overwrite)
@@ -105,30 +105,30 @@ def average(
     verify: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Receipt:
-    """Write the mean of the weights of several checkpoints; take the rest from the first.
+    """Write the average of several checkpoints. Everything but the weights is from the first.
 
     Args:
         sources: Two or more paths or open checkpoints.
         target: The file to write.
-        mode: `"mean"`; `"slerp"`, of two files; `"task"`: the first + `t` (the second - the third).
-        weights: One for each source of a mean; divided by their sum.
-        t: How far slerp goes from the first (0) to the second (1), 0.5 if not given; or the factor
-            of the task's difference, 1 if not given.
-        ints: Integer tensors must be the `"same"` in all sources, or are those of the `"first"`.
-        key: The address of the only state dict to average.
-        format: The format to write (`torch-zip`, `safetensors`, ...); default: by the extension.
+        mode: `"mean"`; `"slerp"` of two files; `"task"`: first + `t` * (second - third).
+        weights: The weight of each source in the mean. They are divided by their sum.
+        t: With `"slerp"`, the position between the first (0) and the second (1), default 0.5. With
+            `"task"`, the factor of the difference, default 1.
+        ints: `"same"` requires equal integer tensors in all sources; `"first"` takes the first.
+        key: The path of one state dict to average. Default: all of them.
+        format: The format to write (`torch-zip`, `safetensors`, ...). Default: by the extension.
         max_shard_size: Split the result into files of at most this size: `"5GB"`, or bytes.
-        strict: Refuse to leave anything out.
+        strict: Raise an error rather than leave anything out.
         overwrite: Replace an existing target.
         in_place: Allow the target to be one of the sources.
-        dry_run: Plan only.
-        verify: Read the result back and compare it; default: yes, as tensors are computed.
-        progress: Called with the bytes done and the bytes in all.
+        dry_run: Return the receipt without writing anything.
+        verify: Read the result back and compare it. Default: True, because tensors are computed.
+        progress: Called with the bytes done so far and the total bytes.
 
     Raises:
-        UnreadableFile: a source cannot be read.
-        NotFound, UsageError: keys, shapes or integers differ, or there are too few sources.
-        WriteError: nothing was written.
+        UnreadableFile: if a source cannot be read.
+        NotFound, UsageError: if keys, shapes or integers differ, or there are too few sources.
+        WriteError: if the target cannot be written; nothing has changed.
     """
     if isinstance(sources, (str, os.PathLike)):
         raise UsageError(
@@ -167,32 +167,32 @@ def merge_lora(
     verify: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Receipt:
-    """Write a model with LoRA adapters merged into its weights, as `merge_and_unload` of PEFT does.
+    """Write a model with LoRA adapters merged into its weights, like `merge_and_unload` of PEFT.
 
-    Sums are calculated in float32 (float64 where a tensor has that type) and rounded once to the
-    type of the base.
+    Sums are computed in float32 (float64 if a tensor is float64) and rounded once to the dtype of
+    the base.
 
     Args:
         base: A path or an open checkpoint.
-        adapters: Those of PEFT, kohya or diffusers; none if `base` is the state dict of a
-            PeftModel, which holds its own.
+        adapters: Adapters in the layout of PEFT, kohya or diffusers. Leave them out if `base` is
+            the state dict of a PeftModel, which contains its own.
         target: The file to write.
-        scale: A factor for each adapter, or one for all.
-        alpha: PEFT's `lora_alpha`, where no `adapter_config.json` beside the adapter says it.
-        key: The address of the state dict to change.
-        format: The format to write (`torch-zip`, `safetensors`, ...); default: by the extension.
-        max_shard_size: Split a larger result into shards and an index.
+        scale: One factor per adapter, or one for all.
+        alpha: PEFT's `lora_alpha`, if there is no `adapter_config.json` next to the adapter.
+        key: The path of the state dict to change.
+        format: The format to write (`torch-zip`, `safetensors`, ...). Default: by the extension.
+        max_shard_size: Split a larger result into shards with an index.
         overwrite: Replace an existing target.
-        dry_run: Plan only.
-        verify: Read the result back and compare it; default: yes, as tensors are computed.
-        progress: Called with the bytes done and the bytes in all.
+        dry_run: Return the receipt without writing anything.
+        verify: Read the result back and compare it. Default: True, because tensors are computed.
+        progress: Called with the bytes done so far and the total bytes.
 
     Raises:
-        UnreadableFile: a source cannot be read.
-        NotFound: a tensor of an adapter has no counterpart in the base.
-        UsageError: the scale is not known; shapes do not fit.
-        NotRepresentable: an adapter of another kind (LoHa, LoKr, ...); a base that is quantized.
-        WriteError: nothing was written.
+        UnreadableFile: if a source cannot be read.
+        NotFound: if a tensor of an adapter has no counterpart in the base.
+        UsageError: if the scale is unknown, or shapes do not match.
+        NotRepresentable: if an adapter is of another kind (LoHa, ...) or the base is quantized.
+        WriteError: if the target cannot be written; nothing has changed.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(opened(source)) for source in (base, *adapters)]
@@ -225,19 +225,19 @@ def strip_module(
 ) -> Checkpoint | dict[Any, Any]:
     """Return a checkpoint or a new dict without wrapper prefixes: `module.`, `_orig_mod.`, ...
 
-    Every state dict inside is changed; `_metadata` and the names in optimizers follow. The tensors
-    are the same objects. The argument does not change.
+    Changes every state dict in `state`, with its `_metadata` and the parameter names in optimizers.
+    The result has the same tensors. The argument is not modified.
 
     Args:
-        state: A path, an open checkpoint, a state dict, or a dict that contains some.
-        only: Remove only wrappers of this kind, or of these kinds.
-        levels: Remove at most this many levels.
-        at: Remove the wrapper of the submodule with this path.
+        state: A path, an open checkpoint, a state dict, or a dict that contains state dicts.
+        only: Remove only this wrapper, or these, for example `_orig_mod`.
+        levels: Remove at most this many nested wrappers.
+        at: Remove only the wrapper of the submodule at this path.
 
     Raises:
-        NameCollision: two keys would become the same.
-        NotFound: no key starts with the path `at`.
-        UsageError: `only` is not a known wrapper, or `levels` is less than 1.
+        NameCollision: if two keys would become the same.
+        NotFound: if no key starts with the path `at`.
+        UsageError: if `only` is not a known wrapper, or `levels` is less than 1.
     """
     return Strip(only, levels, at)(state)
 
@@ -260,15 +260,15 @@ def add_module(
     """Return a checkpoint or a new dict whose keys start with `module.`, for a DataParallel model.
 
     Args:
-        state: As of `strip_module`.
-        wrapper: The component to add.
-        at: Wrap only the submodule with this path.
-        key: The address of the only state dict to change.
+        state: As for `strip_module`.
+        wrapper: The wrapper name to add.
+        at: Wrap only the submodule at this path.
+        key: The path of one state dict to change. Default: all of them.
 
     Raises:
-        NameCollision: two keys would become the same.
-        NotFound: there is nothing at `key`, or no key starts with the path `at`.
-        UsageError: `wrapper` is not a known wrapper.
+        NameCollision: if two keys would become the same.
+        NotFound: if there is no entry at `key`, or no key starts with the path `at`.
+        UsageError: if `wrapper` is not a known wrapper.
     """
     return Wrap(wrapper, at, key)(state)
 
@@ -280,17 +280,17 @@ def remap(state: Mapping[Any, Any], rules: str | Mapping[str, str]) -> dict[Any,
 def remap(
     state: Source | Mapping[Any, Any], rules: str | Mapping[str, str]
 ) -> Checkpoint | dict[Any, Any]:
-    """Return a checkpoint or a new dict on other devices: the rules apply all at once.
+    """Return a checkpoint or a new dict with its tensors on other devices.
 
-    Examples of rules: `"cpu"`, `{"cuda:1": "cuda:0"}`, `{"cuda:*": "cpu"}`. In a checkpoint the
-    device tags are rewritten; the tensors of a dict in memory are moved.
+    Rules are for example `"cpu"`, `{"cuda:1": "cuda:0"}` or `{"cuda:*": "cpu"}`, applied
+    simultaneously. A checkpoint gets new device tags; the tensors of a dict in memory are moved.
 
     Args:
-        state: As of `strip_module`.
-        rules: The device of all tensors, or a mapping of a device or a pattern to the new device.
+        state: As for `strip_module`.
+        rules: One device for all tensors, or a mapping of devices or patterns to new devices.
 
     Raises:
-        DeviceError: a word is not a device, or a tensor cannot be moved.
+        DeviceError: if a rule has an invalid device, or a tensor cannot be moved.
     """
     return remapping(rules)(state)
 
@@ -310,19 +310,20 @@ def rename(
     prefixes: Iterable[str] = (),
     key: Any = None,
 ) -> Checkpoint | dict[Any, Any]:
-    r"""Return a checkpoint or a new dict with keys renamed in order: `^backbone\.=>encoder.` ...
+    r"""Return a checkpoint or a new dict with keys renamed by rules, `^backbone\.=>encoder.` ...
 
-    A rule that matches nothing is told in `changes`; of a dict by a `CheckpointWarning`.
+    Rules apply in order. A rule that matches no key is listed in `changes`; for a dict it causes a
+    `CheckpointWarning`.
 
     Args:
-        state: As of `strip_module`.
-        rules: `REGEX=>REPL` each, or a rule made by `transforms.table_rule` and its siblings.
-        prefixes: `OLD=NEW` each, applied after `rules` to whole components at the front of a key.
-        key: The address of the only state dict to change.
+        state: As for `strip_module`.
+        rules: Texts `REGEX=>REPL`, or rules from `transforms.table_rule` and similar functions.
+        prefixes: Texts `OLD=NEW`, applied after `rules` to whole components at the start of a key.
+        key: The path of one state dict to change. Default: all of them.
 
     Raises:
-        NameCollision: two keys would become the same.
-        NotFound: there is nothing at `key`.
-        UsageError: a text is not a rule, or a rule leaves nothing of a key.
+        NameCollision: if two keys would become the same.
+        NotFound: if there is no entry at `key`.
+        UsageError: if a text is not a rule, or a rule makes a key empty.
     """
     return Rename(rules, prefixes, key)(state)

@@ -1,4 +1,4 @@
-"""One table of element types: torch's name, storage class, safetensors code, size.
+"""The table of dtypes: torch's name, storage class, safetensors code, size.
 
 Sources: torch/storage.py (`_new_dtypes`, `_dtype_to_storage_type_map`), c10/core/ScalarType.h,
 safetensors/src/tensor.rs (`Dtype`).
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 
 class DType(NamedTuple):
-    """One element type.
+    """One dtype.
 
-    `itemsize` is in bytes and counts what torch counts as one element: `float4_e2m1fn_x2`
-    is a pair in a byte. Of the `PACKED` types several elements share it; torch has no float6,
-    which safetensors packs by fours. `swap` is the unit that a change of byte order reverses.
+    `itemsize` is the size in bytes of one element as torch counts it: `float4_e2m1fn_x2` is a
+    pair in one byte. In the `PACKED` dtypes several elements share it; torch has no float6, which
+    safetensors packs in groups of four. `swap` is the unit that a change of byte order reverses.
     """
 
     name: str
@@ -26,7 +26,7 @@ class DType(NamedTuple):
 
     @property
     def swap_size(self) -> int:
-        """Bytes reversed by a change of byte order: half an element for complex numbers."""
+        """The bytes that a change of byte order reverses: half an element for complex numbers."""
         return self.swap or self.itemsize
 
 
@@ -68,16 +68,16 @@ DTYPES: tuple[DType, ...] = (
 )
 
 PACKED = {"quint4x2": 2, "quint2x4": 4, "float6_e2m3fn": 4, "float6_e3m2fn": 4}
-"""Elements that share `itemsize` bytes, where the shape counts elements all the same."""
+"""The number of elements in `itemsize` bytes, for dtypes with shapes that count elements."""
 
 NOT_IN_TORCH = frozenset({"float6_e2m3fn", "float6_e3m2fn"})
-"""Types that safetensors has and torch has not."""
+"""Dtypes of safetensors that torch does not have."""
 
 CODES = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
-"""The integer types in which quantized elements are stored."""
+"""The integer dtypes that store quantized elements."""
 
 REAL_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-"""The type of the real and the imaginary part of complex elements."""
+"""The dtype of the real and the imaginary part of complex elements."""
 
 BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in DTYPES}
 BY_STORAGE: dict[str, DType] = {dtype.storage: dtype for dtype in DTYPES if dtype.storage}

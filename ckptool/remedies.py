@@ -1,6 +1,6 @@
-"""What helps, as data: arguments of the library, of which every text about them is made.
+"""Remedies for errors, as data: arguments of the library, from which every hint is made.
 
-A text for people is never read again: names of a file stand in it, and may look like anything.
+Hints are never parsed, because they contain names from the file, which can look like anything.
 """
 
 from __future__ import annotations
@@ -9,39 +9,39 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 Given = bool | float | str | tuple[str, ...]
-"""What an argument is given: True, a number, a text or several."""
+"""The value of an argument: True, a number, one text or several."""
 Argument = tuple[str, Given]
 
 
 class Remedy(NamedTuple):
-    """What to give a function of the library, and what is said of that; as text it is Python.
+    """Arguments to give to a function of the library, with words around them; str() gives Python.
 
-    Arguments stand in backticks where anything else is said: what is inside can be given as it is.
+    With words around them, the arguments are in backticks, so that they can be copied.
     """
 
     arguments: tuple[Argument, ...] = ()
-    """To be given together."""
+    """Arguments to give together."""
     note: str = ""
-    """What is said behind them, space and all."""
+    """Text after them, with its leading space."""
     lead: str = ""
-    """What is said before them."""
+    """Text before them."""
     instead: tuple[Remedy, ...] = ()
-    """Other ways, each in place of `arguments`."""
+    """Alternatives, each instead of `arguments`."""
     to_fill_in: bool = False
-    """Whether words of `arguments` stand for others: as they are they are of no use."""
+    """True if `arguments` contain placeholders that the user must fill in."""
 
     def __bool__(self) -> bool:
-        """Return whether it says anything."""
+        """Return True if the remedy has any text."""
         return bool(self.arguments or self.note or self.lead or self.instead)
 
     def __str__(self) -> str:
-        """`rename=['a=>b'], allow_missing=True`, or of two ways each in backticks of its own."""
+        """Return `rename=['a=>b'], allow_missing=True`; alternatives are in backticks each."""
         return self.told(lambda name, given: f"{name}={_value(given)}", ", ")
 
     def told(
         self, spelled: Callable[[str, Given], str], between: str, tick: str | None = None
     ) -> str:
-        """Return the text, its arguments as they are spelled, with something between any two."""
+        """Return the text, with `spelled` arguments joined by `between` and quoted with `tick`."""
         if tick is None:
             tick = "`" if self != Remedy(self.arguments) else ""
         given = between.join(spelled(name, value) for name, value in self.arguments)
@@ -49,12 +49,12 @@ class Remedy(NamedTuple):
         fence = 2 * tick_here if "`" in given else tick_here
         own = f"{fence}{given}{fence}{self.note}" if given else self.note
         others = (other.told(spelled, between, tick) for other in self.instead)
-        # Sentences need a stronger mark between them than options.
+        # Alternatives with words of their own need more than a comma between them.
         mark = "; or " if any(one.note for one in (self, *self.instead)) else " or "
         return self.lead + mark.join(filter(None, (own, *others)))
 
     def with_names(self, names: Mapping[str, str]) -> Remedy:
-        """Return the same for a function that calls some arguments otherwise."""
+        """Return the remedy for a function that has other names for some arguments."""
         return self._replace(
             arguments=tuple((names.get(name, name), given) for name, given in self.arguments),
             instead=tuple(other.with_names(names) for other in self.instead),
@@ -62,7 +62,7 @@ class Remedy(NamedTuple):
 
 
 def together(remedies: Iterable[Remedy]) -> Remedy:
-    """Merge remedies: what several give one argument becomes a list."""
+    """Merge remedies; several values of one argument become a list."""
     given: dict[str, Given] = {}
     note, lead = "", ""
     instead: list[Remedy] = []
@@ -90,6 +90,6 @@ def _value(given: Given) -> str:
 
 
 def literal(text: str) -> str:
-    """Return a text as Python has it, backslashes as they are where that can be."""
+    """Return the Python literal of a text, as a raw string if that keeps backslashes single."""
     plain = "\\" in text and "'" not in text and text.isprintable() and not text.endswith("\\")
     return f"r'{text}'" if plain else repr(text)

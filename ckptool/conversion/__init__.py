@@ -1,4 +1,4 @@
-"""`convert`: steps in one pass, from a format that is read to one that is written."""
+"""`convert`: steps in one pass, from any readable format to any writable one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NOW_STEPS = {
     "split": "Reshape", "ties": "Untie", "to": "Remap", "transpose": "Fit",
     "visible_devices": "Remap", "wrappers": "Strip",
 }  # fmt: skip
-"""Arguments of before, each with the step in its place."""
+"""Removed arguments, each with the step that replaces it."""
 
 
 @renamed_arguments(
@@ -50,40 +50,39 @@ def convert(
     verify: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Receipt:
-    """Write `source` to `target` in another format or after some steps; copy all other bytes.
+    """Convert `source` to another format, apply steps, and write the result to `target`.
 
-    Safetensors and its shards hold one flat state dict: what else there is, is left out and named,
-    and wrapper prefixes go unless a `Strip` or `Fit` says differently.
+    Safetensors files and shards contain one flat state dict. Everything else is left out, listed in
+    the receipt, and wrapper prefixes are removed unless a `Strip` or `Fit` decides.
 
     Args:
-        source: A path (a file, an index of shards or their folder, or that of a recipe's files), or
-            an open checkpoint; or the paths of several files that hold parts of one state dict, or
-            `KEY=PATH` each.
-        target: The file to write, or a folder for `model.safetensors` in it, or for the files of a
-            recipe. A name without a known extension is a folder if `source` is a folder or a set of
-            files, or with `max_shard_size` or `files_from`.
+        source: The path of a file, of an index of shards, or of a folder (of shards or of a
+            recipe's files); an open checkpoint; or several paths, or texts `KEY=PATH`, of files
+            that contain parts of one state dict.
+        target: The file to write, or a folder for `model.safetensors` or the files of a recipe. A
+            name without a known extension is a folder if `source` is a folder or several files, or
+            with `max_shard_size` or `files_from`.
         *steps: The changes, in order: `ckptool.Strip()`, `ckptool.Cast("bfloat16")`, ...
-        format: `torch-zip`, `torch-legacy`, `safetensors`, ...; default: by the extension.
-        max_shard_size: Split into files of at most this size: `"5GB"`, or bytes.
-        files_from: A folder whose configuration and tokenizer files are copied beside the weights.
-            The copy of `config.json` follows `Cast` and `Reshape`.
-            None: the folder of `source`, if `target` is a folder; files that exist in `target`
-            are kept without `overwrite`.
-        strict: Refuse to leave anything out.
+        format: `torch-zip`, `torch-legacy`, `safetensors`, ... Default: by the extension.
+        max_shard_size: Split into files of at most this size: `"5GB"`, or a number of bytes.
+        files_from: A folder with configuration and tokenizer files to copy next to the weights. The
+            copy of `config.json` reflects `Cast` and `Reshape`. None: the folder of `source`, if
+            `target` is a folder; existing files in `target` are then kept unless `overwrite`.
+        strict: Raise an error rather than leave anything out.
         overwrite: Replace an existing target.
-        in_place: Allow `target` to be the source, which is edited if its format allows it.
-        dry_run: Plan only.
+        in_place: Allow `target` to be the source, and edit it if its format allows that.
+        dry_run: Return the receipt without writing anything.
         verify: Read the result back and compare it. None: only if tensors are computed.
-        progress: Called with the bytes done and the bytes in all.
+        progress: Called with the bytes done so far and the total bytes.
 
     Raises:
-        UnreadableFile: the source cannot be read.
-        UsageError: an argument has a wrong value, or arguments exclude each other.
-        AmbiguousName: there are several state dicts, and no `Take` chooses one.
-        MatchError: a state dict does not fit the model of `Fit`.
-        NameCollision: two tensors would get the same key.
-        NotRepresentable: the format cannot hold a tensor (with `strict`: anything), or a cast it.
-        WriteError: nothing was written.
+        UnreadableFile: if the source cannot be read.
+        UsageError: if an argument has a wrong value, or arguments exclude each other.
+        AmbiguousName: if there are several state dicts, and no `Take` chooses one.
+        MatchError: if a state dict does not fit the model of `Fit`.
+        NameCollision: if two tensors would get the same key.
+        NotRepresentable: if the format or a cast cannot store a tensor (`strict`: anything).
+        WriteError: if the target cannot be written; nothing has changed.
     """
     goal = Destination(
         target,

@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 Like: TypeAlias = (
     "torch.nn.Module | Mapping[str, Any] | Iterable[str] | os.PathLike[str] | Checkpoint"
 )
-"""A path, an open checkpoint, a model, a state dict, shapes by name, or names."""
+"""A path, an open checkpoint, a model, a state dict, shapes by key, or keys."""
 
 _HINT = "ckptool match shows which keys match, and by which rules"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reference:
-    """The model that a file is to load into, and its name in a command."""
+    """The target model of a file, and its name in a command."""
 
     like: Like
     """An open checkpoint, a model or a state dict."""
     word: str
     """Its name in a command."""
     target: ModelTarget
-    """What it wants."""
+    """Its slots."""
 
     def __str__(self) -> str:
         """Return its name in a command."""
@@ -54,18 +54,18 @@ class Reference:
 
 @dataclass(frozen=True)
 class Fit(Step):
-    """Give every state dict the keys of a model; the order of the file and the dtypes stay.
+    """Give every state dict the keys of a model, with the order and dtypes of the file.
 
-    `_metadata` follows, and so do optimizers that hold names. A key of the model that is tied to
-    one which the file has is put behind that. What the model does not take, and tensors of another
-    shape, are left out where that is allowed. What a module's own loading takes has the key under
-    which it does.
+    `_metadata` and parameter names in optimizers change accordingly. Keys of the model that are
+    tied to a key of the file are added after it. Unexpected tensors and tensors of another shape
+    are left out if that is allowed. Entries for a module's own loading code get the key that it
+    expects.
     """
 
     on_files: ClassVar[str] = "ckptool.load_into(model, state_dict) loads it"
 
     like: Like | Reference
-    """A file, a model, or a state dict whose keys the result gets."""
+    """A file, a model or a state dict that has the new keys."""
     like_key: str | None = None
     """The path of the state dict of `like`, if it has several."""
     transpose: Iterable[str] = ()
@@ -75,17 +75,17 @@ class Fit(Step):
     allow_missing: Allowed = None
     """True, or globs of the keys of `like` that may be missing."""
     allow_unexpected: Allowed = None
-    """True, or globs of the keys to leave out because `like` lacks them."""
+    """True, or globs of keys to leave out if `like` does not have them."""
     allow_mismatched: Allowed = False
-    """True, or globs of the keys to leave out because the shape differs."""
+    """True, or globs of keys to leave out if the shape differs."""
     min_coverage: float | None = None
-    """The least share of the parameters of `like` that must be there, 0 to 1."""
+    """The minimum share of the parameters of `like` that the file must have, 0 to 1."""
 
     def __post_init__(self) -> None:
         """Check the options.
 
         Raises:
-            UsageError: what is transposed is no list of globs.
+            UsageError: if `transpose` or `no_transpose` is not a list of globs.
         """
         for name in ("transpose", "no_transpose"):
             object.__setattr__(self, name, listed_option(name, getattr(self, name)))
@@ -102,13 +102,13 @@ class Fit(Step):
         """Return the checkpoint with the keys of the model.
 
         Raises:
-            MatchError: a state dict does not fit; it carries the report.
-            NotFound: there is no state dict.
-            NotRepresentable: a pickled module would need other keys, and its class names its
-                parts; or tensors are placeholders.
-            NameCollision: two entries would get one key.
+            MatchError: if a state dict does not fit; it has the report.
+            NotFound: if there is no state dict.
+            NotRepresentable: if a pickled module would need other keys, which its class
+                determines, or tensors are placeholders.
+            NameCollision: if two entries would get the same key.
         """
-        # A lazy parameter is missing in the model, which may be allowed.
+        # A lazy parameter counts as missing, which may be allowed.
         refuse_placeholders(checkpoint, kinds=("meta", "part"))
         allowance = Allowance(
             missing=self.allow_missing,
@@ -133,32 +133,32 @@ class Fit(Step):
 
 
 def compared(checkpoint: Checkpoint, part: Section, like: ModelTarget) -> MatchReport:
-    """Match one state dict with a model, by names, shapes and types alone."""
+    """Match one state dict with a model, by keys, shapes and dtypes only."""
     with closing(StateDict(checkpoint, part)) as state:
         return plan_load(state, like, by_type=True).report
 
 
 @dataclass(frozen=True, eq=False)
 class _Naming:
-    """One state dict and what it is matched to."""
+    """One state dict, and its match with the model."""
 
     part: Section
     fit: LoadPlan
     names: dict[str, str]
-    """Every name of its own to the new one."""
+    """The new key of every key."""
     tied_names: dict[str, tuple[str, ...]]
-    """By new name, the names of the model that are one tensor with it and not in the file."""
+    """By new key, the keys of the model that are tied to it and not in the file."""
 
     @property
     def _gone(self) -> frozenset[str]:
-        """Names that the model does not take; not plain values that stand beside the tensors."""
+        """Keys that the model does not have, except those of plain values."""
         report, stays = self.fit.report, {*self.fit.undecided.values()}
         names = {name for name, _ in report.left_out} | {*report.unexpected_keys}
         names |= {one.own for one in report.mismatched}
         return frozenset((names & self.names.keys()) - stays)
 
     def enter(self, plan: NamePlan) -> None:
-        """Plan it under its new names."""
+        """Plan the state dict with its new keys."""
         part, gone = self.part, self._gone
         renamed = {name: new for name, new in self.names.items() if new != name}
         if part.kind == "module" and (renamed or self.tied_names):
@@ -180,7 +180,7 @@ class _Naming:
         plan.changes.extend(self._changes())
 
     def _completed(self, plan: NamePlan, holder: Any, gone: frozenset[str]) -> Any:
-        """Return the renamed state dict with the mates, and without the names that are `gone`."""
+        """Return the renamed state dict with the tied keys, and without the keys `gone`."""
 
         def complete(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
             for name, value in items:
@@ -268,10 +268,10 @@ def _naming(part: Section, fit: LoadPlan) -> _Naming:
 
 
 def _check(namings: list[_Naming], allowance: Allowance) -> None:
-    """Refuse what does not fit; of several state dicts, say which of them does.
+    """Refuse state dicts that do not fit. The error also lists those that do.
 
     Raises:
-        MatchError: the first that does not.
+        MatchError: for the first that does not fit.
     """
     refusals = {naming.part.name: naming.fit.refusal(allowance) for naming in namings}
     refused = next(filter(None, refusals.values()), None)
@@ -285,7 +285,7 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
 
 
 def _as_bare(own: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
-    """Return new names for an optimizer that has a state dict's names only without wrappers."""
+    """Return new names for an optimizer that has the names without wrapper prefixes."""
     bare = bare_names(own)
     for naming in namings:
         theirs = bare_names(naming.names)

@@ -1,4 +1,4 @@
-"""Layouts of several files in `convert`: what a recipe opens together, and writes apart."""
+"""Layouts of several files in `convert`, which a recipe reads together and writes separately."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ckptool.writing import goes_to_folder, target_file, target_format
 def opened_for(
     source: Source | Sequence[str | os.PathLike[str]], steps: Iterable[Step], *, salvage: bool
 ) -> AbstractContextManager[Checkpoint]:
-    """Give a checkpoint as `opened_parts`, or of a layout of several files as the recipe says.
+    """Open a checkpoint like `opened_parts`, or a layout of several files by its recipe.
 
     Raises:
-        UsageError: some files of such a layout are given, not their folder.
-        UnreadableFile: as `open_checkpoint`.
+        UsageError: if some files of a layout are given instead of their folder.
+        UnreadableFile: as in `open_checkpoint`.
     """
-    from ckptool.formats.several import opened_parts  # the command line asks where it needs it
+    from ckptool.formats.several import opened_parts  # imported here: it is not always needed
 
     paths = [source] if isinstance(source, (str, os.PathLike)) else source
     layouts = [one for one in steps if isinstance(one, Relayout)]
@@ -53,10 +53,10 @@ class Destination:
         files_from: str | os.PathLike[str] | None = None,
         sharded: bool = False,
     ) -> None:
-        """Take the target as the user names it, and what decides whether it is a folder.
+        """Prepare the target, which the arguments may make a folder.
 
         Raises:
-            UsageError: as `goes_to_folder`.
+            UsageError: as in `goes_to_folder`.
         """
         layouts = [one.loaded for one in steps if isinstance(one, Relayout)]
         files = written_files(layouts[-1]) if layouts else None
@@ -67,22 +67,22 @@ class Destination:
         self._recipe = layouts[-1] if files else None
         self._has_recipe = bool(layouts)
         self.path = self._name
-        """The target; of a recipe's files in a folder, one with their extension."""
+        """The target; for a folder of a recipe's files, a name with their extension."""
         if self.is_folder and files:
             self.path = os.path.join(path, os.path.basename(files))
 
     def is_source(self, checkpoint: Checkpoint) -> bool:
-        """Return True if the target is what `checkpoint` was opened from, a folder too."""
+        """Return True if the target is the file or folder that `checkpoint` was opened from."""
         names = [checkpoint.path]
         if isinstance(self._source, (str, os.PathLike)):
             names.append(os.fspath(self._source))
         return os.path.realpath(self._name) in map(os.path.realpath, names)
 
     def format_for(self, checkpoint: Checkpoint) -> str:
-        """Return the name of the format as `target_format`.
+        """Return the name of the format, as in `target_format`.
 
         Raises:
-            UsageError: there is none, or it has several files where a recipe has them.
+            UsageError: if there is none, or both the format and a recipe make several files.
         """
         path = self.path
         if not self.apart:
@@ -101,21 +101,21 @@ class Destination:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Where a recipe looks for `config.json`, after the folder of the source."""
+        """The folders in which a recipe looks for `config.json`, after that of the source."""
         near = self._name if self.is_folder else os.path.dirname(self._name) or "."
         given = () if self._files_from is None else (os.fspath(self._files_from),)
         return (*given, near)
 
     @property
     def companions(self) -> str | os.PathLike[str] | None:
-        """The folder to copy files from; a recipe only reads those next to one file."""
+        """The folder to copy files from. A recipe only reads files next to one file."""
         return self._files_from if self.is_folder or not self._has_recipe else None
 
     def as_file(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return what goes into the target if it is one file.
+        """Return the content of the target if it is one file.
 
         Raises:
-            UsageError: a recipe makes several files.
+            UsageError: if a recipe makes several files.
         """
         if self._recipe is None or self._recipe.files is None or self.is_folder:
             return checkpoint
@@ -127,7 +127,7 @@ class Destination:
 
     @property
     def apart(self) -> Callable[[Checkpoint], Mapping[str, Checkpoint]] | None:
-        """The function that divides the result among several files, by their names, if it is."""
+        """The function that divides the result into files by name, if there are several."""
         recipe = self._recipe
         if recipe is None or not self.is_folder:
             return None
@@ -135,7 +135,7 @@ class Destination:
 
 
 def with_configs(steps: Iterable[Step], folders: Sequence[str]) -> list[Step]:
-    """Return the steps; recipes look for `config.json` in these folders too."""
+    """Return the steps, with recipes that also look for `config.json` in these folders."""
     return [
         replace(one, configs=(*one.configs, *folders)) if isinstance(one, Relayout) else one
         for one in steps

@@ -1,4 +1,4 @@
-"""The steps of `convert` in the order in which its options are carried out."""
+"""The steps of `convert`, in the order in which its options apply."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ STEPS: tuple[type[Step], ...] = (
     Salvage, Masters, Concat, Flatten, Take, Overlay, Strip, Wrap, Rename, Relayout, Reshape, Fit,
     Plain, Untie, Cast, Compact, Remap, Drop, Move, Set, Nest,
 )  # fmt: skip
-"""The order of the options of a command, which have none of their own; in Python the caller's
-order holds. A recipe that takes tensors by their paths comes before `Take`."""
+"""The order in which the options of a command apply; in Python the caller chooses. A recipe that
+selects tensors by path comes before `Take`."""
 _BEFORE_TAKE = STEPS[: STEPS.index(Take)]
 
 
@@ -53,19 +53,19 @@ _NEEDED: Mapping[type[Step], tuple[str, str, str]] = {
     Overlay: ("source", "another file", "add --overlay FILE"),
     Relayout: ("recipe", "a recipe", "add --recipe NAME; ckptool recipes lists them"),
 }
-"""By step the field without which its other options make no sense, what it is, and the hint."""
+"""By step, the field that its other options need, a description, and the hint."""
 
 
 def steps_of(options: Mapping[str, Any]) -> list[Step]:
-    """Return the steps that options of `convert` ask for, in the order of `STEPS`.
+    """Return the steps for the options of `convert`, in the order of `STEPS`.
 
     Args:
-        options: Values by the name of the option, `model_only`; None, False and empty ones are
-            not given.
+        options: Values by option name, such as `model_only`; None, False and empty values mean that
+            the option is not given.
 
     Raises:
-        UsageError: an option has a wrong value, excludes another, or is about a step that none of
-            the others asks for.
+        UsageError: if an option has a wrong value, excludes another, or needs another that is not
+            given.
     """
     given = {
         name: value
@@ -77,12 +77,12 @@ def steps_of(options: Mapping[str, Any]) -> list[Step]:
 
 
 def _is_before_take(step: Step) -> bool:
-    """Return whether a step is about the whole file, not about the state dict that is taken."""
+    """Return True if a step needs the whole file, not only the state dict that is taken."""
     return isinstance(step, _BEFORE_TAKE) or (isinstance(step, Relayout) and step.loaded.uses_paths)
 
 
 def place_in(steps: Sequence[Step], kind: type[Step]) -> int:
-    """Return where a step of a kind belongs among some that are in the order of `STEPS`."""
+    """Return the position for a step of this kind among steps in the order of `STEPS`."""
     before = STEPS[: STEPS.index(kind)]
     return sum(isinstance(one, before) for one in steps)
 
@@ -123,10 +123,10 @@ def _strip(own: Mapping[str, Any], given: Mapping[str, Any]) -> Strip | None:
 
 
 def with_implied(steps: Iterable[Step], target: str) -> Iterator[Step]:
-    """Yield the steps, and those that the format `target` asks for without being told.
+    """Yield the steps, with those that the format `target` implies.
 
-    A flat format gets the only state dict, safetensors and its like, by tradition, without wrapper
-    prefixes. What is not taken need not be intact: `Salvage` comes after `Take`.
+    A flat format gets only the state dict; safetensors and similar formats get it without wrapper
+    prefixes, by convention. `Salvage` comes after `Take`, because the rest may be damaged.
     """
     every, known = list(steps), format_of(target)
     kinds = {type(one) for one in every}
@@ -154,7 +154,7 @@ class _OnlyStateDict(Step):
     """Take the only state dict, for a flat format."""
 
     chosen: bool = False
-    """True if the user has said which part it is: a dict is then one, whatever it holds."""
+    """True if the user chose the section, so that any dict counts as a state dict."""
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with the state dict as its root."""
@@ -169,15 +169,15 @@ class _OnlyStateDict(Step):
 
 
 def converted(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Checkpoint:
-    """Return the checkpoint after all steps, as a file of the format `target` wants it.
+    """Return the checkpoint after all steps, in the form that the format `target` needs.
 
     Raises:
-        UsageError: the result would be nested, and `target` is flat.
-        CheckpointError: a step cannot be done.
+        UsageError: if the result is nested and `target` is flat.
+        CheckpointError: if a step fails.
     """
     todo = list(steps)
     nests = [one for one in todo if isinstance(one, Nest)]
-    if nests and isinstance(checkpoint.root, TensorRef):  # which has no name
+    if nests and isinstance(checkpoint.root, TensorRef):  # which has no option
         checkpoint = changed(checkpoint, nests)
         todo = [one for one in todo if not isinstance(one, Nest)]
     elif nests and format_of(target).flat:
@@ -197,7 +197,7 @@ def converted(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Che
 
 
 def _refuse_values(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> None:
-    """Refuse to set what the format would leave out: values, or strings of a header."""
+    """Refuse to set values or header strings that the format cannot store."""
     known = format_of(target)
     paths = [path for one in steps if isinstance(one, Set) for path in one.values]
     header = [path for path in paths if is_of_header(checkpoint, path)]

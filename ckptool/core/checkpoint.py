@@ -1,4 +1,4 @@
-"""A checkpoint: the tree, the file it stands for, and what has been done to it."""
+"""A checkpoint: the tree, its file, and the changes made so far."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ if TYPE_CHECKING:
     from ckptool.writing import Receipt
 
 MEMORY = "memory"
-"""What stands for the format of a tree of live objects."""
+"""The format name of a tree of live objects."""
 TORCH_REFUSES = "torch refuses this file because"
-"""How a note of a reader begins that says why `torch.load` does not open what ckptool does."""
+"""The start of a reader's note on why `torch.load` cannot open a file that ckptool can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that a transform did, for the user to read.
+    """One change that a transform made, for the user to read.
 
-    `kind` is the transform's word (`strip`, `add`, `remap`, ...), `text` one sentence without a
-    full stop, `count` how many tensors (or values) it concerns, `wanted` whether the user asked for
-    what is left out (kind `left-out`): then it is no loss. `needed`: it has tensors without which
-    what was asked for is not whole, and no file is written without them unless they are `wanted`
-    out.
+    `kind` is the word of the transform (`strip`, `add`, `remap`, ...), `text` a sentence without a
+    full stop, and `count` the number of tensors or values. For kind `left-out`, `wanted` is True if
+    the user asked to leave this out, which makes it no loss, and `needed` is True if the result is
+    incomplete without it: no file is then written unless it is also `wanted`.
     """
 
     kind: str
@@ -47,63 +46,63 @@ class Change:
     wanted: bool = False
     needed: bool = False
     was: Any = None
-    """What a configuration may state of it: the rows of a resized tensor, the type of cast ones,"""
+    """The old fact that a configuration may state: rows of a resized tensor, dtype of cast ones."""
     now: Any = None
-    """and what it is to state now."""
+    """The new fact, for the configuration to state."""
     of_storages: bool = False
-    """True if it says something only of a format that has storages."""
+    """True if it applies only to formats with storages."""
 
 
 Gather = Callable[[Any], "list[Any]"]
-"""What each of the processes gives that write a file together."""
+"""Gathers one object from each of the processes that write a file together."""
 Report = Callable[[Gather], Iterable[Change]]
-"""What is known of a transform only when every byte has been computed: asked after a write."""
+"""Returns the changes that are known only when every byte was computed, after a write."""
 
 
 def alone(own: Any) -> list[Any]:
-    """Return what the one process gives that has written all of it."""
+    """Gather from the only process, which has written all of the file."""
     return [own]
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What a reader learned about the file beside its content."""
+    """Facts about a file other than its content."""
 
     size: int = 0
-    """Bytes on disk, all files of the checkpoint together."""
+    """Bytes on disk, for all files of the checkpoint together."""
     writer: str = ""
-    """Who wrote it, as far as the layout tells: `torch 2.7 or newer`."""
+    """The program that wrote it, judging by the layout, for example `torch 2.7 or newer`."""
     folder: str = ""
-    """Of a zip: the folder in which all of its records stand, if its name is a plain one."""
+    """The folder inside a zip that contains all records, if its name is a plain one."""
     torch_version: str | None = None
-    """The version, where the file states it."""
+    """The torch version, if the file states it."""
     byteorder: str = "little"
-    """Of the elements in the file: `little` or `big`."""
+    """The byte order of the elements: `little` or `big`."""
     protocol: int | None = None
-    """Pickle protocol of the object, where there is a pickle."""
+    """The pickle protocol, if the file has a pickle."""
     globals: tuple[str, ...] = ()
-    """Every class and function that the pickle names, today's spelling, in order."""
+    """Every class and function that the pickle refers to, in order, in current spelling."""
     opcodes: tuple[str, ...] = ()
-    """Pickle opcodes used that `weights_only=True` refuses whatever their effect."""
+    """The pickle opcodes in use that `weights_only=True` always rejects."""
     tidy: bool = True
-    """Whether the pickle numbers its memo in a row and leaves nothing on its stack, as all do."""
+    """True if the memo is numbered consecutively and the stack ends empty, as picklers do."""
     framed: bool = True
-    """Whether the frames of the file's pickles, if they have any, are where a pickler puts them."""
+    """True if all frames of the pickles are where a pickler puts them."""
     storage_bytes: int = 0
-    """Bytes of all storages and tensor records in the file, reachable or not."""
+    """Bytes of all storages and tensor records in the file, used or not."""
     dead_bytes: int = 0
     """Bytes that nothing in the file refers to."""
     notes: tuple[str, ...] = ()
-    """Sentences worth telling the user: compressed records, source text left behind, ..."""
+    """Notes for the user: compressed records, source text in the file, ..."""
     left_behind: tuple[str, ...] = ()
-    """Sentences on what the file holds beside the tree, which no rewrite carries over."""
+    """Notes on content outside the tree, which a rewrite does not keep."""
     unreferenced: tuple[str, ...] = ()
-    """Sentences on records that nothing refers to: `dead_bytes` counts them, `compact` is meant to
-    drop them."""
+    """Notes on records that nothing refers to. `dead_bytes` counts them, and `compact` drops
+    them."""
     header: Mapping[str, str] = field(default_factory=dict)
-    """Free text of the file's header (safetensors' `__metadata__`) that the tree does not hold."""
+    """Text entries of the header that are not in the tree (`__metadata__` of safetensors)."""
     late: bool = False
-    """Whether the tree holds values that are read when they are asked for (`Opaque.find`)."""
+    """True if the tree has values that are read on demand (`Opaque.find`)."""
 
 
 _NOW_STEPS = {
@@ -113,12 +112,12 @@ _NOW_STEPS = {
     "extract": "Take(...)",
     "to_plain": "Plain()",
 }
-"""Methods of before, each with the step in its place."""
+"""Removed methods, each with the step that replaces it."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint(Result):
-    """The content of a file, read from its header; tensors are read when they are used.
+    """The content of a file, read from its header. Tensors are read on first use.
 
     Close the checkpoint, or use it as a context manager. Its methods return a new checkpoint over
     the same open file.
@@ -137,13 +136,13 @@ class Checkpoint(Result):
     sources: tuple[Source, ...] = ()
     """The open files that the tensors read from."""
     reports: tuple[Report, ...] = ()
-    """Called when it has been written: what only the computation tells."""
+    """Functions called after a write, for facts that only the computation shows."""
     original: Any = None
     """The tree as it was read."""
 
     @property
     def in_memory(self) -> bool:
-        """Whether it is a tree of live objects that was read from no file."""
+        """True if the tree has live objects and was not read from a file."""
         return self.format == MEMORY
 
     def __enter__(self) -> Checkpoint:
@@ -155,17 +154,18 @@ class Checkpoint(Result):
         self.close()
 
     def close(self) -> None:
-        """Close the files that the tensors of this checkpoint, and of its copies, read from."""
+        """Close the files that this checkpoint and its copies read tensors from."""
         for source in self.sources:
             source.close()
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a tensor, value or container: by its path, its key, or the end of its path.
+        """Return the tensor, value or container with this path, key, or end of a path.
 
-        `checkpoint["model/fc.weight"]` or `checkpoint["fc.weight"]`; wrapper prefixes are ignored.
+        For example `checkpoint["model/fc.weight"]` or `checkpoint["fc.weight"]`. Wrapper prefixes
+        are ignored.
 
         Raises:
-            NotFound: there is nothing at `key` (`AmbiguousName`: there are several nodes).
+            NotFound: if no entry matches `key` (`AmbiguousName`: if several do).
         """
         from ckptool.core.addressing import resolve
 
@@ -182,11 +182,11 @@ class Checkpoint(Result):
         return len(self.tensors)
 
     def __bool__(self) -> bool:
-        """Return True: a checkpoint without tensors is one, too."""
+        """Return True, even for a checkpoint without tensors."""
         return True
 
     def __contains__(self, name: object) -> bool:
-        """Return True if `name` means one tensor."""
+        """Return True if `name` matches exactly one tensor."""
         return name in self.tensors
 
     def keys(self) -> KeysView[str]:
@@ -198,14 +198,14 @@ class Checkpoint(Result):
         return self.tensors.items()
 
     def get(self, name: Any, default: Any = None) -> Any:
-        """Return the tensor that `name` means, or `default`."""
+        """Return the tensor that `name` matches, or `default`."""
         return self.tensors.get(name, default)
 
     def with_late_values(self) -> Checkpoint:
-        """Return the checkpoint with all its values read, as far as they lie in other files.
+        """Return the checkpoint with the values that are in other files read.
 
         Raises:
-            UnreadableFile: one cannot be read.
+            UnreadableFile: if one of these files cannot be read.
         """
         if not self.details.late:
             return self
@@ -221,8 +221,8 @@ class Checkpoint(Result):
     def tensors(self) -> TensorMap:
         """The `TensorRef` of every tensor by its path, in the order of the file.
 
-        A name may be a path that `ckptool list` prints, a key, or the end of a path, with or
-        without wrapper prefixes. A call, `tensors()`, yields pairs of a path, as a tuple of keys,
+        Index it with a path as printed by `ckptool list`, a key, or the end of a path, with or
+        without wrapper prefixes. Calling it, `tensors()`, yields pairs of a path (a tuple of keys)
         and a tensor.
         """
         from ckptool.core.addressing import TensorMap
@@ -238,23 +238,23 @@ class Checkpoint(Result):
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorRef]:
-        """The tensors by their names; the same as `tensors`."""
+        """The same as `tensors`."""
         return self.tensors
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
-        """The parts of the checkpoint: state dicts, optimizers, schedulers, modules, values."""
+        """The sections: state dicts, optimizers, schedulers, modules, values."""
         from ckptool.core.sections import sections
 
         return sections(self.root)
 
     @property
     def devices(self) -> dict[str, int]:
-        """The number of tensors of each device tag, in order of first use."""
+        """The number of tensors per device tag, in order of first use."""
         return dict(Counter(tensor.device for _, tensor in self.tensors()))
 
     def state_dict(self, key: Any = None) -> OrderedDict[str, torch.Tensor]:
-        """Return the tensors of the only or main state dict, ready for `load_state_dict`.
+        """Return the tensors of the only state dict, or the model's, ready for `load_state_dict`.
 
         Wrapper prefixes are removed. The tensors are on the CPU, or where `to` or `remap` put them.
 
@@ -262,7 +262,7 @@ class Checkpoint(Result):
             key: The path of the state dict, if there are several.
 
         Raises:
-            NotFound: there is no state dict (`AmbiguousName`: there are several, and no `key`).
+            NotFound: if there is no state dict (`AmbiguousName`: if there are several, no `key`).
         """
         from ckptool.loading.load import load_state_dict
 
@@ -270,18 +270,18 @@ class Checkpoint(Result):
         return load_state_dict(self, None if moved else "cpu", key=key)
 
     def to(self, device: Any) -> Checkpoint:
-        """Return a checkpoint with all tensors on one device, such as `"cpu"`."""
+        """Return a checkpoint with all tensors on one device, for example `"cpu"`."""
         return self.remap(str(device))
 
     def with_root(self, root: Any, *changes: Change) -> Checkpoint:
-        """Return a copy with another tree; `changes` say what is different."""
+        """Return a copy with another tree; `changes` describe the difference."""
         return replace(self, root=root, changes=(*self.changes, *changes))
 
     def then(self, *steps: Step) -> Checkpoint:
-        """Return the checkpoint after some steps, such as `ckptool.Strip()`, in this order.
+        """Apply steps in order, such as `ckptool.Strip()`, and return the new checkpoint.
 
         Raises:
-            CheckpointError: a step cannot be done; the checkpoint is as it was.
+            CheckpointError: if a step fails; the checkpoint is unchanged.
         """
         from ckptool.transforms import changed
 
@@ -296,7 +296,7 @@ class Checkpoint(Result):
     ) -> Checkpoint:
         """Return a checkpoint without wrapper prefixes such as `module.` and `_orig_mod.`.
 
-        Arguments and errors are those of `ckptool.strip_module`.
+        Arguments and errors are the same as for `ckptool.strip_module`.
         """
         from ckptool.transforms import Strip
 
@@ -307,7 +307,7 @@ class Checkpoint(Result):
     ) -> Checkpoint:
         """Return a checkpoint whose keys start with `module.`, for a DataParallel model.
 
-        Arguments and errors are those of `ckptool.add_module`.
+        Arguments and errors are the same as for `ckptool.add_module`.
         """
         from ckptool.transforms import Wrap
 
@@ -320,19 +320,19 @@ class Checkpoint(Result):
         prefixes: Iterable[str] = (),
         key: Any = None,
     ) -> Checkpoint:
-        """Return a checkpoint with keys renamed by rules such as `^backbone=>encoder`, in order.
+        """Return a checkpoint with keys renamed by rules such as `^backbone=>encoder`.
 
-        Arguments and errors are those of `ckptool.rename`.
+        Arguments and errors are the same as for `ckptool.rename`.
         """
         from ckptool.transforms import Rename
 
         return Rename(rules, prefixes, key)(self)
 
     def remap(self, rules: str | Mapping[str, str]) -> Checkpoint:
-        """Return a checkpoint on other devices: on one, or by rules such as `{"cuda:*": "cpu"}`.
+        """Return a checkpoint with tensors on other devices, for example `{"cuda:*": "cpu"}`.
 
         Raises:
-            DeviceError: a word is not a device, or a tensor cannot be moved.
+            DeviceError: if a rule has an invalid device, or a tensor cannot be moved.
         """
         from ckptool.transforms import remapping
 
@@ -341,7 +341,7 @@ class Checkpoint(Result):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Name the step that took the place of a method."""
+            """Raise an error that names the step which replaced a removed method."""
             step = _NOW_STEPS.get(name)
             hint = f": it is checkpoint.then(ckptool.{step})" if step else ""
             raise AttributeError(f"Checkpoint has no attribute {name!r}{hint}", name=name, obj=self)
@@ -360,27 +360,27 @@ class Checkpoint(Result):
         verify: bool | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Receipt:
-        """Write the checkpoint to `path`, as a whole or not at all.
+        """Write the checkpoint to `path`, completely or not at all.
 
         Args:
             path: The file to write.
-            format: The format (`torch-zip`, `safetensors`, ...); default: by the extension.
-            overwrite: Replace another file that exists.
-            in_place: Allow `path` to be the source, which is edited if its format allows it.
-            rewrite: With `in_place`, write a new file even if an edit would do.
-            strict: Refuse to leave out anything that the user did not ask to leave out.
-            dry_run: Plan only.
-            max_shard_size: Split into files of at most this size: `"5GB"`, or bytes.
+            format: The format (`torch-zip`, `safetensors`, ...). Default: by the extension.
+            overwrite: Replace an existing file other than the source.
+            in_place: Allow `path` to be the source, and edit it if its format allows that.
+            rewrite: With `in_place`, write a new file even if an edit is possible.
+            strict: Raise an error rather than leave out anything that was not asked for.
+            dry_run: Return the receipt without writing anything.
+            max_shard_size: Split into files of at most this size: `"5GB"`, or a number of bytes.
             verify: Read the result back and compare it. None: only if tensors are computed.
-            progress: Called with the bytes done and the bytes in all.
+            progress: Called with the bytes done so far and the total bytes.
 
         Raises:
-            NotRepresentable: the format cannot hold a tensor (with `strict`: anything else).
-            TargetExists: the target exists, or is the source.
-            NoSpace: the disk is full.
-            WriteDenied: the system refuses to write there.
-            UnreadableFile: the source changed while it was read (`TruncatedFile`: got shorter).
-            WriteError: the verification found a difference.
+            NotRepresentable: if the format cannot store a tensor (with `strict`: or anything else).
+            TargetExists: if the target exists, or is the source.
+            NoSpace: if the disk is full.
+            WriteDenied: if the system denies writing there.
+            UnreadableFile: if the source changed during the read (`TruncatedFile`: if it shrank).
+            WriteError: if the verification found a difference.
         """
         from ckptool.writing import save
 

@@ -1,4 +1,4 @@
-"""One thing that is wrong, and what helps: what checks of every kind return."""
+"""A finding: the result of every kind of check, a problem with its remedy."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Severity = Literal["fails", "misleads", "note"]
-"""`fails`: an exception somewhere on the way; `misleads`: wrong values without an exception;
-`note`: it works, and this is worth knowing."""
+"""`fails`: causes an exception; `misleads`: causes wrong values without an exception; `note`: it
+works, and this is worth knowing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong with a checkpoint."""
+    """One problem of a checkpoint."""
 
     kind: str
     """A word for programs: `checksum`, `wrappers`, ..."""
     text: str
-    """A clause for people, without a full stop."""
+    """A sentence for people, without a full stop."""
     where: tuple[str, ...] = ()
-    """Paths, keys, records or files; none: the file as a whole."""
+    """The paths, keys, records or files concerned. Empty: the file as a whole."""
     hint: str | None = None
-    """What helps."""
+    """How to fix it."""
     severity: Severity = "fails"
     """`fails`, `misleads` or `note`."""
 
     @property
     def place(self) -> str:
-        """The record, tensor or shard; empty for the file as a whole."""
+        """The record, tensor or shard. Empty: the file as a whole."""
         return self.where[0] if self.where else ""
 
     def to_dict(self) -> dict[str, Any]:

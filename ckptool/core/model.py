@@ -1,11 +1,11 @@
-"""The containers and leaves of a checkpoint's tree: what every reader makes and every writer takes.
+"""The containers and leaves of a checkpoint's tree, made by every reader, for every writer.
 
-The tree is of plain containers (`dict`, `OrderedMap`, `list`, `tuple`, `Size`) over
+The tree has plain containers (`dict`, `OrderedMap`, `list`, `tuple`, `Size`) over
 leaves: `None`, `bool`, `int`, `float`, `complex`, `str`, `bytes`, `TensorRef`, `StorageRef`,
-`DeviceValue`, `Global` and `Opaque`. Identity is kept: what the file shares is one object here,
-and tensors that share a storage share the `Storage`.
+`DeviceValue`, `Global` and `Opaque`. Identity is kept: an object that is shared in the file is one
+object here, and tensors that share a storage share the `Storage`.
 
-An object that exists is valid: the checks are where it is made, nothing downstream repeats them.
+Objects are checked when they are made, so no later code repeats the checks.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 
 class OrderedMap(dict[Any, Any]):
-    """A `collections.OrderedDict` of the file; `attributes` is what its `__dict__` held.
+    """A `collections.OrderedDict` of the file; `attributes` is its `__dict__`.
 
-    Attributes are kept apart so that a file cannot replace a method of the object.
+    Attributes are stored separately so that a file cannot replace a method of the object.
     """
 
     __slots__ = ("attributes",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take what `dict` takes; there are no attributes yet."""
+        """Make the map from the arguments of `dict`, without attributes."""
         super().__init__(*args, **kwargs)
         self.attributes: dict[Any, Any] = {}
 
     @property
     def metadata(self) -> Any:
-        """The state dict's `_metadata` (module path -> version), or None."""
+        """The `_metadata` of a state dict (module path -> version), or None."""
         return self.attributes.get("_metadata")
 
 
@@ -50,7 +50,7 @@ M = TypeVar("M", bound=dict[Any, Any])
 
 
 def remade(mapping: M, items: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> M:
-    """Return a mapping of the same class and attributes, with other items."""
+    """Return a mapping with the same class and attributes, and other items."""
     made = type(mapping)(items)
     if isinstance(made, OrderedMap) and isinstance(mapping, OrderedMap):
         made.attributes = mapping.attributes
@@ -58,82 +58,82 @@ def remade(mapping: M, items: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> 
 
 
 class ByteString(str):
-    """A Python 2 `str` beyond ASCII: read as text, its bytes kept."""
+    """A Python 2 `str` that is not ASCII: read as text, with its bytes kept."""
 
     __slots__ = ("raw",)
     raw: bytes
 
 
 class Size(tuple[Any, ...]):
-    """A `torch.Size`: walked like a tuple, written back as what it was."""
+    """A `torch.Size`: walked like a tuple, and written back as a `torch.Size`."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class or function that the file names, and nobody imports."""
+    """A class or function that the file refers to. It is never imported."""
 
     module: str
     name: str
     shown: str = ""
-    """The name in today's Python where the pickle spells it as Python 2 did."""
+    """The name in Python 3, if the pickle has the Python 2 spelling."""
 
     @property
     def qualified(self) -> str:
-        """`module.name`, in today's spelling."""
+        """`module.name`, in the Python 3 spelling."""
         return self.shown or f"{self.module}.{self.name}"
 
     @property
     def class_name(self) -> str:
-        """`torch.dtype` for one of torch's element types, else the qualified name."""
+        """`torch.dtype` for torch's dtypes, else the qualified name."""
         return "torch.dtype" if self.dtype else self.qualified
 
     @property
     def dtype(self) -> str | None:
-        """The element type that this global is, if it is one."""
+        """The dtype, if this global is one."""
         return self.name if self.module == "torch" and self.name in BY_NAME else None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DeviceValue:
-    """A `torch.device` among the values; `tag` as torch prints it (`cuda:0`, `cpu`)."""
+    """A `torch.device` value; `tag` is the text that torch prints (`cuda:0`, `cpu`)."""
 
     tag: str
     class_name = "torch.device"
 
     def __repr__(self) -> str:
-        """As torch spells it: `device(type='cuda', index=0)`."""
+        """Return the repr of torch: `device(type='cuda', index=0)`."""
         word, _, index = self.tag.partition(":")
         return f"device(type={word!r}, index={index})" if index else f"device(type={word!r})"
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Opaque(Result):
-    """Anything that is neither plain data nor a tensor: kept as data, written back as it came.
+    """An object that is neither plain data nor a tensor: kept as data, and written back unchanged.
 
-    `func(*args, **kwargs)` made it (`newobj`: `cls.__new__`), then `steps` were applied in order:
-    `("build", state)`, `("append", [item, ...])`, `("set", [(key, value), ...])`,
-    `("add", [item, ...])`. A `persid` is a persistent id of a kind that is not known, in `args`.
-    Filled while the pickle is read, and left alone afterwards.
+    The pickle creates it with `func(*args, **kwargs)` (`newobj`: `cls.__new__`), then applies
+    `steps` in order: `("build", state)`, `("append", [item, ...])`, `("set", [(key, value), ...])`,
+    `("add", [item, ...])`. A `persid` is a persistent id of an unknown kind, in `args`. The object
+    is filled while the pickle is read, and never changes afterwards.
     """
 
     func: Any
-    """Mostly a `Global`: a class or function by its name, not imported."""
+    """Usually a `Global`: a class or function by name, not imported."""
     args: Any = ()
     kwargs: Any = None
-    """None where there were none."""
+    """The keyword arguments, or None."""
     maker: str = "reduce"
-    """How it was made: `reduce`, `newobj` or `persid`."""
+    """How the pickle creates it: `reduce`, `newobj` or `persid`."""
     steps: list[tuple[str, Any]] = field(default_factory=list)
     plain: tuple[str, Any] | None = None
-    """Type and value, where the object is a plain value all the same (a numpy scalar)."""
+    """Type and value, if the object is a plain value (a numpy scalar)."""
     find: Callable[[], Any] | None = None
-    """Reads the node that this one stands for, where that lies in a file of its own."""
+    """Reads the actual node, if it is in a separate file."""
 
     @property
     def class_name(self) -> str:
-        """The qualified name of its class, as far as the file tells."""
+        """The qualified name of its class, as far as the file shows."""
         if self.maker == "persid":
             return "persistent id"
         if isinstance(self.func, Global):
@@ -143,12 +143,12 @@ class Opaque(Result):
             return _MADE_BY.get(self.func.name, self.func.qualified)
         match self.func:
             case Opaque(func=Global(name="getattr"), args=(Global() as owner, str() as name)):
-                return f"{owner.qualified}.{name}"  # how old protocols name an inner class
+                return f"{owner.qualified}.{name}"  # old protocols refer to an inner class this way
         return "object"
 
     @property
     def is_numpy(self) -> bool:
-        """Whether it is a scalar or dtype of numpy: a value, in which there is nothing to find."""
+        """True for a numpy scalar or dtype: a value without further content."""
         if self.plain is not None:
             return True
         named = isinstance(self.func, Global) and self.func.qualified in _NUMPY
@@ -156,12 +156,12 @@ class Opaque(Result):
 
     @property
     def state(self) -> Any:
-        """What the last BUILD gave it; None where there was none."""
+        """The state from the last BUILD opcode, or None."""
         return next((value for kind, value in reversed(self.steps) if kind == "build"), None)
 
     @property
     def attributes(self) -> dict[Any, Any]:
-        """Its attributes by name: the state dict, slots merged in; empty for any other state."""
+        """The attributes by name: the state if it is a dict, with slots merged in; else empty."""
         state = self.state
         if isinstance(state, dict):
             return state
@@ -173,15 +173,15 @@ class Opaque(Result):
 
 _RECONSTRUCTORS = frozenset({"_reconstructor", "__newobj__", "__newobj_ex__", "_reconstruct"})
 _MADE_BY = {"_frombuffer": "numpy.ndarray", "_get_layout": "torch.layout"}
-"""Classes of what functions of no telling name make."""
+"""The classes that some functions create, if their names do not show it."""
 _NUMPY = ("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
 
 Path = tuple[Any, ...]
-"""The keys from the root to a node: strings and integers, rarely anything else hashable."""
+"""The keys from the root to a node: strings and integers, rarely other hashable objects."""
 
 Shape = tuple[int | None, ...]
-"""Sizes of the dimensions; None where one is ragged."""
+"""The sizes of the dimensions; None for a ragged dimension."""
 
 STRIDED_KINDS = frozenset({"strided", "subclass", "numpy"})
 SPARSE_KINDS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
@@ -190,25 +190,25 @@ MAX_ELEMENTS = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Storage(Result):
-    """A run of bytes in a file, never read until asked. Compared by identity."""
+    """A range of bytes in a file, read on demand. Compared by identity."""
 
     key: str
-    """Its name in the file, which tied tensors share."""
+    """The key of the storage in the file."""
     data: ByteRange | None
-    """None on the meta device, which has no bytes."""
+    """The bytes. None on the meta device, which has none."""
     nbytes: int
-    """Bytes of all of it, whatever tensors see."""
+    """The size in bytes, including bytes that no tensor uses."""
     device: str = "cpu"
-    """The location tag: an opaque string."""
+    """The device tag: an opaque string."""
     byteorder: str = "little"
     """`little` or `big`."""
     crc32: int | None = None
-    """CRC-32 of the bytes, where the file states one that counts."""
+    """The CRC-32 of the bytes, if the file states a reliable one."""
     whole: ByteRange | None = None
-    """What the bytes were a part of before the rest was left out."""
+    """The larger range that the bytes were part of, before the rest was left out."""
 
     def __post_init__(self) -> None:
-        """Refuse a storage that lies about its length."""
+        """Reject a storage with a false length."""
         if self.data is not None and self.data.length != self.nbytes:
             raise CorruptFile(
                 f"storage {self.key!r} needs {self.nbytes:,} bytes, "
@@ -218,13 +218,13 @@ class Storage(Result):
 
     @property
     def compressed(self) -> bool:
-        """Whether the bytes must be inflated first (mapping such a file gives garbage)."""
+        """True if the bytes must be inflated first, so that they cannot be mapped."""
         return self.data is not None and isinstance(self.data.source, InflatedSource)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageRef:
-    """A typed view of a whole storage, as the pickle hands it to the tensor functions."""
+    """A typed view of a whole storage, as the pickle passes it to the tensor functions."""
 
     storage: Storage
     dtype: str
@@ -232,18 +232,18 @@ class StorageRef:
 
     @property
     def class_name(self) -> str:
-        """The class that torch gives it."""
+        """The name of its class in torch."""
         typed = None if self.untyped else BY_NAME[self.dtype].storage
         return f"torch.{typed}" if typed else "torch.storage.UntypedStorage"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wrapping:
-    """One layer around a tensor: what made a Parameter or a subclass of it.
+    """One layer around a tensor that makes it a Parameter or a subclass instance.
 
     `kind` is `parameter` (`_rebuild_parameter`, and the class called as torch < 0.4 did),
     `parameter_state` (`_rebuild_parameter_with_state`) or `type` (`_rebuild_from_type_v2`).
-    `hooks` is what stood in the place of backward hooks, None for an empty OrderedDict.
+    `hooks` is the object stored as backward hooks, None for an empty OrderedDict.
     """
 
     kind: str
@@ -254,42 +254,42 @@ class Wrapping:
 
 
 _CARRIER = "cpu_tensor"
-"""The part that may carry the tensor of a TPU, if no array does."""
+"""The part that may carry a TPU tensor, if no array does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TensorRef(Result):
-    """A tensor that has not been read: what it is, and where its bytes lie.
+    """A tensor that has not been read: what it is, and where its bytes are.
 
-    `offset` and `stride` count elements of `dtype`, as in torch. Dimensions that are ragged are
-    None. `parts` is what a tensor that is not plainly strided is made of (indices and values,
-    scales, a numpy array, a subclass's state): it belongs to the tensor and is not listed apart.
+    `offset` and `stride` count elements of `dtype`, as in torch. Ragged dimensions are None.
+    `parts` has the components of a tensor that is not plainly strided (indices and values, scales,
+    a numpy array, the state of a subclass). They belong to the tensor and are not listed.
     """
 
     dtype: str
-    """torch's name without `torch.`: `float32`."""
+    """The dtype without `torch.`: `float32`."""
     shape: tuple[int | None, ...]
-    """One size a dimension; `()` of a scalar."""
+    """One size per dimension; `()` for a scalar."""
     stride: tuple[int, ...]
     offset: int
     storage: Storage | None
-    """Where its bytes are; None where it has none of its own (it is made of `parts`)."""
+    """The storage; None if the tensor consists of `parts`."""
     device: str
-    """The tag in the file, an opaque string: `cpu`, `cuda:3`, `xla:0`."""
+    """The device tag in the file, an opaque string: `cpu`, `cuda:3`, `xla:0`."""
     requires_grad: bool = False
-    """As the file has it."""
+    """The flag in the file."""
     kind: str = "strided"
-    """`strided`, `sparse_coo` and its like, `quantized`, `nested`, `meta`, `subclass`, `numpy`."""
+    """`strided`, `sparse_coo` (`csr`, ...), `quantized`, `nested`, `meta`, `subclass`, `numpy`."""
     flags: tuple[str, ...] = ()
-    """`conj` and `neg`, the lazy bits of torch."""
+    """The lazy bits of torch: `conj` and `neg`."""
     hooks: Any = None
-    """Backward hooks where there are any; None for the usual empty OrderedDict."""
+    """Backward hooks; None for the usual empty OrderedDict."""
     parts: Mapping[str, Any] | None = None
     wrapping: tuple[Wrapping, ...] = ()
-    """What made a Parameter or a subclass of it, the innermost first."""
+    """The layers that make it a Parameter or a subclass instance, innermost first."""
 
     def __post_init__(self) -> None:
-        """Refuse a tensor that reaches outside its storage or counts more than 2**63 elements."""
+        """Reject a tensor that exceeds its storage or has more than 2**63 elements."""
         if self.storage is None:
             return
         shape, stride = self.shape, self.stride
@@ -311,7 +311,7 @@ class TensorRef(Result):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """The size of one element in bytes."""
         return BY_NAME[self.dtype].itemsize
 
     @property
@@ -320,17 +320,17 @@ class TensorRef(Result):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """One size per dimension; 0 for a ragged dimension."""
+        """The size of each dimension; 0 for a ragged one."""
         return tuple(size or 0 for size in self.shape)
 
     @property
     def numel(self) -> int:
-        """Number of elements; 0 where a dimension is ragged (the parts know)."""
+        """The number of elements; 0 if a dimension is ragged (`parts` have the number)."""
         return math.prod(self.sizes)
 
     @property
     def place(self) -> tuple[Any, ...] | None:
-        """Its elements in memory: equal for tied tensors; None for a tensor without a storage."""
+        """Its elements in memory, equal for tied tensors. None for a tensor without a storage."""
         if self.storage is None:
             return None
         layout = self.offset, self.dtype, self.shape, self.stride, self.flags
@@ -338,7 +338,7 @@ class TensorRef(Result):
 
     @property
     def span(self) -> tuple[int, int]:
-        """The elements of the storage that it covers: the first, and the one after the last."""
+        """The range of its storage in elements: the first, and the one after the last."""
         first = last = self.offset
         for size, step in zip(self.shape, self.stride, strict=True):
             if size and step >= 0:
@@ -349,7 +349,7 @@ class TensorRef(Result):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """The bytes of the storage that it covers: the first, and the one after the last."""
+        """The range of its storage in bytes: the first, and the one after the last."""
         if self.dtype in PACKED and self.storage is not None:
             return 0, self.storage.nbytes
         first, stop = self.span if self.numel else (0, 0)
@@ -357,14 +357,14 @@ class TensorRef(Result):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the elements take; for sparse and nested tensors, those of the parts."""
+        """The size of the elements in bytes; for sparse and nested tensors, that of the parts."""
         if self.kind in SPARSE_KINDS or self.kind == "nested":
             return sum(part.nbytes for part in self.tensors_inside())
         return -(-self.numel * self.itemsize // self._per_byte)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in row-major order without holes, as torch defines it."""
+        """True if the elements are in row-major order without gaps, as in torch."""
         expected = 1
         for size, step in zip(reversed(self.shape), reversed(self.stride), strict=False):
             if size is None:
@@ -376,36 +376,36 @@ class TensorRef(Result):
 
     @property
     def memory_order(self) -> list[int]:
-        """The axes in the order of memory: the one with the largest stride first."""
+        """The axes in memory order: the largest stride first."""
         return sorted(range(len(self.stride)), key=lambda axis: -self.stride[axis])
 
     @property
     def is_verbatim(self) -> bool:
-        """Whether its bytes in the file are those of `content`: nothing to move, swap or flip."""
+        """True if its bytes in the file equal `content`: nothing to reorder, swap or negate."""
         swapped = self.storage is not None and self.storage.byteorder == "big"
         return self.is_contiguous and not self.flags and not swapped
 
     @property
     def unrepeated(self) -> TensorRef:
-        """The same elements, those that a stride of zero repeats only once."""
+        """The same elements, without repetition by strides of zero."""
         axes = zip(self.shape, self.stride, strict=True)
         shape = tuple(1 if size and not step else size for size, step in axes)
         return self if shape == self.shape else replace(self, shape=shape)
 
     @property
     def is_parameter(self) -> bool:
-        """Whether torch would make a `Parameter` of it."""
+        """True if torch would load it as a `Parameter`."""
         return any(layer.kind != "type" for layer in self.wrapping)
 
     @property
     def has_content(self) -> bool:
-        """Whether it is a plain array of elements with bytes behind it (`content` works)."""
+        """True if it is a plain array of elements with bytes, so that `content` works."""
         stored = self.storage is not None and self.storage.data is not None
         return stored and self.kind in STRIDED_KINDS
 
     @property
     def class_name(self) -> str:
-        """The qualified name of its class: of a subclass that of the file, else torch's own."""
+        """The qualified name of its class: that in the file for a subclass, else torch's."""
         made_of = (self.parts or {}).get("type") if self.storage is None else None
         types = (made_of, *(layer.type for layer in self.wrapping))
         known = (cls.qualified for cls in types if isinstance(cls, Global))
@@ -413,27 +413,27 @@ class TensorRef(Result):
 
     @property
     def is_array(self) -> bool:
-        """Whether it is pickled as an array of numpy, or is a TPU's that such an array carries."""
+        """True if it is pickled as a numpy array, or is a TPU tensor carried by one."""
         parts = self.parts or {}
         return "array" in parts or parts.get("carrier", _CARRIER) != _CARRIER
 
     @property
     def is_spread(self) -> bool:
-        """Whether it is spread over processes, of which each saves its own part."""
+        """True if it is distributed over processes, each of which saves its own part."""
         spread = ("DTensor", "ShardedTensor")
         return self.storage is None and self.class_name.rpartition(".")[2] in spread
 
     @property
     def local(self) -> TensorRef | None:
-        """The first tensor that one without a storage is made of: a DTensor's local part."""
+        """The first component of a tensor without a storage: the local part of a DTensor."""
         return next(self.tensors_inside(), None) if self.storage is None else None
 
     @property
     def whole(self) -> TensorRef | None:
-        """The plain tensor that a DTensor is, where this file has all of it; None of any other.
+        """The plain tensor of a DTensor that is complete in this file; None for any other.
 
-        All of it is there where the local part has its shape (one rank, or `Replicate`), unless a
-        sum is pending (`Partial`). Source: torch/distributed/tensor/_dtensor_spec.py.
+        It is complete if the local part has its shape (one rank, or `Replicate`) and no sum is
+        pending (`Partial`). Source: torch/distributed/tensor/_dtensor_spec.py.
         """
         match self.parts:
             case {"state": (_, {"_local_tensor": TensorRef() as local, "_spec": Opaque() as spec})}:
@@ -468,11 +468,11 @@ class TensorRef(Result):
         """Return the elements in row-major order, little-endian, conjugated and negated, in blocks.
 
         Raises:
-            UsageError: a tensor that has no plain array of bytes (`has_content`).
+            UsageError: if the tensor is not a plain array of elements (see `has_content`).
         """
         if self.dtype in PACKED:
             return self.data.blocks()
-        # Imported here: most that is done with a checkpoint asks for no elements.
+        # Imported here: most operations on a checkpoint need no elements.
         from ckptool.files.strided import flip_signs, row_major, swap_bytes
 
         dtype = BY_NAME[self.dtype]
@@ -487,11 +487,11 @@ class TensorRef(Result):
         return blocks
 
     def read(self) -> bytes:
-        """Return all of `content` at once."""
+        """Return all bytes of `content`."""
         return b"".join(self.content())
 
     def tensors_inside(self) -> Iterator[TensorRef]:
-        """Return the tensors that this one is made of, in the order of its parts."""
+        """Yield the component tensors, in the order of `parts`."""
         return find_tensors(dict(self.parts or {}))
 
     def torch(
@@ -501,13 +501,13 @@ class TensorRef(Result):
         mmap: bool = False,
         dtype: torch.dtype | str | None = None,
     ) -> torch.Tensor:
-        """Return the tensor. Arguments and errors are those of `ckptool.load_state_dict`."""
+        """Read the tensor. Arguments and errors are the same as for `ckptool.load_state_dict`."""
         from ckptool.tensors import materialize
 
         return materialize(self, map_location=map_location, mmap=mmap, dtype=dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return the values for `numpy.asarray`, in float32 if numpy lacks the type (bfloat16)."""
+        """Return the values for `numpy.asarray`, as float32 if numpy lacks the dtype (bfloat16)."""
         tensor = self.torch().detach().resolve_conj().resolve_neg()
         if self.dtype.startswith(("bfloat", "float8")):
             tensor = tensor.float()
@@ -515,7 +515,7 @@ class TensorRef(Result):
         return array if dtype is None else array.astype(dtype)
 
     def __getitem__(self, index: Any) -> TensorRef:
-        """Return a view by basic indexing (integers, slices, `...`); only its bytes are read."""
+        """Return a view by basic indexing (integers, slices, `...`), which reads only its bytes."""
         self._check_view("sliced")
         from ckptool.files.strided import narrow  # as in `content`
 
@@ -523,7 +523,7 @@ class TensorRef(Result):
         return replace(self, shape=shape, stride=stride, offset=offset, parts=None, wrapping=())
 
     def permuted(self, order: Sequence[int]) -> TensorRef:
-        """Return a view with its axes in another order, as `torch.Tensor.permute`."""
+        """Return a view with its axes in another order, like `torch.Tensor.permute`."""
         self._check_view("transposed")
         shape = tuple(self.shape[axis] for axis in order)
         stride = tuple(self.stride[axis] for axis in order)
@@ -537,7 +537,7 @@ class TensorRef(Result):
 
     @property
     def _view(self) -> dict[str, Any]:
-        """What it is of its storage, as the functions of `files` take it."""
+        """Its view of the storage, as arguments for the functions of `files`."""
         place = {"shape": self.sizes, "stride": self.stride, "offset": self.offset}
         return {"itemsize": self.itemsize, **place}
 
@@ -556,8 +556,8 @@ class TensorRef(Result):
 def over_elements(tensor: TensorRef, **place: Any) -> TensorRef:
     """Return the tensor with another `dtype`, `shape`, `storage`, `offset`, `stride` or `flags`.
 
-    A tensor of a back end without storages (a TPU) is then carried by a tensor of the CPU. A numpy
-    array becomes a tensor: its pickle has the old elements.
+    A tensor of a back end without storages (a TPU) is then carried by a CPU tensor. A numpy array
+    becomes a tensor, because its pickle has the old elements.
     """
     if place and "array" in (tensor.parts or {}):
         place = {"kind": "strided", "parts": None, **place}
@@ -569,7 +569,7 @@ def over_elements(tensor: TensorRef, **place: Any) -> TensorRef:
 
 
 def children(node: Any) -> Iterable[Any]:
-    """Return what a container or an object holds directly, in the file's order."""
+    """Return the direct content of a container or object, in the order of the file."""
     if isinstance(node, OrderedMap):
         return (*node.keys(), *node.values(), *node.attributes.values())
     if isinstance(node, dict):
@@ -606,10 +606,10 @@ def plain_tensor(
 ) -> TensorRef:
     """Return a tensor whose elements fill `data` in row-major order, over a storage of its own.
 
-    `stated` are the byte order and the CRC-32 of the storage, where the file has them.
+    `stated` has the byte order and the CRC-32 of the storage, if the file states them.
 
     Raises:
-        CorruptFile: `data` is longer or shorter than the elements.
+        CorruptFile: if `data` is longer or shorter than the elements.
     """
     nbytes = -(-math.prod(shape) * BY_NAME[dtype].itemsize // PACKED.get(dtype, 1))
     if nbytes != data.length:
@@ -620,7 +620,7 @@ def plain_tensor(
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a contiguous tensor of that shape."""
+    """Return the strides, in elements, of a contiguous tensor of this shape."""
     strides = []
     step = 1
     for size in reversed(shape):

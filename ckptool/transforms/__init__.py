@@ -1,6 +1,6 @@
-"""Checkpoint to Checkpoint: names, devices, selection; each over the same storages.
+"""Transforms from checkpoint to checkpoint, over the same storages: keys, devices, selection.
 
-A change that a user can ask for is a `Step`. The names below are imported when they are first used.
+Each change that a user can ask for is a `Step`. The names below are imported on first use.
 """
 
 from __future__ import annotations

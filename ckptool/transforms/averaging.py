@@ -1,4 +1,4 @@
-"""The mean of several checkpoints, and other mixtures."""
+"""The average of several checkpoints, and other mixtures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptool.transforms.names import distinct
 from ckptool.words import counted, listed, printable
 
 Tensors = tuple[TensorRef, ...]
-"""The tensors of one name, one from each file."""
+"""The tensors of one key, one from each file."""
 
 
 MEAN, SLERP, TASK = MODES = ("mean", "slerp", "task")
@@ -30,20 +30,20 @@ MEAN, SLERP, TASK = MODES = ("mean", "slerp", "task")
 
 @dataclass(frozen=True)
 class _Mixing:
-    """How the tensors of one name become one."""
+    """How to compute one tensor from the tensors of one key."""
 
     mode: str
     count: int
-    """How many files there are."""
+    """The number of files."""
     weights: tuple[float, ...]
     t: float
 
     @classmethod
     def of(cls, mode: str, count: int, weights: Sequence[float], t: float | None) -> _Mixing:
-        """Take what `average` was asked for.
+        """Return the mixing for the arguments of `average`.
 
         Raises:
-            UsageError: it makes no sense for so many files.
+            UsageError: if the arguments do not suit this number of files.
         """
         if mode not in MODES:
             raise UsageError(f"mode takes {listed(MODES)}, not {mode!r}")
@@ -67,10 +67,10 @@ class _Mixing:
     def storage(
         self, averager: Averager, runs: list[Elements], like: Storage, dtype: str, name: str
     ) -> Storage:
-        """Return what the tensors of this name become."""
+        """Return a storage that computes the mixture of the tensors of this key."""
         if self.mode == SLERP:
             return averager.slerp(runs, like, dtype, name, self.t)
-        if self.mode == TASK:  # the difference first: it is 0 where there is none
+        if self.mode == TASK:  # The difference comes first, so that equal tensors give exactly 0.
             runs, weights = [*runs[1:], runs[0]], (self.t, -self.t, 1.0)
             return averager.mean(runs, like, dtype, name, weights=weights)
         return averager.mean(runs, like, dtype, name, weights=self.weights)
@@ -89,10 +89,10 @@ def _means(
 ) -> tuple[dict[int, TensorRef], list[Change]]:
     """Return the mean for each tensor of the first file, by identity, and warnings.
 
-    Each mean has memory of its own; names that are tied in every file have one mean.
+    Each mean has its own storage. Keys that are tied in every file share one mean.
 
     Raises:
-        UsageError: what is one tensor in the first file is several in another.
+        UsageError: if keys are tied in the first file, but not in another.
     """
     averager = Averager()
     made: dict[object, TensorRef] = {}
@@ -118,7 +118,7 @@ def _means(
 
 
 def _mean(averager: Averager, name: str, tensors: Tensors, mixing: _Mixing) -> TensorRef:
-    """Return a tensor like the first over the mean of all; strides stay if there are no holes."""
+    """Return a tensor like the first, over the mean of all. Its strides stay if without gaps."""
     first = tensors[0]
     if first.storage is None:
         raise UsageError("tensors without data cannot be averaged")
@@ -144,30 +144,30 @@ def average(
     ints: str = _SAME,
     key: Any = None,
 ) -> Checkpoint:
-    """Return the first checkpoint with the mean of all files in its models' floating tensors.
+    """Return the first checkpoint with the mean of all files in the floating tensors of its models.
 
-    Every state dict and pickled module is averaged with the model of the same name in the other
-    files (or with the only one there), by name without wrappers: accumulated in float64, or
-    complex128, in the order of the files, and rounded to the type that the first has. `_metadata`,
-    gradients' flags and order are the first's. Every mean has memory of its own; ties of the
-    first file stay. Optimizers and schedulers are left out; all else is the first's.
+    Averages every state dict and pickled module with the model of the same path in the other files,
+    or the only one there, matching keys without wrapper prefixes. Sums are accumulated in float64
+    or complex128, in the order of the files, and rounded to the dtype in the first file. Every mean
+    has its own storage; ties of the first file stay. Leaves out optimizers and schedulers.
+    Everything else is from the first file.
 
     Args:
-        checkpoints: Two or more, open; they stay so until the result is written.
-        mode: `mean`; `slerp` of two files; `task`: the first + `t` (the second - the third).
-        weights: One for each file, of a mean; divided by their sum.
-        t: How far `slerp` goes from the first file (0) to the second (1); or the factor of `task`.
-        ints: `same`: integer and boolean tensors must be equal everywhere; `first`: the first's.
-        key: The address of the state dict to average, alone.
+        checkpoints: Two or more open checkpoints. Keep them open until the result is written.
+        mode: `mean`; `slerp` of two files; `task`: first + `t` * (second - third).
+        weights: The weight of each file in a mean. They are divided by their sum.
+        t: The position of `slerp` between the first file (0) and the second (1), or the factor of
+            `task`.
+        ints: `same`: integer and boolean tensors must be equal; `first`: take those of the first.
+        key: The path of one state dict to average.
 
     Raises:
-        NotRepresentable: quantized numbers, which mean something only with their companions;
-            tensors without values (`placeholders_of`).
-        UsageError: too few or many for the mode; tensors of different shapes or kinds; integers
-            that differ; tensors that have no plain elements; names that the first file ties, and
-            another not.
-        NotFound: there is no model, or a name that not every file has.
-        AmbiguousName: `key` names several.
+        NotRepresentable: if weights are quantized or have no values (`placeholders_of`).
+        UsageError: if the mode needs more or fewer files; tensors differ in shape or kind, or have
+            no plain elements; integers differ; or keys are tied in the first file, but not in
+            another.
+        NotFound: if there is no model, or a key is not in every file.
+        AmbiguousName: if `key` matches several state dicts.
     """
     mixing = _Mixing.of(mode, len(checkpoints), weights, t)
     if ints not in (_SAME, _FIRST):
@@ -191,7 +191,7 @@ def average(
 def _models(
     checkpoints: Sequence[Checkpoint], key: Any
 ) -> tuple[Checkpoint, list[tuple[Section, list[Section]]]]:
-    """Return the first checkpoint, or its one state dict, and its models with counterparts."""
+    """Return the first checkpoint, or its state dict at `key`, and its models with counterparts."""
     first, *others = checkpoints
     if key is not None:
         alone = single_state_dict(first, key)
@@ -210,7 +210,7 @@ def _parts(checkpoint: Checkpoint) -> list[Section]:
 
 
 def _under(key: Any, checkpoint: Checkpoint) -> Section:
-    """Return the state dict at an address, or the only one of a file without that address."""
+    """Return the state dict at a path, or the only one of a file without that path."""
     try:
         return model_state_dict(checkpoint, key)
     except AmbiguousName:
@@ -223,9 +223,9 @@ def _under(key: Any, checkpoint: Checkpoint) -> Section:
 
 
 def _counterparts(first: Checkpoint, parts: list[Section], other: Checkpoint) -> list[Section]:
-    """Return the models of another file in the order of the first's, matched by name.
+    """Return the models of another file in the order of the first's, matched by path.
 
-    If both files have one model alone, its name may differ.
+    If both files have only one model, the paths may differ.
     """
     found = _parts(other)
     if len(parts) == len(found) == 1:
@@ -246,13 +246,13 @@ def _counterparts(first: Checkpoint, parts: list[Section], other: Checkpoint) ->
 
 
 def _tensors(part: Section) -> Names:
-    """Return the tensors of a section by their names in it."""
+    """Return the tensors of a section by key."""
     depth = len(part.path)
     return {name_of(path[depth:]): tensor for path, tensor in part.tensors()}
 
 
 def _class(tensor: TensorRef) -> str:
-    """Return the class of numbers in which tensors can be averaged or compared."""
+    """Return the class of numbers by which tensors are averaged or compared."""
     if tensor.dtype in FLOATING:
         return "floating"
     return "complex" if tensor.dtype.startswith("complex") else "integer"
@@ -260,23 +260,23 @@ def _class(tensor: TensorRef) -> str:
 
 @dataclass
 class _Plan:
-    """Which tensors are averaged, and which are the same everywhere."""
+    """The tensors to average, and the tensors that must be equal."""
 
     checkpoints: Sequence[Checkpoint]
     ints: str
     mixing: _Mixing
     averaged: list[tuple[str, Tensors]] = field(default_factory=list)
-    """Names with the tensors of all files."""
+    """Keys with the tensors of all files."""
     _means: list[Change] = field(default_factory=list)
     _counters: list[Change] = field(default_factory=list)
     _integers: int = 0
     _retyped: list[str] = field(default_factory=list)
 
     def add(self, part: Section, others: list[Section]) -> None:
-        """Take a model of the first checkpoint with its counterparts.
+        """Add a model of the first checkpoint with its counterparts.
 
         Raises:
-            UsageError, NotFound: they do not fit together.
+            UsageError, NotFound: if the models do not match.
         """
         own = _tensors(part)
         names = [own, *(_named_as(own, _tensors(other)) for other in others)]
@@ -357,7 +357,7 @@ class _Plan:
 
 
 def _named_as(first: Names, other: Names) -> Names:
-    """Give the tensors of another file the names of the first, where wrappers alone differ."""
+    """Return the tensors of another file by the keys of the first, ignoring wrapper prefixes."""
     if first.keys() == other.keys():
         return other
     mine, others = bare_names(first), bare_names(other)

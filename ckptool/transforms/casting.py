@@ -1,4 +1,4 @@
-"""Tensors of another element type."""
+"""Casts of tensors to another dtype."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 
 class Originals:
-    """Some tensors of a tree, to be known again while it is rebuilt.
+    """Recognizes chosen tensors of a tree while it is rebuilt.
 
-    `rebuild` hands on a copy of a tensor where its attributes or hooks are new.
+    `rebuild` passes on a copy of a tensor if its attributes or hooks are new.
     """
 
     def __init__(self, root: Any, chosen: Iterable[TensorRef]) -> None:
-        """Know the tensors `chosen` among all that `root` holds."""
+        """Remember the `chosen` tensors of the tree `root`."""
         self._chosen = {id(tensor): tensor for tensor in chosen}
         self._by_view: dict[Any, TensorRef] = {
             tensor.place or id(tensor): tensor for tensor in self._chosen.values()
@@ -56,16 +56,16 @@ class Originals:
         self._known = {id(node) for node in every_node(root)}
 
     def of(self, node: Any) -> TensorRef | None:
-        """Return the chosen tensor that a node is, or is a copy of."""
+        """Return the chosen tensor that a node is, or was copied from."""
         if not isinstance(node, TensorRef) or id(node) in self._known:
             return self._chosen.get(id(node))
         return self._by_view.get(node.place)
 
 
 def tensors_placed(root: Any, placed: Mapping[Path, TensorRef]) -> Any:
-    """Return the tree with other tensors at some paths; the same tensor elsewhere stays.
+    """Return the tree with other tensors at some paths; other places of the same tensor stay.
 
-    A path through anything but containers and attributes (a pickled module) is skipped.
+    Paths are skipped if they lead through anything but containers and attributes.
     """
     holders: dict[int, dict[Any, dict[Path, TensorRef]]] = {}
     for path, tensor in placed.items():
@@ -110,7 +110,7 @@ def _with(node: Any, path: Path, tensor: TensorRef) -> Any:
 
 
 def optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
-    """Return the paths of tensors that an optimizer or scheduler holds, in any form."""
+    """Return the paths of tensors in optimizers and schedulers, in any form."""
     found = {
         path
         for part in checkpoint.sections
@@ -134,7 +134,7 @@ def optimizer_tensors(checkpoint: Checkpoint) -> set[Path]:
 
 
 def _unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, TensorRef]]:
-    """Yield the buffers of pickled modules that no state dict has, which `Module.to` casts too."""
+    """Yield the non-persistent buffers of pickled modules, which `Module.to` casts too."""
     for part in checkpoint.sections:
         is_module = part.kind == "module"
         for prefix, module in modules_below(part.holder) if is_module else ():
@@ -145,7 +145,7 @@ def _unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, TensorRef]]
 
 
 def _with_own(checkpoint: Checkpoint, spared: set[Path]) -> Checkpoint:
-    """Return the checkpoint with separate tensors at the paths `spared`, over the same memory."""
+    """Return the checkpoint with separate tensors at the paths `spared`, over the same storages."""
     others = {id(tensor) for path, tensor in checkpoint.tensors() if path not in spared}
     own: dict[int, TensorRef] = {}
     placed = {
@@ -157,20 +157,20 @@ def _with_own(checkpoint: Checkpoint, spared: set[Path]) -> Checkpoint:
 
 
 FLOATING = tuple(FLOATS)
-"""The element types that are cast, from and to."""
+"""The dtypes that can be cast from and to."""
 
 _ALIASES = {"double": "float64", "float": "float32", "single": "float32", "half": "float16"}
 Keep: TypeAlias = (
     "Mapping[str, str | torch.dtype | None] | Iterable[str | tuple[str, str | torch.dtype | None]]"
 )
-"""Exceptions from a cast: globs with types, or with None for the type that a tensor has."""
+"""Exceptions from a cast: globs with dtypes, or with None for the tensor's own dtype."""
 
 
 def floating_type(word: Any) -> str:
-    """Return the element type of a word: `bf16`, `half`, `torch.float8_e5m2`, `F8_E4M3`.
+    """Return the dtype for a word such as `bf16`, `half`, `torch.float8_e5m2` or `F8_E4M3`.
 
     Raises:
-        UsageError: it is no type that can be cast to.
+        UsageError: if tensors cannot be cast to it.
     """
     name = str(word).strip().removeprefix("torch.")
     code = BY_SAFETENSORS.get(name.upper())
@@ -186,34 +186,34 @@ def floating_type(word: Any) -> str:
 
 @dataclass(frozen=True)
 class Cast(Step):
-    """Cast floating-point tensors to another type, as `.to(dtype)` does.
+    """Cast floating-point tensors to another dtype, like `.to(dtype)`.
 
-    A storage is cast as a whole, so that ties, views and strides stay; the bytes are cast when they
-    are written. Integers, booleans, complex and quantized numbers (unless `raw`) keep their type;
-    so does the state of optimizers and schedulers, unless `cast_optimizer` is given. With
-    `dequantize` the scales are left out.
+    Each storage is cast as a whole, so ties, views and strides stay. The bytes are cast when they
+    are written. Integer, boolean, complex and quantized tensors keep their dtype (quantized ones
+    unless `raw`). So does the state of optimizers and schedulers, unless `cast_optimizer`. With
+    `dequantize`, the scales are left out.
     """
 
     on_files: ClassVar[str] = "use tensor.to(dtype) for tensors in memory"
 
     dtype: str | torch.dtype | None = None
-    """The type to cast to. None with `dequantize`: other tensors keep their type."""
+    """The dtype to cast to. None, with `dequantize`: other tensors keep their dtype."""
     keep: Keep = ()
-    """Exceptions: globs, or globs with types (`{"*.norm.*": "float32"}`); the first decides."""
+    """Exceptions: globs, or globs with dtypes (`{"*.norm.*": "float32"}`). The first match wins."""
     cast_optimizer: bool = False
     """Cast the state of optimizers too."""
     allow_overflow: bool = False
-    """Write elements that the type cannot hold as torch casts them."""
+    """Allow values that overflow the dtype, and cast them as torch does."""
     dequantize: str | torch.dtype | None = None
-    """The type of quantized weights, which become plain numbers."""
+    """Convert quantized weights to plain tensors of this dtype."""
     raw: bool = False
-    """Cast quantized numbers as plain numbers."""
+    """Cast quantized tensors as if they were plain numbers."""
 
     def __post_init__(self) -> None:
-        """Check the types.
+        """Check the dtypes.
 
         Raises:
-            UsageError: there is no type; or one, also in `keep`, is not a floating type.
+            UsageError: if no dtype is given, or one is not a floating dtype (also in `keep`).
         """
         if self.dtype is None and self.dequantize is None:
             raise UsageError(
@@ -225,22 +225,22 @@ class Cast(Step):
         object.__setattr__(self, "keep", kept(self.keep))
 
     def words(self) -> Iterator[str]:
-        """Yield the words that ask `convert` for this step."""
+        """Yield the command-line words of this step for `convert`."""
         exceptions = (f"{glob}={dtype}" if dtype else glob for glob, dtype in kept(self.keep))
         yield from replace(self, keep=()).words() if self.keep else super().words()
         for one in exceptions:
             yield from ("--keep", one)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with other types.
+        """Return the checkpoint with other dtypes.
 
-        `Checkpoint.reports` count the elements that overflowed or were rounded when the file is
-        written; without `allow_overflow` an overflow is a `NotRepresentable`.
+        When the file is written, `Checkpoint.reports` count the values that overflowed or were
+        rounded. Without `allow_overflow`, an overflow raises `NotRepresentable`.
 
         Raises:
-            NotRepresentable: quantized numbers would be cast without their scales, or cannot be
+            NotRepresentable: if quantized tensors would be cast without their scales, or cannot be
                 dequantized.
-            NotFound: with `dequantize`: nothing is quantized.
+            NotFound: if `dequantize` is given and no weight is quantized.
         """
         refuse_placeholders(checkpoint)
         rules: dict[str, str | None] = {}
@@ -274,14 +274,14 @@ class Cast(Step):
 
 
 def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
-    """Return the exceptions from a cast: globs, each with a type, or None for the type as it is.
+    """Return the exceptions from a cast: globs, each with a dtype, or None for the tensor's own.
 
     Args:
-        keep: A mapping of names and globs (`core.addressing`) to types or None, or an iterable of
-            such pairs and of patterns alone.
+        keep: A mapping of keys and globs (`core.addressing`) to dtypes or None, or an iterable of
+            these pairs or of patterns.
 
     Raises:
-        UsageError: it is none; a type is none that can be cast to.
+        UsageError: if it is neither, or tensors cannot be cast to a dtype.
     """
     items = keep.items() if isinstance(keep, Mapping) else keep
     if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
@@ -302,11 +302,11 @@ def kept(keep: Any) -> tuple[tuple[str, str | None], ...]:
 
 
 def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = "") -> None:
-    """Refuse to change tensors (by their identities) that mean something only with others.
+    """Refuse to change tensors (by identity) that have a meaning only together with others.
 
     Raises:
-        NotRepresentable: one is quantized, or the companion of one that is; or only the class of a
-            module can tell what it is. `remedy` is what helps against all of these.
+        NotRepresentable: if one is quantized, is the companion of a quantized one, or has a meaning
+            known only to the class of its module. `remedy` is the hint for all of these.
     """
 
     def refuse(fact: str, *remedies: str) -> None:
@@ -336,11 +336,11 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
 def _quantized(
     checkpoint: Checkpoint, *, alone: bool = False
 ) -> Iterator[tuple[dict[Any, Any], str, Quantized]]:
-    """Yield each quantized weight, with the dict that it and its companions are in.
+    """Yield each quantized weight, with the dict that contains it and its companions.
 
-    Only models are judged by shapes; a pickled module as the state dict that it would have.
-    `alone`: also the quantized tensors of torch, which need nothing beside them; a layer's has the
-    scale of its activations there.
+    Only models are judged by shapes, and a pickled module by its `state_dict()`. With `alone`, also
+    yield torch's quantized tensors, which need no companions (in a layer, the scale of the
+    activations is next to them).
     """
     models = {id(one.node): one for one in checkpoint.sections if one.kind in MODEL_KINDS}
     modules = (one.node for one in models.values() if one.kind == "module")
@@ -358,13 +358,13 @@ def _quantized(
 
 
 def _elements(tensor: TensorRef) -> TensorRef:
-    """Return the tensor that has the elements: `tensor`, or the values of a sparse tensor."""
+    """Return the tensor with the elements: `tensor`, or the values of a sparse tensor."""
     part = (tensor.parts or {}).get("buffer" if tensor.kind == "nested" else "values")
     return part if tensor.kind in (*SPARSE_KINDS, "nested") and part is not None else tensor
 
 
 def _obstacle(tensor: TensorRef, wanted: str) -> str | None:
-    """Return why a floating tensor cannot be cast; None if it can."""
+    """Return the reason why a floating tensor cannot be cast, or None."""
     if tensor.kind == "numpy":
         return "a numpy array"
     if tensor.has_content:
@@ -375,7 +375,7 @@ def _obstacle(tensor: TensorRef, wanted: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Wish:
-    """A tensor that is to be of another type, under its names."""
+    """A tensor to cast, with its keys."""
 
     tensor: TensorRef
     storage: Storage
@@ -384,30 +384,30 @@ class _Wish:
 
     @property
     def pair(self) -> tuple[str, str]:
-        """The type that it has, and the one that it is to have."""
+        """The old and the new dtype."""
         return self.tensor.dtype, self.dtype
 
 
 @dataclass
 class _Plan:
-    """Which tensor becomes what."""
+    """The new dtype of each tensor."""
 
     checkpoint: Checkpoint
     dtype: str | None
-    """None: only what has been dequantized becomes another."""
+    """None: only dequantized weights change."""
     rules: dict[str, str | None]
     wanted: dict[int, _Wish] = field(default_factory=dict)
-    """By the identity of what holds the elements."""
+    """By the identity of the tensor with the elements."""
     scaled: dict[int, str] = field(default_factory=dict)
-    """The types that dequantized storages are to have, by their identity."""
+    """The new dtypes of dequantized storages, by identity."""
     schemes: dict[str, None] = field(default_factory=dict)
-    """The schemes of dequantized weights, and"""
+    """The schemes of dequantized weights."""
     gone: dict[str, None] = field(default_factory=dict)
-    """the names of what these no longer need."""
+    """The keys that dequantized weights no longer need."""
     left: set[int] = field(default_factory=set)
-    """The identities of what cannot be cast."""
+    """The identities of tensors that cannot be cast."""
     fixed: set[int] = field(default_factory=set)
-    """The identities of what has the type already that it is to have."""
+    """The identities of tensors that already have the new dtype."""
     _matches: Counter[str] = field(default_factory=Counter)
     _left: list[str] = field(default_factory=list)
     _other: Counter[str] = field(default_factory=Counter)
@@ -415,11 +415,11 @@ class _Plan:
     _disputed: list[str] = field(default_factory=list)
 
     def dequantize(self, dtype: str) -> None:
-        """Put plain numbers of `dtype` in the place of weights and of what quantized them.
+        """Replace quantized weights and their companions with plain tensors of `dtype`.
 
         Raises:
-            NotRepresentable: a weight is quantized otherwise.
-            NotFound: none is quantized.
+            NotRepresentable: if a weight has an unsupported quantization.
+            NotFound: if no weight is quantized.
         """
         made: dict[tuple[int, ...], dict[str, TensorRef]] = {}
         plain: dict[int, dict[str, dict[str, TensorRef]]] = {}
@@ -427,7 +427,7 @@ class _Plan:
         known, config = set[int](), quantization_config(self.checkpoint)
         for state, name, found in _quantized(self.checkpoint, alone=True):
             if id(state) not in nodes and id(state[name]) in known:
-                continue  # of a pickled module, and made already
+                continue  # in a pickled module, and done already
             known.add(id(state[name]))
             parts = (id(state[name]), *(id(state[one]) for one in found.companions))
             own = plain.setdefault(id(state), {})
@@ -473,7 +473,7 @@ class _Plan:
         self.checkpoint = replace(self.checkpoint, root=root, details=details)
 
     def choose(self, spared: set[Path]) -> None:
-        """Decide over every tensor of the checkpoint but those at the paths `spared`."""
+        """Choose the dtype of every tensor of the checkpoint, except at the paths `spared`."""
         every = [*self.checkpoint.tensors(), *_unsaved_buffers(self.checkpoint)]
         ruled = self._ruled(every)
         for at, (path, tensor) in enumerate(every):
@@ -487,11 +487,11 @@ class _Plan:
             self._disputed.extend(self.wanted.pop(identity).names)
 
     def _ruled(self, every: list[tuple[Path, TensorRef]]) -> dict[int, str]:
-        """Return the first rule of each tensor, by its position, that has one.
+        """Return the first rule that matches each tensor, by position.
 
         Raises:
-            NotFound: a rule matches no tensor.
-            AmbiguousName: a name means several tensors.
+            NotFound: if a rule matches no tensor.
+            AmbiguousName: if a name matches several tensors.
         """
         index, ruled = NameIndex(every, self.checkpoint.path), dict[int, str]()
         for rule in self.rules:
@@ -522,7 +522,7 @@ class _Plan:
                 self._disputed.append(name)
 
     def changes(self) -> Iterator[Change]:
-        """Yield a change for everything that is cast, or not, with the reason."""
+        """Yield a change for each group of tensors that is cast, or skipped, with the reason."""
         if self.scaled:
             count = len(self.scaled)
             text = f"dequantized {_tensors(count)} ({listed(self.schemes)})"
@@ -531,7 +531,7 @@ class _Plan:
         pairs = Counter(wish.pair for wish in self.wanted.values() for _ in wish.names)
         for (old, new), count in pairs.items():
             text = f"cast {_tensors(count)} from {old} to {new}"
-            # What `keep` casts to another type is no type of the whole model.
+            # A dtype from `keep` is not the dtype of the whole model.
             now = new if new == self.dtype else None
             yield Change("cast", text, count, was=old, now=now)
         for glob, dtype in self.rules.items():
@@ -563,7 +563,7 @@ class _Plan:
             yield Change("warning", text, len(self._disputed))
 
     def parted(self) -> Iterator[Change]:
-        """Warn of tensors that no longer share memory with tensors of another type, or uncast."""
+        """Warn of tensors that no longer share memory because their dtypes differ now."""
         kinds: dict[int, set[tuple[str, str]]] = {}
         names: dict[int, list[str]] = {}
         for wish in self.wanted.values():
@@ -579,7 +579,7 @@ class _Plan:
 
 
 class _Work:
-    """The new storages, and what was lost in them."""
+    """The new storages, and the precision that was lost."""
 
     def __init__(self, plan: _Plan, *, allow_overflow: bool) -> None:
         ahead, file, wanted = ReadAhead(), plan.checkpoint.path, plan.wanted.values()
@@ -600,11 +600,11 @@ class _Work:
         }
 
     def leaf(self, node: Any) -> Any:
-        """Return the node that takes the place of a node of the tree."""
+        """Return the replacement for a node of the tree."""
         if not isinstance(node, TensorRef):
             return node
         elements = _elements(node)
-        if elements is not node:  # its values have been treated already
+        if elements is not node:  # its values were cast already
             return node if elements.dtype == node.dtype else replace(node, dtype=elements.dtype)
         original = self._originals.of(node)
         if original is None:
@@ -614,7 +614,7 @@ class _Work:
         return over_elements(node, dtype=dtype, storage=storage)
 
     def report(self, gather: Gather) -> Iterator[Change]:
-        """Yield totals for each pair of types, then each tensor with losses, the largest first."""
+        """Yield the totals for each pair of dtypes, then the tensors with losses, largest first."""
         for caster in self._casters.values():
             for losses in gather(dict(caster.losses)):
                 caster.losses.update(losses)
@@ -655,7 +655,7 @@ _LOSSES = {
 
 
 def _total(pair: tuple[str, str], tensors: int, losses: Iterable[Losses]) -> Change:
-    """Return the change for all tensors of one type that became another."""
+    """Return the change for all tensors cast from one dtype to another."""
     every = list(losses)
     count = sum(one.elements for one in every)
     facts = []

@@ -1,4 +1,4 @@
-"""Storages cut down to what tensors see, and ties undone."""
+"""Trim storages to the bytes that tensors use, and untie tensors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ckptool.words import counted, listed
 
 @dataclass(frozen=True)
 class Untie(Step):
-    """Give every tied key bytes of its own.
+    """Give every tied key its own copy of the data.
 
-    Tied are tensors of one `place`: the first key keeps its storage. Views that only share memory
-    stay views.
+    Tensors are tied if they have the same `place`. The first key keeps the storage. Views that only
+    share memory stay views.
     """
 
     flag: ClassVar[str] = "ties=copy"
@@ -55,17 +55,17 @@ class Untie(Step):
 
 
 _MOST_LISTED = 20
-"""Storages that have a line of their own."""
+"""The number of storages that get their own line."""
 
 
 @dataclass(frozen=True)
 class Compact(Step):
     """Trim storages to the bytes that tensors span.
 
-    Shared bytes stay shared, and every tensor keeps its stride: a column of a matrix keeps the
+    Shared bytes stay shared, and every tensor keeps its strides: a column of a matrix keeps the
     bytes from its first element to its last. Storages that are values themselves, arrays inside the
-    pickle, and types whose elements share bytes do not change. Bytes that nothing in the file
-    refers to are dropped too; the changes count them.
+    pickle, and dtypes with several elements per byte do not change. Bytes that nothing in the file
+    refers to are also dropped; the changes count them.
     """
 
     flag: ClassVar[str] = "compact"
@@ -85,9 +85,9 @@ class Compact(Step):
 
 
 def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:
-    """Return `after`, in storages without the bytes that only removed tensors of `before` span.
+    """Return `after` without the bytes that only removed tensors of `before` used.
 
-    A storage that lost a tensor is trimmed as `compact` does it; other storages do not change.
+    A storage that lost a tensor is trimmed as in `Compact`; other storages do not change.
     """
     if after.root is before.root:
         return after
@@ -105,11 +105,11 @@ def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:
 
 
 Span = tuple[int, int]
-"""Bytes of a storage: the first, and the one after the last."""
+"""A range of bytes in a storage: the first, and the one after the last."""
 
 
 def _spans_used(root: Any) -> dict[Storage, set[Span]]:
-    """Return the spans of each storage that tensors use, and of storages that are values."""
+    """Return the spans that tensors use of each storage, and all of storages that are values."""
     spans: dict[Storage, set[Span]] = defaultdict(set)
     for node in everything(root):
         if isinstance(node, (StorageRef, TensorRef)) and node.storage is not None:
@@ -119,10 +119,10 @@ def _spans_used(root: Any) -> dict[Storage, set[Span]]:
 
 
 def storage_use(root: Any) -> tuple[int, int]:
-    """Return the bytes of the storages in the file, and how many of these bytes tensors reach.
+    """Return the bytes of the storages in the file, and how many of these bytes tensors use.
 
-    A tensor reaches from its first to its last element; what several reach counts once. Payloads
-    that lie inside the pickle are left out.
+    A tensor uses the bytes from its first to its last element. Shared bytes count once. Data inside
+    the pickle does not count.
     """
     used = {
         storage: _merged(spans, storage.nbytes)
@@ -135,11 +135,11 @@ def storage_use(root: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Trimmed:
-    """A storage in place of a larger one."""
+    """A storage that replaces a larger one."""
 
     storage: Storage
     moves: list[tuple[int, int]]
-    """Where each kept span began in the old storage, and where it begins in this one."""
+    """The start of each kept span in the old storage and in this one."""
 
     def offset(self, tensor: TensorRef) -> int:
         """Return the new offset of a tensor, in elements."""
@@ -150,7 +150,7 @@ class _Trimmed:
 
 
 def _plans(root: Any, chosen: Container[Storage] | None = None) -> dict[Storage, _Trimmed]:
-    """Return the trimmed form of the storages that shrink, of the `chosen` storages or of all."""
+    """Return the trimmed form of each storage that shrinks, among the `chosen` ones or all."""
     units: dict[Storage, int] = {}
     for tensor in everything(root):
         if isinstance(tensor, TensorRef) and tensor.storage is not None:
@@ -199,7 +199,7 @@ def _moved(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
 
 
 def _told(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
-    """Yield a change for each of the storages that shrink the most, and one for the rest."""
+    """Yield a change for each of the storages that shrink most, and one for the rest."""
     names: dict[Storage, list[str]] = {storage: [] for storage in trimmed}
     for path, leaf in walk(root):
         for part in everything(leaf) if isinstance(leaf, TensorRef) else ():
@@ -222,7 +222,7 @@ def _sizes(trimmed: dict[Storage, _Trimmed]) -> str:
 
 
 def _totals(checkpoint: Checkpoint, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
-    """Yield the dead bytes, and what all storages save; a file has more, such as alignment."""
+    """Yield the unused bytes in the file, and the total saved in storages."""
     details = checkpoint.details
     for text in details.unreferenced:
         yield Change("compact", text)

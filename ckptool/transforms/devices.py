@@ -1,6 +1,6 @@
-"""Device tags rewritten throughout a checkpoint, so that it loads where those devices are not.
+"""Rewrite device tags throughout a checkpoint, so that it loads without those devices.
 
-Tags are opaque strings; a tag is `TYPE` or `TYPE:INDEX`, and a bare `cuda` is a tag of its own.
+A tag is an opaque string, `TYPE` or `TYPE:INDEX`. `cuda` is a different tag from `cuda:0`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ CARRIED = ("xla", "maia", "ort")
 """Back ends without storages: torch pickles their tensors as an array and a device
 (torch/_tensor.py `_reduce_ex_internal`)."""
 _PLACED = ("DeviceMesh", "ProcessGroup", "ProcessGroupState", "ShardMetadata", "_remote_device")
-"""Classes that tie a tensor to devices of other processes, by their last name."""
+"""Last names of the classes that tie a tensor to devices of other processes."""
 
 
 class Rules:
-    """Which tag becomes which: exact tags first, then `TYPE:*`, then `*`; all at once."""
+    """Rules for device tags: exact tags first, then `TYPE:*`, then `*`, all at once."""
 
     def __init__(self, rules: Mapping[str, str]) -> None:
-        """Check the words.
+        """Check the tags and patterns.
 
         Raises:
-            DeviceError: a target is not a device, or a pattern is none that is known.
+            DeviceError: if a target is not a device, or a pattern is invalid.
         """
         self._rules = dict(rules)
         for source, target in self._rules.items():
@@ -45,19 +45,19 @@ class Rules:
             _check_target(target)
 
     def __call__(self, tag: str) -> str:
-        """Return the new tag; the tag itself if no rule matches, and always for `meta`."""
+        """Return the new tag, or the same tag if no rule matches. `meta` never changes."""
         pattern = self.pattern(tag)
         return tag if pattern is None else self._rules[pattern]
 
     def pattern(self, tag: str) -> str | None:
-        """Return the rule that decides over a tag. `cuda:*` covers a bare `cuda` too."""
+        """Return the rule that applies to a tag. `cuda:*` includes `cuda`."""
         if tag == "meta":
             return None
         kind = tag.partition(":")[0]
         return next((p for p in (tag, f"{kind}:*", "*") if p in self._rules), None)
 
     def idle(self, tags: Iterable[str]) -> list[str]:
-        """Return the rules that decide over none of these tags, except a `*`."""
+        """Return the rules other than `*` that apply to none of these tags."""
         used = {self.pattern(tag) for tag in tags}
         return [source for source in self._rules if source not in used and source != "*"]
 
@@ -73,7 +73,7 @@ def _check_target(target: Any) -> None:
 
 
 def device_tags(root: Any) -> Counter[str]:
-    """Count the tensors, storages and values of every device tag below `root`."""
+    """Count the tensors, storages and values per device tag below `root`."""
     return Counter(tag for node in everything(root) for tag in _tags_of(node))
 
 
@@ -88,29 +88,28 @@ def _tags_of(node: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Remap(Step):
-    """Move tensors to other devices: `to` all of them, by a `map`, or as `visible_devices` says.
+    """Move tensors to other devices: all `to` one, by a `map`, or by `visible_devices`.
 
-    In a file the device tags are rewritten: of storages, tensors and `torch.device` values, in
-    objects as well. The tensors of a dict in memory are moved. Meta tensors and numpy arrays stay
-    what they are. Tensors of a TPU become ordinary ones where they go to another kind of device,
-    and ordinary ones are carried where they go to a TPU.
+    In a file, rewrites the device tags of storages, tensors and `torch.device` values, also inside
+    objects. Moves the tensors of a dict in memory. Meta tensors and numpy arrays do not change.
+    TPU tensors become ordinary tensors on other devices, and the reverse.
     """
 
     to: str | None = None
     """The device of all tensors."""
     map: Mapping[str, str] = field(default_factory=dict)
-    """The new device of each device (`cuda:1`), of all of a kind (`cuda:*`) or of all (`*`); all
-    at once, so that `{"cuda:0": "cuda:1", "cuda:1": "cuda:0"}` swaps two."""
+    """New devices for one device (`cuda:1`), all of a type (`cuda:*`) or all (`*`). Rules apply
+    simultaneously, so `{"cuda:0": "cuda:1", "cuda:1": "cuda:0"}` swaps two."""
     visible_devices: Iterable[int] | None = None
-    """Renumber as `CUDA_VISIBLE_DEVICES` does: the first of these becomes `cuda:0`, and so on."""
+    """Renumber like `CUDA_VISIBLE_DEVICES`: the first of these becomes `cuda:0`, and so on."""
 
     def __post_init__(self) -> None:
         """Check the options.
 
         Raises:
-            DeviceError: a target is not a device, or a pattern is none that is known.
-            UsageError: none or several are given; or the visible devices are empty, repeat a
-                number, or have a negative one.
+            DeviceError: if a target is not a device, or a pattern is invalid.
+            UsageError: if none or several options are given; or the visible devices are empty,
+                repeat a number, or contain a negative one.
         """
         given = (self.to is not None, bool(self.map), self.visible_devices is not None)
         if sum(given) > 1:
@@ -136,20 +135,20 @@ class Remap(Step):
         """Return the checkpoint with its device tags rewritten.
 
         Raises:
-            DeviceError: a tensor cannot be moved (a DTensor's mesh, a ShardedTensor's process
-                group), or is on none of the visible devices.
+            DeviceError: if a tensor cannot be moved (because of the mesh of a DTensor or the
+                process group of a ShardedTensor), or is not on a visible device.
         """
         if self.visible_devices is not None:
             return _renumbered(checkpoint, tuple(self.visible_devices))
         return _remapped(checkpoint, self._rules)
 
     def applied_to_dict(self, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return a new dict whose tensors are moved; those that stay are the same objects.
+        """Return a new dict with moved tensors; tensors that stay are the same objects.
 
         Raises:
-            DeviceError: torch cannot use a device here.
+            DeviceError: if torch cannot use a device on this machine.
         """
-        from ckptool.transforms.memory import remap_dict  # only dicts need live tensors
+        from ckptool.transforms.memory import remap_dict  # only dicts need it
 
         numbers = self.visible_devices or ()
         new = {f"cuda:{number}": f"cuda:{at}" for at, number in enumerate(numbers)}
@@ -157,7 +156,7 @@ class Remap(Step):
 
 
 def remapping(rules: str | Mapping[str, str]) -> Remap:
-    """Return the step of rules, or of one device for all."""
+    """Return the step for rules, or for one device for all tensors."""
     return Remap(to=rules) if isinstance(rules, str) else Remap(map=rules)
 
 
@@ -184,7 +183,7 @@ def _remapped(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
 
 
 def _moved(tensors: int, mentions: int, old: str, new: str) -> str:
-    """Return the line of a receipt; objects that are no tensors mention devices too."""
+    """Return the line of a receipt, which also counts devices in objects."""
     what = counted(tensors, "tensor") if tensors else counted(mentions, "mention")
     return f"moved {what} from {printable(old)} to {new}"
 
@@ -206,14 +205,14 @@ def _renumbered(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
 
 
 class _Mover:
-    """Rewrites the tags of leaves; what shared a storage shares the new one."""
+    """Rewrites the tags of leaves. Tensors that shared a storage share the new one."""
 
     def __init__(self, decide: Rules) -> None:
         self._decide = decide
         self._storages: dict[tuple[int, str], Storage] = {}
 
     def move(self, leaf: Any) -> Any:
-        """Return the leaf with its tags rewritten; the leaf itself if they stay."""
+        """Return the leaf with its tags rewritten, or the same leaf if they stay."""
         if isinstance(leaf, TensorRef):
             return self._tensor(leaf)
         if isinstance(leaf, StorageRef):
@@ -246,7 +245,7 @@ class _Mover:
         return replace(tensor, device=target, storage=storage, parts=parts)
 
     def _carried(self, tensor: TensorRef, target: str) -> TensorRef:
-        """Return a tensor for a back end without storages, over a tensor of the CPU."""
+        """Return a tensor for a back end without storages, over a CPU tensor."""
         if tensor.kind != "strided" or tensor.storage is None:
             self._target(tensor.device, f"a {tensor.kind} tensor")
         storage = tensor.storage and self._storage(tensor.storage, "cpu")
@@ -264,10 +263,10 @@ class _Mover:
 
 
 def _refuse_placed(checkpoint: Checkpoint, decide: Rules) -> None:
-    """Refuse to move what is tied to the devices of other processes.
+    """Refuse to move tensors and objects that are tied to the devices of other processes.
 
     Raises:
-        DeviceError: naming the tensor or object and what ties it.
+        DeviceError: if there is one; the message shows it and its mesh or group.
     """
     every = everything(checkpoint.root)
     moving = [node for node in every if isinstance(node, TensorRef) or _places(node)]

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint keeps beside its model: averages, and the fp32 masters of them."""
+"""Weights that a checkpoint has next to its model: averages and fp32 masters."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from ckptool.transforms.step import Step
 from ckptool.words import are, counted, listed, printable, shell
 
 _EMA = re.compile(r"(?<![A-Z])EMA|(?<![A-Za-z])[Ee]ma(?![a-z])")
-"""A part of a path that says so: `model_ema`, `state_dict_ema`, `ema`, a callback `EMACallback`."""
+"""Part of a path to averages: `model_ema`, `state_dict_ema`, `ema`, a callback `EMACallback`."""
 _LIGHTNING = ("state_dict", "current_model_state", "averaging_state")
-"""Keys of Lightning's `WeightAveraging`: the average, the model, what counts."""
+"""Keys of Lightning's `WeightAveraging`: the average, the model, the counter."""
 _LITEMA = "model_ema."
-"""LDM, `ldm/modules/ema.py`: buffers of `LitEma`, named as parameters without their dots."""
+"""LDM, `ldm/modules/ema.py`: buffers of `LitEma` have parameter names without the dots."""
 _LITEMA_COUNTS = ("decay", "num_updates")
 _TIMM = "model_ema.module."
 """timm's `ModelEmaV2` as an attribute of a LightningModule: a copy of another attribute."""
 _ONLINE, AVERAGED = "online_model.", "ema_model."
-"""ema-pytorch: the two copies that its `EMA` holds."""
+"""ema-pytorch: the two copies in its `EMA`."""
 _SHADOW = "shadow_params"
 """torch-ema and the `EMAModel` of diffusers: a list in the order of `model.parameters()`."""
 _LOOKED_FOR = (
@@ -46,25 +46,25 @@ _Tensors = dict[str, TensorRef]
 
 @dataclass(frozen=True, eq=False)
 class _Average:
-    """Averaged tensors, by names or, in a list, by order."""
+    """Averaged tensors, by key, or in a list by order."""
 
     path: Path
     tensors: _Tensors | Sequence[TensorRef]
     section: Section | None = None
-    """The part that they are, where it is one of its own."""
+    """The section of the averages, if they have their own."""
     model: Section | None = None
-    """The model, where the layout says which it is."""
+    """The model, if the layout determines it."""
 
 
 def with_averages(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose root is a state dict: the averaged weights, by the model's names.
+    """Return a checkpoint with the averaged weights as its state dict, under the model's keys.
 
-    What has no average, such as buffers and frozen weights, is the model's, and a change says so.
-    An average without a model beside it has the names already.
+    Entries without an average, such as buffers and frozen weights, are those of the model, which a
+    change reports. Averages without a model next to them keep their keys.
 
     Raises:
-        NotFound: there are no averages, or not one model that they fit in one way alone.
-        AmbiguousName: there are several.
+        NotFound: if there are no averages, or they do not match one model unambiguously.
+        AmbiguousName: if there are several averages.
     """
     file = checkpoint.path or None
     found = list(_averages(checkpoint))
@@ -87,7 +87,7 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
         for part in checkpoint.sections
         if part.kind in MODEL_KINDS and part.path != average.path
     )
-    alone = [average.section] if average.section else []  # whose names are the model's own
+    alone = [average.section] if average.section else []  # these have the keys of the model already
     models = [average.model] if average.model else others or alone
     fitting = [
         (one, named) for one in models if (named := _named(average, named_tensors(one.node)))
@@ -105,7 +105,7 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
-    """Yield what says of itself that it is an average."""
+    """Yield the averages in a checkpoint, recognized by their keys."""
     parts = [part for part in checkpoint.sections if part.kind in MODEL_KINDS]
     root, named = checkpoint.root, {part.path: part for part in parts}
     if isinstance(root, dict) and all(key in root for key in _LIGHTNING):
@@ -137,20 +137,20 @@ def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
 
 
 def average_prefix(names: Collection[str]) -> str:
-    """Return the prefix of the keys that are averages in a state dict; "" without any."""
+    """Return the prefix of the averaged keys in a state dict, or ""."""
     known = (_TIMM, _LITEMA, AVERAGED)
     return next((one for one in known if any(name.startswith(one) for name in names)), "")
 
 
 def has_online_model(names: Collection[str]) -> bool:
-    """Return whether a state dict with averages has the weights that they are averages of."""
+    """Return True if a state dict with averages also has the weights that were averaged."""
     if average_prefix(names) == AVERAGED:
         return any(name.startswith(_ONLINE) for name in names)
     return not all(name.startswith(_LITEMA) for name in names)
 
 
 def _lists(node: Any, path: Path, depth: int = 4) -> Iterator[tuple[Path, list[TensorRef]]]:
-    """Yield the lists of `shadow_params`, which lie a few dicts deep."""
+    """Yield the lists `shadow_params`, which may be a few dicts deep."""
     for key, value in node.items() if isinstance(node, dict) and depth else ():
         if key != _SHADOW:
             yield from _lists(value, (*path, key), depth - 1)
@@ -164,7 +164,7 @@ def _under(prefix: str, tensors: _Tensors) -> _Tensors:
 
 
 def _named(average: _Average, raw: _Tensors) -> _Tensors | None:
-    """Return the averages by the names of a model; None if they are not of this model."""
+    """Return the averages by the keys of a model, or None if they belong to another."""
     if not isinstance(average.tensors, dict):
         return _by_order(average.tensors, raw)
     if average.path[-1:] == (_LITEMA,):
@@ -184,20 +184,20 @@ def _named(average: _Average, raw: _Tensors) -> _Tensors | None:
 
 
 def _by_bare(tensors: _Tensors) -> dict[str, str]:
-    """Return names by the name without wrappers, without the counter of averages."""
+    """Return keys by their form without wrapper prefixes; the counter of averages is left out."""
     bare = bare_names(tensors).items()
     return {new: name for name, new in bare if name.rpartition(".")[2] != N_AVERAGED}
 
 
 def _by_dotless(tensors: _Tensors, prefix: str) -> dict[str, str]:
-    """Return the names under a prefix by what `LitEma` calls them; none if two have one name."""
+    """Return the keys under a prefix by their names in `LitEma`; empty if two are the same."""
     inside = _under(prefix, tensors)
     found = {name.replace(".", ""): f"{prefix}{name}" for name in inside}
     return found if len(found) == len(inside) else {}
 
 
 def _by_attribute(averages: _Tensors, raw: _Tensors) -> list[dict[str, str]]:
-    """Return the names below the one attribute that has all names of the averages."""
+    """Return the keys below the one attribute that has all keys of the averages."""
     first = next(iter(averages))
     fronts = [name.removesuffix(first) for name in raw if f".{name}".endswith(f".{first}")]
     found = [{name: front + name for name in averages} for front in fronts]
@@ -206,9 +206,9 @@ def _by_attribute(averages: _Tensors, raw: _Tensors) -> list[dict[str, str]]:
 
 
 def _by_order(averages: Sequence[TensorRef], raw: _Tensors) -> _Tensors | None:
-    """Return a list's tensors by name, if their shapes fit the model's in one way alone.
+    """Return the tensors of a list by key, if their shapes match the model's in only one way.
 
-    Buffers are left out where their name says so; others, and frozen weights, are passed over.
+    Buffers with known names are left out. Other buffers and frozen weights are skipped.
     """
     once: dict[Any, str] = {}
     for name, one in raw.items():
@@ -225,7 +225,7 @@ def _by_order(averages: Sequence[TensorRef], raw: _Tensors) -> _Tensors | None:
 
 
 def _embedded(wanted: Sequence[Any], there: Sequence[Any]) -> list[int] | None:
-    """Return the first places of `there` at which `wanted` stands in order."""
+    """Return the first positions of `there` that contain `wanted` in order."""
     places: list[int] = []
     for at, one in enumerate(there):
         if len(places) < len(wanted) and one == wanted[len(places)]:
@@ -258,7 +258,7 @@ def _made(checkpoint: Checkpoint, average: _Average, model: Section, named: _Ten
 
 
 def _without(node: Any, path: Path) -> Any:
-    """Return a tree without what lies at a path of dicts."""
+    """Return a tree without the entry at a path of dicts."""
     key, *below = path
     rest = {name: one for name, one in node.items() if name != key}
     if below:
@@ -268,20 +268,20 @@ def _without(node: Any, path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Masters(Step):
-    """Take the fp32 masters that the optimizer of DeepSpeed keeps, in the place of the weights.
+    """Replace the weights with the fp32 master weights in the optimizer state of DeepSpeed.
 
-    Frozen parameters and buffers, which have no masters, stay as they are, and so do weights of
-    stage 3 that are masters already. What the reader cast is not cast.
+    Frozen parameters and buffers have no master weights and do not change. Neither do weights of
+    stage 3, which are master weights already.
     """
 
     flag: ClassVar[str] = "master"
     on_files: ClassVar[str] = "fp32 master weights are in the folder of a DeepSpeed run"
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with its masters as weights.
+        """Return the checkpoint with the master weights in the model.
 
         Raises:
-            NotFound: there are no masters, or one is of a weight that the model does not have.
+            NotFound: if there are no master weights, or the model lacks one of the keys.
         """
         root = _mapping(checkpoint.root)
         module, optimizer = _mapping(root.get("module")), _mapping(root.get("optimizer"))
@@ -326,5 +326,5 @@ def _mapping(node: Any) -> dict[Any, Any]:
 
 
 def _place(node: Any) -> Any:
-    """Return where a weight lies, which tied names share."""
+    """Return the place of a weight, which tied keys share."""
     return node.place if isinstance(node, TensorRef) else id(node)

@@ -1,4 +1,4 @@
-"""A part of a checkpoint: a section, some tensors, the weights alone, what is whole."""
+"""Extract from a checkpoint: a section, some tensors, the model, or the intact tensors."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
 
 _MOST_LISTED = 20
-"""Places that have a sentence of their own."""
+"""The number of paths that get their own sentence."""
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A container, tensor or entry of a state dict, and what becomes of it."""
+    """A container, tensor or entry of a state dict, and whether it is kept."""
 
     path: Path
     node: Any
     is_container: bool = False
     names: frozenset[Any] = frozenset()
-    """Of a state dict, the keys that belong to the model."""
+    """The keys of a state dict that belong to the model."""
     inside: list[_Entry] = field(default_factory=list)
     tensors: int = 0
     gone: bool = False
     kept: bool = False
-    """Whether a tensor in it is chosen."""
+    """True if a tensor in it is chosen."""
     reduced: bool = False
     is_partly_kept: bool = False
-    """Whether it cannot do without what is not chosen of it."""
+    """True if it needs a tensor that is not chosen."""
 
 
 Choose = Callable[[list[Path]], Collection[Path]]
-"""Of the paths of all tensors those to keep."""
+"""Chooses the paths to keep among the paths of all tensors."""
 
 
 class _Pruning:
-    """The containers of a tree, and the entries that go because `choose` leaves their paths out.
+    """The containers of a tree, and the entries to remove because `choose` leaves out their paths.
 
-    The entries of a state dict that belong to the model (`statedict.wrapped_names`) are asked for
-    too, an `_extra_state` as one entry.
+    `choose` also gets the other entries of a state dict that belong to the model
+    (`sections.wrapped_names`), with an `_extra_state` as one entry.
     """
 
     def __init__(self, root: Any, choose: Choose, base: Path) -> None:
@@ -79,7 +79,7 @@ class _Pruning:
                 self._decide(entry)
 
     def _find(self) -> list[Path]:
-        """Note the containers and what there is to choose from; return the paths of the latter."""
+        """Collect the containers and the entries to choose from; return the entries' paths."""
         noted: list[Path] = []
 
         def add(entry: _Entry) -> None:
@@ -110,7 +110,7 @@ class _Pruning:
         return noted
 
     def _decide(self, entry: _Entry) -> None:
-        """Decide whether a container goes, after the containers in it."""
+        """Decide whether to remove a container, after the containers in it."""
         node, part = entry.node, self._parts.get(id(entry.node))
         leaving = [one for one in entry.inside if one.gone]
         entry.reduced = bool(leaving) or any(one.reduced for one in entry.inside)
@@ -127,8 +127,8 @@ class _Pruning:
         """Return the tree without these entries (None if nothing is left), and the changes.
 
         Raises:
-            UsageError: a list or an object would lose some of its tensors; or a dict that the file
-                has under two names would become two dicts.
+            UsageError: if a list or an object would lose some of its tensors, or a dict with two
+                paths in the file would become two dicts.
         """
         staying: list[_Entry] = []
         told: list[tuple[str, int]] = []
@@ -201,7 +201,7 @@ class _Pruning:
         )
 
     def _stale(self, staying: list[_Entry]) -> Iterator[Change]:
-        """Warn of optimizers that stay with a state although weights of a model go."""
+        """Warn of optimizers that keep a state although weights of a model are removed."""
         parts = [(one, part) for one in staying if (part := self._parts.get(id(one.node)))]
         if any(one.reduced and part.kind in MODEL_KINDS for one, part in parts):
             for one, part in parts:
@@ -222,10 +222,10 @@ def without_keys(node: dict[Any, Any], dropped: Collection[Any]) -> dict[Any, An
 
 
 def without(checkpoint: Checkpoint, gone: Collection[Path]) -> tuple[Any, list[Change]]:
-    """Return the tree without the tensors at some paths, or None, and what is left out.
+    """Return the tree without the tensors at some paths (or None), and what was left out.
 
     Raises:
-        UsageError: a list or an object would lose some of its tensors.
+        UsageError: if a list or an object would lose some of its tensors.
     """
 
     def choose(paths: list[Path]) -> set[Path]:
@@ -249,21 +249,21 @@ _VALUES = (bool, int, float, complex, str, type(None))
 def single_state_dict(
     checkpoint: Checkpoint, key: Any = None, *, values: bool = True
 ) -> Checkpoint:
-    """Return a checkpoint whose root is the one flat state dict (`statedict.model_state_dict`).
+    """Return a checkpoint whose root is the one flat state dict (`sections.model_state_dict`).
 
     A pickled module becomes its `state_dict()` (`plain_state_dict`). Changes of kind `left-out`
-    name all else; without `values` also the values among the tensors.
+    list everything else; without `values`, also the values among the tensors.
 
     Raises:
-        AmbiguousName: there are several state dicts and no `key`.
-        NotFound: there is none, or nothing under that `key`.
+        AmbiguousName: if there are several state dicts and no `key`.
+        NotFound: if there is no state dict, or none at `key`.
     """
     chosen = model_state_dict(checkpoint, key)
     return (_state_dict_alone if values else _weights_alone)(checkpoint, chosen)
 
 
 def _state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
-    """Return a checkpoint whose root is the state dict of a section; all else is `left-out`."""
+    """Return a checkpoint with the state dict of a section as root; the rest is `left-out`."""
     root = plain_state_dict(checkpoint, chosen)
     spread = sum(value.is_spread for value in chosen.node.values() if isinstance(value, TensorRef))
     spread -= sum(value.is_spread for value in root.values() if isinstance(value, TensorRef))
@@ -277,7 +277,7 @@ def _state_dict_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
 
 
 def _weights_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
-    """Return `_state_dict_alone` without the values among the tensors, which no model takes."""
+    """Return `_state_dict_alone` without the values among the tensors, which no model loads."""
     alone = _state_dict_alone(checkpoint, chosen)
     names = [name for name in values_inside(alone.root) if not holds_tensors(alone.root[name])]
     if not names:
@@ -291,9 +291,9 @@ def _weights_alone(checkpoint: Checkpoint, chosen: Section) -> Checkpoint:
 def plain_state_dict(checkpoint: Checkpoint, chosen: Section) -> OrderedMap:
     """Return a copy of the state dict of a section.
 
-    Of a module or an exported program the tensors are detached, as `state_dict()` detaches them;
-    a state dict keeps its tensors as they were saved. A DTensor that is whole in the file becomes a
-    plain tensor.
+    The tensors of a module or an exported program are detached, as in `state_dict()`. A state dict
+    keeps its tensors as they were saved. A DTensor that is complete in the file becomes a plain
+    tensor.
     """
     of_module = chosen.kind == "module" or format_of(checkpoint.format).is_program
     root = OrderedMap(chosen.node)
@@ -302,7 +302,7 @@ def plain_state_dict(checkpoint: Checkpoint, chosen: Section) -> OrderedMap:
             plain = value.whole or value
             root[name] = _detached(plain) if of_module else plain
     if isinstance(chosen.node, OrderedMap):
-        held = chosen.node.attributes  # alone it is the model's without saying so
+        held = chosen.node.attributes  # a single state dict needs no mark
         root.attributes = {key: value for key, value in held.items() if key != OF_THE_MODEL}
     return root
 
@@ -323,7 +323,7 @@ def _detached(tensor: TensorRef) -> TensorRef:
 
 
 def left_out(root: Any, chosen: Section) -> Iterator[Change]:
-    """Yield changes for what is around and beside a state dict, or could not be read of it."""
+    """Yield changes for everything outside a state dict, and for what could not be read of it."""
     if isinstance(chosen.holder, Opaque):
         text = f"the object of class {printable(chosen.holder.class_name)} around the state dict"
         known = {tensor.place for _, tensor in chosen.tensors()}
@@ -336,11 +336,11 @@ def left_out(root: Any, chosen: Section) -> Iterator[Change]:
         yield from beside(root, chosen.path, chosen.holder)
         return
     rest = {key: value for key, value in root.items() if key not in chosen.node}
-    yield from beside(rest, (None,), chosen.holder)  # which no path of the rest begins with
+    yield from beside(rest, (None,), chosen.holder)  # no other path begins with it
 
 
 def beside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
-    """Yield a change for everything beside the node `holder` at the path `chosen`.
+    """Yield a change for everything outside the node `holder` at the path `chosen`.
 
     One for each section, and for loose tensors, values and objects.
     """
@@ -356,7 +356,7 @@ def beside(root: Any, chosen: Path, holder: Any) -> Iterator[Change]:
 
 
 def _loose(values: Section, chosen: Path) -> Iterator[Change]:
-    """Yield changes for leaves of no section, named by the highest node outside `chosen`."""
+    """Yield changes for leaves in no section, grouped by the highest node outside `chosen`."""
     groups = {group: Counter[str]() for group in ("tensors", "values", "objects")}
     for path, leaf in values.node.items():
         if is_within(path, chosen):
@@ -378,7 +378,7 @@ def _group(leaf: Any) -> str:
 
 
 def part_of(checkpoint: Checkpoint, key: Any, model_only: bool) -> tuple[Checkpoint, Path]:
-    """Return the part that `key` and `model_only` choose, and the path that its root had."""
+    """Return the part chosen by `key` and `model_only`, and the path of its root."""
     if key == "":
         raise UsageError(
             "an entry with an empty key cannot be selected",
@@ -438,8 +438,8 @@ def chosen_of(
     """Return the part, whose root had the path `base`, without what the patterns leave out.
 
     Raises:
-        NotFound: a pattern matches nothing, or nothing is left.
-        AmbiguousName: a name means several tensors.
+        NotFound: if a pattern matches nothing, or nothing is left.
+        AmbiguousName: if a name matches several tensors.
     """
     file = checkpoint.path or None
 
@@ -465,7 +465,7 @@ def chosen_of(
 
 
 def kept_in(before: Checkpoint, after: Checkpoint) -> Change:
-    """Return how many tensors and bytes of a checkpoint are kept."""
+    """Return a change that counts the tensors and bytes kept."""
     every, kept = ([tensor for _, tensor in one.tensors()] for one in (before, after))
     text = f"kept {len(kept):,} of {counted(len(every), 'tensor')}"
     return Change("extract", f"{text} ({_bytes(kept):,} of {_bytes(every):,} bytes)", len(kept))
@@ -479,7 +479,7 @@ def _bytes(tensors: Iterable[TensorRef]) -> int:
 class Salvage(Step):
     """Take the intact tensors of a damaged or truncated file, and leave out the others.
 
-    An optimizer goes whole, as its state is of no use without a part of it.
+    An optimizer with damaged tensors is left out completely, because a partial state is useless.
     """
 
     opens_damaged: ClassVar[bool] = True
@@ -487,11 +487,11 @@ class Salvage(Step):
     on_files: ClassVar[str] = "a dict in memory cannot be damaged"
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint, opened to be salvaged, without tensors whose bytes are missing.
+        """Return the checkpoint, opened for salvage, without tensors that have missing bytes.
 
         Raises:
-            NotFound: no tensor is intact.
-            UsageError: a list or an object would lose some of its tensors.
+            NotFound: if no tensor is intact.
+            UsageError: if a list or an object would lose some of its tensors.
         """
         every = list(checkpoint.tensors())
         lost = [path for path, tensor in every if any(map(_is_lost, everything(tensor)))]
@@ -506,7 +506,7 @@ class Salvage(Step):
             return checkpoint.with_root(checkpoint.root, Change("salvage", text))
         gone = {path[:length] for path in lost for length in range(1, len(path) + 1)}
         root, changes = without(checkpoint, gone)
-        if root is None or not every:  # damage may leave no tensor, and all that is left is whole
+        if root is None or not every:  # damage may leave no tensors, but intact values
             raise NotFound("no tensor is intact", file=checkpoint.path)
         left = checkpoint.with_root(root, *changes)
         count = sum(1 for _ in left.tensors())

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, DoRA), merged into the weights that they were trained for."""
+"""Merge low-rank adapters (LoRA, DoRA) into the weights of their base model."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _TAKEN_OFF = (
     r"\.base_layer(?=\.)=>",
     r"\.modules_to_save\.\w+(?=\.)=>",
 )
-"""How the names of a PeftModel become those of its model."""
+"""The renames from keys of a PeftModel to keys of its model."""
 _SLOW = re.compile(r"\)[*+{]|((?<!\()[*+?{].*){4}", re.DOTALL)
-"""A pattern with a repeated group, or with four repeats, which might be searched for ever."""
+"""A pattern with a repeated group or four repeats, which may take forever to match."""
 _LONGEST = 200
 _KEPT_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the base as it is."""
+"""Values of `init_lora_weights` that do not change the base."""
 _UNKNOWN = ("alora_invocation_tokens", "layer_replication", "lora_bias", "target_parameters",
             "trainable_token_indices", "use_qalora")  # fmt: skip
-"""Options of PEFT that mean another arithmetic."""
+"""Options of PEFT that change the arithmetic."""
 
 
 def merge_lora(
@@ -61,23 +61,23 @@ def merge_lora(
     alpha: float | None = None,
     key: Any = None,
 ) -> Checkpoint:
-    """Return the base with adapters merged into its weights, in their order.
+    """Return the base with adapters merged into its weights, in order.
 
-    A weight becomes W + scale * alpha / r * B A: calculated in float32, or in float64 where a
-    tensor has that type, and rounded once to the type that it has in the base. Without adapters the
-    base is the state dict of a PeftModel, and its names become those of the model.
+    A weight becomes W + scale * alpha / r * B A, computed in float32 (float64 if a tensor is
+    float64) and rounded once to the dtype of the base. Without adapters, the base is the state dict
+    of a PeftModel, and its keys become those of the model.
 
     Args:
-        base: Open, as the adapters; they stay so until the result is written.
-        adapters: Of PEFT (with `adapter_config.json` beside), kohya or diffusers.
-        scale: A factor for each adapter, or one for all.
-        alpha: PEFT's `lora_alpha`, where no `adapter_config.json` says it.
-        key: The address of the state dict to change.
+        base: An open checkpoint, like the adapters. Keep them open until the result is written.
+        adapters: In the layout of PEFT (next to `adapter_config.json`), kohya or diffusers.
+        scale: One factor per adapter, or one for all.
+        alpha: PEFT's `lora_alpha`, if there is no `adapter_config.json`.
+        key: The path of the state dict to change.
 
     Raises:
-        NotFound: a tensor of an adapter has no counterpart in the base.
-        UsageError: the scale is not known; shapes do not fit.
-        NotRepresentable: an adapter of another kind (LoHa, LoKr, ...); a base that is quantized.
+        NotFound: if a tensor of an adapter has no counterpart in the base.
+        UsageError: if the scale is unknown, or shapes do not match.
+        NotRepresentable: if an adapter is of another kind (LoHa, ...) or the base is quantized.
     """
     scales = tuple(map(float, scale)) or (1.0,)
     count = max(len(adapters), 1)
@@ -110,7 +110,7 @@ def merge_lora(
 
 
 def _refuse_adapted(base: Checkpoint, part: Section) -> None:
-    """Refuse a base with LoRA factors of its own: its PeftModel would apply an adapter twice."""
+    """Refuse a base with its own LoRA factors: its PeftModel would apply an adapter twice."""
     found = ((name, _PART.fullmatch(name)) for name in named_tensors(part.node))
     own = [name for name, one in found if one and (one["down"] or one["up"])]
     if own:
@@ -125,15 +125,15 @@ def _refuse_adapted(base: Checkpoint, part: Section) -> None:
 
 @dataclass
 class _Adapter:
-    """What an adapter holds: factors by module, and tensors that take the place of others."""
+    """The content of an adapter: factors by module, and tensors that replace others."""
 
     path: str
     factors: dict[str, Factors]
     saved: dict[str, TensorRef]
     parts: set[str]
-    """The names of all its tensors, and of those that they replace."""
+    """The names of all its tensors, and of the tensors that they replace."""
     embeddings: frozenset[str] = frozenset()
-    """The modules whose factors are those of an embedding."""
+    """The modules with factors of an embedding."""
 
     @classmethod
     def of(
@@ -145,7 +145,7 @@ class _Adapter:
         *,
         own: bool = False,
     ) -> _Adapter:
-        """Read the names of an adapter, of a file of its own or (`own`) within its base."""
+        """Read an adapter from its own file or, with `own`, from within its base."""
         config = _Config.beside(file, alpha)
         tensors = named_tensors(part.node)
         found = {name: one for name in tensors if (one := _PART.fullmatch(name))}
@@ -164,7 +164,7 @@ class _Adapter:
         embeddings: set[str] = set()
         for name, tensor in tensors.items():
             one = found.get(name)
-            if one and one["module"] in groups:  # else a parameter is called alpha
+            if one and one["module"] in groups:  # otherwise a parameter named alpha
                 held = groups[one["module"]]
                 role = next(role for role in ("down", "up", "size", "alpha") if one[role])
                 if role in held:
@@ -215,7 +215,7 @@ class _Adapter:
         return cls(file.path, factors, saved, parts, frozenset(embeddings))
 
     def vocabulary_sizes(self) -> set[int | None]:
-        """Return the rows of the embeddings, and of the matrices that are saved whole."""
+        """Return the row counts of the embeddings, and of the matrices that are saved in full."""
         shapes = [_weight_shape(self.factors[module]) for module in self.embeddings]
         shapes += [tensor.shape for tensor in self.saved.values() if len(tensor.shape) == 2]
         return {shape[0] for shape in shapes if shape}
@@ -223,7 +223,7 @@ class _Adapter:
 
 @dataclass(frozen=True)
 class _Config:
-    """What PEFT's configuration of an adapter says, or `--alpha`."""
+    """The configuration of an adapter, from PEFT or `--alpha`."""
 
     alpha: float | None
     patterns: tuple[tuple[re.Pattern[str], float], ...] = ()
@@ -233,13 +233,13 @@ class _Config:
 
     @classmethod
     def beside(cls, file: Checkpoint, alpha: float | None) -> _Config:
-        """Read `adapter_config.json`, or what diffusers writes into the header of the file.
+        """Read `adapter_config.json`, or the header of a diffusers file.
 
-        `alpha`, if it is given, is that of all modules.
+        `alpha`, if given, applies to all modules.
 
         Raises:
-            NotRepresentable: it asks for what is not known here.
-            UsageError: it is damaged.
+            NotRepresentable: if it has unsupported options.
+            UsageError: if it is damaged.
         """
         path = file.path
         folder = path if place_of(path).is_folder(path) else os.path.dirname(path)
@@ -290,10 +290,10 @@ class _Config:
         )
 
     def of(self, module: str, default: float) -> float:
-        """Return the alpha of a module: that of the pattern that matches, or the one for all.
+        """Return the alpha of a module: that of the matching pattern, or the default.
 
         Raises:
-            UsageError: the name is too long to search for patterns.
+            UsageError: if the name is too long to match patterns.
         """
         name = module.removeprefix(PEFT)
         if self.patterns and len(name) > _LONGEST:
@@ -314,7 +314,7 @@ def _scalar(tensor: TensorRef) -> object:
 
 @dataclass
 class _Plan:
-    """Which weights of the base change, and by what."""
+    """The weights of the base that change, with their factors."""
 
     base: Checkpoint
     part: Section
@@ -322,10 +322,10 @@ class _Plan:
     _replaced: dict[str, TensorRef] = field(default_factory=dict)
     _names: dict[str, list[str]] = field(default_factory=dict)
     _flat: dict[str, list[str]] = field(default_factory=dict)
-    """The names of weights as kohya writes them."""
+    """The names of weights in kohya's form."""
 
     def __post_init__(self) -> None:
-        """Know the base's tensors by the names of the model."""
+        """Index the base's tensors by the keys of the model."""
         for name in named_tensors(self.part.node):
             bare = _bare(name)
             self._names.setdefault(bare, []).append(name)
@@ -334,7 +334,7 @@ class _Plan:
                 self._flat.setdefault(flat, []).append(name)
 
     def add(self, adapter: _Adapter) -> Change:
-        """Take an adapter, and return what it does."""
+        """Add an adapter, and return the change that it makes."""
         taken: dict[str, str] = {}
         grown: dict[str, Sequence[int | None]] = {}
         sizes = adapter.vocabulary_sizes()
@@ -370,7 +370,7 @@ class _Plan:
         return Change("merge", text, len(taken) + len(adapter.saved))
 
     def made(self, dropped: set[str]) -> dict[str, TensorRef]:
-        """Return the new tensors by name; what was tied in the base changes with its twin."""
+        """Return the new tensors by key; tied tensors of the base change together."""
         node, merger = self.part.node, Merger()
         by_place: dict[Any, list[Factors]] = {}
         for name, factors in self._added.items():
@@ -408,7 +408,7 @@ class _Plan:
         return made
 
     def _check(self, adapter: _Adapter, module: str, weight: TensorRef, one: Factors) -> None:
-        """Refuse factors whose product is not of the shape of the weight."""
+        """Refuse factors if their product does not have the shape of the weight."""
         matrices = [ref for ref in (one.down, one.up, one.magnitude) if ref is not None]
         is_read = all(ref.dtype in FLOATING and ref.has_content for ref in matrices)
         turned = one.shape and len(one.shape) == 2 and weight.shape == one.shape[::-1]
@@ -421,7 +421,7 @@ class _Plan:
             )
 
     def _refuse_grown(self, grown: Mapping[str, Sequence[int | None]]) -> NoReturn:
-        """Refuse an adapter that was trained after the vocabulary of its base grew."""
+        """Refuse an adapter that was trained after the vocabulary of its base was extended."""
         rules = (f"--resize {shell(f'{escaped_glob(name)}={to[0]}')}" for name, to in grown.items())
         name, shape = next(iter(grown.items()))
         raise UsageError(
@@ -433,7 +433,7 @@ class _Plan:
         )
 
     def _check_turns(self, adapter: _Adapter, taken: Mapping[str, str]) -> None:
-        """Refuse a square weight where others are turned against what the adapter is said to be."""
+        """Refuse a square weight if other weights are transposed, against the configuration."""
         square, differs = None, False
         for name, module in taken.items():
             one, shape = adapter.factors[module], self.part.node[name].shape
@@ -449,11 +449,11 @@ class _Plan:
             )
 
     def _found(self, adapter: _Adapter, shown: str, wanted: str, taken: dict[str, str]) -> str:
-        """Return the name in the base for a tensor of the adapter, and note that it is taken.
+        """Return the key in the base for a tensor of the adapter, and mark it as used.
 
         Raises:
-            NotFound: there is none, or there are several.
-            UsageError: it is taken.
+            NotFound: if no key matches, or several do.
+            UsageError: if the key is already used.
         """
         for candidates in self._candidates(_bare(wanted)):
             if len(candidates) > 1:
@@ -477,7 +477,7 @@ class _Plan:
         )
 
     def _candidates(self, wanted: str) -> Iterator[list[str]]:
-        """Yield the names that may be meant, the surest first."""
+        """Yield the possible keys, the most certain first."""
         yield self._names.get(wanted, [])
         if found := _KOHYA.match(wanted):
             flat = wanted[found.end() :].removesuffix(".weight")
@@ -499,7 +499,7 @@ def _has_more_rows(shape: Sequence[int | None], old: Sequence[int | None]) -> bo
 
 
 def _described(tensor: TensorRef, other: TensorRef) -> str:
-    """Return the shape, and the kind where that is what differs from another."""
+    """Return the shape, and the kind if that is the difference from another tensor."""
     shape = str(list(tensor.shape))
     return shape if tensor.kind == other.kind else f"{tensor.kind} {shape}"
 
@@ -509,6 +509,6 @@ def _ending(names: Mapping[str, list[str]], end: str) -> list[str]:
 
 
 def _bare(name: str) -> str:
-    """Return the model's own name for that of a PeftModel."""
+    """Return the model's own key for a key of a PeftModel."""
     name = name.removeprefix(PEFT).replace(".base_layer.", ".")
     return re.sub(r"\.modules_to_save\.\w+(?=\.)", "", name)

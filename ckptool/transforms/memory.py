@@ -1,4 +1,4 @@
-"""The same transforms for dicts of torch tensors in memory. Torch itself is never imported here."""
+"""The transforms for dicts of torch tensors in memory. This module never imports torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ckptool.tensors.live import LiveObject, LiveTree, is_array, stand_in
 def changed_dict(
     mapping: Mapping[Any, Any], change: Callable[[Checkpoint], Checkpoint]
 ) -> OrderedDict[Any, Any]:
-    """Return a new dict: `mapping`, a state dict or a dict that contains some, after `change`.
+    """Apply `change` to a state dict, or a dict that contains state dicts; return a new dict.
 
-    `_metadata` is kept and follows. The tensors are the same objects. Each warning of the change
-    is a `CheckpointWarning`.
+    `_metadata` changes accordingly. The tensors are the same objects. Each warning of the change
+    becomes a `CheckpointWarning`.
 
     Raises:
-        CheckpointError: as `change`.
+        CheckpointError: if `change` raises it.
     """
     live = _Live()
     changed = change(live.checkpoint(mapping))
@@ -38,13 +38,13 @@ def changed_dict(
 def remap_dict(
     state_dict: Mapping[Any, Any], decide: Callable[[str], str]
 ) -> OrderedDict[Any, Any]:
-    """Return a new dict whose tensors, and `torch.device` values, are where `decide` sends them.
+    """Return a new dict with tensors and `torch.device` values moved to `decide(device)`.
 
-    Tensors that share a storage share the new one; those that stay are
-    the same objects. The argument is not touched; modules and other objects are not looked into.
+    Tensors that share a storage share the new one, and tensors that stay are the same objects. The
+    argument does not change. The content of modules and other objects is not moved.
 
     Raises:
-        DeviceError: a target is not a device, or torch cannot use it here.
+        DeviceError: if a target is not a device, or torch cannot use it on this machine.
     """
     live = _Live()
     root = live.checkpoint(state_dict).root
@@ -61,18 +61,18 @@ def remap_dict(
 
 
 class _Live(LiveTree):
-    """The tree of a dict of torch tensors, and the dict that a changed tree stands for."""
+    """Converts a dict of torch tensors to a tree, and a changed tree back to a dict."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made_nodes: dict[int, Any] = {}
 
     def checkpoint(self, mapping: Mapping[Any, Any]) -> Checkpoint:
-        """Return what stands for `mapping`; its root is an ordered dict whatever that is."""
+        """Return the checkpoint for `mapping`; its root is an ordered dict in any case."""
         return Checkpoint(self.mapping(mapping, OrderedMap()), MEMORY, "")
 
     def other(self, node: Any) -> Any:
-        """Return the node of a tensor or object; a dict of another class keeps its class."""
+        """Return the node for a tensor or object; a dict of another class keeps its class."""
         torch = _torch()
         if isinstance(node, OrderedDict):
             return self.mapping(node, OrderedMap())
@@ -87,7 +87,7 @@ class _Live(LiveTree):
         return super().other(node)
 
     def live(self, node: Any) -> Any:
-        """Return the object that a node stands for, in new containers."""
+        """Return the object for a node, in new containers."""
         if id(node) in self.originals:
             return self.originals[id(node)]
         if not isinstance(node, (dict, list, tuple, Opaque)):
@@ -112,12 +112,12 @@ class _Live(LiveTree):
 
 
 def _torch() -> Any:
-    """Torch, if the caller has imported it: else there are no tensors either."""
+    """Return torch if the caller has imported it; otherwise the dict has no tensors."""
     return sys.modules.get("torch")
 
 
 class _Relocation:
-    """Moves tensors, each shared storage once."""
+    """Moves tensors, and each shared storage only once."""
 
     def __init__(self, decide: Callable[[str], str], every: Iterable[Any]) -> None:
         self._decide = decide
@@ -125,7 +125,7 @@ class _Relocation:
         self._moved: dict[tuple[int, str], Any] = {}
 
     def moved(self, node: Any) -> Any:
-        """Return a tensor or device where the rules send it; any other leaf itself."""
+        """Return a tensor or device, moved by the rules, or any other leaf unchanged."""
         torch = _torch()
         if torch is None or not isinstance(node, (torch.Tensor, torch.device)):
             return node

@@ -1,4 +1,4 @@
-"""Rules that rename: regular expressions, prefixes, tables."""
+"""Rules that rename keys: regular expressions, prefixes, tables."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _MOST_IDLE = 3
 
 
 class Rule(NamedTuple):
-    """What one rule makes of a name."""
+    """A rule that renames keys."""
 
     text: str
-    """As the user wrote it."""
+    """The text that the user wrote."""
     apply: Callable[[str], str | None]
-    """The new name; None where the rule does not match."""
+    """Returns the new key, or None if the rule does not match."""
     wanted: tuple[str, ...]
-    """The names that it looks for, as far as they can be told: for proposing similar ones."""
+    """The keys that it looks for, if known, to propose similar ones."""
     exact: bool = False
-    """Whether each of `wanted` is to be found."""
+    """True if each of `wanted` should be found."""
     regex: str = ""
-    """`REGEX=>REPL`, where it is one."""
+    """The rule as `REGEX=>REPL`, if it has this form."""
 
 
 def regex_rule(text: str) -> Rule:
-    r"""`REGEX=>REPL`: every match in a name is replaced, as `re.sub` does (`\1`, `\g<name>`).
+    r"""Return the rule `REGEX=>REPL`, which replaces every match like `re.sub` (`\1`, `\g<name>`).
 
     Raises:
-        UsageError: not of that form, or no regular expression, or REPL names a group that is not
-            there.
+        UsageError: if the text has another form, REGEX is not a regular expression, or REPL refers
+            to a missing group.
     """
     regex, arrow, replacement = text.partition("=>")
     if not arrow or not regex:
@@ -68,12 +68,13 @@ def regex_rule(text: str) -> Rule:
 
 
 def prefix_rule(text: str) -> Rule:
-    """`OLD=NEW`: whole components at the front of a name; `backbone.=encoder.` means the same.
+    """Return the rule `OLD=NEW` for whole components at the start of a key.
 
-    `model.=` takes a prefix off, `=model.` puts one before every name.
+    `backbone.=encoder.` is the same as `backbone=encoder`; `model.=` removes a prefix, and
+    `=model.` adds one to every key.
 
     Raises:
-        UsageError: not of that form, or nothing on both sides.
+        UsageError: if the text has another form, or both sides are empty.
     """
     old, equals, new = (part.strip().removesuffix(".") for part in text.partition("="))
     if not equals or not (old or new):
@@ -93,7 +94,7 @@ def prefix_rule(text: str) -> Rule:
 
 
 def prefix_regex(text: str) -> str:
-    """`REGEX=>REPL` that does what a prefix rule does, to stand among others of that form."""
+    """Return the `REGEX=>REPL` text that is equivalent to a prefix rule."""
     old, _, new = (part.strip().removesuffix(".") for part in text.partition("="))
     new = new.replace("\\", r"\\")
     if not old:
@@ -102,16 +103,16 @@ def prefix_regex(text: str) -> str:
 
 
 def table_rule(mapping: Mapping[str, str], text: str = "the table") -> Rule:
-    """Whole names by a table, old to new, all at once; `text` is what messages call it."""
+    """Return the rule that renames whole keys by a table, old to new; `text` is for messages."""
     table = dict(mapping)
     return Rule(text, table.get, tuple(table), exact=True)
 
 
 def rules_of(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[Rule]:
-    """Return the rules of a caller, `REGEX=>REPL` or made already, then the `prefixes`, `OLD=NEW`.
+    """Return `rules`, given as `REGEX=>REPL` or `Rule`, then those of `prefixes`, `OLD=NEW`.
 
     Raises:
-        UsageError: what is not a rule, or a text in place of a list of them.
+        UsageError: if an item is not a rule, or a list is a single text.
     """
     checked: list[Rule] = []
     for given, made in ((rules, regex_rule), (prefixes, prefix_rule)):
@@ -125,7 +126,7 @@ def rules_of(rules: Iterable[Rule | str], prefixes: Iterable[str] = ()) -> list[
 
 
 class RuleMatch(NamedTuple):
-    """One rule that matched a name."""
+    """A rule that matched a key."""
 
     rule: int
     old: str
@@ -133,19 +134,19 @@ class RuleMatch(NamedTuple):
 
 
 class AppliedRules:
-    """Rules over the names of a file, each name once, and what each rule has done."""
+    """Applies rules to the keys of a file, each key once, and counts the matches of each rule."""
 
     def __init__(self, rules: Iterable[Rule], file: str = "") -> None:
-        """Apply the rules in order; `file` is what errors name."""
+        """Apply the rules in order; `file` is for error messages."""
         self.rules = list(rules)
         self.file = file
         self.steps: dict[str, list[RuleMatch]] = {}
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the new name of each.
+        """Return the new key by old key.
 
         Raises:
-            UsageError: nothing is left of a name.
+            UsageError: if a key becomes empty.
         """
         found = {name: self.new(name) for name in names}
         for name, new in found.items():
@@ -158,14 +159,14 @@ class AppliedRules:
         return found
 
     def new(self, name: str) -> str:
-        """Return the name after all rules."""
+        """Return the key after all rules."""
         if name not in self.steps:
             self.steps[name] = self.run(name)
         steps = self.steps[name]
         return steps[-1].new if steps else name
 
     def run(self, name: str) -> list[RuleMatch]:
-        """Return what the rules do to a name, without remembering it."""
+        """Return the matches of the rules for a key, without counting them."""
         steps: list[RuleMatch] = []
         for at, rule in enumerate(self.rules):
             new = rule.apply(name)
@@ -175,7 +176,7 @@ class AppliedRules:
         return steps
 
     def idle(self) -> Iterator[str]:
-        """Yield the rules that match no key, and the keys of a table that are not found."""
+        """Yield the rules that match no key, and the keys of tables that are not found."""
         matched: list[set[str]] = [set() for _ in self.rules]
         for step in chain.from_iterable(self.steps.values()):
             matched[step.rule].add(step.old)
@@ -190,7 +191,7 @@ class AppliedRules:
                 yield f"{text} not found: {listed(idle)}{self._near(at, idle)}"
 
     def _near(self, at: int, idle: list[str]) -> str:
-        """Return which names like those there are, after the rules before this one."""
+        """Return the existing keys most similar to those of a rule, after the rules before it."""
         names = [
             next((step.new for step in reversed(steps) if step.rule < at), name)
             for name, steps in self.steps.items()
@@ -202,12 +203,12 @@ class AppliedRules:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Return the text of a file that the user wrote.
+    """Return the text of a user's file.
 
     Raises:
-        FileMissing: no such file.
-        FileDenied: the system refuses it.
-        UsageError: it is no UTF-8.
+        FileMissing: if the file does not exist.
+        FileDenied: if the system denies access.
+        UsageError: if the file is not UTF-8.
     """
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -221,15 +222,15 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_map_file(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Read the table in a file, old name to new: a JSON object, or two columns.
+    """Read a table of keys, old to new, from a file: a JSON object, or two columns.
 
-    A tab stands between the columns, else a comma, else white space: before a tab or a comma names
-    may have blanks. What follows a `#` is a comment.
+    Columns are separated by a tab, else a comma, else white space. With a tab or comma, keys may
+    contain blanks. `#` starts a comment.
 
     Raises:
-        FileMissing: no such file.
-        FileDenied: the system refuses it.
-        UsageError: it is something else; the message names the line.
+        FileMissing: if the file does not exist.
+        FileDenied: if the system denies access.
+        UsageError: if a line has another form; the message shows the line.
     """
     text = read_text(path)
     is_json = text.lstrip()[:1] in ("{", "[")

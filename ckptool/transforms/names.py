@@ -1,4 +1,4 @@
-"""New names for a state dict: wrappers off and on, rules; `_metadata` and optimizers follow."""
+"""Rename the keys of state dicts, with their `_metadata` and optimizers: wrappers and rules."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
 
 Targets = dict[Any, int]
-"""The new paths of one module, each with its rank: where two modules come to one path, the entry
-of the lower rank stands there."""
+"""The new paths of one module, each with its rank. If two modules get the same path, the entry with
+the lower rank wins."""
 
-# How sure it is that the metadata of a module goes to a new path, the surest first: a key right
-# below it keeps that path; keys moved from it (`module.fc` to `fc`); only keys further below kept
-# it; no key says anything, and the rule for modules moves it, or leaves it.
+# Ranks of the evidence for the new path of a module, the strongest first: a key directly below it
+# keeps the path; keys moved away from it (`module.fc` to `fc`); only keys further below keep it; no
+# key decides, and the rule for modules moves it, or does not.
 _OWN_STAYS, _MOVES, _STAYS, _LOOSE_MOVES, _LOOSE_STAYS = range(5)
 
 
 def moved_metadata(
     metadata: dict[Any, Any], names: Mapping[str, str], rename_module: Renamer | None = None
 ) -> dict[Any, Any]:
-    """`_metadata` under the new paths.
+    """Return `_metadata` under the new paths.
 
-    A module goes where the names below it go, `names` being old to new, those that stay as well;
-    its entry is kept for each path where they go apart. One without names goes where
-    `rename_module` says; if None, with the nearest one above, and modules that become a part of
-    another one (a parametrization, a plain weight) go. An entry that moves replaces that of a
-    container it moves to. The root, and any other module that comes to stand inside a new one,
-    gives that an entry of version 1.
+    A module moves with the keys below it. `names` maps all keys, old to new, also those that stay.
+    If the keys move to several paths, each gets a copy of the entry. A module without keys moves by
+    `rename_module`. If that is None, it moves with the nearest module above, and modules that merge
+    into another one (a parametrization, a plain weight) are removed. An entry that moves replaces
+    the entry at its new path. If a module, such as the root, moves into a new one, the new one gets
+    an entry with version 1.
     """
     found = _followed(metadata, names)
     if rename_module is None:
@@ -83,7 +83,7 @@ def moved_metadata(
 
 
 def _followed(metadata: Container[Any], names: Mapping[str, str]) -> dict[str, Targets]:
-    """Return where modules go as the names below them do, while only what is above changes."""
+    """Return the new paths of modules by the keys below them, as long as only the front changes."""
     found: dict[str, Targets] = {}
     modules = dict.fromkeys((_parent(name), _parent(new)) for name, new in names.items())
     for path, new in modules:
@@ -101,7 +101,7 @@ def _followed(metadata: Container[Any], names: Mapping[str, str]) -> dict[str, T
 
 
 def _with_nearest(names: Mapping[str, str]) -> Renamer:
-    above_names = {""}  # `_metadata` need not have them all
+    above_names = {""}  # `_metadata` may lack some
     for name in names:
         path = _parent(name)
         while path not in above_names:
@@ -122,7 +122,7 @@ def _with_nearest(names: Mapping[str, str]) -> Renamer:
 def _without_merged(
     metadata: dict[Any, Any], names: Mapping[str, str], found: Mapping[str, Targets]
 ) -> dict[Any, Any]:
-    """Return `_metadata` without the modules whose paths become those of modules above them."""
+    """Return `_metadata` without the modules that get the path of a module above them."""
     first: dict[Any, str] = {}
     for path in sorted(found, key=len):
         for new in found[path]:
@@ -147,7 +147,7 @@ def _is_below(path: Any, above: Any) -> bool:
 def remaining_metadata(
     metadata: dict[Any, Any], names: Iterable[str], kept: Iterable[str]
 ) -> dict[Any, Any]:
-    """`_metadata` without the modules that have lost all the names below them, and those inside.
+    """Return `_metadata` without the modules that lost all keys below them, and those inside.
 
     The root stays.
     """
@@ -160,7 +160,7 @@ def remaining_metadata(
 
 
 def _modules(metadata: Mapping[Any, Any], names: Iterable[str]) -> set[str]:
-    """Return the modules above the names, as far up as there are entries without a gap."""
+    """Return the modules above the keys, upwards until an entry is missing."""
     found: set[str] = set()
     for name in names:
         path = _parent(name)
@@ -179,13 +179,13 @@ def _inside_any(path: str, gone: set[str], metadata: Mapping[Any, Any]) -> bool:
 
 
 Naming = tuple[frozenset[str], Mapping[str, str]]
-"""The names of one state dict, and those of them that change, old to new."""
+"""The keys of one state dict, and the keys that change, old to new."""
 
 
 def followed(own: Iterable[str], namings: Iterable[Naming]) -> dict[str, str]:
-    """Return the new names of an optimizer, as the state dicts have them that hold most of its own.
+    """Return the new names in an optimizer, from the state dicts that have most of its names.
 
-    Names that no state dict has are left out.
+    Names that are in no state dict are left out.
     """
     wanted = frozenset(own)
     found: dict[str, str] = {}
@@ -197,20 +197,20 @@ def followed(own: Iterable[str], namings: Iterable[Naming]) -> dict[str, str]:
 
 @dataclass
 class NamePlan:
-    """What a pass over the tree is to change, by the identity of the objects concerned."""
+    """The changes for one pass over the tree, by the identity of the objects."""
 
     file: str
-    """For messages; empty for dicts in memory."""
+    """The path for messages; empty for dicts in memory."""
     collision_hint: str
     tells: Callable[[str], bool] = lambda name: True
-    """Whether a name says where its module goes."""
+    """Returns True if a key decides where its module moves."""
     instead: dict[int, Any] = field(default_factory=dict)
-    """What stands in place of a dict or object."""
+    """The replacements of dicts and objects."""
     changes: list[Change] = field(default_factory=list)
     _namings: list[Naming] = field(default_factory=list)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the changed checkpoint; the checkpoint itself if nothing changes."""
+        """Return the changed checkpoint, or the same checkpoint if nothing changes."""
         if not self.changes:
             return checkpoint
         if not self.instead:
@@ -220,7 +220,7 @@ class NamePlan:
         return checkpoint.with_root(root, *self.changes)
 
     def note(self, names: Iterable[str], renamed: dict[str, str]) -> None:
-        """Remember how the names of a state dict change, for the optimizers to follow."""
+        """Remember how the keys of a state dict change, for its optimizers."""
         self._namings.append((frozenset(names), renamed))
 
     def rename(
@@ -230,13 +230,13 @@ class NamePlan:
         renamed: dict[str, str],
         rename_module: Renamer | None = None,
     ) -> None:
-        """Plan a state dict under its new names, `_metadata` too.
+        """Plan a state dict with its new keys and `_metadata`.
 
-        `names` are all of the model's own, `renamed` those that change; `rename_module` is
-        that of `moved_metadata`.
+        `names` are all keys of the model, `renamed` the keys that change; `rename_module` is the
+        same as for `moved_metadata`.
 
         Raises:
-            NameCollision: two entries would get one name.
+            NameCollision: if two entries would get the same key.
         """
         self.note(names, renamed)
         self._check(part, part.node, renamed)
@@ -256,13 +256,13 @@ class NamePlan:
     def follow(
         self, root: Any, parts: Iterable[Section], alone: Callable[[list[str]], dict[str, str]]
     ) -> None:
-        """Plan the optimizers of a tree with the sections `parts`, once state dicts are planned.
+        """Plan the optimizers of a tree with the sections `parts`, after its state dicts.
 
-        Each goes with the state dicts that have its names; `alone` says how the names change of one
-        that has none of theirs. The keys of a flat state are as `state.NAME.exp_avg`.
+        Each changes like the state dicts that have its names. `alone` renames in an optimizer that
+        shares no names with them. The keys of a flat state are like `state.NAME.exp_avg`.
 
         Raises:
-            NameCollision: two of its names or keys would become one.
+            NameCollision: if two names or keys would become the same.
         """
         every = list(parts)
         loose = (loose_optimizers(part.holder) for part in every if part.kind == "values")
@@ -296,7 +296,7 @@ class NamePlan:
                 self.changes.append(Change("follow", text, len(renamed)))
 
     def _rename_optimizer(self, part: Section, own: list[str], renamed: dict[str, str]) -> None:
-        """Plan an optimizer's state dict under its new names."""
+        """Plan an optimizer's state dict with its new names."""
         optimizer = part.node
         self._check(part, own, renamed)
         if not renamed or not is_optimizer(optimizer):
@@ -328,7 +328,7 @@ def with_items(
     """Return the checkpoint with other entries in its state dicts, by the identity of each.
 
     Raises:
-        UsageError: a state dict is in a pickled module or object, or beside other sections.
+        UsageError: if a state dict is in a pickled module or object, or next to other sections.
     """
     found = set[int]()
 
@@ -356,23 +356,23 @@ def _with_instead(root: Any, instead: dict[int, Any]) -> Any:
 
 
 def distinct(parts: Iterable[Section]) -> list[Section]:
-    """Each once, also where the file mentions one under several paths."""
+    """Return each section once, even if the file has it under several paths."""
     return list({id(part.holder): part for part in reversed(list(parts))}.values())[::-1]
 
 
 def changed(names: Iterable[str], rename: Renamer) -> dict[str, str]:
-    """Old name to new, of the names that `rename` changes."""
+    """Return the keys that `rename` changes, old to new."""
     return {name: new for name in names if (new := rename(name)) != name}
 
 
 def stays(part: Section) -> Change:
-    """Return the warning that the names of a pickled module cannot change."""
+    """Return the warning that the keys of a pickled module cannot change."""
     text = f"the pickled module at {where(part.path)} is unchanged: its class defines its keys"
     return Change("warning", text, len(part.node))
 
 
 def _renamed_object(holder: Opaque, renamed: dict[str, str]) -> Opaque:
-    """Return a state dict of a class derived from `dict`, under its new names."""
+    """Return a state dict of a subclass of `dict`, with its new keys."""
 
     def step(kind: str, value: Any) -> tuple[str, Any]:
         if kind != "set":
@@ -390,17 +390,17 @@ def _renamed_items(held: Any, renamed: dict[str, str]) -> Any:
 
 @dataclass
 class Unwrapped:
-    """Which objects stand in place of which, and what that does to the names."""
+    """The replacements of wrapper modules, and the resulting keys."""
 
     instead: dict[int, Any] = field(default_factory=dict)
-    """By the identity of a wrapper, the module directly inside it."""
+    """The module directly inside each wrapper, by the identity of the wrapper."""
     renamed: dict[str, str] = field(default_factory=dict)
     wanted: StripResult | None = None
-    """What the names alone would lose."""
+    """The result of stripping by the keys only."""
 
     @property
     def keeps(self) -> bool:
-        """Whether names look wrapped and stay: the class only looks like a wrapper."""
+        """True if keys look wrapped but stay, because the class is not a wrapper."""
         return self.wanted is not None and self.renamed != self.wanted.renamed
 
 
@@ -411,13 +411,13 @@ def unwrapped_modules(
     levels: int | None = None,
     at: str | None = None,
 ) -> Unwrapped:
-    """Return the change that takes the wrappers out of a module; options as `names.strip_names`.
+    """Return the replacements that unwrap a pickled module; options as for `names.strip_names`.
 
-    A wrapper has one child, named as wrappers name it, and no tensors of its own; where the name
-    is `module` it must be outermost as well, and of a class that is a kind of `DataParallel`.
+    A wrapper has one child with the name that the wrapper gives it, and no tensors of its own. If
+    that name is `module`, it must also be outermost, with a class like `DataParallel`.
 
     Raises:
-        NameCollision: two names would become one.
+        NameCollision: if two keys would become the same.
     """
     names = wrapped_names(module_state(root) or OrderedMap())
     wanted = strip_names(names, only=only, levels=levels, at=at)
@@ -447,43 +447,43 @@ def unwrapped_modules(
             if id(child) not in inside
         )
     after = wrapped_names(module_state(_with_instead(root, instead)) or OrderedMap())
-    if len(after) != len(names):  # modules that the file has under several names
+    if len(after) != len(names):  # modules that the file has under several keys
         raise NameCollision("two keys of a module would become the same key", hint=COLLISION_HINT)
     renamed = {name: new for name, new in zip(names, after, strict=True) if new != name}
     return Unwrapped(instead, renamed, wanted)
 
 
 _BELOW = "z"
-"""Stands for a name below a module that has none."""
+"""A stand-in for a key below a module that has none."""
 
 
 @dataclass(frozen=True)
 class Rename(Step):
     r"""Rename the keys of every state dict, or of the state dict at `key`.
 
-    Rules apply in order, each to the result of the rule before. `_metadata` and the names in
-    optimizers follow. A pickled module does not change, and causes a warning; so does a rule that
-    matches nothing.
+    Rules apply in order, each to the result of the previous rule. `_metadata` and the parameter
+    names in optimizers change accordingly. Pickled modules do not change. They cause a warning, as
+    do rules that match no key.
     """
 
     options: ClassVar[Mapping[str, str]] = {"rules": "rename", "prefixes": "prefix", "key": ""}
 
     rules: Iterable[str | Rule] = ()
-    r"""`REGEX=>REPL` each, `^backbone\.=>encoder.`, or a rule made by `table_rule` and its like."""
+    r"""Texts `REGEX=>REPL`, such as `^backbone\.=>encoder.`, or rules from `table_rule` etc."""
     prefixes: Iterable[str] = ()
-    """`OLD=NEW` each, applied after `rules` to whole components at the front of a key."""
+    """Texts `OLD=NEW`, applied after `rules` to whole components at the start of a key."""
     key: Any = None
-    """The path of the only state dict to change."""
+    """The path of one state dict to change. Default: all of them."""
 
     def __post_init__(self) -> None:
         """Make the rules.
 
         Raises:
-            UsageError: a text is not a rule, or a rule leaves nothing of a key.
+            UsageError: if a text is not a rule, or a rule makes a key empty.
         """
         for name in ("rules", "prefixes"):
             given = getattr(self, name)
-            single = isinstance(given, (str, Rule))  # which is refused below
+            single = isinstance(given, (str, Rule))  # rejected below
             object.__setattr__(self, name, given if single else tuple(given))
         rules_of(self.rules, self.prefixes)
 
@@ -491,9 +491,9 @@ class Rename(Step):
         """Return the checkpoint with renamed keys.
 
         Raises:
-            NameCollision: two keys would become the same.
-            NotFound: there is nothing at `key`.
-            UsageError: a rule leaves nothing of a key.
+            NameCollision: if two keys would become the same.
+            NotFound: if there is no entry at `key`.
+            UsageError: if a rule makes a key empty.
         """
         checkpoint = checkpoint.with_late_values()
         made = _Renaming(rules_of(self.rules, self.prefixes), checkpoint.path)
@@ -517,7 +517,7 @@ class Rename(Step):
 
 
 def _keys_of_the_tree(checkpoint: Checkpoint, made: _Renaming) -> Iterator[Change]:
-    """Yield a note for each prefix that matches no key because it is one of the tree itself."""
+    """Yield a note for each prefix that matches no key because it is part of the path instead."""
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     for rule, count in zip(made.rules, made.counts, strict=True):
         old, equals, new = rule.text.partition("=")
@@ -532,7 +532,7 @@ def _keys_of_the_tree(checkpoint: Checkpoint, made: _Renaming) -> Iterator[Chang
 
 
 class _Renaming(AppliedRules):
-    """The rules of a rename, and how many names each has changed."""
+    """The rules of a rename, with the number of keys that each changed."""
 
     def __init__(self, rules: list[Rule], file: str) -> None:
         super().__init__(rules, file)
@@ -540,7 +540,7 @@ class _Renaming(AppliedRules):
         self._examples: list[RuleMatch | None] = [None for _ in rules]
 
     def renamed(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the names that change, old to new; what each rule does to them is counted."""
+        """Return the keys that change, old to new, and count the matches of each rule."""
         found = self.of(names)
         for name, new in found.items():
             if "/" in new and "/" not in name:
@@ -557,11 +557,11 @@ class _Renaming(AppliedRules):
 
     @property
     def counts(self) -> list[int]:
-        """How many names each rule has changed."""
+        """The number of keys that each rule changed."""
         return self._changed
 
     def module(self, path: str) -> str:
-        """Return the module path that the rules give to a module without parameters."""
+        """Return the new path of a module without parameters."""
         before = f"{path}." if path else ""
         new = self.run(f"{before}{_BELOW}")
         name = new[-1].new if new else f"{before}{_BELOW}"
@@ -581,31 +581,31 @@ class _Renaming(AppliedRules):
 class Strip(Step):
     """Remove wrapper prefixes, such as `module.` and `_orig_mod.`, from every state dict.
 
-    `_metadata` and the names in optimizers follow. A pickled wrapper module is replaced by the
-    module inside.
+    `_metadata` and the parameter names in optimizers change accordingly. A pickled wrapper module
+    is replaced with the module inside.
     """
 
     options: ClassVar[Mapping[str, str]] = {"only": "", "levels": ""}
 
     only: str | Sequence[str] | None = None
-    """Remove only wrappers of this kind, or of these kinds."""
+    """Remove only this wrapper, or these, for example `_orig_mod`."""
     levels: int | None = None
-    """Remove at most this many levels; 0 keeps them all."""
+    """Remove at most this many nested wrappers; 0 keeps them all."""
     at: str | None = None
-    """Remove the wrapper of the submodule with this path."""
+    """Remove only the wrapper of the submodule at this path."""
 
     def __post_init__(self) -> None:
         """Check the options.
 
         Raises:
-            UsageError: `only` is not a known wrapper, or `levels` is less than 0.
+            UsageError: if `only` is not a known wrapper, or `levels` is less than 0.
         """
         if self.only is not None and not isinstance(self.only, str):
             object.__setattr__(self, "only", tuple(self.only))
         strip_names((), **{**self._options, "levels": self.levels or None})
 
     def words(self) -> Iterator[str]:
-        """Yield the words that ask `convert` for this step."""
+        """Yield the command-line words of this step for `convert`."""
         if self.at is None:
             yield from ("--wrappers", "keep" if self.levels == 0 else "strip")
         yield from super().words()
@@ -618,14 +618,14 @@ class Strip(Step):
         """Return the checkpoint without wrapper prefixes; itself if there is nothing to report.
 
         Raises:
-            NameCollision: two keys would become the same.
-            NotFound: no key starts with the path `at`.
+            NameCollision: if two keys would become the same.
+            NotFound: if no key starts with the path `at`.
         """
         if self.levels == 0:
             return checkpoint
         checkpoint = (
             checkpoint.with_late_values()
-        )  # the names in an optimizer may lie in files of their own
+        )  # the names in an optimizer may be in separate files
         plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
         options = self._options
         parts = distinct(checkpoint.sections)
@@ -661,24 +661,24 @@ class Strip(Step):
 class Wrap(Step):
     """Add a wrapper prefix to the keys of every state dict, or of the state dict at `key`.
 
-    Keys that have the prefix get it again, with a warning. A pickled module does not change, and
-    causes a warning too.
+    Keys that already have the prefix get it again, with a warning. Pickled modules do not change,
+    with a warning too.
     """
 
     options: ClassVar[Mapping[str, str]] = {"wrapper": "", "at": "", "key": ""}
 
     wrapper: str = "module"
-    """The component to add."""
+    """The wrapper name to add."""
     at: str | None = None
-    """Wrap only the submodule with this path."""
+    """Wrap only the submodule at this path."""
     key: Any = None
-    """The path of the only state dict to change."""
+    """The path of one state dict to change. Default: all of them."""
 
     def __post_init__(self) -> None:
         """Check the wrapper.
 
         Raises:
-            UsageError: it is not a known wrapper.
+            UsageError: if it is not a known wrapper.
         """
         prefixed(self.wrapper, self.at)
 
@@ -686,8 +686,8 @@ class Wrap(Step):
         """Return the checkpoint with wrapped keys.
 
         Raises:
-            NameCollision: two keys would become the same.
-            NotFound: there is nothing at `key`, or no key starts with the path `at`.
+            NameCollision: if two keys would become the same.
+            NotFound: if there is no entry at `key`, or no key starts with the path `at`.
         """
         checkpoint = checkpoint.with_late_values()
         plan = NamePlan(checkpoint.path, COLLISION_HINT, counts)
@@ -736,7 +736,7 @@ def _add(plan: NamePlan, part: Section, wrapper: str, at: str | None) -> None:
 def _kept_in_part(
     part: Section, names: list[str], only: str | Sequence[str] | None
 ) -> Iterator[Change]:
-    """Warn if most names have `module.`, which stays as not all of them have it."""
+    """Warn if most keys have `module.`, which stays because not all keys have it."""
     within, others = wrapped_in_part(names, only=only)
     if within:
         text = (

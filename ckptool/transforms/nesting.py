@@ -1,4 +1,4 @@
-"""The shape of the tree: nested containers made one flat dict, a tree put under a key."""
+"""Change the shape of the tree: flatten nested containers, or put the tree under a key."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ckptool.words import counted, listed, printable
 
 @dataclass(frozen=True)
 class Flatten(Step):
-    """Make nested dicts and lists one dict: tensors and values under their whole paths."""
+    """Flatten nested dicts and lists into one dict, keyed by the joined paths of the entries."""
 
     options: ClassVar[Mapping[str, str]] = {"separator": "flatten"}
 
     separator: str = "."
-    """What joins the keys on the way to a tensor, and places in a list."""
+    """The text between joined keys and list indexes."""
 
     def words(self) -> Iterator[str]:
-        """Yield the words that ask `convert` for this step."""
+        """Yield the command-line words of this step for `convert`."""
         yield "--flatten" if self.separator == "." else f"--flatten={self.separator}"
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with one dict as its root.
 
         Raises:
-            NameCollision: two would get one key.
-            NotRepresentable: tensors are in an object, whose class would be lost.
+            NameCollision: if two entries would get the same key.
+            NotRepresentable: if tensors are in an object, whose class would be lost.
         """
         root, lost = OrderedMap(), list[str]()
 
@@ -72,12 +72,12 @@ class Flatten(Step):
 
 @dataclass(frozen=True)
 class Nest(Step):
-    """Put everything under one key; a tensor that stands alone gets it as its name."""
+    """Put everything under one key."""
 
     options: ClassVar[Mapping[str, str]] = {"key": "nest"}
 
     key: str
-    """The key."""
+    """The key, for example `state_dict`."""
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with a dict of one key as its root."""

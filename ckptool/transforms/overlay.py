@@ -1,4 +1,4 @@
-"""The step that puts tensors of another file in the place of those of the same key."""
+"""The step that replaces tensors with those of the same key in another file."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _OPTIMIZER = "has an optimizer state, which belongs to other weights"
 
 @dataclass(frozen=True)
 class Overlay(Step):
-    """Put tensors of another file in the place of those of the model that have the same key.
+    """Replace tensors of the model with those of the same key in another file.
 
-    Wrapper prefixes of either side do not count. Shapes and dtypes must be equal; keys that are
-    tied to a replaced one follow. The other file stays open as long as the result.
+    Wrapper prefixes on either side are ignored. Shapes and dtypes must be equal. Keys tied to a
+    replaced one change with it. The other file stays open as long as the result.
     """
 
     on_files: ClassVar[str] = "use dict.update for dicts in memory"
@@ -44,9 +44,9 @@ class Overlay(Step):
     key: Any = None
     """The path of its state dict, if it has several."""
     at: str | None = None
-    """The submodule of the model that its keys are below: `first_stage_model`."""
+    """The submodule of the model to replace tensors in, for example `first_stage_model`."""
     include: Iterable[str] = ()
-    """Globs of the tensors of the other file to take; default: all."""
+    """Globs of the tensors to take from the other file. Default: all."""
     add: bool = False
     """Add keys that the model does not have."""
 
@@ -54,7 +54,7 @@ class Overlay(Step):
         """Check the options.
 
         Raises:
-            UsageError: a text is in place of a list of globs; or `at` is empty.
+            UsageError: if `include` is a single text, or `at` is empty.
         """
         object.__setattr__(self, "include", listed_option("overlay_include", self.include))
         if self.at == "":
@@ -66,11 +66,11 @@ class Overlay(Step):
         """Return the checkpoint with the tensors of the other file.
 
         Raises:
-            UnreadableFile: the other file cannot be read.
-            NotFound, AmbiguousName: a state dict is not there, or there are several; no key is in
-                both; or a glob matches nothing.
-            NotRepresentable: a quantized weight would come without the numbers that belong to it.
-            UsageError: a shape or dtype differs; or a key is new, without `add`.
+            UnreadableFile: if the other file cannot be read.
+            NotFound, AmbiguousName: if there are no or several state dicts, the files have no key
+                in common, or a glob matches nothing.
+            NotRepresentable: if a quantized weight would lose its companions.
+            UsageError: if a shape or dtype differs, or a key is new and `add` is False.
         """
         part = model_state_dict(checkpoint)
         if not isinstance(part.holder, dict):
@@ -132,7 +132,7 @@ class Overlay(Step):
         return replace(made, sources=(*made.sources, *other.sources))
 
     def _taken(self, theirs: OrderedMap, other: Checkpoint) -> dict[str, TensorRef]:
-        """Return the tensors of the other file, by the keys that they have in the model."""
+        """Return the tensors of the other file by their keys in the model."""
         tensors = {name: one for name, one in theirs.items() if isinstance(one, TensorRef)}
         bare = bare_names(tensors)
         index = NameIndex([((bare[name],), one) for name, one in tensors.items()])
@@ -150,7 +150,7 @@ class Overlay(Step):
         by_bare: Mapping[str, str],
         other: Checkpoint,
     ) -> NotFound:
-        """Return the error for no common key, with the prefix below which the most would fit."""
+        """Return the error for no common key, with the prefix that would give the most matches."""
         front = len(self.at) + 1 if self.at is not None else 0
         prefixes: Counter[str] = Counter()
         shapes = {short: part.node[name].shape for short, name in by_bare.items()}
@@ -202,7 +202,7 @@ def _check_alike(
 def _check_companions(
     checkpoint: Checkpoint, state: Mapping[Any, Any], chosen: Iterable[str], what: str
 ) -> None:
-    """Refuse to part quantized numbers from their scales."""
+    """Refuse to separate quantized weights from their scales."""
     names = {*chosen}
     for weight, known in find_quantized(state).items():
         group = {weight, *known.companions}
@@ -218,7 +218,7 @@ def _check_companions(
 def _followers(
     own: Mapping[str, TensorRef], pairs: Mapping[str, TensorRef]
 ) -> dict[str, TensorRef]:
-    """Return the new tensors of keys that are tied to a replaced one, and have none themselves."""
+    """Return the new tensors of keys that are only tied to a replaced one."""
     places = {own[name].place: one for name, one in pairs.items() if own[name].place is not None}
     return {
         name: places[one.place]

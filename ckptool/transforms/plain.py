@@ -1,4 +1,4 @@
-"""Objects turned into plain data, or left out."""
+"""Turn objects into plain data, or leave them out."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from ckptool.words import counted, listed, printable
 
 _COUNTER = "collections.Counter"
 _NOTHING = object()
-"""The form of what says no more than None."""
+"""The plain form of objects with no more content than None."""
 
 
 def is_refused(node: Any) -> bool:
-    """Return whether a node itself, whatever it holds, makes `weights_only=True` refuse the file.
+    """Return True if `weights_only=True` rejects this node, whatever its content.
 
-    Source: torch/_weights_only_unpickler.py, which allows some names, and fills objects of some
-    classes alone. A tensor is not refused if only a layer around it has a refused class.
+    Source: torch/_weights_only_unpickler.py, which allows some names, and sets the state of some
+    classes only. A tensor is accepted even if a layer around it has a rejected class.
     """
     if isinstance(node, Global):
         return "." in node.name or bool(blocking((node.qualified,)))
@@ -71,7 +71,7 @@ def _is_accepted(node: Opaque) -> bool:
 
 
 def class_of(node: Any) -> str:
-    """Return the class of an object, class or tensor as the file names it."""
+    """Return the class name of an object, class or tensor, as in the file."""
     if isinstance(node, Opaque) and node.plain is not None:
         return f"numpy.{node.plain[0]}"
     if isinstance(node, TensorRef) and node.is_array:
@@ -81,7 +81,7 @@ def class_of(node: Any) -> str:
 
 
 def refusals(root: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield every mention of a refused node, with its path; skip what a refused node holds."""
+    """Yield every mention of a rejected node with its path, but not the content of the node."""
     for link, node in mentions(root, enter=lambda node: not is_refused(node)):
         if is_refused(node):
             yield path_of(link), node
@@ -91,9 +91,9 @@ _NO_STATE: tuple[Any, ...] = (None, {}, (None, {}), ({}, {}))
 
 
 def plain_form(node: Opaque) -> Any:
-    """Return plain data that says all that `node` does; `node` itself if there is none.
+    """Return plain data equivalent to `node`, or `node` itself if there is none.
 
-    Numbers, text, dicts, lists, sets; their content is not treated yet.
+    Plain data are numbers, text, dicts, lists and sets. Their content is not converted yet.
     """
     if node.plain is not None:
         return node.plain[1]
@@ -108,7 +108,7 @@ def plain_form(node: Opaque) -> Any:
 
 
 def _by_structure(node: Opaque) -> Any:
-    """Return the form of an object of an unknown class by the way in which it is pickled."""
+    """Return the plain form of an object of an unknown class, by the way it is pickled."""
     kinds = {kind for kind, _ in node.steps}
     base, inside = _base_of(node)
     if base is None:
@@ -123,10 +123,10 @@ def _by_structure(node: Opaque) -> Any:
 
 
 def _base_of(node: Opaque) -> tuple[str | None, Any]:
-    """Return the base class that an object was made of, and its content.
+    """Return the base class from which an object was created, and its content.
 
-    `cls.__new__(cls)`, `cls()` where something follows, or `copyreg._reconstructor(cls, base,
-    content)` as protocols 0 and 1 spell it. None: only the class knows what its arguments mean.
+    `cls.__new__(cls)`, `cls()` with later steps, or `copyreg._reconstructor(cls, base, content)` in
+    protocols 0 and 1. None: only the class knows the meaning of its arguments.
     """
     if not isinstance(node.func, Global) or node.kwargs is not None or node.maker == "persid":
         return None, ()
@@ -141,7 +141,7 @@ def _base_of(node: Opaque) -> tuple[str | None, Any]:
 
 
 def _attributes_of(node: Opaque) -> dict[Any, Any] | None:
-    """Return the attributes of an object; None if its state has another form, or several parts."""
+    """Return the attributes of an object, or None if its state is not one dict."""
     if not node.steps:
         return {}
     state = node.state
@@ -151,24 +151,24 @@ def _attributes_of(node: Opaque) -> dict[Any, Any] | None:
 
 
 def _as_dict(node: Opaque, content: Any) -> dict[Any, Any] | None:
-    """Return the items of an object of a class derived from dict, and its attributes as such."""
+    """Return the items of an instance of a dict subclass, with its attributes as items."""
     items = {**dict(content), **dict(held_items(node))}
     state, attributes = node.state, node.attributes
     if not (state is node or attributes or state in _NO_STATE):
         return None
     if all(name in items and items[name] is value for name, value in attributes.items()):
-        return items  # as of a class whose attributes are its items
+        return items  # its attributes are its items
     made = OrderedMap(items)
     made.attributes = attributes
     return made
 
 
 def _tuple_items(node: Opaque) -> tuple[Any, ...] | None:
-    """Return the items of a namedtuple, or of another class derived from tuple, else None.
+    """Return the items of a namedtuple, or of another tuple subclass, else None.
 
-    `cls.__new__(cls, *items)`, or `cls.__new__(cls, items)` where the class has no fields; as
-    protocols 0 and 1 spell it, `copyreg._reconstructor(cls, tuple, items)`. None too if the object
-    has attributes beside its items.
+    `cls.__new__(cls, *items)`, or `cls.__new__(cls, items)` if the class has no fields; in
+    protocols 0 and 1, `copyreg._reconstructor(cls, tuple, items)`. Also None if the object has
+    attributes.
     """
     if not isinstance(node.func, Global) or node.kwargs is not None or node.steps:
         return None
@@ -183,10 +183,10 @@ def _tuple_items(node: Opaque) -> tuple[Any, ...] | None:
 
 
 def _plain_tensor(tensor: TensorRef) -> TensorRef:
-    """Return an array of numpy as a tensor, and a tensor of another class as a tensor of torch.
+    """Return a numpy array or an instance of a tensor subclass as a plain tensor.
 
-    Attributes stay attributes; an array that carries the tensor of a TPU becomes a tensor. The
-    tensor itself is returned if it is plain, or a DTensor of which other files hold parts.
+    Attributes stay, and an array that carries a TPU tensor becomes a tensor. The same tensor is
+    returned if it is plain, or a DTensor with parts in other files.
     """
     if tensor.whole is not None:
         return tensor.whole
@@ -203,9 +203,9 @@ def _plain_tensor(tensor: TensorRef) -> TensorRef:
 
 
 def _plain_layer(layer: Wrapping) -> Wrapping | None:
-    """Return a layer without its refused class; None if nothing of it remains.
+    """Return a layer without its rejected class; None if nothing of it remains.
 
-    The state may still be filled.
+    The state may not be complete yet.
     """
     if layer.kind != "type" or not is_refused(layer.type):
         return layer
@@ -239,16 +239,16 @@ def _frozenset(node: Opaque) -> Opaque | None:
 
 
 def _dtype(node: Opaque) -> str | None:
-    """Return the text that `numpy.dtype` takes: `<f4`; None for records and sub-arrays."""
+    """Return the text for `numpy.dtype`, such as `<f4`; None for records and sub-arrays."""
     match node.args, node.state:
         case (str() as code, *_), (_, str() as order, None, None, None, *_):
-            if re.fullmatch(r"[a-zA-Z]\d*", code) and code[0] not in "Mm":  # those have a unit
+            if re.fullmatch(r"[a-zA-Z]\d*", code) and code[0] not in "Mm":  # these have a unit
                 return code if order == "|" else f"{order}{code}"
     return None
 
 
 def _scalar(node: Opaque) -> str | bytes | None:
-    """Return a `numpy.str_` or `numpy.bytes_`; `Opaque.plain` has the numbers already."""
+    """Return the value of a `numpy.str_` or `numpy.bytes_`; `Opaque.plain` has numbers already."""
     match node.args:
         case (Opaque() as dtype, payload) if dtype.class_name == "numpy.dtype":
             code, raw = _dtype(dtype) or "", raw_bytes(payload)
@@ -266,7 +266,7 @@ def _scalar(node: Opaque) -> str | bytes | None:
 def _omegaconf(node: Opaque) -> Any:
     """Return the items of a DictConfig or ListConfig, or the value of a node in one.
 
-    What else it has are types and ways back to its holder. Interpolations stay the text they are.
+    The rest of it is types and references to its parent. Interpolations stay text.
     """
     held = node.attributes
     value = held.get("_content", held.get("_val"))
@@ -286,7 +286,7 @@ _KNOWN: dict[str, Callable[[Opaque], Any]] = {
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
 }
-"""Forms by class. The factory of a `defaultdict` and the length of a `deque` go with the class."""
+"""Plain forms by class. The factory of a `defaultdict` and `maxlen` of a `deque` are lost."""
 
 
 _HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
@@ -294,9 +294,9 @@ _OF_EVERY_MODULE = frozenset({"training", "_version", "_is_full_backward_hook", 
 
 
 def _beside_state(module: Opaque) -> tuple[list[str], list[str]]:
-    """Return what `state_dict()` leaves of a module: its tensors, and names of other attributes.
+    """Return the content of a module that is not in its `state_dict()`: tensors, and attributes.
 
-    Tensors that the state dict has under another name (as `_flat_weights` of an LSTM) are in it.
+    Tensors with another key in the state dict (`_flat_weights` of an LSTM) do not count.
     """
     in_state = find_tensors(dict(module_state(module) or {}))
     known = {tensor.place or id(tensor) for tensor in in_state}
@@ -323,18 +323,18 @@ _MOST_NAMED = 20
 class Plain(Step):
     """Turn objects into plain data (`plain`), or leave them out (`drop_objects`).
 
-    With `plain`, numpy scalars become numbers, arrays tensors; objects that are only their
-    attributes (`argparse.Namespace`, dataclasses) dicts; classes derived from dict or list dicts
-    and lists; paths text; a pickled module its `state_dict()`, unless it holds tensors that this
-    has not (attributes, buffers that do not persist). A member of an Enum and other objects made of
-    one value remain, as that value is not the object; a namedtuple remains, as the names of its
-    fields are in its class. What was shared stays shared. The changes name the attributes of
-    modules that go with their class.
+    With `plain`, numpy scalars become numbers, and arrays become tensors. Objects that consist of
+    attributes (`argparse.Namespace`, dataclasses) become dicts, subclasses of dict and list
+    become dicts and lists, and paths become text. A pickled module becomes its `state_dict()`,
+    unless it has other tensors (attributes, non-persistent buffers). Enum members and other objects
+    made from one value remain, because the value is not the object. A namedtuple remains, because
+    its class has the field names. Shared objects stay shared. The changes list the attributes of
+    modules that are lost with their class.
 
-    With `drop_objects`, what has no plain form is left out (without `plain`: every object that
-    `torch.load(weights_only=True)` refuses). An entry of a dict or set is removed if its key or its
-    value is an object; in a list or tuple None takes the place of the object. Tensors stay: arrays
-    and tensor subclasses become plain tensors, a namedtuple becomes a tuple.
+    With `drop_objects`, objects without a plain form are left out (without `plain`: every object
+    that `torch.load(weights_only=True)` rejects). An entry of a dict or set is removed if its key
+    or value is such an object. In a list or tuple, None replaces it. Tensors stay: arrays and
+    tensor subclasses become plain tensors, and a namedtuple becomes a tuple.
     """
 
     selects: ClassVar[bool] = True
@@ -343,19 +343,19 @@ class Plain(Step):
     plain: bool = True
     """Turn objects into plain data."""
     drop_objects: bool = False
-    """Leave out objects, with `plain` those without a plain form."""
+    """Leave out objects; with `plain`, only those without a plain form."""
 
     def __post_init__(self) -> None:
         """Check the options.
 
         Raises:
-            UsageError: neither is given.
+            UsageError: if neither is True.
         """
         if not (self.plain or self.drop_objects):
             raise UsageError("plain needs --plain or --drop-objects")
 
     def words(self) -> Iterator[str]:
-        """Yield the words that ask `convert` for this step."""
+        """Yield the command-line words of this step for `convert`."""
         for name in ("plain", "drop_objects"):
             if getattr(self, name):
                 yield from option_words(name, True)
@@ -364,9 +364,9 @@ class Plain(Step):
         """Return the checkpoint without objects.
 
         Raises:
-            NotRepresentable: something has no plain form and `drop_objects` is not given (the
-                message names all of it); nothing, or no tensor of the model, would be left; or
-                tensors have no values.
+            NotRepresentable: if objects have no plain form and `drop_objects` is False (the
+                message lists them); nothing, or no tensor of the model, would be left; or tensors
+                have no values.
         """
         if not self.drop_objects:
             return self._converted(checkpoint)
@@ -417,10 +417,10 @@ def _dropped(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:
 
 
 def _check_models(before: Checkpoint, after: Checkpoint, hint: str | None) -> None:
-    """Refuse to lose every tensor of a state dict, or every model that there is.
+    """Refuse to lose every tensor of a state dict, or every model.
 
     Raises:
-        NotRepresentable: naming it.
+        NotRepresentable: if one would be lost.
     """
     models = [part for part in before.sections if part.kind in MODEL_KINDS and part.tensors()]
     staying = {path for path, _ in after.tensors()}
@@ -437,10 +437,10 @@ def _check_models(before: Checkpoint, after: Checkpoint, hint: str | None) -> No
 
 
 def _refuse_nothing(before: Checkpoint, after: Checkpoint, hint: str | None) -> None:
-    """Refuse to lose all tensors that there are, or all content of a file without tensors.
+    """Refuse to lose all tensors, or all content of a file without tensors.
 
     Raises:
-        NotRepresentable: naming the objects.
+        NotRepresentable: if that would happen; the message lists the objects.
     """
     has_tensors = holds_tensors(before.root)
     if not (holds_tensors(after.root) if has_tensors else _has_content(after)):
@@ -470,11 +470,11 @@ def _remaining(path: Path, node: Any) -> str:
 
 
 Forms = Callable[[Any], Any]
-"""The form of a tensor or object; the node itself if it has none."""
+"""Returns the plain form of a tensor or object, or the node itself."""
 
 
 def _plain_forms(checkpoint: Checkpoint, *, partly: bool) -> Forms:
-    """Return plain forms; with `partly` also of modules with tensors beside their state dict."""
+    """Return the plain forms; with `partly`, also those of modules with other tensors."""
 
     def form(leaf: Any) -> Any:
         if isinstance(leaf, TensorRef):
@@ -490,7 +490,7 @@ def _plain_forms(checkpoint: Checkpoint, *, partly: bool) -> Forms:
 
 
 def _kept_form(leaf: Any) -> Any:
-    """Return the elements of a refused tensor, or the items of a refused tuple; else the leaf."""
+    """Return the elements of a rejected tensor, the items of a rejected tuple, or else the leaf."""
     if isinstance(leaf, TensorRef):
         form = _plain_tensor(leaf) if is_refused(leaf) else leaf
         return leaf if is_refused(form) else form
@@ -499,7 +499,7 @@ def _kept_form(leaf: Any) -> Any:
 
 
 def _with_forms(checkpoint: Checkpoint, form_of: Forms) -> Checkpoint:
-    """Return the checkpoint with every form in place; itself where there is none."""
+    """Return the checkpoint with every plain form in place, or the same one if there are none."""
     keys = _objects_in_keys(checkpoint.root)
     forms: dict[int, Any] = {}
 
@@ -509,7 +509,7 @@ def _with_forms(checkpoint: Checkpoint, form_of: Forms) -> Checkpoint:
         found = form_of(leaf)
         is_number = isinstance(leaf, Opaque) and leaf.plain is not None
         if id(leaf) in keys and not is_number and not isinstance(found, tuple):
-            return leaf  # as a key, a form may be unhashable, or equal to another key
+            return leaf  # as a key, a plain form may be unhashable, or equal to another key
         if found is not leaf:
             forms[id(leaf)] = found
         return found
@@ -520,10 +520,10 @@ def _with_forms(checkpoint: Checkpoint, form_of: Forms) -> Checkpoint:
 
 
 def _form_changes(root: Any, form_of: Forms, forms: dict[int, Any]) -> Iterator[Change]:
-    """Yield a change for every object and array that has another form, in the order of the file."""
+    """Yield a change for every object and array with a plain form, in the order of the file."""
 
     def has_more(node: Any) -> bool:
-        """Return whether the result has the content of a node: not of numbers, modules, remains."""
+        """Return True if the result keeps the content of a node (not of numbers or modules)."""
         is_container = isinstance(forms.get(id(node)), (dict, list, tuple, Opaque))
         return not is_refused(node) or (is_container and not is_module(node))
 
@@ -547,7 +547,7 @@ def _form_changes(root: Any, form_of: Forms, forms: dict[int, Any]) -> Iterator[
 
 
 def _objects_in_keys(root: Any) -> set[int]:
-    """Return the ids of objects that are dict keys or items of sets, or in tuples that are."""
+    """Return the ids of objects in dict keys and items of sets, also inside tuples."""
     keys: list[Any] = []
     for node in everything(root):
         if isinstance(node, dict):
@@ -568,7 +568,7 @@ def _described(form: Any) -> str:
 
 
 def _kept(leaf: Any) -> Any:
-    """Return a leaf without refused parts; None for a refused leaf."""
+    """Return a leaf without rejected parts; None for a rejected leaf."""
     if is_refused(leaf):
         return None
     if isinstance(leaf, TensorRef):
@@ -584,7 +584,7 @@ def _kept(leaf: Any) -> Any:
 
 
 def _with_kept_entries(mapping: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a dict without the entries, or attributes, with a refused key or value."""
+    """Return a dict without the entries and attributes that have a rejected key or value."""
     kept = _kept_entries(mapping)
     attributes = mapping.attributes if isinstance(mapping, OrderedMap) else {}
     rest = _kept_entries(attributes)

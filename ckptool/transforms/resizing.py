@@ -1,4 +1,4 @@
-"""Tensors with other numbers of rows, and position embeddings of other grids."""
+"""Resize tensors to other numbers of rows, and position embeddings to other grids."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ckptool.transforms.casting import FLOATING
 from ckptool.words import counted, printable, shell
 
 _PREFIX = 5
-"""The most tokens before the grid: one of the class, one of distillation, four registers."""
+"""The most tokens before the grid: a class token, a distillation token, four registers."""
 
 
 class SectionWork(NamedTuple):
-    """What a rule makes of one state dict."""
+    """The result of a rule for one state dict."""
 
     items: list[tuple[Any, Any]]
     used: set[int]
-    """The identities of tensors that change."""
+    """The identities of the tensors that change."""
     changes: list[Change]
 
 
 SectionRule: TypeAlias = "Callable[[Section, str], SectionWork]"
-"""Takes a state dict, and the file for messages."""
+"""A function of a state dict, and the file for messages."""
 _One: TypeAlias = "Callable[[str, TensorRef, str], tuple[TensorRef, str]]"
-"""A tensor of another shape, and what was done to it."""
+"""Returns a tensor with another shape, and what was done to it."""
 
 
 def _by_glob(kind: str, glob: str, one: _One) -> SectionRule:
@@ -66,10 +66,10 @@ def _by_glob(kind: str, glob: str, one: _One) -> SectionRule:
 
 
 def resizing(rule: str) -> SectionRule:
-    """Return what `GLOB=ROWS` does.
+    """Return the rule for `GLOB=ROWS`.
 
     Raises:
-        UsageError: the text is no such rule.
+        UsageError: if the text has another form.
     """
     found = re.fullmatch(r"(?s)(.+)=([0-9]{1,15})(:zero|:mean)?", rule)
     if found is None:
@@ -100,10 +100,10 @@ def resizing(rule: str) -> SectionRule:
 
 
 def interpolating(rule: str) -> SectionRule:
-    """Return what `GLOB=HxW` does.
+    """Return the rule for `GLOB=HxW`.
 
     Raises:
-        UsageError: the text is no such rule.
+        UsageError: if the text has another form.
     """
     found = re.fullmatch(r"(?s)(.+)=([0-9]{1,6})x([0-9]{1,6})", rule)
     if found is None or not (int(found[2]) and int(found[3])):

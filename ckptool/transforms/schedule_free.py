@@ -1,6 +1,6 @@
-"""The weights for evaluation of a model that a schedule-free optimizer trains.
+"""The evaluation weights of a model trained with a schedule-free optimizer.
 
-Source: facebookresearch/schedule_free, whose `eval()` turns the weights y of training into their
+Source: facebookresearch/schedule_free. Its `eval()` turns the training weights y into their
 average x: `p.lerp_(end=z, weight=1 - 1 / beta1)`.
 """
 
@@ -28,10 +28,10 @@ from ckptool.words import printable
 
 
 def keeps_order(checkpoint: Checkpoint, names: list[str], metadata: object) -> bool:
-    """Return whether the keys of a model are in the order in which the model has them.
+    """Return True if the keys of a state dict are in the order of the model.
 
-    An order that is sorted proves nothing, unless torch's own `_metadata` is with it: that of
-    safetensors, of npz and of DCP always is, and so is what others made of these.
+    A sorted order proves nothing without torch's `_metadata`, because safetensors, npz and DCP, and
+    files made from these, are always sorted.
     """
     is_sorted = len(names) > 1 and metadata is None and names == sorted(names)
     return (checkpoint.in_memory or format_of(checkpoint.format).keeps_order) and not is_sorted
@@ -43,7 +43,7 @@ def weights_for_evaluation(
     """Yield each schedule-free optimizer in train mode, its model, and the weights by key.
 
     Raises:
-        NotFound: it is not certain which state belongs to which weight.
+        NotFound: if it is not certain which state belongs to which weight.
     """
     optimizers = distinct(one for one in checkpoint.sections if one.kind == "optimizer")
     models = distinct(one for one in checkpoint.sections if one.kind in MODEL_KINDS)
@@ -82,8 +82,8 @@ def _beta(group: Mapping[Any, Any]) -> float:
 def keys_of_parameters(checkpoint: Checkpoint, section: Section, model: Section) -> dict[Any, str]:
     """Return the key in the model for each parameter of an optimizer, by its key in `state`.
 
-    By names or, in one group, by position; empty if neither proves it. A name that the model does
-    not have has the key "".
+    Matches by name or, with one group, by position; empty if neither is certain. A name that the
+    model does not have gets the key "".
     """
     groups, tensors = groups_of(section), named_tensors(model.node)
     keys = [key for group in groups for key in group]

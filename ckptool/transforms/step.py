@@ -21,26 +21,26 @@ _Item = TypeVar("_Item")
 class Step:
     """One change of a checkpoint.
 
-    Its fields are its options, checked when it is made. Call it with a path, an open checkpoint or
-    a dict in memory, or give several to `Checkpoint.then` and to `convert`.
+    Its fields are its options, checked on construction. Call it with a path, an open checkpoint or
+    a dict in memory, or pass several to `Checkpoint.then` or `convert`.
     """
 
     selects: ClassVar[bool] = False
-    """True if the user asked for what it leaves out."""
+    """True if anything it leaves out was asked for by the user."""
     opens_damaged: ClassVar[bool] = False
-    """True if it needs a file that is opened although bytes are missing."""
+    """True if it works on a file that is opened although bytes are missing."""
     on_files: ClassVar[str] = ""
-    """Why it makes no sense for a dict in memory; empty if it does."""
+    """The reason why it needs a file. Empty: it also works on a dict in memory."""
     flag: ClassVar[str] = ""
-    """The option of `convert` that asks for the step without further options."""
+    """The option of the command `convert` for the step without further options."""
     options: ClassVar[Mapping[str, str]] = {}
-    """The options of `convert` that are called differently from their fields; empty: none."""
+    """Names of the command's options that differ from the fields; an empty name: no option."""
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the changed checkpoint, over the same open file.
 
         Raises:
-            CheckpointError: it cannot be done; the checkpoint is as it was.
+            CheckpointError: if the step fails; the checkpoint is unchanged.
         """
         raise NotImplementedError
 
@@ -48,25 +48,25 @@ class Step:
         """Open a file for this step.
 
         Raises:
-            UnreadableFile: the file cannot be read.
+            UnreadableFile: if the file cannot be read.
         """
         return open_checkpoint(path, salvage=salvage)
 
     def applied_to_dict(self, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return a new dict: a state dict, or a dict that contains some, after this step.
+        """Apply the step to a state dict, or a dict that contains state dicts; return a new dict.
 
         Raises:
-            UsageError: the step needs a file.
+            UsageError: if the step needs a file.
         """
         if self.on_files:
             name = type(self).__name__
             raise UsageError(f"{name} needs a file, not a dict in memory: {self.on_files}")
-        from ckptool.transforms.memory import changed_dict  # only dicts need live tensors
+        from ckptool.transforms.memory import changed_dict  # only dicts need it
 
         return changed_dict(mapping, self.applied)
 
     def words(self) -> Iterator[str]:
-        """Yield the words that ask `convert` for this step."""
+        """Yield the command-line words of this step for `convert`."""
         if self.flag:
             yield from f"--{self.flag}".split("=")
         for one in fields(self):
@@ -79,11 +79,11 @@ class Step:
     @overload
     def __call__(self, state: Mapping[Any, Any]) -> dict[Any, Any]: ...
     def __call__(self, state: Source | Mapping[Any, Any]) -> Checkpoint | dict[Any, Any]:
-        """Return the changed checkpoint, or a new dict of what a dict in memory becomes.
+        """Apply the step; return the changed checkpoint, or a new dict for a dict in memory.
 
         Raises:
-            UnreadableFile: the file cannot be read.
-            UsageError: the argument is none of these, or the step makes no sense for a dict.
+            UnreadableFile: if the file cannot be read.
+            UsageError: if the argument is of another type, or the step needs a file.
         """
         if isinstance(state, Checkpoint):
             return changed(state, [self])
@@ -99,11 +99,11 @@ class Step:
 
 
 def changed(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
-    """Return the checkpoint after all steps; `Change.wanted` says what the user asked to lose.
+    """Apply all steps. `Change.wanted` marks the losses that the user asked for.
 
     Raises:
-        CheckpointError: a step cannot be done; the files that steps opened are closed again.
-        UsageError: one of `steps` is no step.
+        CheckpointError: if a step fails; files that the steps opened are closed.
+        UsageError: if an item of `steps` is not a step.
     """
     with ExitStack() as stack:
         for step in steps:
@@ -120,14 +120,14 @@ def changed(checkpoint: Checkpoint, steps: Iterable[Step]) -> Checkpoint:
 
 
 def _marked(made: Checkpoint, before: int) -> Checkpoint:
-    """Return the checkpoint with the changes after the first `before` as those that were wanted."""
+    """Return the checkpoint with all changes after the first `before` marked as wanted."""
     marked = (replace(one, wanted=one.wanted or not one.needed) for one in made.changes[before:])
     changes = (*made.changes[:before], *marked)
     return made if changes == made.changes else replace(made, changes=changes)
 
 
 def opened_by(steps: Iterable[Step], before: Checkpoint, made: Checkpoint) -> list[Bytes]:
-    """Return the sources that steps opened: not those of open checkpoints given by the caller."""
+    """Return the sources that the steps opened, without those opened by the caller."""
     values = (getattr(step, one.name) for step in steps for one in fields(step))
     given = [before, *(value for value in values if isinstance(value, Checkpoint))]
     known = {id(source) for one in given for source in one.sources}
@@ -137,12 +137,12 @@ def opened_by(steps: Iterable[Step], before: Checkpoint, made: Checkpoint) -> li
 def opened_and_changed(
     path: str | os.PathLike[str], change: Callable[[Checkpoint], Checkpoint], **how: Any
 ) -> Checkpoint:
-    """Return the checkpoint of a file, changed; closed again if that is refused."""
+    """Open a file and change the checkpoint; close it again if that fails."""
     return changed_or_closed(open_checkpoint(path, **how), change)
 
 
 def changed_or_closed(opened: Checkpoint, change: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
-    """Return an open checkpoint, changed; closed if that is refused."""
+    """Change an open checkpoint; close it if that fails."""
     with ExitStack() as stack:
         made = change(stack.enter_context(opened))
         stack.pop_all()
@@ -150,7 +150,7 @@ def changed_or_closed(opened: Checkpoint, change: Callable[[Checkpoint], Checkpo
 
 
 def option_words(option: str, value: Any) -> Iterator[str]:
-    """Yield `--option VALUE` for each of the values, `A=B` for the items of a mapping."""
+    """Yield `--option VALUE` for each value; an item of a mapping becomes `A=B`."""
     if isinstance(value, Mapping):
         value = tuple(f"{old}={new}" for old, new in value.items())
     for one in value if isinstance(value, tuple) else (value,):
@@ -160,10 +160,10 @@ def option_words(option: str, value: Any) -> Iterator[str]:
 
 
 def listed_option(name: str, values: Iterable[_Item]) -> tuple[_Item, ...]:
-    """Return the items of an option that takes several.
+    """Return the items of an option that accepts several.
 
     Raises:
-        UsageError: it is a single string.
+        UsageError: if it is a single string.
     """
     if isinstance(values, (str, bytes)):
         raise UsageError(f"{name} takes a list, not a string", hint=f"{name}=[{values!r}]")

@@ -1,4 +1,4 @@
-"""The step that takes a part: a section, some tensors, the weights or their averages alone."""
+"""The step that takes a part: a section, some tensors, the weights, or their averages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ckptool.transforms.step import Step
 
 @dataclass(frozen=True)
 class Take(Step):
-    """Take a part of a checkpoint; changes of kind `left-out` name everything else.
+    """Take a part of a checkpoint. Changes of kind `left-out` list everything else.
 
-    Plain values stay unless `model_only`. A container that needs a removed tensor is removed as a
-    whole; a single tensor at `key` becomes a dict of one. Names and globs are compared with the
-    original paths and keys, wrapper prefixes ignored. Of a storage, the bytes that only removed
-    tensors use are dropped.
+    Plain values stay unless `model_only`. A container that needs a removed tensor is removed
+    completely. A single tensor at `key` becomes a dict with one entry. Names and globs are compared
+    with the original paths and keys, ignoring wrapper prefixes. Bytes that only removed tensors use
+    are dropped.
     """
 
     selects: ClassVar[bool] = True
@@ -32,20 +32,20 @@ class Take(Step):
     model_only: bool = False
     """Take only the state dict of the model, without the plain values in it."""
     include: Iterable[str] = ()
-    """Paths, keys or globs of the tensors to take; default: all."""
+    """Paths, keys or globs of the tensors to take. Default: all."""
     exclude: Iterable[str] = ()
     """Paths, keys or globs of the tensors to leave out."""
     ema: bool = False
-    """Take the averaged weights, under the keys of the model that they are an average of."""
+    """Take the averaged (EMA) weights under the model's own keys."""
     lazy: bool = False
-    """Take lazy parameters too, which have no values: of use before `Fit`, which may leave them."""
+    """Keep lazy parameters, which have no values, for a later `Fit` that may leave them out."""
 
     def __post_init__(self) -> None:
         """Check the options.
 
         Raises:
-            UsageError: a text in place of a list of globs; an empty key; or `ema` with `key` or
-                `model_only`.
+            UsageError: if globs are a single text, the key is empty, or `ema` is combined with
+                `key` or `model_only`.
         """
         for name in ("include", "exclude"):
             given = getattr(self, name)
@@ -59,12 +59,12 @@ class Take(Step):
         """Return the part; the same checkpoint if nothing is removed.
 
         Raises:
-            AmbiguousName: several nodes have the path `key`; a name means several tensors; or there
-                are several state dicts.
-            NotFound: there is nothing at `key`, a name or glob matches nothing, or nothing would be
-                left.
-            NotRepresentable: the weights are placeholders.
-            UsageError: `key` is a plain value; or a list or an object would lose some tensors.
+            AmbiguousName: if `key` or a name matches several entries, or there are several state
+                dicts.
+            NotFound: if there is no entry at `key`, a name or glob matches nothing, or nothing
+                would be left.
+            NotRepresentable: if the weights are placeholders.
+            UsageError: if `key` is a plain value, or a list or object would lose some tensors.
         """
         whole = checkpoint
         if self.ema:

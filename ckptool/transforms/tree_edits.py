@@ -1,7 +1,7 @@
-"""Steps that edit the tree: entries get another name or place, plain values are set, entries go.
+"""Steps that edit the tree: move entries, set plain values, remove entries.
 
-Paths are those that `ckptool list` prints, exact and from the root: keys joined by `/`. A key that
-has a slash in it may be put in double quotes, as JSON has it: `model/"conv/kernel"`.
+Paths are exact and from the root, as printed by `ckptool list`: keys joined with `/`. A key that
+contains a slash may be quoted as in JSON: `model/"conv/kernel"`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ckptool.transforms.step import Step, listed_option
 from ckptool.words import counted, listed, printable
 
 METADATA = "__metadata__"
-"""The front of a path into the header of a safetensors file."""
+"""The first key of a path into the header of a safetensors file."""
 _MOST_DEPTH = 64
-"""Nesting of a value that is set."""
+"""The maximum nesting depth of a value."""
 
 
 def _first_key(path: str) -> tuple[str | None, str]:
-    """Return the quoted key that a path begins with, if it does, and the rest behind its slash."""
+    """Return the quoted key at the start of a path, if any, and the rest after its slash."""
     if not path.startswith('"'):
         return None, path
     try:
@@ -63,10 +63,10 @@ def _found(node: Any, rest: str, above: Path = ()) -> Iterator[tuple[Path, Any]]
 
 
 def _at(checkpoint: Checkpoint, path: str) -> tuple[Path, Any] | None:
-    """Return the path and node of an exact address; None if there is nothing.
+    """Return the keys and node at an exact path, or None.
 
     Raises:
-        AmbiguousName: several keys with slashes make the same address.
+        AmbiguousName: if several keys with slashes make the same path.
     """
     found = list(_found(checkpoint.root, path)) if path else [((), checkpoint.root)]
     if len(found) > 1:
@@ -87,7 +87,7 @@ def _existing(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
 
 
 def _nothing_at(checkpoint: Checkpoint, path: str) -> NotFound:
-    """Return the error for a path, with what is there and near it."""
+    """Return the error for a missing path, with the nearest existing paths."""
     file, node, above = checkpoint.path or None, checkpoint.root, path
     while "/" in above:
         above = above.rpartition("/")[0]
@@ -112,13 +112,13 @@ def _nothing_at(checkpoint: Checkpoint, path: str) -> NotFound:
 
 
 def _place_of(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
-    """Return the path of the dict that a new entry goes into, and its key.
+    """Return the path of the dict for a new entry, and the key of the entry.
 
-    Among integers the key is one: the states of an optimizer are numbered.
+    The key becomes an integer if all keys of the dict are, as in the state of an optimizer.
 
     Raises:
-        NotFound: there is no such dict.
-        UsageError: it is something else.
+        NotFound: if the dict does not exist.
+        UsageError: if it is not a dict.
     """
     above, key = _split(path)
     found = _at(checkpoint, above)
@@ -138,7 +138,7 @@ def _place_of(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Return the path above and the last key, which may be quoted."""
+    """Split a path into the path above and the last key, which may be quoted."""
     if path.endswith('"') and len(path) > 1:
         start = path.rfind('/"')
         above, last = (path[:start], path[start + 1 :]) if start >= 0 else ("", path)
@@ -151,7 +151,7 @@ def _split(path: str) -> tuple[str, str]:
 
 @dataclass
 class _Edit:
-    """What changes among the entries of one container."""
+    """The changes to the entries of one container."""
 
     renamed: dict[Any, Any] = field(default_factory=dict)
     gone: set[Any] = field(default_factory=set)
@@ -159,7 +159,7 @@ class _Edit:
 
 
 def _edited(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any:
-    """Return the node with all edits below it; nodes without any are the same objects."""
+    """Return the node with all edits below it; nodes without edits are the same objects."""
     edit = edits.get(path)
     if edit is None and not any(is_within(one, path) for one in edits):
         return node
@@ -167,7 +167,7 @@ def _edited(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any:
     if isinstance(node, dict):
         added, items = dict(edit.added), []
         for key, value in node.items():
-            if key in added:  # at the place of what had the key
+            if key in added:  # at the position of the old entry
                 items.append((key, added.pop(key)))
             elif key not in edit.gone:
                 items.append((edit.renamed.get(key, key), _edited(value, edits, (*path, key))))
@@ -180,7 +180,7 @@ def _edited(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any:
 
 
 def _refuse_item(checkpoint: Checkpoint, path: Path, verb: str) -> None:
-    """Refuse to take an item out of a list or tuple: those behind it would get other places."""
+    """Refuse to remove an item of a list or tuple, because later items would be renumbered."""
     node = checkpoint.root
     for key in path[:-1]:
         node = node[key]
@@ -196,7 +196,7 @@ def _rules(option: str, rules: Mapping[str, str] | Iterable[str]) -> dict[str, s
     """Return the pairs of a mapping, or of texts `OLD=NEW`.
 
     Raises:
-        UsageError: a text is none, or one side is empty.
+        UsageError: if a text has another form, or one side is empty.
     """
     if isinstance(rules, Mapping):
         pairs = list(rules.items())
@@ -215,7 +215,7 @@ def _rules(option: str, rules: Mapping[str, str] | Iterable[str]) -> dict[str, s
 
 
 def parted(text: str) -> tuple[str, str, str]:
-    """Part `OLD=NEW` at the first `=` outside quotes."""
+    """Split `OLD=NEW` at the first `=` outside quotes."""
     quoted = False
     for at, letter in enumerate(text):
         if letter == '"' and text[at - 1 : at] != "\\":
@@ -227,18 +227,18 @@ def parted(text: str) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class Move(Step):
-    """Give entries of the tree other names or places; several at once, so that two can change."""
+    """Move entries of the tree to other paths, all at once, so that two can be swapped."""
 
     options: ClassVar[Mapping[str, str]] = {"paths": "move"}
 
     paths: Mapping[str, str] | Iterable[str]
-    """The new path of each: `{"model_state_dict": "state_dict"}`, or `OLD=NEW` each."""
+    """The new path by old path, `{"model_state_dict": "state_dict"}`, or texts `OLD=NEW`."""
 
     def __post_init__(self) -> None:
         """Check the paths.
 
         Raises:
-            UsageError: one is empty or given twice, or two have the same new path.
+            UsageError: if one is empty or repeated, or two have the same new path.
         """
         rules = _rules("move", self.paths)
         if len(set(rules.values())) < len(rules):
@@ -246,13 +246,13 @@ class Move(Step):
         object.__setattr__(self, "paths", rules)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with the entries in their new places.
+        """Return the checkpoint with the entries at their new paths.
 
         Raises:
-            NotFound: there is nothing at an old path, or no dict for a new one.
-            UsageError: something that stays is at a new path; or an entry would move into itself.
+            NotFound: if there is no entry at an old path, or no dict for a new one.
+            UsageError: if an entry that stays has a new path, or an entry would move into itself.
         """
-        rules = cast("dict[str, str]", self.paths)  # made by __post_init__
+        rules = cast("dict[str, str]", self.paths)  # set by __post_init__
         file = checkpoint.path or None
         olds = {old: _existing(checkpoint, old) for old in rules}
         moving = {path for path, _ in olds.values()}
@@ -275,7 +275,7 @@ class Move(Step):
                     hint=f"add --drop {new} to remove it, or --move {new}=OTHER to keep it",
                 )
             old_key = path[-1]
-            if path[:-1] == above and there is None:  # it keeps its place among the others
+            if path[:-1] == above and there is None:  # it keeps its position
                 edits.setdefault(above, _Edit()).renamed[old_key] = key
             else:
                 edits.setdefault(path[:-1], _Edit()).gone.add(old_key)
@@ -288,10 +288,10 @@ class Move(Step):
 
 
 def plain_json(text: str) -> Any:
-    """Return the value of strict JSON.
+    """Return the value of a strict JSON text.
 
     Raises:
-        UsageError: it is none, or nested too deeply.
+        UsageError: if it is not JSON, or nested too deeply.
     """
 
     def constant(word: str) -> Any:
@@ -326,7 +326,7 @@ def _check_value(value: Any, depth: int = 0) -> None:
 
 
 def _as(old: Any, new: Any) -> Any:
-    """Return the new value with the tuples of the old one: JSON has lists alone."""
+    """Return the new value with tuples where the old one has them, because JSON has only lists."""
     if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
         values = [_as(old[at] if at < len(old) else None, one) for at, one in enumerate(new)]
         return values if isinstance(old, list) else type(old)(values)
@@ -335,18 +335,18 @@ def _as(old: Any, new: Any) -> Any:
 
 @dataclass(frozen=True)
 class Set(Step):
-    """Set plain values: at a path that is new, or that has a plain value."""
+    """Set plain values, at new paths or in place of other plain values."""
 
     options: ClassVar[Mapping[str, str]] = {"values": "set"}
 
     values: Mapping[str, Any]
-    """The value of each path: a number, string, list, dict, True, False or None."""
+    """The value by path: a number, string, list, dict, True, False or None."""
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
-            UsageError: one is not plain, or is a string that belongs into a header and is none.
+            UsageError: if one is not plain, or a value for a header is not a string.
         """
         values = dict(self.values)
         for path, value in values.items():
@@ -356,16 +356,16 @@ class Set(Step):
         object.__setattr__(self, "values", values)
 
     def words(self) -> Iterator[str]:
-        """Yield the words that ask `convert` for this step."""
+        """Yield the command-line words of this step for `convert`."""
         for path, value in self.values.items():
             yield from ("--set", f"{path}={json.dumps(value)}")
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with the values; tuples stay tuples.
+        """Return the checkpoint with the new values; tuples stay tuples.
 
         Raises:
-            NotFound: there is no dict for a new path.
-            UsageError: a tensor, a container or an object is there.
+            NotFound: if there is no dict for a new path.
+            UsageError: if a tensor, a container or an object is at a path.
         """
         checkpoint = checkpoint.with_late_values()
         edits: dict[Path, _Edit] = {}
@@ -398,12 +398,12 @@ class Set(Step):
         made = replace(checkpoint, details=details)
         root = _edited(checkpoint.root, edits) if edits else checkpoint.root
         if root is checkpoint.root and isinstance(root, dict):
-            root = remade(root, root)  # another tree, so that a file is not left as it is
+            root = remade(root, root)  # a new tree, so that the file counts as changed
         return made.with_root(root, *changes)
 
 
 def is_of_header(checkpoint: Checkpoint, path: str) -> bool:
-    """Return whether a path leads into the header of a file, not into its tree."""
+    """Return True if a path leads into the header of a file, not into its tree."""
     root = checkpoint.root
     return path.startswith(f"{METADATA}/") and not (isinstance(root, dict) and METADATA in root)
 
@@ -429,21 +429,21 @@ def _refuse_over(checkpoint: Checkpoint, path: str, node: Any) -> None:
 
 @dataclass(frozen=True)
 class Drop(Step):
-    """Remove entries of the tree, by exact paths; a section goes with its tensors."""
+    """Remove entries of the tree by exact paths. A section is removed with its tensors."""
 
     selects: ClassVar[bool] = True
     options: ClassVar[Mapping[str, str]] = {"paths": "drop", "force": ""}
 
     paths: Iterable[str]
-    """The path of each."""
+    """The paths of the entries."""
     force: bool = False
-    """Remove parameters of the model too."""
+    """Allow removing parameters of the model."""
 
     def __post_init__(self) -> None:
         """Check the paths.
 
         Raises:
-            UsageError: it is a single string, or one path is empty.
+            UsageError: if it is a single string, or one path is empty.
         """
         paths = listed_option("drop", self.paths)
         if not all(paths):
@@ -456,8 +456,9 @@ class Drop(Step):
         """Return the checkpoint without the entries.
 
         Raises:
-            NotFound: there is nothing at a path; or no tensor and no value would be left.
-            UsageError: a parameter of the model would go, without `force`; or an item of a list.
+            NotFound: if there is no entry at a path, or no tensor or value would be left.
+            UsageError: if the entry is an item of a list, or a parameter of the model without
+                `force`.
         """
         edits: dict[Path, _Edit] = {}
         changes = list[Change]()
@@ -484,7 +485,7 @@ def _refuse_parameters(checkpoint: Checkpoint, text: str, path: Path) -> None:
     """Refuse to drop tensors of a model, or the only model.
 
     Raises:
-        UsageError: naming it.
+        UsageError: if the path leads to one.
     """
     models = likely_models(checkpoint)
     main = only_model(models)

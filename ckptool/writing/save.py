@@ -1,4 +1,4 @@
-"""Write a checkpoint: plan, refuse, write, and say what was written."""
+"""Write a checkpoint: plan, check, write, and return a receipt."""
 
 from __future__ import annotations
 
@@ -39,40 +39,40 @@ from ckptool.writing.target import (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Receipt(Result):
-    """What one write did."""
+    """The result of a write."""
 
     path: str
-    """The file; of a checkpoint in shards, the index; of the files of a recipe, their folder."""
+    """The file; the index of shards; or the folder of a recipe's files."""
     format: str
-    """As `Checkpoint.format`."""
+    """The name of the format, as in `Checkpoint.format`."""
     size: int
-    """Bytes of the file, of all files together where there are several."""
+    """The size in bytes, of all files together."""
     tensors: int
-    """Names of tensors in it, tied ones each."""
+    """The number of tensor keys, including tied ones."""
     source: str = ""
-    """The file that it was made from, the first where there are several."""
+    """The source file, or the first of several."""
     changes: tuple[Change, ...] = ()
-    """What was done to the content, but for what was left out."""
+    """The changes to the content, without those for left-out parts."""
     outcomes: tuple[Change, ...] = ()
-    """What only the computation told: how many elements overflowed, lost precision, ..."""
+    """Facts known after the computation: how many values overflowed, lost precision, ..."""
     left_out: tuple[str, ...] = ()
-    """What the source has and the file has not, a phrase each."""
+    """The parts of the source that are not in the file, as phrases."""
     notes: tuple[str, ...] = ()
-    """Sentences worth telling the user."""
+    """Notes for the user."""
     blockers: tuple[str, ...] = ()
-    """Classes in it that keep `torch.load(weights_only=True)` from taking it."""
+    """Classes in the file that `torch.load(weights_only=True)` rejects."""
     written: int = 0
-    """Bytes that went to the disk; less than `size` where the file was edited in place."""
+    """Bytes written to disk; less than `size` after an in-place edit."""
     files: tuple[tuple[str, int], ...] = ()
-    """Every file with its bytes, where there are several: the shards, then their index."""
+    """Each file with its size, if there are several: the shards, then their index."""
     verified: bool = False
-    """Read back and compared."""
+    """True if the file was read back and compared."""
     dry_run: bool = False
-    """Planned only: nothing was written."""
+    """True if nothing was written."""
 
     @property
     def edited(self) -> bool:
-        """Whether the file was changed where it lies, not written anew."""
+        """True if the file was edited in place."""
         return 0 < self.written < self.size
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _documents(changes: Iterable[Change]) -> list[dict[str, Any]]:
 
 
 LEFT_OUT = "left-out"
-"""The kind of the changes that name what a transform did not carry over."""
+"""The kind of changes for parts that a transform left out."""
 
 
 def save(
@@ -123,16 +123,16 @@ def save(
     group: WriterGroup | None = None,
     options: str = "",
 ) -> Receipt:
-    """Write `checkpoint` to `path`, whole or not at all.
+    """Write `checkpoint` to `path`, completely or not at all.
 
     `overwrite`, `in_place`, `rewrite`, `strict`, `dry_run`, `max_shard_size`, `verify`, `progress`
-    and the errors are those of `Checkpoint.save`. Missing folders are made; a link's target is
-    replaced and the link stays. See `target_format` for the default of `format`. `files_from` is
-    the folder whose configuration, tokenizer and processor files are copied beside the weights.
-    With `to_folder` the target is a folder, and without `files_from` that of the source has them.
-    `apart` divides the checkpoint into several files by their names, which go into the folder of
-    `path`. A `group` of processes writes together: each calls this in the same way, and `options`,
-    what was asked for in words of any kind, are what such a write is known by again.
+    and the errors are the same as for `Checkpoint.save`. Creates missing folders. Replaces the
+    target of a link and keeps the link. See `target_format` for the default of `format`.
+    `files_from` is the folder with configuration, tokenizer and processor files to copy next to the
+    weights. With `to_folder` the target is a folder, and `files_from` defaults to that of the
+    source. `apart` divides the checkpoint into files by name, in the folder of `path`. With a
+    `group`, several processes write together and make the same call; `options`, as text of any
+    kind, identify an interrupted write that continues.
     """
     check_address(path, in_place=in_place, verify=verify)
     is_far = is_address(path)
@@ -150,7 +150,7 @@ def save(
     else:
         checkpoint = checkpoint.with_late_values()
     if format_of(name).index_name and checkpoint.root is not checkpoint.original:
-        rewrite = False  # such a folder is not written over itself, only its index
+        rewrite = False  # of such a folder only the index is written again
     anew = not own or rewrite or max_shard_size is not None
     if apart is not None:
         plan = _apart(checkpoint, os.path.dirname(path), name, apart(checkpoint))
@@ -194,7 +194,7 @@ def save(
         elif is_divided and len(plan.files) > 2:
             write_divided(plan, job, group, options)
         else:
-            group.all(0)  # that each has seen what is there before the first writes
+            group.all(0)  # so that every process looks before the first one writes
             group.first(lambda: _carry_out_by_folder(plan, job))
     receipt = _receipt(plan, job, group, dry_run=dry_run)
     return receipt if apart is None else replace(receipt, path=os.path.dirname(path))
@@ -208,7 +208,7 @@ def _file_of(
     *,
     to_folder: bool,
 ) -> str | os.PathLike[str]:
-    """Return the file to write: of a folder that one in it, of the source's own the index."""
+    """Return the file to write: for a folder a file in it, for the source's own the index."""
     if to_folder or format_of(format or "").index_name:
         return target_file(checkpoint, path, format, to_folder=to_folder, files_from=files_from)
     index = target_file(checkpoint, path, checkpoint.format, to_folder=False)
@@ -224,7 +224,7 @@ def _planned(
     anew: bool,
     indexed: bool,
 ) -> WritePlan:
-    """Plan an edit of the source if that will do, unless `anew`; else a new file, or shards."""
+    """Plan an edit of the source if possible, unless `anew`; else a new file, or shards."""
     plan = None if anew else _in_place(checkpoint, path, format)
     if plan is not None:
         return plan
@@ -246,7 +246,7 @@ def _planned(
 def _apart(
     checkpoint: Checkpoint, folder: str, format: str, parts: Mapping[str, Checkpoint]
 ) -> WritePlan:
-    """Return the plan of one file for each part, by its name in the folder."""
+    """Return the plan with one file per part, by its name in the folder."""
     plans = {os.path.join(folder, name): writer(format).plan(one) for name, one in parts.items()}
     every = plans.values()
     return WritePlan(
@@ -263,7 +263,7 @@ def _apart(
 
 
 def _carry_out_by_folder(plan: WritePlan, job: Job) -> None:
-    """Execute a plan; the files of each folder are written as a set, whole or not at all."""
+    """Execute a plan; the files of each folder are written together or not at all."""
     folders: dict[str, list[NewFile]] = {}
     for file in plan.files:
         folders.setdefault(os.path.dirname(file.path), []).append(file)
@@ -292,7 +292,7 @@ def _accompanied(
 
 
 def _room(plan: WritePlan, path: str | os.PathLike[str]) -> str:
-    """Return how much is to be written, and how much the disk holds."""
+    """Return the bytes to write and the free space, as text."""
     files = counted(len(plan.files), "file")
     if is_address(path):
         return f"{files} of {plan.written:,} bytes"
@@ -304,7 +304,7 @@ def _room(plan: WritePlan, path: str | os.PathLike[str]) -> str:
 
 
 def _from_afar(checkpoint: Checkpoint, *, dry_run: bool) -> Iterator[str]:
-    """Yield what is read of another machine: at which commit, and how much is to come."""
+    """Yield notes on a remote source: its commit, and the bytes to download."""
     if pinned := place_of(checkpoint.path).pinned(checkpoint.path):
         yield f"read at revision {pinned}"
     if dry_run:
@@ -316,9 +316,9 @@ def _from_afar(checkpoint: Checkpoint, *, dry_run: bool) -> Iterator[str]:
 def _in_place(
     checkpoint: Checkpoint, path: str | os.PathLike[str], format: str
 ) -> WritePlan | None:
-    """Return the edit that makes the source hold the checkpoint; None where that takes a new file.
+    """Return the in-place edit of the source, or None if a new file is needed.
 
-    A file with several names gets a new one: the journal of an edit lies beside one name only.
+    A file with hard links is written again, because the journal of an edit is next to one name.
     """
     if checkpoint.root is checkpoint.original and format == checkpoint.format:
         tensors, refused = sum(1 for _ in checkpoint.tensors()), blockers(checkpoint.root)
@@ -335,7 +335,7 @@ def _in_place(
 
 
 def _placed(plan: WritePlan, path: str | os.PathLike[str]) -> WritePlan:
-    """Return the plan of a folder with the paths of its files, of which `path` is the index."""
+    """Return the plan of a folder with full paths of its files; `path` is the index."""
     folder = os.path.dirname(path)
     files = (file._replace(path=os.path.join(folder, file.path)) for file in plan.files)
     return replace(plan, files=tuple(files))
@@ -353,9 +353,9 @@ def _sharded(
     *,
     indexed: bool,
 ) -> WritePlan:
-    """Shards and an index, or, if not `indexed`, the one file that all of it fits in.
+    """Plan shards and an index or, if not `indexed`, one file if everything fits.
 
-    Shards that the new index names no more stay, and are named.
+    Old shards that are not in the new index stay, with a note.
     """
     most = _most(max_shard_size)
     same_files = most is None and is_a_source(path, checkpoint.sources)
@@ -402,7 +402,7 @@ def _receipt(plan: WritePlan, job: Job, group: WriterGroup | None, *, dry_run: b
 
 
 def _reformatted(checkpoint: Checkpoint, plan: WritePlan) -> Iterator[Change]:
-    """Yield the change of format, or within one format of the pickle protocol."""
+    """Yield the change of the format, or of the pickle protocol within one format."""
     protocol = checkpoint.details.protocol
     if plan.format != checkpoint.format and not checkpoint.in_memory:
         yield Change("format", f"converted {checkpoint.format} to {plan.format}")
@@ -411,7 +411,7 @@ def _reformatted(checkpoint: Checkpoint, plan: WritePlan) -> Iterator[Change]:
 
 
 def _computes(checkpoint: Checkpoint) -> bool:
-    """Return whether a tensor's bytes are in no file."""
+    """Return True if the bytes of any tensor must be computed."""
     return any(
         tensor.storage is not None
         and tensor.storage.data is not None
@@ -421,7 +421,7 @@ def _computes(checkpoint: Checkpoint) -> bool:
 
 
 def _only_state_dict(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the one state dict; if there is none, the format itself says what is wrong."""
+    """Return the one state dict; without one, the format raises the error."""
     try:
         return single_state_dict(checkpoint)
     except AmbiguousName:
@@ -431,10 +431,10 @@ def _only_state_dict(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
-    """Refuse a result without what was asked for: its numbers, or anything at all.
+    """Refuse a result without the tensors that were asked for, or without any content.
 
     Raises:
-        NotRepresentable: naming what would be missing.
+        NotRepresentable: if the result is one; the message shows what is missing.
     """
     needed = [one.text for one in checkpoint.changes if one.needed and not one.wanted]
     if needed:
@@ -448,7 +448,7 @@ def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
     if not plan.tensors and (empty or format_of(plan.format).flat) and not checkpoint.in_memory:
         was = replace(checkpoint, root=checkpoint.original)
         there = [*what_there_is(was), *plan.left_out]
-        if not there:  # an empty file: its copy lacks nothing
+        if not there:  # the copy of an empty file is complete
             return
         raise NotRepresentable(
             f"the result would have no tensors; the file has {listed(there)}",
@@ -468,7 +468,7 @@ def _refuse_left_out(checkpoint: Checkpoint, plan: WritePlan, *, strict: bool) -
 
 
 def _refuse_loss(checkpoint: Checkpoint, plan: WritePlan) -> None:
-    """Refuse a change in place that loses something unasked: there is no other copy."""
+    """Refuse an in-place change with an unrequested loss, because there is no other copy."""
     lost = "; ".join(plan.left_out)
     if plan.format != checkpoint.format:
         lost = f"it would become a {plan.format}" + (f", without {lost}" if lost else "")
@@ -481,13 +481,13 @@ def _refuse_loss(checkpoint: Checkpoint, plan: WritePlan) -> None:
 
 
 def _names_a_source(path: str | os.PathLike[str], sources: Sequence[Source]) -> bool:
-    """Return whether the target is a source, or has the name of one that is no longer there."""
+    """Return True if the target is a source, or has the path of one that no longer exists."""
     names = {os.path.realpath(source.name) for source in sources}
     return is_a_source(path, sources) or os.path.realpath(path) in names
 
 
 def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:
-    """Yield what the reader and the transforms did not take along, and what only one format has."""
+    """Yield the parts left out by the reader, the transforms, and the format."""
     yield from checkpoint.details.left_behind
     yield from checkpoint.details.unreferenced
     yield from _not_carried(checkpoint)
@@ -497,5 +497,5 @@ def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:
 
 
 def _not_carried(checkpoint: Checkpoint) -> Iterator[str]:
-    """Return what the transforms did not take along."""
+    """Yield the parts left out by the transforms."""
     return (change.text for change in checkpoint.changes if change.kind == LEFT_OUT)
