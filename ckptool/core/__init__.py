@@ -1,1 +1,1 @@
-"""A checkpoint as the rest of the package sees it: its tree, its leaves, its keys, its parts."""
+"""The model of a checkpoint: its tree, leaves, keys and sections."""

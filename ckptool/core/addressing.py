@@ -1,8 +1,8 @@
-"""The one rule for names: which nodes of a checkpoint a name or a glob means.
+"""The one rule by which a name or a glob selects nodes of a checkpoint.
 
-A name is an address: the exact path, else the exact key, else the unique end of a path after a `.`
-or `/`. A glob is compared with whole keys, or with whole paths if it has a `/`. Both are compared
-with the names as they are, and without wrapper prefixes.
+A name is an exact path, else an exact key, else the unique end of a path after a `.` or `/`. A glob
+is compared with whole keys, or with whole paths if it contains a `/`. Both are compared with keys
+as they are, and without wrapper prefixes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Node = tuple[Path, Any]
 
 
 def is_glob(pattern: str) -> bool:
-    """Return whether a pattern has the characters of a glob."""
+    """Return True if a pattern has the characters of a glob."""
     return _GLOB.search(pattern) is not None
 
 
 class Unmatched(NamedTuple):
-    """A pattern that matches nothing, and the nearest names."""
+    """A pattern that matches nothing, with the nearest names."""
 
     pattern: str
     near: tuple[str, ...]
@@ -47,10 +47,10 @@ class Unmatched(NamedTuple):
 
 
 class NameIndex:
-    """The names of some nodes, and which of the nodes a name or a glob means."""
+    """An index of nodes, which finds those that a name or a glob matches."""
 
     def __init__(self, nodes: Iterable[Node], file: str = "") -> None:
-        """Take the nodes to choose from, with their paths; `file` is for messages."""
+        """Index the nodes with their paths; `file` is for messages."""
         self.nodes = list(nodes)
         self._file = file
         self._renamers: dict[Path, Renamer | None] = {}
@@ -59,11 +59,11 @@ class NameIndex:
     def find(
         self, name: str, *, endings: bool = True, accept: Callable[[Any], bool] | None = None
     ) -> list[int]:
-        """Return the positions of the nodes that a name means at the first stage that has any.
+        """Return the positions of the nodes that match a name at the first stage with a match.
 
-        The stages are the exact path, the exact key, and with `endings` the end of a path. A name
-        with wrapper prefixes that no node has is looked for without them. `accept` narrows to the
-        nodes that it is true of.
+        The stages are the exact path, the exact key and, with `endings`, the end of a path. A name
+        with wrapper prefixes that no node has is also searched without them. Only nodes for which
+        `accept` is true are considered.
         """
         found = self._find(name, endings, accept)
         bare = unwrapped(name)
@@ -72,7 +72,7 @@ class NameIndex:
     def _find(self, name: str, endings: bool, accept: Callable[[Any], bool] | None) -> list[int]:
         stages: tuple[list[int], ...] = ([], [], [])
         after = (f"/{name}", f".{name}")
-        # Every key at hand ends so: but for `module.`, wrapper prefixes may be inside of a key.
+        # The bare name is the end of every match: wrapper prefixes may be inside of a key.
         last = re.split("[./]" if may_be_wrapped(self._text, inside=True) else "/", name)[-1]
         for at, key in enumerate(self._keys):
             if not key.endswith(last):
@@ -94,10 +94,10 @@ class NameIndex:
         return next(filter(None, stages), [])
 
     def only(self, name: str, *, endings: bool = True) -> Node | None:
-        """Return the node that a name means; None if there is none.
+        """Return the node that matches a name, or None.
 
         Raises:
-            AmbiguousName: several nodes answer at one stage.
+            AmbiguousName: if several nodes match at one stage.
         """
         found = self.find(name, endings=endings)
         if len(found) > 1:
@@ -105,10 +105,10 @@ class NameIndex:
         return self.nodes[found[0]] if found else None
 
     def select(self, pattern: str, *, endings: bool = True) -> list[int]:
-        """Return the positions of the nodes that a name or a glob means.
+        """Return the positions of the nodes that match a name or a glob.
 
         Raises:
-            AmbiguousName: a name means several nodes.
+            AmbiguousName: if a name matches several nodes.
         """
         if not is_glob(pattern):
             found = self.find(pattern, endings=endings)
@@ -131,7 +131,7 @@ class NameIndex:
             yield rename(key) if rename else key
 
     def unmatched(self, pattern: str) -> Unmatched:
-        """Return a pattern that matches nothing, with the names nearest to it."""
+        """Return a pattern that matches nothing, with the nearest names."""
         keys = (path if "/" in pattern else path[-1:] for path, _ in self.nodes)
         return Unmatched(pattern, tuple(nearest(pattern, map(name_of, keys))))
 
@@ -146,7 +146,7 @@ class NameIndex:
 
     @cached_property
     def _text(self) -> str:
-        """All keys of all paths."""
+        """All keys of all paths in one text."""
         above = {key for path in {path[:-1] for path in self._paths} for key in path}
         return "\n".join(chain(self._keys, (key for key in above if type(key) is str)))
 
@@ -168,9 +168,9 @@ class NameIndex:
         return self._bare_paths[path]
 
     def _renamer(self, above: Path) -> Renamer | None:
-        """Return what takes the wrapper prefixes off the keys of a container; None without any.
+        """Return the function that strips wrapper prefixes in a container, or None if it has none.
 
-        Its tensors decide, if there are tensors in it.
+        The keys of its tensors decide, if it has tensors.
         """
         if above not in self._renamers:
             tensors, others = self._inside.get(above, ([], []))
@@ -179,13 +179,13 @@ class NameIndex:
 
     @cached_property
     def _inside(self) -> Mapping[Path, tuple[list[str], list[str]]]:
-        """By the path of a container the keys of the tensors and of the other nodes in it."""
+        """The keys of tensors and of other nodes in each container, by its path."""
         inside: dict[Path, tuple[list[str], list[str]]] = {}
         for path, node in self.nodes:
             if path and type(path[-1]) is str:
                 held = inside.setdefault(path[:-1], ([], []))
                 held[type(node) is not TensorRef].append(path[-1])
-        # Of leaves alone, the containers show only in the paths.
+        # An index of leaves has containers only in the paths.
         above, known = list(inside), set(self._paths)
         while above:
             path = above.pop()
@@ -201,7 +201,7 @@ class NameIndex:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What patterns choose of some nodes."""
+    """The nodes that patterns choose."""
 
     positions: frozenset[int]
     """The positions of the chosen nodes."""
@@ -216,10 +216,10 @@ class Selection:
 def select(
     index: NameIndex, include: Sequence[str], exclude: Sequence[str], *, endings: bool
 ) -> Selection:
-    """Return which nodes some patterns choose; without `include` all that `exclude` leaves.
+    """Return the nodes that match `include` (default: all) and not `exclude`.
 
     Raises:
-        AmbiguousName: a name means several nodes.
+        AmbiguousName: if a name matches several nodes.
     """
     found = {
         pattern: index.select(pattern, endings=endings)
@@ -234,7 +234,7 @@ def select(
 
 
 def unmatched_error(unmatched: Unmatched, file: str) -> NotFound:
-    """Return the refusal of a pattern that matches nothing."""
+    """Return the error for a pattern that matches nothing."""
     near = f"; did you mean {listed(unmatched.near)}?" if unmatched.near else ""
     return NotFound(
         f"no tensor matches {printable(unmatched.pattern)!r}{near}",
@@ -244,7 +244,7 @@ def unmatched_error(unmatched: Unmatched, file: str) -> NotFound:
 
 
 def nearest(wanted: str, names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
-    """Return the names that contain `wanted`, else those most like it, else the others."""
+    """Return the names that contain `wanted`, else the most similar names, else `others`."""
     every = list(dict.fromkeys(names))
     word = wanted.strip("*./").lower()
     near = [name for name in every if word and word in name.lower()]
@@ -254,14 +254,14 @@ def nearest(wanted: str, names: Iterable[str], others: Iterable[str] = ()) -> li
 def resolve(
     checkpoint: Checkpoint, address: Any, accept: Callable[[Any], bool] | None = None
 ) -> Node:
-    """Return the path and node of an address: a path, a key, or a unique end of a path.
+    """Return the path and node for a path, a key, or a unique end of a path.
 
-    Containers answer as well as leaves; `accept` narrows to those it is true of. A tuple or list
-    is taken as a path first.
+    Finds containers and leaves for which `accept` is true. A tuple or list is tried as a path
+    first.
 
     Raises:
-        NotFound: nothing answers to it; the message lists what is near.
-        AmbiguousName: several do; the message lists them.
+        NotFound: if nothing matches; the message lists the nearest names.
+        AmbiguousName: if several nodes match; the message lists them.
     """
     wanted = str(address)
     if isinstance(address, (tuple, list)):
@@ -310,18 +310,18 @@ def _missing(checkpoint: Checkpoint, wanted: str, index: NameIndex) -> NotFound:
 
 
 class TensorMap(Mapping[str, TensorRef]):
-    """The tensors of a checkpoint by their paths; a name may be a key or the end of a path, too.
+    """The tensors of a checkpoint by path; a key or the end of a path also works.
 
-    A call yields each tensor with its path as a tuple.
+    Calling it yields each tensor with its path as a tuple.
     """
 
     def __init__(self, leaves: Sequence[Node], file: str) -> None:
-        """Take the leaves of a checkpoint; `file` is for messages."""
+        """Index the leaves of a checkpoint; `file` is for messages."""
         self._nodes = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, TensorRef))
         self._file = file
 
     def __call__(self) -> Iterator[tuple[Path, TensorRef]]:
-        """Yield the path and the tensor of each."""
+        """Yield the path of each tensor, and the tensor."""
         return iter(self._nodes)
 
     @cached_property
@@ -339,14 +339,14 @@ class TensorMap(Mapping[str, TensorRef]):
         return found
 
     def __repr__(self) -> str:
-        """Return one line."""
+        """Return a summary in one line."""
         return f"<TensorMap of {counted(len(self), 'tensor')}>"
 
     def __getitem__(self, name: str | Path) -> TensorRef:
-        """Return the tensor that a name means; a tuple is a path.
+        """Return the tensor that matches a name; a tuple is a path.
 
         Raises:
-            NotFound: there is none (`AmbiguousName`: there are several).
+            NotFound: if no tensor matches (`AmbiguousName`: if several do).
         """
         if isinstance(name, tuple):
             found = next((tensor for path, tensor in self._nodes if path == name), None)

@@ -1,4 +1,4 @@
-"""A pickled `torch.nn.Module`, read as its `state_dict()` would be, without its class."""
+"""Read a pickled `torch.nn.Module` as its `state_dict()`, without its class."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _VERSIONS = {
     )
     for name in names.split()
 }  # fmt: skip
-"""Versions other than 1 of torch's classes, without the `ao` that came into their names in 1.13."""
+"""Versions other than 1 of torch's classes, without the `ao` in their names since torch 1.13."""
 
 
 class Visits:
-    """Keeps a traversal linear: what is entered again may not outgrow what was entered once.
+    """Keeps a traversal linear by limiting repeated visits.
 
-    A pickle of a few hundred bytes can mention one list a billion times.
+    A pickle of a few hundred bytes can refer to one list a billion times.
     """
 
     def __init__(self, limits: Limits) -> None:
-        """Start with nothing entered."""
+        """Start without visits."""
         self._limits = limits
         self._entered: set[int] = set()
         self._first = self._again = 0
@@ -49,7 +49,7 @@ class Visits:
         """Count an object of `size` entries, `depth` containers below the root.
 
         Raises:
-            LimitExceeded: nested too deep, or mentioned too often.
+            LimitExceeded: if it is nested too deeply, or visited too often.
         """
         if depth > self._limits.max_depth:
             raise LimitExceeded(f"containers are nested deeper than {self._limits.max_depth}")
@@ -66,7 +66,7 @@ class Visits:
 
 
 def is_module(node: Any) -> bool:
-    """Return whether a node is a pickled `nn.Module`: an object with its three dicts."""
+    """Return True if a node is a pickled `nn.Module`: an object with its three dicts."""
     if not isinstance(node, Opaque):
         return False
     attributes = node.attributes
@@ -74,7 +74,7 @@ def is_module(node: Any) -> bool:
 
 
 def _compiled(node: Opaque) -> dict[Any, Opaque]:
-    """Return the module inside a compiled one, which pickles as a call with that and no state.
+    """Return the module in a compiled one, which is pickled as a call without state.
 
     Source: torch/_dynamo/eval_frame.py `OptimizedModule.__reduce__`.
     """
@@ -86,14 +86,14 @@ def _compiled(node: Opaque) -> dict[Any, Opaque]:
 
 
 def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | None:
-    """Return what `state_dict()` would give for a pickled module; None for anything else.
+    """Return the `state_dict()` of a pickled module; None for anything else.
 
-    Order and content as `torch/nn/modules/module.py` `_save_to_state_dict`: a module's own
-    parameters, its persistent buffers, then each child; entries that are None are left out.
-    `_metadata` has every module's path and the version of its state.
+    Order and content are as in `torch/nn/modules/module.py` `_save_to_state_dict`: a module's own
+    parameters, its persistent buffers, then each child, without entries that are None. `_metadata`
+    has the path of every module and the version of its state.
 
     Raises:
-        LimitExceeded: modules nested deeper, or shared more often, than `limits` allows.
+        LimitExceeded: if modules are nested deeper, or shared more often, than `limits` allows.
     """
     if not is_module(node):
         return None
@@ -108,17 +108,17 @@ def module_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | Non
 def model_state(node: Any, limits: Limits = DEFAULT_LIMITS) -> OrderedMap | None:
     """Return the `module_state` of a module with weights; None for anything else.
 
-    A module without (a loss, a vocabulary) is an object like any other.
+    A module without weights (a loss, a vocabulary) is an ordinary object.
     """
     state = module_state(node, limits)
     return state if state or (state is not None and held_apart(node)) else None
 
 
 def held_apart(node: Opaque) -> dict[str, Any]:
-    """Return what modules hold for their class alone to save (`_save_to_state_dict`), by path.
+    """Return the content of modules that only their class can save, by path.
 
-    Submodules whose class pickles no dict of parameters; objects of a known quantizer, and
-    attributes of a Parameter, with tensors in them.
+    These are submodules whose class pickles no dict of parameters, and objects of a known quantizer
+    and attributes of a Parameter that contain tensors (see `_save_to_state_dict`).
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
@@ -138,7 +138,7 @@ def held_apart(node: Opaque) -> dict[str, Any]:
 
 
 def attributes_of(tensor: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the attributes of a tensor that hold tensors over other bytes than its own."""
+    """Yield the attributes of a tensor that contain tensors over other bytes."""
     if not isinstance(tensor, TensorRef) or not tensor.wrapping:
         return
     for layer in tensor.wrapping:
@@ -149,12 +149,12 @@ def attributes_of(tensor: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def holds_tensors(node: Any) -> bool:
-    """Return whether it is a tensor, or there is one in it."""
+    """Return True if it is or contains a tensor."""
     return next(find_tensors(node), None) is not None
 
 
 def modules_below(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> Iterator[tuple[str, Opaque]]:
-    """Yield a module and those in it, each before its children, with the prefix of its names."""
+    """Yield a module and its submodules, parents first, with the prefix of their keys."""
     visits = Visits(limits)
     open_ids = {id(node)}
     visits.enter(node, len(own_tensors(node)), 0)
@@ -174,10 +174,10 @@ def modules_below(node: Opaque, limits: Limits = DEFAULT_LIMITS) -> Iterator[tup
 
 
 def _version(module: Opaque) -> int:
-    """Return the `_version` of its class: of torch's own, else as its buffers say.
+    """Return the `_version` of its class, for other classes than torch's judging by its buffers.
 
-    Source: `_version` in torch/nn and torch/ao; 1 unless a class says otherwise. Batch and instance
-    norm, and what derives from them, are known by the counter that came with their version 2.
+    Source: `_version` in torch/nn and torch/ao; 1 unless a class overrides it. Subclasses of batch
+    and instance norm are recognized by the counter that was added in version 2.
     """
     own = module.attributes.get("_version")
     if type(own) is int:
@@ -188,7 +188,7 @@ def _version(module: Opaque) -> int:
 
 
 def own_tensors(module: Opaque) -> dict[Any, Any]:
-    """Return the parameters and persistent buffers of a module itself, without its children."""
+    """Return the parameters and persistent buffers of a module, without its children."""
     attributes = module.attributes
     passing = _items_of_set(attributes.get("_non_persistent_buffers_set"))
     buffers = attributes.get("_buffers", {}).items()
@@ -200,7 +200,7 @@ def own_tensors(module: Opaque) -> dict[Any, Any]:
 
 
 def child_modules(module: Opaque) -> dict[Any, Opaque]:
-    """Return the modules directly inside one, by name."""
+    """Return the direct children of a module, by name."""
     children = module.attributes.get("_modules", {})
     named = ((name, child) for name, child in children.items() if isinstance(name, str))
     found = {name: child for name, child in named if is_module(child)}
@@ -208,7 +208,7 @@ def child_modules(module: Opaque) -> dict[Any, Opaque]:
 
 
 def _items_of_set(node: Any) -> tuple[Any, ...]:
-    """Return the items of a pickled set, whatever protocol spelled it."""
+    """Return the items of a pickled set, in any pickle protocol."""
     if not isinstance(node, Opaque):
         return ()
     given = node.args[:1] if isinstance(node.args, tuple) else ()

@@ -1,14 +1,14 @@
-"""Names in a state dict: the components that wrappers put there, and repeated layers as one.
+"""Keys of a state dict: the components added by wrappers, and repeated layers as one.
 
-`DataParallel` and `DistributedDataParallel` put `module` there, `torch.compile` `_orig_mod`, FSDP
+`DataParallel` and `DistributedDataParallel` add `module`, `torch.compile` adds `_orig_mod`, FSDP
 `_fsdp_wrapped_module` (`_fpw_module` before torch 1.12), activation checkpointing
 `_checkpoint_wrapped_module`, Lightning with FSDP or DeepSpeed `_forward_module`. They nest in any
-order. A wrapper is a whole component of a name, never a substring of one.
+order. A wrapper is a whole component of a key, never a part of one.
 
-`module` is a common name for a real layer as well, so it counts as a wrapper only where every name
-begins with it. The other words are nobody's layers: they count wherever they stand.
+`module` is also a common name for a real layer, so it counts as a wrapper only if every key starts
+with it. The other names are never layers, and count anywhere.
 
-Names of repeated layers are shown as one: `layers.{0..31}.mlp.weight`.
+Keys of repeated layers are shown as one: `layers.{0..31}.mlp.weight`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ WRAPPERS = (
 )
 
 STATISTICS = frozenset({"num_batches_tracked", "running_mean", "running_var"})
-"""Last name parts of the buffers of batch norms."""
+"""Last components of the buffers of batch norms."""
 BUFFER_NAMES = STATISTICS | {"inv_freq", "n_averaged", "position_ids"}
-"""Last name parts that are buffers, not parameters, where the file does not say which is which."""
+"""Last components of buffers, for files that do not distinguish them from parameters."""
 PEFT = "base_model.model."
-"""The prefix that PEFT puts before the names of the base model."""
+"""The prefix that PEFT adds to the keys of the base model."""
 N_AVERAGED = "n_averaged"
-"""The counter that `AveragedModel` keeps beside its `module`."""
+"""The counter of `AveragedModel`, next to its `module`."""
 
 _MOST, _LONGEST = 2000, 120
-"""Names looked at, characters of each: comparing takes its time, and a file may be hostile."""
+"""The most names to compare, and characters of each: a hostile file may have many."""
 _CANDIDATES = 20
-"""Names compared letter by letter, after counting letters has chosen them."""
+"""Names compared letter by letter, chosen by their letter counts."""
 _WORDS = 4
 
 RULES_HINT = "make the rules narrower, or rename one of the two first"
@@ -55,31 +55,31 @@ Renamer = Callable[[str], str]
 
 
 class StripResult(NamedTuple):
-    """What taking wrapper components off some names comes to."""
+    """The result of stripping wrapper components from keys."""
 
     renamed: dict[str, str]
-    """Old name to new, of the names that change."""
+    """The keys that change, old to new."""
     levels: int
-    """How many times an outermost component went."""
+    """The number of outermost components removed."""
     wrappers: tuple[str, ...]
-    """The kinds that went, outermost first, each once."""
+    """The removed wrappers, outermost first, each once."""
     rename_module: Renamer
-    """The same done to the path of a module, as `_metadata` has them."""
+    """The same change for the path of a module, for `_metadata`."""
 
 
 class _Level(NamedTuple):
-    """One component taken off: at the front of every name, or the first that `pattern` finds."""
+    """One component to remove: the first of every key, or the first match of `pattern`."""
 
     pattern: re.Pattern[str]
     kinds: tuple[str, ...]
 
     def apply(self, name: str) -> str:
-        """Return the name without the component."""
+        """Return the key without the component."""
         return self.pattern.sub(r"\1", name, count=1)
 
 
 def counts(name: Any) -> bool:
-    """Return whether a name tells of its wrappers: that of `AveragedModel`'s counter does not."""
+    """Return True if a key shows its wrappers; that of `AveragedModel`'s counter does not."""
     return isinstance(name, str) and name != N_AVERAGED
 
 
@@ -90,16 +90,15 @@ def strip_names(
     levels: int | None = None,
     at: str | None = None,
 ) -> StripResult:
-    """Take the wrapper components off the names of one state dict's tensors and `_extra_state`s.
+    """Strip the wrapper components from the keys of a state dict's tensors and `_extra_state`s.
 
-    One level is the outermost component: `module` where every name begins with it, otherwise the
-    leftmost other wrapper of each name. That is repeated until nothing changes, or `levels`
-    times. `only` narrows to some kinds (those before them stay), `at` to the wrappers on and below
-    the submodule of that path.
+    One level is the outermost component: `module` if every key starts with it, otherwise the
+    leftmost other wrapper of each key. Repeats until nothing changes, or `levels` times. With
+    `only`, strips only these wrappers, and with `at`, only wrappers on and below this submodule.
 
     Raises:
-        NameCollision: two names would become one.
-        UsageError: `only` names no wrapper, or `levels` is less than 1.
+        NameCollision: if two keys would become the same.
+        UsageError: if `only` is not a known wrapper, or `levels` is less than 1.
     """
     kinds = _checked_kinds(only)
     if levels is not None and levels < 1:
@@ -127,7 +126,7 @@ def strip_names(
 
 
 def bare_names(names: Collection[str]) -> dict[str, str]:
-    """Return each name with the same without wrappers; all keep theirs if two would become one."""
+    """Return each key with its form without wrappers; none changes if two would become the same."""
     try:
         renamed = strip_names(names).renamed
     except NameCollision:
@@ -147,20 +146,20 @@ _WRAPPED = re.compile(
 
 
 def may_be_wrapped(text: str, *, inside: bool = False) -> bool:
-    """Return whether a text, of one or many names, has the word of a wrapper before a dot.
+    """Return True if a text of one or many keys has the name of a wrapper before a dot.
 
-    With `inside` only the words that may be behind other components of a name.
+    With `inside`, only wrappers that may follow other components of a key.
     """
     return any(f"{word}." in text for word in (WRAPPERS[1:] if inside else WRAPPERS))
 
 
 def wrapper_remover(names: Collection[str]) -> Renamer | None:
-    """Return what takes the wrapper components off the names of one container; None without any.
+    """Return the function that strips wrappers in one container, or None if it has none.
 
-    All names keep theirs if two would become one, as in `bare_names`.
+    No key changes if two would become the same, as in `bare_names`.
     """
     own = [name for name in names if name != N_AVERAGED]
-    if not own or not may_be_wrapped("\n".join(own), inside=True):  # `module` alone: quickly
+    if not own or not may_be_wrapped("\n".join(own), inside=True):  # the fast path for `module`
         front = ""
         while own and all(map(str.startswith, own, repeat(f"{front}module."))):
             front += "module."
@@ -173,7 +172,7 @@ def wrapper_remover(names: Collection[str]) -> Renamer | None:
 
 
 def unwrapped(name: str) -> str:
-    """Return a name, or a path of keys with `/`, without all that may be a wrapper prefix."""
+    """Return a key, or a path with `/`, without all possible wrapper prefixes."""
     return _WRAPPED.sub("", name) if may_be_wrapped(name) else name
 
 
@@ -188,7 +187,7 @@ def _checked_kinds(only: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _outermost(names: Sequence[str], kinds: tuple[str, ...]) -> _Level | None:
-    """Return the next component to go, None where there is no more."""
+    """Return the next component to remove, or None."""
     if not names:
         return None
     kept = _alternatives(kind for kind in WRAPPERS if kind not in kinds and kind != "module")
@@ -196,7 +195,7 @@ def _outermost(names: Sequence[str], kinds: tuple[str, ...]) -> _Level | None:
         front = re.compile(rf"^((?:{kept}\.)*)module\.", re.DOTALL)
         if all(map(front.match, names)):
             return _Level(front, ("module",))
-    text = "\n".join(names)  # one fast search says which of the words can be there at all
+    text = "\n".join(names)  # one fast search finds the wrappers that can occur at all
     others = _alternatives(kind for kind in kinds if kind != "module" and kind in text)
     inner = re.compile(rf"(^|\.)({others})\.")
     if others == _alternatives(()):
@@ -214,12 +213,12 @@ def _below(path: str, before: str, done: list[_Level]) -> str:
         return path
     inner = path[len(before) :]
     for level in done:
-        inner = level.apply(f"{inner}.")[:-1] if inner else inner  # the wrapped module's ends so
+        inner = level.apply(f"{inner}.")[:-1] if inner else inner  # the end of the wrapped module
     return before + inner if inner else before[:-1]
 
 
 def wrappers_of(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the kinds of wrapper that the names carry, outermost first, each once."""
+    """Return the wrappers in the keys, outermost first, each once."""
     names = list(filter(counts, names))
     found: dict[str, None] = {}
     while (level := _outermost(names, WRAPPERS)) is not None:
@@ -231,10 +230,10 @@ def wrappers_of(names: Iterable[str]) -> tuple[str, ...]:
 def wrapped_in_part(
     names: Iterable[str], *, only: str | Sequence[str] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Return the names with `module.` and those without, if most have it; else nothing.
+    """Return the keys with `module.` and those without, if most have it; else nothing.
 
-    Such a `module` may be a layer, and stays: that of a wrapper would be before every name.
-    `only` narrows to some kinds of wrapper, as in `strip_names`.
+    This `module` may be a layer, and stays: a wrapper would add it to every key. `only` selects
+    wrappers, as in `strip_names`.
     """
     names = list(filter(counts, names))
     within = [name for name in names if name.startswith("module.")]
@@ -244,10 +243,10 @@ def wrapped_in_part(
 
 
 def prefixed(wrapper: str, at: str | None = None) -> Renamer:
-    """Return the rename that puts `wrapper` around the model, or around its submodule `at`.
+    """Return the rename that adds `wrapper` to the model, or to its submodule `at`.
 
     Raises:
-        UsageError: `wrapper` is none that is known.
+        UsageError: if `wrapper` is not a known wrapper.
     """
     _checked_kinds(wrapper)
     before = f"{at}." if at else ""
@@ -261,7 +260,7 @@ def prefixed(wrapper: str, at: str | None = None) -> Renamer:
 
 
 def add_name(wrapper: str, at: str | None = None) -> Renamer:
-    """Return the rename of module paths that goes with `prefixed`."""
+    """Return the rename of module paths that corresponds to `prefixed`."""
     rename = prefixed(wrapper, at)
     return lambda path: rename(f"{path}." if path else "").removesuffix(".")
 
@@ -274,10 +273,10 @@ def check_collisions(
     place: str | None = None,
     hint: str = COLLISION_HINT,
 ) -> None:
-    """Refuse a renaming after which two of the names are one; the rest is for the message.
+    """Refuse a rename that makes two keys the same; the other arguments are for the message.
 
     Raises:
-        NameCollision: naming both.
+        NameCollision: if there are two; the message shows both.
     """
     if not renamed:
         return
@@ -294,7 +293,7 @@ def check_collisions(
 
 
 def similar(wanted: str, names: Iterable[str], most: int = 3) -> list[str]:
-    """Return the names most like `wanted`, else names with a component like a word of it."""
+    """Return the names most similar to `wanted`, else names with a similar component."""
     known = list(islice((name for name in names if len(name) <= _LONGEST), _MOST))
     wanted = wanted[:_LONGEST]
     if found := _closest(wanted, known, most, 0.6):
@@ -318,33 +317,33 @@ def _closest(wanted: str, names: Iterable[str], most: int, cutoff: float) -> lis
 
 
 _NUMBER = re.compile(r"(?<![^./])(0|[1-9][0-9]{0,8})(?![^./])")
-_MOST_NUMBERS = 4  # of a name; hostile ones have a million, and each costs a look at the others
+_MOST_NUMBERS = 4  # of a name; a hostile one has a million, each compared with the others
 
 _Place = tuple[int, ...]
-"""The numbers of a name, from left to right."""
+"""The numbers in a key, from left to right."""
 _Box = tuple[tuple[int, ...], ...]
-"""For each number of a pattern the values that it takes; every combination is a name."""
+"""The values of each number of a pattern; every combination is a key."""
 
 
 class Family(NamedTuple):
-    """Names that differ only in numbers, in the order in which they came.
+    """Keys that differ only in numbers, in their original order.
 
-    `label` says exactly which: `layers.{0..1}.experts.{0..3,8}.w` is ten names. That of a single
-    name is the name.
+    `label` is exact: `layers.{0..1}.experts.{0..3,8}.w` is ten keys. The label of a single key is
+    the key.
     """
 
     label: str
     names: tuple[str, ...]
     numbers: tuple[int, ...]
-    """As which of all the names each one came, counted from 0."""
+    """The position of each among all keys, counted from 0."""
 
 
 def families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
-    """Fold names of equal signature that differ only in components that are numbers.
+    """Group keys that are equal in signature and differ only in numeric components.
 
-    Components end at a `.` or a `/`. Where a name has several numbers and not every combination of
-    them is there, it is folded along the one that leaves fewest. Each name is in one family; the
-    families are in the order of their first names.
+    Components end at a `.` or `/`. If keys have several numbers and some combinations are missing,
+    they are grouped along the number that leaves the fewest groups. Each key is in one family, and
+    families are in the order of their first keys.
     """
     groups: dict[tuple[Hashable, tuple[str, ...]], dict[_Place, list[tuple[int, str]]]] = {}
     for number, (name, signature) in enumerate(names):
@@ -361,13 +360,13 @@ def families(names: Iterable[tuple[str, Hashable]]) -> list[Family]:
 
 
 def numbered(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the texts around a name's numbers, one more than those, and the numbers."""
+    """Return the texts around the numbers of a key, and the numbers."""
     parts = _NUMBER.split(name, _MOST_NUMBERS)
     return tuple(parts[::2]), tuple(map(int, parts[1::2]))
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`{0..3,8}` for 0, 1, 2, 3 and 8."""
+    """Return `{0..3,8}` for 0, 1, 2, 3 and 8."""
     runs: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][1] == number - 1:
@@ -378,10 +377,10 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def _boxes(places: Sequence[_Place]) -> Iterator[_Box]:
-    """Distinct places, parted into boxes that are full: few, not always the fewest there could be.
+    """Divide distinct places into few full boxes (not always the fewest possible).
 
-    The values that stand on one line along an axis make one side of a box; the lines with the same
-    values are parted likewise, with one number less.
+    The values on one line along an axis form one side of a box. Lines with the same values are
+    divided in the same way, with one number less.
     """
     sides = tuple(tuple(dict.fromkeys(axis)) for axis in zip(*places, strict=True))
     if prod(map(len, sides)) == len(places):

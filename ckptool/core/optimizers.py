@@ -1,4 +1,4 @@
-"""What the state dict of an optimizer says of the parameters that it was for."""
+"""What the state dict of an optimizer shows about its parameters."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ OPTIONS = (
     "betas", "momentum", "dampening", "nesterov", "alpha", "rho", "lr_decay", "lambd", "etas",
     "step_sizes", "max_iter", "momentum_decay",
 )  # fmt: skip
-"""Options of torch's optimizers that `step()` takes from a group, and some kinds have not."""
+"""Group options that `step()` of some of torch's optimizers needs, and others lack."""
 
 FLAT_KEY = re.compile(r"(state\.|param_groups\.)(.+)(\.[^.]+)", re.DOTALL)
-"""A key of `get_optimizer_state_dict` with `flatten_optimizer_state_dict`."""
+"""Matches a key of `get_optimizer_state_dict` with `flatten_optimizer_state_dict`."""
 
 _COMMON_WORDS = re.compile(
     r"optimi[sz]ers?|optim|opt|(?:state_?)?dicts?|states?|models?|modules?|networks?|nets?|weights|"
@@ -38,18 +38,18 @@ _COMMON_WORDS = re.compile(
 
 
 def groups_of(section: Section) -> list[list[Any]]:
-    """Return the numbers, or names, of the parameters of each group."""
+    """Return the numbers or names of the parameters in each group."""
     held = [group.get("params") for group in section.node["param_groups"]]
     return [list(map(_key, one)) if isinstance(one, (list, tuple)) else [] for one in held]
 
 
 def _key(held: Any) -> Any:
-    """Return what a group says of a parameter, as a key of `state`; anything odd is nobody's."""
+    """Return a group's entry for a parameter as a key of `state`; invalid ones match no key."""
     return held if isinstance(held, (int, str)) else ("?", id(held))
 
 
 def has_training_weights(section: Section) -> bool:
-    """Return whether its model has training weights: it is schedule-free, and in train mode."""
+    """Return True if it is schedule-free and in train mode, so its model has training weights."""
     states = section.node["state"].values()
     return any(group.get("train_mode") is True for group in section.node["param_groups"]) and any(
         isinstance(state, dict) and isinstance(state.get("z"), TensorRef) for state in states
@@ -57,7 +57,7 @@ def has_training_weights(section: Section) -> bool:
 
 
 def names_in(section: Section) -> list[str]:
-    """Return the parameters' names in their order; an empty list if the groups keep none."""
+    """Return the parameter names in order; empty if the groups have no names."""
     names = [name for group in section.node["param_groups"] for name in _texts(group)]
     keys = [key for group in groups_of(section) for key in group]
     if len(names) != len(keys):
@@ -71,7 +71,7 @@ def _texts(group: dict[Any, Any]) -> list[str]:
 
 
 def moments_in(root: Any, sections: Iterable[Section]) -> Iterator[tuple[Any, str, TensorRef]]:
-    """Yield the tensors in the state of optimizers: the parameter, the key below it, the tensor.
+    """Yield the parameter, the key and the tensor for each tensor in optimizer states.
 
     The parameter is a name, or a number if no group has names.
     """
@@ -98,13 +98,13 @@ def _moments_of(section: Section) -> Iterator[tuple[Any, str, TensorRef]]:
 
 
 def shapes_in(section: Section) -> dict[Any, Shape]:
-    """Return the shape of each parameter by number or name, as far as the state tells."""
+    """Return the shape of each parameter by number or name, if the state shows it."""
     found = {key: shape_of(state) for key, state in section.node["state"].items()}
     return {key: shape for key, shape in found.items() if shape is not None}
 
 
 def shape_of(state: Any) -> Shape | None:
-    """Return the shape of the parameter that this was kept of; None where that is not certain."""
+    """Return the shape of the parameter with this state, or None if it is not certain."""
     if not isinstance(state, dict):
         return None
     for name in MOMENTS:
@@ -119,9 +119,9 @@ def shape_of(state: Any) -> Shape | None:
 
 
 def fits_shape(state: Any, shape: Shape | None) -> bool:
-    """Return whether the tensors of a parameter's state are single numbers, or have its shape.
+    """Return True if the tensors of a parameter's state are scalars, or have its shape.
 
-    Rows and columns of Adafactor are those of the parameter.
+    For Adafactor, rows and columns must match those of the parameter.
     """
     factors = {key for rows, columns, _ in _FACTORS for key in (rows, columns)}
     return shape_of(state) in (None, shape) and all(
@@ -134,17 +134,17 @@ def fits_shape(state: Any, shape: Shape | None) -> bool:
 
 
 def options_of(section: Section) -> set[str]:
-    """Return the options of its groups that tell kinds of optimizers apart."""
+    """Return the options of its groups that distinguish optimizers."""
     return {name for name in OPTIONS if any(name in g for g in section.node["param_groups"])}
 
 
 def model_of(
     section: Section, models: Sequence[Section], optimizers: Sequence[Section]
 ) -> Section | None:
-    """Return the model that an optimizer belongs to; None if that is not certain.
+    """Return the model of an optimizer, or None if it is not certain.
 
-    The one that `ckptool.save` has noted; else one of each, or one of each of a name (`G` and
-    `optG`).
+    This is the one noted by `ckptool.save`, else the only one, or the only one with a matching name
+    (`G` and `optG`).
     """
     noted = _noted(section, models)
     if noted is not None:
@@ -168,5 +168,5 @@ def _noted(section: Section, models: Sequence[Section]) -> Section | None:
 
 
 def owner(section: Section) -> str:
-    """Return what a name says beside that it is a model or an optimizer: `d` of `optimizer_D`."""
+    """Return the rest of a name without the words for model or optimizer: `d` of `optimizer_D`."""
     return _COMMON_WORDS.sub("", "_".join(p for p in section.path if isinstance(p, str)).lower())

@@ -16,19 +16,18 @@ from ckptool.words import counted
 PLACEHOLDERS = (
     "the folder of the DeepSpeed run has the weights: ckptool convert FOLDER OUT --model-only"
 )
-"""What helps against placeholders."""
+"""The hint for placeholders."""
 
 
 _LAZY = "torch.nn.parameter.Uninitialized"
 
 
 def placeholders_of(checkpoint: Checkpoint, section: Section | None = None) -> Finding | None:
-    """Return which tensors of a checkpoint, or of one section, have no values; None if all have.
+    """Return a finding for tensors without values in a checkpoint or section, or None.
 
-    A state dict has placeholders if tensors named `weight` have the shape (0,), and these are more
-    than half of its weights; or if `param_shapes` of the file has another shape for a tensor of the
-    shape (0,). Vectors do not count, because ZeRO-3 keeps small tensors whole; nor do biases and
-    buffers.
+    A state dict has placeholders if more than half of its tensors named `weight` have the shape
+    (0,), or if `param_shapes` of the file has another shape for a tensor of shape (0,). Vectors,
+    biases and buffers do not count, because ZeRO-3 keeps small tensors complete.
     """
     tensors = list(checkpoint.tensors() if section is None else section.tensors())
     leaves = checkpoint.leaves if section is None else walk(section.node)
@@ -50,8 +49,8 @@ def placeholders_of(checkpoint: Checkpoint, section: Section | None = None) -> F
         tensors = one.tensors() if one.kind in MODEL_KINDS else []
         empty = [path for path, tensor in tensors if tensor.shape == (0,)]
         weights = [tensor for path, tensor in tensors if str(path[-1]).endswith("weight")]
-        # ZeRO-3 keeps parameters below its threshold whole, mostly vectors
-        # (deepspeed/runtime/zero/config.py: param_persistence_threshold), so matrices tell.
+        # ZeRO-3 keeps parameters below its threshold complete, mostly vectors
+        # (deepspeed/runtime/zero/config.py: param_persistence_threshold), so matrices decide.
         none = sum(tensor.shape == (0,) for tensor in weights)
         whole = sum(len(tensor.shape) != 1 for tensor in weights)
         if none > whole or any(shapes.get(path[-1], (0,)) != (0,) for path in empty):
@@ -67,10 +66,10 @@ def refuse_placeholders(
     *,
     kinds: Collection[str] = ("lazy", "meta", "part"),
 ) -> None:
-    """Refuse to make weights of tensors without values, of the given kinds.
+    """Refuse to use tensors without values of these kinds as weights.
 
     Raises:
-        NotRepresentable: with the first kind that was found.
+        NotRepresentable: if there are any; for the first kind found.
     """
     found = placeholders_of(checkpoint, section)
     if found is not None and found.kind in kinds:
@@ -82,7 +81,7 @@ def _is_lazy(node: Any) -> bool:
 
 
 def _stated_shapes(root: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the names and shapes in `param_shapes` of DeepSpeed: a dict for each group."""
+    """Yield the names and shapes in DeepSpeed's `param_shapes`, which has a dict per group."""
     groups = root.get("param_shapes") if isinstance(root, dict) else None
     for group in groups if isinstance(groups, list) else [groups]:
         yield from group.items() if isinstance(group, dict) else ()

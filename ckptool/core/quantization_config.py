@@ -14,11 +14,11 @@ from ckptool.words import printable
 
 _CONFIG = "config.json"
 _KEYS = ("quantization", "quantization_config")
-"""Where configurations have it: of MLX, which may keep that of its source, of transformers."""
+"""The keys in a configuration: of MLX (which may keep that of its source), of transformers."""
 _BITS = ("bits", "w_bit", "num_bits", "nbits")
 _GROUP = ("group_size", "q_group_size")
 _TORCHAO = "tensor_names"
-"""The entry of `__metadata__` that lists those of torchao, each with the `_type` of a tensor."""
+"""The entry of `__metadata__` that lists torchao tensors, each with a `_type` entry."""
 
 
 class QuantizationConfig(NamedTuple):
@@ -29,15 +29,15 @@ class QuantizationConfig(NamedTuple):
     where: str = ""
     """`config.json`, `the file` or `the metadata`."""
     entries: Mapping[str, Any] = {}
-    """The object that states the method, with bits, group sizes and so on."""
+    """The object with the method, bits, group sizes and so on."""
     model_type: str = ""
     """The `model_type` next to it: the family of the model in transformers."""
     header: Mapping[str, Any] = {}
-    """The `__metadata__` of the file, with JSON texts as their values."""
+    """The `__metadata__` of the file, with JSON texts parsed."""
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """What it states of all weights: `4 bits`, `groups of 128`."""
+        """The stated sizes for all weights: `4 bits`, `groups of 128`."""
         entries: Mapping[Any, Any] = self.entries
         match entries.get("config_groups"):  # of compressed-tensors
             case {"group_0": {"weights": {**weights}}}:
@@ -51,7 +51,7 @@ class QuantizationConfig(NamedTuple):
 
 
 def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
-    """Return what is stated next to a checkpoint, in its tree, or in the header of its file."""
+    """Return the quantization stated next to a checkpoint, in its tree, or in its header."""
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     header = {key: _parsed(text) for key, text in checkpoint.details.header.items()}
     for where, config in (

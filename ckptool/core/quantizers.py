@@ -1,7 +1,7 @@
-"""Which tensors are quantized: their numbers mean something only with other numbers next to them.
+"""Find quantized tensors, whose numbers have a meaning only with their companions.
 
-`find_quantized` has the whole rule. Shapes and types decide; a table adds by which names and
-classes each known quantizer is recognized, and which library loads it. Sources:
+`find_quantized` has the rule. Shapes and dtypes decide. A table adds the keys and classes by which
+each known quantizer is recognized, and the library that loads it. Sources:
 torch/ao/nn/quantized, bitsandbytes/nn/modules.py and functional.py (`QuantState.as_dict`),
 torchao/quantization, AutoGPTQ and AutoAWQ (`WQLinear`), the files of DeepSeek-V3
 (`weight_scale_inv`; `scale` in those that its inference/convert.py writes), of compressed-tensors
@@ -25,24 +25,24 @@ from ckptool.core.model import Opaque, TensorRef, find_tensors
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """One scheme. Names of a weight and its companions are a common stem with these endings."""
+    """One scheme. The keys of a weight and its companions are a common stem with these endings."""
 
     scheme: str
-    """What people call it."""
+    """The usual name of the scheme."""
     weight: str = ""
-    """The ending of the name of the quantized numbers."""
+    """The ending of the key of the quantized weight."""
     sign: str = ""
-    """The ending of the companion that tells the scheme; empty where only a class does."""
+    """The ending of the companion that identifies the scheme; empty if only a class does."""
     others: tuple[str, ...] = ()
-    """The endings of further companions; a file need not have all."""
+    """The endings of further companions, which are optional."""
     dtypes: str | tuple[str, ...] = ""
-    """How the element type of the quantized numbers begins, where names alone do not tell."""
+    """The start of the dtype of the quantized weight, if keys are not sufficient."""
     library: str = ""
-    """Who loads it."""
+    """The library that loads it."""
     plain: str | None = None
-    """The ending of the name of the weight that it stands for; None: that of the numbers."""
+    """The ending of the key of the plain weight. None: that of the quantized weight."""
     classes: tuple[str, ...] = ()
-    """How the qualified names of its classes begin: of modules, tensors and objects."""
+    """The start of the qualified names of its classes (modules, tensors and objects)."""
 
 
 QUANTIZERS = (
@@ -144,40 +144,40 @@ QUANTIZERS = (
         dtypes="float8_", library="ComfyUI",
     ),
 )  # fmt: skip
-"""In the order in which they are tried: the first that knows a weight has it."""
+"""Tried in this order: the first match wins."""
 
 _BY_NAME = tuple(quantizer for quantizer in QUANTIZERS if quantizer.sign)
 _SIGNS = tuple(quantizer.sign for quantizer in _BY_NAME)
 
 
 LIBRARIES: dict[str, str] = {}
-"""Who loads the weights of a scheme; of several with one name, the first."""
+"""The library that loads a scheme; the first of several with the same name."""
 for _one in QUANTIZERS:
     LIBRARIES.setdefault(_one.scheme, _one.library)
 
 LOOKS_QUANTIZED = "looks quantized"
-"""The scheme of weights that only shapes and types tell."""
+"""The scheme of weights that are recognized only by shapes and dtypes."""
 MARKERS = ("scaled_fp8",)
 """Last parts of keys that only mark a whole state dict as quantized (ComfyUI)."""
 OF_OPTIMIZERS = re.compile(r"(.*_)?optim(izer)?(_?states?|s)?(_.*)?", re.IGNORECASE)
-"""Keys under which an optimizer's state stands, whatever its form."""
+"""Matches keys of optimizer states in any form."""
 _CODES = re.compile(r"u?int8|u?int32|float8_(?!e8m0).*")
-"""Types of codes; an e8m0 is a scale."""
+"""Matches the dtypes of codes; an e8m0 is a scale."""
 _FLOATS = ("float", "bfloat")
 _NO_CODES = re.compile(r"rng|random|^state[12]$|(^|_)(masks?|ids?|index|idxs?)$", re.IGNORECASE)
-"""Last parts of keys of integers that are none: generators, 8-bit Adam, masks, tables."""
+"""Matches last components of other integers: generators, 8-bit Adam, masks, tables."""
 _SCALE = "scale"
-"""What the name of a scale has in it, where its shape says too little."""
+"""The text in the key of a scale, if its shape is not sufficient."""
 _FEWEST = 4
-"""Codes that one scale serves: with fewer nothing would be saved."""
+"""The fewest codes per scale: with fewer, quantization would save nothing."""
 
 
 class Quantized(NamedTuple):
-    """How one weight is quantized."""
+    """The quantization of one weight."""
 
     scheme: str
     companions: tuple[str, ...]
-    """Names of the entries beside it without which its numbers mean nothing."""
+    """The keys of the entries that are needed to interpret its numbers."""
 
     def __str__(self) -> str:
         """Return the fact as the predicate of a sentence."""
@@ -186,10 +186,10 @@ class Quantized(NamedTuple):
 
 
 def find_quantized(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[str, Quantized]:
-    """Return the quantized weights of a state dict by name, each with its scheme and companions.
+    """Return the quantized weights of a state dict by key, with their schemes and companions.
 
-    A tensor of a class of a quantizer has its companions in itself: none are named.
-    `by_shape`: also those that no name or class tells; not for the state of an optimizer.
+    A tensor of a quantizer's class contains its companions, so none are listed. `by_shape`: also
+    find weights by shapes and dtypes only, which does not suit the state of an optimizer.
     """
     found: dict[str, Quantized] = {}
     for name, value in state.items():
@@ -219,11 +219,11 @@ def find_quantized(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[s
 
 
 def plain_key(scheme: str, name: str) -> str:
-    """Return the key of the plain weight for which quantized numbers under `name` stand."""
+    """Return the key of the plain weight for a quantized weight at `name`."""
     for known in QUANTIZERS:
         if known.scheme == scheme and known.plain is not None and name.endswith(known.weight):
             stem = name.removesuffix(known.weight)
-            if scheme == "torchao":  # 0._weight_qdata is of 0.weight
+            if scheme == "torchao":  # 0._weight_qdata becomes 0.weight
                 parent, dot, last = stem.rpartition(".")
                 stem = f"{parent}{dot}{last.removeprefix('_')}"
             return stem + known.plain
@@ -231,7 +231,7 @@ def plain_key(scheme: str, name: str) -> str:
 
 
 def _with_scales(state: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield codes that have scales next to them, judging by shapes and types, with these."""
+    """Yield codes with the scales next to them, judging by shapes and dtypes."""
     tensors = {
         name: value
         for name, value in state.items()
@@ -249,8 +249,8 @@ def _with_scales(state: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[str, ...
         beside = [
             one
             for one in floats[parent]
-            if tensors[one].dtype != own.dtype  # else it is another weight
-            # At the root of a model, or of a file of images, names must connect the two.
+            if tensors[one].dtype != own.dtype  # otherwise it is another weight
+            # At the root of a model, or in a file of images, the keys must match too.
             and (parent or _common_words(name, one) or not (nested or len(own.shape) > 2))
         ]
         if any(tensors[one].shape == own.shape for one in beside):
@@ -279,7 +279,7 @@ def _may_be_codes(name: str, tensor: TensorRef) -> bool:
 
 
 def _common_words(name: str, other: str) -> int:
-    """Return how much of two names of one parent is the same, up to the last `_` in it."""
+    """Return the length of the common start of two names, up to its last `_`."""
     name, other = f"{name}_", f"{other}_"
     pairs = enumerate(zip(name, other, strict=False))
     same = next((at for at, (one, another) in pairs if one != another), len(name))
@@ -287,7 +287,7 @@ def _common_words(name: str, other: str) -> int:
 
 
 def _is_scale(name: str, scale: TensorRef, codes: TensorRef) -> bool:
-    """Return whether the shape of `scale` is that of rows or columns of codes, or of groups."""
+    """Return True if `scale` has the shape of rows, columns or groups of codes."""
     whole, own = codes.sizes, scale.sizes
     is_byte = codes.itemsize == 1
     if prod(own) == 1:
@@ -324,7 +324,7 @@ def _is_weight(quantizer: Quantizer, value: Any) -> bool:
 
 
 def class_scheme(node: Any) -> str | None:
-    """Return the scheme of whose classes an object or a tensor is."""
+    """Return the scheme that has the class of an object or a tensor."""
     if not isinstance(node, (Opaque, TensorRef)):
         return None
     return _scheme_of(node.class_name)

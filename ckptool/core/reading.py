@@ -1,4 +1,4 @@
-"""Bytes of tensors read for an answer: bounded, counted for a progress bar, and hashed."""
+"""Read the bytes of tensors: within limits, with progress, and hashed."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ckptool.files.threads import in_order
 from ckptool.limits import Limits
 
 _JOB, _MOST = 8 << 20, 64
-"""Bytes that a thread is given at a time, and tensors: many are small."""
+"""The bytes and tensors of one job for a thread; many tensors are small."""
 
 
 class Meter:
-    """Bytes done and bytes in all, told as work goes on."""
+    """Counts the bytes done out of a total, and reports the progress."""
 
     def __init__(self, progress: Progress | None, total: int = 0) -> None:
-        """Start with no work done."""
+        """Start with 0 bytes done."""
         self._progress = progress
         self._done = 0
         self.total = total
 
     def told(self, nbytes: int) -> None:
-        """Take note that more bytes are done, never more than there are in all."""
+        """Add bytes that are done, up to the total."""
         self._done = min(self._done + nbytes, self.total)
         if self._progress is not None and self.total:
             self._progress(self._done, self.total)
 
     def finish(self) -> None:
-        """Report that all is done, also if less was to do than expected."""
+        """Report completion, even if there was less work than expected."""
         self.told(self.total)
 
 
 class RepeatedBytes:
-    """Bytes read again and again because strides repeat them: a few of them can say exabytes."""
+    """Counts bytes that strides repeat: a few of them can stand for exabytes."""
 
     def __init__(self, limits: Limits) -> None:
         """Start empty."""
@@ -48,7 +48,7 @@ class RepeatedBytes:
         """Count a tensor that is about to be read.
 
         Raises:
-            LimitExceeded: too much of what was read so far is repetition.
+            LimitExceeded: if too many of the bytes read so far are repeated.
         """
         storage = tensor.storage
         stored = storage.nbytes if storage is not None else 0
@@ -67,11 +67,11 @@ def content_hashes(
 ) -> list[str | None]:
     """Return the SHA-256 of the content of each tensor; ties are read once, in two threads.
 
-    It is None where the kind has no plain content. `told` is called with bytes done, now and then.
+    None stands for a tensor without plain content. `told` is called with the bytes done.
 
     Raises:
-        LimitExceeded: strides repeat more bytes than in a real file.
-        CorruptFile: bytes that cannot be read.
+        LimitExceeded: if strides repeat more bytes than in a real file.
+        CorruptFile: if bytes cannot be read.
     """
     places = [tensor.place if tensor.has_content else None for _, tensor in leaves]
     distinct: dict[Any, TensorRef] = {}
@@ -85,7 +85,7 @@ def content_hashes(
 
 
 def _hashes(tensors: Sequence[TensorRef], told: BytesDone | None) -> Iterator[str]:
-    """Yield the hash of each tensor, in order; by threads if they may share the sources."""
+    """Yield the hash of each tensor, in order, with threads if the sources allow it."""
     jobs = list(_jobs(tensors))
     divided = all(map(_is_shared, tensors))
     for job, hashes in zip(jobs, (in_order if divided else map)(_sha256s, jobs), strict=True):
@@ -95,7 +95,7 @@ def _hashes(tensors: Sequence[TensorRef], told: BytesDone | None) -> Iterator[st
 
 
 def _jobs(tensors: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:
-    """Yield the tensors in order, in groups that are worth a thread's while."""
+    """Yield the tensors in order, in groups large enough for a thread."""
     job: list[TensorRef] = []
     for tensor in tensors:
         job.append(tensor)
@@ -117,8 +117,8 @@ def _sha256s(tensors: Iterable[TensorRef]) -> list[str]:
 
 
 def content_hash(tensor: TensorRef) -> str:
-    """Return the SHA-256 of the content of a tensor that has some."""
-    import hashlib  # OpenSSL: a check of structure has no use for it
+    """Return the SHA-256 of the content of a tensor that has content."""
+    import hashlib  # loads OpenSSL, which checks of structure do not need
 
     digest = hashlib.sha256()
     for block in tensor.content():
