@@ -36,9 +36,9 @@ class Remedy(NamedTuple):
 
     def __str__(self) -> str:
         """Return `rename=['a=>b'], allow_missing=True`; alternatives are in backticks each."""
-        return self.told(lambda name, given: f"{name}={_value(given)}", ", ")
+        return self.spell(lambda name, given: f"{name}={_value(given)}", ", ")
 
-    def told(
+    def spell(
         self, spelled: Callable[[str, Given], str], between: str, tick: str | None = None
     ) -> str:
         """Return the text, with `spelled` arguments joined by `between` and quoted with `tick`."""
@@ -48,7 +48,7 @@ class Remedy(NamedTuple):
         tick_here = "" if self.to_fill_in else tick
         fence = 2 * tick_here if "`" in given else tick_here
         own = f"{fence}{given}{fence}{self.note}" if given else self.note
-        others = (other.told(spelled, between, tick) for other in self.instead)
+        others = (other.spell(spelled, between, tick) for other in self.instead)
         # Alternatives with words of their own need more than a comma between them.
         mark = "; or " if any(one.note for one in (self, *self.instead)) else " or "
         return self.lead + mark.join(filter(None, (own, *others)))
@@ -68,7 +68,7 @@ def together(remedies: Iterable[Remedy]) -> Remedy:
     instead: list[Remedy] = []
     for remedy in remedies:
         for name, value in remedy.arguments:
-            given[name] = _both(given[name], value) if name in given else value
+            given[name] = _merge_values(given[name], value) if name in given else value
         apart = ", " if not remedy.arguments and remedy.note and (given or note) else ""
         note += apart + remedy.note
         lead += remedy.lead
@@ -76,7 +76,7 @@ def together(remedies: Iterable[Remedy]) -> Remedy:
     return Remedy(tuple(given.items()), note, lead, tuple(instead))
 
 
-def _both(one: Given, other: Given) -> Given:
+def _merge_values(one: Given, other: Given) -> Given:
     one, other = ((given,) if isinstance(given, str) else given for given in (one, other))
     if isinstance(one, tuple) and isinstance(other, tuple):
         return tuple(dict.fromkeys((*one, *other)))

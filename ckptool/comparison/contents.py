@@ -108,7 +108,7 @@ class Contents:
         self._repeated.add(path, b)
         if self._rounded:
             a, b = _rounded(a, b), _rounded(b, a)
-        same = a.dtype == b.dtype and same_content(a, b, self._meter.told)
+        same = a.dtype == b.dtype and same_content(a, b, self._meter.advance)
         if same or self._quick:
             return ValueComparison(same)
         found = self._figures(a, b, exact)
@@ -126,7 +126,7 @@ class Contents:
         if self._comparer is None:
             self._comparer = self._made_comparer()
         try:
-            return self._comparer.compare(a, b, self._meter.told)
+            return self._comparer.compare(a, b, self._meter.advance)
         except TorchMissing:
             if self._tolerant and not exact:
                 raise  # what is close is not known
@@ -201,7 +201,7 @@ def renamed(
             found = 0
             for block in tensor.content():
                 found = zlib.crc32(block, found)
-                meter.told(len(block))
+                meter.advance(len(block))
             known[tensor.place] = found
         return known[tensor.place]
 

@@ -124,11 +124,11 @@ class Fit(Step):
             wanted = like.target
         else:
             wanted = target_like(like, key=self.like_key)
-        namings = _namings(checkpoint, every, wanted, self._transposed())
+        namings = _match_sections(checkpoint, every, wanted, self._transposed())
         _check(namings, allowance)
         for naming in namings:
             naming.enter(plan)
-        plan.follow(checkpoint.root, every, lambda own: _as_bare(own, namings))
+        plan.follow(checkpoint.root, every, lambda own: _match_bare_names(own, namings))
         return plan.applied(checkpoint)
 
 
@@ -150,7 +150,7 @@ class _Naming:
     """By new key, the keys of the model that are tied to it and not in the file."""
 
     @property
-    def _gone(self) -> frozenset[str]:
+    def _removed_keys(self) -> frozenset[str]:
         """Keys that the model does not have, except those of plain values."""
         report, stays = self.fit.report, {*self.fit.undecided.values()}
         names = {name for name, _ in report.left_out} | {*report.unexpected_keys}
@@ -159,7 +159,7 @@ class _Naming:
 
     def enter(self, plan: NamePlan) -> None:
         """Plan the state dict with its new keys."""
-        part, gone = self.part, self._gone
+        part, gone = self.part, self._removed_keys
         renamed = {name: new for name, new in self.names.items() if new != name}
         if part.kind == "module" and (renamed or self.tied_names):
             raise NotRepresentable(
@@ -171,7 +171,7 @@ class _Naming:
         plan.rename(part, list(self.names), renamed)
         if part.kind != "module" and (gone or self.tied_names):
             holder = plan.instead.get(id(part.holder), part.holder)
-            plan.instead[id(part.holder)] = self._completed(
+            plan.instead[id(part.holder)] = self._complete_state(
                 plan, holder, frozenset(self.names[name] for name in gone)
             )
         for one in self.fit.report.layouts:
@@ -179,7 +179,7 @@ class _Naming:
             plan.instead[id(node)] = node.permuted(one.axes)
         plan.changes.extend(self._changes())
 
-    def _completed(self, plan: NamePlan, holder: Any, gone: frozenset[str]) -> Any:
+    def _complete_state(self, plan: NamePlan, holder: Any, gone: frozenset[str]) -> Any:
         """Return the renamed state dict with the tied keys, and without the keys `gone`."""
 
         def complete(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
@@ -215,7 +215,7 @@ class _Naming:
         for new, tied_names in self.tied_names.items():
             text = f"added {listed(tied_names)}, which the model ties to {printable(new)}"
             yield Change("fit", text, len(tied_names))
-        gone, taken = self._gone, {*self.fit.undecided.values()}
+        gone, taken = self._removed_keys, {*self.fit.undecided.values()}
         for name, reason in report.left_out:
             text = f"{printable(name)}: {printable(reason)}"
             if name in gone:
@@ -233,7 +233,7 @@ class _Naming:
                 yield Change(kind, text, len(names), wanted=kind == "left-out")
 
 
-def _namings(
+def _match_sections(
     checkpoint: Checkpoint, every: list[Section], like: ModelTarget, choices: TransposeRules | None
 ) -> list[_Naming]:
     parts = [part for part in every if part.kind in MODEL_KINDS]
@@ -247,11 +247,11 @@ def _namings(
         if len(parts) > 1:
             file = f"{checkpoint.path} ({where(part.path)})"
             fit = fit.with_changes(file=file)
-        made.append(_naming(part, fit))
+        made.append(_match_section(part, fit))
     return made
 
 
-def _naming(part: Section, fit: LoadPlan) -> _Naming:
+def _match_section(part: Section, fit: LoadPlan) -> _Naming:
     names = {name: name for name in wrapped_names(part.node)}
     names.update((one.own, one.name) for one in fit.report.mismatched)
     names.update((own, name) for name, own in fit.undecided.items())
@@ -284,7 +284,7 @@ def _check(namings: list[_Naming], allowance: Allowance) -> None:
     raise refused
 
 
-def _as_bare(own: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
+def _match_bare_names(own: list[str], namings: Iterable[_Naming]) -> dict[str, str]:
     """Return new names for an optimizer that has the names without wrapper prefixes."""
     bare = bare_names(own)
     for naming in namings:

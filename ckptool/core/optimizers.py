@@ -146,7 +146,7 @@ def model_of(
     This is the one noted by `ckptool.save`, else the only one, or the only one with a matching name
     (`G` and `optG`).
     """
-    noted = _noted(section, models)
+    noted = _model_noted_by_save(section, models)
     if noted is not None:
         return noted
     whose = owner(section)
@@ -157,7 +157,7 @@ def model_of(
     return models[0] if not whose and len(models) == len(optimizers) == 1 else None
 
 
-def _noted(section: Section, models: Sequence[Section]) -> Section | None:
+def _model_noted_by_save(section: Section, models: Sequence[Section]) -> Section | None:
     front, depth = section.path[:-1], len(section.path)
     beside = [one for one in models if one.path[:-1] == front and len(one.path) == depth]
     noted = [held for one in beside if (held := noted_owners(one))]

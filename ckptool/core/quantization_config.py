@@ -53,9 +53,9 @@ class QuantizationConfig(NamedTuple):
 def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
     """Return the quantization stated next to a checkpoint, in its tree, or in its header."""
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
-    header = {key: _parsed(text) for key, text in checkpoint.details.header.items()}
+    header = {key: _parse_json(text) for key, text in checkpoint.details.header.items()}
     for where, config in (
-        (_CONFIG, _beside(checkpoint.path)),
+        (_CONFIG, _read_config(checkpoint.path)),
         ("the file", root),
         ("the file", root.get("config")),
         ("the metadata", header),
@@ -77,7 +77,7 @@ def plain_header(header: Mapping[str, str]) -> dict[str, str]:
         for key, text in header.items()
         if key not in (_TORCHAO, *_KEYS)
         and (key, text) != ("format", "mlx")
-        and not (isinstance(entry := _parsed(text), dict) and "_type" in entry)
+        and not (isinstance(entry := _parse_json(text), dict) and "_type" in entry)
     }
 
 
@@ -99,7 +99,7 @@ def _method(config: Any) -> tuple[str, Mapping[str, Any]]:
     return "", {}
 
 
-def _beside(path: str) -> Mapping[str, Any]:
+def _read_config(path: str) -> Mapping[str, Any]:
     """Return the `config.json` in the folder of a file; empty if it cannot be read."""
     if not path or is_address(path):
         return {}
@@ -107,7 +107,7 @@ def _beside(path: str) -> Mapping[str, Any]:
     return json_object(os.path.join(folder, _CONFIG))
 
 
-def _parsed(text: str | bytes) -> Any:
+def _parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -209,7 +209,7 @@ def find_quantized(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[s
     if not by_shape:
         return found
     named = {*found, *(one for known in found.values() for one in known.companions)}
-    looking = dict(_with_scales({name: one for name, one in state.items() if name not in named}))
+    looking = dict(_find_scaled({name: one for name, one in state.items() if name not in named}))
     scales = {one for companions in looking.values() for one in companions}
     for name, companions in looking.items():
         if name not in scales:  # fp8 scales of 4-bit codes may have a scale of their own
@@ -230,7 +230,7 @@ def plain_key(scheme: str, name: str) -> str:
     return name
 
 
-def _with_scales(state: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _find_scaled(state: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield codes with the scales next to them, judging by shapes and dtypes."""
     tensors = {
         name: value

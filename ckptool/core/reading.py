@@ -25,7 +25,7 @@ class Meter:
         self._done = 0
         self.total = total
 
-    def told(self, nbytes: int) -> None:
+    def advance(self, nbytes: int) -> None:
         """Add bytes that are done, up to the total."""
         self._done = min(self._done + nbytes, self.total)
         if self._progress is not None and self.total:
@@ -33,7 +33,7 @@ class Meter:
 
     def finish(self) -> None:
         """Report completion, even if there was less work than expected."""
-        self.told(self.total)
+        self.advance(self.total)
 
 
 class RepeatedBytes:
@@ -63,11 +63,11 @@ class RepeatedBytes:
 
 
 def content_hashes(
-    leaves: Sequence[tuple[Path, TensorRef]], limits: Limits, told: BytesDone | None = None
+    leaves: Sequence[tuple[Path, TensorRef]], limits: Limits, advance: BytesDone | None = None
 ) -> list[str | None]:
     """Return the SHA-256 of the content of each tensor; ties are read once, in two threads.
 
-    None stands for a tensor without plain content. `told` is called with the bytes done.
+    None stands for a tensor without plain content. `advance` is called with the bytes done.
 
     Raises:
         LimitExceeded: if strides repeat more bytes than in a real file.
@@ -80,18 +80,18 @@ def content_hashes(
         if place is not None and place not in distinct:
             repeated.add(path, tensor)
             distinct[place] = tensor
-    hashes = dict(zip(distinct, _hashes(list(distinct.values()), told), strict=True))
+    hashes = dict(zip(distinct, _hashes(list(distinct.values()), advance), strict=True))
     return [hashes.get(place) for place in places]
 
 
-def _hashes(tensors: Sequence[TensorRef], told: BytesDone | None) -> Iterator[str]:
+def _hashes(tensors: Sequence[TensorRef], advance: BytesDone | None) -> Iterator[str]:
     """Yield the hash of each tensor, in order, with threads if the sources allow it."""
     jobs = list(_jobs(tensors))
     divided = all(map(_is_shared, tensors))
     for job, hashes in zip(jobs, (in_order if divided else map)(_sha256s, jobs), strict=True):
         yield from hashes
-        if told is not None:
-            told(sum(tensor.nbytes for tensor in job))
+        if advance is not None:
+            advance(sum(tensor.nbytes for tensor in job))
 
 
 def _jobs(tensors: Iterable[TensorRef]) -> Iterator[list[TensorRef]]:

@@ -1,4 +1,4 @@
-"""The named parts of a checkpoint: which dicts are state dicts, optimizers, schedulers."""
+"""The sections of a checkpoint: which dicts are state dicts, optimizers, schedulers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ckptool.core.checkpoint import Checkpoint
 
 _MOST_LISTED = 8
-"""Of several state dicts, the keys that a hint has."""
+"""The number of keys that a hint lists."""
 MODEL_KINDS = ("state_dict", "module")
-"""The kinds of section that hold one flat state dict."""
+"""The kinds of section with one flat state dict."""
 _MODEL_KEY = re.compile(r"model|net|state|weight|param|ema", re.IGNORECASE)
 _MODEL_NAME = re.compile(
     r"(model|module|net|network)(_?state(_?dict)?|_?weights|_?params)?|state_?dict", re.IGNORECASE
@@ -38,19 +38,19 @@ _INTEGER = re.compile(r"u?int\d+|bool")
 _OF_ARRAYS = ("model", "state_dict", "blobs")
 """Keys under which numpy's arrays are weights: in files of detectron2 and Caffe2."""
 OF_THE_MODEL = "_ckptool_model"
-"""An attribute beside `_metadata`: of all state dicts in its file, this one is the model's.
+"""An attribute next to `_metadata` that marks the model's state dict in its file.
 
-It holds the keys of the optimizers beside it, each with that of the state dict whose parameters it
-has."""
+Its value has the keys of the optimizers next to it, each with the key of the state dict whose
+parameters it has."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Section(Result):
-    """A named part of a checkpoint.
+    """A section of a checkpoint.
 
-    `kind` is `state_dict`, `optimizer`, `scheduler`, `module` (a pickled one), or `values` for
-    what no other section holds. `node` is its mapping: of a module what its `state_dict()` would
-    be, of `values` the leaves by their full path. `holder` is the object of the tree behind it.
+    `kind` is `state_dict`, `optimizer`, `scheduler`, `module` (a pickled one), or `values` for the
+    rest. `node` is its mapping: the `state_dict()` of a module, or for `values` the leaves by full
+    path. `holder` is the corresponding object of the tree.
     """
 
     path: Path
@@ -60,21 +60,21 @@ class Section(Result):
 
     @property
     def name(self) -> str:
-        """Its address, empty for the root."""
+        """Its path as text, empty for the root."""
         return name_of(self.path)
 
     @cached_property
     def wrappers(self) -> tuple[str, ...]:
-        """The wrapper components that its names carry, outermost first."""
+        """The wrappers in its keys, outermost first."""
         if self.kind in MODEL_KINDS:
             return wrappers_of(wrapped_names(self.node))
         return wrappers_of(optimizer_names(self.node)) if self.kind == "optimizer" else ()
 
     @cached_property
     def apart(self) -> dict[str, int]:
-        """What only the classes of a pickled module save (`modules.held_apart`), in words.
+        """Content that only the classes of a pickled module save (`modules.held_apart`), in words.
 
-        Each with the tensors in it.
+        Each with its number of tensors.
         """
         held = held_apart(self.holder) if self.kind == "module" else {}
         return {
@@ -84,12 +84,12 @@ class Section(Result):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it has the variables of an optimizer of Keras or TensorFlow, in one flat dict."""
+        """True if it has the optimizer variables of Keras or TensorFlow in one flat dict."""
         return self.kind == "optimizer" and self.node["state"] is self.holder
 
     @property
     def quantizers(self) -> Counter[str]:
-        """How many weights each known quantizer has made (`quantizers`)."""
+        """The number of weights per known quantizer (`quantizers`)."""
         if self.kind not in MODEL_KINDS:
             return Counter()
         found = Counter(one.scheme for one in find_quantized(self.node).values())
@@ -111,7 +111,7 @@ class Section(Result):
 
 
 def only_its_class(path: str, node: Any) -> str:
-    """Say whose it is that a module holds apart under that path."""
+    """Describe content of a module that only its class can save."""
     name, scheme = getattr(node, "class_name", "its class"), class_scheme(node)
     what = "" if scheme or not isinstance(node, Opaque) else "the submodule "
     more = f"; {scheme}" if scheme else ""
@@ -119,19 +119,19 @@ def only_its_class(path: str, node: Any) -> str:
 
 
 def sections(root: Any) -> tuple[Section, ...]:
-    """Return the parts of a checkpoint in the order of the file, `values` last where there are any.
+    """Return the sections of a checkpoint in the order of the file, with `values` last.
 
-    A dict is a state dict if its keys are strings and tensors stand under at least half of them,
-    none deeper; dicts of random states (all one-dimensional uint8), and, below the root, of mere
-    numbers (all without dimensions) and of numpy's arrays (but as `model`), are not. Dotted names
-    of what has dimensions, and `_metadata`, say that it is one all the same. What belongs to an
-    optimizer or scheduler is not looked into.
+    A dict is a state dict if its keys are strings, at least half of its entries are tensors, and no
+    tensor is deeper. Dicts of random states (all one-dimensional uint8) are not. Neither are, below
+    the root, dicts of scalar tensors and of numpy arrays (except at `model`), unless they have
+    dotted keys of tensors with dimensions, or `_metadata`. Optimizers and schedulers have no
+    sections inside.
     """
     found: list[Section] = []
     modules: dict[int, OrderedMap | None] = {}
 
     def enter(path: Path, node: Any) -> bool:
-        section = _classified(path, node, modules)
+        section = _classify(path, node, modules)
         if section is None or _is_mere_data(root, section):
             return True
         found.append(section)
@@ -143,8 +143,8 @@ def sections(root: Any) -> tuple[Section, ...]:
     return tuple(found)
 
 
-def _classified(path: Path, node: Any, modules: dict[int, OrderedMap | None]) -> Section | None:
-    """Return the section that a container is; `modules` remembers those already read."""
+def _classify(path: Path, node: Any, modules: dict[int, OrderedMap | None]) -> Section | None:
+    """Return the section for a container; `modules` caches those already read."""
     if is_module(node):
         if id(node) not in modules:
             modules[id(node)] = model_state(node)
@@ -165,7 +165,7 @@ def _classified(path: Path, node: Any, modules: dict[int, OrderedMap | None]) ->
 
 
 def _mapping_of(node: Any) -> dict[Any, Any] | None:
-    """Return a dict itself, or what an object of a class derived from it holds."""
+    """Return a dict, or the items of an instance of a dict subclass."""
     if isinstance(node, dict):
         return node
     if isinstance(node, Opaque) and any(kind == "set" for kind, _ in node.steps):
@@ -182,7 +182,7 @@ _OF_A_PARAMETER, _USUAL = {"step", *MOMENTS}, {"exp_avg", "momentum_buffer", "sq
 
 
 def is_optimizer(mapping: dict[Any, Any]) -> bool:
-    """Return whether it is what `torch.optim.Optimizer.state_dict()` returns."""
+    """Return True for a result of `torch.optim.Optimizer.state_dict()`."""
     groups = mapping.get("param_groups")
     return (
         isinstance(mapping.get("state"), dict)
@@ -192,14 +192,14 @@ def is_optimizer(mapping: dict[Any, Any]) -> bool:
 
 
 def is_flat_optimizer(mapping: dict[Any, Any]) -> bool:
-    """Return whether it is an optimizer's state as `get_optimizer_state_dict` flattens it."""
+    """Return True for an optimizer state flattened by `get_optimizer_state_dict`."""
     return any(isinstance(key, str) and key.startswith("param_groups.") for key in mapping)
 
 
 def with_numbers(root: Any) -> Any:
-    """Return the tree with numbers as keys of an optimizer's state where its groups have numbers.
+    """Return the tree with integer keys in optimizer states whose groups have integers.
 
-    DCP makes text of all keys, and `Optimizer.load_state_dict` skips state under text in silence.
+    DCP converts all keys to text, and `Optimizer.load_state_dict` silently skips text keys.
     """
     instead: dict[int, Any] = {}
     for node in everything(root):
@@ -217,9 +217,9 @@ def with_numbers(root: Any) -> Any:
 
 
 def loose_optimizers(root: Any) -> Iterator[Section]:
-    """Yield what an optimizer keeps by name, where its groups, if any, stand beside it.
+    """Yield optimizer states by name with their groups, if any, next to them.
 
-    So it is in the folders of `ckptool train --sharded`.
+    The folders of `ckptool train --sharded` have these.
     """
     if not isinstance(root, dict) or is_optimizer(root):
         return
@@ -231,7 +231,7 @@ def loose_optimizers(root: Any) -> Iterator[Section]:
 
 
 def _is_of_a_parameter(node: Any) -> bool:
-    """Return whether it is what an optimizer keeps of one parameter."""
+    """Return True for an optimizer's state of one parameter."""
     if not isinstance(node, dict):
         return False
     is_usual = node.keys() <= _OF_A_PARAMETER and not node.keys().isdisjoint(_USUAL)
@@ -240,25 +240,25 @@ def _is_of_a_parameter(node: Any) -> bool:
 
 
 def _is_scheduler(mapping: dict[Any, Any]) -> bool:
-    """Return a learning rate scheduler's state; a whole checkpoint that notes its epoch is none."""
+    """Return True for the state of a scheduler, but not for a checkpoint with an epoch."""
     if "last_epoch" not in mapping and "_step_count" not in mapping:
         return False
     return not any(holds_tensors(one) for one in mapping.values() if not isinstance(one, TensorRef))
 
 
 CONSTANT = "CONSTANTS.c"
-"""How the code of a frozen TorchScript begins the names of its constants (torch/csrc/jit)."""
+"""The prefix of constants in the code of a frozen TorchScript (torch/csrc/jit)."""
 
 
 def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
     if not all(isinstance(key, str) for key in mapping):
         return False
     if path and isinstance(path[-1], TensorRef):
-        return False  # what a pickled optimizer keeps of a parameter
+        return False  # the state of a parameter in a pickled optimizer
     if is_flat_optimizer(mapping):
         return False
     if path and _is_of_a_parameter(mapping):
-        return False  # where no groups tell
+        return False  # if no groups decide
     entries = [value for name, value in mapping.items() if not is_extra_state(name)]
     tensors = [value for value in entries if isinstance(value, TensorRef)]
     if mapping and all(name.startswith(CONSTANT) for name in mapping):
@@ -275,7 +275,7 @@ def _is_state_dict(mapping: dict[Any, Any], path: Path) -> bool:
 
 
 def _looks_like_weights(tensors: list[TensorRef], entries: int, path: Path) -> bool:
-    # A model's dict has tensors and at most some settings; metrics or configurations that hold a
+    # A model's dict has tensors and at most some settings; metrics or configurations with a
     # tensor or two have mostly plain values.
     if 2 * len(tensors) < entries:
         return False
@@ -288,22 +288,21 @@ def _looks_like_weights(tensors: list[TensorRef], entries: int, path: Path) -> b
 
 
 def is_extra_state(name: Any) -> bool:
-    """Return whether an entry is what a module's `get_extra_state` gave, whatever that is."""
+    """Return True if an entry is the result of a module's `get_extra_state`, of any type."""
     return isinstance(name, str) and (name.endswith("._extra_state") or name == "_extra_state")
 
 
 def likely_models(checkpoint: Checkpoint) -> tuple[Section, ...]:
-    """Return the state dicts and modules that may be the model; none where nothing tells which.
+    """Return the state dicts and modules that may be the model; empty if it is not certain.
 
-    So it is with several dicts (of graphs, of data sets) that neither a key nor a name calls
-    weights.
+    For example, it is not certain for several dicts (graphs, data sets) without keys of weights.
     """
     found = _models(checkpoint.root)
     return tuple(found) if len(found) < 2 or any(map(_is_named, found)) else ()
 
 
 def only_model(found: Sequence[Section]) -> Section | None:
-    """Return the only one, or the one that `ckptool.save` has marked; None where that is open."""
+    """Return the only section, or the one that `ckptool.save` marked, or None."""
     if len(found) == 1:
         return found[0]
     top = min((len(section.path) for section in found), default=0)  # of the file as a whole
@@ -312,10 +311,10 @@ def only_model(found: Sequence[Section]) -> Section | None:
 
 
 def _is_named(section: Section) -> bool:
-    """Return whether it has a model's name: nothing without one competes with it.
+    """Return True if it has a model's name, so that sections without one do not compete.
 
-    A module with Parameters has, and one whose weights only its class can tell. Integers alone are
-    tables or codes, whatever their key, unless a module has given them.
+    This includes modules with Parameters, or with weights known only to their class. Integers are
+    tables or codes, whatever their key, unless they come from a module.
     """
     if section.kind == "module":
         has_own = any(getattr(one, "is_parameter", True) for one in section.node.values())
@@ -325,7 +324,7 @@ def _is_named(section: Section) -> bool:
 
 
 def _calls_weights(section: Section) -> bool:
-    """Return whether its key or a name in it says that it holds weights."""
+    """Return True if its key or a key in it shows that it contains weights."""
     names = (name for name, value in section.node.items() if isinstance(value, TensorRef))
     return bool(_MODEL_KEY.search(section.name)) or any(
         "." in name or name in ("weight", "bias") for name in names
@@ -333,15 +332,15 @@ def _calls_weights(section: Section) -> bool:
 
 
 def _is_table(mapping: dict[Any, Any]) -> bool:
-    """Return whether all of its tensors are integers: indices, lengths, codes."""
+    """Return True if all of its tensors are integers: indices, lengths, codes."""
     tensors = (one for one in mapping.values() if isinstance(one, TensorRef))
     return all(_INTEGER.fullmatch(one.dtype) for one in tensors)
 
 
 def _is_mere_data(root: Any, section: Section) -> bool:
-    """Return whether a dict below the root is none of weights: nothing calls it so.
+    """Return True if a dict below the root has no sign of weights.
 
-    It has integers alone, or lies in another library's object or at a number of a list.
+    It has only integers, or is in an object of another library or in a list.
     """
     if section.kind != "state_dict" or not section.path or _is_named(section):
         return False
@@ -352,7 +351,7 @@ def _is_mere_data(root: Any, section: Section) -> bool:
 
 
 def _is_inside(root: Any, section: Section) -> bool:
-    """Return whether an object holds the section."""
+    """Return True if the section is inside an object."""
     node = root
     for key in section.path:
         if not isinstance(node, (dict, list, tuple)):
@@ -362,10 +361,10 @@ def _is_inside(root: Any, section: Section) -> bool:
 
 
 def wrapped_names(mapping: dict[Any, Any]) -> list[str]:
-    """Return the names that say which wrappers there are: those of the model's own entries.
+    """Return the keys that show the wrappers: those of the model's own entries.
 
-    Of tensors, of `_extra_state`s, and of what else stands under the path of a module that
-    `_metadata` has: a quantized layer keeps a dtype, or None for its bias.
+    These are tensors, `_extra_state`s, and other entries at the path of a module in `_metadata`: a
+    quantized layer has a dtype, or None for its bias.
     """
     metadata = mapping.metadata if isinstance(mapping, OrderedMap) else None
     modules = metadata if isinstance(metadata, dict) else {}
@@ -382,13 +381,13 @@ def wrapped_names(mapping: dict[Any, Any]) -> list[str]:
 
 
 def named_tensors(mapping: dict[Any, Any]) -> dict[str, TensorRef]:
-    """Return the entries of a mapping that are tensors with a name."""
+    """Return the entries of a mapping that are tensors with a text key."""
     items = mapping.items()
     return {key: one for key, one in items if isinstance(key, str) and isinstance(one, TensorRef)}
 
 
 def values_inside(mapping: dict[Any, Any]) -> list[Any]:
-    """Return the keys of a state dict under which there is nothing of a model's."""
+    """Return the keys of a state dict that do not belong to a model."""
     own = frozenset(wrapped_names(mapping))
     return [
         name
@@ -398,7 +397,7 @@ def values_inside(mapping: dict[Any, Any]) -> list[Any]:
 
 
 def optimizer_names(optimizer: dict[Any, Any]) -> list[str]:
-    """Return the parameter names in an optimizer's state dict, each once; none if it numbers.
+    """Return the parameter names in an optimizer's state dict, each once; empty for numbers.
 
     They are keys of `state`, items of a group's `params`, or of its `param_names`.
     """
@@ -412,24 +411,24 @@ def optimizer_names(optimizer: dict[Any, Any]) -> list[str]:
 
 
 def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
-    """Return the state dict under `key` (an address), or the only one of a model that there is.
+    """Return the state dict at the path `key`, or the only one of a model.
 
-    `key` may also name what holds exactly one. Averaged weights beside the raw ones, a
-    discriminator beside its generator, are never guessed between; `ckptool.save` writes which one
-    is the model's. What holds nothing but tensors is one at the root, whatever they are. Where
-    there is no other, it is the tensors at the root, if their names have dots: torchtitan puts the
-    dicts `optimizer`, `lr_scheduler` and `train_state` among the weights.
+    `key` may also be a container of exactly one state dict. There is no guess between averaged and
+    raw weights, or a generator and its discriminator; `ckptool.save` marks the model. A root with
+    only tensors is a state dict, whatever they are. Otherwise the tensors at the root are the last
+    choice, if their keys have dots: torchtitan puts the dicts `optimizer`, `lr_scheduler` and
+    `train_state` next to the weights.
 
     Raises:
-        AmbiguousName: there are several; the message lists them with their tensor counts.
-        NotFound: there is none; the message lists what there is.
+        AmbiguousName: if there are several; the message lists them with their tensor counts.
+        NotFound: if there is none; the message lists the content.
     """
     if key is None:
         where = "the dict" if checkpoint.in_memory else "the file"
         found = _models(checkpoint.root)
         if not found and (weights := _weights_at(checkpoint.root)):
             return Section((), "state_dict", weights, weights)
-        return _only(checkpoint, found, where)
+        return _require_one(checkpoint, found, where)
     path, node = resolve(
         checkpoint,
         key,
@@ -437,18 +436,18 @@ def model_state_dict(checkpoint: Checkpoint, key: Any = None) -> Section:
             isinstance(one, (list, tuple)) or is_module(one) or _mapping_of(one) is not None
         ),
     )
-    section = _classified(path, node, {})
+    section = _classify(path, node, {})
     if section is not None and section.kind in MODEL_KINDS:
         return section
     below = [] if section is not None else _models(node, path)
     mapping = _mapping_of(node)
     if not below and mapping is not None and is_flat(mapping):
         return Section(path, "state_dict", mapping, node)
-    return _only(checkpoint, below, repr(printable(name_of(path))))
+    return _require_one(checkpoint, below, repr(printable(name_of(path))))
 
 
 def is_flat(node: Any) -> bool:
-    """Return whether it is a dict with tensors directly in it, and none deeper."""
+    """Return True for a dict with direct tensors, and none deeper."""
     return isinstance(node, dict) and _are_flat(node.values())
 
 
@@ -458,9 +457,9 @@ def _are_flat(values: Collection[Any]) -> bool:
 
 
 def _weights_at(root: Any) -> dict[Any, Any]:
-    """Return the tensors directly in the root, if they are named as weights are, or are alone.
+    """Return the tensors directly in the root if they have keys of weights, or are alone.
 
-    Random states are alone as well: who asks for a state dict knows that these are none.
+    A root with only random states also counts: the caller asked for a state dict.
     """
     if not isinstance(root, dict) or not all(isinstance(key, str) for key in root):
         return {}
@@ -472,11 +471,11 @@ def _weights_at(root: Any) -> dict[Any, Any]:
 
 
 def _models(root: Any, path: Path = ()) -> list[Section]:
-    """Return the state dicts and modules below a node, what is mentioned twice once.
+    """Return the state dicts and modules below a node, each once.
 
-    Those with a model's name where there are any: what has none does not compete with them. So it
-    is among names of weights as well (`fisher` beside `model`), unless a key calls it a model too.
-    Averages, which are never taken for the model, leave the others in.
+    If any have a model's name, the others are left out. The same applies to keys of weights
+    (`fisher` next to `model`), unless the key is also that of a model. Averages are never taken for
+    the model, so they leave the others in.
     """
     found: dict[int, Section] = {}
     for section in sections(root):
@@ -490,7 +489,7 @@ def _models(root: Any, path: Path = ()) -> list[Section]:
     return named if any("ema" not in one.name.lower() for one in named) else list(found.values())
 
 
-def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
+def _require_one(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
     chosen = only_model(found)
     if chosen is not None:
         return chosen
@@ -510,13 +509,13 @@ def _only(checkpoint: Checkpoint, found: list[Section], where: str) -> Section:
 
 
 def is_the_models(section: Section) -> bool:
-    """Return whether `ckptool.save` has written that it is the model's."""
+    """Return True if `ckptool.save` marked it as the model's."""
     marked = isinstance(section.node, OrderedMap) and OF_THE_MODEL in section.node.attributes
     return marked and section.path[-1:] == ("state_dict",)
 
 
 def noted_owners(section: Section) -> dict[Any, Any]:
-    """Return the keys of optimizers that `ckptool.save` wrote, each with its model's."""
+    """Return the keys of optimizers noted by `ckptool.save`, each with that of its model."""
     if not isinstance(section.node, OrderedMap) or not is_the_models(section):
         return {}
     noted = section.node.attributes[OF_THE_MODEL]
@@ -528,7 +527,7 @@ def _counted(section: Section) -> str:
 
 
 def what_there_is(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield its sections, and the first keys of what is in no section, in words."""
+    """Yield descriptions of the sections, and of the first keys outside any section."""
     for section in checkpoint.sections:
         if section.kind == "values":
             paths = [path for path in section.node if path] or [()]

@@ -1,4 +1,4 @@
-"""A checkpoint's tree: its nodes by address, and new trees made from it."""
+"""The tree of a checkpoint: its nodes by path, and new trees made from it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _HOLDERS = frozenset((dict, OrderedMap, list, tuple, Size, Opaque))
 
 
 def everything(root: Any) -> Iterator[Any]:
-    """Yield `root` and every node below it once, plain values left out.
+    """Yield `root` and every node below it once, except plain values.
 
-    Unlike `walk` it looks into objects, keys, and what tensors are made of (not their
+    Unlike `walk`, it visits the content of objects, keys, and components of tensors (not
     storages).
     """
     seen: set[int] = set()
@@ -51,14 +51,14 @@ def everything(root: Any) -> Iterator[Any]:
 
 
 Link = tuple[Any, Any] | None
-"""The keys that lead to a node, the last one first; shared, as depth has no limit here."""
+"""The keys that lead to a node, last one first; shared, because depth has no limit here."""
 
 
 def mentions(root: Any, enter: Callable[[Any], bool]) -> Iterator[tuple[Link, Any]]:
     """Yield every mention of an object, class or tensor below `root`, with its link.
 
-    Like `everything`, `mentions` looks into objects, keys, and what tensors are made of. The
-    content of a node is yielded at its first mention, if `enter` accepts the node.
+    Like `everything`, it visits objects, keys, and components of tensors. The content of a node is
+    yielded at its first mention, if `enter` accepts the node.
     """
     seen: set[int] = set()
     todo: list[tuple[Link, Any]] = [(None, root)]
@@ -85,7 +85,7 @@ def path_of(link: Link) -> Path:
 
 
 def _entries(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the content of a node, dict keys included, each with its key in paths."""
+    """Yield the content of a node, including dict keys, each with its key in paths."""
     if isinstance(node, dict):
         yield from chain(zip(node, node, strict=True), node.items())
         yield from node.attributes.items() if isinstance(node, OrderedMap) else ()
@@ -102,9 +102,9 @@ def _entries(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _composition(tensor: TensorRef) -> list[Any]:
-    """Return what a tensor is made of beside its storage; empty for nearly every tensor.
+    """Return the components of a tensor except its storage; empty for nearly every tensor.
 
-    The pickled array of numpy, or that carries a tensor of a TPU, counts as its storage.
+    A pickled numpy array, also one that carries a TPU tensor, counts as its storage.
     """
     own = _own_parts(tensor)
     if not (own or tensor.wrapping) and tensor.hooks is None:
@@ -123,26 +123,26 @@ def rebuild(
     leaf: Callable[[Any], Any] | None = None,
     mapping: Callable[[dict[Any, Any]], dict[Any, Any]] | None = None,
 ) -> Any:
-    """Return a new tree in which `leaf` has replaced leaves and `mapping` dicts; identity is kept.
+    """Return a new tree with leaves replaced by `leaf` and dicts by `mapping`; keep identity.
 
     `leaf` gets each Storage, StorageRef, TensorRef, DeviceValue, Opaque and Global (also those that
-    an object or tensor is made by) and returns what stands in its place (itself for no change). A
-    tensor comes with its parts and wrapping treated; its storage (or what carries it, on a TPU) is
-    left to `leaf`. An Opaque is asked for before its content is treated. `mapping` gets each dict
-    of the source and returns the one to go on with (itself for no change). A container or object
-    given in place of another is treated in turn. Plain values pass through. Nothing of the source
-    is changed, and no depth of nesting is too deep.
+    create an object or tensor) and returns its replacement (or the same node). The parts and the
+    wrapping of a tensor are rebuilt before; its storage (or its carrier, on a TPU) is left to
+    `leaf`. An Opaque is passed before its content is rebuilt. `mapping` gets each dict of the
+    source and returns the one to use (or the same dict). A replacement that is a container or
+    object is rebuilt in turn. Plain values stay. The source does not change, and nesting may have
+    any depth.
 
     Raises:
-        NameCollision: two keys of one dict have become equal.
+        NameCollision: if two keys of one dict become equal.
     """
     return _Rebuilder(leaf, mapping).run(root)
 
 
 class _Rebuilder:
-    """One pass: copies of mutable nodes are made empty, and filled when every node has its own.
+    """One pass, which makes empty copies of mutable nodes, and fills them when all exist.
 
-    That ends cycles (each goes through a mutable node), and keeps shared what is shared.
+    This ends cycles (each has a mutable node), and keeps shared nodes shared.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class _Rebuilder:
 
     def run(self, root: Any) -> Any:
         todo: list[tuple[Any, bool]] = []
-        self._ask((root,), todo)
+        self._replace_leaves((root,), todo)
         while todo:
             node, content_done = todo.pop()
             if id(node) in self.done:
@@ -167,10 +167,10 @@ class _Rebuilder:
                 self._open(node, todo)
         for source, copy in self.copies:
             self._fill(source, copy)
-        return self._of(root)
+        return self._replacement(root)
 
-    def _ask(self, nodes: Iterable[Any], todo: list[tuple[Any, bool]]) -> None:
-        """Settle the leaves among the nodes; what holds something goes on `todo`."""
+    def _replace_leaves(self, nodes: Iterable[Any], todo: list[tuple[Any, bool]]) -> None:
+        """Replace the leaves among the nodes; push nodes with content on `todo`."""
         done, leaf = self.done, self.leaf
         for node in nodes:
             kind = type(node)
@@ -182,7 +182,7 @@ class _Rebuilder:
                 done[id(node)] = leaf(node) if leaf else node
 
     def _open(self, node: Any, todo: list[tuple[Any, bool]]) -> None:
-        """Copy a mutable node; put another one back on `todo`, below what it is made of."""
+        """Copy a mutable node; push any other node back on `todo`, below its components."""
         if isinstance(node, (dict, list)):
             source = self.mapping(node) if self.mapping and isinstance(node, dict) else node
             self._copy(node, source, type(source)(), todo)
@@ -190,7 +190,7 @@ class _Rebuilder:
             self._open_object(node, todo)
         else:
             todo.append((node, True))
-            self._ask(node if isinstance(node, tuple) else _composition(node), todo)
+            self._replace_leaves(node if isinstance(node, tuple) else _composition(node), todo)
 
     def _open_object(self, node: Opaque, todo: list[tuple[Any, bool]]) -> None:
         if id(node) not in self.instead:
@@ -200,38 +200,38 @@ class _Rebuilder:
             self._copy(node, node, replace(node, steps=[]), todo)
         else:
             todo.append((node, True))
-            self._ask((new,), todo)
+            self._replace_leaves((new,), todo)
 
     def _copy(self, node: Any, source: Any, copy: Any, todo: list[tuple[Any, bool]]) -> None:
         self.done[id(node)] = self.done[id(source)] = copy
         self.copies.append((source, copy))
-        self._ask(children(source), todo)
+        self._replace_leaves(children(source), todo)
 
     def _finish(self, node: Any) -> Any:
         if isinstance(node, tuple):
-            items = [self._of(item) for item in node]
+            items = [self._replacement(item) for item in node]
             if all(new is old for new, old in zip(items, node, strict=True)):
                 return node
             return Size(items) if isinstance(node, Size) else tuple(items)
         if isinstance(node, TensorRef):
-            return self.leaf(self._composed(node)) if self.leaf else node
-        return self._of(self.instead[id(node)])
+            return self.leaf(self._rebuild_tensor(node)) if self.leaf else node
+        return self._replacement(self.instead[id(node)])
 
-    def _composed(self, tensor: TensorRef) -> TensorRef:
-        """Return the tensor over treated parts; itself where none of them changed."""
-        if all(self._of(part) is part for part in _composition(tensor)):
+    def _rebuild_tensor(self, tensor: TensorRef) -> TensorRef:
+        """Return the tensor over rebuilt parts, or the same tensor if none changed."""
+        if all(self._replacement(part) is part for part in _composition(tensor)):
             return tensor
-        own = {name: self._of(part) for name, part in _own_parts(tensor).items()}
+        own = {name: self._replacement(part) for name, part in _own_parts(tensor).items()}
         return replace(
             tensor,
-            hooks=self._of(tensor.hooks),
+            hooks=self._replacement(tensor.hooks),
             parts=own or tensor.parts,
             wrapping=tuple(
                 replace(
                     layer,
-                    hooks=self._of(layer.hooks),
-                    type=self._of(layer.type),
-                    state=self._of(layer.state),
+                    hooks=self._replacement(layer.hooks),
+                    type=self._replacement(layer.type),
+                    state=self._replacement(layer.state),
                 )
                 for layer in tensor.wrapping
             ),
@@ -239,29 +239,33 @@ class _Rebuilder:
 
     def _fill(self, source: Any, copy: Any) -> None:
         if isinstance(source, Opaque):
-            copy.func, copy.args = self._of(source.func), self._of(source.args)
-            copy.kwargs = self._of(source.kwargs)
-            copy.steps.extend((kind, self._of(value)) for kind, value in source.steps)
+            copy.func, copy.args = self._replacement(source.func), self._replacement(source.args)
+            copy.kwargs = self._replacement(source.kwargs)
+            copy.steps.extend((kind, self._replacement(value)) for kind, value in source.steps)
         elif isinstance(source, list):
-            copy.extend(map(self._of, source))
+            copy.extend(map(self._replacement, source))
         else:
-            copy.update((self._of(key), self._of(value)) for key, value in source.items())
+            copy.update(
+                (self._replacement(key), self._replacement(value)) for key, value in source.items()
+            )
             if len(copy) != len(source):
                 raise NameCollision(
                     f"only {len(copy)} of {len(source)} keys of a dict remain distinct"
                 )
         if isinstance(source, OrderedMap):
-            copy.attributes = {key: self._of(value) for key, value in source.attributes.items()}
+            copy.attributes = {
+                key: self._replacement(value) for key, value in source.attributes.items()
+            }
 
-    def _of(self, node: Any) -> Any:
+    def _replacement(self, node: Any) -> Any:
         return node if type(node) in _UNTREATED else self.done[id(node)]
 
 
 def with_late_values(root: Any) -> Any:
-    """Return the tree with each value that lies in a file of its own read.
+    """Return the tree with the values in separate files read.
 
     Raises:
-        UnreadableFile: one cannot be read.
+        UnreadableFile: if one cannot be read.
     """
     return rebuild(
         root, lambda node: node.find() if isinstance(node, Opaque) and node.find else node
@@ -273,31 +277,31 @@ Entries = Iterator[tuple[Any, Any]]
 _CONTAINERS = (dict, list, tuple, Opaque)
 _LEAF_TYPES = _PLAIN | {TensorRef, StorageRef, Storage, DeviceValue}
 MISSING = object()
-"""What `descend` returns where there is no node."""
+"""The result of `descend` if there is no node."""
 
 
 def is_within(path: Path, outer: Path) -> bool:
-    """Return whether a path is `outer` or below it."""
+    """Return True if a path is `outer` or below it."""
     return path[: len(outer)] == outer
 
 
 def name_of(path: Path) -> str:
-    """Return the address of a path: its keys joined with `/`."""
+    """Return a path as text: its keys joined with `/`."""
     return "/".join([key if type(key) is str else key_text(key) for key in path])
 
 
 def where(path: Path) -> str:
-    """Return the address of a path for a sentence."""
+    """Return a path as text for a sentence."""
     return printable(name_of(path)) or "the root"
 
 
 def inside(path: Path) -> str:
-    """Return " in PATH" for the end of a sentence; nothing for the root."""
+    """Return " in PATH" for the end of a sentence; empty for the root."""
     return f" in {where(path)}" if path else ""
 
 
 def key_text(key: Any) -> str:
-    """Return a key in short: objects by their class, for their repr may be as big as the file."""
+    """Return a key as short text: objects by class, because their repr may be huge."""
     match key:
         case Opaque() | StorageRef():
             return f"<{key.class_name}>"
@@ -317,15 +321,14 @@ def walk(
 ) -> Iterator[tuple[Path, Any]]:
     """Yield every listed leaf with its path, in the order of the file.
 
-    Leaves are tensors, plain values and objects. A pickled module gives the tensors that its
-    `state_dict()` would have, each under its full name as one key, then what is
-    `held_apart`. Any other object is given itself, then what it holds as a list or dict, then
-    the tensors among its attributes and arguments. A container that holds itself is not entered
-    again. `enter` is asked before each container, module or object is entered; what it refuses is
-    left out.
+    Leaves are tensors, plain values and objects. A pickled module yields the tensors of its
+    `state_dict()`, each with its full name as one key, then its content that is `held_apart`. Any
+    other object yields itself, then its items as a list or dict, then the tensors among its
+    attributes and arguments. A container inside itself is not entered again. Containers, modules
+    and objects are left out if `enter` returns False.
 
     Raises:
-        LimitExceeded: nested deeper, or mentioned more often, than `limits` allows.
+        LimitExceeded: if nested deeper, or mentioned more often, than `limits` allows.
     """
     if not _is_container(root):
         yield (), root
@@ -351,17 +354,17 @@ def walk(
 
 
 def _is_container(node: Any) -> bool:
-    """Return whether there may be something in a node; a file repeats numpy's dtypes endlessly."""
+    """Return True if a node may have content; numpy dtypes do not, and are very frequent."""
     if type(node) is Opaque:
         return not node.is_numpy
     return type(node) not in _LEAF_TYPES and isinstance(node, _CONTAINERS)
 
 
 class _Frames:
-    """The containers that a walk has open, innermost last.
+    """The open containers of a walk, innermost last.
 
-    Each with its path, what is left of it, whether only tensors are wanted from that, and the
-    entries to go on with from which only tensors are.
+    Each has its path, the remaining entries, whether only tensors are listed from these, and
+    further entries from which only tensors are listed.
     """
 
     def __init__(self, limits: Limits, enter: Callable[[Path, Any], bool] | None) -> None:
@@ -373,13 +376,13 @@ class _Frames:
         self._modules: dict[int, OrderedMap | None] = {}
 
     def module(self, node: Opaque) -> OrderedMap | None:
-        """Return the state of a pickled module, made once; None for any other node."""
+        """Return the state of a pickled module, computed once; None for any other node."""
         if id(node) not in self._modules:
             self._modules[id(node)] = model_state(node, self._limits)
         return self._modules[id(node)]
 
     def open(self, path: Path, node: Any, only_tensors: bool) -> None:
-        """Put a container on the stack, unless it is there already or not to be entered."""
+        """Push a container, unless it is open already or must not be entered."""
         if id(node) in self._open_ids or (self._enter and not self._enter(path, node)):
             return
         module = self.module(node) if isinstance(node, Opaque) else None
@@ -389,7 +392,7 @@ class _Frames:
         self.stack.append((node, path, entries, only_tensors, hidden))
 
     def close(self) -> None:
-        """Go on with the innermost container's hidden entries, or leave it."""
+        """Continue with the hidden entries of the innermost container, or leave it."""
         node, path, _, _, hidden = self.stack.pop()
         if hidden is not None:
             self.stack.append((node, path, hidden, True, None))
@@ -398,7 +401,7 @@ class _Frames:
 
 
 def _contents(node: Any, module: Any) -> tuple[int, Entries, Entries | None]:
-    """Count the entries of a container, those to list, and those to search for tensors only."""
+    """Return the entry count of a container, entries to list, and entries to search for tensors."""
     if isinstance(node, dict):
         return len(node), iter(node.items()), None
     if isinstance(node, (list, tuple)):
@@ -412,7 +415,7 @@ def _contents(node: Any, module: Any) -> tuple[int, Entries, Entries | None]:
 
 
 def held_items(node: Opaque) -> list[tuple[Any, Any]]:
-    """Return what an object holds as a list or dict (a `defaultdict`, a `deque`), keys first."""
+    """Return the items of an object like a list or dict (`defaultdict`, `deque`), keys first."""
     held: list[tuple[Any, Any]] = []
     if _is_counter(node):
         held.extend(node.args[0].items())
@@ -425,13 +428,13 @@ def held_items(node: Opaque) -> list[tuple[Any, Any]]:
 
 
 def _is_counter(node: Opaque) -> bool:
-    """Return whether it is a `Counter`, which is pickled as the call on the dict that it holds."""
+    """Return True for a `Counter`, which is pickled as a call with its dict."""
     called = isinstance(node.args, tuple) and len(node.args) == 1 and isinstance(node.args[0], dict)
     return called and node.class_name == "collections.Counter"
 
 
 def _hidden_items(node: Opaque, held: int) -> Entries:
-    """Attributes by name, then arguments, numbered on from what the object holds."""
+    """Return attributes by name, then arguments, numbered after the items of the object."""
     state = node.attributes
     if state:
         yield from state.items()
@@ -444,7 +447,7 @@ def _hidden_items(node: Opaque, held: int) -> Entries:
 
 
 def distinct(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[Path, TensorRef]]:
-    """Return the tensors, of each tie the first name alone."""
+    """Return the tensors, with only the first key of each tie."""
     seen: dict[Any, tuple[Path, TensorRef]] = {}
     for path, tensor in tensors:
         seen.setdefault(tensor.place or path, (path, tensor))
@@ -452,7 +455,7 @@ def distinct(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[Path, Tens
 
 
 def ties(tensors: Iterable[tuple[Path, TensorRef]]) -> list[tuple[str, ...]]:
-    """Return the names of each tie: tensors of one `place`."""
+    """Return the keys of each tie: tensors with the same `place`."""
     groups: dict[Any, list[str]] = {}
     for path, tensor in tensors:
         if tensor.place is not None:
@@ -474,7 +477,7 @@ def named_nodes(root: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def descend(node: Any, path: Path) -> Any:
-    """Return the node at exactly this path of `walk`; `MISSING` if there is none."""
+    """Return the node at exactly this path of `walk`, or `MISSING`."""
     for key in path:
         if isinstance(node, dict):
             node = node.get(key, MISSING)

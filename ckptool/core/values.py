@@ -1,4 +1,4 @@
-"""Nodes of a checkpoint as what JSON can hold, as a few words, and as keys of a comparison."""
+"""Nodes of a checkpoint as JSON values, as short texts, and as keys of a comparison."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ckptool.core.model import DeviceValue, Global, Opaque, Path, TensorRef
 from ckptool.core.tree import name_of
 
 Key = tuple[Any, ...]
-"""A path whose keys are equal in two files where they mean the same."""
+"""A path with keys that are equal in two files if they mean the same."""
 
 _FEW = 8
-"""Items of a set that are spelled out."""
+"""The most items of a set to show."""
 _PLAIN = (str, int, float, complex, type(None))
 _PLAIN_KEYS = frozenset({str, int})
 _TUPLES = frozenset({"path", "shape", "stride"})
@@ -23,7 +23,7 @@ _SETS = frozenset({"builtins.set", "builtins.frozenset"})
 
 
 def json_path(path: Path) -> tuple[str | int, ...]:
-    """Return the path with every key that is neither a string nor an integer as its repr."""
+    """Return the path with all keys as strings and integers; others as their repr."""
     for key in path:
         if type(key) is not str and type(key) is not int:
             return tuple(k if type(k) in (str, int) else _key_repr(k) for k in path)
@@ -31,7 +31,7 @@ def json_path(path: Path) -> tuple[str | int, ...]:
 
 
 def _key_repr(key: Any) -> str:
-    """Return the repr of plain data; of an object, whose repr may be huge, the class."""
+    """Return the repr of plain data, or the class of an object, because its repr may be huge."""
     if isinstance(key, tuple):
         inside = ", ".join(map(_key_repr, key))
         return f"({inside},)" if len(key) == 1 else f"({inside})"
@@ -40,7 +40,7 @@ def _key_repr(key: Any) -> str:
 
 
 def json_value(value: Any) -> Any:
-    """Return a plain value as JSON has it: non-finite floats and other types as their repr."""
+    """Return a plain value for JSON: non-finite floats and other types as their repr."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if value is None or isinstance(value, (bool, int, str)):
@@ -49,7 +49,7 @@ def json_value(value: Any) -> Any:
 
 
 def documented(result: Any, *left_out: str) -> dict[str, Any]:
-    """Return the fields of a dataclass as a JSON document has them, results inside included."""
+    """Return the fields of a dataclass for a JSON document, including nested results."""
     names = [field.name for field in fields(result) if field.name not in left_out]
     found = ((name, getattr(result, name)) for name in names)
     return {name: it if name in _TUPLES else _documented(it) for name, it in found}
@@ -64,25 +64,25 @@ def _documented(value: Any) -> Any:
 
 
 def class_of(node: Any) -> str:
-    """Return the qualified name of an object's class, as the file names it."""
+    """Return the qualified name of an object's class, as in the file."""
     named = getattr(node, "class_name", None)
     return named if isinstance(named, str) else f"builtins.{type(node).__name__}"
 
 
 def is_value(node: Any) -> bool:
-    """Return True for a leaf that is listed among the values."""
+    """Return True for a leaf that is listed as a value."""
     return isinstance(node, _PLAIN)
 
 
 def value_of(node: Any) -> tuple[str, Any] | None:
-    """Return the type and value of a node that is shown as a plain value; None for others."""
+    """Return the type and value of a node that is shown as a plain value, or None."""
     if isinstance(node, Opaque):
         return node.plain
     return (type(node).__name__, node) if is_value(node) else None
 
 
 def summarize(node: Any, most: int = 60) -> str:
-    """Return a node in a few words: a value's repr, a tensor's type and shape, a length."""
+    """Return a short text for a node: the repr of a value, the dtype and shape of a tensor, ..."""
     if isinstance(node, TensorRef):
         return f"tensor {node.dtype} {shape_text(node.shape)} on {node.device}"
     if isinstance(node, Opaque):
@@ -109,7 +109,7 @@ def _object(node: Opaque, most: int) -> str:
 
 
 def set_items(node: Opaque) -> Iterator[Any]:
-    """Yield the items of a set (`is_set`), however its pickle protocol spells it."""
+    """Yield the items of a set (`is_set`), in any pickle protocol."""
     if isinstance(node.args, tuple) and node.args and isinstance(node.args[0], (list, tuple)):
         yield from node.args[0]
     for kind, value in node.steps:
@@ -118,7 +118,7 @@ def set_items(node: Opaque) -> Iterator[Any]:
 
 
 def _set(node: Opaque, most: int) -> str:
-    """Return `{'a', 'b'}` in an order that is the same in every run, or `set of 1,000`."""
+    """Return `{'a', 'b'}` in a reproducible order, or `set of 1,000`."""
     items = list(set_items(node))
     name = node.class_name.rpartition(".")[2]
     if not items or len(items) > _FEW or not all(is_value(item) for item in items):
@@ -133,7 +133,7 @@ def shape_text(shape: tuple[int | None, ...]) -> str:
 
 
 def shortened(value: Any, most: int) -> str:
-    """Return the beginning of the repr of plain data, at most `most` characters."""
+    """Return the start of the repr of plain data, at most `most` characters."""
     if isinstance(value, (str, bytes, bytearray)) and len(value) > most:
         text = repr(value[:most])
     else:
@@ -147,7 +147,7 @@ def shortened_text(text: str, most: int) -> str:
 
 
 def comparable(path: Path) -> Key:
-    """Return the path with keys that are equal in another file where they mean the same."""
+    """Return the path with keys that are equal in another file if they mean the same."""
     for key in path:
         if type(key) not in _PLAIN_KEYS:
             return tuple(key if type(key) in _PLAIN_KEYS else _key(key) for key in path)
@@ -155,7 +155,7 @@ def comparable(path: Path) -> Key:
 
 
 def _key(key: Any) -> Any:
-    """Return a key of another type: the type belongs to it, as `True == 1 == 1.0` as keys."""
+    """Return a key together with its type, because `True == 1 == 1.0` as keys."""
     match key:
         case str():
             return str(key)
@@ -175,5 +175,5 @@ def _key(key: Any) -> Any:
 
 
 def is_set(node: Any) -> bool:
-    """Return whether it is a set: its items have no order, so they are no entries of their own."""
+    """Return True for a set, whose items have no order and so no paths."""
     return isinstance(node, Opaque) and node.class_name in _SETS

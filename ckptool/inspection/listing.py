@@ -199,7 +199,7 @@ def list_tensors(
         others = [_object_row(path, leaf) for path, leaf in objects]
         if hash:
             total = sum(one.nbytes for _, one in distinct(leaves) if one.has_content)
-            hashes = content_hashes(leaves, limits, Meter(progress, total).told)
+            hashes = content_hashes(leaves, limits, Meter(progress, total).advance)
             digests = list(_digests(leaves, objects, limits))
             rows = [
                 replace(row, sha256=sha256, digest=digest)

@@ -168,7 +168,7 @@ def _tensor(
         once = tensor.unrepeated
         RepeatedBytes(limits).add(path, once)
         head = _head(tensor, count)
-        spans = statistics(tensor, Meter(progress, once.nbytes).told)
+        spans = statistics(tensor, Meter(progress, once.nbytes).advance)
     [row] = tensor_rows([(path, tensor)])
     parts = tuple((str(key), summarize(part)) for key, part in (tensor.parts or {}).items())
     return ShownTensor(file, row.path, row.name, row, head, spans, parts)

@@ -317,7 +317,7 @@ def _measured(
         if reason is None:
             repeated.add(path, tensor.unrepeated)
             try:
-                measures = measurer.measure(tensor, meter.told)
+                measures = measurer.measure(tensor, meter.advance)
             except UnsupportedFormat as error:  # a dtype that this torch lacks
                 reason = error.message
         made = TensorStats(row, measures, reason, flags=own_flags(measures) if measures else ())

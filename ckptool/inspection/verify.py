@@ -182,7 +182,7 @@ class _Look:
         meter = Meter(self.progress, size)
         for block in ByteRange(probe.source, 0, size).blocks(BLOCK):
             digest.update(block)
-            meter.told(len(block))
+            meter.advance(len(block))
         found = digest.hexdigest()[: len(named[1])]
         if found == named[1]:
             return
@@ -268,7 +268,7 @@ class _Look:
                 self.at_values(tensors)
             if self.hashes:
                 meter = Meter(self.progress, self.verdict.content)
-                self.hashed = hashed_tensors(checkpoint, self.limits, meter.told)
+                self.hashed = hashed_tensors(checkpoint, self.limits, meter.advance)
             for source in checkpoint.sources:
                 source.check_unchanged()
 
@@ -281,7 +281,7 @@ class _Look:
             nan = infinite = 0
             for part in parts:
                 repeated.add(path, part.unrepeated)
-                found = nonfinite(part, meter.told)
+                found = nonfinite(part, meter.advance)
                 nan, infinite = nan + found[0], infinite + found[1]
             elements = sum(part.numel for part in parts)
             for kind, word, count in (("nan", "NaN", nan), ("inf", "infinite", infinite)):
@@ -317,7 +317,7 @@ class _Look:
         """Compute checksums, and return those that do not match."""
         meter = Meter(self.progress, sum(one.data.length for one in checksums))
         sums = crc32cs if any(one.castagnoli for one in checksums) else crc32s
-        found = sums([one.data for one in checksums], meter.told)
+        found = sums([one.data for one in checksums], meter.advance)
         wrong = []
         for one, crc in zip(checksums, found, strict=True):
             if isinstance(crc, CorruptFile):

@@ -254,7 +254,7 @@ def option_words(remedy: Remedy) -> list[str]:
 
 def as_options(remedy: Remedy) -> str:
     """Return the text of a remedy, its arguments as options that can be copied to a shell."""
-    return remedy.told(lambda name, given: " ".join(map(_quoted, _words(name, given))), " ")
+    return remedy.spell(lambda name, given: " ".join(map(_quoted, _words(name, given))), " ")
 
 
 def _words(name: str, given: Given) -> Iterator[str]:

@@ -181,9 +181,9 @@ def average(
         plan.add(part, others)
     refuse_apart(first, {id(tensors[0]) for _, tensors in plan.averaged})
     means, warnings = _means(plan.averaged, [one.path for one in checkpoints], mixing)
-    made = _made(first, means, [tensors[0] for _, tensors in plan.averaged])
+    made = _replace_averaged(first, means, [tensors[0] for _, tensors in plan.averaged])
     sources = {id(source): source for one in checkpoints for source in one.sources}
-    rest = [] if key is not None else list(_rest(first, made))
+    rest = [] if key is not None else list(_rest_changes(first, made))
     result = first.with_root(made, *plan.changes(), *warnings, *rest)
     return replace(result, sources=tuple(sources.values()))
 
@@ -279,7 +279,7 @@ class _Plan:
             UsageError, NotFound: if the models do not match.
         """
         own = _tensors(part)
-        names = [own, *(_named_as(own, _tensors(other)) for other in others)]
+        names = [own, *(_rename_like(own, _tensors(other)) for other in others)]
         files = [checkpoint.path for checkpoint in self.checkpoints]
         if not all(N_AVERAGED in one for one in names):
             for at, one in enumerate(names):
@@ -356,7 +356,7 @@ class _Plan:
         raise UsageError(f"{printable(name)!r} {fact} in {there}", file=file, hint=hint)
 
 
-def _named_as(first: Names, other: Names) -> Names:
+def _rename_like(first: Names, other: Names) -> Names:
     """Return the tensors of another file by the keys of the first, ignoring wrapper prefixes."""
     if first.keys() == other.keys():
         return other
@@ -367,7 +367,9 @@ def _named_as(first: Names, other: Names) -> Names:
     return {names.get(name, name): bare[name] for name in bare} if fits else other
 
 
-def _made(first: Checkpoint, means: dict[int, TensorRef], averaged: list[TensorRef]) -> Any:
+def _replace_averaged(
+    first: Checkpoint, means: dict[int, TensorRef], averaged: list[TensorRef]
+) -> Any:
     """Return the first's tree with averaged tensors, without optimizers and schedulers."""
     originals = Originals(first.root, averaged)
     parts = first.sections
@@ -392,7 +394,7 @@ def _made(first: Checkpoint, means: dict[int, TensorRef], averaged: list[TensorR
     return rebuild(first.root, leaf, without)
 
 
-def _rest(first: Checkpoint, made: Any) -> Iterator[Change]:
+def _rest_changes(first: Checkpoint, made: Any) -> Iterator[Change]:
     """Yield a change for everything outside the models: left out, or as in the first file."""
     for part in first.sections:
         count = len(part.tensors())

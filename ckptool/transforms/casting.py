@@ -81,7 +81,7 @@ def tensors_placed(root: Any, placed: Mapping[Path, TensorRef]) -> Any:
         new = remade(old, old)
         for key, inside in holders[id(old)].items():
             for rest, tensor in inside.items():
-                new[key] = _with(new[key], rest, tensor)
+                new[key] = _replace_inside(new[key], rest, tensor)
         return new
 
     return rebuild(root, None, mapping) if holders else root
@@ -100,12 +100,12 @@ def _holder(root: Any, path: Path) -> tuple[dict[Any, Any], int] | None:
     return found if isinstance(node, TensorRef) else None
 
 
-def _with(node: Any, path: Path, tensor: TensorRef) -> Any:
+def _replace_inside(node: Any, path: Path, tensor: TensorRef) -> Any:
     """Return a list or tuple with the tensor at a path inside it; the tensor at an empty path."""
     if not path:
         return tensor
     items = list(node)
-    items[path[0]] = _with(items[path[0]], path[1:], tensor)
+    items[path[0]] = _replace_inside(items[path[0]], path[1:], tensor)
     return items if isinstance(node, list) else type(node)(items)
 
 
@@ -144,7 +144,7 @@ def _unsaved_buffers(checkpoint: Checkpoint) -> Iterator[tuple[Path, TensorRef]]
                     yield (*part.path, f"{prefix}{name}"), buffer
 
 
-def _with_own(checkpoint: Checkpoint, spared: set[Path]) -> Checkpoint:
+def _separate_spared(checkpoint: Checkpoint, spared: set[Path]) -> Checkpoint:
     """Return the checkpoint with separate tensors at the paths `spared`, over the same storages."""
     others = {id(tensor) for path, tensor in checkpoint.tensors() if path not in spared}
     own: dict[int, TensorRef] = {}
@@ -252,7 +252,7 @@ class Cast(Step):
             if self.dtype is None and self.dequantize is not None
             else floating_type(self.dtype)
         )
-        plan = _Plan(_with_own(checkpoint, spared), to, rules)
+        plan = _Plan(_separate_spared(checkpoint, spared), to, rules)
         if self.dequantize is not None:
             plan.dequantize(floating_type(self.dequantize))
         plan.choose(spared)
@@ -264,8 +264,8 @@ class Cast(Step):
             )
         changes = list(plan.changes())
         if not plan.wanted and not plan.scaled:
-            told = [change for change in changes if change.kind == "warning" or not plan.fixed]
-            return checkpoint.with_root(checkpoint.root, *told) if told else checkpoint
+            notable = [change for change in changes if change.kind == "warning" or not plan.fixed]
+            return checkpoint.with_root(checkpoint.root, *notable) if notable else checkpoint
         work = _Work(plan, allow_overflow=self.allow_overflow)
         root = rebuild(plan.checkpoint.root, work.leaf)
         made = replace(checkpoint, details=plan.checkpoint.details)
@@ -320,7 +320,7 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
         for path, one in held_apart(part.holder).items() if part.kind == "module" else ():
             if meets(one):
                 refuse(f"cannot be cast: {only_its_class(path, one)}")
-    for state, name, found in _quantized(checkpoint):
+    for state, name, found in _find_quantized_weights(checkpoint):
         if any(meets(state[one]) for one in (name, *found.companions)):
             file = f" {shell(checkpoint.path)}" if checkpoint.path else ""
             plain = f"dequantize them: ckptool cast --dequantize bfloat16{file}"
@@ -333,7 +333,7 @@ def refuse_apart(checkpoint: Checkpoint, chosen: Collection[int], remedy: str = 
             )
 
 
-def _quantized(
+def _find_quantized_weights(
     checkpoint: Checkpoint, *, alone: bool = False
 ) -> Iterator[tuple[dict[Any, Any], str, Quantized]]:
     """Yield each quantized weight, with the dict that contains it and its companions.
@@ -425,7 +425,7 @@ class _Plan:
         plain: dict[int, dict[str, dict[str, TensorRef]]] = {}
         nodes = {id(node) for node in every_node(self.checkpoint.root)}
         known, config = set[int](), quantization_config(self.checkpoint)
-        for state, name, found in _quantized(self.checkpoint, alone=True):
+        for state, name, found in _find_quantized_weights(self.checkpoint, alone=True):
             if id(state) not in nodes and id(state[name]) in known:
                 continue  # in a pickled module, and done already
             known.add(id(state[name]))
@@ -475,7 +475,7 @@ class _Plan:
     def choose(self, spared: set[Path]) -> None:
         """Choose the dtype of every tensor of the checkpoint, except at the paths `spared`."""
         every = [*self.checkpoint.tensors(), *_unsaved_buffers(self.checkpoint)]
-        ruled = self._ruled(every)
+        ruled = self._match_rules(every)
         for at, (path, tensor) in enumerate(every):
             if tensor.dtype not in FLOATING or tensor.kind == "quantized":
                 self._other[tensor.dtype] += 1
@@ -486,7 +486,7 @@ class _Plan:
         for identity in self.fixed & self.wanted.keys():
             self._disputed.extend(self.wanted.pop(identity).names)
 
-    def _ruled(self, every: list[tuple[Path, TensorRef]]) -> dict[int, str]:
+    def _match_rules(self, every: list[tuple[Path, TensorRef]]) -> dict[int, str]:
         """Return the first rule that matches each tensor, by position.
 
         Raises:

@@ -75,11 +75,11 @@ class Compact(Step):
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with trimmed storages; itself if there is nothing to trim."""
-        trimmed = _plans(checkpoint.root)
+        trimmed = _plan_trims(checkpoint.root)
         if not trimmed and not checkpoint.details.dead_bytes:
             return checkpoint
-        root = _moved(checkpoint.root, trimmed) if trimmed else checkpoint.root
-        changes = (*_told(checkpoint.root, trimmed), *_totals(checkpoint, trimmed))
+        root = _move_tensors(checkpoint.root, trimmed) if trimmed else checkpoint.root
+        changes = (*_trim_changes(checkpoint.root, trimmed), *_total_changes(checkpoint, trimmed))
         tidied = replace(checkpoint, details=replace(checkpoint.details, unreferenced=()))
         return tidied.with_root(root, *changes)
 
@@ -93,10 +93,10 @@ def without_unseen(before: Checkpoint, after: Checkpoint) -> Checkpoint:
         return after
     then, now = _spans_used(before.root), _spans_used(after.root)
     less = {storage for storage, spans in now.items() if then.get(storage, spans) - spans}
-    trimmed = _plans(after.root, less) if less else {}
+    trimmed = _plan_trims(after.root, less) if less else {}
     if not trimmed:
         return after
-    root = _moved(after.root, trimmed)
+    root = _move_tensors(after.root, trimmed)
     storages = counted(len(trimmed), "storage")
     text = (
         f"trimmed {storages} from {_sizes(trimmed)}, dropping data that only removed tensors used"
@@ -125,7 +125,7 @@ def storage_use(root: Any) -> tuple[int, int]:
     the pickle does not count.
     """
     used = {
-        storage: _merged(spans, storage.nbytes)
+        storage: _merge_spans(spans, storage.nbytes)
         for storage, spans in _spans_used(root).items()
         if storage.data is not None and not isinstance(storage.data.source, MemorySource)
     }
@@ -149,7 +149,7 @@ class _Trimmed:
         return tensor.offset - (old - new) // tensor.itemsize
 
 
-def _plans(root: Any, chosen: Container[Storage] | None = None) -> dict[Storage, _Trimmed]:
+def _plan_trims(root: Any, chosen: Container[Storage] | None = None) -> dict[Storage, _Trimmed]:
     """Return the trimmed form of each storage that shrinks, among the `chosen` ones or all."""
     units: dict[Storage, int] = {}
     for tensor in everything(root):
@@ -159,7 +159,7 @@ def _plans(root: Any, chosen: Container[Storage] | None = None) -> dict[Storage,
     for storage, spans in _spans_used(root).items():
         if storage.data is None or not (chosen is None or storage in chosen):
             continue
-        kept = _merged(spans, storage.nbytes, units.get(storage, 1))
+        kept = _merge_spans(spans, storage.nbytes, units.get(storage, 1))
         nbytes = sum(stop - start for start, stop in kept)
         if nbytes < storage.nbytes:
             runs = [storage.data.slice(start, stop - start) for start, stop in kept]
@@ -173,7 +173,7 @@ def _plans(root: Any, chosen: Container[Storage] | None = None) -> dict[Storage,
     return plans
 
 
-def _merged(spans: Iterable[Span], nbytes: int, unit: int = 1) -> list[Span]:
+def _merge_spans(spans: Iterable[Span], nbytes: int, unit: int = 1) -> list[Span]:
     """Return the union of the spans, each widened to multiples of `unit` bytes."""
     kept: list[Span] = []
     for start, stop in sorted(spans):
@@ -186,7 +186,7 @@ def _merged(spans: Iterable[Span], nbytes: int, unit: int = 1) -> list[Span]:
     return kept
 
 
-def _moved(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
+def _move_tensors(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
     """Return the tree with its tensors over the new storages."""
 
     def moved(leaf: Any) -> Any:
@@ -198,7 +198,7 @@ def _moved(root: Any, trimmed: dict[Storage, _Trimmed]) -> Any:
     return rebuild(root, moved)
 
 
-def _told(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
+def _trim_changes(root: Any, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
     """Yield a change for each of the storages that shrink most, and one for the rest."""
     names: dict[Storage, list[str]] = {storage: [] for storage in trimmed}
     for path, leaf in walk(root):
@@ -221,7 +221,7 @@ def _sizes(trimmed: dict[Storage, _Trimmed]) -> str:
     return f"{before:,} to {after:,} bytes"
 
 
-def _totals(checkpoint: Checkpoint, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
+def _total_changes(checkpoint: Checkpoint, trimmed: dict[Storage, _Trimmed]) -> Iterator[Change]:
     """Yield the unused bytes in the file, and the total saved in storages."""
     details = checkpoint.details
     for text in details.unreferenced:

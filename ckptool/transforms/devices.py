@@ -139,8 +139,8 @@ class Remap(Step):
                 process group of a ShardedTensor), or is not on a visible device.
         """
         if self.visible_devices is not None:
-            return _renumbered(checkpoint, tuple(self.visible_devices))
-        return _remapped(checkpoint, self._rules)
+            return _renumber(checkpoint, tuple(self.visible_devices))
+        return _remap(checkpoint, self._rules)
 
     def applied_to_dict(self, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return a new dict with moved tensors; tensors that stay are the same objects.
@@ -160,14 +160,16 @@ def remapping(rules: str | Mapping[str, str]) -> Remap:
     return Remap(to=rules) if isinstance(rules, str) else Remap(map=rules)
 
 
-def _remapped(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
+def _remap(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
     """Return the checkpoint with device tags rewritten, also in objects."""
     decide = Rules(rules)
     tags = device_tags(checkpoint.root)
     listed_tags = Counter(tag for _, tensor in checkpoint.tensors() for tag in _tags_of(tensor))
     changes = [
         Change(
-            "remap", _moved(listed_tags[tag], count, tag, decide(tag)), listed_tags[tag] or count
+            "remap",
+            _describe_move(listed_tags[tag], count, tag, decide(tag)),
+            listed_tags[tag] or count,
         )
         for tag, count in tags.items()
         if decide(tag) != tag
@@ -182,13 +184,13 @@ def _remapped(checkpoint: Checkpoint, rules: Mapping[str, str]) -> Checkpoint:
     return checkpoint.with_root(rebuild(checkpoint.root, _Mover(decide).move), *changes, *warnings)
 
 
-def _moved(tensors: int, mentions: int, old: str, new: str) -> str:
+def _describe_move(tensors: int, mentions: int, old: str, new: str) -> str:
     """Return the line of a receipt, which also counts devices in objects."""
     what = counted(tensors, "tensor") if tensors else counted(mentions, "mention")
     return f"moved {what} from {printable(old)} to {new}"
 
 
-def _renumbered(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
+def _renumber(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
     """Return the checkpoint with the devices renumbered as `CUDA_VISIBLE_DEVICES` does."""
     new = {f"cuda:{number}": f"cuda:{at}" for at, number in enumerate(numbers)}
     tags = [tag for tag in device_tags(checkpoint.root) if tag.startswith("cuda:")]
@@ -201,7 +203,7 @@ def _renumbered(checkpoint: Checkpoint, numbers: Sequence[int]) -> Checkpoint:
             hint="list every device of the file, in their new order",
         )
     rules = {tag: new[tag] for tag in tags if new[tag] != tag}
-    return _remapped(checkpoint, rules) if rules else checkpoint
+    return _remap(checkpoint, rules) if rules else checkpoint
 
 
 class _Mover:
@@ -239,12 +241,12 @@ class _Mover:
             return tensor
         carried = "carrier" in (tensor.parts or {})
         if target.partition(":")[0] in CARRIED:
-            return replace(tensor, device=target) if carried else self._carried(tensor, target)
+            return replace(tensor, device=target) if carried else self._carry_on_cpu(tensor, target)
         storage = tensor.storage and self._storage(tensor.storage, target)
         parts = None if carried else tensor.parts
         return replace(tensor, device=target, storage=storage, parts=parts)
 
-    def _carried(self, tensor: TensorRef, target: str) -> TensorRef:
+    def _carry_on_cpu(self, tensor: TensorRef, target: str) -> TensorRef:
         """Return a tensor for a back end without storages, over a CPU tensor."""
         if tensor.kind != "strided" or tensor.storage is None:
             self._target(tensor.device, f"a {tensor.kind} tensor")

@@ -90,7 +90,9 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
     alone = [average.section] if average.section else []  # these have the keys of the model already
     models = [average.model] if average.model else others or alone
     fitting = [
-        (one, named) for one in models if (named := _named(average, named_tensors(one.node)))
+        (one, named)
+        for one in models
+        if (named := _match_model_keys(average, named_tensors(one.node)))
     ]
     if len(fitting) != 1:
         names = listed(one.name or "the root" for one in models)
@@ -101,7 +103,7 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
             file=file,
             hint="extract a state dict under its own keys with --key NAME",
         )
-    return without_unseen(checkpoint, _made(checkpoint, average, *fitting[0]))
+    return without_unseen(checkpoint, _make_checkpoint(checkpoint, average, *fitting[0]))
 
 
 def _averages(checkpoint: Checkpoint) -> Iterator[_Average]:
@@ -163,7 +165,7 @@ def _under(prefix: str, tensors: _Tensors) -> _Tensors:
     return {name[cut:]: one for name, one in tensors.items() if name.startswith(prefix)}
 
 
-def _named(average: _Average, raw: _Tensors) -> _Tensors | None:
+def _match_model_keys(average: _Average, raw: _Tensors) -> _Tensors | None:
     """Return the averages by the keys of a model, or None if they belong to another."""
     if not isinstance(average.tensors, dict):
         return _by_order(average.tensors, raw)
@@ -217,14 +219,14 @@ def _by_order(averages: Sequence[TensorRef], raw: _Tensors) -> _Tensors | None:
     names = list(once.values())
     shapes = [raw[name].shape for name in names]
     wanted = [one.shape for one in averages]
-    first = _embedded(wanted, shapes)
-    last = _embedded(wanted[::-1], shapes[::-1])
+    first = _find_subsequence(wanted, shapes)
+    last = _find_subsequence(wanted[::-1], shapes[::-1])
     if first is None or last is None or first != [len(shapes) - 1 - at for at in last[::-1]]:
         return None
     return {names[at]: one for at, one in zip(first, averages, strict=True)}
 
 
-def _embedded(wanted: Sequence[Any], there: Sequence[Any]) -> list[int] | None:
+def _find_subsequence(wanted: Sequence[Any], there: Sequence[Any]) -> list[int] | None:
     """Return the first positions of `there` that contain `wanted` in order."""
     places: list[int] = []
     for at, one in enumerate(there):
@@ -233,7 +235,9 @@ def _embedded(wanted: Sequence[Any], there: Sequence[Any]) -> list[int] | None:
     return places if len(places) == len(wanted) else None
 
 
-def _made(checkpoint: Checkpoint, average: _Average, model: Section, named: _Tensors) -> Checkpoint:
+def _make_checkpoint(
+    checkpoint: Checkpoint, average: _Average, model: Section, named: _Tensors
+) -> Checkpoint:
     raw, averages = named_tensors(model.node), {**named}
     tied = {raw[name].place: one for name, one in averages.items()}
     for name, one in raw.items():
@@ -253,16 +257,16 @@ def _made(checkpoint: Checkpoint, average: _Average, model: Section, named: _Ten
         changes.append(Change("keep", text, len(kept)))
     rest = checkpoint.root
     if not isinstance(average.tensors, dict):
-        rest = _without(rest, average.path)
+        rest = _remove_at(rest, average.path)
     return checkpoint.with_root(root, *changes, *left_out(rest, average.section or model))
 
 
-def _without(node: Any, path: Path) -> Any:
+def _remove_at(node: Any, path: Path) -> Any:
     """Return a tree without the entry at a path of dicts."""
     key, *below = path
     rest = {name: one for name, one in node.items() if name != key}
     if below:
-        rest[key] = _without(node[key], tuple(below))
+        rest[key] = _remove_at(node[key], tuple(below))
     return remade(node, rest)
 
 
@@ -317,8 +321,8 @@ class Masters(Step):
         made = checkpoint.with_root(
             remade(root, {**root, **changes}), Change("master", text, count)
         )
-        told = tuple(change for change in made.changes if change.kind != "cast")
-        return replace(made, changes=told, reports=())
+        other_changes = tuple(change for change in made.changes if change.kind != "cast")
+        return replace(made, changes=other_changes, reports=())
 
 
 def _mapping(node: Any) -> dict[Any, Any]:

@@ -131,7 +131,7 @@ class _Pruning:
                 paths in the file would become two dicts.
         """
         staying: list[_Entry] = []
-        told: list[tuple[str, int]] = []
+        dropped_texts: list[tuple[str, int]] = []
         dropped: dict[int, tuple[Path, frozenset[Any]]] = {}
         todo = [one for one in (self._entries.get(()),) if one and one.is_container]
         while todo:
@@ -140,7 +140,7 @@ class _Pruning:
                 partly = ", only partly selected" if entry.kept else ""
                 facts = [*self._kind(entry), counted(entry.tensors, "tensor")]
                 text = f"{self._name(entry.path)} ({', '.join(facts)}){partly}"
-                told.append((text, entry.tensors))
+                dropped_texts.append((text, entry.tensors))
                 continue
             if entry.is_partly_kept:
                 raise self._refusal(entry, file)
@@ -152,7 +152,7 @@ class _Pruning:
                 text = (
                     f"{counted(len(names), 'entry')} of {self._name(entry.path)}: {listed(names)}"
                 )
-                told.append((text, len(names)))
+                dropped_texts.append((text, len(names)))
             keys = frozenset(one.path[-1] for one in leaving)
             before, others = dropped.setdefault(id(entry.node), (entry.path, keys))
             if others != keys:
@@ -164,8 +164,8 @@ class _Pruning:
                     hint="choose the same entries of both, or one of them with --key",
                 )
         if () in self._entries and self._entries[()].gone:
-            return None, list(_left_out_of(told))
-        if not told:
+            return None, list(_left_out_changes(dropped_texts))
+        if not dropped_texts:
             return self._root, []
 
         def smaller(node: dict[Any, Any]) -> dict[Any, Any]:
@@ -173,7 +173,7 @@ class _Pruning:
             return without_keys(node, keys) if keys else node
 
         root = rebuild(self._root, mapping=smaller)
-        return root, [*_left_out_of(told), *self._stale(staying)]
+        return root, [*_left_out_changes(dropped_texts), *self._warn_of_stale_optimizers(staying)]
 
     def _name(self, path: Path) -> str:
         return where(self._base + path)
@@ -200,7 +200,7 @@ class _Pruning:
             hint="add --model-only to convert it to a state dict" if is_module(node) else hint,
         )
 
-    def _stale(self, staying: list[_Entry]) -> Iterator[Change]:
+    def _warn_of_stale_optimizers(self, staying: list[_Entry]) -> Iterator[Change]:
         """Warn of optimizers that keep a state although weights of a model are removed."""
         parts = [(one, part) for one in staying if (part := self._parts.get(id(one.node)))]
         if any(one.reduced and part.kind in MODEL_KINDS for one, part in parts):
@@ -234,12 +234,12 @@ def without(checkpoint: Checkpoint, gone: Collection[Path]) -> tuple[Any, list[C
     return _Pruning(checkpoint.root, choose, ()).result(checkpoint.path or None)
 
 
-def _left_out_of(told: list[tuple[str, int]]) -> Iterator[Change]:
-    for text, count in told[:_MOST_LISTED]:
+def _left_out_changes(dropped_texts: list[tuple[str, int]]) -> Iterator[Change]:
+    for text, count in dropped_texts[:_MOST_LISTED]:
         yield Change("left-out", text, count)
-    if len(told) > _MOST_LISTED:
-        count = sum(count for _, count in told[_MOST_LISTED:])
-        places = counted(len(told) - _MOST_LISTED, "more place")
+    if len(dropped_texts) > _MOST_LISTED:
+        count = sum(count for _, count in dropped_texts[_MOST_LISTED:])
+        places = counted(len(dropped_texts) - _MOST_LISTED, "more place")
         yield Change("left-out", f"{counted(count, 'entry')} in {places}", count)
 
 

@@ -339,7 +339,7 @@ class _Plan:
         grown: dict[str, Sequence[int | None]] = {}
         sizes = adapter.vocabulary_sizes()
         for module, factors in adapter.factors.items():
-            name = self._found(adapter, module, f"{module}.weight", taken)
+            name = self._claim_key(adapter, module, f"{module}.weight", taken)
             shape = _weight_shape(factors)
             if _has_more_rows(shape, self.part.node[name].shape) and shape[0] in sizes:
                 grown[name] = shape
@@ -349,14 +349,14 @@ class _Plan:
         self._check_turns(adapter, taken)
         replaced: dict[str, str] = {}
         for own, tensor in adapter.saved.items():
-            name = self._found(adapter, own, own, replaced)
+            name = self._claim_key(adapter, own, own, replaced)
             old: TensorRef = self.part.node[name]
             if _has_more_rows(tensor.shape, old.shape):
                 grown[name] = tensor.shape
             elif tensor.shape != old.shape or not tensor.has_content:
                 raise UsageError(
-                    f"{printable(own)!r} is {_described(tensor, old)} in the adapter and "
-                    f"{_described(old, tensor)} in the base",
+                    f"{printable(own)!r} is {_describe_tensor(tensor, old)} in the adapter and "
+                    f"{_describe_tensor(old, tensor)} in the base",
                     file=adapter.path,
                 )
             self._replaced[name] = tensor
@@ -448,7 +448,7 @@ class _Plan:
                 hint="set fan_in_fan_out in the adapter_config.json next to it",
             )
 
-    def _found(self, adapter: _Adapter, shown: str, wanted: str, taken: dict[str, str]) -> str:
+    def _claim_key(self, adapter: _Adapter, shown: str, wanted: str, taken: dict[str, str]) -> str:
         """Return the key in the base for a tensor of the adapter, and mark it as used.
 
         Raises:
@@ -482,9 +482,9 @@ class _Plan:
         if found := _KOHYA.match(wanted):
             flat = wanted[found.end() :].removesuffix(".weight")
             yield self._flat.get(flat, [])
-            yield _ending(self._flat, f"_{flat}")
+            yield _match_ending(self._flat, f"_{flat}")
         yield self._names.get(wanted.partition(".")[2], [])
-        yield _ending(self._names, f".{wanted}")
+        yield _match_ending(self._names, f".{wanted}")
 
 
 def _weight_shape(factors: Factors) -> tuple[int | None, ...]:
@@ -498,13 +498,13 @@ def _has_more_rows(shape: Sequence[int | None], old: Sequence[int | None]) -> bo
     return shape[0] > old[0] and tuple(shape[1:]) == tuple(old[1:])
 
 
-def _described(tensor: TensorRef, other: TensorRef) -> str:
+def _describe_tensor(tensor: TensorRef, other: TensorRef) -> str:
     """Return the shape, and the kind if that is the difference from another tensor."""
     shape = str(list(tensor.shape))
     return shape if tensor.kind == other.kind else f"{tensor.kind} {shape}"
 
 
-def _ending(names: Mapping[str, list[str]], end: str) -> list[str]:
+def _match_ending(names: Mapping[str, list[str]], end: str) -> list[str]:
     return [name for one, found in names.items() if one.endswith(end) for name in found]
 
 

@@ -93,10 +93,10 @@ class _Live(LiveTree):
         if not isinstance(node, (dict, list, tuple, Opaque)):
             return node
         if id(node) not in self._made_nodes:
-            self._made_nodes[id(node)] = self._made_anew(node)
+            self._made_nodes[id(node)] = self._make_object(node)
         return self._made_nodes[id(node)]
 
-    def _made_anew(self, node: Any) -> Any:
+    def _make_object(self, node: Any) -> Any:
         if isinstance(node, (list, tuple)):
             return type(node)([self.live(item) for item in node])
         if isinstance(node, Opaque):

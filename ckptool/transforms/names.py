@@ -64,11 +64,12 @@ def moved_metadata(
     the entry at its new path. If a module, such as the root, moves into a new one, the new one gets
     an entry with version 1.
     """
-    found = _followed(metadata, names)
+    found = _follow_keys(metadata, names)
     if rename_module is None:
-        rename_module, metadata = _with_nearest(names), _without_merged(metadata, names, found)
+        rename_module, metadata = _follow_nearest(names), _without_merged(metadata, names, found)
     targets = {
-        path: found[path] if path in found else _loose(path, rename_module) for path in metadata
+        path: found[path] if path in found else _targets_by_rule(path, rename_module)
+        for path in metadata
     }
     every = [(rank, new, path) for path, ranks in targets.items() for new, rank in ranks.items()]
     claims: dict[Any, Any] = {}
@@ -82,7 +83,7 @@ def moved_metadata(
     return moved
 
 
-def _followed(metadata: Container[Any], names: Mapping[str, str]) -> dict[str, Targets]:
+def _follow_keys(metadata: Container[Any], names: Mapping[str, str]) -> dict[str, Targets]:
     """Return the new paths of modules by the keys below them, as long as only the front changes."""
     found: dict[str, Targets] = {}
     modules = dict.fromkeys((_parent(name), _parent(new)) for name, new in names.items())
@@ -100,14 +101,14 @@ def _followed(metadata: Container[Any], names: Mapping[str, str]) -> dict[str, T
     return found
 
 
-def _with_nearest(names: Mapping[str, str]) -> Renamer:
+def _follow_nearest(names: Mapping[str, str]) -> Renamer:
     above_names = {""}  # `_metadata` may lack some
     for name in names:
         path = _parent(name)
         while path not in above_names:
             above_names.add(path)
             path = _parent(path)
-    found = _followed(above_names, names)
+    found = _follow_keys(above_names, names)
 
     def rename(path: str) -> str:
         above = path
@@ -131,7 +132,7 @@ def _without_merged(
     return remaining_metadata(metadata, names, (one for one in names if _parent(one) in own))
 
 
-def _loose(path: Any, rename_module: Renamer) -> Targets:
+def _targets_by_rule(path: Any, rename_module: Renamer) -> Targets:
     new = rename_module(path) if isinstance(path, str) else path
     return {new: _LOOSE_STAYS if new == path else _LOOSE_MOVES}
 
@@ -216,7 +217,7 @@ class NamePlan:
         if not self.instead:
             return checkpoint.with_root(checkpoint.root, *self.changes)
 
-        root = _with_instead(checkpoint.root, self.instead)
+        root = _replace_nodes(checkpoint.root, self.instead)
         return checkpoint.with_root(root, *self.changes)
 
     def note(self, names: Iterable[str], renamed: dict[str, str]) -> None:
@@ -348,7 +349,7 @@ def with_items(
     return checkpoint.with_root(root, *changes)
 
 
-def _with_instead(root: Any, instead: dict[int, Any]) -> Any:
+def _replace_nodes(root: Any, instead: dict[int, Any]) -> Any:
     def chosen(node: Any) -> Any:
         return instead.get(id(node), node)
 
@@ -446,7 +447,7 @@ def unwrapped_modules(
             for child in children.values()
             if id(child) not in inside
         )
-    after = wrapped_names(module_state(_with_instead(root, instead)) or OrderedMap())
+    after = wrapped_names(module_state(_replace_nodes(root, instead)) or OrderedMap())
     if len(after) != len(names):  # modules that the file has under several keys
         raise NameCollision("two keys of a module would become the same key", hint=COLLISION_HINT)
     renamed = {name: new for name, new in zip(names, after, strict=True) if new != name}
@@ -636,16 +637,16 @@ class Strip(Step):
                 result = strip_names(names, **options)
                 plan.rename(part, names, result.renamed, result.rename_module)
                 if result.renamed:
-                    plan.changes.append(_stripped(part, result, result.renamed))
+                    plan.changes.append(_strip_change(part, result, result.renamed))
                 if self.at is None:
                     left = [result.renamed.get(name, name) for name in names]
-                    plan.changes.extend(_kept_in_part(part, left, self.only))
+                    plan.changes.extend(_warn_of_partial_wrapper(part, left, self.only))
             elif part.kind == "module":
                 found = unwrapped_modules(part.holder, **options)
                 plan.instead.update(found.instead)
                 plan.note(names, found.renamed)
                 if found.instead and found.wanted is not None:
-                    plan.changes.append(_stripped(part, found.wanted, found.renamed))
+                    plan.changes.append(_strip_change(part, found.wanted, found.renamed))
                 if found.keeps:
                     text = (
                         f"the pickled module at {where(part.path)} keeps keys with wrapper prefixes"
@@ -733,7 +734,7 @@ def _add(plan: NamePlan, part: Section, wrapper: str, at: str | None) -> None:
         plan.changes.append(Change("add", text, len(renamed)))
 
 
-def _kept_in_part(
+def _warn_of_partial_wrapper(
     part: Section, names: list[str], only: str | Sequence[str] | None
 ) -> Iterator[Change]:
     """Warn if most keys have `module.`, which stays because not all keys have it."""
@@ -747,7 +748,7 @@ def _kept_in_part(
         yield Change("warning", text, len(within))
 
 
-def _stripped(part: Section, result: StripResult, renamed: dict[str, str]) -> Change:
+def _strip_change(part: Section, result: StripResult, renamed: dict[str, str]) -> Change:
     prefixes = " and ".join(f'"{wrapper}."' for wrapper in result.wrappers)
     levels = f" ({result.levels} levels)" if result.levels > 1 else ""
     text = f"removed {prefixes} from {counted(len(renamed), 'key')}{inside(part.path)}{levels}"

@@ -80,17 +80,19 @@ class Overlay(Step):
                 hint="add --model-only to convert it to a state dict first",
             )
         if isinstance(self.source, Checkpoint):
-            return self._over(checkpoint, part, self.source)
+            return self._overlay_section(checkpoint, part, self.source)
         other = open_checkpoint(os.fspath(self.source))
         try:
-            return self._over(checkpoint, part, other)
+            return self._overlay_section(checkpoint, part, other)
         except BaseException:
             other.close()
             raise
 
-    def _over(self, checkpoint: Checkpoint, part: Section, other: Checkpoint) -> Checkpoint:
+    def _overlay_section(
+        self, checkpoint: Checkpoint, part: Section, other: Checkpoint
+    ) -> Checkpoint:
         theirs = plain_state_dict(other, model_state_dict(other, self.key))
-        taken = self._taken(theirs, other)
+        taken = self._select_tensors(theirs, other)
         own = {name: one for name, one in part.node.items() if isinstance(one, TensorRef)}
         bare = bare_names(own)
         by_bare = {short: name for name, short in bare.items()}
@@ -98,7 +100,7 @@ class Overlay(Step):
         pairs = {by_bare[short]: one for short, one in taken.items() if short in by_bare}
         added = {wrapper + short: one for short, one in taken.items() if short not in by_bare}
         if not pairs:
-            raise self._nothing(checkpoint, part, taken, by_bare, other)
+            raise self._no_common_key(checkpoint, part, taken, by_bare, other)
         if added and not self.add:
             raise UsageError(
                 f"{counted(len(added), 'tensor')} of {printable(other.path)} "
@@ -111,7 +113,7 @@ class Overlay(Step):
         _check_companions(checkpoint, part.node, pairs.keys(), "the model")
         chosen = {name for name, one in theirs.items() if any(one is it for it in taken.values())}
         _check_companions(other, theirs, chosen, "the other file")
-        tied = _followers(own, pairs)
+        tied = _tied_replacements(own, pairs)
         instead = {**pairs, **tied}
         items = [(name, instead.get(name, value)) for name, value in part.holder.items()]
         text = (
@@ -131,7 +133,7 @@ class Overlay(Step):
         made = with_items(checkpoint, entries, *changes)
         return replace(made, sources=(*made.sources, *other.sources))
 
-    def _taken(self, theirs: OrderedMap, other: Checkpoint) -> dict[str, TensorRef]:
+    def _select_tensors(self, theirs: OrderedMap, other: Checkpoint) -> dict[str, TensorRef]:
         """Return the tensors of the other file by their keys in the model."""
         tensors = {name: one for name, one in theirs.items() if isinstance(one, TensorRef)}
         bare = bare_names(tensors)
@@ -142,7 +144,7 @@ class Overlay(Step):
         front = f"{self.at}." if self.at is not None else ""
         return {front + path[0]: one for path, one in chosen.of(index)}
 
-    def _nothing(
+    def _no_common_key(
         self,
         checkpoint: Checkpoint,
         part: Section,
@@ -215,7 +217,7 @@ def _check_companions(
             )
 
 
-def _followers(
+def _tied_replacements(
     own: Mapping[str, TensorRef], pairs: Mapping[str, TensorRef]
 ) -> dict[str, TensorRef]:
     """Return the new tensors of keys that are only tied to a replaced one."""

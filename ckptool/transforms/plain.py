@@ -293,7 +293,7 @@ _HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffe
 _OF_EVERY_MODULE = frozenset({"training", "_version", "_is_full_backward_hook", "_backend"})
 
 
-def _beside_state(module: Opaque) -> tuple[list[str], list[str]]:
+def _content_outside_state(module: Opaque) -> tuple[list[str], list[str]]:
     """Return the content of a module that is not in its `state_dict()`: tensors, and attributes.
 
     Tensors with another key in the state dict (`_flat_weights` of an LSTM) do not count.
@@ -369,22 +369,22 @@ class Plain(Step):
                 have no values.
         """
         if not self.drop_objects:
-            return self._converted(checkpoint)
+            return self._convert(checkpoint)
         made = (
-            self._converted(checkpoint)
+            self._convert(checkpoint)
             if self.plain
-            else _dropped(checkpoint, hint="add --plain to convert objects to plain data")
+            else _drop_rejected(checkpoint, hint="add --plain to convert objects to plain data")
         )
         asked = tuple(replace(one, wanted=one.wanted or one.needed) for one in made.changes)
         return made if asked == made.changes else replace(made, changes=asked)
 
-    def _converted(self, checkpoint: Checkpoint) -> Checkpoint:
+    def _convert(self, checkpoint: Checkpoint) -> Checkpoint:
         checkpoint = checkpoint.with_late_values()
         refuse_placeholders(checkpoint)
         result = _with_forms(checkpoint, _plain_forms(checkpoint, partly=self.drop_objects))
         if self.drop_objects:
-            return _dropped(result, hint=None)
-        remaining = [_remaining(path, node) for path, node in refusals(result.root)]
+            return _drop_rejected(result, hint=None)
+        remaining = [_describe_remaining(path, node) for path, node in refusals(result.root)]
         if remaining:
             raise NotRepresentable(
                 f"{counted(len(remaining), 'object')} cannot be converted to plain data "
@@ -396,7 +396,7 @@ class Plain(Step):
         return result
 
 
-def _dropped(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:
+def _drop_rejected(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:
     kept = _with_forms(checkpoint, _kept_form)
     found = [
         Change("left-out", _sentence(path, node), 1, wanted=True)
@@ -410,7 +410,7 @@ def _dropped(checkpoint: Checkpoint, hint: str | None) -> Checkpoint:
             file=checkpoint.path or None,
             hint=hint,
         )
-    result = kept.with_root(rebuild(kept.root, _kept, _with_kept_entries), *found)
+    result = kept.with_root(rebuild(kept.root, _strip_rejected, _with_kept_entries), *found)
     _check_models(kept, result, hint)
     _refuse_nothing(kept, result, hint)
     return result
@@ -463,8 +463,8 @@ def _sentence(path: Path, node: Any) -> str:
     return f"{where(path)} ({printable(class_of(node))}{inside})"
 
 
-def _remaining(path: Path, node: Any) -> str:
-    lost = _beside_state(node)[0] if is_module(node) else ()
+def _describe_remaining(path: Path, node: Any) -> str:
+    lost = _content_outside_state(node)[0] if is_module(node) else ()
     beside = f", except for its state_dict: {listed(lost, _MOST_NAMED)}" if lost else ""
     return f"{where(path)} ({class_of(node)}{beside})"
 
@@ -482,7 +482,7 @@ def _plain_forms(checkpoint: Checkpoint, *, partly: bool) -> Forms:
         if not is_module(leaf):
             return plain_form(leaf)
         state = model_state(leaf)
-        if state is None or (not partly and _beside_state(leaf)[0]):
+        if state is None or (not partly and _content_outside_state(leaf)[0]):
             return leaf
         return plain_state_dict(checkpoint, Section((), "module", state, leaf))
 
@@ -534,10 +534,10 @@ def _form_changes(root: Any, form_of: Forms, forms: dict[int, Any]) -> Iterator[
             continue
         name = where(path_of(link))
         yield Change(
-            "plain", f"{name}: converted {printable(class_of(node))} to {_described(form)}", 1
+            "plain", f"{name}: converted {printable(class_of(node))} to {_describe_form(form)}", 1
         )
         if is_module(node):
-            tensors, attributes = _beside_state(node)
+            tensors, attributes = _content_outside_state(node)
             settings.update(dict.fromkeys(attributes))
             for lost in tensors:
                 yield Change("left-out", f"{name}: {lost}", 1, wanted=True)
@@ -557,7 +557,7 @@ def _objects_in_keys(root: Any) -> set[int]:
     return {id(node) for node in everything(keys) if isinstance(node, Opaque)}
 
 
-def _described(form: Any) -> str:
+def _describe_form(form: Any) -> str:
     names = {TensorRef: "tensor", Opaque: "set", OrderedMap: "OrderedDict", str: "text"}
     word = names.get(type(form), type(form).__name__)
     article = "an " if word[0] in "aeiouO" else "a "
@@ -567,7 +567,7 @@ def _described(form: Any) -> str:
 # Leaving out
 
 
-def _kept(leaf: Any) -> Any:
+def _strip_rejected(leaf: Any) -> Any:
     """Return a leaf without rejected parts; None for a rejected leaf."""
     if is_refused(leaf):
         return None

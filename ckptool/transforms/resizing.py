@@ -53,9 +53,9 @@ def _by_glob(kind: str, glob: str, one: _One) -> SectionRule:
                 known[node.place], text = one(name, node, file)
                 was, now = (made.sizes[0] for made in (node, known[node.place]))
                 is_new = node.kind == "numpy" and known[node.place] is not node
-                told = f"{printable(name)}: {text}"
-                told += "; a tensor takes the place of the numpy array" if is_new else ""
-                work.changes.append(Change(kind, told, 1, was=was, now=now))
+                sentence = f"{printable(name)}: {text}"
+                sentence += "; a tensor takes the place of the numpy array" if is_new else ""
+                work.changes.append(Change(kind, sentence, 1, was=was, now=now))
             else:
                 work.changes.append(Change(kind, f"{printable(name)}: tied to another, as it", 1))
             work.items[at] = name, known[node.place]

@@ -46,7 +46,7 @@ def _children(node: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(node)
 
 
-def _found(node: Any, rest: str, above: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _find_nodes(node: Any, rest: str, above: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield every node whose path is exactly `rest`."""
     quoted, behind = _first_key(rest)
     for key, child in _children(node):
@@ -54,21 +54,23 @@ def _found(node: Any, rest: str, above: Path = ()) -> Iterator[tuple[Path, Any]]
         if quoted is not None:
             if text == quoted:
                 yield from (
-                    [((*above, key), child)] if not behind else _found(child, behind, (*above, key))
+                    [((*above, key), child)]
+                    if not behind
+                    else _find_nodes(child, behind, (*above, key))
                 )
         elif text == rest:
             yield (*above, key), child
         elif rest.startswith(f"{text}/"):
-            yield from _found(child, rest[len(text) + 1 :], (*above, key))
+            yield from _find_nodes(child, rest[len(text) + 1 :], (*above, key))
 
 
-def _at(checkpoint: Checkpoint, path: str) -> tuple[Path, Any] | None:
+def _find_at(checkpoint: Checkpoint, path: str) -> tuple[Path, Any] | None:
     """Return the keys and node at an exact path, or None.
 
     Raises:
         AmbiguousName: if several keys with slashes make the same path.
     """
-    found = list(_found(checkpoint.root, path)) if path else [((), checkpoint.root)]
+    found = list(_find_nodes(checkpoint.root, path)) if path else [((), checkpoint.root)]
     if len(found) > 1:
         raise AmbiguousName(
             f"{printable(path)!r} is ambiguous: it could be "
@@ -79,19 +81,19 @@ def _at(checkpoint: Checkpoint, path: str) -> tuple[Path, Any] | None:
     return found[0] if found else None
 
 
-def _existing(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
-    found = _at(checkpoint, path)
+def _require_at(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
+    found = _find_at(checkpoint, path)
     if found is None or not found[0]:
-        raise _nothing_at(checkpoint, path)
+        raise _not_found(checkpoint, path)
     return found
 
 
-def _nothing_at(checkpoint: Checkpoint, path: str) -> NotFound:
+def _not_found(checkpoint: Checkpoint, path: str) -> NotFound:
     """Return the error for a missing path, with the nearest existing paths."""
     file, node, above = checkpoint.path or None, checkpoint.root, path
     while "/" in above:
         above = above.rpartition("/")[0]
-        found = _at(checkpoint, above)
+        found = _find_at(checkpoint, above)
         if found is not None:
             node = found[1]
             break
@@ -121,11 +123,11 @@ def _place_of(checkpoint: Checkpoint, path: str) -> tuple[Path, Any]:
         UsageError: if it is not a dict.
     """
     above, key = _split(path)
-    found = _at(checkpoint, above)
+    found = _find_at(checkpoint, above)
     if found is None:
-        raise _nothing_at(checkpoint, above)
+        raise _not_found(checkpoint, above)
     if isinstance(found[1], Opaque):
-        raise _nothing_at(checkpoint, path)
+        raise _not_found(checkpoint, path)
     if not isinstance(found[1], dict):
         what = "the root" if not above else printable(above)
         raise UsageError(
@@ -158,7 +160,7 @@ class _Edit:
     added: dict[Any, Any] = field(default_factory=dict)
 
 
-def _edited(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any:
+def _apply_edits(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any:
     """Return the node with all edits below it; nodes without edits are the same objects."""
     edit = edits.get(path)
     if edit is None and not any(is_within(one, path) for one in edits):
@@ -170,10 +172,10 @@ def _edited(node: Any, edits: Mapping[Path, _Edit], path: Path = ()) -> Any:
             if key in added:  # at the position of the old entry
                 items.append((key, added.pop(key)))
             elif key not in edit.gone:
-                items.append((edit.renamed.get(key, key), _edited(value, edits, (*path, key))))
+                items.append((edit.renamed.get(key, key), _apply_edits(value, edits, (*path, key))))
         return remade(node, [*items, *added.items()])
     values = [
-        edit.added[at] if at in edit.added else _edited(value, edits, (*path, at))
+        edit.added[at] if at in edit.added else _apply_edits(value, edits, (*path, at))
         for at, value in enumerate(node)
     ]
     return values if isinstance(node, list) else type(node)(values)
@@ -254,7 +256,7 @@ class Move(Step):
         """
         rules = cast("dict[str, str]", self.paths)  # set by __post_init__
         file = checkpoint.path or None
-        olds = {old: _existing(checkpoint, old) for old in rules}
+        olds = {old: _require_at(checkpoint, old) for old in rules}
         moving = {path for path, _ in olds.values()}
         edits: dict[Path, _Edit] = {}
         for old, new in rules.items():
@@ -267,7 +269,7 @@ class Move(Step):
                     f"{printable(new)!r} is inside {printable(name_of(inside))!r}, which moves",
                     file=file,
                 )
-            there = _at(checkpoint, new)
+            there = _find_at(checkpoint, new)
             if there is not None and there[0] not in moving:
                 raise UsageError(
                     f"{printable(new)!r} already exists",
@@ -284,7 +286,7 @@ class Move(Step):
             Change("move", f"moved {printable(old)} to {printable(new)}", 1)
             for old, new in rules.items()
         ]
-        return checkpoint.with_root(_edited(checkpoint.root, edits), *changes)
+        return checkpoint.with_root(_apply_edits(checkpoint.root, edits), *changes)
 
 
 def plain_json(text: str) -> Any:
@@ -325,10 +327,12 @@ def _check_value(value: Any, depth: int = 0) -> None:
         _check_value(one, depth + 1)
 
 
-def _as(old: Any, new: Any) -> Any:
+def _restore_tuples(old: Any, new: Any) -> Any:
     """Return the new value with tuples where the old one has them, because JSON has only lists."""
     if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
-        values = [_as(old[at] if at < len(old) else None, one) for at, one in enumerate(new)]
+        values = [
+            _restore_tuples(old[at] if at < len(old) else None, one) for at, one in enumerate(new)
+        ]
         return values if isinstance(old, list) else type(old)(values)
     return new
 
@@ -382,12 +386,12 @@ class Set(Step):
                 before = repr(header[key]) if key in header else None
                 header[key] = value
             else:
-                found = _at(checkpoint, path)
+                found = _find_at(checkpoint, path)
                 if found is not None:
                     where, old = found
                     _refuse_over(checkpoint, path, old)
                     before = summarize(old)
-                    value = _as(old, value)
+                    value = _restore_tuples(old, value)
                 else:
                     above, key = _place_of(checkpoint, path)
                     where, before = (*above, key), None
@@ -396,7 +400,7 @@ class Set(Step):
             changes.append(Change("set", f"set {printable(path)} to {text}{was}", 1))
         details = replace(checkpoint.details, header=header)
         made = replace(checkpoint, details=details)
-        root = _edited(checkpoint.root, edits) if edits else checkpoint.root
+        root = _apply_edits(checkpoint.root, edits) if edits else checkpoint.root
         if root is checkpoint.root and isinstance(root, dict):
             root = remade(root, root)  # a new tree, so that the file counts as changed
         return made.with_root(root, *changes)
@@ -463,7 +467,7 @@ class Drop(Step):
         edits: dict[Path, _Edit] = {}
         changes = list[Change]()
         for text in self.paths:
-            path, node = _existing(checkpoint, text)
+            path, node = _require_at(checkpoint, text)
             _refuse_item(checkpoint, path, "dropped")
             if not self.force:
                 _refuse_parameters(checkpoint, text, path)
@@ -475,7 +479,7 @@ class Drop(Step):
             changes.append(
                 Change("left-out", f"{printable(text)}{what}", max(count, 1), wanted=True)
             )
-        root = _edited(checkpoint.root, edits)
+        root = _apply_edits(checkpoint.root, edits)
         if not root:
             raise NotFound("nothing would remain", file=checkpoint.path or None)
         return checkpoint.with_root(root, *changes)

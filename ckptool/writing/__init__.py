@@ -1,4 +1,4 @@
-"""From a checkpoint to a file: the plan, its refusals, its execution, what is told of it."""
+"""Write a checkpoint to a file: the plan, its checks, its execution, the receipt."""
 
 from ckptool.writing.save import Receipt as Receipt, save as save
 from ckptool.writing.target import (

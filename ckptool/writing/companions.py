@@ -1,4 +1,4 @@
-"""The files that `from_pretrained` wants beside weights: configuration, tokenizer, processor."""
+"""The files that `from_pretrained` needs next to weights: configuration, tokenizer, processor."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ PATTERNS = (
 )
 """Names of the files that are copied: neither weights nor code."""
 _FOLDERS = ("", "huggingface", "hf")
-"""Where they lie in the folder of a checkpoint: verl has `huggingface`, Megatron-Bridge `hf`."""
+"""Their folders inside that of a checkpoint: verl has `huggingface`, Megatron-Bridge `hf`."""
 
 
 def folder_of_companions(checkpoint: Checkpoint) -> str | None:
-    """Return the folder with such files in the folder that a checkpoint is, or is opened by."""
+    """Return the folder with these files for a checkpoint, or None."""
     root, format = checkpoint.path, checkpoint.format
     if not os.path.isdir(root):
         names_others = shard_of(format) or format_of(format).index_name
@@ -65,7 +65,7 @@ def folder_of_companions(checkpoint: Checkpoint) -> str | None:
 
 
 def _companions(names: Iterable[str], library: str | None = None) -> list[str]:
-    """Return which names are those of companions; the configuration of an adapter for peft only."""
+    """Return the names of companion files; the configuration of an adapter only for peft."""
     wanted = (name for name in names if any(fnmatchcase(name, one) for one in PATTERNS))
     return [name for name in wanted if name != ADAPTER_CONFIG or library in (None, "peft")]
 
@@ -78,14 +78,13 @@ def with_companions(
     *,
     keeps: bool = False,
 ) -> tuple[WritePlan, Sequence[Change]]:
-    """Return `plan` with the files of `folder` in that of `path`, where the weights are.
+    """Return `plan` with the files of `folder` next to the weights at `path`, and warnings.
 
-    The copy of `config.json` follows the changes of `checkpoint`; what it states and the file did
-    not have is a warning, returned too.
-    `keeps`: a file that exists in the target stays, and is named.
+    The copy of `config.json` reflects the changes of `checkpoint`. A warning reports statements
+    that do not match the weights. `keeps`: existing files in the target stay, with a note.
 
     Raises:
-        FileMissing: there is no such folder, or no such file in it.
+        FileMissing: if the folder does not exist, or has none of these files.
     """
     target = os.path.dirname(path)
     try:

@@ -1,6 +1,6 @@
-"""The copy of a model's `config.json`: what was changed in the weights is changed in it.
+"""The copy of a model's `config.json`, updated with the changes of the weights.
 
-The text is edited where a value changes: everything else stays as it is, to the byte.
+Only changed values are edited; every other byte stays the same.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.words import listed, printable
 
 _MOST = 1 << 20
-"""Bytes of it that are looked into."""
+"""The most bytes to parse."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _QUANTIZATION = ("quantization_config", "quantization")
-"""Of transformers; of MLX, which writes both."""
+"""The key of transformers, then of MLX, which writes both."""
 _ROWS, _TYPES, _TEXT = "vocab_size", ("torch_dtype", "dtype"), "text_config"
 
 
 class Edited(NamedTuple):
-    """A configuration as it is to be written."""
+    """A configuration to write."""
 
     data: bytes | None = None
-    """None: as it is."""
+    """The new text. None: unchanged."""
     notes: tuple[str, ...] = ()
     warnings: tuple[Change, ...] = ()
 
 
 class _Member(NamedTuple):
-    """A key and a value of an object, where they are in the text."""
+    """The positions of a key and a value in the text."""
 
     key: str
     value: object
@@ -41,7 +41,7 @@ class _Member(NamedTuple):
 
 
 def edited(path: str, checkpoint: Checkpoint) -> Edited:
-    """Return a configuration that follows the changes of a checkpoint."""
+    """Return a configuration with the changes of a checkpoint."""
     changes = checkpoint.changes
     plain = any(one.kind == "dequantize" for one in changes)
     rows = {one.was: one.now for one in changes if one.kind == "resize" and one.was != one.now}
@@ -77,7 +77,7 @@ class _Work:
         self.warnings: list[Change] = []
 
     def follow(self, start: int, prefix: str, *, plain: bool = False) -> None:
-        """Edit the object that begins at `start`, and that of the text model in it."""
+        """Edit the object that starts at `start`, and that of the text model in it."""
         members = list(_members(self._text, start))
         gone = [plain and one.key in _QUANTIZATION for one in members]
         leading = next((at for at, is_gone in enumerate(gone) if not is_gone), len(gone))
@@ -129,7 +129,7 @@ class _Work:
 
 
 def _members(text: str, start: int) -> Iterator[_Member]:
-    """Yield the members of the JSON object whose brace is at `start`, which is well-formed."""
+    """Yield the members of the well-formed JSON object at `start`."""
     decoder = json.JSONDecoder()
 
     def after(at: int) -> int:

@@ -1,9 +1,9 @@
-"""A set of files that several processes write together, on one machine or on many.
+"""Write a set of files with several processes, on one machine or many.
 
-Each process writes files beside their targets, under names of its own; those that are whole get
-names that are made of the plan, so that the same plan, begun again, goes on with them; any other
-plan removes them. Once all are there the first process writes the index and renames them, as
-`atomic_set` does.
+Each process writes files next to their targets, under temporary names. Complete files get names
+derived from the plan, so that the same plan continues with them after an interruption; any other
+plan removes them. When all are complete, the first process writes the index and renames them, like
+`atomic_set`.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ _Result = TypeVar("_Result")
 
 
 class WriterGroup(Protocol):
-    """The processes that make the same calls in the same order; `loading.ranks.Ranks` is one."""
+    """Processes that make the same calls in the same order, such as `loading.ranks.Ranks`."""
 
     @property
     def own(self) -> int:
-        """The number of this process."""
+        """The rank of this process."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether a process has failed, as far as known here; nothing is waited for."""
+        """True if a process is known to have failed; does not wait."""
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """Raise an error in every process if the block raises in one of them."""
 
     def first(self, work: Callable[[], _Result]) -> _Result:
-        """Do the work in process 0 alone, and return its result in all of them."""
+        """Do the work only in process 0, and return its result in all processes."""
 
     def all(self, own: _Result) -> list[_Result]:
-        """Return what each process gives, in the order of their numbers."""
+        """Return the value of each process, in the order of ranks."""
 
 
 def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -> None:
-    """Write the files of a plan, those of each process by itself, and their index last.
+    """Write the files of a plan, each process its own, and their index last.
 
     Args:
-        plan: With an index; the same in every process.
-        job: As `save` has it.
+        plan: A plan with an index, the same in every process.
+        job: The job of `save`.
         group: The processes.
-        options: What else the bytes depend on: with the plan it names what is being written.
+        options: Everything else that the bytes depend on, to identify the same write later.
 
     Raises:
-        As `save`, in every process what is raised in one.
+        As `save`, in every process if it is raised in one.
     """
     _check_same_sources(job, group)
     target = os.path.realpath(plan.index)
@@ -72,7 +72,7 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
     kept: set[str] = set()
 
     def begin() -> frozenset[str]:
-        """Take the set, and return the targets of files that an earlier run has left whole."""
+        """Claim the set, and return the targets of files that an earlier run completed."""
         whole = [part for part in parts[:-1] if _size(names[part.path]) == part.size]
         for part in whole:
             part.temporary = names[part.path]
@@ -95,7 +95,7 @@ def write_divided(plan: WritePlan, job: Job, group: WriterGroup, options: str) -
 
 
 def finish_divided(plan: WritePlan, job: Job, options: str) -> bool:
-    """Finish the same write, if a kill has cut short its renames; return whether one had.
+    """Finish the same write if its renames were interrupted; return True if they were.
 
     Raises:
         As `recover_set`.
@@ -111,7 +111,7 @@ def _check_same_sources(job: Job, group: WriterGroup) -> None:
     """Refuse sources that are not the same files in all processes.
 
     Raises:
-        UnreadableFile: naming the first.
+        UnreadableFile: if one differs; the message shows the first.
     """
     seen = group.all([source.version() for source in job.checkpoint.sources])
     for number, source in enumerate(job.checkpoint.sources):
@@ -125,10 +125,10 @@ def _check_same_sources(job: Job, group: WriterGroup) -> None:
 
 
 def _token(plan: WritePlan, job: Job, options: str) -> str:
-    """Return what another write of a write has not: its sources, its options and its files."""
+    """Return a token that identifies a write by its sources, options and files."""
     checkpoint, known = job.checkpoint, [options]
     known += (f"{source.name} {source.version()}" for source in checkpoint.sources)
-    for folder, _, names in sorted(os.walk(checkpoint.path)):  # most is opened when it is read
+    for folder, _, names in sorted(os.walk(checkpoint.path)):  # most files open on first read
         for path in (os.path.join(folder, name) for name in sorted(names)):
             status = os.stat(path) if os.path.isfile(path) else None
             known += [f"{path} {status.st_size} {status.st_mtime_ns}"] if status else []
@@ -147,7 +147,7 @@ def _size(path: str) -> int | None:
 
 
 def _shares(parts: Sequence[PendingFile], count: int) -> list[list[PendingFile]]:
-    """Deal the files out, the largest first, each to the process that has the fewest bytes."""
+    """Distribute the files, largest first, each to the process with the fewest bytes."""
     shares: list[list[PendingFile]] = [[] for _ in range(count)]
     for part in sorted(parts, key=lambda part: -part.size):
         min(shares, key=lambda share: sum(one.size for one in share)).append(part)
@@ -161,7 +161,7 @@ def _write(
     format: str,
     group: WriterGroup,
 ) -> None:
-    """Write the files of this process; after a failure of another one, no further file."""
+    """Write the files of this process; stop after a failure of another one."""
     total, done = sum(part.size for _, part in own), 0
     roots = [file.holds.root for file, _ in own if file.holds]
     roots += [member.holds.root for file, _ in own for member in file.members]
@@ -186,7 +186,7 @@ def _write(
 def _finish(
     plan: WritePlan, target: str, parts: Sequence[PendingFile], names: Mapping[str, str], job: Job
 ) -> None:
-    """Write the index and give all files their names, as process 0."""
+    """Write the index and rename all files to their targets, in process 0."""
     index = parts[-1]
     index.reserve()
     with worded(index.path), index.output(None) as output:

@@ -1,4 +1,4 @@
-"""A planned write, carried out: whole, or not at all."""
+"""Execute a planned write, completely or not at all."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from ckptool.writing.verification import source_check, verify, verify_file
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be written, where, and under which conditions."""
+    """The sources and target of a write, and its conditions."""
 
     checkpoint: Checkpoint
     path: str
     overwrite: bool
     in_place: bool
-    """Whether the target is the source, or has its name."""
+    """True if the target is the source, or has its name."""
     verify: bool
     progress: Progress | None
 
     @property
     def may_replace(self) -> bool:
-        """Whether a file that is there may be replaced."""
+        """True if an existing file may be replaced."""
         return self.overwrite or self.in_place
 
     @property
     def mode(self) -> int | None:
-        """The permission bits of new files, those of the first source; None: there is none."""
+        """The permission bits of new files, from the first source, if any."""
         open_files = self.open_files()
         return stat.S_IMODE(os.fstat(open_files[0]).st_mode) & 0o777 if open_files else None
 
@@ -49,13 +49,13 @@ class Job:
         return [fd for source in self.checkpoint.sources if (fd := source.fd()) is not None]
 
     def check_sources(self) -> None:
-        """Refuse to keep what was read of a file that changed; in place, it must still be there.
+        """Refuse the result if a source changed; in place, it must also still exist.
 
-        A source of which another file has taken the place stays what it was, and is told.
+        A source that was replaced by another file is still intact, and only noted.
 
         Raises:
-            UnreadableFile: a source has been written to.
-            WriteError: in place, another file has taken the place of the source, or none.
+            UnreadableFile: if a source was written to.
+            WriteError: if, in place, the source was replaced or removed.
         """
         sources = self.checkpoint.sources
         for source in sources:
@@ -73,11 +73,11 @@ class Job:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Where a source has been written to, what is found wrong with it comes from that.
+        """Attribute errors in the block to a source that was written to, if one was.
 
         Raises:
-            UnreadableFile: it has, and something went wrong that is no refusal of the system.
-            TruncatedFile: it has become shorter.
+            UnreadableFile: if one was, and the error is not from the system.
+            TruncatedFile: if it became shorter.
         """
         try:
             yield
@@ -88,8 +88,8 @@ class Job:
             raise
 
 
-def carry_out(plan: WritePlan, job: Job) -> None:
-    """Execute `plan`, whole or not at all; errors as `save`."""
+def execute(plan: WritePlan, job: Job) -> None:
+    """Execute `plan`, completely or not at all; errors as for `save`."""
     if plan.files:
         _write_files(plan, job)
         return
@@ -98,7 +98,7 @@ def carry_out(plan: WritePlan, job: Job) -> None:
         if job.verify:
             verify(job.checkpoint, job.path, {}, job.progress)
 
-    if plan.patch is None:  # the source holds already what it is to hold
+    if plan.patch is None:  # the source already has the new content
         with job.reading():
             check()
         job.check_sources()
@@ -110,7 +110,7 @@ def carry_out(plan: WritePlan, job: Job) -> None:
 
 
 def _write_files(plan: WritePlan, job: Job) -> None:
-    """Write new files beside their targets, reading the sources from front to back; rename them."""
+    """Write new files next to their targets, reading the sources in order, and rename them."""
     outputs: list[FileOutput] = []
     for fd in job.open_files():
         announce_read(fd)

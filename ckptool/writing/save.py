@@ -24,7 +24,7 @@ from ckptool.symbolic.encoder import blockers
 from ckptool.transforms import single_state_dict
 from ckptool.words import counted, listed
 from ckptool.writing.divided import WriterGroup, finish_divided, write_divided
-from ckptool.writing.job import Job, carry_out
+from ckptool.writing.job import Job, execute
 from ckptool.writing.sharding import parse_size, plan_shards
 from ckptool.writing.target import (
     check_address,
@@ -153,10 +153,10 @@ def save(
         rewrite = False  # of such a folder only the index is written again
     anew = not own or rewrite or max_shard_size is not None
     if apart is not None:
-        plan = _apart(checkpoint, os.path.dirname(path), name, apart(checkpoint))
+        plan = _plan_apart(checkpoint, os.path.dirname(path), name, apart(checkpoint))
     else:
         indexed = bool(format and shard_of(format))
-        plan = _planned(checkpoint, path, name, max_shard_size, anew=anew, indexed=indexed)
+        plan = _plan(checkpoint, path, name, max_shard_size, anew=anew, indexed=indexed)
     job = Job(
         checkpoint,
         os.fspath(path),
@@ -166,7 +166,7 @@ def save(
         progress,
     )
     if to_folder or files_from is not None:
-        plan, more = _accompanied(plan, job, files_from, to_folder=to_folder)
+        plan, more = _add_companions(plan, job, files_from, to_folder=to_folder)
         checkpoint = checkpoint.with_root(checkpoint.root, *more)
         job = replace(job, checkpoint=checkpoint)
     is_divided = plan.index and apart is None and not (dry_run or is_far)
@@ -181,21 +181,21 @@ def save(
     if all(change.kind != "fit" for change in checkpoint.changes):
         notes += format_of(checkpoint.format).layout_notes(checkpoint)
     if any(source.is_far for source in checkpoint.sources):
-        notes += _from_afar(checkpoint, dry_run=dry_run)
+        notes += _remote_notes(checkpoint, dry_run=dry_run)
     if dry_run and (plan.index or os.path.isdir(checkpoint.path)):
-        notes.append(_room(plan, path))
+        notes.append(_space_note(plan, path))
     plan = replace(plan, notes=tuple(notes))
     _refuse_left_out(checkpoint, plan, strict=strict)
     if in_place and not overwrite and is_a_source(path, checkpoint.sources):
         _refuse_loss(checkpoint, plan)
     if not dry_run:
         if group is None:
-            _carry_out_by_folder(plan, job)
+            _execute_by_folder(plan, job)
         elif is_divided and len(plan.files) > 2:
             write_divided(plan, job, group, options)
         else:
             group.all(0)  # so that every process looks before the first one writes
-            group.first(lambda: _carry_out_by_folder(plan, job))
+            group.first(lambda: _execute_by_folder(plan, job))
     receipt = _receipt(plan, job, group, dry_run=dry_run)
     return receipt if apart is None else replace(receipt, path=os.path.dirname(path))
 
@@ -215,7 +215,7 @@ def _file_of(
     return index if _names_a_source(index, checkpoint.sources) else path
 
 
-def _planned(
+def _plan(
     checkpoint: Checkpoint,
     path: str | os.PathLike[str],
     format: str,
@@ -225,11 +225,11 @@ def _planned(
     indexed: bool,
 ) -> WritePlan:
     """Plan an edit of the source if possible, unless `anew`; else a new file, or shards."""
-    plan = None if anew else _in_place(checkpoint, path, format)
+    plan = None if anew else _plan_in_place(checkpoint, path, format)
     if plan is not None:
         return plan
     if shard_of(format):
-        plan = _sharded(checkpoint, path, format, max_shard_size, indexed=indexed)
+        plan = _plan_sharded(checkpoint, path, format, max_shard_size, indexed=indexed)
     elif isinstance(known := writer(format), FolderFormat):
         if is_a_source(path, checkpoint.sources):
             raise NotRepresentable(
@@ -237,13 +237,13 @@ def _planned(
                 file=checkpoint.path,
                 hint="write to another folder with -o",
             )
-        plan = _placed(known.plan(checkpoint, _most(max_shard_size)), path)
+        plan = _with_full_paths(known.plan(checkpoint, _shard_limit(max_shard_size)), path)
     else:
         plan = known.plan(checkpoint)
-    return replace(plan, left_out=(*_left_behind(checkpoint, format), *plan.left_out))
+    return replace(plan, left_out=(*_list_left_out(checkpoint, format), *plan.left_out))
 
 
-def _apart(
+def _plan_apart(
     checkpoint: Checkpoint, folder: str, format: str, parts: Mapping[str, Checkpoint]
 ) -> WritePlan:
     """Return the plan with one file per part, by its name in the folder."""
@@ -254,7 +254,7 @@ def _apart(
         tuple(plan.files[0]._replace(path=path) for path, plan in plans.items()),
         tensors=sum(plan.tensors for plan in every),
         left_out=(
-            *_left_behind(checkpoint, format),
+            *_list_left_out(checkpoint, format),
             *dict.fromkeys(text for plan in every for text in plan.left_out),
         ),
         notes=tuple(dict.fromkeys(text for plan in every for text in plan.notes)),
@@ -262,16 +262,16 @@ def _apart(
     )
 
 
-def _carry_out_by_folder(plan: WritePlan, job: Job) -> None:
+def _execute_by_folder(plan: WritePlan, job: Job) -> None:
     """Execute a plan; the files of each folder are written together or not at all."""
     folders: dict[str, list[NewFile]] = {}
     for file in plan.files:
         folders.setdefault(os.path.dirname(file.path), []).append(file)
     for files in folders.values() or ((),):
-        carry_out(replace(plan, files=tuple(files)), job)
+        execute(replace(plan, files=tuple(files)), job)
 
 
-def _accompanied(
+def _add_companions(
     plan: WritePlan, job: Job, files_from: str | os.PathLike[str] | None, *, to_folder: bool
 ) -> tuple[WritePlan, Sequence[Change]]:
     """Return the plan with the files that belong next to the weights in a folder, and warnings."""
@@ -291,7 +291,7 @@ def _accompanied(
     return with_companions(plan, job.path, folder, job.checkpoint, keeps=keeps)
 
 
-def _room(plan: WritePlan, path: str | os.PathLike[str]) -> str:
+def _space_note(plan: WritePlan, path: str | os.PathLike[str]) -> str:
     """Return the bytes to write and the free space, as text."""
     files = counted(len(plan.files), "file")
     if is_address(path):
@@ -303,7 +303,7 @@ def _room(plan: WritePlan, path: str | os.PathLike[str]) -> str:
     return f"{files} of {plan.written:,} bytes; the disk has {free:,} bytes free"
 
 
-def _from_afar(checkpoint: Checkpoint, *, dry_run: bool) -> Iterator[str]:
+def _remote_notes(checkpoint: Checkpoint, *, dry_run: bool) -> Iterator[str]:
     """Yield notes on a remote source: its commit, and the bytes to download."""
     if pinned := place_of(checkpoint.path).pinned(checkpoint.path):
         yield f"read at revision {pinned}"
@@ -313,7 +313,7 @@ def _from_afar(checkpoint: Checkpoint, *, dry_run: bool) -> Iterator[str]:
         yield f"would fetch {data:,} bytes of tensor data"
 
 
-def _in_place(
+def _plan_in_place(
     checkpoint: Checkpoint, path: str | os.PathLike[str], format: str
 ) -> WritePlan | None:
     """Return the in-place edit of the source, or None if a new file is needed.
@@ -330,22 +330,22 @@ def _in_place(
         return None
     plan = known.plan_edit(checkpoint)
     if plan and isinstance(known, FolderFormat):
-        plan = _placed(plan, path)
-    return plan and replace(plan, left_out=tuple(_not_carried(checkpoint)))
+        plan = _with_full_paths(plan, path)
+    return plan and replace(plan, left_out=tuple(_left_out_by_transforms(checkpoint)))
 
 
-def _placed(plan: WritePlan, path: str | os.PathLike[str]) -> WritePlan:
+def _with_full_paths(plan: WritePlan, path: str | os.PathLike[str]) -> WritePlan:
     """Return the plan of a folder with full paths of its files; `path` is the index."""
     folder = os.path.dirname(path)
     files = (file._replace(path=os.path.join(folder, file.path)) for file in plan.files)
     return replace(plan, files=tuple(files))
 
 
-def _most(size: int | str | None) -> int | None:
+def _shard_limit(size: int | str | None) -> int | None:
     return parse_size(size) if isinstance(size, str) else size
 
 
-def _sharded(
+def _plan_sharded(
     checkpoint: Checkpoint,
     path: str | os.PathLike[str],
     format: str,
@@ -357,7 +357,7 @@ def _sharded(
 
     Old shards that are not in the new index stay, with a note.
     """
-    most = _most(max_shard_size)
+    most = _shard_limit(max_shard_size)
     same_files = most is None and is_a_source(path, checkpoint.sources)
     plan = plan_shards(
         checkpoint,
@@ -387,7 +387,7 @@ def _receipt(plan: WritePlan, job: Job, group: WriterGroup | None, *, dry_run: b
         tensors=plan.tensors,
         source=without_query(job.checkpoint.path),
         changes=(
-            *_reformatted(job.checkpoint, plan),
+            *_format_changes(job.checkpoint, plan),
             *(one for one in job.checkpoint.changes if one.kind != LEFT_OUT),
         ),
         left_out=plan.left_out,
@@ -401,7 +401,7 @@ def _receipt(plan: WritePlan, job: Job, group: WriterGroup | None, *, dry_run: b
     )
 
 
-def _reformatted(checkpoint: Checkpoint, plan: WritePlan) -> Iterator[Change]:
+def _format_changes(checkpoint: Checkpoint, plan: WritePlan) -> Iterator[Change]:
     """Yield the change of the format, or of the pickle protocol within one format."""
     protocol = checkpoint.details.protocol
     if plan.format != checkpoint.format and not checkpoint.in_memory:
@@ -486,16 +486,16 @@ def _names_a_source(path: str | os.PathLike[str], sources: Sequence[Source]) -> 
     return is_a_source(path, sources) or os.path.realpath(path) in names
 
 
-def _left_behind(checkpoint: Checkpoint, target: str) -> Iterator[str]:
+def _list_left_out(checkpoint: Checkpoint, target: str) -> Iterator[str]:
     """Yield the parts left out by the reader, the transforms, and the format."""
     yield from checkpoint.details.left_behind
     yield from checkpoint.details.unreferenced
-    yield from _not_carried(checkpoint)
+    yield from _left_out_by_transforms(checkpoint)
     entries = [key for key in checkpoint.details.header if key != "format"]
     if entries and target != checkpoint.format and not format_of(target).header_key:
         yield f"header entries: {listed(entries)}"
 
 
-def _not_carried(checkpoint: Checkpoint) -> Iterator[str]:
+def _left_out_by_transforms(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield the parts left out by the transforms."""
     return (change.text for change in checkpoint.changes if change.kind == LEFT_OUT)

@@ -91,7 +91,7 @@ def plan_shards(
     if same_files:
         placed = _by_file(checkpoint, parts.groups)
         return _plan_files(checkpoint, format, names.index, parts, placed)
-    runs = _filled(parts.groups, limit) or [[]]
+    runs = _fill_shards(parts.groups, limit) or [[]]
     if not (indexed or names.indexed) and len(runs) == 1:
         return writer(shard_of(format)).plan(checkpoint)
     files = {names.shard(number, len(runs)): run for number, run in enumerate(runs, 1)}
@@ -185,7 +185,7 @@ def _safetensors_parts(checkpoint: Checkpoint) -> _Parts:
     anchors = {name: [ties.get(name, name)] for name in tensors}
     groups = [
         (sum(written[name].nbytes for name in group if name in written), group)
-        for group in _together(anchors)
+        for group in _group_by_anchor(anchors)
     ]
     return _Parts(
         groups,
@@ -206,7 +206,7 @@ def _torch_parts(checkpoint: Checkpoint) -> _Parts:
         )
     held = {name: _shareable(value) for name, value in root.items()}
     groups = []
-    for group in _together({name: list(found) for name, found in held.items()}):
+    for group in _group_by_anchor({name: list(found) for name, found in held.items()}):
         sizes = {key: size for name in group for key, size in held[name].items()}
         groups.append((sum(sizes.values()), group))
     return _Parts(groups, list(root), {})
@@ -227,7 +227,7 @@ def _shareable(value: Any) -> dict[int, int]:
     return found
 
 
-def _together(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str]]:
+def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str]]:
     """Return the names in groups: those that have an anchor in common, directly or by others."""
     names = list(anchors)
     parent = list(range(len(names)))
@@ -248,7 +248,7 @@ def _together(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _filled(groups: Iterable[tuple[int, Sequence[str]]], limit: int) -> list[list[str]]:
+def _fill_shards(groups: Iterable[tuple[int, Sequence[str]]], limit: int) -> list[list[str]]:
     """Return the names of each shard."""
     runs: list[list[str]] = []
     taken = 0

@@ -44,7 +44,7 @@ def default_target(
         stem, suffix = stem + suffix, ".pth"
     if sharded or not all(one.writable for one in REGISTRY if suffix in one.endings):
         suffix = ".pth"
-    if format and format not in _written_as(suffix):
+    if format and format not in _formats_for(suffix):
         suffix = next("".join(one.endings[:1]) for one in REGISTRY if one.name == format)
     return f"{stem}.{word}{suffix}"
 
@@ -65,7 +65,7 @@ INDEX = ".index.json"
 DEFAULT = "torch-zip"
 
 
-def _written_as(ending: str) -> list[str]:
+def _formats_for(ending: str) -> list[str]:
     """Return the formats whose files a name that ends so promises; an unknown one means torch's.
 
     Raises:
@@ -202,7 +202,7 @@ def target_format(
     """
     name = os.fspath(path).lower()
     if name.endswith(INDEX):
-        single = _written_as(os.path.splitext(name.removesuffix(INDEX))[1])[0]
+        single = _formats_for(os.path.splitext(name.removesuffix(INDEX))[1])[0]
         return _sharded(single, format)
     if format is None and checkpoint.format in WRITABLE and is_a_source(path, checkpoint.sources):
         format = checkpoint.format
@@ -218,7 +218,7 @@ def _single(checkpoint: Checkpoint, name: str, format: str | None) -> str:
                 f"{format!r} cannot be written; the format is one of {', '.join(WRITABLE)}"
             )
         return format
-    written = _written_as(os.path.splitext(name)[1])
+    written = _formats_for(os.path.splitext(name)[1])
     return checkpoint.format if checkpoint.format in written else written[0]
 
 

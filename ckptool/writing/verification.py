@@ -49,7 +49,7 @@ def source_check(checkpoint: Checkpoint, format: str) -> Iterator[Callable[[], N
         CorruptFile: a record is damaged.
         UnreadableFile: the system cannot read it.
     """
-    records = _stated(checkpoint, format)
+    records = _records_to_check(checkpoint, format)
     large = sum(data.length for _, data, _ in records) >= _LARGE
     apart = [one for one in records if large and one[1].source.is_shared]
     _check([one for one in records if not (large and one[1].source.is_shared)], lambda: False)
@@ -85,7 +85,7 @@ def _check(records: list[Stated], has_ended: Callable[[], bool]) -> None:
             )
 
 
-def _stated(checkpoint: Checkpoint, format: str) -> list[Stated]:
+def _records_to_check(checkpoint: Checkpoint, format: str) -> list[Stated]:
     """Return the records whose bytes go into a file of `format` without their CRC-32."""
     handed_on = format_of(format).hands_on_crc
     starts: dict[int, list[int]] = {}

@@ -14,7 +14,7 @@ def test_bytes_done_never_exceed_what_was_expected_and_end_with_all_of_it():
     seen = []
     meter = Meter(lambda done, total: seen.append((done, total)), 15)
     for nbytes in (4, 9, 9):
-        meter.told(nbytes)
+        meter.advance(nbytes)
     assert seen == [(4, 15), (13, 15), (15, 15)]
     meter = Meter(lambda done, total: seen.append((done, total)), 15)
     meter.finish()

@@ -126,7 +126,7 @@ class Dcp(FolderFormat):
             **{name: _tensor(name, one, probe.limits) for name, one in index.tensors.items()},
             **{name: _value(name, item, probe.limits) for name, item in index.values.items()},
         }
-        beside = _beside(folder, probe)
+        beside = _read_extras(folder, probe)
         tree: dict[Any, Any] = {}
         for name in index.order:
             _place(tree, index.paths.get(name, (name,)), leaves[name], len(index.order))
@@ -214,7 +214,7 @@ def _inflate_again(item: _Item, record: Record, limits: Limits) -> ByteRange:
     return late(item.path, record.data.length, find)
 
 
-def _beside(folder: str, probe: Probe) -> Checkpoint | None:
+def _read_extras(folder: str, probe: Probe) -> Checkpoint | None:
     """Return what Lightning or Megatron saves beside the tensors: a dict of all else."""
     paths = (os.path.join(folder, name) for name in _BESIDE)
     path = next(filter(probe.place.is_file, paths), None)

@@ -51,7 +51,7 @@ def plan_folder(checkpoint: Checkpoint, format: FolderFormat, most: int | None) 
         described[name] = _bytes()
         if isinstance(leaf, TensorRef):
             item, place = _plain(name, leaf, checkpoint.path), leaf.place
-            described[name] = _described(item)
+            described[name] = _describe_tensor(item)
             offset = Size((0,) * len(item.shape))
         info = there.get(place) or files.add(item)
         if place is not None:  # tied tensors lie there once
@@ -133,9 +133,11 @@ def _flat(
         path, node = todo.pop()
         is_list = isinstance(node, list) and not _is_terminal(node)
         if path and (is_item(path, node) or not (isinstance(node, dict) or is_list)):
-            if _joined(path) in entries:
-                raise refused(checkpoint, f"two entries would become {printable(_joined(path))!r}")
-            entries[_joined(path)] = path, node
+            if _join_path(path) in entries:
+                raise refused(
+                    checkpoint, f"two entries would become {printable(_join_path(path))!r}"
+                )
+            entries[_join_path(path)] = path, node
         else:
             items = enumerate(node) if is_list else ((str(key), one) for key, one in node.items())
             todo.extend(reversed([((*path, key), one) for key, one in items]))
@@ -150,7 +152,7 @@ def _is_terminal(node: list[Any]) -> bool:
     )
 
 
-def _joined(path: Path) -> str:
+def _join_path(path: Path) -> str:
     return ".".join(map(str, path))
 
 
@@ -218,7 +220,7 @@ class _Known:
         held = (one for one in self._values.values() if isinstance(one, (dict, list)))
         self._value_ids = set(map(id, held))
         self._names = {_content(one): name for name, one in reversed(self._values.items())}
-        self.beside = self._beside()
+        self.beside = self._extra_keys()
 
     def is_item(self, path: Path, node: Any) -> bool:
         """Return whether the node is one item, as it was."""
@@ -249,9 +251,9 @@ class _Known:
         at = self._at.get(path)
         if at is not None and (old in (None, at) or at in self._values):
             return at
-        if old is not None and old != _joined(self._paths[old]):
+        if old is not None and old != _join_path(self._paths[old]):
             raise refused(self._checkpoint, f"the name {printable(old)!r} does not match its path")
-        return _joined(path)
+        return _join_path(path)
 
     def _leaf(self, path: Path) -> Any:
         node = self._checkpoint.original
@@ -259,7 +261,7 @@ class _Known:
             node = node[int(key) if isinstance(node, dict) and key not in node else key]
         return node.find() if isinstance(node, Opaque) and node.find else node
 
-    def _beside(self) -> set[Any]:
+    def _extra_keys(self) -> set[Any]:
         """Return the keys of what lies in another file of the folder, which must be as it was."""
         was, now = self._checkpoint.original, self._checkpoint.root
         keys = set(was) - {path[0] for path in self._at}
@@ -334,7 +336,7 @@ def _bytes() -> Opaque:
     return _new(f"{_DCP}.metadata", "BytesStorageMetadata", None)
 
 
-def _described(tensor: TensorRef) -> Opaque:
+def _describe_tensor(tensor: TensorRef) -> Opaque:
     layout = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     memory = Opaque(Global(_SHARDED, "MEM_FORMAT_ENCODING"), (0,))
     properties = (Global("torch", tensor.dtype), layout, False, memory, False)

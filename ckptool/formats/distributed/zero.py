@@ -258,8 +258,8 @@ def _join_files(
         path = os.path.join(step.folder, _UNIVERSAL, "optimizer_state.pt")
         own, files = [_mapping(stored_in(path, limits), path)], [path]
     if not own:
-        told = ("the folder has no optimizer file",)
-        return _with_notes(first, () if first.get("optimizer") else told)
+        no_optimizer = ("the folder has no optimizer file",)
+        return _with_notes(first, () if first.get("optimizer") else no_optimizer)
     shapes = _shapes(first.get("param_shapes"))
     if not step.is_universal:
         _check_alike(step, own, files)
@@ -286,7 +286,7 @@ def _join_files(
     whole["optimizer"] = optimizer
     if not step.has_slices:
         return _with_notes(remade(first, whole), notes)
-    weights = _trained(module, states)
+    weights = _cast_masters(module, states)
     whole["module"] = _weights(first, models, weights.root["module"])
     return replace(
         _with_notes(remade(first, whole), (*notes, *weights.details.notes)),
@@ -401,12 +401,12 @@ def _states(
     states: dict[str, dict[Any, Any]] = {}
     for number, group in enumerate(groups):
         if has_slices:
-            pieces = _sliced(group, len(files))
+            pieces = _find_sliced(group, len(files))
         else:
             mapped = [_at(one.get("param_slice_mappings"), number) for one in own]
             paddings = _at(own[0].get("param_alignment_paddings"), number)
             every = all(isinstance(one, dict) for one in mapped)
-            pieces = _mapped(group, mapped) if every else _in_a_row(group, paddings)
+            pieces = _find_mapped(group, mapped) if every else _find_in_row(group, paddings)
         for name, shape in group.shapes.items():
             states[name] = {
                 kind: _tensor(
@@ -417,7 +417,7 @@ def _states(
     return states
 
 
-def _sliced(group: _Group, world: int) -> dict[str, Find]:
+def _find_sliced(group: _Group, world: int) -> dict[str, Find]:
     """Find the slices of stage 3: of each parameter every rank has as many elements, padded."""
     # deepspeed/utils/zero_to_fp32.py, zero3_partitioned_param_info: ceil(numel / world) elements.
     start, pieces = 0, dict[str, Find]()
@@ -433,7 +433,7 @@ def _slices(start: int, numel: int, world: int) -> list[Piece]:
     return [(rank, start, min(n, count)) for rank, n in enumerate(rest) if n > 0]
 
 
-def _mapped(group: _Group, mapped: Sequence[Mapping[Any, Any]]) -> dict[str, Find]:
+def _find_mapped(group: _Group, mapped: Sequence[Mapping[Any, Any]]) -> dict[str, Find]:
     """Find the slices that each rank's file states."""
     pieces: dict[str, list[Piece]] = {name: [] for name in group.shapes}
     for rank, one in enumerate(mapped):
@@ -443,7 +443,7 @@ def _mapped(group: _Group, mapped: Sequence[Mapping[Any, Any]]) -> dict[str, Fin
     return {name: every.copy for name, every in pieces.items()}
 
 
-def _in_a_row(group: _Group, paddings: Any) -> dict[str, Find]:
+def _find_in_row(group: _Group, paddings: Any) -> dict[str, Find]:
     """Find the slices where the vectors of all ranks are one, with parameters in their order."""
     vectors = group.vectors[MASTER]
     ends = list(accumulate(one.numel for one in vectors))
@@ -486,13 +486,13 @@ def _tensor(name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find:
         raise CorruptFile(what, file=first.file, hint=ONE_SAVE)
     if len(pieces) > 1:  # found when they are read: of thousands of ranks there are millions
         size = prod(shape) * BY_NAME[first.dtype].itemsize
-        data = late(first.file, size, partial(_together, vectors, find))
+        data = late(first.file, size, partial(_join_pieces, vectors, find))
     else:
         data = vectors[pieces[0][0]].cut(*pieces[0][1:]) if pieces else first.cut(0, 0)
     return plain_tensor(name, first.dtype, shape, data, first.device)
 
 
-def _together(vectors: Sequence[_Vector], find: Find) -> tuple[ByteRange, None]:
+def _join_pieces(vectors: Sequence[_Vector], find: Find) -> tuple[ByteRange, None]:
     return joined([vectors[rank].cut(start, count) for rank, start, count in find()]), None
 
 
@@ -503,7 +503,7 @@ def _own(name: str, node: Any) -> Any:
     return node
 
 
-def _trained(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]]) -> Checkpoint:
+def _cast_masters(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]]) -> Checkpoint:
     """Return the weights of stage 3 as in training: fp32 masters, cast when they are read.
 
     The placeholder of a weight in the file of rank 0 has its type. A master that is of this type
@@ -552,7 +552,7 @@ def _weights(
                 _vector(part.get(name), one.path) for part, one in zip(parts, models, strict=True)
             ]
             group = _Group({name: shape}, {}, {})
-            found[name] = _tensor(name, shape, vectors, _sliced(group, len(models))[name])
+            found[name] = _tensor(name, shape, vectors, _find_sliced(group, len(models))[name])
     ties = first.get("shared_params")
     for name, kept in ties.items() if isinstance(ties, dict) else ():
         if kept in found:

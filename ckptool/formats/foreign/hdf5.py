@@ -108,7 +108,7 @@ class _Stream(io.RawIOBase):
 
 
 @contextmanager
-def _opened(data: ByteRange) -> Iterator[Any]:
+def _open_hdf5(data: ByteRange) -> Iterator[Any]:
     """Open the file by h5py, whose errors are put into words."""
     file = data.source.name
     with needing("h5py", "is HDF5", file):
@@ -126,7 +126,7 @@ def _read(
     probe: Probe, format: str, data: ByteRange, sources: tuple[Source, ...], size: int
 ) -> Checkpoint:
     others: list[str] = []
-    with _opened(data) as found:
+    with _open_hdf5(data) as found:
         flat = OrderedMap(_tensors(found, data, others, probe.limits))
         attributes = sorted(found.attrs)
     tops = dict.fromkeys(name.partition("/")[0] for name in flat)
@@ -208,6 +208,6 @@ def _tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef 
 
 def _content(data: ByteRange, path: str) -> tuple[ByteRange, None]:
     """Return the elements of a dataset that lies in chunks, or is compressed: all of them."""
-    with _opened(data) as found:
+    with _open_hdf5(data) as found:
         raw = found[path][()].tobytes()
     return ByteRange(MemorySource(raw, data.source.name), 0, len(raw)), None

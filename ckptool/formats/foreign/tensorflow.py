@@ -135,7 +135,7 @@ class TensorFlow(Format):
                 others.append(f"{printable(name)!r} of {kind} is not a tensor")
                 continue
             section = optimizer if _is_slot(name, names) else model
-            clean = _cleaned(name)
+            clean = _clean_name(name)
             section[name if clean in section else clean] = leaf
         if optimizer:
             model.attributes[OF_THE_MODEL] = {}
@@ -183,7 +183,7 @@ def _name(key: bytes) -> str:
     return key.decode("utf-8", "surrogateescape")
 
 
-def _cleaned(name: str) -> str:
+def _clean_name(name: str) -> str:
     """Return the name of a variable without the marks of the graph of objects.
 
     `model/layer_with_weights-0/kernel/.ATTRIBUTES/VARIABLE_VALUE -> layer_with_weights-0/kernel`
@@ -319,14 +319,14 @@ class _Data:
             return None
         order = self._index.byteorder
         with naming(self._index.path, hint=_HINT):
-            data = self._joined(key, entry, dtype) if entry.slices else self._run(entry)
+            data = self._join_parts(key, entry, dtype) if entry.slices else self._run(entry)
             return plain_tensor(_name(key), dtype, entry.shape, data, byteorder=order)
 
     def _run(self, entry: _Entry) -> ByteRange:
         """Return the bytes of a variable, or of one part of it."""
         return ByteRange(self._files[entry.shard], entry.offset, entry.size)
 
-    def _joined(self, key: bytes, entry: _Entry, dtype: str) -> ByteRange:
+    def _join_parts(self, key: bytes, entry: _Entry, dtype: str) -> ByteRange:
         tiles = []
         with naming(None, f"variable {_shown(key)}"):
             for place in entry.slices:
