@@ -94,7 +94,7 @@ UPWARD = {
             "state_dict",
         )
     ),
-    ("formats/distributed/zero.py", "_trained"),
+    ("formats/distributed/zero.py", "_cast_masters"),
 }
 """Functions that print, make tensors, chain, write, or compute what training computed: their lazy
 imports are the only calls upward."""

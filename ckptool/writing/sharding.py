@@ -1,8 +1,8 @@
-"""A state dict planned as shards and their index, in Hugging Face's layout.
+"""Plan a state dict as shards and their index, in the layout of Hugging Face.
 
-After huggingface_hub/serialization: `split_state_dict_into_shards_factory` (which tensor goes
-where; but the order stays, also around a tensor that has a shard of its own),
-`save_torch_state_dict` (the index, with the ties that safetensors cannot hold),
+After huggingface_hub/serialization: `split_state_dict_into_shards_factory` (the
+distribution of tensors; but here the order stays, also around a tensor with its own shard),
+`save_torch_state_dict` (the index, with the ties that safetensors cannot store),
 `parse_size_to_int`.
 """
 
@@ -26,7 +26,7 @@ from ckptool.formats.safetensors_header import FORMAT, metadata_of
 from ckptool.writing.target import INDEX, split
 
 DEFAULT_SIZE = 5 * 10**9
-"""Bytes of tensors in a shard, where the user does not say."""
+"""The default size of the tensors in a shard, in bytes."""
 _ENDINGS = frozenset({".safetensors", ".bin", ".pth", ".pt", ".th", ".ckpt", ".pkl", ".model"})
 _SIZE = re.compile(
     r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(?:([KMGT]?)(I?)B)?\s*", re.IGNORECASE | re.ASCII
@@ -35,10 +35,10 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size in words: `5GB` is decimal, as in Hugging Face, `5GiB` binary.
+    """Return the bytes of a size: `5GB` is decimal, as in Hugging Face, and `5GiB` binary.
 
     Raises:
-        UsageError: it is none, or less than a byte.
+        UsageError: if it is not a size, or less than one byte.
     """
     found = _SIZE.fullmatch(text)
     size = 0
@@ -64,23 +64,23 @@ def plan_shards(
 ) -> WritePlan:
     """Return the files for a checkpoint whose root is one flat state dict.
 
-    The tensors go to the shards in their order; a shard ends where the next tensor would make it
-    exceed `max_shard_size` bytes of tensors (None: `DEFAULT_SIZE`). What shares bytes goes
-    together, to the place of the first. A tensor larger than that has a shard of its own.
+    Shards are filled in the order of the tensors, up to `max_shard_size` bytes of tensors (None:
+    `DEFAULT_SIZE`). Entries that share bytes go to the same shard, that of the first. A larger
+    tensor gets its own shard.
 
     Args:
-        checkpoint: Its root is the state dict.
-        path: The index (`model.safetensors.index.json`), or the one file that it is when all of it
-            fits in one shard (`model.safetensors`).
+        checkpoint: A checkpoint with the state dict as root.
+        path: The index (`model.safetensors.index.json`), or the file to use if everything fits in
+            one shard (`model.safetensors`).
         format: `safetensors-sharded` or `torch-sharded`.
-        max_shard_size: Bytes.
-        indexed: Shards and an index even where all of it fits in one.
-        same_files: Each tensor stays in the file from which it was read, whatever that one takes;
-            `path` is the index of those files.
+        max_shard_size: The limit in bytes.
+        indexed: Write shards and an index even if everything fits in one file.
+        same_files: Keep each tensor in the file from which it was read, whatever the size; `path`
+            is the index of these files.
 
     Raises:
-        NotRepresentable: the shards cannot hold a tensor, or the root is no state dict.
-        UsageError: `max_shard_size` is less than a byte.
+        NotRepresentable: if shards cannot store a tensor, or the root is not a state dict.
+        UsageError: if `max_shard_size` is less than one byte.
     """
     limit = DEFAULT_SIZE if max_shard_size is None else max_shard_size
     if limit < 1:
@@ -105,7 +105,7 @@ def _plan_files(
     parts: _Parts,
     files: Mapping[str, Sequence[str]],
 ) -> WritePlan:
-    """Return the plan of `files`, each with the names that it is to hold, and of their `index`."""
+    """Return the plan of `files`, each with its keys, and of their `index`."""
     planned = writer(shard_of(format)).plan
     plans = [planned(part) for part in _shards(checkpoint, files.values())]
     shards = [plan.files[0]._replace(path=file) for file, plan in zip(files, plans, strict=True)]
@@ -126,7 +126,7 @@ def _plan_files(
 def _by_file(
     checkpoint: Checkpoint, groups: Iterable[tuple[int, Sequence[str]]]
 ) -> dict[str, list[str]]:
-    """Return the names by the file that they were read from; others go to the first."""
+    """Return the keys by the file that they were read from; others go to the first."""
     index = os.path.realpath(checkpoint.path)
     paths = [one.name for one in checkpoint.sources if os.path.realpath(one.name) != index]
     files: dict[str, list[str]] = {path: [] for path in paths}
@@ -140,10 +140,10 @@ def _by_file(
 
 
 class _Names:
-    """What the files are called."""
+    """The names of the files."""
 
     def __init__(self, path: str, format: str) -> None:
-        """Take the index, or the one file; a stem may hold dots (`llama-2.7b`)."""
+        """Parse the path of the index or file; a stem may contain dots (`llama-2.7b`)."""
         self.path = path
         self.indexed = path.lower().endswith(INDEX)
         whole = path[: -len(INDEX)] if self.indexed else path
@@ -164,20 +164,20 @@ class _Names:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What goes into the shards."""
+    """The content of the shards."""
 
     groups: Sequence[tuple[int, Sequence[str]]]
-    """Names that must stay together, with their bytes, in the order of the first of each."""
+    """Keys that must stay together, with their bytes, in the order of their first keys."""
     held: Sequence[str]
-    """The names that the index has: those that a shard holds itself."""
+    """The keys in the index: those that are in a shard."""
     metadata: Mapping[str, str]
-    """What the index says beside the size."""
+    """Entries of the index other than the size."""
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def _safetensors_parts(checkpoint: Checkpoint) -> _Parts:
-    # Here: opening a file of another format imports none of it.
+    # Imported here: opening a file of another format does not need it.
     from ckptool.formats.safetensors import content_of, overlapping, remarks
 
     content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
@@ -213,7 +213,7 @@ def _torch_parts(checkpoint: Checkpoint) -> _Parts:
 
 
 def _shareable(value: Any) -> dict[int, int]:
-    """Return what entries could have in common, with the bytes of each outside the pickle."""
+    """Return the shareable parts of an entry, with their bytes outside the pickle."""
     found: dict[int, int] = {}
     for node in everything(value):
         storage: Storage | None = None
@@ -228,7 +228,7 @@ def _shareable(value: Any) -> dict[int, int]:
 
 
 def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str]]:
-    """Return the names in groups: those that have an anchor in common, directly or by others."""
+    """Return the keys in groups that share an anchor, directly or through others."""
     names = list(anchors)
     parent = list(range(len(names)))
 
@@ -249,7 +249,7 @@ def _group_by_anchor(anchors: Mapping[str, Iterable[Hashable]]) -> list[list[str
 
 
 def _fill_shards(groups: Iterable[tuple[int, Sequence[str]]], limit: int) -> list[list[str]]:
-    """Return the names of each shard."""
+    """Return the keys of each shard."""
     runs: list[list[str]] = []
     taken = 0
     for size, names in groups:
@@ -262,7 +262,7 @@ def _fill_shards(groups: Iterable[tuple[int, Sequence[str]]], limit: int) -> lis
 
 
 def _shards(checkpoint: Checkpoint, runs: Iterable[Sequence[str]]) -> Iterator[Checkpoint]:
-    """Yield a checkpoint of each run of names, in the order that they have in the state dict."""
+    """Yield a checkpoint for each run of keys, in the order of the state dict."""
     root = checkpoint.root
     order = {name: number for number, name in enumerate(root)}
     attributes = root.attributes if isinstance(root, OrderedMap) else {}
@@ -273,9 +273,9 @@ def _shards(checkpoint: Checkpoint, runs: Iterable[Sequence[str]]) -> Iterator[C
 
 
 def _attributes_for(names: Iterable[str], attributes: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return what a later shard repeats of the attributes, all of which the first one has.
+    """Return the attributes that a later shard repeats; the first shard has all of them.
 
-    Of `_metadata` the entries of its modules, so that it loads by itself as the whole does.
+    It repeats the `_metadata` of its modules, so that it loads correctly by itself.
     """
     versions = attributes.get("_metadata")
     if not isinstance(versions, dict):

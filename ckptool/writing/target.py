@@ -1,4 +1,4 @@
-"""The format, name and place of a file to write."""
+"""The format, name and folder of a file to write."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ INDEX_ENDING = re.compile(r"(\.[^./\\]+)?\.index(\.[^./\\]+)?\.json$", re.IGNORE
 def default_target(
     source: str, word: str, format: str | None = None, *, sharded: bool = False
 ) -> str:
-    """`model.stripped.pth` for `model.pth` and the word `stripped`, in the same folder.
+    """Return `model.stripped.pth` for `model.pth` and the word `stripped`, in the same folder.
 
-    `.pth.tar` stays whole, a name without a suffix gets none, a folder's gets `.pth`. Where the
-    format is chosen and the source's suffix stands for another one, the format's own is taken.
+    `.pth.tar` counts as one extension, a name without an extension gets none, and a folder gets
+    `.pth`. If `format` is given and the extension is that of another format, it is replaced.
 
     Raises:
-        UsageError: the source is `sharded`, and the format is not chosen to be of one file.
+        UsageError: if the source is `sharded`, and `format` is not a format of one file.
     """
     if sharded and (format is None or shard_of(format)):
         raise UsageError(
@@ -50,7 +50,7 @@ def default_target(
 
 
 def split(path: str) -> tuple[str, str]:
-    """Return a path without its ending, and the ending: `.pth.tar` and that of an index whole."""
+    """Split a path into stem and extension; `.pth.tar` and that of an index are one extension."""
     index = INDEX_ENDING.search(path)
     if index:
         return path[: index.start()], index[0]
@@ -66,16 +66,16 @@ DEFAULT = "torch-zip"
 
 
 def _formats_for(ending: str) -> list[str]:
-    """Return the formats whose files a name that ends so promises; an unknown one means torch's.
+    """Return the formats for an extension; an unknown one means torch's.
 
     Raises:
-        UsageError: it is the ending of a format that is not written.
+        UsageError: if it is the extension of a format that cannot be written.
     """
     owners = [one for one in REGISTRY if ending in one.endings]
     torchs = (one for one in REGISTRY if ".pth" in one.endings)
     written = [one.name for one in owners or torchs if one.writable]
     if not owners:
-        from ckptool.formats.identify import ENDINGS  # the known endings need none of it
+        from ckptool.formats.identify import ENDINGS  # known extensions do not need it
 
         other = ENDINGS.get(ending)
     else:
@@ -95,14 +95,14 @@ def goes_to_folder(
     *,
     wanted: bool = False,
 ) -> bool:
-    """Return whether a target is a folder to write into.
+    """Return True if a target is a folder to write into.
 
-    It is one if it is there, if its name ends so, or if `format` is a folder. A new name without a
-    known extension is one if the source is a folder or a set of files, or if `wanted`: an option
-    is about a folder.
+    This is the case for an existing folder, a name with a final `/`, and a `format` that is a
+    folder. A new name without a known extension is a folder if the source is a folder or several
+    files, or if an option needs a folder (`wanted`).
 
     Raises:
-        UsageError: a single file is the source of a name that could be a file or a folder.
+        UsageError: if the source is a single file and the name could be a file or a folder.
     """
     name = os.fspath(target)
     if name.endswith(os.sep) or format_of(format or "").index_name or os.path.isdir(name):
@@ -123,7 +123,7 @@ def goes_to_folder(
 
 
 def _has_known_extension(name: str, source: Source | Sequence[str | os.PathLike[str]]) -> bool:
-    """Return whether a target's extension is one of a format, or that of its source."""
+    """Return True if the extension of a target is that of a format, or of its source."""
     from ckptool.formats.identify import ENDINGS
 
     name = name.lower()
@@ -139,7 +139,7 @@ def _has_known_extension(name: str, source: Source | Sequence[str | os.PathLike[
 
 
 def _is_set(source: Source | Sequence[str | os.PathLike[str]]) -> bool:
-    """Return whether a source is a folder or several files, by names alone."""
+    """Return True if a source is a folder or several files, judging by names."""
     if isinstance(source, Checkpoint):
         return os.path.isdir(source.path) or len(source.sources) > 1
     if not isinstance(source, (str, os.PathLike)):
@@ -159,10 +159,10 @@ def target_file(
     to_folder: bool,
     files_from: str | os.PathLike[str] | None = None,
 ) -> str:
-    """Return the file to write: of a folder the one in it that the model's library looks for.
+    """Return the file to write: in a folder, the file that the model's library looks for.
 
-    Of a format that is a folder it is the file that names the others. The library is that of the
-    weights' name, else of the folder that the configuration comes from.
+    For a format that is a folder, it is the file that lists the others. The library is that of the
+    weights' name, else that of the folder with the configuration.
     """
     name, index = os.fspath(path), format_of(format or "").index_name
     if index:
@@ -174,7 +174,7 @@ def target_file(
 
     library = library_of(checkpoint.path)
     if library is None:
-        from ckptool.writing.companions import folder_of_companions  # a file has none of them
+        from ckptool.writing.companions import folder_of_companions  # a file needs no library
 
         folder = files_from or folder_of_companions(checkpoint)
         library = library_in(folder) if folder and os.path.isdir(folder) else None
@@ -188,17 +188,17 @@ def target_format(
     *,
     sharded: bool = False,
 ) -> str:
-    """Return the name of the format: `format`, else by the target's ending, else the source's.
+    """Return the name of the format: `format`, else that of the target's extension or the source.
 
-    A file that is replaced in place keeps its format, whatever its name ends in. `sharded` asks for
-    that format in shards, where there is more of it than fits in one.
+    A file that is replaced in place keeps its format, whatever its extension. `sharded` chooses
+    shards if the content does not fit in one file.
 
-    A target that is an index (`model.safetensors.index.json`, `pytorch_model.bin.index.json`) is
-    of one of the sharded formats. A source whose own format cannot be written, or has an ending
-    that the target does not have, becomes a torch zip.
+    The name of an index (`model.safetensors.index.json`, `pytorch_model.bin.index.json`) means a
+    sharded format. A source in a format that cannot be written, or has another extension than the
+    target, becomes a torch zip.
 
     Raises:
-        UsageError: `format`, or what the ending promises, is none that can be written.
+        UsageError: if the format, or that of the extension, cannot be written.
     """
     name = os.fspath(path).lower()
     if name.endswith(INDEX):
@@ -211,7 +211,7 @@ def target_format(
 
 
 def _single(checkpoint: Checkpoint, name: str, format: str | None) -> str:
-    """Return the format of a target that is one file, or of shards where `format` says so."""
+    """Return the format of a target that is one file, or of shards if `format` is sharded."""
     if format is not None:
         if format not in WRITABLE:
             raise UsageError(
@@ -223,7 +223,7 @@ def _single(checkpoint: Checkpoint, name: str, format: str | None) -> str:
 
 
 def _sharded(single: str, format: str | None) -> str:
-    """Return the format of shards that are `single`, unless `format` names it or what they are."""
+    """Return the sharded form of the format `single`, unless `format` decides."""
     wanted = format or (single if format_of(single).tensors_only else DEFAULT)
     shards = {one.shard: one.name for one in REGISTRY if one.shard}
     if wanted in (*shards, *shards.values()):
@@ -235,10 +235,10 @@ def _sharded(single: str, format: str | None) -> str:
 
 
 def check_address(path: str | os.PathLike[str], *, in_place: bool, verify: bool | None) -> None:
-    """Refuse what is not done with a target on another machine.
+    """Refuse options that are not possible with a remote target.
 
     Raises:
-        UsageError: it is to be changed in place, or read back.
+        UsageError: if it would be edited in place, or read back.
     """
     if is_address(path) and in_place:
         raise UsageError(
@@ -255,7 +255,7 @@ def check_address(path: str | os.PathLike[str], *, in_place: bool, verify: bool 
 def remarks(
     checkpoint: Checkpoint, path: str | os.PathLike[str], format: str | None, written: str
 ) -> Iterator[str]:
-    """Yield what a target may be without the user's knowing it: of this format, in a new folder."""
+    """Yield notes on a target that the user may not expect: its format, a new folder."""
     folder, name = os.path.split(path)
     ending = os.path.splitext(name)[1].lower()
     is_told = format is not None or name.lower().endswith(INDEX)
@@ -269,12 +269,12 @@ def remarks(
 def check_target(
     checkpoint: Checkpoint, path: str | os.PathLike[str], *, overwrite: bool, in_place: bool
 ) -> None:
-    """Refuse a target that is no file name, the source, or a file that is not to be replaced.
+    """Refuse a target that is not a file name, is the source, or must not be replaced.
 
     Raises:
-        UsageError: it is empty, or ends like a folder's name.
-        TargetExists: the file is there; the hint says what would allow it.
-        WriteDenied: it is a device, a pipe or the like.
+        UsageError: if it is empty, or ends like the name of a folder.
+        TargetExists: if the file exists; the hint shows how to replace it.
+        WriteDenied: if it is a device, a pipe or similar.
     """
     name = os.fspath(path)
     if not name or name.endswith(os.sep):
@@ -305,10 +305,10 @@ def check_target(
 
 
 def check_still_there(path: str | os.PathLike[str], sources: Iterable[Bytes]) -> None:
-    """Refuse to write in place of a source that is not at its path any more.
+    """Refuse to write in place if the source is no longer at its path.
 
     Raises:
-        WriteError: another file is, or none.
+        WriteError: if the source was replaced or removed.
     """
     if not is_a_source(path, sources):
         there = os.path.lexists(path)
@@ -321,7 +321,7 @@ def check_still_there(path: str | os.PathLike[str], sources: Iterable[Bytes]) ->
 
 
 def is_a_source(path: str | os.PathLike[str], sources: Iterable[Bytes]) -> bool:
-    """Return whether the target, links resolved, is one of the files that will be read."""
+    """Return True if the target, with links resolved, is one of the sources."""
     if is_address(path):
         return os.fspath(path) in {source.name for source in sources}
     try:

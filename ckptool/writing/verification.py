@@ -1,4 +1,4 @@
-"""Sources checked while they are copied; a file read back before it takes its name."""
+"""Check sources while they are copied, and read a file back before it gets its final name."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ from ckptool.symbolic.encoder import Encoded, encode
 from ckptool.words import printable
 
 _LARGE = 1 << 20
-"""Bytes from which a run is worth a thread."""
+"""The minimum bytes of a run for its own thread."""
 _SAMPLE = 4096
-"""Bytes at either end that are computed again where a checksum of the whole is at hand."""
+"""Bytes at both ends that are computed again if a checksum of everything is known."""
 _PART = 256 << 10
-"""Bytes read at a time for a checksum: they are still in the processor's cache."""
+"""Bytes read at a time for a checksum, so that they are still in the cache."""
 _HEADERS = (".pkl", ".json")
-"""How the records end that a tree is made of."""
+"""The extensions of the records with the tree."""
 
 
 @contextmanager
 def source_check(checkpoint: Checkpoint, format: str) -> Iterator[Callable[[], None]]:
-    """Check what a file of `format` takes over from the sources, by threads beside the writer.
+    """Check the bytes that a file of `format` copies from the sources, in parallel threads.
 
-    What the block gets waits for them, and raises what they found. What a cast or a mean computes
-    is checked where it is computed; a CRC-32 that a zip hands on to a zip, by whoever reads that.
+    The block gets a function that waits for the threads and raises their errors. Inputs of a cast
+    or a mean are checked when they are computed. A CRC-32 that is copied from zip to zip is checked
+    by later readers.
 
     Raises:
-        CorruptFile: a record is damaged.
-        UnreadableFile: the system cannot read it.
+        CorruptFile: if a record is damaged.
+        UnreadableFile: if the system cannot read it.
     """
     records = _records_to_check(checkpoint, format)
     large = sum(data.length for _, data, _ in records) >= _LARGE
@@ -86,7 +87,7 @@ def _check(records: list[Stated], has_ended: Callable[[], bool]) -> None:
 
 
 def _records_to_check(checkpoint: Checkpoint, format: str) -> list[Stated]:
-    """Return the records whose bytes go into a file of `format` without their CRC-32."""
+    """Return the records that are copied into a file of `format` without their CRC-32."""
     handed_on = format_of(format).hands_on_crc
     starts: dict[int, list[int]] = {}
     for node in everything(checkpoint.root):
@@ -109,14 +110,14 @@ def _records_to_check(checkpoint: Checkpoint, format: str) -> list[Stated]:
     return [
         (name, data, crc32)
         for source in checkpoint.sources
-        if not source.is_far  # what comes from afar is checked while it is copied
+        if not source.is_far  # remote bytes are checked while they are copied
         for name, data, crc32 in source.stated
         if name.endswith(_HEADERS) or is_read(data)
     ]
 
 
 def _origins(data: ByteRange) -> Iterator[ByteRange]:
-    """Yield the ranges whose bytes a range has, in whatever order."""
+    """Yield the ranges that a range is composed of, in any order."""
     todo = [data]
     while todo:
         one = todo.pop()
@@ -128,15 +129,15 @@ def _origins(data: ByteRange) -> Iterator[ByteRange]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Bytes in the new file, and what they should be."""
+    """A range of the new file, and its expected bytes."""
 
     name: str
     found: ByteRange
     expected: Callable[[], Iterator[bytes]]
     crc32: int | None = None
-    """Of what should be there, where a source states it."""
+    """The expected CRC-32, if a source states it."""
     data: ByteRange | None = None
-    """What should be there, as one range."""
+    """The expected bytes, as one range."""
 
 
 def verify(
@@ -147,15 +148,14 @@ def verify(
 ) -> None:
     """Read the file at `path` and compare it with the checkpoint that it was written from.
 
-    The tree must be the same to the byte of its pickle (for safetensors: names, dtypes, shapes, as
-    the library `safetensors` reads them too, where it is installed),
-    and so must every tensor's bytes: by CRC-32 where the source's directory states one, or where
-    they were streamed (`streamed`: by offset, what went there) and a sample of both ends agrees;
-    else byte by byte.
+    The pickle of the tree must be the same byte for byte (for safetensors: keys, dtypes and shapes,
+    also as read by the library `safetensors` if it is installed). The bytes of every tensor must
+    match, by CRC-32 if the directory of the source states one, or if they were streamed
+    (`streamed`: by offset) and a sample of both ends matches; else byte by byte.
 
     Raises:
-        WriteError: something differs; the message names it.
-        CorruptFile: a source is damaged: its bytes are not what its own directory says.
+        WriteError: if something differs; the message shows it.
+        CorruptFile: if the bytes of a source do not match its own directory.
     """
     try:
         found = open_checkpoint(path, source=FileSource(path))
@@ -170,10 +170,10 @@ def verify(
 
 
 def verify_file(file: NewFile, output: FileOutput, progress: Progress | None) -> None:
-    """Compare a file that has been written with what it is to hold; an index is not looked at.
+    """Compare a written file with its expected content; an index is not checked.
 
     Raises:
-        WriteError, CorruptFile: as `verify`.
+        WriteError, CorruptFile: as in `verify`.
     """
     if file.members:  # files of torch.save's in this one
         with closing(FileSource(output.name)) as source:
@@ -210,10 +210,10 @@ def _compare(runs: list[_Run], streamed: Mapping[int, Streamed], progress: Progr
 
 
 def _verdicts(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[tuple[_Run, bool]]:
-    """Return whether each run is right; large ones of a known checksum first.
+    """Yield whether each run is correct, large ones with a known checksum first.
 
-    The threads read the new file alone. What should be there may be inflated or computed, two runs
-    of one source, which keeps a place in it: only this thread asks for that.
+    The threads read only the new file. The expected bytes may be inflated or computed from a source
+    that keeps a position, so only this thread reads them.
     """
     apart: list[tuple[_Run, int]] = []
     here: list[tuple[_Run, int | None]] = []
@@ -227,7 +227,7 @@ def _verdicts(runs: list[_Run], streamed: Mapping[int, Streamed]) -> Iterator[tu
     def summed(one: tuple[_Run, int]) -> int:
         return crc32_of(one[0].found.blocks(_PART))
 
-    # The results have no name: the traceback of an error would keep their threads.
+    # The results have no variable: the traceback of an error would keep their threads.
     for (run, crc), has in zip(apart, in_order(summed, apart), strict=True):
         yield run, _has_checksum(run, crc, has)
     for run, wanted in here:
@@ -248,7 +248,7 @@ def _checksum(run: _Run, streamed: Mapping[int, Streamed]) -> int | None:
 
 
 def _has_checksum(run: _Run, wanted: int, found: int) -> bool:
-    """Return whether the CRC-32 `found` in the new file says that it is right."""
+    """Return True if the CRC-32 `found` in the new file is the expected one."""
     if run.crc32 is None:
         return found == wanted and run.data is not None and _ends_match(run.found, run.data)
     if found != wanted:
@@ -257,7 +257,7 @@ def _has_checksum(run: _Run, wanted: int, found: int) -> bool:
 
 
 def _is_equal(run: _Run) -> bool:
-    """Return whether it is right byte by byte."""
+    """Return True if the bytes are equal."""
     position = 0
     for block in run.expected():
         if run.found.read(position, len(block)) != block:
@@ -267,10 +267,10 @@ def _is_equal(run: _Run) -> bool:
 
 
 def _check_source(run: _Run) -> None:
-    """Tell a source whose bytes never were what its directory says from a copy that failed.
+    """Distinguish a source that does not match its directory from a failed copy.
 
     Raises:
-        CorruptFile: it is the source that is damaged.
+        CorruptFile: if the source is damaged.
     """
     if crc32_of(run.expected()) != run.crc32:
         raise CorruptFile(
@@ -282,14 +282,14 @@ def _check_source(run: _Run) -> None:
 
 
 def _ends_match(found: ByteRange, wanted: ByteRange) -> bool:
-    """Return whether both ends are those of the right tensor, which a checksum cannot tell."""
+    """Return True if both ends are those of the right tensor, which a checksum does not show."""
     length = min(_SAMPLE, found.length)
     starts = (0, found.length - length)
     return all(found.read(start, length) == wanted.read(start, length) for start in starts)
 
 
 def _storage_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
-    """Yield every storage of two trees that are pickled alike."""
+    """Yield every storage of two trees with equal pickles."""
     legacy = format_of(found.format).legacy
     want, have = (encode(one.root, legacy=legacy) for one in (expected, found))
     if want.data != have.data or len(want.storages) != len(have.storages):
@@ -314,7 +314,7 @@ def _storage_run(want: Encoded, index: int, found: ByteRange, byteorder: str) ->
 
 
 def _tensor_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
-    """Yield every tensor of a flat state dict, by name."""
+    """Yield every tensor of a flat state dict, by key."""
     want, have = (
         {path[-1]: tensor for path, tensor in one.tensors() if len(path) == 1}
         for one in (expected, found)

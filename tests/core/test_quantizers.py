@@ -360,9 +360,9 @@ def test_files_of_other_libraries_are_named_with_what_loads_them(written_by):
     assert len([text for text in texts if scheme in text and library in text]) == 2
     assert doctor(path).ok
     remarks = [text for one in ckptool.stats(path).tensors for text in one.remarks]
-    assert [text.partition(" without ")[0] for text in remarks if "figures of codes" in text] == [
-        scheme + ", judging by its shape: figures of codes," if scheme == LOOKS_QUANTIZED
-        else f"quantized ({scheme}): figures of codes,"
+    assert [text.partition(" without ")[0] for text in remarks if "statistics of codes" in text] == [
+        scheme + ", judging by its shape: statistics of codes," if scheme == LOOKS_QUANTIZED
+        else f"quantized ({scheme}): statistics of codes,"
     ]  # fmt: skip
 
 

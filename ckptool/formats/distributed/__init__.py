@@ -1,1 +1,1 @@
-"""Checkpoints that many processes wrote together: each file has a part."""
+"""Checkpoints written by many processes, each with a part."""

@@ -1,8 +1,8 @@
-"""A folder of torch.distributed.checkpoint (DCP), of which each process wrote a part.
+"""A folder of torch.distributed.checkpoint (DCP), written by several processes.
 
-`.metadata` is a pickle that says which chunk of which tensor lies where in which `.distcp` file;
-each chunk there is a file of torch.save's of its own. Nothing but `.metadata` is read until a
-tensor or value is asked for. Sources: torch/distributed/checkpoint/metadata.py, filesystem.py and
+`.metadata` is a pickle with the file and offset of each chunk of each tensor. A chunk in a
+`.distcp` file is a complete torch.save file. Only `.metadata` is read before the first use of a
+tensor or value. Sources: torch/distributed/checkpoint/metadata.py, filesystem.py and
 _nested_dict.py, torch 2.0 to 2.13.
 """
 
@@ -45,23 +45,23 @@ from ckptool.words import counted, listed, printable
 
 _METADATA = ".metadata"
 _RANKS = re.compile(r"__(\d+)\.metadata")
-"""How each rank calls its own where they wrote without collectives (torch 2.9 and later)."""
+"""The index of each rank if they wrote without collectives (torch 2.9 and later)."""
 _BYTES = Global("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
 _BESIDE = ("meta.pt", "common.pt")
-"""What else Lightning and Megatron save, each a dict in a file of torch.save's."""
+"""Additional torch.save files of Lightning and Megatron, each with a dict."""
 _RESHAPED = "nd_reformulated_orig_global_shape"
 _ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
-"""The folders of DCP in one of accelerate's; with a second model its two are not read as one."""
+"""The DCP folders inside one of accelerate; with a second model, they are not joined."""
 _ZSTD = "stream.zstd/1"
 _AROUND = 64 << 10
-"""Bytes that torch.save writes around the elements of one tensor, at most."""
+"""The most bytes that torch.save writes around the elements of one tensor."""
 _AT_ONCE = 64 << 20
-"""Bytes of an item on another machine that are fetched at once, not where they are read."""
+"""The most bytes of a remote item to fetch at once, instead of on each read."""
 _HINT = "copy the whole folder again, or use an earlier checkpoint of the run"
 
 
 class _Item(NamedTuple):
-    """Where one chunk of a tensor, or one object, lies."""
+    """The place of one chunk of a tensor, or of one object."""
 
     path: str
     offset: int
@@ -69,7 +69,7 @@ class _Item(NamedTuple):
     packed: tuple[str, ...] = ()
     """How it was compressed: `stream.zstd/1`."""
     elements: int = 0
-    """Bytes of the elements in it, by the index: zeros are packed into next to nothing."""
+    """Bytes of its elements, by the index; compressed zeros are much smaller."""
 
 
 class _Chunk(NamedTuple):
@@ -85,20 +85,20 @@ class _Tensor(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What `.metadata` says, or the files of all ranks together."""
+    """The content of `.metadata`, or of the indexes of all ranks together."""
 
     tensors: Mapping[str, _Tensor]
     values: Mapping[str, _Item]
     order: tuple[str, ...]
     """The flat names, in the order of the index."""
     paths: Mapping[str, tuple[Any, ...]]
-    """Where each flat name stands in the tree that was saved."""
+    """The path of each flat name in the saved tree."""
     sources: tuple[Source, ...]
     reshaped: tuple[str, ...] = ()
-    """Tensors that Megatron before 0.15 stored in another shape than their own: not read."""
+    """Tensors that Megatron before 0.15 stored in a different shape. They are not read."""
 
     def items(self) -> Iterator[tuple[str, _Item, _Chunk | None]]:
-        """Yield every item with the flat name that it is of, and the chunk of a tensor."""
+        """Yield the flat name and item of every entry, with the chunk if it is a tensor."""
         for name, tensor in self.tensors.items():
             yield from ((name, chunk.item, chunk) for chunk in tensor.chunks)
         yield from ((name, item, None) for name, item in self.values.items())
@@ -115,11 +115,11 @@ class Dcp(FolderFormat):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it is a folder with an index of DCP, that index, or one of its shards."""
+        """Return True for a folder with a DCP index, the index, or one of its shards."""
         return bool(_indexes(probe))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tree that was saved, over `.metadata` alone."""
+        """Return the saved tree, from `.metadata` only."""
         index = probe.ask(index_of)
         folder = probe.path if probe.is_folder else os.path.dirname(probe.path)
         leaves = {
@@ -133,7 +133,7 @@ class Dcp(FolderFormat):
         ends: dict[str, int] = {}
         for _, item, _ in index.items():
             ends[item.path] = max(ends.get(item.path, 0), item.offset + item.length)
-        is_far = any(source.is_far for source in index.sources)  # to ask for a size is a request
+        is_far = any(source.is_far for source in index.sources)  # each size costs a request
         there = map(probe.place.size, filter(probe.place.is_file, ends))
         what = f"tensors with a changed shape ({_RESHAPED})"
         return Checkpoint(
@@ -159,13 +159,13 @@ class Dcp(FolderFormat):
         )
 
     def plan(self, checkpoint: Checkpoint, most: int | None = None) -> WritePlan:
-        """Plan `.metadata`, and files of at most `most` bytes; paths are those in the folder."""
-        from ckptool.formats.distributed.dcp_writer import plan_folder  # reading needs none of it
+        """Plan `.metadata`, and files of at most `most` bytes; paths are relative to the folder."""
+        from ckptool.formats.distributed.dcp_writer import plan_folder  # reading does not need it
 
         return plan_folder(checkpoint, self, most)
 
     def plan_edit(self, checkpoint: Checkpoint) -> WritePlan:
-        """Plan `.metadata` anew over the items that are there."""
+        """Plan a new `.metadata` over the existing items."""
         from ckptool.formats.distributed.dcp_writer import plan_edit, refused
 
         source = checkpoint.sources[0]
@@ -175,9 +175,9 @@ class Dcp(FolderFormat):
         return plan_edit(checkpoint, self, index)
 
     def findings(self, probe: Probe) -> Findings:
-        """Return what each item states of its bytes, and which items are not there.
+        """Return the checksums stated for each item, and the missing items.
 
-        What the index gets wrong is told by opening the folder.
+        Errors of the index are reported when the folder is opened.
         """
         try:
             index = probe.ask(index_of)
@@ -205,7 +205,7 @@ DCP = Dcp()
 
 
 def _inflate_again(item: _Item, record: Record, limits: Limits) -> ByteRange:
-    """Return a record of a compressed item, which is inflated when it is read, and not kept."""
+    """Return a record of a compressed item, inflated on each read."""
 
     def find() -> tuple[ByteRange, int | None]:
         return _archive_of(item, limits).records[name].data, None
@@ -215,7 +215,7 @@ def _inflate_again(item: _Item, record: Record, limits: Limits) -> ByteRange:
 
 
 def _read_extras(folder: str, probe: Probe) -> Checkpoint | None:
-    """Return what Lightning or Megatron saves beside the tensors: a dict of all else."""
+    """Return the dict that Lightning or Megatron saves next to the tensors."""
     paths = (os.path.join(folder, name) for name in _BESIDE)
     path = next(filter(probe.place.is_file, paths), None)
     if path is None:
@@ -231,7 +231,7 @@ def _read_extras(folder: str, probe: Probe) -> Checkpoint | None:
 
 
 def _indexes(probe: Probe) -> list[str]:
-    """Return the path of the index that a probe means, or of each rank's; empty: it is no DCP."""
+    """Return the path of the index, or of each rank's index; empty if it is not DCP."""
     folder, name = (probe.path, "") if probe.is_folder else os.path.split(probe.path)
     if name and name != _METADATA and not name.endswith(".distcp") and not _RANKS.fullmatch(name):
         return []
@@ -249,10 +249,10 @@ def _indexes(probe: Probe) -> list[str]:
 
 
 def index_of(probe: Probe) -> Index:
-    """Read the index of the folder that a probe means.
+    """Read the index of a folder.
 
     Raises:
-        CorruptFile, FileMissing, UnsupportedFormat, LimitExceeded: as `Dcp.read`.
+        CorruptFile, FileMissing, UnsupportedFormat, LimitExceeded: as in `Dcp.read`.
     """
     paths = _indexes(probe)
     numbers = [int(found[1]) for one in paths if (found := _RANKS.fullmatch(os.path.basename(one)))]
@@ -306,7 +306,7 @@ def _read(source: Source, limits: Limits) -> Index:
         reshaped = {name for name in described if _RESHAPED in (megatron.get(name) or ())}
         described = {name: one for name, one in described.items() if name not in reshaped}
         items = {}
-        while stored:  # which makes room: a large run has millions of chunks
+        while stored:  # frees memory: a large run has millions of chunks
             key, info = stored.popitem()
             items[_key(key)] = _item(folder, info)
         tensors: dict[str, _Tensor] = {}
@@ -420,7 +420,7 @@ def _elements(
 
 
 def _content(name: str, item: _Item, limits: Limits, archive: Archive | None = None) -> Any:
-    """Return what torch.save wrote into an item, whose records may be known already."""
+    """Return the object that torch.save wrote into an item."""
     with naming(item.path, repr(printable(name))):
         return read_contents(archive or _archive_of(item, limits), limits).unpickled.root
 
@@ -428,7 +428,7 @@ def _content(name: str, item: _Item, limits: Limits, archive: Archive | None = N
 def _archive_of(item: _Item, limits: Limits) -> Archive:
     with naming(item.path, "an item of the index", hint=_HINT):
         data = member_of(item.path).slice(item.offset, item.length)
-    if data.source.is_far and data.length <= _AT_ONCE:  # one request; what follows comes meanwhile
+    if data.source.is_far and data.length <= _AT_ONCE:  # one request, which also reads ahead
         data = ByteRange(MemorySource(data.read(), item.path), 0, data.length)
     if item.packed:
         data = _decompress(data, item, limits)
@@ -467,7 +467,7 @@ def _decompress(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
 
 
 def _place(tree: dict[Any, Any], path: tuple[Any, ...], leaf: Any, most: int) -> None:
-    """Put a leaf where it stood, in dicts and lists; an int in a path is the place in a list."""
+    """Put a leaf at its path, creating dicts and lists; an int in a path is a list index."""
     node: Any = tree
     for key, following in zip(path, (*path[1:], None), strict=True):
         if isinstance(node, list):

@@ -1,6 +1,6 @@
-"""A folder of safetensors files into which torch.distributed.checkpoint (DCP) saved for the hub.
+"""A folder of safetensors files written by torch.distributed.checkpoint (DCP) for the hub.
 
-There is no index: the header of each file says where its part of each tensor begins
+It has no index: the header of each file has the offsets of its part of each tensor
 (`DCP_SHARDING_INFO`). Source: torch/distributed/checkpoint/hf_storage.py, torch 2.7 to 2.13.
 """
 
@@ -39,11 +39,11 @@ class DcpSafetensors(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it is a folder with files that are called as DCP calls them."""
+        """Return True for a folder with files named by DCP."""
         return any(map(is_part_file, probe.entries))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return one state dict of whole tensors, over the headers of the files."""
+        """Return one state dict of complete tensors, from the headers of the files."""
         with opened_together(part_files(probe), probe.limits, ("safetensors",)) as files:
             parts: dict[str, list[tuple[Tile, TensorRef]]] = {}
             for one in files:
@@ -63,7 +63,7 @@ DCP_SAFETENSORS = DcpSafetensors()
 
 
 def is_part_file(path: str) -> bool:
-    """Return whether DCP calls a file so that holds a rank's parts of tensors."""
+    """Return True if DCP gives this name to a file with a rank's parts of tensors."""
     return _NAMES.fullmatch(os.path.basename(path)) is not None
 
 
@@ -71,7 +71,7 @@ def part_files(probe: Probe) -> tuple[str, ...]:
     """Return the paths of the folder's files, in the order of the ranks.
 
     Raises:
-        FileMissing: the names count further than the files go.
+        FileMissing: if the names imply more files than exist.
     """
     names = sorted(filter(is_part_file, probe.entries))
     numbers = {found.groups() for name in names if (found := _NAMES.fullmatch(name))}

@@ -1,9 +1,9 @@
-"""A folder of DCP planned: items and their index, or an index alone over items that are there.
+"""Plan a DCP folder: items and their index, or only an index over existing items.
 
-The classes in the index are those that torch 2.2 to 2.13 import: `TensorProperties` is the one of
-torch/distributed/_shard, which later versions keep beside their own. What becomes an item of its
-own follows torch/distributed/checkpoint/_traverse.py (torch 2.4 and later; in 2.2 a dict or list
-without tensors is one item).
+The index has classes that torch 2.2 to 2.13 can import: `TensorProperties` is that of
+torch/distributed/_shard, which later versions keep next to their own. Items are divided as in
+torch/distributed/checkpoint/_traverse.py (torch 2.4 and later; in 2.2 a dict or list without
+tensors is one item).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _OF_A_RUN = "run.pth"
-"""What `ckptool train --sharded` keeps beside the index: the groups of its optimizer have names."""
+"""The file of `ckptool train --sharded` next to the index: its optimizer groups have names."""
 _Stops = Callable[[Path, Any], bool]
-"""Whether a node is one item, whatever it holds."""
+"""Returns True if a node is one item, regardless of its content."""
 
 
 def plan_folder(checkpoint: Checkpoint, format: FolderFormat, most: int | None) -> WritePlan:
-    """Plan an index, and its files of at most `most` bytes each, unless one item has more.
+    """Plan an index, and files of at most `most` bytes each, unless one item is larger.
 
     Raises:
-        NotRepresentable: the tree is no dict, two of its entries get one name, or a tensor has no
-            plain elements.
+        NotRepresentable: if the tree is not a dict, two entries get the same name, or a tensor has
+            no plain elements.
     """
     entries = _flat(checkpoint)
     described: dict[str, Opaque] = {}
@@ -54,7 +54,7 @@ def plan_folder(checkpoint: Checkpoint, format: FolderFormat, most: int | None) 
             described[name] = _describe_tensor(item)
             offset = Size((0,) * len(item.shape))
         info = there.get(place) or files.add(item)
-        if place is not None:  # tied tensors lie there once
+        if place is not None:  # tied tensors are stored once
             there[place] = info
         stored[_index(name, offset)] = info
     state = {
@@ -67,17 +67,17 @@ def plan_folder(checkpoint: Checkpoint, format: FolderFormat, most: int | None) 
 
 
 def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> WritePlan:
-    """Plan the index of a folder anew, so that it leads to the items that are there.
+    """Plan a new index for a folder, over its existing items.
 
-    What changed inside a value is written into a file of its own.
+    Changed values are written to a separate file.
 
     Args:
         checkpoint: A tree over the tensors of the folder.
-        format: That of the folder.
-        index: What its `.metadata` holds.
+        format: The format of the folder.
+        index: The content of its `.metadata`.
 
     Raises:
-        NotRepresentable: more than names was changed, or what is in no item.
+        NotRepresentable: if more than names changed, or something outside the items.
     """
     state = index.attributes
     known = _Known(checkpoint, state)
@@ -124,7 +124,7 @@ def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Wr
 def _flat(
     checkpoint: Checkpoint, is_item: _Stops = lambda path, node: False
 ) -> dict[str, tuple[Path, Any]]:
-    """Return path and content of each item, under the flat name that torch gives it."""
+    """Return the path and content of each item by its flat name in torch."""
     if not isinstance(checkpoint.root, dict):
         raise refused(checkpoint, "the root must be a dict")
     entries: dict[str, tuple[Path, Any]] = {}
@@ -145,7 +145,7 @@ def _flat(
 
 
 def _is_terminal(node: list[Any]) -> bool:
-    """Return whether a list is one item: it holds no tensor and no dict, and no list that does."""
+    """Return True if a list is one item: it has no tensors or dicts, also in nested lists."""
     return not any(
         isinstance(one, (dict, TensorRef)) or (isinstance(one, list) and not _is_terminal(one))
         for one in node
@@ -157,7 +157,7 @@ def _join_path(path: Path) -> str:
 
 
 class _Files:
-    """Files of items that are to be written."""
+    """The files of items to write."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, most: int | None) -> None:
         self._checkpoint, self._name, self._most = checkpoint, name, most
@@ -165,7 +165,7 @@ class _Files:
         self._end = 0
 
     def add(self, content: Any) -> Opaque:
-        """Add an item, a file of torch.save's; return where it will be."""
+        """Add an item, a torch.save file; return its future place."""
         holds = replace(self._checkpoint, root=content)
         file = TORCH_ZIP.plan(holds).files[0]
         full = self._most is not None and self._end + file.size > self._most
@@ -204,7 +204,7 @@ class _Files:
 
 
 class _Known:
-    """What is in a folder: which item is of which name, path and content."""
+    """The content of a folder: the name, path and content of each item."""
 
     def __init__(self, checkpoint: Checkpoint, state: Mapping[Any, Any]) -> None:
         self._checkpoint = checkpoint
@@ -223,14 +223,14 @@ class _Known:
         self.beside = self._extra_keys()
 
     def is_item(self, path: Path, node: Any) -> bool:
-        """Return whether the node is one item, as it was."""
+        """Return True if the node was one item before."""
         return id(node) in self._value_ids or self._at.get(path) in self._values
 
     def old_name(self, path: Path, leaf: Any) -> str | None:
-        """Return the item that holds a leaf; None for a value that none holds.
+        """Return the name of the item with a leaf, or None for a value in no item.
 
         Raises:
-            NotRepresentable: a tensor is not as it lies in the folder.
+            NotRepresentable: if a tensor differs from that in the folder.
         """
         if isinstance(leaf, TensorRef):
             if id(leaf) not in self._tensors:
@@ -243,10 +243,10 @@ class _Known:
         return self._names.get(content)
 
     def new_name(self, old: str | None, path: Path) -> str:
-        """Return what an item is called whose content is at `path` now.
+        """Return the name of an item after its content moved to `path`.
 
         Raises:
-            NotRepresentable: its name is not made of the path.
+            NotRepresentable: if its name is not derived from the path.
         """
         at = self._at.get(path)
         if at is not None and (old in (None, at) or at in self._values):
@@ -257,12 +257,12 @@ class _Known:
 
     def _leaf(self, path: Path) -> Any:
         node = self._checkpoint.original
-        for key in path:  # in the index the number of a parameter is text
+        for key in path:  # the index has parameter numbers as text
             node = node[int(key) if isinstance(node, dict) and key not in node else key]
         return node.find() if isinstance(node, Opaque) and node.find else node
 
     def _extra_keys(self) -> set[Any]:
-        """Return the keys of what lies in another file of the folder, which must be as it was."""
+        """Return the keys of content in another file of the folder, which must be unchanged."""
         was, now = self._checkpoint.original, self._checkpoint.root
         keys = set(was) - {path[0] for path in self._at}
         kept = {key for key in keys & now.keys() if _content(was[key]) == _content(now[key])}
@@ -275,13 +275,13 @@ class _Known:
 
 
 def _content(node: Any) -> tuple[bytes, tuple[int, ...]]:
-    """Return what is equal for equal content."""
+    """Return a value that is equal for equal content."""
     encoded = encode(node)
     return encoded.data, tuple(map(id, encoded.storages))
 
 
 def refused(checkpoint: Checkpoint, why: str) -> NotRepresentable:
-    """Return the error for what such a folder, or the one that is there, cannot hold."""
+    """Return the error for content that a DCP folder cannot store."""
     return NotRepresentable(
         f"cannot be written as a DCP folder: {why}",
         file=checkpoint.path,
@@ -290,7 +290,7 @@ def refused(checkpoint: Checkpoint, why: str) -> NotRepresentable:
 
 
 def _plain(name: str, tensor: TensorRef, file: str) -> TensorRef:
-    """Return a tensor of the same elements, in row-major order on the CPU."""
+    """Return a tensor with the same elements, in row-major order on the CPU."""
     if not tensor.has_content:
         raise NotRepresentable(
             f"{printable(name)} is a {tensor.kind} tensor, which DCP cannot store",
@@ -305,7 +305,7 @@ def _plain(name: str, tensor: TensorRef, file: str) -> TensorRef:
 
 
 def _left_out(root: Mapping[Any, Any], entries: Mapping[str, tuple[Path, Any]]) -> Iterator[str]:
-    """Yield what the folder will not have, a phrase each."""
+    """Yield the content that is left out of the folder, as phrases."""
     yield from left_out(
         {name: leaf for name, (_, leaf) in entries.items() if isinstance(leaf, TensorRef)}
     )

@@ -1,6 +1,6 @@
 """One step of Megatron-LM's classic checkpoints: a folder for each rank of tensor parallelism.
 
-No file says along which dimension a tensor is split. Source: megatron/training/checkpointing.py.
+No file states the dimension of a split. Source: megatron/training/checkpointing.py.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Megatron(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it has a file in the folder of each rank, and no ranks of a pipeline."""
+        """Return True if each rank's folder has a file, and there are no pipeline ranks."""
         return bool(rank_files(probe))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return a dict of the trees of all ranks, by the names of their folders."""
+        """Return a dict of the trees of all ranks, by folder name."""
         files = rank_files(probe)
         with opened_together(files, probe.limits, TORCH_FILES) as ranks:
             roots = {os.path.basename(os.path.dirname(one.path)): one.root for one in ranks}
@@ -51,12 +51,12 @@ MEGATRON = Megatron()
 
 
 def is_rank(name: object) -> bool:
-    """Return whether a key is the name of a rank's folder."""
+    """Return True if a key is the name of a rank's folder."""
     return isinstance(name, str) and _RANK.fullmatch(name) is not None
 
 
 def rank_files(probe: Probe) -> list[str]:
-    """Return the files of the ranks in their order; none if a folder has no such file."""
+    """Return the files of the ranks in order; empty if a folder has none."""
     folders = [os.path.join(probe.path, name) for name in sorted(filter(is_rank, probe.entries))]
     found = [os.path.join(folder, name) for folder in folders for name in _FILES]
     files = [path for path in found if probe.place.is_file(path)]
@@ -64,7 +64,7 @@ def rank_files(probe: Probe) -> list[str]:
 
 
 def _world(rank: Checkpoint) -> int:
-    """Return how many ranks the arguments of the run state, 0 if they state none."""
+    """Return the number of ranks in the arguments of the run, or 0."""
     args = rank.root.get("args") if isinstance(rank.root, dict) else None
     stated = args.attributes.get("tensor_model_parallel_size") if isinstance(args, Opaque) else None
     return stated if type(stated) is int and stated < 10**6 else 0

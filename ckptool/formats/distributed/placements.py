@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a rank's DTensor or ShardedTensor is, and its elements in a row.
+"""The part of a full tensor in a rank's DTensor or ShardedTensor, and its row-major elements.
 
 Sources, torch 2.2 to 2.13: torch/distributed/tensor/placement_types.py and device_mesh.py,
 torch/distributed/_shard/sharded_tensor/api.py.
@@ -21,22 +21,22 @@ from ckptool.words import printable
 ONE_SAVE = "copy all files of one save again: these are damaged or from different saves"
 
 _MOST_RUNS = 4096
-"""Runs of rows that one rank holds of a tensor; FSDP with tensor parallelism has a few."""
+"""The most runs of rows that a rank has of a tensor; FSDP with tensor parallelism has a few."""
 
 Run = tuple[int, int]
 """Rows of one axis: the first, and the one after the last."""
 Rows = tuple[tuple[Run, ...], ...]
-"""By axis, the rows of the whole tensor that a part has, in its order."""
+"""By axis, the rows of the full tensor in a part, in its order."""
 
 
 def check_ranks(held: Collection[int], world: int, called: str, folder: str, hint: str) -> None:
-    """Refuse a folder that has not the files of `world` ranks, the file of each called `called`.
+    """Refuse a folder without the files of exactly `world` ranks, each named `called`.
 
     Raises:
-        FileMissing: a rank has no file; `hint` says what helps.
-        CorruptFile: there are files of more ranks.
+        FileMissing: if a rank has no file; the error has this `hint`.
+        CorruptFile: if there are files of more ranks.
     """
-    known = frozenset(held)  # `held` may be a list, and name a rank twice
+    known = frozenset(held)  # `held` may be a list with a rank twice
     missing = next((rank for rank in range(world) if rank not in known), None)
     if missing is not None:
         what = f"the file of rank {missing} of {world} is missing: {called.format(rank=missing)}"
@@ -47,17 +47,17 @@ def check_ranks(held: Collection[int], world: int, called: str, folder: str, hin
 
 
 class LocalShard(NamedTuple):
-    """A part of a whole tensor in the file of one rank."""
+    """A part of a full tensor in the file of one rank."""
 
     local: TensorRef
     rows: Rows
 
     def tiles(self, file: str) -> Iterator[Tile]:
-        """Yield the boxes of the whole tensor that the part fills.
+        """Yield the boxes of the full tensor that the part fills.
 
         Raises:
-            CorruptFile: it has another shape than its rows.
-            UnsupportedFormat: it is no plain array.
+            CorruptFile: if its shape does not match its rows.
+            UnsupportedFormat: if it is not a plain array.
         """
         sizes = tuple(sum(stop - start for start, stop in axis) for axis in self.rows)
         if self.local.shape != sizes and (self.local.numel or 0 not in sizes):
@@ -76,11 +76,11 @@ class LocalShard(NamedTuple):
 
 
 def parts_of(every: Sequence[TensorRef]) -> list[list[LocalShard]]:
-    """Return the parts that each rank, from 0 on, holds of one tensor.
+    """Return the parts of one tensor in each rank, in order.
 
     Raises:
-        CorruptFile: the ranks contradict each other.
-        UnsupportedFormat: a placement is not known, or a sum is pending.
+        CorruptFile: if the ranks contradict each other.
+        UnsupportedFormat: if a placement is unknown, or a sum is pending.
     """
     if not every[0].class_name.endswith("DTensor"):
         return [list(_shards(one)) for one in every]
@@ -97,7 +97,7 @@ def parts_of(every: Sequence[TensorRef]) -> list[list[LocalShard]]:
 
 
 def _spec(one: TensorRef, rank: int) -> tuple[TensorRef, list[tuple[str, Any]], tuple[int, ...]]:
-    """Return a DTensor's part, its placements, and where its rank is in the mesh."""
+    """Return a DTensor's local part, its placements, and the position of its rank in the mesh."""
     match one.parts:
         case {"state": (_, {"_local_tensor": TensorRef() as local, "_spec": Opaque() as spec})}:
             mesh, steps = attributes_of(spec.attributes.get("mesh")), spec.attributes["placements"]
@@ -112,7 +112,7 @@ def _spec(one: TensorRef, rank: int) -> tuple[TensorRef, list[tuple[str, Any]], 
 
 
 def _shards(one: TensorRef) -> Iterator[LocalShard]:
-    """Yield the parts of a ShardedTensor that a rank holds."""
+    """Yield the parts of a ShardedTensor in a rank."""
     match (one.parts or {}).get("state"):
         case (list() as shards, *_):
             held = map(attributes_of, shards)
@@ -131,14 +131,14 @@ def _shards(one: TensorRef) -> Iterator[LocalShard]:
 def owned_rows(
     shape: Sequence[int], steps: Iterable[tuple[tuple[str, dict[Any, Any]], int, int]]
 ) -> Rows:
-    """Return which rows along each axis a rank holds of a tensor.
+    """Return the rows along each axis that a rank has of a tensor.
 
-    `steps` are the axes of the mesh from left to right: the placement (its class, its attributes),
-    how many ranks there are on that axis, and which of them it is. A rank of `Shard(0)` holds one
-    run of rows; one of `_StridedShard` holds its share of each of `split_factor` parts.
+    `steps` are the axes of the mesh from left to right: the placement (class and attributes), the
+    number of ranks on the axis, and the position of the rank. With `Shard(0)` a rank has one run of
+    rows; with `_StridedShard` it has its share of each of `split_factor` parts.
 
     Raises:
-        UnsupportedFormat: a placement is not known, or a sum is pending (`Partial`).
+        UnsupportedFormat: if a placement is unknown, or a sum is pending (`Partial`).
     """
     held: list[list[Run]] = [[(0, size)] for size in shape]
     for (name, found), ranks, rank in steps:
@@ -159,7 +159,7 @@ def owned_rows(
 
 
 def _share(runs: Sequence[Run], parts: int, part: int) -> list[Run]:
-    """Return one of `parts` shares of rows, as torch.chunk cuts them: the last may have none."""
+    """Return one of `parts` shares of rows, as in torch.chunk; the last may be empty."""
     size = -(-sum(stop - start for start, stop in runs) // parts)
     first, found = part * size, []
     for begin, end in runs:
@@ -171,12 +171,12 @@ def _share(runs: Sequence[Run], parts: int, part: int) -> list[Run]:
 
 
 def attributes_of(node: Any) -> dict[Any, Any]:
-    """Return the attributes of an object; none of anything else."""
+    """Return the attributes of an object; empty for anything else."""
     return node.attributes if isinstance(node, Opaque) else {}
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:
-    """Return a list of counts as a tuple; an empty one of anything else, and of too many."""
+    """Return a list of sizes as a tuple; empty for anything else, or too many."""
     if not isinstance(value, (list, tuple)) or len(value) > DEFAULT_LIMITS.max_dimensions:
         return ()
     return tuple(value) if all(type(one) is int and one >= 0 for one in value) else ()
@@ -186,12 +186,12 @@ def row_major_data(tensor: TensorRef, place: str, file: str) -> ByteRange:
     """Return the elements of a tensor in row-major order.
 
     Raises:
-        UnsupportedFormat: it has no plain elements; `place` of `file` is named.
+        UnsupportedFormat: if it has no plain elements; the message shows `place` and `file`.
     """
     if not tensor.has_content or tensor.storage is None or tensor.storage.data is None:
         raise UnsupportedFormat(f"{place} is a {tensor.kind} tensor", file=file)
     if tensor.flags or tensor.storage.byteorder == "big":
-        held = MemorySource(tensor.read(), file)  # lazily conjugated, say: all of it is in memory
+        held = MemorySource(tensor.read(), file)  # for example lazily conjugated: read into memory
         held.made_of, held.rearranges = (tensor.storage.data,), True
         return ByteRange(held, 0, held.size)
     return tensor.row_major

@@ -1,6 +1,6 @@
-"""A folder of rank files: FSDP let each process save its part of every tensor into a file.
+"""A folder of rank files, in which each FSDP process saved its part of every tensor.
 
-Each is a file of torch.save's; the parts that all of them hold are read as whole tensors.
+Each is a torch.save file; the parts are read as full tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FsdpRanks(Format):
     refusal = of_many_files("it is a folder of FSDP rank files: each has a part of every tensor")
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it is a folder with rank files of a model or an optimizer."""
+        """Return True for a folder with rank files of a model or an optimizer."""
         return any(map(set_of, probe.entries))
 
     def read(self, probe: Probe) -> Checkpoint:
@@ -69,9 +69,9 @@ FSDP_RANKS = FsdpRanks()
 
 
 def set_of(path: str) -> tuple[str, int] | None:
-    """Return the set that a rank's file is of, `model_world_size_4_rank_{rank}.pt`, and its rank.
+    """Return the pattern of a rank file, `model_world_size_4_rank_{rank}.pt`, and its rank.
 
-    None: the name is not that of a rank's file.
+    None: it is not the name of a rank file.
     """
     name = os.path.basename(path)
     found = _NAMES.fullmatch(name)
@@ -79,7 +79,7 @@ def set_of(path: str) -> tuple[str, int] | None:
 
 
 def of_model(path: str) -> bool:
-    """Return whether a file is named as a rank's part of a model, and not of its optimizer."""
+    """Return True if a file has the name of a model's rank file, not of an optimizer's."""
     return set_of(path) is not None and not os.path.basename(path).startswith("optim")
 
 
@@ -87,9 +87,9 @@ def rank_files(probe: Probe) -> tuple[str, ...]:
     """Return the paths of a folder's rank files, in the order of the ranks: the model's, if any.
 
     Raises:
-        FileMissing: one is missing.
-        CorruptFile: one is of no rank.
-        UnsupportedFormat: there are several sets.
+        FileMissing: if one is missing.
+        CorruptFile: if one belongs to no rank.
+        UnsupportedFormat: if there are several sets.
     """
     sets: dict[str, dict[int, str]] = {}
     wanted = set(filter(of_model, probe.entries)) or probe.entries
@@ -110,7 +110,7 @@ def rank_files(probe: Probe) -> tuple[str, ...]:
 
 
 def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str]]:
-    """Return the tree of rank 0 with whole tensors, and the tensors whose copies differ."""
+    """Return the tree of rank 0 with full tensors, and the tensors with different copies."""
     differing: list[str] = []
     leaves = [dict(walk(one.root)) for one in ranks]
     whole: dict[int, TensorRef] = {}
@@ -147,7 +147,7 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str
 
 
 def _differ(copies: Sequence[tuple[Any, TensorRef]]) -> bool:
-    """Return whether copies of the same rows differ, by the checksums that their files state."""
+    """Return True if copies of the same rows differ, by the checksums in their files."""
     known: dict[Any, Any] = {}
     for rows, one in copies:
         if one.numel and one.storage is not None and one.storage.crc32 is not None:
@@ -158,7 +158,7 @@ def _differ(copies: Sequence[tuple[Any, TensorRef]]) -> bool:
 
 
 def _check_alike(ranks: Sequence[Checkpoint], one: Checkpoint, first: Any, other: Any) -> None:
-    """Refuse leaves that ranks of one save do not have at one path."""
+    """Refuse leaves at one path that differ between the ranks of one save."""
     files = f"{os.path.basename(ranks[0].path)} and {os.path.basename(one.path)}"
     if type(first) is not type(other):
         raise CorruptFile(f"is missing in one of {files}, or has another type there")
@@ -178,7 +178,7 @@ def _join_tensor(
     every: Sequence[Sequence[LocalShard]],
     storages: dict[Any, Storage],
 ) -> TensorRef:
-    """Return a tensor joined from what each rank holds of it; ties share a storage."""
+    """Return a tensor joined from the parts of all ranks; ties share a storage."""
     shape = first.sizes
     tiles: dict[tuple[Any, Any], Tile] = {}
     seen: list[Any] = [first.dtype, shape]
@@ -190,7 +190,7 @@ def _join_tensor(
                 raise CorruptFile(what, file=one.path)
             if local.numel:
                 seen.append((id(local.storage), local.offset, local.stride, part.rows))
-            for tile in part.tiles(one.path):  # a replica's are the same
+            for tile in part.tiles(one.path):  # the rows of a replica are the same
                 tiles.setdefault((tile.offsets, tile.sizes), tile)
     key = tuple(seen)
     if key not in storages:

@@ -1,4 +1,4 @@
-"""Files of PyTorch/XLA: tensors in a folder beside the file, and rank files of its FSDP.
+"""Files of PyTorch/XLA: tensors in a folder next to the file, and rank files of its FSDP.
 
 Sources, torch_xla 1.6 to 2.9: utils/serialization.py (`save`), distributed/fsdp/state_dict_utils.py
 (`consolidate_sharded_state_dicts`), distributed/fsdp/xla_fully_sharded_data_parallel.py
@@ -31,12 +31,12 @@ _REFERENCE = "torch_xla.utils.serialization.TensorReference"
 _RANK = re.compile(r".*?rank[-_]?(?P<rank>\d{1,9})-of-\d{1,9}.*\.(?:pth|pt|bin)", re.ASCII)
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_fpw_module\.")
 _PART = "_fsdp_shard"
-"""How a part of the name of a parameter's shard begins."""
+"""The start of the component for a shard in a parameter's name."""
 _KEYS = {"model", "shard_metadata"}
 
 
 class XlaXser(Format):
-    """The format `xla-xser`: a file of torch.save's whose tensors lie in `FILE.tensors`."""
+    """The format `xla-xser`: a torch.save file with its tensors in the folder `FILE.tensors`."""
 
     name = "xla-xser"
     refusal = Refusal(
@@ -46,13 +46,13 @@ class XlaXser(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it is a file of torch.save's, with references to tensors."""
+        """Return True for a torch.save file with references to tensors."""
         if not TORCH_ZIP.recognize(probe):
             return False
         return any(map(_is_reference, everything(TORCH_ZIP.read(probe).root)))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tree of the file with the tensors in the places of their references."""
+        """Return the tree of the file with tensors instead of references."""
         found = TORCH_ZIP.read(probe)
         known: dict[str, TensorRef] = {}
 
@@ -99,7 +99,7 @@ class XlaFsdp(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it is a folder of rank files, the first of which says how it was cut."""
+        """Return True for a folder of rank files, the first of which describes the sharding."""
         paths = rank_files(probe)
         if not paths:
             return False
@@ -111,7 +111,7 @@ class XlaFsdp(Format):
             return False
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tree of rank 0 with whole parameters under the names of the bare model."""
+        """Return the tree of rank 0 with full parameters under the keys of the unwrapped model."""
         paths = rank_files(probe)
         rules = naming(probe.path, hint=ONE_SAVE, rules_of="torch_xla")
         with opened_together(paths, probe.limits, TORCH_FILES) as ranks, rules:
@@ -125,7 +125,7 @@ XLA_XSER, XLA_FSDP = XlaXser(), XlaFsdp()
 
 
 def tensor_files(probe: Probe) -> list[str]:
-    """Return the files of tensors beside a file, in the order of their names."""
+    """Return the tensor files next to a file, in the order of their names."""
     folder = f"{probe.path}.tensors"
     names = probe.place.names(folder) if probe.place.is_folder(folder) else ()
     return [os.path.join(folder, name) for name in sorted(names) if name.endswith(".pt")]
@@ -139,7 +139,7 @@ def rank_files(probe: Probe) -> list[str]:
 
 
 def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any], list[str]]:
-    """Return the tree of rank 0 with whole parameters, and what is to be said of it."""
+    """Return the tree of rank 0 with full parameters, and notes."""
     books = [one.root["shard_metadata"] for one in ranks]
     world = books[0]["world_size"]
     stated = [one["rank"] for one in books]
@@ -187,7 +187,7 @@ def _bare(name: str) -> str:
 def _parameters(
     name: str, shape: tuple[int, ...], flat: Any, parts: Sequence[tuple[Any, str]]
 ) -> Iterator[tuple[str, TensorRef]]:
-    """Yield the parameters that the parts of all ranks, one behind the other, are."""
+    """Yield the parameters in the concatenated parts of all ranks."""
     first = parts[0][0]
     for part, path in parts:
         if not isinstance(part, TensorRef) or part.dtype != first.dtype:

@@ -1,7 +1,7 @@
-"""A folder that DeepSpeed wrote: ZeRO gave each process a slice of flat vectors of parameters.
+"""A DeepSpeed folder: with ZeRO, each process has a slice of flat parameter vectors.
 
-The tree is the file of rank 0 with whole tensors: weights, and by the name of each parameter the
-state of its optimizer. Only pickles are read. Sources, DeepSpeed 0.5 to 0.19: runtime/engine.py,
+The tree is the file of rank 0 with full tensors: weights, and the optimizer state by parameter
+name. Only pickles are read. Sources, DeepSpeed 0.5 to 0.19: runtime/engine.py,
 runtime/zero/stage_1_and_2.py and stage3.py, runtime/bf16_optimizer.py, utils/zero_to_fp32.py,
 checkpoint/ds_to_universal.py.
 """
@@ -50,7 +50,7 @@ _OPTIM = re.compile(
 _APART = re.compile(
     r"layer_.*_model_states\.pt|layer_.*-model_states\.pt|expp_rank_.*_optim_states\.pt"
 )
-"""Files of pipelines, whose layers lie apart, and of experts."""
+"""Files of pipelines, with separate layers, and of experts."""
 _LATEST = ("latest", "latest_universal")
 _UNIVERSAL = "zero"
 _PARTS = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
@@ -60,11 +60,11 @@ _BOOKS = frozenset({
     "ds_zero_partition_groups", "param_alignment_paddings", "param_slice_mappings",
     "ds_version", "ds_config",
 })  # fmt: skip
-"""Keys of an optimizer's file that say how its vectors are laid out, or are read otherwise."""
+"""Keys of an optimizer file that describe the layout of its vectors, or are read separately."""
 MASTER = "fp32"
-"""What the state of a parameter calls its fp32 master, as universal folders do."""
+"""The key of the fp32 master in the state of a parameter, as in universal folders."""
 SLICED = 3
-"""The stage that has weights in slices, as masters alone."""
+"""The stage with sliced weights, which exist only as masters."""
 _LONGEST_TAG = 256
 _SCRIPT = "try zero_to_fp32.py of the DeepSpeed version that wrote it"
 
@@ -76,7 +76,7 @@ class _Step(NamedTuple):
     models: tuple[str, ...]
     optims: tuple[str, ...]
     has_slices: bool
-    """Whether each rank has a file of the model: stage 3."""
+    """True if each rank has a model file (stage 3)."""
     is_universal: bool
 
     @property
@@ -86,7 +86,7 @@ class _Step(NamedTuple):
 
 
 class _Vector(NamedTuple):
-    """Elements in a row, which a rank has."""
+    """Consecutive elements in the file of a rank."""
 
     dtype: str
     device: str
@@ -103,19 +103,19 @@ class _Vector(NamedTuple):
 
 
 Piece = tuple[int, int, int]
-"""Elements of a parameter in the vector of a rank: the rank, the first, and how many."""
+"""Elements of a parameter in the vector of a rank: the rank, the first, and the count."""
 Find = Callable[[], Sequence[Piece]]
 """Finds the pieces of a parameter, in the order of its elements."""
 
 
 class _Group(NamedTuple):
-    """Parameters whose elements lie in one vector of each rank."""
+    """Parameters with their elements in one vector of each rank."""
 
     shapes: Mapping[str, tuple[int, ...]]
     vectors: Mapping[str, Sequence[_Vector]]
     """By kind (`fp32`, `exp_avg`), the vector of each rank."""
     others: Mapping[Any, Any]
-    """What the optimizer keeps of the group as a whole: `step`."""
+    """State of the whole group, for example `step`."""
 
 
 class DeepSpeed(Format):
@@ -129,16 +129,16 @@ class DeepSpeed(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it is the folder of a run of DeepSpeed, or of one step of it."""
+        """Return True for the folder of a DeepSpeed run, or of one step."""
         return probe.ask(_folder) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tree of rank 0 with whole tensors."""
+        """Return the tree of rank 0 with full tensors."""
         step = _step(probe)
         own = (step.models[0], *step.optims)
         with opened_together(own, probe.limits, TORCH_FILES) as (first, *optims):
             frozen = isinstance(first.root, dict) and first.root.get("frozen_param_shapes")
-            rest = step.models[1:] if frozen else ()  # which have nothing else
+            rest = step.models[1:] if frozen else ()  # these have nothing else
             with opened_together(rest, probe.limits, TORCH_FILES) as others:
                 models, files = [first, *others], [first, *others, *optims]
                 with naming(step.folder, hint=ONE_SAVE, rules_of="DeepSpeed"):
@@ -156,7 +156,7 @@ DEEPSPEED = DeepSpeed()
 
 
 def _folder(probe: Probe) -> str | None:
-    """Return the folder of the step that a probe means: the folder itself, or that of `latest`."""
+    """Return the folder of the step: the folder itself, or that in `latest`."""
     if any(map(_MODEL.fullmatch, probe.entries)):
         return probe.path
     for name in filter(probe.entries.__contains__, _LATEST):
@@ -173,21 +173,21 @@ def _folder(probe: Probe) -> str | None:
 
 
 def is_step(probe: Probe) -> bool:
-    """Return whether a folder is that of one step of DeepSpeed."""
+    """Return True for the folder of one DeepSpeed step."""
     return probe.ask(_folder) == probe.path
 
 
 def is_part(path: str) -> bool:
-    """Return whether a name in the folder of a step is of a part of the checkpoint."""
+    """Return True if a file in the folder of a step is part of the checkpoint."""
     name = os.path.basename(path)
     return name == _UNIVERSAL or bool(_MODEL.fullmatch(name) or _OPTIM.fullmatch(name))
 
 
 def step_files(probe: Probe) -> tuple[str, ...]:
-    """Return the paths of the files of all ranks, and of a universal folder of all parameters.
+    """Return the paths of the files of all ranks (universal folder: of all parameters).
 
     Raises:
-        FileMissing, UnsupportedFormat: as `DeepSpeed.read`.
+        FileMissing, UnsupportedFormat: as in `DeepSpeed.read`.
     """
     step = _step(probe)
     top = os.path.join(step.folder, _UNIVERSAL)
@@ -196,7 +196,7 @@ def step_files(probe: Probe) -> tuple[str, ...]:
 
 
 def _files_of(folder: str) -> list[str]:
-    """Return the files that a universal folder has of one parameter, the master first."""
+    """Return the files of one parameter in a universal folder, the master first."""
     if not place_of(folder).is_folder(folder):
         return [folder] if folder.endswith(".pt") else []
     names = (name for name in place_of(folder).names(folder) if name.endswith(".pt"))
@@ -247,7 +247,7 @@ def _check_ranks(step: _Step, files: Mapping[int, str], world: int) -> None:
 def _join_files(
     step: _Step, models: Sequence[Checkpoint], optims: Sequence[Checkpoint], limits: Limits
 ) -> Checkpoint:
-    """Return the tree of rank 0 with whole tensors, with notes and the casts of its weights."""
+    """Return the tree of rank 0 with full tensors, with notes and the casts of its weights."""
     first = _mapping(models[0].root, models[0].path)
     module = first.get("module")
     if not isinstance(module, dict):
@@ -300,7 +300,7 @@ def _with_notes(root: Any, notes: Sequence[str]) -> Checkpoint:
 
 
 def _check_alike(step: _Step, own: Sequence[Mapping[Any, Any]], files: Sequence[str]) -> None:
-    """Raise an error unless the files are those of all ranks, of one save."""
+    """Raise an error unless the files are those of all ranks of one save."""
     stated = own[0].get("partition_count")
     world = max(stated, default=None) if isinstance(stated, list) else stated
     if type(world) is int:
@@ -318,9 +318,9 @@ def _check_alike(step: _Step, own: Sequence[Mapping[Any, Any]], files: Sequence[
 
 
 def _marks(own: Mapping[Any, Any]) -> list[bytes | int | None]:
-    """Return what every rank's file of one save states alike, without vectors.
+    """Return the facts that are equal in every rank's file of one save, without vectors.
 
-    Of a tensor it is the checksum; None if the file does not state it.
+    For a tensor it is the checksum; None if the file does not state it.
     """
     states, groups = _base(own)
     parts = (_number(own.get("zero_stage")), own.get("partition_count"), own.get("ds_version"))
@@ -335,9 +335,9 @@ def _marks(own: Mapping[Any, Any]) -> list[bytes | int | None]:
 
 
 def _base(own: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], list[dict[Any, Any]]]:
-    """Return the state of each vector by its number, and the groups, as the optimizer has them."""
+    """Return the optimizer's state of each vector by number, and its groups."""
     base = own.get("base_optimizer_state", own.get("optimizer_state_dict", own))
-    if isinstance(base, list):  # elastic: no more than the states
+    if isinstance(base, list):  # elastic: only the states
         return dict(enumerate(base)), []
     return base.get("state") or {}, base.get("param_groups") or []
 
@@ -345,7 +345,7 @@ def _base(own: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], list[dict[Any, Any
 def _groups(
     own: Sequence[Mapping[Any, Any]], files: Sequence[str], shapes: Sequence[Any], *, vectors: bool
 ) -> list[_Group]:
-    """Return the parameters of each vector; with `vectors` the elements of all ranks."""
+    """Return the parameters of each vector; with `vectors`, the elements of all ranks."""
     flat = [
         _flat(one, file) if vectors else [None] * len(shapes)
         for one, file in zip(own, files, strict=True)
@@ -360,7 +360,7 @@ def _groups(
         every = [one.get(number) or {} for one in states]
         keys = [key for key, one in every[0].items() if _is_long(one)] if vectors else []
         if any(every[0][key].dtype == "uint8" for key in keys):
-            keys = []  # 8-bit states lie in blocks, with scales beside them
+            keys = []  # 8-bit states are in blocks, with scales next to them
         nodes = {MASTER: [one[number] for one in flat]} if vectors else {}
         nodes |= {key: [one.get(key) for one in every] for key in keys}
         found = {
@@ -397,7 +397,7 @@ def _states(
     *,
     has_slices: bool,
 ) -> dict[str, dict[Any, Any]]:
-    """Return by the name of each trained parameter its fp32 master and its optimizer's state."""
+    """Return the fp32 master and the optimizer state of each trained parameter by name."""
     states: dict[str, dict[Any, Any]] = {}
     for number, group in enumerate(groups):
         if has_slices:
@@ -418,7 +418,7 @@ def _states(
 
 
 def _find_sliced(group: _Group, world: int) -> dict[str, Find]:
-    """Find the slices of stage 3: of each parameter every rank has as many elements, padded."""
+    """Find the slices of stage 3: every rank has equally many elements of each, padded."""
     # deepspeed/utils/zero_to_fp32.py, zero3_partitioned_param_info: ceil(numel / world) elements.
     start, pieces = 0, dict[str, Find]()
     for name, shape in group.shapes.items():
@@ -434,7 +434,7 @@ def _slices(start: int, numel: int, world: int) -> list[Piece]:
 
 
 def _find_mapped(group: _Group, mapped: Sequence[Mapping[Any, Any]]) -> dict[str, Find]:
-    """Find the slices that each rank's file states."""
+    """Find the slices stated in each rank's file."""
     pieces: dict[str, list[Piece]] = {name: [] for name in group.shapes}
     for rank, one in enumerate(mapped):
         for name, address in one.items():
@@ -444,7 +444,7 @@ def _find_mapped(group: _Group, mapped: Sequence[Mapping[Any, Any]]) -> dict[str
 
 
 def _find_in_row(group: _Group, paddings: Any) -> dict[str, Find]:
-    """Find the slices where the vectors of all ranks are one, with parameters in their order."""
+    """Find the slices in the concatenated vectors of all ranks, with parameters in order."""
     vectors = group.vectors[MASTER]
     ends = list(accumulate(one.numel for one in vectors))
     start, pieces = 0, dict[str, Find]()
@@ -467,7 +467,7 @@ def _find_in_row(group: _Group, paddings: Any) -> dict[str, Find]:
 
 
 def _tensor(name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find: Find) -> TensorRef:
-    """Return the tensor that pieces of the ranks' vectors are."""
+    """Return the tensor made of pieces of the ranks' vectors."""
     first, pieces = vectors[0], find()
     for rank, start, count in pieces:
         one = vectors[rank]
@@ -484,7 +484,7 @@ def _tensor(name: str, shape: tuple[int, ...], vectors: Sequence[_Vector], find:
     if held != prod(shape):
         what = f"{printable(name)!r} of shape {list(shape)} has {held:,} elements in all ranks"
         raise CorruptFile(what, file=first.file, hint=ONE_SAVE)
-    if len(pieces) > 1:  # found when they are read: of thousands of ranks there are millions
+    if len(pieces) > 1:  # found on reading: thousands of ranks have millions of pieces
         size = prod(shape) * BY_NAME[first.dtype].itemsize
         data = late(first.file, size, partial(_join_pieces, vectors, find))
     else:
@@ -497,24 +497,24 @@ def _join_pieces(vectors: Sequence[_Vector], find: Find) -> tuple[ByteRange, Non
 
 
 def _own(name: str, node: Any) -> Any:
-    """Return a node of a group for one of its parameters: a number in a storage of its own."""
+    """Return a group's node for one of its parameters, numbers in their own storage."""
     if isinstance(node, TensorRef) and node.storage is not None:
         return replace(node, storage=replace(node.storage, key=name))
     return node
 
 
 def _cast_masters(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]]) -> Checkpoint:
-    """Return the weights of stage 3 as in training: fp32 masters, cast when they are read.
+    """Return the weights of stage 3 as in training: fp32 masters, cast on reading.
 
-    The placeholder of a weight in the file of rank 0 has its type. A master that is of this type
-    is the weight, and no longer in the state of the optimizer; so is one whose type is not known.
+    The placeholder of a weight in the file of rank 0 has its dtype. A master with this dtype, or with
+    an unknown one, is the weight, and is removed from the optimizer state.
     """
     types: dict[str | None, dict[str, TensorRef]] = {}
     for name, state in states.items():
         dtype = one.dtype if isinstance(one := module.get(name), TensorRef) else None
         known = dtype is not None and BY_NAME[dtype].floating
         types.setdefault(dtype if known else None, {})[name] = state[MASTER]
-    from ckptool.transforms import Cast  # the one reader that computes: what training computed
+    from ckptool.transforms import Cast  # the only reader that computes, as training did
 
     found, made, notes = dict[str, TensorRef](), _with_notes({}, ()), list[str]()
     changes = list[Change]()
@@ -600,7 +600,7 @@ def _stored(name: str, path: str, shape: tuple[int, ...], limits: Limits) -> Any
 
 
 def _param_groups(own: Mapping[Any, Any], names: Sequence[list[str]]) -> list[dict[Any, Any]]:
-    """Return the groups of the optimizer with the names of their parameters."""
+    """Return the optimizer groups with their parameter names."""
     groups = _base(own)[1]
     numbers = [number for one in groups for number in one.get("params", ())]
     if numbers != list(range(len(names))):
@@ -612,7 +612,7 @@ def _param_groups(own: Mapping[Any, Any], names: Sequence[list[str]]) -> list[di
 
 
 def _shapes(groups: Any) -> list[dict[str, tuple[int, ...]]]:
-    """Return the names and shapes of `param_shapes`: a dict for each group, or one alone."""
+    """Return the names and shapes in `param_shapes`: one dict per group, or a single one."""
     found = [dict(group) for group in (groups if isinstance(groups, list) else [groups])]
     for name, shape in (item for group in found for item in group.items()):
         if not isinstance(name, str) or sizes_of(shape) != shape:
@@ -632,7 +632,7 @@ def _at(node: Any, number: int) -> Any:
 
 
 def _number(node: Any) -> Any:
-    """Return the number of a member of an Enum of DeepSpeed's; anything else as it is."""
+    """Return the value of a DeepSpeed Enum member, or any other node unchanged."""
     match node:
         case Opaque(args=(number,)) if node.class_name.endswith("ZeroStageEnum"):
             return number

@@ -1,4 +1,4 @@
-"""Values of a file from front to back, a window of bytes at a time."""
+"""Read the values of a file in order, one window of bytes at a time."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ _WINDOW = 64 << 10
 
 
 class Cursor:
-    """A place in a source, which moves behind what is taken."""
+    """A position in a source, which advances with each read."""
 
     def __init__(self, source: Source, limits: Limits, *, is_header: bool) -> None:
-        """Begin at the first byte; a header is no longer than `limits` allow, nor is one value."""
+        """Start at the first byte. The header and each value are bounded by `limits`."""
         self.source, self.limits, self.position = source, limits, 0
         self._left = limits.max_records
         self._end = limits.max_header_bytes if is_header else source.size
         self._window, self._start = b"", 0
 
     def count(self, cost: int) -> None:
-        """Count a value, which costs so much next to an entry of a zip directory.
+        """Count a value with a cost relative to an entry of a zip directory.
 
         Raises:
-            LimitExceeded: there are too many values.
+            LimitExceeded: if there are too many values.
         """
         self._left -= cost
         if self._left < 0:
             raise LimitExceeded("has too many values")
 
     def skip(self, length: int) -> int:
-        """Pass over bytes, and return where they begin.
+        """Skip bytes, and return their offset.
 
         Raises:
-            CorruptFile: the file ends before them.
-            LimitExceeded: the header is too long.
+            CorruptFile: if the file ends too early.
+            LimitExceeded: if the header is too long.
         """
         begin = self.position
         self.position += length
@@ -52,8 +52,8 @@ class Cursor:
         """Return the next bytes.
 
         Raises:
-            CorruptFile: the file ends before them.
-            LimitExceeded: they are too many.
+            CorruptFile: if the file ends too early.
+            LimitExceeded: if there are too many.
         """
         begin = self.skip(length) - self._start
         check_limit("a value has", length, "bytes", self.limits.max_header_bytes)
@@ -64,5 +64,5 @@ class Cursor:
         return self._window[begin : begin + length]
 
     def numbers(self, layout: str) -> tuple[Any, ...]:
-        """Return the numbers of a layout of `struct`."""
+        """Return the numbers in a `struct` layout."""
         return struct.unpack(layout, self.take(struct.calcsize(layout)))

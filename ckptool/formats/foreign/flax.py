@@ -1,8 +1,8 @@
-"""MessagePack as Flax writes it: nested dicts of arrays, read as state dicts of dotted names.
+"""MessagePack files of Flax: nested dicts of arrays, read as state dicts with dotted keys.
 
 Sources: the MessagePack specification, and flax/serialization.py (`_ndarray_to_bytes`, `_chunk`):
-an array is an extension of type 1, a scalar of type 3, that packs its shape, the name of its type
-and its bytes; one of more than 1 GiB is a dict of its chunks.
+an array is an extension of type 1, and a scalar of type 3, with its shape, dtype name and bytes; an
+array of more than 1 GiB is a dict of chunks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MAP_OF_NAMES = re.compile(
 )
 _CHUNKED = "__msgpack_chunked_array__"
 _TRAINING = "opt_state"
-"""What a TrainState has beside the variables of its model."""
+"""The key of a TrainState next to the variables of the model."""
 _VARIABLES, _MODEL = ("params", "batch_stats"), "state_dict"
 _ARRAYS, _COMPLEX = (1, 3), 2
 _WEIGHT = 5
-"""What a value costs next to an entry of a zip directory."""
+"""The cost of a value relative to an entry of a zip directory."""
 _NUMBERS = {
     0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h",
     0xD2: ">i", 0xD3: ">q",
@@ -59,11 +59,11 @@ class Flax(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it begins as a map whose first key is a name."""
+        """Return True if it starts with a map with a text as first key."""
         return _MAP_OF_NAMES.match(probe.head) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return one state dict of dotted names; of a TrainState `state_dict` and other entries."""
+        """Return one state dict with dotted keys; for a TrainState also its other entries."""
         source = probe.opened()
         reader = _Reader(source, probe.limits)
         tree = reader.value(0)
@@ -121,12 +121,12 @@ def _flatten_names(tree: dict[str, Any], limits: Limits) -> OrderedMap:
 
 
 class _Reader(Cursor):
-    """The values of a file, from front to back; arrays stay where they are."""
+    """Reads the values of a file in order, without the bytes of arrays."""
 
     def __init__(self, source: Source, limits: Limits) -> None:
         super().__init__(source, limits, is_header=False)
         self.unknown: list[str] = []
-        """Sentences on arrays that torch has no type for."""
+        """Notes on arrays with dtypes that torch does not have."""
 
     def value(self, depth: int) -> Any:
         """Return the next value: dicts for maps and lists, a TensorRef for an array."""
@@ -199,7 +199,7 @@ class _Reader(Cursor):
         return plain_tensor(str(begin), dtype, shape, ByteRange(self.source, begin, length))
 
     def _whole(self, found: dict[str, Any]) -> TensorRef:
-        """Return the array whose chunks are in a dict."""
+        """Return the array for a dict of chunks."""
         sizes, chunks = found.get("shape"), found.get("chunks")
         parts = list(chunks.values()) if isinstance(chunks, dict) else []
         if not parts or not all(isinstance(one, TensorRef) for one in parts):

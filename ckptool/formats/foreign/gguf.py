@@ -1,7 +1,7 @@
-"""GGUF, the file of llama.cpp: plain tensors as they lie, quantized ones as the float32 they mean.
+"""GGUF files of llama.cpp: plain tensors as stored, quantized ones dequantized to float32.
 
 Source: ggml/docs/gguf.md and gguf-py/gguf/constants.py (types and the sizes of their blocks).
-Version 1 has shorter counts, and a big-endian file all of them turned around: both are refused.
+Version 1 (with shorter counts) and big-endian files are rejected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
 _WEIGHT = 10
-"""What a tensor costs next to a fact."""
+"""The cost of a tensor relative to a metadata entry."""
 _SCALARS = {
     0: "<B",
     1: "<b",
@@ -86,11 +86,11 @@ class Gguf(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it begins with the magic."""
+        """Return True if it starts with the magic number."""
         return probe.head.startswith(_MAGIC)
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the tensors by name, over the header alone; their shapes as torch counts them."""
+        """Return the tensors by name, from the header only, with shapes in torch's order."""
         source = probe.opened()
         header = _Header(source, probe.limits, is_header=True)
         facts, entries = header.read()
@@ -122,10 +122,10 @@ GGUF = Gguf()
 
 
 class _Header(Cursor):
-    """The header, read from front to back."""
+    """Reads the header in order."""
 
     def read(self) -> tuple[dict[str, Any], list[_Entry]]:
-        """Return the facts that are no lists, by key, and the tensors."""
+        """Return the metadata by key, without lists, and the tensors."""
         version = self.numbers("<4sI")[1]
         if version not in _VERSIONS:
             turned = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
@@ -149,7 +149,7 @@ class _Header(Cursor):
         return _Entry(name, tuple(reversed(sizes)), *self.numbers("<IQ"))
 
     def _value(self, type: int, depth: int = 0) -> Any:
-        """Return a value; None for a list, which is passed over."""
+        """Return a value; None for a list, which is skipped."""
         self.count(1)
         if type in _SCALARS:
             return self.numbers(_SCALARS[type])[0]
@@ -192,9 +192,9 @@ def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
 
 
 def _unknown(source: Source, one: _Entry, elements: int) -> TensorRef:
-    """Return a tensor of a type without a known layout: it is listed, and reading it fails."""
+    """Return a tensor with an unknown layout: it is listed, but reading it fails."""
     what = f"tensor {printable(one.name)!r} has GGUF type {one.type}, which ckptool does not know"
-    if elements > 8 * source.size:  # no type has less than a bit for a weight
+    if elements > 8 * source.size:  # no type has less than one bit per weight
         raise CorruptFile(f"{what}, and the file is too small for its shape {list(one.shape)}")
 
     def refuse(offset: int, buffer: memoryview) -> None:
@@ -207,7 +207,7 @@ def _unknown(source: Source, one: _Entry, elements: int) -> TensorRef:
 def _dequantize_into(
     data: ByteRange, name: str, block: int, size: int, offset: int, buffer: memoryview
 ) -> None:
-    """Fill `buffer` with float32 from `offset` (bytes) on, by the blocks that it touches."""
+    """Fill `buffer` with float32 values from byte `offset`, reading the blocks that it needs."""
     with needing("gguf", f"its tensors are quantized ({name})", data.source.name):
         import numpy
         from gguf import GGMLQuantizationType

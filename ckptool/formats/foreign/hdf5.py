@@ -1,6 +1,6 @@
-"""HDF5 as Keras writes it (.h5, .weights.h5, and inside .keras): datasets by their paths.
+"""HDF5 files of Keras (.h5, .weights.h5, and inside .keras): datasets by path.
 
-h5py finds the datasets; the bytes of one that lies in a row are read without it. Sources:
+h5py finds the datasets; the bytes of contiguous ones are read without it. Sources:
 keras/src/saving/saving_lib.py (`H5IOStore`, bfloat16 as two bytes with an attribute), h5py's
 `DatasetID.get_offset`.
 """
@@ -34,7 +34,7 @@ _WEIGHTS = "model.weights.h5"
 _CONFIG = "config.json"
 _MODEL = "state_dict"
 _WEIGHT = 50
-"""What a dataset costs next to an entry of a zip directory."""
+"""The cost of a dataset relative to an entry of a zip directory."""
 
 
 class Hdf5(Format):
@@ -51,27 +51,27 @@ class Hdf5(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it begins with the signature."""
+        """Return True if it starts with the signature."""
         return probe.head.startswith(_MAGIC)
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the datasets by their paths; the optimizer's, if there are any, apart."""
+        """Return the datasets by path, with those of an optimizer in a separate section."""
         source = probe.opened()
         whole = ByteRange(source, 0, source.size)
         return _read(probe, self.name, whole, (source,), source.size)
 
 
 class Keras(Hdf5):
-    """The format `keras`: a zip with a file of HDF5 in it."""
+    """The format `keras`: a zip with an HDF5 file."""
 
     name = "keras"
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it is a zip of a model's configuration and its weights."""
+        """Return True for a zip with the configuration and weights of a model."""
         return {_WEIGHTS, _CONFIG} <= probe.ask(open_archive).records.keys()
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the datasets by their paths, as `Hdf5.read`."""
+        """Return the datasets by path, like `Hdf5.read`."""
         archive = probe.ask(open_archive)
         data = archive.records[_WEIGHTS].data
         return _read(probe, self.name, data, archive.sources, archive.size)
@@ -81,7 +81,7 @@ HDF5, KERAS = Hdf5(), Keras()
 
 
 class _Stream(io.RawIOBase):
-    """A range of bytes as the file object that h5py reads."""
+    """A range of bytes as a file object for h5py."""
 
     def __init__(self, data: ByteRange) -> None:
         self._data, self._position = data, 0
@@ -109,7 +109,7 @@ class _Stream(io.RawIOBase):
 
 @contextmanager
 def _open_hdf5(data: ByteRange) -> Iterator[Any]:
-    """Open the file by h5py, whose errors are put into words."""
+    """Open the file with h5py, and translate its errors."""
     file = data.source.name
     with needing("h5py", "is HDF5", file):
         import h5py
@@ -136,7 +136,7 @@ def _read(
         root = {}
         for name, one in flat.items():
             top, _, rest = name.partition("/")
-            if len(own) > 1 and top in own:  # a model whose layers are attributes
+            if len(own) > 1 and top in own:  # a model with layers as attributes
                 top, rest = _MODEL, name
             root.setdefault(top, OrderedMap())[rest] = one
         if _MODEL in root:
@@ -155,7 +155,7 @@ def _read(
 def _tensors(
     found: Any, data: ByteRange, others: list[str], limits: Limits
 ) -> Iterator[tuple[str, TensorRef]]:
-    """Yield each dataset under its path; links that lead elsewhere are not followed."""
+    """Yield each dataset with its path; external links are not followed."""
     import h5py
 
     most, left = limits.max_records // _WEIGHT, limits.max_header_bytes
@@ -172,7 +172,7 @@ def _tensors(
             if left < 0:
                 raise LimitExceeded("the names of its datasets need too much memory")
             if isinstance(node, h5py.Group):
-                if hash(node.id) not in groups:  # a hard link may lead back
+                if hash(node.id) not in groups:  # a hard link may lead back up
                     groups.add(hash(node.id))
                     todo.append((f"{path}/", node))
                 continue
@@ -184,7 +184,7 @@ def _tensors(
 
 
 def _tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef | None:
-    """Return a dataset as a tensor; None if torch has no such type."""
+    """Return a dataset as a tensor; None if torch lacks the dtype."""
     stated = node.attrs.get("dtype")
     is_half = node.dtype.kind == "V" and node.dtype.itemsize == 2 and stated == "bfloat16"
     dtype = "bfloat16" if is_half else str(node.dtype.newbyteorder("="))
@@ -207,7 +207,7 @@ def _tensor(path: str, node: Any, data: ByteRange, limits: Limits) -> TensorRef 
 
 
 def _content(data: ByteRange, path: str) -> tuple[ByteRange, None]:
-    """Return the elements of a dataset that lies in chunks, or is compressed: all of them."""
+    """Return all elements of a chunked or compressed dataset."""
     with _open_hdf5(data) as found:
         raw = found[path][()].tobytes()
     return ByteRange(MemorySource(raw, data.source.name), 0, len(raw)), None

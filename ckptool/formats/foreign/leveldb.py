@@ -1,4 +1,4 @@
-"""Tables of LevelDB and messages of protocol buffers, of which TensorFlow makes its index."""
+"""LevelDB tables and protocol buffer messages, as in the index of TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ MAGIC = bytes.fromhex("57fb808b247547db")
 """The end of a table."""
 _FOOTER = 48
 _TRAILER = 5
-"""Bytes behind a block: how it is compressed, and its CRC-32C."""
+"""Bytes after a block: its compression, and its CRC-32C."""
 _PLAIN, _SNAPPY = 0, 1
 _WEIGHT, _ROW = 4, 16
-"""What a byte of a table costs next to one of JSON, and bytes that each entry is counted as."""
+"""The cost of a table byte relative to a JSON byte, and bytes counted per entry."""
 _MOST_FIELDS = 1 << 16
 _WIDTHS = {1: 8, 5: 4}
-"""Bytes of a number of fixed size, by its wire type."""
+"""The size of fixed-size numbers by wire type."""
 
 
 def masked(crc: int) -> int:
-    """Return a CRC-32C as LevelDB stores it: turned, and with a constant added."""
+    """Return a CRC-32C as LevelDB stores it: rotated, plus a constant."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def unmasked(stored: int) -> int:
-    """Return the CRC-32C that is stored as `stored`."""
+    """Return the CRC-32C for the stored form."""
     turned = (stored - 0xA282EAD8) & 0xFFFFFFFF
     return (turned >> 17 | turned << 15) & 0xFFFFFFFF
 
 
 def varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Return the number that begins at `at`, seven bits a byte, and where it ends.
+    """Return the number at offset `at`, with seven bits per byte, and its end.
 
     Raises:
-        CorruptFile: the number has no end, or more than 64 bits.
+        CorruptFile: if the number has no end, or more than 64 bits.
     """
     value = 0
     for shift, byte in enumerate(raw[at : at + 10]):
@@ -49,14 +49,14 @@ def varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 class Message(dict[int, list[int | bytes]]):
-    """The fields of a message by their numbers, each with all its values."""
+    """The fields of a message by number, each with all its values."""
 
     def __init__(self, raw: bytes) -> None:
         """Read the fields.
 
         Raises:
-            CorruptFile: a field is cut off, or of a kind that is not used.
-            LimitExceeded: there are more fields than an index needs.
+            CorruptFile: if a field is truncated, or of an unused kind.
+            LimitExceeded: if there are more fields than an index needs.
         """
         super().__init__()
         at = 0
@@ -83,7 +83,7 @@ class Message(dict[int, list[int | bytes]]):
         """Return the last value of a field as a signed number of 64 bits.
 
         Raises:
-            CorruptFile: the field holds a text.
+            CorruptFile: if the field contains a text.
         """
         value = self.get(field, [default])[-1]
         if isinstance(value, bytes):
@@ -94,7 +94,7 @@ class Message(dict[int, list[int | bytes]]):
         """Return the messages in a field.
 
         Raises:
-            CorruptFile: the field holds a number, or no messages.
+            CorruptFile: if the field contains a number, or no messages.
         """
         values = self.get(field, [])
         if not all(isinstance(value, bytes) for value in values):
@@ -103,12 +103,12 @@ class Message(dict[int, list[int | bytes]]):
 
 
 def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
-    """Return the entries of a table, in its order.
+    """Return the entries of a table, in order.
 
     Raises:
-        CorruptFile: the table breaks a rule: a block outside of the file or with another CRC-32C,
-            keys out of order, a number without an end.
-        LimitExceeded: its blocks or keys take more memory than `limits` allow.
+        CorruptFile: if a block is outside the file or has another CRC-32C, keys are not in order,
+            or a number has no end.
+        LimitExceeded: if its blocks or keys need more memory than `limits` allow.
     """
     most = limits.max_header_bytes // _WEIGHT
     check_limit("the index has", source.size, "bytes", most)
@@ -116,7 +116,7 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
     if len(raw) < _FOOTER or not raw.endswith(MAGIC):
         raise CorruptFile("the end of the index is missing")
     footer = raw[-_FOOTER:]
-    at = varint(footer, varint(footer, 0)[1])[1]  # behind a table of no use
+    at = varint(footer, varint(footer, 0)[1])[1]  # after a table of no use
     entries: dict[bytes, bytes] = {}
     last, end = b"", 0
     for _, handle in _entries(_block(raw, footer[at:], 0, most)[0]):
@@ -133,7 +133,7 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
 
 
 def _block(raw: bytes, handle: bytes, start: int, most: int) -> tuple[bytes, int]:
-    """Return the block that a handle names, and where it ends; it lies behind `start`."""
+    """Return the block of a handle, and its end; it must be after `start`."""
     offset, at = varint(handle, 0)
     size = varint(handle, at)[0]
     end = offset + size + _TRAILER
@@ -151,7 +151,7 @@ def _block(raw: bytes, handle: bytes, start: int, most: int) -> tuple[bytes, int
 
 
 def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield key and value of the entries; a key begins as the one before it."""
+    """Yield the key and value of each entry; a key shares its start with the previous key."""
     end = len(block) - 4 - 4 * int.from_bytes(block[-4:], "little")
     if len(block) < 4 or end < 0:
         raise CorruptFile("a block of the index has no restart list")
@@ -168,14 +168,14 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _decompress_snappy(raw: bytes, most: int) -> bytes:
-    """Return what a block compressed with snappy inflates to."""
+    """Return the decompressed content of a snappy block."""
     size, at = varint(raw, 0)
     check_limit("a block of the index inflates to", size, "bytes", most)
     out = bytearray()
     while at < len(raw) and len(out) <= size:
         kind, length = raw[at] & 3, (raw[at] >> 2) + 1
         at += 1
-        if kind == 0:  # bytes as they are
+        if kind == 0:  # literal bytes
             if length > 60:
                 width = length - 60
                 length = int.from_bytes(raw[at : at + width], "little") + 1

@@ -21,11 +21,11 @@ from ckptool.words import printable
 
 _MAGIC = b"\x93NUMPY"
 _LENGTHS = {1: struct.Struct("<H"), 2: struct.Struct("<I"), 3: struct.Struct("<I")}
-"""Where the length of the text stands behind the version, by its major number."""
+"""The layout of the text length after the version, by major version."""
 _FIRST = 256
 """Bytes read at first: numpy pads headers to multiples of 64, most have 128."""
 _LONGEST = 1 << 16
-"""Of the text; numpy itself reads 10,000 characters of a file that it does not trust."""
+"""The longest text; numpy itself reads 10,000 characters of an untrusted file."""
 _FIELD = re.compile(
     r"""\s*(?P<quote>['"])(?P<key>descr|fortran_order|shape)(?P=quote)\s*:\s*"""
     r"""(?P<value>'[^']*'|"[^"]*"|True|False|\([^()]*\)|\[.*\])\s*(?:,|(?=\}))""",
@@ -35,10 +35,10 @@ _SIZES = re.compile(r"\(\s*(?:\d{1,19}L?\s*,\s*)*(?:\d{1,19}L?\s*)?\)")
 
 
 class ArrayHeader(NamedTuple):
-    """What stands before the elements of an array."""
+    """The header before the elements of an array."""
 
     descr: str
-    """The element type as numpy spells it, `<f4`; for a structured one the list of its fields."""
+    """The dtype in numpy's form, `<f4`; for a structured dtype the list of its fields."""
     fortran_order: bool
     shape: tuple[int, ...]
     length: int
@@ -49,8 +49,8 @@ def read_array_header(record: Record) -> ArrayHeader:
     """Return the header of the array in a record.
 
     Raises:
-        CorruptFile: it is none, or it does not say type, order and shape once each.
-        LimitExceeded: it is longer than any that numpy writes.
+        CorruptFile: if it is not a header, or does not have dtype, order and shape once each.
+        LimitExceeded: if it is longer than any header from numpy.
     """
     head = _head(record, _FIRST)
     known = _LENGTHS.get(head[6]) if len(head) > 6 and head.startswith(_MAGIC) else None
@@ -77,7 +77,7 @@ def read_array_header(record: Record) -> ArrayHeader:
 
 
 def _fields(text: str) -> dict[str, str]:
-    """Return the fields of the dict, quotes off; none where anything else stands in it."""
+    """Return the fields of the dict without quotes; empty if it contains anything else."""
     text = text.strip()
     fields: dict[str, str] = {}
     position = 1
@@ -91,7 +91,7 @@ def _fields(text: str) -> dict[str, str]:
 
 
 def _head(record: Record, length: int) -> bytes:
-    """Return the first bytes of a record, fewer of a shorter one."""
+    """Return the first bytes of a record, fewer if it is shorter."""
     length = min(length, record.data.length)
     source = record.data.source
     if isinstance(source, InflatedSource):
@@ -116,12 +116,12 @@ class NumpyArchive(Format):
     unsafe_loader = "numpy.load(FILE, allow_pickle=True)"
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it is a zip in which every record is called after an array."""
+        """Return True for a zip in which every record has the name of an array."""
         names = probe.ask(open_archive).records
         return not probe.is_folder and bool(names) and all(one.endswith(ARRAY) for one in names)
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the arrays by name, over the directory and the header of each."""
+        """Return the arrays by name, from the directory and the header of each."""
         archive = probe.ask(open_archive)
         root, pickles, others = OrderedMap(), list[Unpickled](), list[str]()
         for record in archive.records.values():
@@ -143,7 +143,7 @@ NPZ = NumpyArchive()
 
 
 def _tensor(record: Record, header: ArrayHeader) -> TensorRef | None:
-    """Return the array as a tensor; None where torch has no such element type."""
+    """Return the array as a tensor; None if torch lacks the dtype."""
     code = _CODE.fullmatch(header.descr)
     dtype = ELEMENT_TYPES.get(code[2]) if code else None
     if code is None or dtype is None:

@@ -1,7 +1,7 @@
-"""Checkpoints of TensorFlow: an index that names variables, and files of their bytes.
+"""TensorFlow checkpoints: an index of variables, and files with their bytes.
 
-`model.ckpt-1.index` is a table as LevelDB writes it, of messages of protocol buffers; the bytes lie
-in `model.ckpt-1.data-00000-of-00001`. A SavedModel has both in its folder `variables`. Sources:
+`model.ckpt-1.index` is a LevelDB table of protocol buffer messages; the bytes are in
+`model.ckpt-1.data-00000-of-00001`. A SavedModel has both in its folder `variables`. Sources:
 tensorflow/core/util/tensor_bundle (tensor_bundle.cc, naming.cc), core/protobuf/tensor_bundle.proto,
 core/util/saved_tensor_slice_util.cc, core/lib/strings/ordered_code.cc.
 """
@@ -52,7 +52,7 @@ _SLOT = "/.OPTIMIZER_SLOT/"
 _OF_OPTIMIZER = re.compile(
     r"(\w*optimizer|opt)/(?!_trainable_variables/)|(.*/)?beta[12]_power(_\d+)?$"
 )
-"""Names of an optimizer's variables; Keras 3 stores the weights of its model under it as well."""
+"""Matches variables of an optimizer; Keras 3 also stores the weights of its model below it."""
 _AVERAGE = "ExponentialMovingAverage"
 _OWN_RECORDS = ("_CHECKPOINTABLE_OBJECT_GRAPH", "save_counter/.ATTRIBUTES/VARIABLE_VALUE")
 _STRING = 7
@@ -76,12 +76,12 @@ _DTYPES = {
     24: "float8_e5m2",
     25: "float8_e4m3fn",
 }
-"""By their numbers in `DataType` (core/framework/types.proto)."""
+"""The dtypes by number in `DataType` (core/framework/types.proto)."""
 _HINT = "copy the whole checkpoint again: the index and all data files of one save"
 
 
 class _Entry(NamedTuple):
-    """What the index says of a variable, or of one part of it."""
+    """The index entry of a variable, or of one part of it."""
 
     dtype: int
     shape: tuple[int, ...]
@@ -89,9 +89,9 @@ class _Entry(NamedTuple):
     offset: int
     size: int
     crc32c: int
-    """As it is stored, masked."""
+    """The CRC-32C as stored (masked)."""
     slices: tuple[tuple[tuple[int, int], ...], ...]
-    """Of a partitioned variable the place of each part: first and count for each axis."""
+    """The position of each part of a partitioned variable: start and count per axis."""
 
 
 class _Index(NamedTuple):
@@ -116,11 +116,11 @@ class TensorFlow(Format):
     )
 
     def recognize(self, probe: Probe) -> bool:
-        """Return whether it is an index, a data file beside one, or a folder with one."""
+        """Return True for an index, a data file next to one, or a folder with one."""
         return bool(_indexes(probe))
 
     def read(self, probe: Probe) -> Checkpoint:
-        """Return the variables by name, over the index alone; an optimizer's are a section."""
+        """Return the variables by name, from the index; those of an optimizer are a section."""
         index, data = probe.ask(_index_of), probe.ask(_data_of)
         model, optimizer = OrderedMap(), OrderedMap()
         others: list[str] = []
@@ -158,7 +158,7 @@ class TensorFlow(Format):
     def findings(self, probe: Probe) -> Findings:
         """Return the CRC-32C that the index states of each variable.
 
-        What the index gets wrong is told by opening it.
+        Errors of the index are reported when it is opened.
         """
         try:
             data = probe.ask(_data_of)
@@ -175,7 +175,7 @@ TENSORFLOW = TensorFlow()
 
 
 def is_index(path: str) -> bool:
-    """Return whether a file is the index of a checkpoint of TensorFlow, by its name and its end."""
+    """Return True if a file is a TensorFlow index, by its name and its last bytes."""
     return path.endswith(".index") and _is_table(place_of(path), path)
 
 
@@ -184,7 +184,7 @@ def _name(key: bytes) -> str:
 
 
 def _clean_name(name: str) -> str:
-    """Return the name of a variable without the marks of the graph of objects.
+    """Return the name of a variable without the markers of the object graph.
 
     `model/layer_with_weights-0/kernel/.ATTRIBUTES/VARIABLE_VALUE -> layer_with_weights-0/kernel`
     """
@@ -200,7 +200,7 @@ def _is_table(place: Place, path: str) -> bool:
 
 
 def _indexes(probe: Probe) -> list[str]:
-    """Return the path of the index that a probe means, of several in a folder each."""
+    """Return the path of the index, or of each index in a folder."""
     if not probe.is_folder:
         found = _PART.fullmatch(probe.path)
         paths = [f"{found['prefix']}.index"] if found else []
@@ -215,7 +215,7 @@ def _indexes(probe: Probe) -> list[str]:
 
 
 def _latest(probe: Probe) -> str | None:
-    """Return the path of the latest index of a folder, by its note."""
+    """Return the path of the latest index of a folder, by its `checkpoint` file."""
     path = os.path.join(probe.path, _NOTE)
     if _NOTE not in probe.entries or not probe.place.is_file(path):
         return None
@@ -223,7 +223,7 @@ def _latest(probe: Probe) -> str | None:
         found = _LATEST.search(source.read(0, min(source.size, _MOST_NOTE)))
     if found is None:
         return None
-    # The folder may have been moved: of a whole path the name alone is taken.
+    # The folder may have been moved: only the name is used.
     name = _name(found[1]).replace("\\", "/").split("/")[-1]
     return os.path.join(probe.path, f"{name}.index")
 
@@ -269,7 +269,7 @@ def _entry(key: bytes, raw: bytes, limits: Limits) -> _Entry:
 
 
 def _shown(key: bytes) -> str:
-    """Return the name in a key for a message; that of a part is between two marks."""
+    """Return the name in a key for a message; that of a part is between two markers."""
     name, _, part = key.lstrip(b"\0").partition(b"\0\1")
     return f"{printable(name.decode('utf-8', 'replace'))!r}" + (" (a part)" if part else "")
 
@@ -279,14 +279,14 @@ def _data_of(probe: Probe) -> _Data:
 
 
 class _Data:
-    """The data files of an index, and what lies in them."""
+    """The data files of an index, and their content."""
 
     def __init__(self, probe: Probe, index: _Index) -> None:
         """Open the files that the index refers to.
 
         Raises:
-            FileMissing: one is missing.
-            CorruptFile: there can be no such file.
+            FileMissing: if one is missing.
+            CorruptFile: if a file number is invalid.
         """
         self._index = index
         self._files: dict[int, Source] = {}
@@ -306,10 +306,10 @@ class _Data:
         self.sources = tuple(self._files.values())
 
     def leaf(self, key: bytes, entry: _Entry) -> TensorRef | Opaque | None:
-        """Return a variable: a tensor, or a value that is read later; None: torch has no such type.
+        """Return a variable: a tensor, or a value that is read later. None: torch lacks the dtype.
 
         Raises:
-            CorruptFile: its bytes are not where the index says, or its parts do not cover it.
+            CorruptFile: if its bytes are not in the file, or its parts do not cover it.
         """
         if entry.dtype == _STRING and not entry.slices:
             place = "stored", os.path.basename(self._files[entry.shard].name)
@@ -342,7 +342,7 @@ class _Data:
             return tiled(self._index.path, entry.shape, BY_NAME[dtype].itemsize, tiles)
 
     def _texts(self, key: bytes, entry: _Entry) -> Any:
-        """Return the texts of a variable, in lists as its shape says; bytes that are no text."""
+        """Return the texts of a variable, in lists by its shape; bytes if they are not UTF-8."""
         lengths, summed = self._strings(key, entry)
         if masked(crc32c(summed)) != entry.crc32c:
             what = f"variable {_shown(key)} is damaged (checksum mismatch)"
@@ -357,9 +357,9 @@ class _Data:
         return nodes[0] if nodes else []
 
     def _strings(self, key: bytes, entry: _Entry) -> tuple[list[int], bytes]:
-        """Return the lengths of the texts of a variable, and the bytes that its CRC-32C is of.
+        """Return the lengths of the texts of a variable, and the bytes covered by its CRC-32C.
 
-        A length is a varint in the file, and a number of four bytes for the CRC-32C.
+        A length is a varint in the file, but a four-byte number in the CRC-32C.
         """
         data = self._run(entry)
         raw, at, lengths = data.read(), 0, list[int]()
@@ -374,7 +374,7 @@ class _Data:
         return lengths, b"".join(widths) + raw[at:]
 
     def checksums(self) -> Iterator[Checksum | Finding]:
-        """Yield the CRC-32C that the index states of each text, tensor or part; why it has none."""
+        """Yield the CRC-32C stated for each text, tensor or part, or a finding if there is none."""
         for key, entry in self._index.entries.items():
             if entry.slices:
                 continue
@@ -397,13 +397,13 @@ def _text(raw: bytes) -> str | bytes:
 
 
 def _part_key(key: bytes, place: tuple[tuple[int, int], ...]) -> bytes:
-    """Return the key of a part of a variable: name, dimensions, and first and count of each."""
+    """Return the key of a part of a variable: name, rank, and start and count per dimension."""
     ends = b"".join(_ordered(number) for axis in place for number in axis)
     return b"\0" + key + b"\0\1" + bytes((1, len(place))) + ends
 
 
 def _ordered(number: int) -> bytes:
-    """Return a number as LevelDB's keys have it, so that bytes are in the order of the numbers."""
+    """Return a number as in LevelDB keys, so that bytes sort like the numbers."""
     if number < 64:
         return bytes((0x80 ^ number & 0xFF,))
     width = (number.bit_length() + 7) // 7
@@ -414,7 +414,7 @@ def _ordered(number: int) -> bytes:
 
 
 def _is_slot(name: str, names: Collection[str]) -> bool:
-    """Return whether an optimizer owns a variable; TensorFlow 1 names slots below variables."""
+    """Return True for an optimizer's variable; TensorFlow 1 puts slots below variables."""
     if _SLOT in name or _OF_OPTIMIZER.match(name):
         return True
     owner, _, last = name.rpartition("/")
