@@ -359,8 +359,8 @@ def test_files_of_other_libraries_are_named_with_what_loads_them(written_by):
     texts = [*info(path).notes, *(one.text for one in doctor(path).complaints)]
     assert len([text for text in texts if scheme in text and library in text]) == 2
     assert doctor(path).ok
-    remarks = [text for one in ckptool.stats(path).tensors for text in one.remarks]
-    assert [text.partition(" without ")[0] for text in remarks if "statistics of codes" in text] == [
+    remarks = [line for one in ckptool.stats(path).tensors for line in one.remarks]
+    assert [line.partition(" without ")[0] for line in remarks if "tics of codes" in line] == [
         scheme + ", judging by its shape: statistics of codes," if scheme == LOOKS_QUANTIZED
         else f"quantized ({scheme}): statistics of codes,"
     ]  # fmt: skip

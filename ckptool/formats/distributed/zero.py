@@ -506,8 +506,8 @@ def _own(name: str, node: Any) -> Any:
 def _cast_masters(module: Mapping[Any, Any], states: Mapping[str, dict[Any, Any]]) -> Checkpoint:
     """Return the weights of stage 3 as in training: fp32 masters, cast on reading.
 
-    The placeholder of a weight in the file of rank 0 has its dtype. A master with this dtype, or with
-    an unknown one, is the weight, and is removed from the optimizer state.
+    The placeholder of a weight in the file of rank 0 has its dtype. A master with this dtype, or
+    with an unknown one, is the weight, and is removed from the optimizer state.
     """
     types: dict[str | None, dict[str, TensorRef]] = {}
     for name, state in states.items():
