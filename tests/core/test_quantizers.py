@@ -401,7 +401,7 @@ def test_codes_are_loaded_by_a_model_that_has_their_scales_alone(tmp_path, in_me
     state = {"weight": codes, "weight_scale": scale}
     torch.save(state, tmp_path / "m.pth")
     source = state if in_memory else tmp_path / "m.pth"
-    with pytest.raises(MatchError, match="would take its codes for numbers") as caught:
+    with pytest.raises(MatchError, match="would load its codes as values") as caught:
         ckptool.load_into(torch.nn.Linear(8, 8, bias=False), source, strict=False)
     assert ("--dequantize" in caught.value.hint) != in_memory
     model = Scaled()
