@@ -34,8 +34,8 @@ class Result:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """No garbage collection meanwhile; around a block, or as a decorator.
+def pause_gc() -> Iterator[None]:
+    """Disable garbage collection in a block or a decorated function.
 
     Searching a tree, or all of torch, for what is dead takes longer than what is done, and finds
     nothing.
@@ -62,7 +62,7 @@ def importer(
         home = home_of.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with uncollected():
+        with pause_gc():
             module = import_module(f"{package}.{home}")
         value = module if name == home else getattr(module, name)
         namespace[name] = value

@@ -30,7 +30,7 @@ from ckptool.cli.options import (
     visible_option,
 )
 from ckptool.cli.renaming import RulesInOrder, rename_options
-from ckptool.conversion import Destination, converted, opened_for, steps_of, with_configs
+from ckptool.conversion import Destination, converted, open_for_steps, steps_of, with_configs
 from ckptool.conversion.steps import place_in
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
@@ -298,7 +298,7 @@ def command(
             files_from=None if target.in_place else goal.companions,
             to_folder=goal.is_folder and not target.in_place,
             apart=goal.apart,
-            opening=lambda: opened_for(
+            opening=lambda: open_for_steps(
                 files if files[1:] or keyed(files[0]) else files[0], steps, salvage=salvage
             ),
         )

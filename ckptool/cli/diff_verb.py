@@ -44,7 +44,7 @@ class _Diff(RulesInOrder, Brief):
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @flag("--strict-names", "Compare keys with their wrapper prefixes.")
-@rename_options("a key of A, without wrapper prefixes,")
+@rename_options("a key of A, without wrapper prefixes")
 @click.option("--key", metavar="NAME", help="Compare only entries below this path.")
 @flag("--model-only", "Compare only the model's state dict in each file.")
 @flag("--structure", "Compare keys, dtypes and shapes, but not values.")
@@ -61,7 +61,7 @@ class _Diff(RulesInOrder, Brief):
     help="Set the relative tolerance, as in torch.allclose. [default with --atol: 1e-5]",
 )
 @flag("--equal-nan", "Treat NaN as equal to NaN.")
-@flag("--ignore-dtype", "Round the wider dtype to the narrower one first: is a half copy exact?")
+@flag("--ignore-dtype", "Round the wider dtype to the narrower one first, to check that a half-precision copy is exact.")
 @flag("--stat", "Show how much differs in each module.")
 @flag("--name-status", "Print one line per entry: A, D, M, R or T, and its path.")
 @click.option(

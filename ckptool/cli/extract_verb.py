@@ -20,7 +20,7 @@ from ckptool.cli.options import (
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
 from ckptool.transforms import Masters, Plain, Take
-from ckptool.transforms.extraction import kept_in
+from ckptool.transforms.extraction import count_kept
 
 
 @verb(
@@ -72,7 +72,7 @@ def command(
         source = checkpoint.then(*steps)
         extracted = source.then(take)
         if any(made.kind != "warning" for made in extracted.changes[len(source.changes) :]):
-            extracted = extracted.with_root(extracted.root, kept_in(source, extracted))
+            extracted = extracted.with_root(extracted.root, count_kept(source, extracted))
         return extracted.then(Plain(plain, drop_objects)) if plain or drop_objects else extracted
 
     write_changed(file, change, target, word="extracted", rewrite=True)

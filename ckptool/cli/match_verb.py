@@ -14,7 +14,7 @@ from ckptool.cli.options import PATH, Brief, file_argument, flag, screen_options
 from ckptool.cli.renaming import RulesInOrder, rename_options
 from ckptool.formats.identify import unused
 from ckptool.loading.plan import plan_load, target_like
-from ckptool.loading.source import StateDict, stated
+from ckptool.loading.source import StateDict, open_state_dict
 from ckptool.matching import Allowance, Judgement, MatchReport
 from ckptool.matching.align import is_average_counter
 from ckptool.matching.layouts import TransposeRules
@@ -56,7 +56,7 @@ class _Match(Allowing, RulesInOrder, Brief):
 @click.option(
     "--like-key", metavar="NAME", help="Use this state dict of REFERENCE, if it has several."
 )
-@rename_options("a key of FILE, before matching,")
+@rename_options("a key of FILE before matching")
 @allowance_options()
 @flag("--no-fold", "Show a row for each tensor, without folding layers.")
 @screen_options(fmt=True)
@@ -83,7 +83,7 @@ def command(
     """
     reference = resolve_reference(like)
     wanted = target_like(reference, key=like_key)
-    with stated(file, key=key, wanted=wanted.slots) as state:
+    with open_state_dict(file, key=key, wanted=wanted.slots) as state:
         by_type = reference is like  # a file: its header is enough
         plan = plan_load(
             state,

@@ -31,7 +31,7 @@ _FEW = 20
     problem="a file runs code or cannot be judged (with --strict: or needs code)",
 )
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
-@flag("--strict", "Exit with 1 if a file needs code, too.")
+@flag("--strict", "Also exit with 1 if a file needs code.")
 @screen_options()
 def command(paths: tuple[str, ...], strict: bool, screen: Screen) -> None:
     """Show what loading a file would run, without running it.

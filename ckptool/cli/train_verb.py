@@ -47,7 +47,13 @@ from ckptool.trainer.config import (
     require_shared,
     usual_batch_size,
 )
-from ckptool.trainer.devices import VISIBLE, devices_here, require_visible, seen_as, show_only
+from ckptool.trainer.devices import (
+    VISIBLE,
+    devices_here,
+    require_visible,
+    show_only,
+    visible_gpus,
+)
 from ckptool.trainer.events import (
     EpochEnded,
     Note,
@@ -222,7 +228,7 @@ def _print_gpus(before: str | None, screen: Screen) -> None:
         return  # the launcher, or rank 0, has printed it
     if before not in (None, now):
         screen.say([f"note: changed {VISIBLE} from {clean(before or '')} to {now}"])
-    screen.say([gpus_line(seen_as())])
+    screen.say([gpus_line(visible_gpus())])
 
 
 def _config(given: dict[str, Any]) -> TrainConfig:
@@ -291,7 +297,7 @@ def _train(config: TrainConfig, screen: Screen) -> None:
         best = (
             result.best if math.isfinite(result.best) else None
         )  # infinite before the end of the first epoch
-        fields = {**printer.document(), **result.to_dict(), "best": best, "gpus": seen_as()}
+        fields = {**printer.document(), **result.to_dict(), "best": best, "gpus": visible_gpus()}
         print_document({"schema": SCHEMA, **fields})
     printer.end(result)
 

@@ -187,13 +187,14 @@ def renamed(
         for group in groups:
             meter.total += min(sum(entry.leaf.nbytes for entry in side) for side in group)
             unknown = {entry.leaf.place: entry.leaf for side in group for entry in side}
-            meter.total += sum(leaf.nbytes for leaf in unknown.values() if _stated(leaf) is None)
+            unread = (leaf for leaf in unknown.values() if _stored_crc32(leaf) is None)
+            meter.total += sum(leaf.nbytes for leaf in unread)
     repeated, known = RepeatedBytes(limits), dict[Any, int]()
 
     def checksum_of(entry: DiffEntry) -> int | None:
         """Return the CRC-32 of the elements in row-major order, as `TensorRef.content` has them."""
         tensor: TensorRef = entry.leaf
-        stated = _stated(tensor)
+        stated = _stored_crc32(tensor)
         if stated is not None or stated_only:
             return stated
         if tensor.place not in known:
@@ -216,8 +217,8 @@ def renamed(
             yield from (pair for pair in _matched(mine, others) if same(*pair))
 
 
-def _stated(tensor: TensorRef) -> int | None:
-    """Return the checksum in the file if it is of just these elements."""
+def _stored_crc32(tensor: TensorRef) -> int | None:
+    """Return the stored checksum if it covers exactly this tensor."""
     storage = tensor.storage
     whole = storage is not None and storage.nbytes == tensor.nbytes and tensor.is_verbatim
     return storage.crc32 if storage is not None and whole else None

@@ -46,8 +46,8 @@ class FileSummary:
     """The name of each parameter by the path of its state in an optimizer, without wrapper
     prefixes, if names or positions prove it."""
 
-    def named(self, path: Sequence[str | int]) -> tuple[str, ...]:
-        """Return the path of a tensor with the name of its parameter in place of the number."""
+    def name_parameter(self, path: Sequence[str | int]) -> tuple[str, ...]:
+        """Return the path of an optimizer tensor, with the key of its parameter for the number."""
         parts = tuple(map(str, path))
         ends = (end for end in range(1, len(parts)) if parts[:end] in self.parameters)
         end = next(ends, 0)

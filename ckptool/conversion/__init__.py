@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from ckptool.conversion.fit import Like as Like
 from ckptool.conversion.layout import (
     Destination as Destination,
-    opened_for as opened_for,
+    open_for_steps as open_for_steps,
     with_configs as with_configs,
 )
 from ckptool.conversion.steps import converted as converted, steps_of as steps_of
@@ -94,7 +94,7 @@ def convert(
     )
     every = with_configs(steps, goal.folders)
     salvage = any(isinstance(one, Step) and one.opens_damaged for one in steps)
-    with opened_for(source, every, salvage=salvage) as checkpoint, ExitStack() as stack:
+    with open_for_steps(source, every, salvage=salvage) as checkpoint, ExitStack() as stack:
         is_same = in_place and goal.is_source(checkpoint)
         name = checkpoint.format if is_same else goal.format_for(checkpoint)
         made = converted(checkpoint, every, name)

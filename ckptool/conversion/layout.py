@@ -16,7 +16,7 @@ from ckptool.words import shell
 from ckptool.writing import goes_to_folder, target_file, target_format
 
 
-def opened_for(
+def open_for_steps(
     source: Source | Sequence[str | os.PathLike[str]], steps: Iterable[Step], *, salvage: bool
 ) -> AbstractContextManager[Checkpoint]:
     """Open a checkpoint like `opened_parts`, or a layout of several files by its recipe.

@@ -460,9 +460,9 @@ class TensorRef(Result):
         """The bytes of the elements in row-major order, with flags and byte order as stored."""
         if self.is_contiguous:
             return self.data
-        from ckptool.files.computed import gathered  # as in `content`
+        from ckptool.files.computed import gather_view  # as in `content`
 
-        return gathered(self._stored(), **self._view)
+        return gather_view(self._stored(), **self._view)
 
     def content(self) -> Iterator[bytes]:
         """Return the elements in row-major order, little-endian, conjugated and negated, in blocks.

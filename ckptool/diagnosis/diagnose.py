@@ -251,7 +251,7 @@ def _assemble(subject: Subject, found: list[Complaint]) -> Diagnosis:
         if "damaged" in kinds:
             first = "first get an intact file"
         elif "part" in kinds:
-            first = "first get all parts"
+            first = "get all parts of the checkpoint first"
     path = without_query(subject.checkpoint.path)
     complaints = [_add_commands(one, planner, plan, first) for one in found]
     complaints = [replace(one, hint=with_file(one.hint or "", path)) for one in complaints]
@@ -277,7 +277,7 @@ def _assemble(subject: Subject, found: list[Complaint]) -> Diagnosis:
         plan.target or None,
         resume.command if commands else None,
         training_in(subject.checkpoint),
-        _code(subject) if resumes and not hopeless else "",
+        _resume_line(subject) if resumes and not hopeless else "",
         reader,
         plan,
     )
@@ -290,7 +290,7 @@ def _reader(subject: Subject) -> str:
     return refusal.reader if refusal is not None else ""
 
 
-def _code(subject: Subject) -> str:
+def _resume_line(subject: Subject) -> str:
     """Return the Python line that resumes with the model of the reference; "" without one."""
     if subject.reference is None or subject.model is None:
         return ""

@@ -51,7 +51,7 @@ def layout(subject: Subject) -> Iterator[Complaint]:
         yield _malicious(runs)
     part = missing_weights(checkpoint)
     if part is not None:
-        effect = "load_state_dict fails on keys or shapes, or loads an untrained model."
+        effect = "load_state_dict fails on keys or shapes, or leaves the model untrained."
         where = names_of(part.where)
         yield Complaint(
             part.kind, part.text, where, hint=part.hint, severity=part.severity, effect=effect

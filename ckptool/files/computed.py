@@ -167,7 +167,7 @@ def computed(
     return ByteRange(source, 0, size)
 
 
-def gathered(
+def gather_view(
     data: ByteRange,
     *,
     itemsize: int,

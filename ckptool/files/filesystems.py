@@ -37,7 +37,7 @@ Fetch = Callable[[int, int, str], RangeResponse]
 def by_fsspec(path: str) -> Fetch:
     """Return the function that fetches the bytes of a file."""
     system, inner = system_of(path)
-    with asked(path):
+    with convert_errors(path):
         system.invalidate_cache()
         told = system.info(inner)
         if told["type"] == "directory":
@@ -48,7 +48,7 @@ def by_fsspec(path: str) -> Fetch:
 
     def ask(start: int, stop: int, tag: str) -> RangeResponse:
         stop = max(min(stop, size), start)
-        with asked(path):
+        with convert_errors(path):
             data = system.cat_file(inner, start=start, end=stop) if stop > start else b""
         if len(data) != stop - start:
             raise changed(path)
@@ -69,7 +69,7 @@ def system_of(path: str) -> tuple[Any, str]:
         raise UnsupportedFormat(
             "reading this address needs fsspec, which is not installed", file=path, hint=INSTALL
         ) from error
-    with asked(path):  # resolving a chained address may send requests
+    with convert_errors(path):  # resolving a chained address may send requests
         try:
             found: tuple[Any, str] = url_to_fs(path)
         except (ImportError, ValueError) as error:
@@ -80,7 +80,7 @@ def system_of(path: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def asked(path: str, *, to_write: bool = False) -> Iterator[None]:
+def convert_errors(path: str, *, to_write: bool = False) -> Iterator[None]:
     """Convert the exceptions of a file system, of any type, to our errors.
 
     Raises:
@@ -102,7 +102,7 @@ def asked(path: str, *, to_write: bool = False) -> Iterator[None]:
         ) from error
 
 
-_PART, _PARTS = 16 << 20, 9_000
+_PART_SIZE, _MAX_PARTS = 16 << 20, 9_000
 """The size of a part of an object, and the most parts: S3 allows 10,000."""
 
 
@@ -121,7 +121,7 @@ def refuse_object(path: str, *, overwrite: bool) -> None:
             hint="write a local file, then upload it" + (" with hf upload" if kind == "hf" else ""),
         )
     system, inner = system_of(path)
-    with asked(path, to_write=True):
+    with convert_errors(path, to_write=True):
         system.invalidate_cache()
         try:
             there = system.info(inner)
@@ -178,11 +178,11 @@ def _upload(path: str, size: int, progress: Progress | None) -> Iterator[FileOut
     transaction.start()  # every file system defers writes in a transaction, even `memory`
     file: Any = None
     try:
-        with asked(path, to_write=True):
-            file = system.open(inner, "wb", block_size=max(_PART, -(-size // _PARTS)))
+        with convert_errors(path, to_write=True):
+            file = system.open(inner, "wb", block_size=max(_PART_SIZE, -(-size // _MAX_PARTS)))
         output = _Upload(file, path, size, progress)
         yield output
-        with asked(path, to_write=True):
+        with convert_errors(path, to_write=True):
             output.finish()
             file.close()
     except BaseException:
@@ -191,7 +191,7 @@ def _upload(path: str, size: int, progress: Progress | None) -> Iterator[FileOut
         with suppress(AttributeError):
             file.closed = True  # otherwise the garbage collector closes it, and it may appear
         raise
-    with asked(path, to_write=True):
+    with convert_errors(path, to_write=True):
         transaction.complete(commit=True)
         system.invalidate_cache()
         there = int(system.info(inner)["size"])
@@ -210,7 +210,7 @@ class _Upload(FileOutput):
         self._file = file
 
     def _put(self, data: bytes | bytearray | memoryview) -> None:
-        with asked(self.name, to_write=True):
+        with convert_errors(self.name, to_write=True):
             self._file.write(data)
         self._flushed += len(data)
         if self._flushed - self._reported >= STEP:

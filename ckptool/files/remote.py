@@ -23,8 +23,8 @@ from ckptool.errors import FileDenied, FileMissing, UnreadableFile, UnsupportedF
 from ckptool.files.filesystems import (
     INSTALL,
     Fetch,
-    asked,
     by_fsspec,
+    convert_errors,
     refuse_object,
     system_of,
     uploaded_set,
@@ -108,7 +108,7 @@ class RemotePlace(Place):
             system, inner = system_of(path)
         except FileMissing:  # for a chained address, the files it leads through
             return False
-        with asked(path):
+        with convert_errors(path):
             return bool(system.isdir(inner))
 
     def is_file(self, path: str) -> bool:
@@ -136,7 +136,7 @@ class RemotePlace(Place):
         if "::" in folder:
             return frozenset()  # the parts of a chained address share no folder
         system, inner = system_of(folder)
-        with asked(folder):
+        with convert_errors(folder):
             there = system.ls(inner, detail=False)
         return frozenset(os.path.basename(one.rstrip("/")) for one in there)
 

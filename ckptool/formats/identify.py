@@ -187,7 +187,7 @@ ZIP_KINDS: tuple[NameKind, ...] = (
     ),
     NameKind(
         (r"[^/]+/version", r"[^/]+/(?:byteorder|\.data/serialization_id)"),
-        "the rest of a torch.save that failed: it has no data.pkl",
+        "what a failed torch.save left behind: it has no data.pkl",
         "save it again; the error of torch.save shows the cause",
         TruncatedFile,
     ),

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
-from ckptool._lazy import uncollected
+from ckptool._lazy import pause_gc
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.tree import walk
 from ckptool.errors import CheckpointError, UnreadableFile, UnsupportedFormat, UsageError
@@ -63,7 +63,7 @@ def open_checkpoint(
 
 @contextmanager
 def opened(source: Source, *, salvage: bool = False) -> Iterator[Checkpoint]:
-    """Yield an open checkpoint, which stays open, or one that is opened for the block.
+    """Yield the given open checkpoint, or open a path for the block.
 
     Raises:
         UnreadableFile: as `open_checkpoint`.
@@ -114,7 +114,7 @@ def read_probe(probe: Probe) -> Checkpoint | None:
             from ckptool.formats.model_folder import of_model_file  # not needed for files
 
             probe = of_model_file(probe)
-        with uncollected():
+        with pause_gc():
             checkpoint = _read(probe)
     except CheckpointError as error:
         from ckptool.formats.transfers import text_fault  # not needed for files that open

@@ -257,7 +257,8 @@ class _Scanner:
     def verdict(self) -> str:
         return worst(*(stream.verdict for stream in self.streams))
 
-    def add(self, stream: Stream) -> None:
+    def add_stream(self, stream: Stream) -> None:
+        """Add a stream; in a full list, a worse one replaces the last, which keeps the verdict."""
         if len(self.streams) < _MOST_STREAMS:
             self.streams[stream] = None
         elif worst(stream.verdict, last := next(reversed(self.streams)).verdict) != last:
@@ -266,7 +267,7 @@ class _Scanner:
 
     def unread(self, where: str, why: str) -> None:
         """Note data that may contain a pickle but is not read."""
-        self.add(Stream(where, 0, CANNOT_TELL, fault=why))
+        self.add_stream(Stream(where, 0, CANNOT_TELL, fault=why))
 
     def memory(self, raw: bytes) -> ByteRange:
         return ByteRange(MemorySource(raw, self.file), 0, len(raw))
@@ -318,7 +319,7 @@ class _Scanner:
         is_config = head.lstrip()[:1] == b"{" or head.startswith(b"\x89HDF")
         if is_config and _LAMBDA.search(data.read(0, min(data.length, 16 << 20))):
             text = "keras.layers.Lambda: keras.models.load_model runs the code in it"
-            self.add(
+            self.add_stream(
                 Stream(where, 0, RUNS, (SuspectCall(text, 0, "a Keras config", RUNS),), told=1)
             )
         if (where or self.file).endswith(".py"):
@@ -403,7 +404,9 @@ class _Scanner:
         verdict = worst(run.verdict, CANNOT_TELL if run.failed else DATA)
         if verdict != DATA:
             calls = tuple(dict.fromkeys(run.calls))
-            self.add(Stream(where, offset, verdict, calls, tuple(run.names), run.fault, run.told))
+            self.add_stream(
+                Stream(where, offset, verdict, calls, tuple(run.names), run.fault, run.told)
+            )
 
     def nested(self, raw: bytes) -> tuple[str, tuple[SuspectCall, ...]]:
         """Judge bytes that a pickle passes to a function, each once."""

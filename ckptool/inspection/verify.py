@@ -104,7 +104,7 @@ def examine(
         UnsupportedFormat: ckptool does not read this kind of checkpoint.
         UnreadableFile: the file changed during the check, or a read failed.
     """
-    look = _Look(Verdict(os.fsdecode(path)), limits, progress, values, hashes)
+    look = _FileCheck(Verdict(os.fsdecode(path)), limits, progress, values, hashes)
     try:
         probe = Probe(path, limits)
     except CorruptFile as error:  # of the journal of an interrupted edit
@@ -127,9 +127,9 @@ def examine(
                 shards = {os.path.relpath(one, top or "."): one for one in files}
                 look.at_set(probe, probe.path, shards)
             else:
-                look.at_file(probe)
+                look.check_file(probe)
                 for one in tensor_files(probe):
-                    look.at_shard(one, os.path.basename(one))
+                    look.check_shard(one, os.path.basename(one))
         except CheckpointError as error:
             look.blame(error)
         except PermissionError as error:
@@ -138,7 +138,7 @@ def examine(
 
 
 @dataclass
-class _Look:
+class _FileCheck:
     """A check of one file or set of files, with its findings so far."""
 
     verdict: Verdict
@@ -150,7 +150,7 @@ class _Look:
     """True for one file of a set, which is also checked as a set."""
     hashed: tuple[HashedTensor, ...] | None = None
 
-    def at_file(self, probe: Probe) -> None:
+    def check_file(self, probe: Probe) -> None:
         """Check one file, or the files of an unzipped checkpoint."""
         found = checks.structure(probe)
         self.take(found)
@@ -199,7 +199,7 @@ class _Look:
     def at_set(self, probe: Probe, path: str, shards: Mapping[str, str]) -> None:
         """Check each shard of an index, or each rank file, then the whole set."""
         self.verdict = replace(self.verdict, file=path, shards=len(shards))
-        faulty = {path for name, path in shards.items() if self.at_shard(path, name)}
+        faulty = {path for name, path in shards.items() if self.check_shard(path, name)}
         try:
             checkpoint = read_probe(probe)
         except CheckpointError as error:
@@ -208,16 +208,16 @@ class _Look:
             return
         self.at_content(checkpoint, probe, [])
 
-    def at_shard(self, path: str, name: str) -> bool:
+    def check_shard(self, path: str, name: str) -> bool:
         """Check a shard if it exists; return True if it has problems."""
         if not os.path.isfile(path):
             return False
         with closing(Probe(path, self.limits)) as probe:
             if probe.ask(open_index) is not None:
                 return False
-            look = _Look(Verdict(path), self.limits, self.progress, is_shard=True)
+            look = _FileCheck(Verdict(path), self.limits, self.progress, is_shard=True)
             try:
-                look.at_file(probe)
+                look.check_file(probe)
             except UnsupportedFormat:
                 return False
         found = look.verdict

@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ckptool._lazy import uncollected
+from ckptool._lazy import pause_gc
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import (
     ByteString,
@@ -56,7 +56,7 @@ _TORCH_ARGUMENTS = {
 
 
 @renamed_arguments(**_TORCH_ARGUMENTS)
-@uncollected()
+@pause_gc()
 def load(
     path: str | os.PathLike[str] | Checkpoint,
     map_location: MapLocation = "cpu",
@@ -327,7 +327,7 @@ def _device(node: DeviceValue) -> torch.device | DeviceValue:
 
 
 @renamed_arguments(**_TORCH_ARGUMENTS)
-@uncollected()
+@pause_gc()
 def load_state_dict(
     path: str | os.PathLike[str] | Checkpoint,
     map_location: MapLocation = "cpu",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ckptool._lazy import uncollected
+from ckptool._lazy import pause_gc
 from ckptool.core.placeholders import placeholders_of
 from ckptool.core.quantization_config import quantization_config
 from ckptool.core.quantizers import LIBRARIES, find_quantized
@@ -36,14 +36,14 @@ from ckptool.loading.fill import (
 from ckptool.loading.plan import LoadPlan, check_lists, metadata_for, plan_load
 from ckptool.loading.ranks import Ranks, ranks_of, sharded, spread_like, without_hidden
 from ckptool.loading.snapshot import Snapshot, held_back, layers, tensors_of
-from ckptool.loading.source import Source, StateDict, stated
+from ckptool.loading.source import Source, StateDict, open_state_dict
 from ckptool.loading.target import (
     ModelTarget,
+    describe_target,
     loads_by_name,
     overrides_load,
     runs_foreign_code,
     state_dict_of,
-    target_of,
 )
 from ckptool.matching import Allowance, Allowed, MatchReport
 from ckptool.matching.layouts import TransposeRules
@@ -153,7 +153,7 @@ def load_into(
         )
     together = ranks_of(model)
     with ExitStack() as held:
-        held.enter_context(uncollected())
+        held.enter_context(pause_gc())
         with together.raise_on_all_ranks(), _trainable():
             check_lists(
                 rename=rename, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose
@@ -167,10 +167,10 @@ def load_into(
                 lossy_cast=allow_lossy_cast,
                 min_coverage=min_coverage,
             )
-            target = target_of(model)
+            target = describe_target(model)
             on_meta = any(tensor.is_meta for tensor in target.entries.values())
             by_name = not target.custom and loads_by_name(model, layers(optimizer))
-            stating = stated(
+            stating = open_state_dict(
                 source,
                 key=key,
                 wanted=target.slots,

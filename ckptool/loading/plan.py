@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptool._lazy import uncollected
+from ckptool._lazy import pause_gc
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Global, Opaque, TensorRef
 from ckptool.core.tree import walk
@@ -18,8 +18,8 @@ from ckptool.errors import MatchError, NotFound, UsageError
 from ckptool.formats import format_of
 from ckptool.loading.load import unpickled
 from ckptool.loading.ranks import without_hidden
-from ckptool.loading.source import StateDict, stated
-from ckptool.loading.target import REFERENCE, ModelTarget, slots_like, target_of
+from ckptool.loading.source import StateDict, open_state_dict
+from ckptool.loading.target import REFERENCE, ModelTarget, describe_target, slots_like
 from ckptool.matching import Allowance, DtypeChange, Match, MatchReport, matched
 from ckptool.matching.layouts import TransposeRules, laid_out, wanted_by
 from ckptool.matching.report import counted
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _NOT_LOADED = "which cannot be loaded from a file"
 
 
-@uncollected()
+@pause_gc()
 class MatchedState(NamedTuple):
     """The entries of a state dict that fit a model, and a report on all entries."""
 
@@ -94,7 +94,7 @@ def match(
     check_lists(rename=rename, prefixes=prefixes, transpose=transpose, no_transpose=no_transpose)
     choices = TransposeRules.of(transpose, no_transpose)
     target = target_like(like, key=like_key)
-    with stated(state_dict, key=key, wanted=target.slots) as state:
+    with open_state_dict(state_dict, key=key, wanted=target.slots) as state:
         plan = plan_load(state, target, rename=rename, prefixes=prefixes, choices=choices)
         every = {**plan.pairs, **plan.undecided}
         fitting = OrderedDict((name, state.value(own)) for name, own in every.items())
@@ -131,12 +131,12 @@ def target_like(like: Any, *, key: Any = None) -> ModelTarget:
         import torch
 
         if isinstance(like, torch.nn.Module):
-            return target_of(like)
+            return describe_target(like)
         found = slots_like(like) if key is None or not isinstance(like, Mapping) else None
         if found is not None:
             return found
     try:
-        with stated(like, key=key) as state:
+        with open_state_dict(like, key=key) as state:
             return ModelTarget(
                 state.file or REFERENCE,
                 state.slots,
@@ -182,7 +182,7 @@ class LoadPlan(NamedTuple):
         return refusal
 
 
-@uncollected()
+@pause_gc()
 def plan_load(
     state: StateDict,
     target: ModelTarget,

@@ -176,7 +176,7 @@ class StateDict:
 
 
 @contextmanager
-def stated(
+def open_state_dict(
     source: Source | torch.nn.Module,
     *,
     key: Any = None,

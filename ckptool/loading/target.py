@@ -53,7 +53,7 @@ class ModelTarget(NamedTuple):
         return None
 
 
-def target_of(model: torch.nn.Module) -> ModelTarget:
+def describe_target(model: torch.nn.Module) -> ModelTarget:
     """Return the target of `model`, with the keys of its `state_dict`; no tensor data is read.
 
     Tensors that its `state_dict` leaves out, but torch expects on loading, are included. A model
@@ -80,11 +80,11 @@ def target_of(model: torch.nn.Module) -> ModelTarget:
         slots = live_slots(live, parameters=model.parameters(), rest="buffer")
     label = type(_innermost(model)).__name__
     named = [(without_hidden(path), module) for path, module in modules]
-    closed, kinds = (*custom, *_of_today(named)), partial(kinds_of, named)
+    closed, kinds = (*custom, *_paths_without_old_spelling(named)), partial(kinds_of, named)
     return ModelTarget(label, slots, _tensors(live), metadata, custom, closed, kinds)
 
 
-def _of_today(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[str]:
+def _paths_without_old_spelling(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[str]:
     """Yield the paths of parametrizations without an older spelling, which torch's norms have."""
     from torch.nn.utils import parametrizations
     from torch.nn.utils.parametrize import ParametrizationList

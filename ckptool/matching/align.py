@@ -60,7 +60,7 @@ class Prefix(NamedTuple):
 
     text: str
     """With its dot."""
-    is_off: bool
+    is_removed: bool
     """Whether it comes off the file's names; else it is put before them."""
     names: Mapping[str, str]
     """Whole names of the model, each with the name in the file that the prefix gives it."""
@@ -124,10 +124,10 @@ def align(
         is_ruled: Whether rules of the user have given names: no prefix contradicts equal ones then.
     """
     files, models = list(_forms(have, 0)), list(_forms(want, 1))
-    ways: list[_Way] = []
+    ways: list[_KeyForms] = []
     for mine in files:
         for theirs in models:
-            ways.append(_Way(have, want, mine, theirs, closed))
+            ways.append(_KeyForms(have, want, mine, theirs, closed))
             if ways[-1].score == len(want):
                 break
     best = max(ways, key=lambda way: way.score)
@@ -139,8 +139,8 @@ def align(
     return found
 
 
-class _Way:
-    """The names of both sides in one form each."""
+class _KeyForms:
+    """The keys of the file and of the model in one spelling each."""
 
     def __init__(
         self,
@@ -346,7 +346,7 @@ def _shortened(
                         yield name, rest
 
 
-def _votes(way: _Way) -> Counter[tuple[str, bool]]:
+def _votes(way: _KeyForms) -> Counter[tuple[str, bool]]:
     """Count the votes for each prefix, and whether it comes off the file's names.
 
     A name votes for each prefix without which the other side has it, with its shape.
@@ -362,19 +362,20 @@ def _votes(way: _Way) -> Counter[tuple[str, bool]]:
     return votes
 
 
-def _prefix(way: _Way, text: str, is_off: bool) -> Prefix:
-    longer, shorter = (way.own, way.wanted) if is_off else (way.wanted, way.own)
+def _match_with_prefix(way: _KeyForms, text: str, is_removed: bool) -> Prefix:
+    """Pair the keys that match once the prefix is added or removed."""
+    longer, shorter = (way.own, way.wanted) if is_removed else (way.wanted, way.own)
     below = {name[len(text) :]: full for name, full in longer.items() if name.startswith(text)}
     both = ((full, shorter[rest]) for rest, full in below.items() if rest in shorter)
-    pairs = ((other, full) if is_off else (full, other) for full, other in both)
+    pairs = ((other, full) if is_removed else (full, other) for full, other in both)
     names = {full: own for full, own in pairs if fits(way.have[own], way.want[full])}
     collides = len(below) < len(longer) and any(
         name in below and not name.startswith(text) for name in longer
     )
-    return Prefix(text, is_off, names, collides)
+    return Prefix(text, is_removed, names, collides)
 
 
-def _with_prefix(found: KeyAlignment, way: _Way) -> KeyAlignment:
+def _with_prefix(found: KeyAlignment, way: _KeyForms) -> KeyAlignment:
     """Take the prefix with most votes off its side if more than half of the names pair by it.
 
     Half of the smaller side will do where no name is equal, no other prefix has half as many votes,
@@ -384,10 +385,10 @@ def _with_prefix(found: KeyAlignment, way: _Way) -> KeyAlignment:
     votes = _votes(way)
     if not votes:
         return found
-    (text, is_off), count = max(votes.items(), key=lambda vote: (vote[1], -len(vote[0][0])))
+    (text, is_removed), count = max(votes.items(), key=lambda vote: (vote[1], -len(vote[0][0])))
     if count < 2 * len(found.pairs):
         return found
-    best = _prefix(way, text, is_off)
+    best = _match_with_prefix(way, text, is_removed)
     less, more = sorted((len(way.own), len(way.wanted)))
     if 2 * len(best.names) < less:
         return found
@@ -395,12 +396,12 @@ def _with_prefix(found: KeyAlignment, way: _Way) -> KeyAlignment:
         one
         for one, votes_of_one in votes.most_common()
         if 2 * votes_of_one > count
-        and not (one[1] == is_off and (one[0].startswith(text) or text.startswith(one[0])))
+        and not (one[1] == is_removed and (one[0].startswith(text) or text.startswith(one[0])))
     ]
     is_doubtful = rivals or found.pairs or _is_elsewhere(best, way)
     if not is_doubtful or 2 * len(best.names) > more:
         return _paired(way, best)
-    every = (best, *(_prefix(way, *one) for one in rivals[: _MOST_QUESTIONS - 1]))
+    every = (best, *(_match_with_prefix(way, *one) for one in rivals[: _MOST_QUESTIONS - 1]))
     found.questions = tuple(Proposal(_asking(one, way), one.names) for one in every)
     taken = {*found.pairs.values()}
     if any(
@@ -411,10 +412,10 @@ def _with_prefix(found: KeyAlignment, way: _Way) -> KeyAlignment:
     return found
 
 
-def _is_elsewhere(prefix: Prefix, way: _Way) -> bool:
+def _is_elsewhere(prefix: Prefix, way: _KeyForms) -> bool:
     """Return whether the side without the prefix has most of the names below a path as well."""
-    text, is_off = prefix.text, prefix.is_off
-    longer, shorter = (way.own, way.wanted) if is_off else (way.wanted, way.own)
+    text, is_removed = prefix.text, prefix.is_removed
+    longer, shorter = (way.own, way.wanted) if is_removed else (way.wanted, way.own)
     rests = {name[len(text) :]: full for name, full in longer.items() if name.startswith(text)}
     paths = Counter(
         name[: len(name) - len(rest)]
@@ -423,12 +424,12 @@ def _is_elsewhere(prefix: Prefix, way: _Way) -> bool:
     return 2 * max(paths.values(), default=0) > len(prefix.names)
 
 
-def _paired(way: _Way, prefix: Prefix | None = None) -> KeyAlignment:
+def _paired(way: _KeyForms, prefix: Prefix | None = None) -> KeyAlignment:
     """Pair the names that are equal without the wrappers and the prefix."""
     have, want = way.have, way.want
     sides, respelled = [form.names for form in way.forms], way.respelled
     if prefix is not None:
-        side, size = 0 if prefix.is_off else 1, len(prefix.text)
+        side, size = 0 if prefix.is_removed else 1, len(prefix.text)
         names = sides[side]
         sides[side] = {n[size:]: full for n, full in names.items() if n.startswith(prefix.text)}
         for name, full in names.items() if len(sides[side]) < len(names) else ():
@@ -459,7 +460,7 @@ def _paired(way: _Way, prefix: Prefix | None = None) -> KeyAlignment:
 def _prefix_step(prefix: Prefix, names: Names, found: KeyAlignment) -> AlignmentStep:
     text = prefix.text
     changed = {full for name, full in names.items() if name.startswith(text)}
-    if prefix.is_off:
+    if prefix.is_removed:
         rule = "" if prefix.collides else f"^{escaped(text)}=>"
         return AlignmentStep("prefix", f"{text} removed", rule, 0, changed)
     rule = f"^=>{literal(text)}" if changed.issuperset(found.pairs) else ""
@@ -485,14 +486,14 @@ def _known(
         yield AlignmentStep("known", f"{before} -> {after}", rule, side, changed)
 
 
-def _asking(prefix: Prefix, way: _Way) -> str:
+def _asking(prefix: Prefix, way: _KeyForms) -> str:
     """Return the rule for a prefix that names of the file have behind their wrappers."""
     names = {full: name for name, full in way.forms[0].names.items()}
-    some = prefix.names.values() if prefix.is_off else names
+    some = prefix.names.values() if prefix.is_removed else names
     front = _front((own for own in some if not is_average_counter(own)), names)
-    if front is None or (prefix.is_off and prefix.collides):
+    if front is None or (prefix.is_removed and prefix.collides):
         return ""
-    old, new = (prefix.text, "") if prefix.is_off else ("", prefix.text)
+    old, new = (prefix.text, "") if prefix.is_removed else ("", prefix.text)
     return f"^{escaped(front + old)}=>{literal(front + new)}"
 
 

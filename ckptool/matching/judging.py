@@ -52,7 +52,7 @@ _UNDECIDED = Remedy(
     )
 )
 _UNTIED = Remedy(
-    note="untie them in the model, or remove all but one of them from the file, which the "
+    note="untie them in the model, or keep only one of them in the file, which the "
     "model then "
     "uses for all of these keys"
 )

@@ -203,7 +203,7 @@ class Pattern:
         return self.match(key.rpartition("/")[2])
 
     def fill(self, values: Mapping[str, str | int]) -> str:
-        """Return the key in which the variables are these; `{name}` for one that is not given.
+        """Return the key with these values; a variable without one stays as `{name}`.
 
         Raises:
             UsageError: a shifted number would be negative, or is no number.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptool._lazy import uncollected
+from ckptool._lazy import pause_gc
 from ckptool.core.checkpoint import Change, Checkpoint
 from ckptool.core.model import OrderedMap, TensorRef, remade
 from ckptool.core.names import RULES_HINT, families
@@ -29,7 +29,7 @@ _MOST_ALIKE = 16
 """Keys that only differ in numbers, of which a recipe is proposed."""
 
 
-@uncollected()
+@pause_gc()
 def relayout(
     checkpoint: Checkpoint,
     recipe: Recipe,

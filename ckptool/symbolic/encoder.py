@@ -135,7 +135,7 @@ class _Encoder:
         self.key_of = key_of
         self.out = bytearray(b"\x80\x02")
         self.memo: dict[Any, int] = {}
-        self.kept: list[Any] = []  # created here and memoized by identity: must not be collected
+        self.keep_alive: list[Any] = []  # memoized by identity, so must not be collected
         self.open: set[int] = set()
         self.storages: dict[int, int] = {}
         self.order: list[tuple[Storage, str, bool]] = []
@@ -156,7 +156,7 @@ class _Encoder:
 
     # Memo
 
-    def recall(self, key: Any) -> bool:
+    def write_reference(self, key: Any) -> bool:
         """Refer to the object memoized under `key`; False if there is none."""
         index = self.memo.get(key)
         if index is None:
@@ -164,7 +164,7 @@ class _Encoder:
         self.out += b"h%c" % index if index < 256 else b"j" + _UINT(index)
         return True
 
-    def remember(self, key: Any) -> None:
+    def memoize(self, key: Any) -> None:
         """Memoize the top of the stack under `key`."""
         index = self.memo[key] = len(self.memo)
         self.out += b"q%c" % index if index < 256 else b"r" + _UINT(index)
@@ -175,7 +175,7 @@ class _Encoder:
         self.out += node
 
     def write_put(self, node: _Put) -> None:
-        self.remember(id(node.node))
+        self.memoize(id(node.node))
         self.open.discard(id(node.node))
 
     def write_none(self, node: None) -> None:
@@ -202,17 +202,17 @@ class _Encoder:
 
     def write_text(self, node: str) -> None:
         key = str(node)
-        if not self.recall(key):
+        if not self.write_reference(key):
             raw = node.encode("utf-8", "surrogatepass")
             self.out += b"X" + _UINT(len(raw)) + raw
-            self.remember(key)
+            self.memoize(key)
 
     def write_complex(self, node: complex) -> None:
         self.call(Global("builtins", "complex"), (node.real, node.imag))
 
     def write_bytes(self, node: bytes) -> None:
         """Write bytes as `_codecs.encode(text, 'latin1')`, since protocol 2 has no bytes."""
-        if not self.recall(id(node)):
+        if not self.write_reference(id(node)):
             self.call(Global("_codecs", "encode"), (str(node, "latin-1"), "latin1"), node)
 
     def write_device(self, node: DeviceValue) -> None:
@@ -222,7 +222,7 @@ class _Encoder:
 
     def write_global(self, node: Global) -> None:
         key = ("global", node.module, node.name)
-        if self.recall(key):
+        if self.write_reference(key):
             return
         owner, dot, attribute = node.name.rpartition(".")
         if dot:  # protocol 2 cannot name an inner class: getattr, as Lib/pickle.py does
@@ -236,33 +236,33 @@ class _Encoder:
             raise NotRepresentable(f"the name {node.qualified!r} cannot be written to a pickle")
         self.out += spelled
         self.named.append(node.qualified)
-        self.remember(key)
+        self.memoize(key)
 
     # Containers
 
     def write_list(self, node: list[Any]) -> None:
-        if self.recall(id(node)):
+        if self.write_reference(id(node)):
             return
         self.out += b"]"
-        self.remember(id(node))
+        self.memoize(id(node))
         if node:
             self.push(_MARK, *node, _END_OF_STEP["append"])
 
     def write_dict(self, node: dict[Any, Any]) -> None:
-        if self.recall(id(node)):
+        if self.write_reference(id(node)):
             return
         self.out += b"}"
-        self.remember(id(node))
+        self.memoize(id(node))
         self.push(*self.items(node))
 
     def write_ordered(self, node: OrderedMap) -> None:
-        if self.recall(id(node)):
+        if self.write_reference(id(node)):
             return
         self.write_global(_ORDERED_DICT)
         self.out += b")R"
-        self.remember(id(node))
+        self.memoize(id(node))
         attributes = (node.attributes, _BUILD) if node.attributes else ()
-        self.kept.append(node)
+        self.keep_alive.append(node)
         self.push(*self.items(node), *attributes)
 
     def items(self, node: Any) -> list[Any]:
@@ -277,7 +277,7 @@ class _Encoder:
     def write_tuple(self, node: tuple[Any, ...]) -> None:
         if not node:
             self.out += b")"
-        elif not self.recall(id(node)):
+        elif not self.write_reference(id(node)):
             if len(node) > 3:
                 self.out += b"("
             self.push(*node, _EndTuple(node))
@@ -286,20 +286,20 @@ class _Encoder:
         node = end.node
         if id(node) in self.memo:  # it contains itself, and was made while it was written
             self.out += b"0" * len(node) if len(node) <= 3 else b"1"
-            self.recall(id(node))
+            self.write_reference(id(node))
             return
         self.out += b"t" if len(node) > 3 else _SHORT_TUPLES[len(node)]
-        self.remember(id(node))
+        self.memoize(id(node))
 
     def write_size(self, node: Size) -> None:
-        if not self.recall(id(node)):
+        if not self.write_reference(id(node)):
             self.call(Global("torch", "Size"), (tuple(node),), node)
 
     # Calls and objects
 
     def call(self, func: Any, args: tuple[Any, ...], node: Any = None) -> None:
         """Put `func(*args)` on the work list, memoized as `node`; args are not shared."""
-        self.kept.append(args)
+        self.keep_alive.append(args)
         put = () if node is None else (_Put(node),)
         self.push(func, _MARK, *args, _TUPLE, _REDUCE, *put)
 
@@ -308,7 +308,7 @@ class _Encoder:
         self.todo.extend(reversed(work))
 
     def write_opaque(self, node: Opaque) -> None:
-        if self.recall(id(node)):
+        if self.write_reference(id(node)):
             return
         if id(node) in self.open:
             raise NotRepresentable(
@@ -354,7 +354,7 @@ class _Encoder:
         self.out += b"NtQ" if self.legacy else b"tQ"
 
     def write_tensor(self, node: TensorRef) -> None:
-        if self.recall(id(node)):
+        if self.write_reference(id(node)):
             return
         if node.dtype in NOT_IN_TORCH:
             raise NotRepresentable(
@@ -386,7 +386,7 @@ class _Encoder:
         self.write_boolean(node.requires_grad)
         self.write_global(_ORDERED_DICT)
         self.out += b")RtR"
-        self.remember(id(node))
+        self.memoize(id(node))
         return True
 
     def write_integers(self, values: tuple[int | None, ...]) -> None:

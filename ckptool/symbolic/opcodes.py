@@ -66,7 +66,7 @@ Make = Callable[["Machine", bytes], Any]
 
 
 def _sized(width: int, make: Make) -> Handler:
-    """Return the handler that pushes the result of `make` on bytes that follow their length."""
+    """Return a handler that reads a length and as many bytes, and pushes `make(bytes)`."""
 
     def push(machine: Machine, position: int) -> int:
         start = position + width
@@ -78,7 +78,7 @@ def _sized(width: int, make: Make) -> Handler:
 
 
 def _line(make: Make) -> Handler:
-    """Return the handler that pushes the result of `make` on a line."""
+    """Return a handler that reads a line and pushes `make(line)`."""
 
     def push(machine: Machine, position: int) -> int:
         text, position = machine.line(position)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ckptool._lazy import uncollected
+from ckptool._lazy import pause_gc
 from ckptool.core.model import Global, Storage, StorageRef, TensorRef, Wrapping
 from ckptool.core.tree import everything
 from ckptool.dtypes import BY_NAME
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def require_torch() -> None:
     """Import torch, or raise `TorchMissing`, which says what to install."""
     try:
-        with uncollected():
+        with pause_gc():
             import torch  # noqa: F401
     except ImportError as error:
         raise TorchMissing(

@@ -99,7 +99,7 @@ def of_mlx(parts: Parts) -> TensorRef:
                 one * of == bits * size and one != bits and f"{layer}.scales" not in parts.state
             ):
                 raise UnknownLayout(
-                    f"config.json has {one} bits for {layer}, which may be this one"
+                    f"config.json has {one} bits for {layer}, which may be this layer"
                 )
     *outer, words = weight.sizes
     columns = words * 32 // bits

@@ -281,7 +281,7 @@ def compute_rows(
     prepared: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tuple,
     checked_only: Sequence[TensorRef] = (),
 ) -> TensorRef:
-    """Return a tensor as `compute_tensor` does; `rows` makes rows, `per` or a multiple of it."""
+    """Like `compute_tensor`, but `rows` computes whole rows, in multiples of `per`."""
     columns = shape[-1]
     unit = per * columns
     if not unit:

@@ -314,7 +314,7 @@ class Checkpoints:
         seconds = self._config.save_seconds
         return seconds is not None and time.monotonic() - self._saved_at >= seconds
 
-    def numbered(self, progress: TrainingProgress) -> None:
+    def write_numbered(self, progress: TrainingProgress) -> None:
         """Write the checkpoint of this step, and remove the oldest ones beyond `keep`."""
         self.write(f"step-{progress.step:08d}", progress)
         self._saved_at = time.monotonic()

@@ -210,7 +210,7 @@ def collated(dataset: Dataset, rows: Sequence[int], dtype: torch.dtype) -> tuple
     return as_dtype(inputs, dtype), as_dtype(targets, dtype)
 
 
-def prepared(
+def load_batches(
     dataset: Dataset,
     rows: Sequence[Sequence[int]],
     dtype: torch.dtype,

@@ -49,7 +49,7 @@ def show_only(numbers: str) -> None:
     os.environ.setdefault(_ORDER, "PCI_BUS_ID")
 
 
-def seen_as() -> dict[str, str]:
+def visible_gpus() -> dict[str, str]:
     """Return the machine's GPU of each device of this process: `{"cuda:0": "2"}`.
 
     The result is empty if `CUDA_VISIBLE_DEVICES` is not set. CUDA stops at the first word that is
@@ -105,7 +105,7 @@ def require_visible() -> None:
     """
     import torch
 
-    named = seen_as()
+    named = visible_gpus()
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if cuda < len(named):
         numbers = list(named.values())
@@ -158,7 +158,7 @@ def devices_here() -> Devices:
     """Return all devices that this process can train on, GPUs first."""
     import torch
 
-    physical = seen_as()
+    physical = visible_gpus()
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = []
     for number in range(cuda):

@@ -60,14 +60,14 @@ class Loop:
                 for step in self._steps():
                     results = strategy.step(step)  # forward pass, backward pass, optimizer
                     self._count(results)
-                    signal, is_due = self._asked(step, results)
+                    signal, is_due = self._read_votes(step, results)
                     if signal is not None or is_due:
                         self._count(strategy.finished_steps())
                     if signal is not None:
                         checkpoints.write("last", progress)
                         return signal
                     if is_due:
-                        checkpoints.numbered(progress)
+                        checkpoints.write_numbered(progress)
                 self._count(strategy.finished_steps())
                 if progress.position == self._batches.steps:
                     self._end_epoch()  # validation, figures, checkpoints
@@ -117,7 +117,7 @@ class Loop:
         is_due = self._strategy.world.rank == 0 and self._checkpoints.is_due
         return [*self._signals.votes, float(is_due)]
 
-    def _asked(self, step: TrainingStep, results: list[StepResult]) -> tuple[int | None, bool]:
+    def _read_votes(self, step: TrainingStep, results: list[StepResult]) -> tuple[int | None, bool]:
         """Return the signal that a process got, and whether a checkpoint is due."""
         votes = results[-1].votes if results else []
         every = self._config.save_every

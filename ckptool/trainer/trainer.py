@@ -13,7 +13,7 @@ from ckptool.errors import UsageError
 from ckptool.trainer.checkpoints import Checkpoints
 from ckptool.trainer.config import TrainConfig
 from ckptool.trainer.data import Batches, Dataset, Loss, TrainData, data_of
-from ckptool.trainer.devices import seen_as
+from ckptool.trainer.devices import visible_gpus
 from ckptool.trainer.events import Observer, Started
 from ckptool.trainer.launching import Signals
 from ckptool.trainer.loop import Loop
@@ -97,7 +97,11 @@ class Trainer:
                 result: TrainResult = strategy.serve(lambda: signals.votes)
                 return replace(result, out=config.out)  # the path may differ between machines
             seed_all(config.seed + strategy.world.rank)  # dropout differs from process to process
-            values = {"config": config.to_dict(), "data": dict(data.statistics), "gpus": seen_as()}
+            values = {
+                "config": config.to_dict(),
+                "data": dict(data.statistics),
+                "gpus": visible_gpus(),
+            }
             checkpoints = Checkpoints(config, strategy, batches, self._observer, values)
             with checkpoints.begun() as progress:
                 devices = tuple(map(str, strategy.devices))

@@ -77,7 +77,7 @@ class _Mixing:
 
     def __str__(self) -> str:
         if self.mode == SLERP:
-            return f"interpolated from the first file to the second at {self.t:g} on the arc"
+            return f"interpolated along the arc from the first file to the second, at {self.t:g}"
         if self.mode == TASK:
             return f"the first file + {self.t:g} (the second - the third)"
         weighted = f", weighted {', '.join(f'{one:g}' for one in self.weights)}"

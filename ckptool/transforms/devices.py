@@ -114,8 +114,8 @@ class Remap(Step):
         given = (self.to is not None, bool(self.map), self.visible_devices is not None)
         if sum(given) > 1:
             raise UsageError(
-                "give one device for all (to), rules for some (map) or the visible devices, "
-                "not several",
+                "give only one of these: a device for all (to), rules for some (map) or the visible "
+                "devices",
                 hint="add --map '*=cpu' for all other devices",
             )
         if self.visible_devices is not None:

@@ -464,7 +464,7 @@ def chosen_of(
     return part.with_root(root, *changes)
 
 
-def kept_in(before: Checkpoint, after: Checkpoint) -> Change:
+def count_kept(before: Checkpoint, after: Checkpoint) -> Change:
     """Return a change that counts the tensors and bytes kept."""
     every, kept = ([tensor for _, tensor in one.tensors()] for one in (before, after))
     text = f"kept {len(kept):,} of {counted(len(every), 'tensor')}"

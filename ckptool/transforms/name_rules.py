@@ -249,7 +249,7 @@ def _columns(path: str | os.PathLike[str], text: str) -> Iterator[tuple[str, str
         mark = next((mark for mark in "\t," if mark in content), None)
         words = [word.strip() for word in content.split(mark)]
         if len(words) != 2 or not all(words):
-            fact = f"{printable(row)!r} is not an old and a new key"
+            fact = f"{printable(row)!r} is not a pair of an old and a new key"
             raise _wrong(path, f"line {line}: {fact}")
         yield f"line {line}: ", words[0], words[1]
 

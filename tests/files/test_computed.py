@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from ckptool.errors import TruncatedFile
 from ckptool.files import ByteRange, FileSource, InflatedSource, MemorySource
-from ckptool.files.computed import WORTH, ComputedSource, ReadAhead, gathered, joined
+from ckptool.files.computed import WORTH, ComputedSource, ReadAhead, gather_view, joined
 from ckptool.files.source import BLOCK
 from ckptool.files.strided import row_major
 from ckptool.files.threads import in_order
@@ -161,7 +161,7 @@ def views(draw):
 def test_any_run_of_a_view_is_that_of_its_elements_in_order(view, reads):
     data = ByteRange(SOURCE, 0, len(CONTENT))
     whole = b"".join(row_major(data, **view))
-    found = gathered(data, **view)
+    found = gather_view(data, **view)
     assert found.length == len(whole)
     for start, length in reads:
         start = min(start, len(whole))
@@ -231,7 +231,7 @@ def test_an_error_ends_it_and_what_has_not_begun_is_dropped():
 def test_a_view_that_was_read_to_its_end_holds_none_of_it():
     data = ByteRange(MemorySource(bytes(4 << 20), "memory"), 0, 4 << 20)
     views = [
-        gathered(data, itemsize=4, shape=(1024, 512), stride=(1024, 1), offset=512 * (at % 2))
+        gather_view(data, itemsize=4, shape=(1024, 512), stride=(1024, 1), offset=512 * (at % 2))
         for at in range(16)
     ]
     tracemalloc.start()

@@ -7,16 +7,16 @@ import torch
 
 from ckptool.loading.optimizer import planned_optimizer
 from ckptool.loading.plan import plan_load
-from ckptool.loading.source import stated
-from ckptool.loading.target import target_of
+from ckptool.loading.source import open_state_dict
+from ckptool.loading.target import describe_target
 from ckptool.matching import Allowance
 
 
 @contextmanager
 def plan_for(model, optimizer, source, *, state_key=None, allow_lossy_cast=False, **options):
     """The plan, while the file is open."""
-    target = target_of(model)
-    with stated(source, key=state_key) as state:
+    target = describe_target(model)
+    with open_state_dict(source, key=state_key) as state:
         match = plan_load(state, target)
         allowance = Allowance(lossy_cast=allow_lossy_cast)
         yield planned_optimizer(

@@ -12,7 +12,7 @@ from torch import nn
 
 import ckptool
 from ckptool.errors import AmbiguousName, CheckpointWarning, NotFound, UnsupportedFormat, UsageError
-from ckptool.loading.source import stated
+from ckptool.loading.source import open_state_dict
 from ckptool.matching import Slot
 from tests.loading.bits import saved
 
@@ -30,14 +30,14 @@ def test_what_facts_of_modules_share_is_made_once(tmp_path):
     state = OrderedDict(a=torch.ones(1))
     fact = [1.0]
     state._metadata = {"": {"version": fact}, "a": {"version": fact}}
-    with stated(saved(tmp_path / "f.pt", {"model": state})) as file:
+    with open_state_dict(saved(tmp_path / "f.pt", {"model": state})) as file:
         assert file.metadata["a"] == {"version": [1.0]}
         assert file.metadata["a"]["version"] is file.metadata[""]["version"]
 
 
 def test_memory_and_file_say_the_same(tmp_path):
     whole = {"model": net().state_dict(), "epoch": 3}
-    with stated(whole) as memory, stated(saved(tmp_path / "f.pt", whole)) as file:
+    with open_state_dict(whole) as memory, open_state_dict(saved(tmp_path / "f.pt", whole)) as file:
         assert list(memory.slots) == list(file.slots) == list(whole["model"])
         for name, slot in memory.slots.items():
             other = file.slots[name]
@@ -49,7 +49,7 @@ def test_memory_and_file_say_the_same(tmp_path):
 
 def test_names_of_one_tensor_are_tied_in_memory():
     model = net()
-    with stated(model.state_dict()) as state:
+    with open_state_dict(model.state_dict()) as state:
         ties = {name: slot.tie for name, slot in state.slots.items() if slot.tie is not None}
         assert list(ties) == ["0.weight", "2.weight"]
         assert len(set(ties.values())) == 1
@@ -57,7 +57,7 @@ def test_names_of_one_tensor_are_tied_in_memory():
 
 def test_views_of_one_storage_are_no_ties():
     whole = torch.zeros(4)
-    with stated({"a": whole[:2], "b": whole[2:], "c": whole[:2]}) as state:
+    with open_state_dict({"a": whole[:2], "b": whole[2:], "c": whole[:2]}) as state:
         a, b, c = (slot.tie for slot in state.slots.values())
         assert a == c != b is None
 
@@ -65,7 +65,7 @@ def test_views_of_one_storage_are_no_ties():
 def test_values_in_memory_are_the_objects_themselves():
     extra = {"deep": [1, 2]}
     state_dict = OrderedDict(weight=torch.ones(2), **{"fc._extra_state": extra})
-    with stated(state_dict) as state:
+    with open_state_dict(state_dict) as state:
         assert state.value("weight") is state_dict["weight"]
         assert state.value("fc._extra_state") is extra
         assert state.slots["fc._extra_state"] == Slot(kind="extra")
@@ -73,7 +73,7 @@ def test_values_in_memory_are_the_objects_themselves():
 
 
 def test_values_of_a_file_are_made_once_and_share_what_they_shared(tmp_path):
-    with stated(saved(tmp_path / "f.pt", net().state_dict())) as state:
+    with open_state_dict(saved(tmp_path / "f.pt", net().state_dict())) as state:
         one, other = state.value("0.weight"), state.value("2.weight")
         assert state.value("0.weight") is one
         assert one.data_ptr() == other.data_ptr()
@@ -81,7 +81,7 @@ def test_values_of_a_file_are_made_once_and_share_what_they_shared(tmp_path):
 
 
 def test_what_was_made_is_let_go(tmp_path):
-    with stated(saved(tmp_path / "f.pt", net().state_dict())) as state:
+    with open_state_dict(saved(tmp_path / "f.pt", net().state_dict())) as state:
         gone = weakref.ref(state.value("0.weight"))
         state.close()
         gc.collect()
@@ -95,7 +95,7 @@ def test_any_node_of_the_tree_can_be_made(tmp_path):
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimizer.step()
     whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "odd": object()}
-    with stated(whole) as state:
+    with open_state_dict(whole) as state:
         assert state.slots.keys() == whole["model"].keys()
         made = state.made(state.tree.root["optimizer"])
         assert made["state"][0]["exp_avg"] is whole["optimizer"]["state"][0]["exp_avg"]
@@ -103,13 +103,13 @@ def test_any_node_of_the_tree_can_be_made(tmp_path):
         assert made["param_groups"][0] is not whole["optimizer"]["param_groups"][0]
         assert state.made(state.tree.root["odd"]) is whole["odd"]
     del whole["odd"]
-    with stated(saved(tmp_path / "f.pt", whole)) as state:
+    with open_state_dict(saved(tmp_path / "f.pt", whole)) as state:
         made = state.made(state.tree.root["optimizer"])
         assert torch.equal(made["state"][0]["exp_avg"], whole["optimizer"]["state"][0]["exp_avg"])
 
 
 def test_plain_values_beside_the_tensors_are_no_entries():
-    with stated({"weight": torch.ones(2), "epoch": 3}) as state:
+    with open_state_dict({"weight": torch.ones(2), "epoch": 3}) as state:
         assert list(state.slots) == ["weight"]
         assert state.beside == ("epoch",)
 
@@ -118,32 +118,32 @@ def test_an_open_checkpoint_or_a_part_of_it_will_do(tmp_path):
     model = net()
     with ckptool.open(saved(tmp_path / "f.pt", {"a": model.state_dict()})) as checkpoint:
         for source in (checkpoint, checkpoint["a"], dict(checkpoint["a"])):
-            with stated(source) as state:
+            with open_state_dict(source) as state:
                 assert torch.equal(state.value("1.running_var"), model[1].running_var)
 
 
 def test_other_mappings_and_arrays_and_modules_will_do():
     array = numpy.ones(3, numpy.float32)
-    with stated(MappingProxyType({"a.b": array})) as state:
+    with open_state_dict(MappingProxyType({"a.b": array})) as state:
         assert state.slots["a.b"] == Slot((3,), "float32")
         assert torch.equal(state.value("a.b"), torch.ones(3))
     model = net()
-    with stated(model) as state:
+    with open_state_dict(model) as state:
         assert list(state.slots) == list(model.state_dict())
-    with stated({"net": model, "epoch": 1}) as state:
+    with open_state_dict({"net": model, "epoch": 1}) as state:
         assert list(state.slots) == list(model.state_dict())
 
 
 @pytest.mark.parametrize("empty", [{}, nn.ReLU().state_dict(), nn.ReLU()])
 def test_a_state_dict_without_tensors_is_one(empty):
-    with stated(empty) as state:
+    with open_state_dict(empty) as state:
         assert state.slots == {}
 
 
 def test_a_lazy_parameter_has_no_shape_yet():
-    with stated(nn.LazyLinear(3).state_dict()) as state:
+    with open_state_dict(nn.LazyLinear(3).state_dict()) as state:
         assert state.slots["weight"].shape is None
-    with stated({"scalar": torch.tensor(1.0)}) as state:
+    with open_state_dict({"scalar": torch.tensor(1.0)}) as state:
         assert state.slots["scalar"].shape == ()
 
 
@@ -155,7 +155,7 @@ def test_tensors_that_are_not_plain_have_a_slot():
         "meta": torch.empty(2, 3, device="meta"),
         "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
     }
-    with stated(odd) as state:
+    with open_state_dict(odd) as state:
         assert {name: slot.shape for name, slot in state.slots.items()} == {
             "sparse": (3, 3), "quantized": (2,), "meta": (2, 3), "conjugate": (2,)
         }  # fmt: skip
@@ -165,22 +165,22 @@ def test_tensors_that_are_not_plain_have_a_slot():
 def test_a_freed_storage_is_no_corrupt_one():
     freed = torch.ones(5)
     freed.untyped_storage().resize_(0)
-    with stated({"a.b": freed}) as state:
+    with open_state_dict({"a.b": freed}) as state:
         assert state.slots["a.b"].shape == (5,)
 
 
 def test_a_key_chooses_and_several_are_not_guessed_between():
     both = {"model": net().state_dict(), "ema": net().state_dict()}
-    with pytest.raises(AmbiguousName), stated(both):
+    with pytest.raises(AmbiguousName), open_state_dict(both):
         pass
-    with stated(both, key="ema") as state:
+    with open_state_dict(both, key="ema") as state:
         assert state.value("1.bias") is both["ema"]["1.bias"]
 
 
 def test_what_has_no_state_dict_is_said_to_have_none():
-    with pytest.raises(NotFound), stated({"epoch": 3}):
+    with pytest.raises(NotFound), open_state_dict({"epoch": 3}):
         pass
-    with pytest.raises(UsageError, match="SimpleNamespace"), stated(SimpleNamespace()):
+    with pytest.raises(UsageError, match="SimpleNamespace"), open_state_dict(SimpleNamespace()):
         pass
 
 
@@ -188,7 +188,7 @@ def test_a_module_that_only_its_class_can_read_is_named(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2), SlottedModule())
     with (
         pytest.warns(CheckpointWarning, match="submodule 1"),
-        stated(saved(tmp_path / "f.pt", model)) as state,
+        open_state_dict(saved(tmp_path / "f.pt", model)) as state,
     ):
         assert list(state.slots) == ["0.weight", "0.bias"]
 
@@ -204,7 +204,7 @@ class SlottedModule(nn.Module):
 
 
 def test_a_part_of_a_tensor_is_refused_when_it_is_wanted(fixtures):
-    with stated(fixtures / "distributed" / "dtensor_0_of_2.pth") as state:
+    with open_state_dict(fixtures / "distributed" / "dtensor_0_of_2.pth") as state:
         name = next(iter(state.slots))
         with pytest.raises(UnsupportedFormat, match="DTensor"):
             state.value(name)
@@ -212,20 +212,20 @@ def test_a_part_of_a_tensor_is_refused_when_it_is_wanted(fixtures):
 
 def test_where_tensors_go_and_whether_they_are_mapped(tmp_path):
     file = saved(tmp_path / "f.pt", net().state_dict())
-    with stated(file, map_location="meta") as state:
+    with open_state_dict(file, map_location="meta") as state:
         assert state.value("0.weight").is_meta
-    with stated(file, mmap=True) as state:
+    with open_state_dict(file, mmap=True) as state:
         mapped = state.value("0.weight")
     assert torch.equal(mapped, torch.load(file)["0.weight"])
 
 
 def test_tensors_alone_are_a_state_dict_whatever_they_hold(tmp_path):
     codes = {"codes": torch.zeros(4, dtype=torch.uint8), "more": torch.ones(2, dtype=torch.uint8)}
-    with stated(saved(tmp_path / "f.pt", codes)) as state:
+    with open_state_dict(saved(tmp_path / "f.pt", codes)) as state:
         assert list(state.slots) == ["codes", "more"]
-    with stated(saved(tmp_path / "g.pt", {"rng": codes}), key="rng") as state:
+    with open_state_dict(saved(tmp_path / "g.pt", {"rng": codes}), key="rng") as state:
         assert list(state.slots) == ["codes", "more"]
-    with pytest.raises(NotFound), stated(saved(tmp_path / "g.pt", {"rng": codes})):
+    with pytest.raises(NotFound), open_state_dict(saved(tmp_path / "g.pt", {"rng": codes})):
         pass
 
 
@@ -233,7 +233,7 @@ def test_a_tensor_under_what_is_no_text_is_refused(tmp_path):
     state_dict = net().state_dict()
     state_dict[5] = torch.ones(1)
     for source in (state_dict, {**state_dict}, saved(tmp_path / "f.pt", state_dict)):
-        with pytest.raises(NotFound), stated(source):
+        with pytest.raises(NotFound), open_state_dict(source):
             pass
     with pytest.raises(NotFound, match="a tensor has the key 5, which is not a string"):
         ckptool.match(state_dict, net())

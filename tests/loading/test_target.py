@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 from ckptool.loading.load_into import load_into
-from ckptool.loading.target import on_meta, target_of
+from ckptool.loading.target import describe_target, on_meta
 from ckptool.matching import Slot
 
 
@@ -36,12 +36,12 @@ def test_a_part_of_a_parameter_is_a_buffer_and_all_of_it_a_parameter():
     model = nn.Linear(2, 4)
     model.register_buffer("part", model.bias.data[:1])
     model.register_buffer("all", model.bias.data)
-    slots = target_of(model).slots
+    slots = describe_target(model).slots
     assert (slots["part"].kind, slots["all"].kind) == ("buffer", "parameter")
 
 
 def test_kinds_shapes_and_types_are_told():
-    slots = target_of(Net().half()).slots
+    slots = describe_target(Net().half()).slots
     assert slots["scale"] == Slot((4,), "float16", "parameter")
     assert slots["body.0.running_mean"] == Slot((4,), "float16", "buffer")
     assert slots["body.0.num_batches_tracked"] == Slot((), "int64", "buffer")
@@ -51,7 +51,7 @@ def test_kinds_shapes_and_types_are_told():
 
 def test_the_live_tensors_come_along():
     model = Net()
-    entries = target_of(model).entries
+    entries = describe_target(model).entries
     assert entries["first.weight"] is model.first.weight
     assert entries["body.0.running_var"] is model.body[0].running_var
     assert "_extra_state" not in entries
@@ -64,18 +64,18 @@ def test_ties_are_told_by_identity_or_memory(meta):
         with torch.device("meta"):
             model = Net()
     model.view = nn.Parameter(model.first.weight.data)
-    ties = {name: slot.tie for name, slot in target_of(model).slots.items() if slot.tie}
+    ties = {name: slot.tie for name, slot in describe_target(model).slots.items() if slot.tie}
     groups = {tie: [name for name in ties if ties[name] == tie] for tie in ties.values()}
     assert sorted(groups.values()) == [["body.1.weight", "last.weight"], ["view", "first.weight"]]
 
 
 def test_parameters_without_elements_are_no_ties():
     model = nn.ParameterList([torch.empty(2, 0), torch.empty(2, 0)])
-    assert {slot.tie for slot in target_of(model).slots.values()} == {None}
+    assert {slot.tie for slot in describe_target(model).slots.values()} == {None}
 
 
 def test_a_lazy_model_has_no_shapes_yet():
-    target = target_of(nn.LazyLinear(2))
+    target = describe_target(nn.LazyLinear(2))
     assert target.slots == {
         "weight": Slot(None, "float32", "parameter"),
         "bias": Slot(None, "float32", "parameter"),
@@ -94,7 +94,7 @@ class Detaching(nn.Module):
 
 
 def test_an_overridden_state_dict_is_asked():
-    slots = target_of(Detaching()).slots
+    slots = describe_target(Detaching()).slots
     kinds = {name: slot.kind for name, slot in slots.items()}
     assert kinds["own.weight"] == "parameter"
     assert kinds["own.running_mean"] == "buffer"
@@ -102,7 +102,7 @@ def test_an_overridden_state_dict_is_asked():
 
 def test_parametrizations_and_hooks_have_the_names_that_torch_gives():
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)))
-    assert list(target_of(model).slots) == list(model.state_dict())
+    assert list(describe_target(model).slots) == list(model.state_dict())
 
 
 WRAPPERS = [
@@ -113,17 +113,17 @@ WRAPPERS = [
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_the_label_is_that_of_the_model_inside(wrap):
-    assert target_of(wrap(Net())).label == "Net"
-    target = target_of(wrap(Net()))
+    assert describe_target(wrap(Net())).label == "Net"
+    target = describe_target(wrap(Net()))
     assert target.label == "Net"
     assert dict(target.metadata) == dict(wrap(Net()).state_dict()._metadata)
 
 
 def test_a_model_with_a_real_child_called_module_keeps_its_name():
-    assert target_of(nn.Sequential(Net())).label == "Sequential"
+    assert describe_target(nn.Sequential(Net())).label == "Sequential"
     model = nn.Sequential()
     model.module, model.other = Net(), nn.ReLU()
-    assert target_of(model).label == "Sequential"
+    assert describe_target(model).label == "Sequential"
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_sharded_model_is_asked_without_gathering(wrap, original, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(dist, "all_gather_into_tensor", None)
         patch.setattr(dist, "_all_gather_base", None, raising=False)
-        target = target_of(model)
+        target = describe_target(model)
     assert target.slots.keys() == whole.keys()
     for name, slot in target.slots.items():
         if slot.kind != "extra":
@@ -177,7 +177,7 @@ def test_a_sharded_model_is_asked_without_gathering(wrap, original, monkeypatch)
 def test_a_module_that_hides_nothing_may_be_called_as_those_that_do(name):
     model = torch.nn.Module()
     model.add_module(name, torch.nn.Linear(2, 2))
-    assert [*target_of(model).slots] == [f"{name}.weight", f"{name}.bias"]
+    assert [*describe_target(model).slots] == [f"{name}.weight", f"{name}.bias"]
     assert load_into(model, model.state_dict()).fits
 
 

@@ -24,7 +24,10 @@ from ckptool.words import counted, printable
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 _NAMES = re.compile(r"shard-\d{5,}-model-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
-_UNSEEN = "no file states the number of ranks, so missing files of the last rank are not noticed"
+_UNSEEN = (
+    "no file states the number of ranks, so ckptool cannot notice if the files of the last ranks "
+    "are missing"
+)
 
 
 class DcpSafetensors(Format):

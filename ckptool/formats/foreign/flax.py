@@ -185,7 +185,7 @@ class _Reader(Cursor):
 
     def _array(self, depth: int) -> Any:
         if self.take(1) != b"\x93":
-            raise self._damaged_error("an array has no shape, type and bytes")
+            raise self._damaged_error("an array does not consist of a shape, a type and bytes")
         shape, dtype = self._shape(self.value(depth + 1)), self.value(depth + 1)
         kind, layout = _LENGTHS.get(self.take(1)[0], ("", ""))
         if kind != "bytes":

@@ -124,7 +124,7 @@ def diff_columns(report: Report, diff: Diff) -> dict[str, Any]:
 def _named(report: Report, entry: Bar | Row) -> Sequence[str]:
     """Return the parts of a name, of optimizer state with the name of the parameter."""
     file = report.other if entry.status == "A" and report.other else report.file
-    return file.named(entry.name.split("/"))
+    return file.name_parameter(entry.name.split("/"))
 
 
 def in_words(row: Row) -> str:
@@ -149,7 +149,7 @@ def columns(report: Report) -> dict[str, Any]:
     """Return the names, tensors, figures and differences for the script of the page."""
     names = Names()
     first = {one.name: i for i, one in reversed([*enumerate(report.tensors)])}
-    paths = [report.file.named(tensor.row.path) for tensor in report.tensors]
+    paths = [report.file.name_parameter(tensor.row.path) for tensor in report.tensors]
     placed = names.columns(paths)
     words, coded = _coded(report.tensors)
     return {
@@ -200,11 +200,11 @@ def _coded(
 def _values(tensors: Sequence[TensorStats]) -> dict[str, list[Any]]:
     """Return a column for each figure, null where a tensor has none."""
     measured = [tensor.measures for tensor in tensors]
-    drawn = [None if one is None else one.histogram for one in measured]
+    histograms = [None if one is None else one.histogram for one in measured]
     return {
         **{key: [figure(getattr(one, key, None)) for one in measured] for key in _FIGURES},
-        "low": [figure(getattr(one, "low", None)) for one in drawn],
-        "high": [figure(getattr(one, "high", None)) for one in drawn],
-        "fullest": [None if one is None else max(one.counts) for one in drawn],
-        "bars": [None if one is None else bars(one.counts, DIGITS) for one in drawn],
+        "low": [figure(getattr(one, "low", None)) for one in histograms],
+        "high": [figure(getattr(one, "high", None)) for one in histograms],
+        "fullest": [None if one is None else max(one.counts) for one in histograms],
+        "bars": [None if one is None else bars(one.counts, DIGITS) for one in histograms],
     }

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from ckptool.errors import TrainingError
 from ckptool.trainer.config import TrainConfig, require_shared
-from ckptool.trainer.data import Dataset, Loss, device_in, moved, prepared, shape, share, sum_of
+from ckptool.trainer.data import Dataset, Loss, device_in, load_batches, moved, shape, share, sum_of
 from ckptool.trainer.devices import device_of
 from ckptool.trainer.events import Observer, Traced, Validating
 from ckptool.trainer.processes import World
@@ -217,17 +217,18 @@ class Strategy:
     ) -> Iterator[None]:
         """Prepare the batches of an epoch from step `first` on, ahead if there are workers."""
         rows = [self.share(one) for step in steps for one in step]
-        self._feed = self._batches(self._train, rows, epoch, first * self.config.accumulate)
+        self._feed = self._load_batches(self._train, rows, epoch, first * self.config.accumulate)
         try:
             yield
         finally:
             self._feed = None  # ends the workers
 
-    def _batches(
+    def _load_batches(
         self, dataset: Dataset, rows: Sequence[Sequence[int]], epoch: int = 0, first: int = 0
     ) -> Iterator[tuple[Any, Any]]:
+        """Load the batches of these rows; the seed differs by epoch, rank and first batch."""
         seed = self.config.seed ^ epoch << 44 ^ self.world.rank << 32
-        return prepared(
+        return load_batches(
             dataset,
             rows,
             getattr(torch, self.config.dtype),
@@ -238,7 +239,7 @@ class Strategy:
 
     def loss(self, rows: Sequence[int]) -> torch.Tensor:
         """Return the mean loss of some samples; without samples 0, with gradients of zeros."""
-        batch = next(self._feed or self._batches(self._train, [rows]))
+        batch = next(self._feed or self._load_batches(self._train, [rows]))
         return self._loss_of(batch, rows, trace=self.config.trace_batches)
 
     def placed(self, batch: Any) -> Any:
@@ -255,7 +256,7 @@ class Strategy:
         starts = range(0, samples, size)
         shares = [self.share(range(start, min(start + size, samples))) for start in starts]
         with torch.no_grad():
-            batches = self._batches(self._validation, shares)
+            batches = self._load_batches(self._validation, shares)
             for start, rows, batch in zip(starts, shares, batches, strict=True):
                 self.observer.tell(Validating(start, samples))
                 loss_sum += self._loss_of(batch, rows).item() * len(rows)

@@ -123,7 +123,7 @@ class DistributedDataParallel(Distributed):
         super().attend(dataset, validation, loss)
         rows = range(min(_TRIAL, len(dataset)))
         with _unchanged(self.module):
-            self._loss_of(next(self._batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
+            self._loss_of(next(self._load_batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
             trained = [one for one in self.module.parameters() if one.requires_grad]
             is_partial = any(one.grad is None for one in trained)
             self.module.zero_grad()
@@ -132,7 +132,7 @@ class DistributedDataParallel(Distributed):
                 device_ids=[self.device.index] if self.device.type == "cuda" else None,
                 find_unused_parameters=is_partial,
             )
-            self._loss_of(next(self._batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
+            self._loss_of(next(self._load_batches(dataset, [rows])), rows).backward()  # type: ignore[no-untyped-call]
             self.module.zero_grad()
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:

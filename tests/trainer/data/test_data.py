@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ckptool
 from ckptool.errors import FileDenied, FileMissing, TrainingError, UsageError
 from ckptool.trainer import TrainConfig, TrainData, Trainer
-from ckptool.trainer.data import collated, data_of, prepared, read_table, split
+from ckptool.trainer.data import collated, data_of, load_batches, read_table, split
 from tests.trainer.runs import BytesDone, assert_same_run, config, run
 
 Pair = collections.namedtuple("Pair", "inputs targets")
@@ -216,7 +216,7 @@ class Noisy:
 
 def seen(first, *, workers, rows=((0, 1), (2,), (), (3, 4))):
     return list(
-        prepared(
+        load_batches(
             Noisy(), rows[first:], torch.float32, workers=workers, seed=7 + first, is_pinned=False
         )
     )
