@@ -61,7 +61,11 @@ class _Diff(RulesInOrder, Brief):
     help="Set the relative tolerance, as in torch.allclose. [default with --atol: 1e-5]",
 )
 @flag("--equal-nan", "Treat NaN as equal to NaN.")
-@flag("--ignore-dtype", "Round the wider dtype to the narrower one first, to check that a half-precision copy is exact.")
+@flag(
+    "--ignore-dtype",
+    "Round the wider dtype to the narrower one first, to check that a half-precision copy is "
+    "exact.",
+)
 @flag("--stat", "Show how much differs in each module.")
 @flag("--name-status", "Print one line per entry: A, D, M, R or T, and its path.")
 @click.option(

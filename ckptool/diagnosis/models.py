@@ -314,8 +314,8 @@ def _wrappers(sections: list[Section]) -> Iterator[Complaint]:
         return
     kinds = dict.fromkeys(word for section in sections for word in section.wrappers)
     names = [name for section in sections for name in wrapped_names(section.node) if counts(name)]
-    where = listed(dict.fromkeys(section.name for section in sections if section.name))
-    inside = f" in {where}" if where else ""
+    named = dict.fromkeys(section.name for section in sections if section.name)
+    inside = f" in {listed(named)}" if named else ""
     bare = [unwrapped(section) for section in sections]
     fronts = {common_wrapper({k: v for k, v in one.items() if counts(k)}) for one in bare}
     front = fronts.pop() if len(fronts) == 1 else ""

@@ -52,9 +52,8 @@ _UNDECIDED = Remedy(
     )
 )
 _UNTIED = Remedy(
-    note="untie them in the model, or keep only one of them in the file, which the "
-    "model then "
-    "uses for all of these keys"
+    note="untie them in the model, or keep only one of them in the file; the model "
+    "then uses it for all of these keys"
 )
 
 

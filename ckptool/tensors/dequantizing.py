@@ -107,6 +107,9 @@ def _by_scales(parts: Parts) -> TensorRef:
         block = block_sizes(shape, scales)
     else:
         raise UnknownLayout
+    stated = parts.config.entries.get("weight_block_size")
+    if scale.numel > 1 and isinstance(stated, list) and [*block] != stated:
+        parts.refuse_contradiction()
 
     def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         factors = spread(tables[0].float(), shape, block, start, stop)

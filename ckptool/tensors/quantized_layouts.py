@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptool.core.model import TensorRef
 from ckptool.core.quantization_config import QuantizationConfig
@@ -156,6 +156,15 @@ def of_compressed_tensors(parts: Parts) -> TensorRef:
         raise UnknownLayout("weight_shape does not fit weight_packed with 2, 4 or 8 bits")
     [bits], groups = fitting, scale.sizes[1] if len(scale.shape) == 2 else 1
     zero, order, offset = parts.get("weight_zero_point"), parts.get("weight_g_idx"), 1 << bits - 1
+    if not any(
+        weights.get("num_bits", bits) == bits
+        and weights.get("type", "int") == "int"
+        and weights.get("group_size") in (None, -1, columns // max(groups, 1))
+        and (zero is not None or weights.get("symmetric", True))
+        and (order is not None or weights.get("actorder") not in ("group", "dynamic"))
+        for weights in _stated_groups(parts.config)
+    ):
+        parts.refuse_contradiction()
     if scale.sizes not in ((rows, groups), (1,)) or columns % max(groups, 1):
         raise UnknownLayout
     if zero is not None and zero.sizes != (-(-rows * bits // 32), groups):
@@ -186,6 +195,15 @@ def of_compressed_tensors(parts: Parts) -> TensorRef:
         return (codes - less) * scales[first:last].float().index_select(1, index)
 
     return compute_rows(packed, shape, (scale, *others), numbers, prepared=prepared)
+
+
+def _stated_groups(config: QuantizationConfig) -> list[Mapping[str, Any]]:
+    """Return how each group of layers was quantized, as compressed-tensors states it."""
+    match config.entries:
+        case {"config_groups": {**groups}} if config.method.lower() == "compressed-tensors":
+            found = (one.get("weights") for one in groups.values() if isinstance(one, Mapping))
+            return [one for one in found if isinstance(one, Mapping)]
+    return [{}]
 
 
 def _of_pairs(
@@ -228,6 +246,8 @@ def of_gptq(parts: Parts) -> TensorRef:
     version = config.entries.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2") or config.entries.get("is_marlin_format"):
         raise UnknownLayout(f"checkpoint_format {printable(str(version))} is not known")
+    if order is None and config.entries.get("desc_act"):
+        raise UnknownLayout(f"g_idx is missing, although {config.where} states desc_act")
     if not len(weight.shape) == len(scales.shape) == len(qzeros.shape) == 2:
         raise UnknownLayout
     (words, rows), (groups, width) = weight.sizes, scales.sizes

@@ -103,8 +103,9 @@ class Parts:
 
     def refuse_contradiction(self) -> NoReturn:
         """Raise `UnknownLayout`: shapes and configuration differ."""
-        stated = listed(self.config.sizes)
-        raise UnknownLayout(f"its shapes contradict {self.config.where} ({stated})")
+        block = self.config.entries.get("weight_block_size")
+        stated = listed([*self.config.sizes, *([f"blocks of {block}"] if block else [])])
+        raise UnknownLayout(f"its tensors contradict {self.config.where} ({stated})")
 
 
 def is_plain(tensor: Any) -> TypeGuard[TensorRef]:

@@ -454,6 +454,8 @@ class _Plan:
             own.update({name: named} | {one: {} for one in left_out})
         if not plain:
             raise NotFound("the file has no quantized weights", file=self.checkpoint.path)
+        for state, _, _ in _quantized(self.checkpoint, alone=True):
+            self._refuse_incomplete(state, plain.get(id(state), {}))
 
         def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
             own = plain.get(id(old), {})
@@ -471,6 +473,30 @@ class _Plan:
         root, details = rebuild(self.checkpoint.root, None, mapping), self.checkpoint.details
         details = replace(details, header=plain_header(details.header))
         self.checkpoint = replace(self.checkpoint, root=root, details=details)
+
+    def _refuse_incomplete(
+        self, state: Mapping[Any, Any], made: Mapping[str, Mapping[str, TensorRef]]
+    ) -> None:
+        """Refuse a state dict with codes that lack the tensors that other codes come with.
+
+        Raises:
+            NotRepresentable: the result would still have quantized weights.
+        """
+        codes = {
+            (name.rpartition(".")[2], state[name].dtype): name
+            for name, new in made.items()
+            if new and isinstance(state[name], TensorRef)
+        }
+        for name, one in state.items():
+            if isinstance(one, TensorRef) and name not in made:
+                alike = codes.get((str(name).rpartition(".")[2], one.dtype))
+                if alike is not None:
+                    raise NotRepresentable(
+                        f"{printable(str(name))!r} is {one.dtype}, like the quantized "
+                        f"{printable(alike)!r}, but the tensors that it needs are missing",
+                        file=self.checkpoint.path,
+                        hint="get all shards of the model, or leave it out with --exclude",
+                    )
 
     def choose(self, spared: set[Path]) -> None:
         """Choose the dtype of every tensor of the checkpoint, except at the paths `spared`."""

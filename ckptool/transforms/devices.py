@@ -114,7 +114,8 @@ class Remap(Step):
         given = (self.to is not None, bool(self.map), self.visible_devices is not None)
         if sum(given) > 1:
             raise UsageError(
-                "give only one of these: a device for all (to), rules for some (map) or the visible "
+                "give only one of these: a device for all (to), rules for some (map) or the "
+                "visible "
                 "devices",
                 hint="add --map '*=cpu' for all other devices",
             )

@@ -57,7 +57,14 @@ def _by_glob(kind: str, glob: str, one: _One) -> SectionRule:
                 sentence += "; a tensor takes the place of the numpy array" if is_new else ""
                 work.changes.append(Change(kind, sentence, 1, was=was, now=now))
             else:
-                work.changes.append(Change(kind, f"{printable(name)}: changed in the same way, because it is tied to another tensor", 1))
+                work.changes.append(
+                    Change(
+                        kind,
+                        f"{printable(name)}: changed in the same way, because it is tied to "
+                        "another tensor",
+                        1,
+                    )
+                )
             work.items[at] = name, known[node.place]
             work.used.add(id(node))
         return work

@@ -325,7 +325,8 @@ def is_a_source(path: str | os.PathLike[str], sources: Iterable[Bytes]) -> bool:
     if is_address(path):
         return os.fspath(path) in {source.name for source in sources}
     try:
-        target = os.stat(path)
+        # A folder that is still missing may be followed by "..": links and dots are resolved first.
+        target = os.stat(os.path.realpath(path))
     except OSError:
         return False
     open_files = (fd for source in sources if (fd := source.fd()) is not None)

@@ -156,6 +156,14 @@ def test_a_source_is_no_target(ckptool, folder, verb):
 
 
 @every
+def test_a_source_is_no_target_behind_a_folder_that_is_missing(ckptool, folder, verb):
+    before = held(folder)
+    words = verb.words("model.pth", "--force", "-o", "./missing/../model.pth")
+    assert ckptool(*words).code == 2
+    assert held(folder) == before
+
+
+@every
 def test_in_place_the_file_becomes_the_result(ckptool, folder, verb):
     before = held(folder)
     if not verb.word:  # which makes one file of several, or of another format

@@ -6,6 +6,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
+import ckptool
 from ckptool.diagnosis import doctor
 from ckptool.diagnosis.complaint import Subject
 from ckptool.diagnosis.contents import placement
@@ -217,3 +218,11 @@ def test_some_tensors_on_a_gpu_are_not_all(devices, says):
     root = {str(at): tensor(device=device) for at, device in enumerate(devices)}
     (found,) = placement(Subject(checkpoint(root), devices=("cpu", "cuda:0")))
     assert (found.kind, found.text) == ("one-gpu", f"{says} on cuda:0")
+
+
+def test_keys_of_the_root_are_in_no_section(tmp_path):
+    torch.save({"model._orig_mod.w": torch.ones(2)}, tmp_path / "m.pth")
+    found = ckptool.doctor(tmp_path / "m.pth")
+    assert [one.text for one in found.complaints if one.kind == "wrappers"] == [
+        'keys have the wrapper prefix "_orig_mod."'
+    ]

@@ -22,13 +22,13 @@ SCHEMES = {
     "torchao": "torchao",
     "quanto": "quanto",
     "mlx": "MLX (4 bits, groups of 64)",
-    "compressed-int8": "int8 with scales (8 bits, config.json says compressed-tensors)",
-    "compressed-fp8": "fp8 with scales (8 bits, config.json says compressed-tensors)",
+    "compressed-int8": "int8 with scales (8 bits, compressed-tensors according to config.json)",
+    "compressed-fp8": "fp8 with scales (8 bits, compressed-tensors according to config.json)",
     "compressed-packed": "compressed-tensors (4 bits, groups of 32)",
     "gptq-v2-no-index": "AWQ (4 bits, groups of 32",
     "gptq": "GPTQ (4 bits, groups of 32)",
     "awq": "AWQ (4 bits, groups of 64)",
-    "nvfp4": "NVFP4 (4 bits, groups of 16, config.json says modelopt)",
+    "nvfp4": "NVFP4 (4 bits, groups of 16, modelopt according to config.json)",
     "mxfp4": "MXFP4",
     "hqq": "HQQ",
     "compressed-order": "compressed-tensors (4 bits, groups of 32)",
@@ -113,7 +113,7 @@ def test_info_names_the_scheme_and_the_command(layout):
         one for one in info(FOLDERS / layout / "model.safetensors").notes if "quantized" in one
     ]
     assert f" quantized: {of(SCHEMES, layout)}" in note
-    assert "--dequantize bfloat16 makes plain weights" in note
+    assert "--dequantize bfloat16" in note
 
 
 @pytest.mark.parametrize("part", ["0._weight_zero_point", "2._weight_zero_point"])
@@ -176,11 +176,11 @@ def test_quanto_whose_shape_or_parts_are_unknown_is_refused(tensors, reason, tmp
         ({"bits": 4, "group_size": "x"}, "no config.json next to it states group_size"),
         (
             {"bits": 4, "group_size": 64},
-            r"its shapes contradict config.json \(4 bits, groups of 64",
+            r"its tensors contradict config.json \(4 bits, groups of 64",
         ),
         (
             {"bits": 4, "group_size": 32, "x.layers.0": {"bits": 2, "group_size": 64}},
-            "config.json has 2 bits for x.layers.0, which may be this one",
+            "config.json has 2 bits for x.layers.0, which may be this layer",
         ),
         ({"bits": 4, "group_size": 64, "mode": "mxfp4"}, "ckptool does not know this layout"),
     ],
@@ -212,6 +212,44 @@ def test_compressed_tensors_whose_parts_do_not_fit_are_refused(layout, tensors, 
     refused(changed_file(f"compressed-{layout}", tmp_path, **tensors), reason)
 
 
+@pytest.mark.parametrize(
+    "weights",
+    [{"num_bits": 8}, {"group_size": 64}, {"type": "float"}, {"actorder": "group"}],
+)
+def test_compressed_tensors_that_contradict_their_configuration_are_refused(weights, tmp_path):
+    groups = {"group_0": {"weights": {"num_bits": 4, "group_size": 32, **weights}}}
+    stated = {"quant_method": "compressed-tensors", "config_groups": groups}
+    path = changed_file("compressed-packed", tmp_path, config={"quantization_config": stated})
+    refused(path, "its tensors contradict config.json")
+
+
+def test_weights_without_the_scales_that_others_have_are_refused(tmp_path):
+    path = changed_file("compressed-int8", tmp_path, layers__0__weight_scale=None)
+    with pytest.raises(NotRepresentable, match="but the tensors that it needs are missing"):
+        ckptool.convert(path, path.with_name("o.pth"), ckptool.Cast(dequantize="float32"))
+    ckptool.convert(
+        path,
+        path.with_name("o.pth"),
+        ckptool.Take(exclude=["layers.0.*"]),
+        ckptool.Cast(dequantize="float32"),
+    )
+
+
+def test_blocks_that_contradict_the_configuration_are_refused(tmp_path):
+    state = {"a.weight": torch.ones(256, 130).to(torch.float8_e4m3fn)}
+    save_file(state | {"a.weight_scale_inv": torch.ones(2, 2)}, tmp_path / "m.safetensors")
+    for block in ([64, 64], [128, 128]):
+        stated = {"quant_method": "fp8", "weight_block_size": block}
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": stated}))
+        if block == [64, 64]:
+            refused(tmp_path / "m.safetensors", r"contradict config.json \(blocks of \[64, 64\]\)")
+        else:
+            out = tmp_path / "out.pth"
+            step = ckptool.Cast(dequantize="float32")
+            ckptool.convert(tmp_path / "m.safetensors", out, step)
+            assert torch.load(out)["a.weight"].eq(1).all()
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 
 
@@ -222,11 +260,11 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
         ({**GPTQ, "quant_method": "mine"}, {}, "but config.json states mine"),
         ({**GPTQ, "checkpoint_format": "marlin"}, {}, "checkpoint_format marlin is not known"),
         ({**GPTQ, "is_marlin_format": True}, {}, "checkpoint_format gptq is not known"),
-        ({**GPTQ, "bits": 8}, {}, r"its shapes contradict config.json \(8 bits, groups of 32\)"),
+        ({**GPTQ, "bits": 8}, {}, r"its tensors contradict config.json \(8 bits, groups of 32\)"),
         ({"quant_method": "gptq"}, {}, "no config.json next to it states bits"),
-        (GPTQ, {"layers__0__scales": torch.ones(2, 31)}, "its shapes contradict config.json"),
-        (GPTQ, {"layers__0__qzeros": torch.ones(2, 5).int()}, "its shapes contradict config"),
-        (GPTQ, {"layers__0__g_idx": torch.zeros(63).int()}, "its shapes contradict config.json"),
+        (GPTQ, {"layers__0__scales": torch.ones(2, 31)}, "its tensors contradict config.json"),
+        (GPTQ, {"layers__0__qzeros": torch.ones(2, 5).int()}, "its tensors contradict config"),
+        (GPTQ, {"layers__0__g_idx": torch.zeros(63).int()}, "its tensors contradict config.json"),
         (GPTQ, {"layers__0__g_idx": None, "layers__0__scales": torch.ones(3, 32)}, "contradict"),
     ],
 )
@@ -235,6 +273,13 @@ def test_gptq_whose_layout_is_not_stated_or_contradicted_is_refused(
 ):
     config = {} if stated is None else {"quantization_config": stated}
     refused(changed_file("gptq-v1-order", tmp_path, config=config, **tensors), reason)
+
+
+def test_gptq_without_the_order_that_it_states_is_refused(tmp_path):
+    config = json.loads((FOLDERS / "gptq-v2-no-index" / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    path = changed_file("gptq-v2-no-index", tmp_path, config=config)
+    refused(path, "g_idx is missing, although config.json states desc_act")
 
 
 def test_gptq_of_a_model_with_transposed_layers_is_refused(tmp_path):
@@ -267,9 +312,9 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
     [
         (None, {}, "states quant_method awq, but no config.json does"),
         ({**AWQ, "version": "gemv"}, {}, "version gemv is not known"),
-        ({**AWQ, "bits": 8}, {}, r"its shapes contradict config.json \(8 bits, groups of 64\)"),
-        ({**AWQ, "group_size": 32}, {}, "its shapes contradict config.json"),
-        (AWQ, {"layers__0__scales": torch.ones(2, 31)}, "its shapes contradict config.json"),
+        ({**AWQ, "bits": 8}, {}, r"its tensors contradict config.json \(8 bits, groups of 64\)"),
+        ({**AWQ, "group_size": 32}, {}, "its tensors contradict config.json"),
+        (AWQ, {"layers__0__scales": torch.ones(2, 31)}, "its tensors contradict config.json"),
         (AWQ, {"layers__0__scales": None}, "scales is missing next to it"),
     ],
 )
