@@ -133,7 +133,7 @@ class Opaque(Result):
 
     @property
     def class_name(self) -> str:
-        """The qualified name of its class, as far as the file shows."""
+        """The qualified name of its class, if the file shows it."""
         if self.maker == "persid":
             return "persistent id"
         if isinstance(self.func, Global):

@@ -454,7 +454,7 @@ class _Plan:
             own.update({name: named} | {one: {} for one in left_out})
         if not plain:
             raise NotFound("the file has no quantized weights", file=self.checkpoint.path)
-        for state, _, _ in _quantized(self.checkpoint, alone=True):
+        for state, _, _ in _find_quantized_weights(self.checkpoint, alone=True):
             self._refuse_incomplete(state, plain.get(id(state), {}))
 
         def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
