@@ -115,7 +115,7 @@ def test_what_a_script_saves_resumes_as_with_torchs_own_loading(
         count = len(optimizer.state_dict()["state"])
         assert report.optimizer.by == "position"
         assert report.optimizer.matched == (count if kind is not torch.optim.SGD or options else 0)
-        assert f"optimizer: {report.optimizer.matched} states, matched by position" in str(report)
+        assert f"optimizer: matched {report.optimizer.matched} states by position" in str(report)
         assert report.fits
         assert mine.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
         for one, opt in ((new, mine), (other, theirs), (model, copy.deepcopy(optimizer))):

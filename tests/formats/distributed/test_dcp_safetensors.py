@@ -76,7 +76,7 @@ def test_one_file_opens_alone_and_names_its_folder(folder):
     with open_checkpoint(part) as checkpoint:
         assert checkpoint["both"].shape == (4, 3)
     (note,) = ckptool.verify(part).notes
-    assert note.endswith(f"ranks joined: {folder}")
+    assert note.endswith(f"to join all ranks: {folder}")
 
 
 def test_the_files_are_looked_at_as_one_checkpoint(folder):

@@ -219,7 +219,7 @@ def test_a_shard_of_a_sharded_tensor_that_is_gone_is_missed(fixtures, tmp_path):
 def test_one_file_opens_alone_and_names_its_folder(fixtures):
     folder = fixtures / "ranks" / "fsdp1-2.13.0"
     (note,) = ckptool.verify(folder / "pytorch_model_fsdp_rank0.bin").notes
-    assert note.endswith(f"joined: {folder}")
+    assert note.endswith(f"to join all ranks: {folder}")
     with open_checkpoint(folder / "pytorch_model_fsdp_rank0.bin") as checkpoint:
         assert checkpoint.format == "torch-zip"
 

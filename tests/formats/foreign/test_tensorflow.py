@@ -241,7 +241,7 @@ def test_checksums(tensorflow, capfd):
     capfd.readouterr()
     assert main(["verify", str(tensorflow / "v1")]) == 1
     out = capfd.readouterr().out
-    assert "'embedding' (a part): its bytes are not those that were written: CRC-32C" in out
+    assert "'embedding' (a part): checksum mismatch: CRC-32C" in out
 
 
 def test_a_text_with_another_checksum(tensorflow):
