@@ -182,6 +182,8 @@ def save(
         notes += format_of(checkpoint.format).layout_notes(checkpoint)
     if any(source.is_far for source in checkpoint.sources):
         notes += _remote_notes(checkpoint, dry_run=dry_run)
+    if (to_folder or plan.index) and apart is None and not is_far:
+        notes += _other_models(path, plan)
     if dry_run and (plan.index or os.path.isdir(checkpoint.path)):
         notes.append(_space_note(plan, path))
     plan = replace(plan, notes=tuple(notes))
@@ -375,6 +377,19 @@ def _plan_sharded(
     gone = [name for name in shards_named_by(plan.index) if name not in new]
     stays = f"kept shards that the new index does not list: {listed(gone)}"
     return replace(plan, notes=(*plan.notes, stays)) if gone else plan
+
+
+def _other_models(path: str | os.PathLike[str], plan: WritePlan) -> Iterator[str]:
+    """Yield a note on weights in the target's folder that a library may read instead of it."""
+    from ckptool.formats.model_folder import library_of  # only for names that a library looks for
+
+    folder, name = os.path.split(plan.index or os.path.realpath(path))
+    library = library_of(name)
+    if library is not None and os.path.isdir(folder):
+        own = {name, *(os.path.basename(file.path) for file in plan.files)}
+        others = {one for one in os.listdir(folder) if library_of(one) == library} - own
+        if others:
+            yield f"kept {listed(sorted(others))} in the folder: {library} may read that instead"
 
 
 def _receipt(plan: WritePlan, job: Job, group: WriterGroup | None, *, dry_run: bool) -> Receipt:

@@ -197,3 +197,13 @@ def test_a_configuration_that_is_no_object_is_copied_and_not_read(beside, tmp_pa
     (beside / "config.json").write_text(text)
     ckptool.convert(beside / "weights.pth", f"{tmp_path / 'out'}/", files_from=beside)
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_weights_that_a_library_may_read_instead_are_named(tmp_path):
+    out, source = f"{tmp_path / 'out'}/", weights(tmp_path)
+    assert not any("instead" in note for note in ckptool.convert(source, out).notes)
+    receipt = ckptool.convert(source, out, max_shard_size=30, overwrite=True)
+    said = "kept model.safetensors in the folder: transformers may read that instead"
+    assert said in receipt.notes
+    receipt = ckptool.convert(source, out, overwrite=True)
+    assert any("kept model.safetensors.index.json in" in note for note in receipt.notes)
