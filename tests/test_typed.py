@@ -18,7 +18,8 @@ METHODS = [
     if method == "__init__" or not method.startswith("_")
 ]
 
-VERBS = {"Check", "Compare", "Find", "Finish", "List", "Load", "Measure", "Open", "Return"} | {
+VERBS = {
+    "Check", "Compare", "Convert", "Find", "Finish", "List", "Load", "Measure", "Open", "Return",
     "Summarize", "Write",
 }  # fmt: skip
 """How the help of a public function begins."""

@@ -458,7 +458,7 @@ def test_convert_refuses_names_that_are_one_tensor_in_the_model_and_differ(ckpto
     assert (done.code, done.out) == (2, "")
     assert "are tied in the model, but differ in the file" in done.err
     assert not (tmp_path / "out.pth").exists()
-    assert "hint: untie them in the model, or remove all but one of them from the file" in done.err
+    assert "hint: untie them in the model, or keep only one of them in the file" in done.err
     ckptool("convert", words[0], tmp_path / "one.pth", "--exclude", "net.1.weight")
     assert ckptool("convert", tmp_path / "one.pth", *words[1:]).code == 0
     assert torch.load(tmp_path / "out.pth").keys() == {"0.weight", "1.weight"}

@@ -86,8 +86,11 @@ def test_nothing_is_named_that_is_not_proved():
 def test_a_path_has_the_name_in_place_of_the_number():
     summary = summarized(trained({"params": [0, 1]}))
     path = "optim_dict", "state", 0, "exp_avg"
-    assert summary.named(path) == ("optim_dict", "state", "fc.weight", "exp_avg")
-    assert summary.named(("state_dict", "module.fc.weight")) == ("state_dict", "module.fc.weight")
+    assert summary.name_parameter(path) == ("optim_dict", "state", "fc.weight", "exp_avg")
+    assert summary.name_parameter(("state_dict", "module.fc.weight")) == (
+        "state_dict",
+        "module.fc.weight",
+    )
 
 
 def test_values_are_those_of_no_section_and_the_attributes_of_objects():

@@ -117,11 +117,11 @@ def test_what_was_asked_to_be_left_out_is_no_loss(source, tmp_path):
         ({"ties": "cut"}, "'keep' or 'copy'"),
         (
             {"to": "cpu", "map": {"cuda:0": "cpu"}},
-            r"give one device for all \(to\), rules for some \(map\) or the visible",
+            r"give only one of these: a device for all",
         ),
         (
             {"to": "cpu", "visible_devices": [0]},
-            r"give one device for all \(to\), rules for some \(map\) or the visible",
+            r"give only one of these: a device for all",
         ),
         ({"keep": {"*": None}}, "cast needs --dtype or --dequantize"),
         ({"cast_optimizer": True}, "cast needs --dtype or --dequantize"),

@@ -280,7 +280,7 @@ def test_protocol_buffers(content):
 ARCHIVES = {
     "a Keras model (.keras)": ["metadata.json", "config.json", "model.weights.npz"],
     "a torch.package archive": ["pkg/.data/extern_modules", "pkg/.data/version"],
-    "the rest of a torch.save that failed: it has no data.pkl": [
+    "what a failed torch.save left behind: it has no data.pkl": [
         "m/version",
         "m/byteorder",
         "m/.data/serialization_id",
@@ -434,6 +434,6 @@ def test_what_a_failed_save_of_torch_s_leaves(tmp_path):
     given = torch.randn(3, dtype=torch.complex64)
     with pytest.raises(RuntimeError, match="view the same data as different types"):
         torch.save({"c": given, "r": torch.view_as_real(given)}, tmp_path / "f.pth")
-    with pytest.raises(TruncatedFile, match=r"rest of a torch\.save that failed") as caught:
+    with pytest.raises(TruncatedFile, match=r"what a failed torch\.save left behind") as caught:
         open_checkpoint(tmp_path / "f.pth")
     assert caught.value.hint.startswith("save it again")

@@ -109,7 +109,7 @@ def test_ties_that_the_file_has_not_are_refused_whatever_is_allowed():
     assert "embed.weight, head.weight are tied in the model, but differ in the file" in problem.text
     refused = report(missing_keys=["a"], untied=found.untied)
     hint = Allowance().refusal(refused).hint
-    assert hint.startswith("untie them in the model, or remove all but one of them from the file")
+    assert hint.startswith("untie them in the model, or keep only one of them in the file")
     assert not Allowance().judged(refused).remedy.arguments
 
 

@@ -366,7 +366,7 @@ def test_slerp_goes_along_the_arc_between_two_files(tmp_path, t, dtype):
         assert tensor.dtype == dtype
     assert loaded["nan"].isnan().tolist() == [False, True, False]
     assert (
-        f"interpolated from the first file to the second at {t:g} on the arc"
+        f"interpolated along the arc from the first file to the second, at {t:g}"
         in texts(made, "average")[0]
     )
 

@@ -115,9 +115,9 @@ def test_an_empty_table_is_one(tmp_path):
 
 def test_a_table_with_a_mistake_names_the_file_and_what_is_wrong(tmp_path):
     for text, fact in [
-        ("a b\n\nc\n", "line 3: 'c' is not an old and a new key"),
-        ("a b c", "line 1: 'a b c' is not an old and a new key"),
-        ("a b\na,", "line 2: 'a,' is not an old and a new key"),
+        ("a b\n\nc\n", "line 3: 'c' is not a pair of an old and a new key"),
+        ("a b c", "line 1: 'a b c' is not a pair of an old and a new key"),
+        ("a b\na,", "line 2: 'a,' is not a pair of an old and a new key"),
         ("a b\nx y\na c", "line 3: 'a' already has another new key"),
         ('{"a": "b",\n "c": }', "the file is not valid JSON: Expecting value: line 2 column 7"),
         ('{"a": "c",\n "b": "a",\n "c": 3}', "the new key of 'c' is not a string"),

@@ -100,7 +100,7 @@ def test_a_file_that_lies(made):
         ),
         ({"w": array(shape=(-2,))}, b"", "no shape"),
         ({"w": array(shape=(1 << 40, 1 << 40))}, b"", "but there are 8"),
-        ({"w": b"\xc7\x02\x01\x90\x90"}, b"", "no shape, type and bytes"),
+        ({"w": b"\xc7\x02\x01\x90\x90"}, b"", "not consist of a shape"),
         ({"w": b"\xc7\x02\x02\x90\x90"}, b"", "does not have two numbers|its stated length"),
         ({"w": b"\xc9\xff\xff\xff\xff\x01"}, b"", "ends within a value"),
         ({"w": b"\xdb\xff\xff\xff\xff"}, b"", "ends within a value"),
