@@ -28,7 +28,7 @@ from ckptool.core.quantization_config import plain_header, quantization_config
 from ckptool.core.quantizers import MARKERS, OF_OPTIMIZERS, Quantized, find_quantized, plain_key
 from ckptool.core.sections import MODEL_KINDS, only_its_class
 from ckptool.core.tree import everything as every_node, is_within, name_of, rebuild, walk
-from ckptool.dtypes import BY_SAFETENSORS
+from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import ReadAhead
 from ckptool.tensors.casting import FLOATS, Caster, Losses
@@ -425,12 +425,13 @@ class _Plan:
         plain: dict[int, dict[str, dict[str, TensorRef]]] = {}
         nodes = {id(node) for node in every_node(self.checkpoint.root)}
         known, config = set[int](), quantization_config(self.checkpoint)
+        states = dict[int, dict[Any, Any]]()
         for state, name, found in _find_quantized_weights(self.checkpoint, alone=True):
             if id(state) not in nodes and id(state[name]) in known:
                 continue  # in a pickled module, and done already
             known.add(id(state[name]))
             parts = (id(state[name]), *(id(state[one]) for one in found.companions))
-            own = plain.setdefault(id(state), {})
+            own, states[id(state)] = plain.setdefault(id(state), {}), state
             try:
                 if parts not in made and id(state) not in nodes:
                     raise UnknownLayout
@@ -454,8 +455,8 @@ class _Plan:
             own.update({name: named} | {one: {} for one in left_out})
         if not plain:
             raise NotFound("the file has no quantized weights", file=self.checkpoint.path)
-        for state, _, _ in _find_quantized_weights(self.checkpoint, alone=True):
-            self._refuse_incomplete(state, plain.get(id(state), {}))
+        for identity, state in states.items():
+            self._refuse_incomplete(state, plain[identity])
 
         def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
             own = plain.get(id(old), {})
@@ -482,14 +483,23 @@ class _Plan:
         Raises:
             NotRepresentable: the result would still have quantized weights.
         """
-        codes = {
-            (name.rpartition(".")[2], state[name].dtype): name
-            for name, new in made.items()
-            if new and isinstance(state[name], TensorRef)
+
+        def look(name: Any, one: TensorRef) -> tuple[str, str, str]:
+            return str(name).rpartition(".")[2], one.dtype, one.kind
+
+        # Codes may be stored as bfloat16, in which the weights of ordinary layers are, too.
+        coded = {
+            name: one
+            for name, one in state.items()
+            if isinstance(one, TensorRef)
+            and (one.dtype not in FLOATING or BY_NAME[one.dtype].itemsize == 1)
         }
-        for name, one in state.items():
-            if isinstance(one, TensorRef) and name not in made:
-                alike = codes.get((str(name).rpartition(".")[2], one.dtype))
+        codes = {
+            look(name, coded[name]): name for name, new in made.items() if new and name in coded
+        }
+        for name, one in coded.items():
+            if name not in made:
+                alike = codes.get(look(name, one))
                 if alike is not None:
                     raise NotRepresentable(
                         f"{printable(str(name))!r} is {one.dtype}, like the quantized "

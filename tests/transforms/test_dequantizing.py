@@ -301,3 +301,13 @@ def test_a_tensor_of_torchao_whose_parts_do_not_fit_is_refused(tmp_path, part):
 def test_what_only_the_class_of_a_module_knows_is_refused(tmp_path, name):
     with open_checkpoint(QUANTIZED / name) as checkpoint, pytest.raises(CheckpointError):
         Cast(dequantize="bfloat16")(checkpoint)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_layers_that_are_not_quantized_are_none_without_their_scales(name, tmp_path):
+    state = load_file(QUANTIZED / name)
+    dtypes = (torch.bfloat16, torch.float16)
+    plain = {f"{dtype}.weight": torch.ones(4, 4, dtype=dtype) for dtype in dtypes}
+    save_file(state | plain, tmp_path / "in.safetensors")
+    made, _ = dequantized(tmp_path / "in.safetensors", tmp_path / "out.safetensors")
+    assert all(made[key].eq(1).all() for key in plain)
