@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from ckptool.cli.console import Screen, print_document, print_lines
 from ckptool.cli.options import file_argument, filter_options, flag, screen_options, verb
 from ckptool.errors import UsageError
 from ckptool.formats import open_checkpoint
 from ckptool.inspection.listing import list_tensors, tree
-from ckptool.inspection.neighbors import neighbor_notes
 from ckptool.render.listing import listing_lines, name_lines, tree_lines
 from ckptool.words import clean
 
@@ -46,7 +47,10 @@ def command(
     if names and (other := next((one for one, given in others.items() if given), None)):
         raise UsageError(f"--names and {other} cannot be combined")
     with open_checkpoint(file) as checkpoint, screen.progress() as progress:
-        screen.say(f"note: {clean(text)}" for text in neighbor_notes(checkpoint))
+        if os.path.isdir(file):
+            from ckptool.inspection.neighbors import neighbor_notes  # a third of the start of list
+
+            screen.say(f"note: {clean(text)}" for text in neighbor_notes(checkpoint))
         listing = list_tensors(
             checkpoint, include=include, exclude=exclude, hash=hashed, progress=progress
         )
