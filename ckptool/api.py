@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from ckptool import transforms
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
-from ckptool.formats import Source, opened
+from ckptool.formats import Source, open_or_reuse
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.transforms import Rename, Rule, Strip, Wrap, remapping
 from ckptool.transforms.step import opened_and_changed
@@ -80,7 +80,7 @@ def report(
 
     with ExitStack() as stack:
         sources = [source] if other is None else [source, other]
-        files = [stack.enter_context(opened(one)) for one in sources]
+        files = [stack.enter_context(open_or_reuse(one)) for one in sources]
         for file in files:  # checked before anything is read
             check_target(file, target, overwrite=overwrite, in_place=False)
         found = reports.report(*files, key=key, values=values, progress=progress)
@@ -137,7 +137,7 @@ def average(
             hint='ckptool.average(["a.pth", "b.pth"], "mean.pth")',
         )
     with ExitStack() as stack:
-        files = [stack.enter_context(opened(source)) for source in sources]
+        files = [stack.enter_context(open_or_reuse(source)) for source in sources]
         return save(
             transforms.average(files, mode=mode, weights=weights, t=t, ints=ints, key=key),
             target,
@@ -195,7 +195,7 @@ def merge_lora(
         WriteError: if the target cannot be written; nothing has changed.
     """
     with ExitStack() as stack:
-        files = [stack.enter_context(opened(source)) for source in (base, *adapters)]
+        files = [stack.enter_context(open_or_reuse(source)) for source in (base, *adapters)]
         return save(
             transforms.merge_lora(files[0], files[1:], scale=scale, alpha=alpha, key=key),
             target,

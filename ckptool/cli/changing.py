@@ -21,7 +21,7 @@ from ckptool.cli.options import OutputOptions
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError
 from ckptool.files.place import is_address
-from ckptool.formats import open_checkpoint, shard_of
+from ckptool.formats import open_checkpoint, shard_format_of
 from ckptool.render.receipt import receipt_lines
 from ckptool.writing import Receipt, save
 from ckptool.writing.target import default_target
@@ -73,7 +73,7 @@ def write_changed(
         ExitStack() as opened,
         screen.progress("writing", "reading back") as progress,
     ):
-        sharded = bool(shard_of(checkpoint.format))
+        sharded = bool(shard_format_of(checkpoint.format))
         if target.in_place:
             for file in () if target.force else checkpoint.sources:
                 _refuse_link(file.name)

@@ -34,7 +34,7 @@ from ckptool.conversion import Destination, converted, open_for_steps, steps_of,
 from ckptool.conversion.steps import place_in
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
-from ckptool.formats.several import keyed
+from ckptool.formats.several import split_key
 from ckptool.transforms import Drop, Rule
 from ckptool.transforms.name_rules import read_text
 from ckptool.transforms.tree_edits import parted, plain_json
@@ -246,7 +246,7 @@ def command(
                 "--in-place needs one SOURCE, and no DESTINATION or --max-shard-size",
                 hint="ckptool convert FILE --in-place --move OLD=NEW",
             )
-        if keyed(sources[0]) is not None:
+        if split_key(sources[0]) is not None:
             raise UsageError(
                 "--in-place does not accept KEY=FILE as SOURCE",
                 hint="ckptool convert FILE --in-place --nest KEY",
@@ -299,7 +299,7 @@ def command(
             to_folder=goal.is_folder and not target.in_place,
             apart=goal.apart,
             opening=lambda: open_for_steps(
-                files if files[1:] or keyed(files[0]) else files[0], steps, salvage=salvage
+                files if files[1:] or split_key(files[0]) else files[0], steps, salvage=salvage
             ),
         )
         if any(change.kind == "salvage" and change.count for change in receipt.changes):

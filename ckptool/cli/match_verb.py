@@ -12,7 +12,7 @@ from ckptool.cli.console import Screen, print_document, print_lines, set_exit_co
 from ckptool.cli.like import Allowing, allowance_options, resolve_reference
 from ckptool.cli.options import PATH, Brief, file_argument, flag, screen_options, verb
 from ckptool.cli.renaming import RulesInOrder, rename_options
-from ckptool.formats.identify import unused
+from ckptool.formats.identify import find_unused_path
 from ckptool.loading.plan import plan_load, target_like
 from ckptool.loading.source import StateDict, open_state_dict
 from ckptool.matching import Allowance, Judgement, MatchReport
@@ -121,7 +121,7 @@ def command(
     }
     command = ""
     if all(rule.regex for rule in rules) and _is_for_convert(report):
-        target = unused(default_target(file, "fitted"))
+        target = find_unused_path(default_target(file, "fitted"))
         options = Remedy(tuple((name, value) for name, value in given.items() if value is not None))
         words = ["ckptool", "convert", as_argument(file), as_argument(target)]
         command = shlex.join([*words, *option_words(options)])

@@ -18,7 +18,7 @@ from ckptool.core.tree import name_of
 from ckptool.core.values import documented, is_set, json_value, summarize, value_of
 from ckptool.errors import UsageError, without_query
 from ckptool.files.source import Progress
-from ckptool.formats import Source, opened
+from ckptool.formats import Source, open_or_reuse
 from ckptool.inspection.equality import (
     ITSELF,
     Same,
@@ -319,7 +319,7 @@ def diff(
         quick=quick, atol=atol, rtol=rtol, equal_nan=equal_nan, rounded=ignore_dtype, meter=meter,
         limits=limits,
     )  # fmt: skip
-    with opened(a) as one, opened(b) as other:
+    with open_or_reuse(a) as one, open_or_reuse(b) as other:
         one, other = one.with_late_values(), other.with_late_values()
         aligned = align(
             one, other, strict_names=strict_names, rules=made, key=key, model_only=model_only

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import UsageError
-from ckptool.formats import Source, format_of, shard_of
+from ckptool.formats import Source, load_format, shard_format_of
 from ckptool.recipes import Relayout, split_files, written_files
 from ckptool.transforms import Step
 from ckptool.words import shell
@@ -19,13 +19,13 @@ from ckptool.writing import goes_to_folder, target_file, target_format
 def open_for_steps(
     source: Source | Sequence[str | os.PathLike[str]], steps: Iterable[Step], *, salvage: bool
 ) -> AbstractContextManager[Checkpoint]:
-    """Open a checkpoint like `opened_parts`, or a layout of several files by its recipe.
+    """Open a checkpoint like `open_parts`, or a layout of several files by its recipe.
 
     Raises:
         UsageError: if some files of a layout are given instead of their folder.
         UnreadableFile: as in `open_checkpoint`.
     """
-    from ckptool.formats.several import opened_parts  # imported here: it is not always needed
+    from ckptool.formats.several import open_parts  # imported here: it is not always needed
 
     paths = [source] if isinstance(source, (str, os.PathLike)) else source
     layouts = [one for one in steps if isinstance(one, Relayout)]
@@ -37,7 +37,7 @@ def open_for_steps(
                 text = "belong to one layout, for which the recipe needs the folder"
                 raise UsageError(text, hint=f"ckptool convert {shell(folder)} DESTINATION ...")
             return layouts[0].open(first, salvage=salvage)
-    return opened_parts(source, salvage=salvage)
+    return open_parts(source, salvage=salvage)
 
 
 class Destination:
@@ -94,7 +94,7 @@ class Destination:
                 files_from=self._files_from,
             )
         name = target_format(checkpoint, path, self._format, sharded=self._sharded)
-        if self.apart and (self._sharded or shard_of(name) or format_of(name).index_name):
+        if self.apart and (self._sharded or shard_format_of(name) or load_format(name).index_name):
             text = "the recipe decides how many files there are"
             raise UsageError(text, hint="leave out --max-shard-size and formats with several files")
         return name

@@ -10,7 +10,7 @@ from ckptool.conversion.fit import Fit
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import TensorRef
 from ckptool.errors import AmbiguousName, NotFound, UsageError
-from ckptool.formats import format_of
+from ckptool.formats import load_format
 from ckptool.recipes import Relayout
 from ckptool.recipes.reshaping import Concat, Reshape, refuse_mixed
 from ckptool.transforms import (
@@ -128,7 +128,7 @@ def with_implied(steps: Iterable[Step], target: str) -> Iterator[Step]:
     A flat format gets only the state dict; safetensors and similar formats get it without wrapper
     prefixes, by convention. `Salvage` comes after `Take`, because the rest may be damaged.
     """
-    every, known = list(steps), format_of(target)
+    every, known = list(steps), load_format(target)
     kinds = {type(one) for one in every}
     todo = [one for one in every if not isinstance(one, Salvage)]
     at = next((n for n, one in enumerate(todo) if not _is_before_take(one)), len(todo))
@@ -180,7 +180,7 @@ def converted(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Che
     if nests and isinstance(checkpoint.root, TensorRef):  # which has no option
         checkpoint = changed(checkpoint, nests)
         todo = [one for one in todo if not isinstance(one, Nest)]
-    elif nests and format_of(target).flat:
+    elif nests and load_format(target).flat:
         raise UsageError(
             f"{target} stores one flat state dict, which cannot be nested",
             hint="write a .pth, or change the keys with --rename '^=>KEY.'",
@@ -190,7 +190,7 @@ def converted(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Che
             refuse_mixed(checkpoint, concat, reshape)
     _refuse_values(checkpoint, todo, target)
     made = changed(checkpoint, with_implied(todo, target))
-    if format_of(target).tensors_only:
+    if load_format(target).tensors_only:
         kept = tuple(one for one in made.changes if not one.of_storages)
         made = replace(made, changes=kept)
     return made
@@ -198,7 +198,7 @@ def converted(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> Che
 
 def _refuse_values(checkpoint: Checkpoint, steps: Iterable[Step], target: str) -> None:
     """Refuse to set values or header strings that the format cannot store."""
-    known = format_of(target)
+    known = load_format(target)
     paths = [path for one in steps if isinstance(one, Set) for path in one.values]
     header = [path for path in paths if is_of_header(checkpoint, path)]
     if header and not known.header_key:

@@ -22,8 +22,8 @@ from ckptool.core.tree import name_of, ties
 from ckptool.diagnosis.complaint import Choice, Complaint, Steps, Subject, names_of
 from ckptool.errors import UsageError
 from ckptool.files.source import Progress
-from ckptool.formats import format_of
-from ckptool.formats.safetensors import overlapping_names
+from ckptool.formats import load_format
+from ckptool.formats.safetensors import find_overlapping_keys
 from ckptool.formats.transfers import salvage_command
 from ckptool.inspection.blockers import ANYWHERE, restored_devices
 from ckptool.inspection.quantization import quantizations
@@ -125,7 +125,7 @@ def damage(subject: Subject, limits: Limits, progress: Progress | None) -> Itera
 
 def _salvage(subject: Subject) -> str:
     checkpoint = subject.checkpoint
-    if not format_of(checkpoint.format).can_salvage:
+    if not load_format(checkpoint.format).can_salvage:
         return ""
     return f"; or run {salvage_command(checkpoint.path, checkpoint.root)}"
 
@@ -160,7 +160,7 @@ def _places(problems: Iterable[Finding]) -> tuple[str, ...]:
 
 def memory(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about wasted and shared bytes."""
-    if format_of(subject.checkpoint.format).tensors_only:
+    if load_format(subject.checkpoint.format).tensors_only:
         yield from _aliases(subject)
         return
     yield from _bloat(subject)
@@ -249,7 +249,7 @@ def _not_for_safetensors(subject: Subject) -> Iterator[Complaint]:
         )
     several = {name for names in tied for name in names}
     scattered = [name for name, one in tensors.items() if not one.is_contiguous]
-    shared = [name for name in overlapping_names(tensors) if name not in several]
+    shared = [name for name in find_overlapping_keys(tensors) if name not in several]
     if scattered or shared:
         yield Complaint(
             "views",
@@ -263,7 +263,7 @@ def _not_for_safetensors(subject: Subject) -> Iterator[Complaint]:
 
 def placement(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about the devices onto which the tensors load."""
-    if format_of(subject.checkpoint.format).tensors_only:
+    if load_format(subject.checkpoint.format).tensors_only:
         return
     tags = [tag for tag in restored_devices(subject.checkpoint.root) if tag not in ANYWHERE]
     missing = [tag for tag in tags if _FIRST.get(tag, tag) not in subject.devices]

@@ -38,8 +38,8 @@ from ckptool.errors import (
     without_query,
 )
 from ckptool.files.source import Progress
-from ckptool.formats import format_of, open_checkpoint, shard_of, writer
-from ckptool.formats.identify import unused
+from ckptool.formats import load_format, load_writable_format, open_checkpoint, shard_format_of
+from ckptool.formats.identify import find_unused_path
 from ckptool.inspection.commands import TRAINING, convert_command, training_in, weights
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.loading.plan import target_like
@@ -264,7 +264,7 @@ def _assemble(subject: Subject, found: list[Complaint]) -> Diagnosis:
         plan = FixPlan()
     reader = with_file(_reader(subject), path)
     fails = bool(reader) or any(one.severity != "note" for one in complaints)
-    resumes = subject.is_training and format_of(subject.checkpoint.format).resumes
+    resumes = subject.is_training and load_format(subject.checkpoint.format).resumes
     resume = planner.plan(resume=True) if fails and resumes else FixPlan()
     commands = (plan.command,) if plan.command is not None else ()
     return Diagnosis(
@@ -284,7 +284,7 @@ def _assemble(subject: Subject, found: list[Complaint]) -> Diagnosis:
 
 
 def _reader(subject: Subject) -> str:
-    refusal = format_of(subject.checkpoint.format).refusal
+    refusal = load_format(subject.checkpoint.format).refusal
     if subject.companion is not None:
         return subject.companion.reader
     return refusal.reader if refusal is not None else ""
@@ -419,7 +419,7 @@ class Planner:
         source, format = self._subject.checkpoint, self._format(plan)
         state = converted(source, plan.steps, format)
         refuse_placeholders(state)
-        refuse_empty(state, writer(format).plan(state))
+        refuse_empty(state, load_writable_format(format).plan(state))
         if any(isinstance(step, Plain) and step.drop_objects for step in plan.steps):
             alone = any(isinstance(step, Take) and step.model_only for step in plan.steps)
             _refuse_lost_weights(source, state, alone=alone)
@@ -430,16 +430,18 @@ class Planner:
         if plan.format is not None:
             return plan.format
         checkpoint = self._subject.checkpoint
-        flat = format_of(checkpoint.format).tensors_only
+        flat = load_format(checkpoint.format).tensors_only
         return "safetensors" if flat else "torch-zip"
 
     def _command(self, plan: FixPlan, word: str) -> tuple[str, str]:
         """Return the command of a conversion, and its unique target."""
         checkpoint, format = self._subject.checkpoint, self._format(plan)
         target = default_target(checkpoint.path, word or FIXED, format, sharded=True)
-        if not (word or shard_of(checkpoint.format)):  # it would be a second index in the folder
+        if not (
+            word or shard_format_of(checkpoint.format)
+        ):  # it would be a second index in the folder
             target = f"{target.removesuffix(f'.{FIXED}.safetensors')}.safetensors"
-        target = unused(target, self._taken)
+        target = find_unused_path(target, self._taken)
         self._taken.add(target)
         chosen = format if target_format(checkpoint, target) != format else None
         return convert_command(checkpoint.path, target, plan.steps, format=chosen), target

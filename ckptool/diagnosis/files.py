@@ -20,7 +20,7 @@ from ckptool.errors import (
     TruncatedFile,
     UnsupportedFormat,
 )
-from ckptool.formats import format_of
+from ckptool.formats import load_format
 from ckptool.formats.base import A_FOLDER
 from ckptool.inspection.blockers import (
     first_calls,
@@ -46,7 +46,7 @@ _COMMAND = re.compile(
 def layout(subject: Subject) -> Iterator[Complaint]:
     """Yield complaints about the name and the layout of the file."""
     checkpoint = subject.checkpoint
-    known = format_of(checkpoint.format)
+    known = load_format(checkpoint.format)
     if runs := would_run(checkpoint):
         yield _malicious(runs)
     part = missing_weights(checkpoint)
@@ -122,7 +122,7 @@ def _misnamed(subject: Subject) -> Iterator[Complaint]:
             effect = "safetensors loads it; mlx requires the entry too"
             what = 'its header lacks the entry "format": "pt"'
             yield _rewritten("format-unnamed", "note", what, effect, said=quote("no-format"))
-    elif format_of(checkpoint.format).tensors_only:
+    elif load_format(checkpoint.format).tensors_only:
         said, effect = _operand(_head(checkpoint.path)[:1])
         effect = f"{effect}; it loads if its extension is .safetensors"
         yield Complaint("misnamed", what, quote=said, effect=effect, fix=(), format="torch-zip")
@@ -174,7 +174,7 @@ def _compressed(subject: Subject) -> Iterator[Complaint]:
         for path, tensor in subject.checkpoint.tensors()
         if tensor.storage is not None and tensor.storage.compressed
     ]
-    if names and format_of(subject.checkpoint.format).refusal is None:
+    if names and load_format(subject.checkpoint.format).refusal is None:
         yield _rewritten(
             "compressed",
             "misleads",

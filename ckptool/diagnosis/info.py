@@ -24,7 +24,7 @@ from ckptool.core.values import documented, is_value, json_path, summarize
 from ckptool.diagnosis.complaint import Subject
 from ckptool.diagnosis.diagnose import Diagnosis, diagnosed
 from ckptool.errors import without_query
-from ckptool.formats import Source, format_of, opened
+from ckptool.formats import Source, load_format, open_or_reuse
 from ckptool.inspection.blockers import (
     ANYWHERE,
     layout_blockers,
@@ -147,7 +147,7 @@ def info(source: Source) -> Info:
     Raises:
         UnreadableFile, LimitExceeded: the path cannot be opened as a checkpoint.
     """
-    with opened(source) as checkpoint:
+    with open_or_reuse(source) as checkpoint:
         return _summary(checkpoint, _Verdicts(checkpoint))
 
 
@@ -177,7 +177,7 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
         notes.append(name)
     notes += details.notes
     notes += neighbor_notes(checkpoint)
-    notes += format_of(checkpoint.format).layout_notes(checkpoint)
+    notes += load_format(checkpoint.format).describe_layout(checkpoint)
     notes += (*details.left_behind, *details.unreferenced)
     notes += waste_notes(checkpoint.path, total - used, details.dead_bytes)
     if unfixable and (text := needed_import(objects)):
@@ -211,7 +211,7 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
         blockers=(*layout, *objects),
         storage_bytes=details.storage_bytes,
         # A bare pickle contains its tensor data: all of it is used.
-        reachable_bytes=details.storage_bytes if format_of(checkpoint.format).inline else used,
+        reachable_bytes=details.storage_bytes if load_format(checkpoint.format).inline else used,
         dead_bytes=details.dead_bytes,
         ties=tuple(ties(tensors)),
         notes=tuple(notes),

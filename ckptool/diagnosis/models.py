@@ -27,7 +27,7 @@ from ckptool.diagnosis.complaint import (
     unwrapped,
 )
 from ckptool.errors import NameCollision
-from ckptool.formats import format_of
+from ckptool.formats import load_format
 from ckptool.inspection.blockers import calls, missing_weights, needed_import
 from ckptool.inspection.commands import ema_command
 from ckptool.inspection.scan_calls import makes_data
@@ -181,7 +181,7 @@ def _none(subject: Subject) -> Complaint:
         )
     elif harmless and subject.blocked:
         called = [name for name in calls(subject.checkpoint) if not makes_data(name)]
-        loader = format_of(subject.checkpoint.format).unsafe_loader
+        loader = load_format(subject.checkpoint.format).unsafe_loader
         remedy = f"{loader} loads it, if you trust its author"
         if called:
             remedy = f"unpickling the file calls {listed(called, most=5)}"
@@ -262,7 +262,7 @@ def objects(subject: Subject) -> Iterator[Complaint]:
             names_of(texts),
             hint="save model.state_dict() in the process that has the model"
             if calls(subject.checkpoint)
-            else f"{format_of(subject.checkpoint.format).unsafe_loader} with its classes "
+            else f"{load_format(subject.checkpoint.format).unsafe_loader} with its classes "
             "installed, and save model.state_dict()",
             severity="misleads",
             quote=quote("missing"),
@@ -517,7 +517,7 @@ def _norms(subject: Subject, tensors: dict[str, TensorRef]) -> Iterator[Complain
     why = "BatchNorm reads the state as from torch before 0.4.1"
     if lack:
         yield _lost("misleads", lack, f"{why}: the model silently keeps its own counter")
-    elif means and format_of(subject.checkpoint.format).by_torch:
+    elif means and load_format(subject.checkpoint.format).by_torch:
         yield _lost("note", means, f"{why}, which here changes nothing")
 
 

@@ -11,7 +11,7 @@ from ckptool.formats.base import (
 from ckptool.formats.opening import (
     Source as Source,
     open_checkpoint as open_checkpoint,
-    opened as opened,
+    open_or_reuse as open_or_reuse,
     read_probe as read_probe,
 )
 from ckptool.formats.registry import (
@@ -19,8 +19,8 @@ from ckptool.formats.registry import (
     TORCH_ENDINGS as TORCH_ENDINGS,
     WRITABLE as WRITABLE,
     RegisteredFormat as RegisteredFormat,
-    candidates as candidates,
-    format_of as format_of,
-    shard_of as shard_of,
-    writer as writer,
+    find_candidate_formats as find_candidate_formats,
+    load_format as load_format,
+    load_writable_format as load_writable_format,
+    shard_format_of as shard_format_of,
 )

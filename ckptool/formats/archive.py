@@ -24,7 +24,7 @@ from ckptool.errors import (
 from ckptool.files import ByteRange, FolderFile, InflatedSource, Source
 from ckptool.files.inflated import refuse_bomb
 from ckptool.files.tiled import late
-from ckptool.formats.base import Archive, Probe, Record, check_limit, naming
+from ckptool.formats.base import Archive, Probe, Record, add_error_context, check_limit
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.formats.transfers import salvage_command
 from ckptool.limits import Limits
@@ -88,18 +88,18 @@ def find_end(data: ByteRange) -> End | None:
     """
     reach = min(data.length, END.size + 0xFFFF)
     tail = data.read(data.length - reach, reach)
-    found = tail.rfind(b"PK\x05\x06", 0, max(len(tail) - END.size + 4, 0))
-    if found < 0:
+    at = tail.rfind(b"PK\x05\x06", 0, max(len(tail) - END.size + 4, 0))
+    if at < 0:
         return None
-    position = data.length - reach + found
-    _, disk, first_disk, on_disk, entries, length, offset, _ = END.unpack_from(tail, found)
+    position = data.length - reach + at
+    _, disk, first_disk, on_disk, entries, length, offset, _ = END.unpack_from(tail, at)
     end = End(entries, offset, length, position)
-    wide = _find_end64(data, end)
-    if (disk, first_disk) not in ((0, 0), (1, 1)) and wide is None:
+    end64 = _find_end64(data, end)
+    if (disk, first_disk) not in ((0, 0), (1, 1)) and end64 is None:
         raise CorruptFile("the zip is split over several disks")
     if on_disk != entries:
         raise CorruptFile(f"the zip has {entries:,} records in total but {on_disk:,} on this disk")
-    end = wide or end
+    end = end64 or end
     shift = end.start - end.offset - end.length
     if shift:
         if shift > 0 and data.read(end.offset + shift, 4) in (_ENTRY_SIGNATURE, b"PK\x05\x06"):
@@ -112,6 +112,7 @@ def find_end(data: ByteRange) -> End | None:
 
 
 def _find_end64(data: ByteRange, end: End) -> End | None:
+    """Return the zip64 end record before `end`, checked against it; None if there is none."""
     position = end.start - LOCATOR.size
     if position < 0:
         return None
@@ -156,12 +157,13 @@ def read_directory(data: ByteRange, end: End, limits: Limits) -> list[ZipEntry]:
         )
     directory = data.read(end.offset, end.length)
     try:
-        return list(_entries(directory, end))
+        return list(_parse_directory(directory, end))
     except struct.error as error:
         raise CorruptFile("the zip directory ends within the entry of a record") from error
 
 
-def _entries(directory: bytes, end: End) -> Iterator[ZipEntry]:
+def _parse_directory(directory: bytes, end: End) -> Iterator[ZipEntry]:
+    """Yield the checked entries of a directory, in its order."""
     position = 0
     unpack, width = CENTRAL.unpack_from, CENTRAL.size
     for number in range(end.entries):
@@ -180,7 +182,7 @@ def _entries(directory: bytes, end: End) -> Iterator[ZipEntry]:
         name = raw_name.decode("utf-8", "backslashreplace")
         if FAR in (packed, size, header):
             extra = directory[extra_start : extra_start + extra_length]
-            size, packed, header = _widen(name, extra, size, packed, header)
+            size, packed, header = _widen_sizes(name, extra, size, packed, header)
         descriptor = bool(flags & DESCRIPTOR)
         entry = ZipEntry(name, raw_name, method, crc, packed, size, header, descriptor)
         odd_method = method not in (STORED, DEFLATED) or (method == STORED and packed != size)
@@ -191,7 +193,7 @@ def _entries(directory: bytes, end: End) -> Iterator[ZipEntry]:
         raise CorruptFile(f"the zip directory has more than the stated {end.entries:,} entries")
 
 
-def raw_entries(data: ByteRange, end: End) -> list[tuple[bytes, bytes]]:
+def read_raw_entries(data: ByteRange, end: End) -> list[tuple[bytes, bytes]]:
     """Return the name and the bytes of each entry of a directory that `read_directory` has read."""
     directory = data.read(end.offset, end.length)
     entries = []
@@ -204,10 +206,12 @@ def raw_entries(data: ByteRange, end: End) -> list[tuple[bytes, bytes]]:
     return entries
 
 
-def _widen(name: str, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
+def _widen_sizes(
+    name: str, extra: bytes, size: int, packed: int, header: int
+) -> tuple[int, int, int]:
     """Return size, packed size and header offset; values of 2**32 - 1 come from the zip64 field."""
     values = [size, packed, header]
-    wide = next((content for kind, content in extra_fields(extra) if kind == ZIP64), None)
+    wide = next((content for kind, content in split_extra_fields(extra) if kind == ZIP64), None)
     for place, value in enumerate(values):
         if value == FAR and wide is not None:
             if len(wide) < 8:
@@ -216,7 +220,7 @@ def _widen(name: str, extra: bytes, size: int, packed: int, header: int) -> tupl
     return values[0], values[1], values[2]
 
 
-def extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
+def split_extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield number and content of each field of an extra area; the last may be truncated."""
     position = 0
     while position + FIELD.size <= len(extra):
@@ -227,6 +231,7 @@ def extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _refuse_record(entry: ZipEntry, flags: int) -> NoReturn:
+    """Refuse a record that is encrypted, compressed in an unknown way, or on another disk."""
     method = entry.method
     if flags & REFUSED:
         what = "a patch" if flags & REFUSED == 1 << 5 else "encrypted"
@@ -247,7 +252,7 @@ def _refuse_record(entry: ZipEntry, flags: int) -> NoReturn:
 def _refuse_shifted(data: ByteRange, shift: int) -> NoReturn:
     """Refuse offsets that are all `shift` too small: a series of archives, or leading bytes."""
     if data.read(shift, 4) == data.read(0, 4) == ZIP_MAGIC:
-        if began_again(data, shift):
+        if is_second_copy(data, shift):
             raise CorruptFile(
                 f"the download restarted: a second copy of the file begins at offset {shift:,}",
                 hint=f"download it again, or run {salvage_command(data.source.name)}",
@@ -260,7 +265,7 @@ def _refuse_shifted(data: ByteRange, shift: int) -> NoReturn:
     raise CorruptFile(f"{shift:,} foreign bytes precede the zip")
 
 
-def began_again(data: ByteRange, shift: int) -> bool:
+def is_second_copy(data: ByteRange, shift: int) -> bool:
     """Return whether the zip at `shift` is the second copy of one that begins at 0.
 
     The first records are equal, and no archive ends where the second copy begins, as in a DCP
@@ -284,7 +289,7 @@ _CLOSE = 4 << 10
 _DESCRIPTOR_BYTES, _DESCRIPTOR64 = 16, 24
 
 
-def _payload_offsets(
+def _find_payloads(
     data: ByteRange, entries: list[ZipEntry], end: End
 ) -> tuple[dict[int, int], int]:
     """Return the payload offset by header offset, and the number of unused bytes.
@@ -302,22 +307,26 @@ def _payload_offsets(
     ordered = sorted(entries, key=attrgetter("header"))
     starts = [*(entry.header for entry in ordered), end.offset]
     offsets: dict[int, int] = {}
-    dead = reached = 0
-    before = ""
+    unused = previous_end = 0
+    previous_name = ""
     for entry, following in zip(ordered, starts[1:], strict=True):
         header = entry.header
-        if header < reached:
-            raise CorruptFile(f"records {before!r} and {entry.name!r} overlap at offset {header:,}")
-        dead += header - reached
-        offsets[header] = payload = headers.payload(entry, following)
-        reached = payload + entry.packed
-        if entry.descriptor and following > reached:
+        if header < previous_end:
+            raise CorruptFile(
+                f"records {previous_name!r} and {entry.name!r} overlap at offset {header:,}"
+            )
+        unused += header - previous_end
+        offsets[header] = payload = headers.find_payload(entry, following)
+        previous_end = payload + entry.packed
+        if entry.descriptor and following > previous_end:
             # APPNOTE 4.3.9: the sizes in a data descriptor have 4 bytes each, in a zip64 record 8;
             # the signature before them is optional, but common writers have it.
             wide = entry.size >= FAR or header >= FAR
-            reached += min(following - reached, _DESCRIPTOR64 if wide else _DESCRIPTOR_BYTES)
-        before = entry.name
-    return offsets, dead + end.offset - reached
+            previous_end += min(
+                following - previous_end, _DESCRIPTOR64 if wide else _DESCRIPTOR_BYTES
+            )
+        previous_name = entry.name
+    return offsets, unused + end.offset - previous_end
 
 
 class LocalHeaders:
@@ -330,41 +339,48 @@ class LocalHeaders:
         self.window = b""
         self.start = 0
 
-    def payload(self, entry: ZipEntry, following: int) -> int:
-        """Return the offset of the content: the local extra field may have its own length."""
+    def find_payload(self, entry: ZipEntry, following: int) -> int:
+        """Return the offset of an entry's content, from the length of its local extra field.
+
+        `following` is the offset of the next local header.
+
+        Raises:
+            CorruptFile: the header is missing, or the content overlaps the directory.
+        """
         header, name = entry.header, entry.raw_name
         length = LOCAL.size + len(name)
         at = header - self.start
         if at + length > len(self.window):
-            self._read(entry, length, following)
+            self._read_window(entry, length, following)
             at = 0
-        signature, *_, stated, extra = LOCAL.unpack_from(self.window, at)
-        found = self.window[at + LOCAL.size : at + length]
-        if signature != ZIP_MAGIC or stated != len(name) or found != name:
+        signature, *_, name_length, extra = LOCAL.unpack_from(self.window, at)
+        written_name = self.window[at + LOCAL.size : at + length]
+        if signature != ZIP_MAGIC or name_length != len(name) or written_name != name:
             raise CorruptFile(
                 f"record {entry.name!r} is not at offset {header:,}, where the zip directory "
                 "places it"
             )
         payload = header + length + int(extra)
         if payload + entry.packed > self.end:
-            raise self._outside(entry)
+            raise self._overlap_error(entry)
         return payload
 
-    def _read(self, entry: ZipEntry, length: int, following: int) -> None:
+    def _read_window(self, entry: ZipEntry, length: int, following: int) -> None:
+        """Read the local header of an entry, and the bytes after it if the next header is close."""
         if entry.header + length > self.end:
-            raise self._outside(entry)
+            raise self._overlap_error(entry)
         reach = _WINDOW if following - entry.header < _CLOSE else length
         self.window = self.data.read(entry.header, min(reach, self.end - entry.header))
         self.start = entry.header
 
-    def _outside(self, entry: ZipEntry) -> CorruptFile:
+    def _overlap_error(self, entry: ZipEntry) -> CorruptFile:
         return CorruptFile(
             f"record {entry.name!r} ({entry.packed:,} bytes at offset {entry.header:,}) "
             f"overlaps the zip directory at {self.end:,}"
         )
 
 
-def record_of(
+def make_record(
     data: ByteRange, entry: ZipEntry, payload: int | None, name: str, limits: Limits
 ) -> Record:
     """Return the record of an entry; if `payload` is None, its header is read with the record.
@@ -374,8 +390,10 @@ def record_of(
     """
     crc = entry.crc32 if entry.crc32 or not entry.size else None
     if payload is None:
-        whole = crc if entry.method == STORED else None
-        packed = late(data.source.name, entry.packed, partial(_behind_header, data, entry, whole))
+        stated_crc = crc if entry.method == STORED else None
+        packed = late(
+            data.source.name, entry.packed, partial(_locate_content, data, entry, stated_crc)
+        )
     else:
         packed = ByteRange(data.source, data.offset + payload, entry.packed)
     if entry.method != DEFLATED:
@@ -389,16 +407,16 @@ def record_of(
     return Record(name, inflated, crc, entry.header, compressed=True)
 
 
-def _behind_header(
-    data: ByteRange, entry: ZipEntry, stated: int | None
+def _locate_content(
+    data: ByteRange, entry: ZipEntry, crc: int | None
 ) -> tuple[ByteRange, int | None]:
     """Read the local header of an entry, and return the content after it and its CRC-32."""
-    with naming(data.source.name):
-        payload = LocalHeaders(data, data.length).payload(entry, data.length)
-    return data.slice(payload, entry.packed), stated
+    with add_error_context(data.source.name):
+        payload = LocalHeaders(data, data.length).find_payload(entry, data.length)
+    return data.slice(payload, entry.packed), crc
 
 
-def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
+def truncated_error(data: ByteRange, limits: Limits) -> TruncatedFile:
     """Return the error for a zip that ends before its directory.
 
     torch writes the pickle first, and the pickle has the length of every storage: if it is intact,
@@ -407,20 +425,20 @@ def truncated(data: ByteRange, limits: Limits) -> TruncatedFile:
     """
     missing = "the file is truncated: the zip directory at its end is missing"
     fact = f"{missing}; it has {data.length:,} bytes"
-    wanted, hint = 0, "download or copy it again"
+    expected, hint = 0, "download or copy it again"
     with suppress(CheckpointError, struct.error):
-        end, sizes, root = _first_pickle(data, limits)
-        wanted = end + sum(sizes)
+        end, sizes, root = _read_first_pickle(data, limits)
+        expected = end + sum(sizes)
         is_torch = not data.source.name.endswith(".distcp")
         if is_torch and sizes and end + sizes[0] <= data.length:
             hint += f", or run {salvage_command(data.source.name, root)}"
-    if wanted > data.length:
-        lost = wanted - data.length
-        fact += f", but its tensors need at least {wanted:,}, so at least {lost:,} are missing"
+    if expected > data.length:
+        lost = expected - data.length
+        fact += f", but its tensors need at least {expected:,}, so at least {lost:,} are missing"
     return TruncatedFile(fact, hint=hint)
 
 
-def _first_pickle(data: ByteRange, limits: Limits) -> tuple[int, list[int], Any]:
+def _read_first_pickle(data: ByteRange, limits: Limits) -> tuple[int, list[int], Any]:
     """Return the end of the pickle, the size of each of its storages, and its tree."""
     header = LOCAL.unpack(data.read(0, LOCAL.size))
     method, name_length, extra_length = header[3], header[9], header[10]
@@ -428,7 +446,7 @@ def _first_pickle(data: ByteRange, limits: Limits) -> tuple[int, list[int], Any]
         return 0, [], None
     sizes: dict[str, int] = {}
 
-    def note(pid: Any) -> Any:
+    def record_size(pid: Any) -> Any:
         if not is_storage_pid(pid):
             return Opaque(None, (pid,), maker="persid")
         storage = parse_storage_pid(pid, data.source.name)
@@ -437,7 +455,7 @@ def _first_pickle(data: ByteRange, limits: Limits) -> tuple[int, list[int], Any]
         return StorageRef(stand_in, storage.dtype, storage.untyped)
 
     start = LOCAL.size + name_length + extra_length
-    pickle = unpickle(data, persistent_load=note, limits=limits, start=start)
+    pickle = unpickle(data, persistent_load=record_size, limits=limits, start=start)
     return pickle.end, [*sizes.values()], pickle.root
 
 
@@ -459,18 +477,20 @@ def open_archive(probe: Probe) -> Archive:
         LimitExceeded: it has more records than `probe.limits` allows.
     """
     if probe.is_folder:
-        return _open_folder(probe)
+        return _read_unzipped_folder(probe)
     if probe.source is None or not probe.head.startswith(ZIP_MAGIC):
         return Archive(probe.path, "", {}, (), 0)
-    whole = ByteRange(probe.source, 0, probe.source.size)
-    archive = (probe.salvages or zip_archive)(whole, probe.limits, (probe.source,))
+    data = ByteRange(probe.source, 0, probe.source.size)
+    archive = (probe.salvages or read_zip)(data, probe.limits, (probe.source,))
     probe.source.stated = [
-        (one.name, one.data, one.crc32) for one in archive.records.values() if one.crc32 is not None
+        (record.name, record.data, record.crc32)
+        for record in archive.records.values()
+        if record.crc32 is not None
     ]
     return archive
 
 
-def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = ()) -> Archive:
+def read_zip(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = ()) -> Archive:
     """Return the records of a zip that fills `data`, a file or a record of another archive.
 
     The archive's folder is the one with `data.pkl`, if there is only one; else, as in torch, that
@@ -484,13 +504,13 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = (
     """
     end = find_end(data)
     if end is None:
-        raise truncated(data, limits)
+        raise truncated_error(data, limits)
     entries = read_directory(data, end, limits)
     arrays = all(entry.name.endswith(ARRAY) for entry in entries)
     check_names(entries, exact=arrays)
-    offsets, dead = _payload_offsets(data, entries, end)
-    folder = "" if arrays else folder_of(entries)
-    cut = len(folder) + 1 if folder else 0
+    offsets, dead = _find_payloads(data, entries, end)
+    folder = "" if arrays else choose_folder(entries)
+    prefix_length = len(folder) + 1 if folder else 0
     prefix = f"{folder}/" if folder else ""
     records: dict[str, Record] = {}
     foreign = []
@@ -499,8 +519,8 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = (
         if not name.startswith(prefix):
             foreign.append(name)
         elif not name.endswith("/"):
-            name = name[cut:]
-            records[name] = record_of(data, entry, offsets.get(entry.header), name, limits)
+            name = name[prefix_length:]
+            records[name] = make_record(data, entry, offsets.get(entry.header), name, limits)
     note = f"{TORCH_REFUSES} {few(foreign, 3)} {are(len(foreign))} outside the folder {folder!r}"
     notes = (note,) if foreign else ()
     return Archive(data.source.name, folder, records, sources, data.length, dead, notes)
@@ -508,12 +528,12 @@ def zip_archive(data: ByteRange, limits: Limits, sources: tuple[Source, ...] = (
 
 def check_names(entries: list[ZipEntry], *, exact: bool) -> None:
     """Refuse two records with the same name; like torch, ignore ASCII case unless `exact`."""
-    spelled = str if exact else str.lower
-    if len({spelled(entry.name) for entry in entries}) == len(entries):
+    normalize = str if exact else str.lower
+    if len({normalize(entry.name) for entry in entries}) == len(entries):
         return
     seen: dict[str, ZipEntry] = {}
     for entry in entries:
-        other = seen.setdefault(spelled(entry.name), entry)
+        other = seen.setdefault(normalize(entry.name), entry)
         if other is not entry:
             raise CorruptFile(
                 f"the zip has two records with the same name, {other.name!r} at offset "
@@ -521,7 +541,7 @@ def check_names(entries: list[ZipEntry], *, exact: bool) -> None:
             )
 
 
-def folder_of(entries: list[ZipEntry]) -> str:
+def choose_folder(entries: list[ZipEntry]) -> str:
     """Return the folder with `data.pkl`, if only one has it; else that of the first entry."""
     holders = {
         entry.name.split("/", 1)[0]
@@ -534,17 +554,19 @@ def folder_of(entries: list[ZipEntry]) -> str:
     return first.split("/", 1)[0] if "/" in first else ""
 
 
-def _open_folder(probe: Probe) -> Archive:
+def _read_unzipped_folder(probe: Probe) -> Archive:
     """Return the files of an unzipped archive, which may be in the only subfolder of the folder."""
     path = probe.path
     if probe.entries.isdisjoint(_MARKS):
         names = [name for name in probe.entries if not name.startswith((".", "__"))]
-        folders = [one for name in names if os.path.isdir(one := os.path.join(path, name))]
+        folders = [
+            subfolder for name in names if os.path.isdir(subfolder := os.path.join(path, name))
+        ]
         if len(folders) != 1 or not any(os.path.isfile(os.path.join(*folders, m)) for m in _MARKS):
             return Archive(path, "", {}, (), 0)
         path = folders[0]
     records: dict[str, Record] = {}
-    for name, entry in _files_below(path, ""):
+    for name, entry in _walk_files(path, ""):
         check_limit("the folder has", len(records) + 1, "files", probe.limits.max_records)
         size = entry.stat().st_size
         records[name] = Record(name, ByteRange(FolderFile(entry.path, size), 0, size))
@@ -552,7 +574,7 @@ def _open_folder(probe: Probe) -> Archive:
     return Archive(path, "", records, (), total)
 
 
-def _files_below(path: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def _walk_files(path: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Yield regular files by name, in sorted order; links are not followed for safety."""
     try:
         with os.scandir(path) as listing:
@@ -563,27 +585,27 @@ def _files_below(path: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]
         raise FileDenied("permission denied", file=path) from error
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
-            yield from _files_below(entry.path, f"{prefix}{entry.name}/")
+            yield from _walk_files(entry.path, f"{prefix}{entry.name}/")
         elif entry.is_file(follow_symlinks=False):
             yield f"{prefix}{entry.name}", entry
 
 
-def read_text(record: Record, most: int) -> str:
-    """Return the text of a record, at most `most` bytes of it in all.
+def read_text(record: Record, max_bytes: int) -> str:
+    """Return the text of a record of at most `max_bytes` bytes.
 
     Raises:
         LimitExceeded: it is longer.
         CorruptFile: it is not UTF-8.
     """
     name, data = record.name, record.data
-    check_limit(f"record {name!r} has", data.length, "bytes", most)
+    check_limit(f"record {name!r} has", data.length, "bytes", max_bytes)
     try:
         return data.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise CorruptFile(f"record {name!r} is not text ({error})") from error
 
 
-def counts_of(values: Any, limits: Limits) -> tuple[int, ...]:
+def parse_counts(values: Any, limits: Limits) -> tuple[int, ...]:
     """Return a shape or strides from JSON; serializers also write text and `{"as_int": 3}`.
 
     Raises:
@@ -591,11 +613,11 @@ def counts_of(values: Any, limits: Limits) -> tuple[int, ...]:
     """
     if not isinstance(values, list) or len(values) > limits.max_dimensions:
         raise ValueError("not a shape")
-    return tuple(map(count_of, values))
+    return tuple(map(parse_count, values))
 
 
-def count_of(value: Any) -> int:
-    """Return a count from JSON, in the forms of `counts_of`.
+def parse_count(value: Any) -> int:
+    """Return a count from JSON, in the forms that `parse_counts` accepts.
 
     Raises:
         TypeError, ValueError: it is not a count.
@@ -618,7 +640,7 @@ def read_json(record: Record, limits: Limits) -> Mapping[str, Any]:
 
     refuse_bomb(record.data, limits.max_header_inflation)
     what = f"record {record.name!r}"
-    with naming(record.data.source.name):
+    with add_error_context(record.data.source.name):
         document = parse_json(read_text(record, limits.max_json_bytes), what)
         if not isinstance(document, dict):
             raise CorruptFile(f"{what} is not a JSON object")

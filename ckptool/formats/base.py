@@ -98,54 +98,60 @@ class Archive:
     """True if it is being salvaged, so that records may be missing."""
 
     @cached_property
-    def _folded(self) -> Mapping[str, Record]:
+    def _by_lower_name(self) -> Mapping[str, Record]:
+        """The records by lower-case name."""
         return {name.lower(): record for name, record in self.records.items()}
 
     def find(self, name: str) -> Record | None:
         """Return a record by name, ignoring ASCII case as torch does."""
-        return self.records.get(name) or self._folded.get(name.lower())
+        return self.records.get(name) or self._by_lower_name.get(name.lower())
 
 
 Salvages = Callable[[ByteRange, Limits, tuple[Source, ...]], Archive]
 
 
-def pickled(found: Unpickled) -> dict[str, Any]:
+def details_from_pickle(unpickled: Unpickled) -> dict[str, Any]:
     """Return the details of a file that come from its pickle."""
     return {
-        name: getattr(found, name) for name in ("protocol", "globals", "opcodes", "tidy", "framed")
+        name: getattr(unpickled, name)
+        for name in ("protocol", "globals", "opcodes", "tidy", "framed")
     }
 
 
-def of_files(files: Sequence[Checkpoint], made: Checkpoint, **told: Any) -> Checkpoint:
-    """Return the checkpoint `made` with the details of the first file and the totals of all.
+def combine_details(files: Sequence[Checkpoint], joined: Checkpoint, **stated: Any) -> Checkpoint:
+    """Return `joined` with the details of the first of its files and the totals of all.
 
-    `told` replaces some details.
+    `stated` replaces some details.
     """
-    every = [one.details for one in files]
+    parts = [file.details for file in files]
     sums = {
-        key: sum(getattr(one, key) for one in every)
+        key: sum(getattr(part, key) for part in parts)
         for key in ("size", "storage_bytes", "dead_bytes")
     }
     names = {
-        key: tuple(dict.fromkeys(name for one in every for name in getattr(one, key)))
+        key: tuple(dict.fromkeys(name for part in parts for name in getattr(part, key)))
         for key in ("globals", "opcodes")
     }
-    sources = tuple(source for one in files for source in one.sources)
+    sources = tuple(source for file in files for source in file.sources)
     return replace(
-        made,
-        details=replace(every[0] if every else Details(), **{**sums, **names, **told}),
+        joined,
+        details=replace(parts[0] if parts else Details(), **{**sums, **names, **stated}),
         sources=sources,
     )
 
 
-def check_limit(what: str, count: int, unit: str, most: int) -> None:
-    """Raise LimitExceeded if `count` is more than `most`: "the zip has" 9 "records"."""
-    if count > most:
-        raise LimitExceeded(f"{what} {count:,} {unit}, more than the limit of {most:,}")
+def check_limit(what: str, count: int, unit: str, maximum: int) -> None:
+    """Refuse a `count` of more than `maximum`: "the zip has" 9 "records".
+
+    Raises:
+        LimitExceeded: it is more.
+    """
+    if count > maximum:
+        raise LimitExceeded(f"{what} {count:,} {unit}, more than the limit of {maximum:,}")
 
 
 @contextmanager
-def naming(
+def add_error_context(
     file: str | None, subject: str = "", *, hint: str | None = None, rules_of: str = ""
 ) -> Iterator[None]:
     """Add file and subject to the errors of a block, and a hint to those without one.
@@ -158,21 +164,21 @@ def naming(
         if subject:
             error.message = f"{subject}: {error.message}"
         error.file = error.file or file
-        own = None if error.hint == error.usual_hint else error.remedy or error.hint
-        error.advise(own or hint)
+        own_hint = None if error.hint == error.usual_hint else error.remedy or error.hint
+        error.advise(own_hint or hint)
         raise
     except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
         if not rules_of:
             raise
-        what = (
+        message = (
             f"{subject} does not follow the format of {rules_of}: {type(error).__name__}, {error}"
         )
-        raise CorruptFile(what.lstrip(), file=file, hint=hint) from error
+        raise CorruptFile(message.lstrip(), file=file, hint=hint) from error
 
 
 @contextmanager
-def needing(package: str, what: str, file: str) -> Iterator[None]:
-    """Report a missing package that a block imports, and the part of the file that needs it."""
+def require_package(package: str, what: str, file: str) -> Iterator[None]:
+    """Turn an ImportError in the block into UnsupportedFormat, with the package to install."""
     try:
         yield
     except ImportError as error:
@@ -236,7 +242,7 @@ class Probe:
         names = self.place.names(self.path) if self.is_folder else frozenset()
         return names if self._pattern == "*" else frozenset(matching(names, self._pattern))
 
-    def opened(self) -> Source:
+    def require_source(self) -> Source:
         """Return the file.
 
         Raises:
@@ -244,11 +250,11 @@ class Probe:
         """
         return self.source or self.place.open(self.path)
 
-    def ask(self, make: Callable[[Probe], _Answer]) -> _Answer:
-        """Return the result of `make` for the file, computed once."""
-        if make not in self._answers:
-            self._answers[make] = make(self)
-        answer: _Answer = self._answers[make]
+    def compute_once(self, compute: Callable[[Probe], _Answer]) -> _Answer:
+        """Return `compute(probe)`, computed once per probe."""
+        if compute not in self._answers:
+            self._answers[compute] = compute(self)
+        answer: _Answer = self._answers[compute]
         return answer
 
     def on_close(self, close: Callable[[], None]) -> None:
@@ -261,7 +267,7 @@ class Probe:
 
 
 class Member(NamedTuple):
-    """A torch.save file inside a new file, and its content."""
+    """A torch.save file inside a new file, and the checkpoint in it."""
 
     offset: int
     length: int
@@ -335,7 +341,7 @@ class Refusal(NamedTuple):
     """What opens the file instead, as a clause."""
 
 
-def of_many_files(what: str, reader: str = "") -> Refusal:
+def distributed_refusal(what: str, reader: str = "") -> Refusal:
     """Return the refusal of a folder that several processes wrote."""
     return Refusal("distributed", what, A_FOLDER, reader)
 
@@ -384,9 +390,11 @@ class Format:
         """True if the keys are in the order in which they were saved: only pickles keep it."""
         return self.inline or (self.by_torch and not self.shard_ending)
 
-    def layout_notes(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+    def describe_layout(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """Return a note on the layout of the kernels, if it is not torch's."""
-        if not self.layout or all(len(one.shape) < 2 for one in find_tensors(checkpoint.root)):
+        if not self.layout or all(
+            len(tensor.shape) < 2 for tensor in find_tensors(checkpoint.root)
+        ):
             return ()
         return (
             f"kernels have the layout of {self.layout}: Dense [in, out], convolutions "
@@ -416,7 +424,7 @@ class Format:
         """
         raise NotImplementedError
 
-    def findings(self, probe: Probe) -> Findings:
+    def collect_findings(self, probe: Probe) -> Findings:
         """Return the findings of `verify` about a folder of this format, readable or not.
 
         Checksums are listed here, and computed by the caller.
@@ -453,8 +461,8 @@ class EditableFormat(WritableFormat):
 class FolderFormat(EditableFormat):
     """A format of several files in a folder; the paths of its plans are names in this folder."""
 
-    def plan(self, checkpoint: Checkpoint, most: int | None = None) -> WritePlan:
-        """Return the plan to write `checkpoint` into files of at most `most` bytes each.
+    def plan(self, checkpoint: Checkpoint, max_bytes: int | None = None) -> WritePlan:
+        """Return the plan to write `checkpoint` into files of at most `max_bytes` bytes each.
 
         A single larger item has a file of its own.
 

@@ -38,7 +38,7 @@ class Identification(NamedTuple):
     hint: str | None
     kind: type[CheckpointError] = NotACheckpoint
 
-    def error(self, path: str) -> CheckpointError:
+    def to_error(self, path: str) -> CheckpointError:
         """Return the error to raise for `path`."""
         return self.kind(f"{path} is {self.what}", file=path, hint=self.hint)
 
@@ -66,21 +66,23 @@ class NameKind(NamedTuple):
     hint: str
     kind: type[CheckpointError] = UnsupportedFormat
 
-    def first_matches(self, names: Iterable[str]) -> list[str] | None:
+    def find_first_matches(self, names: Iterable[str]) -> list[str] | None:
         """Return the first name that each pattern matches; None if one matches no name."""
-        found = [
+        matches = [
             next((name for name in names if re.fullmatch(pattern, name)), None)
             for pattern in self.names
         ]
-        return None if None in found else [name for name in found if name is not None]
+        return None if None in matches else [name for name in matches if name is not None]
 
 
-def _compressed_with(offset: int, magic: bytes, what: str, command: str) -> Magic:
+def _compressed_magic(offset: int, magic: bytes, what: str, command: str) -> Magic:
+    """Return the row of a compressed file, with the command that unpacks it."""
     hint = f"{command} {{file}} > {{unpacked}} && ckptool list {{unpacked}}"
     return Magic(offset, magic, f"compressed with {what}", hint, NotACheckpoint)
 
 
-def _other(offset: int, magic: bytes, what: str, hint: str = _ITSELF) -> Magic:
+def _other_magic(offset: int, magic: bytes, what: str, hint: str = _ITSELF) -> Magic:
+    """Return the row of a file that is not a checkpoint."""
     return Magic(offset, magic, what, hint, NotACheckpoint)
 
 
@@ -91,19 +93,19 @@ _INFLATE = (
 _GGML = "read it with the llama.cpp or whisper.cpp of its time"
 
 MAGICS: tuple[Magic, ...] = (
-    _compressed_with(0, b"\x1f\x8b", "gzip", "gzip -dc"),
-    _compressed_with(4, b"1AY&SY", "bzip2", "bzip2 -dc"),
-    _compressed_with(0, b"\xfd7zXZ\0", "xz", "xz -dc"),
-    _compressed_with(0, b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"),
-    _compressed_with(0, b"\x04\x22\x4d\x18", "lz4", "lz4 -dc"),
-    _compressed_with(0, b"\x5d\0\0", "lzma", "xz --format=lzma -dc"),
+    _compressed_magic(0, b"\x1f\x8b", "gzip", "gzip -dc"),
+    _compressed_magic(4, b"1AY&SY", "bzip2", "bzip2 -dc"),
+    _compressed_magic(0, b"\xfd7zXZ\0", "xz", "xz -dc"),
+    _compressed_magic(0, b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"),
+    _compressed_magic(0, b"\x04\x22\x4d\x18", "lz4", "lz4 -dc"),
+    _compressed_magic(0, b"\x5d\0\0", "lzma", "xz --format=lzma -dc"),
     *(
-        _compressed_with(0, magic, "zlib (as joblib does)", _INFLATE)
+        _compressed_magic(0, magic, "zlib (as joblib does)", _INFLATE)
         for magic in (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
     ),
-    _other(0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it: 7z x {file}"),
-    _other(0, b"Rar!\x1a\x07", "a RAR archive", "unpack it: unrar x {file}"),
-    _other(
+    _other_magic(0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it: 7z x {file}"),
+    _other_magic(0, b"Rar!\x1a\x07", "a RAR archive", "unpack it: unrar x {file}"),
+    _other_magic(
         0,
         b"Salted__",
         "encrypted by openssl",
@@ -141,10 +143,10 @@ MAGICS: tuple[Magic, ...] = (
         _TORCHFILE,
         is_pattern=True,
     ),
-    _other(0, b"MATLAB ", "a MATLAB file"),
-    _other(0, b"\x89PNG\r\n\x1a\n", "a PNG image"),
-    _other(0, b"\xff\xd8\xff", "a JPEG image"),
-    _other(0, b"%PDF-", "a PDF document"),
+    _other_magic(0, b"MATLAB ", "a MATLAB file"),
+    _other_magic(0, b"\x89PNG\r\n\x1a\n", "a PNG image"),
+    _other_magic(0, b"\xff\xd8\xff", "a JPEG image"),
+    _other_magic(0, b"%PDF-", "a PDF document"),
     # Protocol buffers whose field 1 is a small version; field 2 of an ONNX model is the producer's
     # name, of the others a message.
     Magic(
@@ -232,11 +234,11 @@ _TEXTS: tuple[tuple[str, Identification], ...] = (
 )
 
 
-def explain(probe: Probe) -> CheckpointError:
+def unrecognized_error(probe: Probe) -> CheckpointError:
     """Return the error for a file or folder that has no known format, with what it is instead."""
     if probe.is_folder:
-        return _identify_folder(probe).error(probe.path)
-    finding = (
+        return _identify_folder(probe).to_error(probe.path)
+    identification = (
         (
             _identify_empty(probe)
             or _identify_zip(probe)
@@ -250,7 +252,7 @@ def explain(probe: Probe) -> CheckpointError:
             f"file {shell(probe.path)}",
         )
     )
-    return finding.error(probe.path)
+    return identification.to_error(probe.path)
 
 
 def _identify_by_name(probe: Probe) -> Identification | None:
@@ -266,8 +268,8 @@ def _identify_by_name(probe: Probe) -> Identification | None:
     return Identification(what, f"copy {shell(name)} as well", UnsupportedFormat)
 
 
-def _read_first(probe: Probe, count: int) -> bytes:
-    return probe.opened().read(0, min(probe.opened().size, count))
+def _read_head(probe: Probe, count: int) -> bytes:
+    return probe.require_source().read(0, min(probe.require_source().size, count))
 
 
 def _fill_braces(text: str, probe: Probe, **more: str) -> str:
@@ -275,7 +277,7 @@ def _fill_braces(text: str, probe: Probe, **more: str) -> str:
     return text.format(
         file=shell(probe.path),
         folder=shell(os.path.dirname(probe.path) or "."),
-        unpacked=shell(unused(f"{probe.path}.unpacked")),
+        unpacked=shell(find_unused_path(f"{probe.path}.unpacked")),
         **more,
     )
 
@@ -304,18 +306,20 @@ def _identify_zip(probe: Probe) -> Identification | None:
     from ckptool.files import ByteRange
     from ckptool.formats.archive import find_end, read_directory
 
-    data = ByteRange(probe.opened(), 0, probe.opened().size)
+    data = ByteRange(probe.require_source(), 0, probe.require_source().size)
     end = find_end(data)
     names = [entry.name for entry in read_directory(data, end, probe.limits)] if end else []
     for row in ZIP_KINDS:
-        if row.first_matches(names):
+        if row.find_first_matches(names):
             return Identification(row.what, row.hint, row.kind)
     weights = [name for name in names if re.fullmatch(_WEIGHTS, name)]
     inside = "policy.pth" if "policy.pth" in weights else next(iter(weights), None)
     if inside is None:  # stable-baselines3 has other torch files before its policy
         what = f"a zip archive with other files: {few(names)}"
         return Identification(what, _fill_braces("unzip -l {file}", probe))
-    target = os.path.join(unused(f"{probe.path}.unpacked"), inside.removesuffix("/data.pkl"))
+    target = os.path.join(
+        find_unused_path(f"{probe.path}.unpacked"), inside.removesuffix("/data.pkl")
+    )
     return Identification(
         f"a zip archive with a checkpoint inside: {few(names)}",
         _fill_braces(
@@ -330,11 +334,11 @@ def _identify_tar(probe: Probe) -> Identification | None:
 
     if not is_tar(probe.head):
         return None
-    names = list(read_members(probe.opened(), probe.limits))
+    names = list(read_members(probe.require_source(), probe.limits))
     if any(name.endswith("model_config.yaml") for name in names):
         weights = next((name for name in names if name.endswith(".ckpt")), "model_weights.ckpt")
         hint = f"{_UNPACK} {{name}} && ckptool list {{target}}"
-        target = shell(os.path.join(unused(f"{probe.path}.unpacked"), weights))
+        target = shell(os.path.join(find_unused_path(f"{probe.path}.unpacked"), weights))
         return Identification(
             "a NeMo model (a tar archive with a checkpoint and its settings)",
             _fill_braces(hint, probe, name=shell(weights), target=target),
@@ -347,11 +351,11 @@ def _identify_tar(probe: Probe) -> Identification | None:
 
 def _identify_signature(probe: Probe) -> Identification | None:
     """Identify a file by its first or last bytes, or return None."""
-    head, size = probe.head, probe.opened().size
-    ending = probe.opened().read(max(0, size - 8), min(8, size))
+    head, size = probe.head, probe.require_source().size
+    ending = probe.require_source().read(max(0, size - 8), min(8, size))
     for row in MAGICS:
-        held = ending if row.offset < 0 else head[row.offset :]
-        if re.match(row.magic if row.is_pattern else re.escape(row.magic), held, re.DOTALL):
+        compared = ending if row.offset < 0 else head[row.offset :]
+        if re.match(row.magic if row.is_pattern else re.escape(row.magic), compared, re.DOTALL):
             is_tar = re.search(r"(?<!\.pth)\.(?:tar\.\w+|t[gbx]z|tzst|tlz4)\Z", probe.path)
             hint = row.hint
             if "> {unpacked}" in hint and is_tar:
@@ -364,13 +368,13 @@ def _identify_signature(probe: Probe) -> Identification | None:
 
 def _identify_text(probe: Probe) -> Identification | None:
     """Identify a text: a pointer, a page, an error message, an index, a note."""
-    raw = _read_first(probe, _LOOKED_AT)
+    raw = _read_head(probe, _LOOKED_AT)
     is_utf16 = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
     text = raw.decode("utf-16" if is_utf16 else "utf-8-sig", "replace")
-    strange = sum(
+    strange_count = sum(
         char == "\ufffd" or (char < " " and char not in "\t\n\r\f\b\x1b") for char in text
     )
-    if strange and _is_protocol_buffer(raw, probe.opened().size):
+    if strange_count and _is_protocol_buffer(raw, probe.require_source().size):
         hint = "give the checkpoint itself"
         if os.path.isfile(os.path.join(os.path.dirname(probe.path), "saved_model.pb")):
             hint = _fill_braces(
@@ -378,7 +382,7 @@ def _identify_text(probe: Probe) -> Identification | None:
             )
         return Identification("a protocol buffer, not a checkpoint", hint)
     text = text.lstrip()
-    if strange * 20 > len(text) and not re.match(r"<[!?\w]", text):  # a page in any encoding
+    if strange_count * 20 > len(text) and not re.match(r"<[!?\w]", text):  # a page in any encoding
         return None
     if re.match(r"version https?://(?:git-lfs\.github|hawser\.github)\.com/spec/", text):
         return _identify_git_lfs(probe.path, text)
@@ -393,22 +397,22 @@ def _identify_text(probe: Probe) -> Identification | None:
         return Identification(
             what, f"open that file: ckptool list {shell(line)}", UnsupportedFormat
         )
-    known = next(found for pattern, found in _TEXTS if re.match(pattern, text))
-    hint = _fill_braces(known.hint or "", probe)
-    return known._replace(what=known.what.format(first=first), hint=hint)
+    identification = next(found for pattern, found in _TEXTS if re.match(pattern, text))
+    hint = _fill_braces(identification.hint or "", probe)
+    return identification._replace(what=identification.what.format(first=first), hint=hint)
 
 
 def _is_protocol_buffer(raw: bytes, size: int) -> bool:
     """Return whether the bytes are fields of a protocol buffer."""
     at = count = 0
     while at < len(raw):
-        key, at = _varint(raw, at)
+        key, at = _read_varint(raw, at)
         kind, number = key & 7, key >> 3
         if kind not in (0, 1, 2, 5) or not 0 < number < 1 << 10:
             return False
         length = {1: 8, 5: 4}.get(kind, 0)
         if kind in (0, 2):
-            value, at = _varint(raw, at)
+            value, at = _read_varint(raw, at)
             length = value if kind == 2 else 0
         at, count = at + length, count + 1
         if at > size:
@@ -416,7 +420,7 @@ def _is_protocol_buffer(raw: bytes, size: int) -> bool:
     return count > 0 and (at == size or len(raw) < size)
 
 
-def _varint(raw: bytes, at: int) -> tuple[int, int]:
+def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
     """Return a number with 7 bits per byte, and the offset after it."""
     value = shift = 0
     for byte in raw[at : at + 10]:
@@ -427,6 +431,7 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 def _identify_git_lfs(path: str, text: str) -> Identification:
+    """Identify a git-lfs pointer, with the size of the real file and the command to get it."""
     size = re.search(r"^size (\d{1,18})$", text, re.MULTILINE)
     real = f" (the real file has {int(size[1]) / 2**20:,.1f} MiB)" if size else ""
     folder, name = os.path.split(path)
@@ -439,6 +444,7 @@ def _identify_git_lfs(path: str, text: str) -> Identification:
 
 
 def _identify_page(text: str) -> Identification:
+    """Identify a page: a server's error message, an XML document, or HTML with its title."""
     from html import unescape
 
     answer = re.search(r"<(?:Code|Message)>([^<]*)</", text)
@@ -446,44 +452,45 @@ def _identify_page(text: str) -> Identification:
         if answer:
             return Identification(f"an error message of a server: {quoted(answer[1])}", _AGAIN)
         return Identification("an XML document", _ITSELF)
-    found = re.search(r"<title[^>]{0,100}>(.{0,400}?)</title", text, re.IGNORECASE | re.DOTALL)
-    title = " ".join(unescape(found[1]).split()) if found else ""
-    named = f" ({quoted(title)})" if title else ""
+    match = re.search(r"<title[^>]{0,100}>(.{0,400}?)</title", text, re.IGNORECASE | re.DOTALL)
+    title = " ".join(unescape(match[1]).split()) if match else ""
+    title_text = f" ({quoted(title)})" if title else ""
     hint = _AGAIN
     if "drive.google.com" in text or "Google Drive" in text:
         hint = (
             "download it with gdown, or in a browser with `Download anyway`; if it was "
             "downloaded too often, copy the file to your own Drive and download the copy"
         )
-    return Identification(f"an HTML page{named}, not the file itself", hint)
+    return Identification(f"an HTML page{title_text}, not the file itself", hint)
 
 
 def _identify_json(probe: Probe) -> Identification:
+    """Identify JSON: broken, an index, a server's error message, a configuration, or other."""
     import json
 
-    found: Any = None
+    document: Any = None
     try:
-        found = json.loads(_read_first(probe, _MOST_JSON))
+        document = json.loads(_read_head(probe, _MOST_JSON))
     except (ValueError, RecursionError):
         hint = _fill_braces("look at it: head {file}", probe)
         return Identification("a text file that begins like JSON but is not JSON", hint)
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         return Identification("a JSON document", _ITSELF)
-    if "weight_map" in found:  # a valid index would have been read
+    if "weight_map" in document:  # a valid index would have been read
         return Identification("an index of shards in place of a shard", "give the index itself")
     for key in ("error", "message", "detail"):
-        if isinstance(found.get(key), (str, dict)):
-            answer = found[key] if isinstance(found[key], str) else json.dumps(found[key])
+        if isinstance(document.get(key), (str, dict)):
+            answer = document[key] if isinstance(document[key], str) else json.dumps(document[key])
             return Identification(f"an error message of a server: {quoted(answer, 200)}", _AGAIN)
-    if found.keys() & {"architectures", "model_type", "hidden_size", "_class_name"}:
+    if document.keys() & {"architectures", "model_type", "hidden_size", "_class_name"}:
         return Identification(
             "a model's configuration (JSON), not its weights",
             "give the file with the weights, for example model.safetensors or pytorch_model.bin",
         )
-    return Identification(f"a JSON document with the keys {few(list(found))}", _ITSELF)
+    return Identification(f"a JSON document with the keys {few(list(document))}", _ITSELF)
 
 
-def unused(path: str, taken: Collection[str] = ()) -> str:
+def find_unused_path(path: str, taken: Collection[str] = ()) -> str:
     """Return the path, or one with a number before its extension, that does not exist.
 
     A name that is too long for file systems is shortened in the middle.
@@ -493,11 +500,11 @@ def unused(path: str, taken: Collection[str] = ()) -> str:
         name = name[: -_KEPT_ENDING - 1] + name[-_KEPT_ENDING:]
     wanted = os.path.join(folder, name)
     stem, suffix = os.path.splitext(wanted)
-    number, found = 1, wanted
-    while os.path.lexists(found) or found in taken:
+    number, candidate = 1, wanted
+    while os.path.lexists(candidate) or candidate in taken:
         number += 1
-        found = f"{stem}-{number}{suffix}"
-    return found
+        candidate = f"{stem}-{number}{suffix}"
+    return candidate
 
 
 def looks_like_checkpoint(head: bytes) -> bool:
@@ -620,9 +627,10 @@ _BESIDE = re.compile(
 
 
 def _identify_folder(probe: Probe) -> Identification:
+    """Identify a folder by the names in it."""
     names = sorted(probe.entries)
     for row in FOLDER_KINDS:
-        matches = row.first_matches(names)
+        matches = row.find_first_matches(names)
         if matches is not None:
             entry = os.path.join(probe.path, matches[-1])
             hint = row.hint.format(folder=shell(probe.path), entry=shell(entry))
@@ -652,9 +660,9 @@ def _identify_other_folder(path: str, names: list[str]) -> Identification:
     if all(".ckptool-" in name for name in names):
         what = "a folder that ckptool did not finish writing"
         return Identification(what, "write it again; the next run removes these files")
-    from ckptool.formats.run_folder import run_in
+    from ckptool.formats.run_folder import find_run
 
-    if run := run_in(path, names):
+    if run := find_run(path, names):
         chosen = os.path.join(path, run.best or run.last)
         return Identification(run.text, f"give one of them: ckptool list {shell(chosen)}")
     what = f"a folder that is not a checkpoint (it contains {few(names)})"
@@ -675,6 +683,7 @@ def _identify_other_folder(path: str, names: list[str]) -> Identification:
 
 
 def _may_be_checkpoint(path: str) -> bool:
+    """Return whether a path is a readable file that begins like a checkpoint."""
     if not os.path.isfile(path):
         return False
     with suppress(CheckpointError, OSError), closing(FileSource(path)) as source:

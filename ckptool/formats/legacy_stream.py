@@ -24,7 +24,7 @@ from ckptool.errors import (
     UnsupportedFormat,
 )
 from ckptool.files import ByteRange, MemorySource
-from ckptool.formats.transfers import last_copy, salvage_command
+from ckptool.formats.transfers import find_last_copy, salvage_command
 from ckptool.limits import Limits
 from ckptool.symbolic import Unpickled, unpickle
 from ckptool.symbolic.rebuild import StoragePid, is_storage_pid, parse_storage_pid
@@ -65,13 +65,13 @@ class SourceTexts:
         """Start without classes."""
         self.names: dict[str, None] = {}
 
-    def take(self, cls: Any, text: Any) -> Any:
+    def remember_class(self, cls: Any, text: Any) -> Any:
         """Return the class, and remember if it has source code."""
         if text:
             self.names[getattr(cls, "qualified", str(cls))] = None
         return cls
 
-    def left_behind(self) -> tuple[str, ...]:
+    def describe(self) -> tuple[str, ...]:
         """Return a phrase for the user, if any class has source code."""
         known = f"the source code of {listed(self.names, 5)} (not read)"
         return (known,) if self.names else ()
@@ -235,7 +235,7 @@ class LegacyStream:
     def _persistent(self, pid: Any) -> Any:
         match pid:
             case ("module", cls, _, text):
-                return self.sources.take(cls, text)
+                return self.sources.remember_class(cls, text)
         if not is_storage_pid(pid):
             raise CorruptFile("the pickle uses a persistent id that is not a storage")
         if len(pid) != 6:
@@ -311,9 +311,9 @@ _HEAD = 1024
 """Bytes that identify the copies of one file: they reach into the pickle of the object."""
 
 
-def second_copy(data: ByteRange, limits: Limits) -> int:
+def find_second_copy(data: ByteRange, limits: Limits) -> int:
     """Return the start of the last copy of a restarted download, if it is complete; else 0."""
-    start = last_copy(data.source, data.read(0, min(_HEAD, data.length)))
+    start = find_last_copy(data.source, data.read(0, min(_HEAD, data.length)))
     try:
         if start:
             LegacyStream(data.slice(start, data.length - start), limits)
@@ -330,7 +330,7 @@ def refuse_second_copy(data: ByteRange, limits: Limits, end: int | None = None) 
     Raises:
         CorruptFile: the first copy is truncated, and its last storages have bytes of the second.
     """
-    start = second_copy(data, limits)
+    start = find_second_copy(data, limits)
     if start and (end is None or start < end):
         raise CorruptFile(
             f"the download restarted: a second copy of the file begins at offset {start:,}",

@@ -46,17 +46,17 @@ CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def library_of(path: str) -> str | None:
+def identify_library(path: str) -> str | None:
     """Return the library that uses this name for weights or an index of shards."""
     name = os.path.basename(path)
-    files = ((one.library, {*one.files, *_INDEXES[one.library]}) for one in _MODELS)
+    files = ((model.library, {*model.files, *_INDEXES[model.library]}) for model in _MODELS)
     return next((library for library, names in files if name in names), None)
 
 
-def library_in(folder: str | os.PathLike[str]) -> str | None:
+def find_library(folder: str | os.PathLike[str]) -> str | None:
     """Return the library of the model in a folder, from its weights or its configuration."""
     names = set(os.listdir(folder))
-    if library := next(filter(None, map(library_of, sorted(names))), None):
+    if library := next(filter(None, map(identify_library, sorted(names))), None):
         return library
     if ADAPTER_CONFIG in names:
         return "peft"
@@ -65,13 +65,13 @@ def library_in(folder: str | os.PathLike[str]) -> str | None:
     )
 
 
-def model_file(library: str | None, *, safe: bool) -> str:
+def weights_file_name(library: str | None, *, safe: bool) -> str:
     """Return the name that a library (default: transformers) uses for weights."""
-    files = next((one.files for one in _MODELS if one.library == library), _MODELS[0].files)
+    files = next((model.files for model in _MODELS if model.library == library), _MODELS[0].files)
     return next(name for name in files if name.endswith(_SAFE) == safe)
 
 
-def of_model_file(probe: Probe) -> Probe:
+def resolve_model_file(probe: Probe) -> Probe:
     """Return the probe of the only model in a folder; return any other probe unchanged.
 
     If a model is there twice, as safetensors and as a pickle, the file that its library prefers is
@@ -100,20 +100,23 @@ def of_model_file(probe: Probe) -> Probe:
 
 def _choose_files(probe: Probe) -> _Names | None:
     """Return the file of the only model in a folder, then the files that are not read."""
-    if not probe.is_folder or probe.ask(open_archive).records:
+    if not probe.is_folder or probe.compute_once(open_archive).records:
         return None
     # A broken link counts as a file.
     is_folder = probe.place.is_folder
-    names = probe.entries.intersection(name for one in _MODELS for name in one.files)
-    there = {name for name in names if not is_folder(os.path.join(probe.path, name))}
-    every = (_Names(one.library, tuple(filter(there.__contains__, one.files))) for one in _MODELS)
-    found = [one for one in every if one.files]
-    if len(found) != 1 or any(map(_NEXT_MODEL.fullmatch, probe.entries)):
+    names = probe.entries.intersection(name for model in _MODELS for name in model.files)
+    existing = {name for name in names if not is_folder(os.path.join(probe.path, name))}
+    choices = (
+        _Names(model.library, tuple(filter(existing.__contains__, model.files)))
+        for model in _MODELS
+    )
+    usable = [model for model in choices if model.files]
+    if len(usable) != 1 or any(map(_NEXT_MODEL.fullmatch, probe.entries)):
         return None
-    ((library, files),) = found
-    shards = probe.ask(open_index)
+    ((library, files),) = usable
+    shards = probe.compute_once(open_index)
     if shards is None:
-        return found[0]
+        return usable[0]
     index = os.path.basename(shards.path)
     if index.endswith(_PICKLED) and files[0].endswith(_SAFE):
         return _Names(library, (*files, index))

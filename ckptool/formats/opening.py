@@ -15,7 +15,7 @@ from ckptool.files import Source as Bytes
 from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
 from ckptool.formats.base import Probe
-from ckptool.formats.registry import candidates, shard_of
+from ckptool.formats.registry import find_candidate_formats, shard_format_of
 from ckptool.limits import DEFAULT_LIMITS, Limits
 
 TORCH_FILES = ("torch-zip", "torch-legacy")
@@ -47,9 +47,9 @@ def open_checkpoint(
     """
     salvages = None
     if salvage:
-        from ckptool.formats.salvage import whole_records  # not needed for intact files
+        from ckptool.formats.salvage import read_intact_records  # not needed for intact files
 
-        salvages = whole_records
+        salvages = read_intact_records
     for _ in range(_ATTEMPTS if source is None else 1):
         checkpoint = read_probe(Probe(path, limits, source, salvages=salvages))
         if checkpoint is not None:
@@ -62,7 +62,7 @@ def open_checkpoint(
 
 
 @contextmanager
-def opened(source: Source, *, salvage: bool = False) -> Iterator[Checkpoint]:
+def open_or_reuse(source: Source, *, salvage: bool = False) -> Iterator[Checkpoint]:
     """Yield the given open checkpoint, or open a path for the block.
 
     Raises:
@@ -78,7 +78,7 @@ def opened(source: Source, *, salvage: bool = False) -> Iterator[Checkpoint]:
 
 
 @contextmanager
-def opened_together(
+def open_together(
     paths: Sequence[str], limits: Limits, formats: Collection[str]
 ) -> Iterator[list[Checkpoint]]:
     """Open the files of one set; they stay open unless an error is raised.
@@ -111,18 +111,18 @@ def read_probe(probe: Probe) -> Checkpoint | None:
     """
     try:
         if probe.is_folder:
-            from ckptool.formats.model_folder import of_model_file  # not needed for files
+            from ckptool.formats.model_folder import resolve_model_file  # not needed for files
 
-            probe = of_model_file(probe)
+            probe = resolve_model_file(probe)
         with pause_gc():
-            checkpoint = _read(probe)
+            checkpoint = _read_recognized(probe)
     except CheckpointError as error:
-        from ckptool.formats.transfers import text_fault  # not needed for files that open
+        from ckptool.formats.transfers import text_transfer_error  # not needed for files that open
 
         fault = None
         changed = probe.source is not None and probe.source.changed() is not None
         with suppress(CheckpointError):
-            fault = None if probe.source is None else text_fault(probe.source)
+            fault = None if probe.source is None else text_transfer_error(probe.source)
         probe.close()
         if changed:
             return None
@@ -138,22 +138,23 @@ def read_probe(probe: Probe) -> Checkpoint | None:
     return replace(checkpoint, original=checkpoint.root)
 
 
-def _read(probe: Probe) -> Checkpoint:
-    for known in candidates(probe):
-        if known.recognize(probe):
-            if probe.salvages and not known.can_salvage:
+def _read_recognized(probe: Probe) -> Checkpoint:
+    """Read the file in the first format that recognizes it, and check the nesting of its tree."""
+    for candidate in find_candidate_formats(probe):
+        if candidate.recognize(probe):
+            if probe.salvages and not candidate.can_salvage:
                 raise UsageError(
-                    f"is {known.name}, which cannot be salvaged; only a torch.save or "
+                    f"is {candidate.name}, which cannot be salvaged; only a torch.save or "
                     "safetensors file can be",
                     file=probe.path,
                     hint="salvage its shards one by one"
-                    if shard_of(known.name)
+                    if shard_format_of(candidate.name)
                     else "remove --salvage; if the file is damaged, copy it again",
                 )
-            checkpoint = known.read(probe)
+            checkpoint = candidate.read(probe)
             for _ in walk(checkpoint.root, probe.limits):
                 pass  # report trees that are nested too deeply or used too often now
             return checkpoint
-    from ckptool.formats.identify import explain  # not needed for files that open
+    from ckptool.formats.identify import unrecognized_error  # not needed for files that open
 
-    raise explain(probe)
+    raise unrecognized_error(probe)

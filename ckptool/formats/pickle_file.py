@@ -13,7 +13,7 @@ from ckptool.core.checkpoint import Checkpoint, Details
 from ckptool.core.model import Opaque, find_tensors
 from ckptool.errors import CheckpointError, UnsupportedFormat
 from ckptool.files import ByteRange
-from ckptool.formats.base import Format, Probe, Refusal, pickled
+from ckptool.formats.base import Format, Probe, Refusal, details_from_pickle
 from ckptool.formats.identify import JOBLIB_HINT
 from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.quotes import quote
@@ -55,36 +55,38 @@ class PickleFile(Format):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the checkpoint; the bytes of arrays and plain pickled tensors are in memory."""
-        source = probe.opened()
+        source = probe.require_source()
         try:
-            found = _unpickle(probe)
+            unpickled = _unpickle(probe)
         except CheckpointError as error:
             if _JOBLIB in source.read(0, min(source.size, _LOOKED_AT)):
                 raise _joblib_error(probe) from error
-            if _names_storages(source.read(0, min(source.size, _LOOKED_AT))):
+            if _has_storage_references(source.read(0, min(source.size, _LOOKED_AT))):
                 raise _unzipped_error(probe) from error
             raise
-        if any(name.encode().startswith(_JOBLIB) for name in found.globals):
+        if any(name.encode().startswith(_JOBLIB) for name in unpickled.globals):
             raise _joblib_error(probe)
-        rest = source.size - found.end
-        storages = {id(ref.storage): ref.storage for ref in find_tensors(found.root)}
+        trailing = source.size - unpickled.end
+        storages = {id(ref.storage): ref.storage for ref in find_tensors(unpickled.root)}
         details = Details(
             size=source.size,
             writer="pickle.dump",
-            **pickled(found),
+            **details_from_pickle(unpickled),
             storage_bytes=sum(storage.nbytes for storage in storages.values() if storage),
-            dead_bytes=rest,
-            left_behind=(f"{counted(rest, 'byte')} after the pickle (not read)",) if rest else (),
+            dead_bytes=trailing,
+            left_behind=(f"{counted(trailing, 'byte')} after the pickle (not read)",)
+            if trailing
+            else (),
         )
-        return Checkpoint(found.root, self.name, probe.path, details, sources=(source,))
+        return Checkpoint(unpickled.root, self.name, probe.path, details, sources=(source,))
 
 
 def _unpickle(probe: Probe) -> Unpickled:
-    source = probe.opened()
+    source = probe.require_source()
     return unpickle_outer(ByteRange(source, 0, source.size), probe.limits)
 
 
-def _names_storages(head: bytes) -> bool:
+def _has_storage_references(head: bytes) -> bool:
     """Return whether a pickle refers to storages in the records of a zip, as torch.save does."""
     has_nested = b"_load_from_bytes" in head  # which contain the tensor data
     return b"storage" in head and not has_nested and _REBUILD.search(head) is not None

@@ -21,15 +21,15 @@ from ckptool.core.checkpoint import Checkpoint, Details
 from ckptool.core.model import OrderedMap, Storage, TensorRef, Wrapping
 from ckptool.errors import CorruptFile
 from ckptool.formats.archive import (
-    count_of,
-    counts_of,
     open_archive,
+    parse_count,
+    parse_counts,
     read_json,
     read_text,
-    zip_archive,
+    read_zip,
 )
-from ckptool.formats.base import Archive, Format, Probe, Record, Refusal, naming
-from ckptool.formats.torch_zip import known_byteorder, read_contents
+from ckptool.formats.base import Archive, Format, Probe, Record, Refusal, add_error_context
+from ckptool.formats.torch_zip import check_byteorder, read_contents
 from ckptool.limits import Limits
 from ckptool.quotes import quote
 
@@ -66,36 +66,38 @@ class PT2Archive(Format):
 
     def recognize(self, probe: Probe) -> bool:
         """Return whether `archive_format` is pt2, or it has a program and its state."""
-        archive = probe.ask(open_archive)
+        archive = probe.compute_once(open_archive)
         mark = archive.records.get(_FORMAT)
         if mark is not None and mark.data.length == 3 and mark.data.read() == b"pt2":
             return True
-        return _FLAT_PROGRAM in archive.records and _flat_record(archive) is not None
+        return _FLAT_PROGRAM in archive.records and _find_flat_record(archive) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the weights by name; for several models, under the name of each."""
-        archive = probe.ask(open_archive)
+        archive = probe.compute_once(open_archive)
         reader = _Reader(archive, probe.limits)
-        flat = _flat_record(archive)
+        flat = _find_flat_record(archive)
         if flat is not None:
-            root = _nested(flat, probe.limits)
+            root = _read_nested_file(flat, probe.limits)
         else:
-            models = reader.models()
+            models = reader.read_models()
             root = next(iter(models.values())) if len(models) == 1 else models
         return Checkpoint(
-            root, self.name, probe.path, _details(archive, reader), sources=archive.sources
+            root, self.name, probe.path, _describe_file(archive, reader), sources=archive.sources
         )
 
 
 PT2 = PT2Archive()
 
 
-def _flat_record(archive: Archive) -> Record | None:
+def _find_flat_record(archive: Archive) -> Record | None:
+    """Return the torch.save file in an archive of torch 2.1 to 2.7; None in later ones."""
     return next((archive.records[name] for name in _FLAT if name in archive.records), None)
 
 
-def _nested(record: Record, limits: Limits) -> Any:
-    return read_contents(zip_archive(record.data, limits), limits).unpickled.root
+def _read_nested_file(record: Record, limits: Limits) -> Any:
+    """Return the tree of the torch.save file in a record."""
+    return read_contents(read_zip(record.data, limits), limits).unpickled.root
 
 
 class _Reader:
@@ -107,50 +109,55 @@ class _Reader:
         self.storages: dict[str, Storage] = {}
         self.saved: dict[str, TensorRef] = {}
         order = archive.records.get("byteorder")
-        self.byteorder = known_byteorder(read_text(order, 64) if order else "little")
+        self.byteorder = check_byteorder(read_text(order, 64) if order else "little")
 
-    def models(self) -> OrderedMap:
+    def read_models(self) -> OrderedMap:
         """Return the weights of each model, by the model's name."""
         models = OrderedMap()
         names = self.archive.records
         for name in names:
             if name.startswith(_MODELS) and name.endswith(".json"):
                 model = name[len(_MODELS) : -len(".json")]
-                models[model] = self._exported(model)
+                models[model] = self._read_exported(model)
         for name in names:
             if name.startswith(_COMPILED) and name.endswith(_COMPILED_CONFIG):
                 model = name[len(_COMPILED) : -len(_COMPILED_CONFIG)]
                 if model not in models:
-                    models[model] = self._compiled(names[name])
+                    models[model] = self._read_compiled(names[name])
         return models
 
-    def _exported(self, model: str) -> Any:
+    def _read_exported(self, model: str) -> Any:
+        """Return the weights of an exported program: a torch.save file, or a record each."""
         saved = self.archive.records.get(f"{_WEIGHTS}{model}.pt")
         if saved is not None:
-            return _nested(saved, self.limits)
+            return _read_nested_file(saved, self.limits)
         name = f"{_WEIGHTS}{model}_weights_config.json"
         record = self.archive.records.get(name)
         config = read_json(record, self.limits).get("config") if record else None
         if not isinstance(config, dict):
             raise CorruptFile(f"record {name!r} is missing or describes no tensors")
-        return OrderedMap((key, self._weight(key, about)) for key, about in config.items())
+        return OrderedMap(
+            (key, self._read_weight(key, description)) for key, description in config.items()
+        )
 
-    def _weight(self, name: str, about: Any) -> TensorRef:
-        with naming(self.archive.path, f"weight {name!r}", rules_of="PT2"):
-            if about.get("use_pickle") is True:
-                return self._saved(about["path_name"])
-            tensor = self._tensor(about["path_name"], about["tensor_meta"])
-            if about.get("is_param") is True:
+    def _read_weight(self, name: str, description: Any) -> TensorRef:
+        """Return a weight from its description in the configuration."""
+        with add_error_context(self.archive.path, f"weight {name!r}", rules_of="PT2"):
+            if description.get("use_pickle") is True:
+                return self._read_saved_tensor(description["path_name"])
+            tensor = self._make_tensor(description["path_name"], description["tensor_meta"])
+            if description.get("is_param") is True:
                 return replace(tensor, wrapping=(Wrapping("parameter", tensor.requires_grad),))
             return tensor
 
-    def _tensor(self, path: str, meta: Mapping[str, Any]) -> TensorRef:
+    def _make_tensor(self, path: str, meta: Mapping[str, Any]) -> TensorRef:
+        """Return the tensor over a record, with dtype, shape and device from `meta`."""
         record, device = self.archive.records[f"{_WEIGHTS}{path}"], meta["device"]
         tensor = TensorRef(
             dtype=_DTYPES[meta["dtype"]],
-            shape=counts_of(meta["sizes"], self.limits),
-            stride=counts_of(meta["strides"], self.limits),
-            offset=count_of(meta["storage_offset"]),
+            shape=parse_counts(meta["sizes"], self.limits),
+            stride=parse_counts(meta["strides"], self.limits),
+            offset=parse_count(meta["storage_offset"]),
             storage=None,
             device=f"{device['type']}:{device.get('index')}".removesuffix(":None"),
             requires_grad=meta.get("requires_grad") is True,
@@ -158,9 +165,10 @@ class _Reader:
         )
         if record.data.length == 0 and tensor.numel:
             return tensor  # exported with fake weights: torch loads zeros
-        return replace(tensor, storage=self._storage(record, tensor.device), kind="strided")
+        return replace(tensor, storage=self._find_storage(record, tensor.device), kind="strided")
 
-    def _storage(self, record: Record, device: str) -> Storage:
+    def _find_storage(self, record: Record, device: str) -> Storage:
+        """Return the storage of a record, one object for all its tensors."""
         if record.name not in self.storages:
             data = record.data
             self.storages[record.name] = Storage(
@@ -169,49 +177,51 @@ class _Reader:
             )  # fmt: skip
         return self.storages[record.name]
 
-    def _saved(self, path: str) -> TensorRef:
+    def _read_saved_tensor(self, path: str) -> TensorRef:
         """Return the tensor of a record that is a torch.save file."""
         if path not in self.saved:
-            tensor = _nested(self.archive.records[f"{_WEIGHTS}{path}"], self.limits)
+            tensor = _read_nested_file(self.archive.records[f"{_WEIGHTS}{path}"], self.limits)
             if not isinstance(tensor, TensorRef):
                 raise CorruptFile("is not a tensor")
             self.saved[path] = tensor
         return self.saved[path]
 
-    def _compiled(self, record: Record) -> OrderedMap:
+    def _read_compiled(self, record: Record) -> OrderedMap:
+        """Return the weights of a compiled package by name, each a view of a saved tensor."""
         weights = OrderedMap()
-        for name, about in read_json(record, self.limits).items():
-            with naming(self.archive.path, f"weight {name!r}", rules_of="PT2"):
-                path, shape, stride, offset = about
+        for name, view in read_json(record, self.limits).items():
+            with add_error_context(self.archive.path, f"weight {name!r}", rules_of="PT2"):
+                path, shape, stride, offset = view
                 weights[name] = replace(
-                    self._saved(path),
-                    shape=counts_of(shape, self.limits),
-                    stride=counts_of(stride, self.limits),
-                    offset=count_of(offset),
+                    self._read_saved_tensor(path),
+                    shape=parse_counts(shape, self.limits),
+                    stride=parse_counts(stride, self.limits),
+                    offset=parse_count(offset),
                 )
         return weights
 
 
-def _details(archive: Archive, reader: _Reader) -> Details:
+def _describe_file(archive: Archive, reader: _Reader) -> Details:
+    """Return the details of an archive: writer, sizes, and a phrase for each part not read."""
     payloads = [
         record
         for name, record in archive.records.items()
         if name.startswith((_WEIGHTS, _CONSTANTS)) and not name.endswith(".json")
     ]
-    flat = _flat_record(archive)
+    flat = _find_flat_record(archive)
     return Details(
         size=archive.size,
         writer="torch.export of torch 2.1 to 2.7" if flat else "torch.export of torch 2.8 or newer",
-        torch_version=_torch_version(archive),
+        torch_version=_read_torch_version(archive),
         byteorder=reader.byteorder,
         storage_bytes=sum(record.data.length for record in (flat and [flat]) or payloads),
         dead_bytes=archive.dead_bytes,
         notes=archive.notes,
-        left_behind=tuple(_left_behind(archive)),
+        left_behind=tuple(_describe_unread(archive)),
     )
 
 
-def _torch_version(archive: Archive) -> str | None:
+def _read_torch_version(archive: Archive) -> str | None:
     """Return the torch version of an exported program, which is at the end of many megabytes."""
     for name, record in archive.records.items():
         if name.startswith(_MODELS) and name.endswith(".json"):
@@ -221,7 +231,8 @@ def _torch_version(archive: Archive) -> str | None:
     return None
 
 
-def _left_behind(archive: Archive) -> Iterator[str]:
+def _describe_unread(archive: Archive) -> Iterator[str]:
+    """Yield a phrase for each part of the archive that is not read."""
     yield "the exported program (only its weights are read)"
     constants = [
         name

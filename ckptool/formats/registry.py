@@ -36,8 +36,8 @@ class RegisteredFormat(NamedTuple):
     def load(self) -> Format:
         """Return the format itself: the object with its name in capitals."""
         module = importlib.import_module(f"ckptool.formats.{self.module}")
-        found: Format = getattr(module, self.name.upper().replace("-", "_"))
-        return found
+        loaded: Format = getattr(module, self.name.upper().replace("-", "_"))
+        return loaded
 
 
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".pkl")
@@ -78,19 +78,19 @@ WRITABLE = tuple(
 """The values of `--format`: files, then folders."""
 
 
-def format_of(name: str) -> Format:
+def load_format(name: str) -> Format:
     """Return the format with a name from `Checkpoint.format`."""
     return next((entry.load() for entry in REGISTRY if entry.name == name), Format())
 
 
-def shard_of(name: str) -> str:
+def shard_format_of(name: str) -> str:
     """Return the format of each shard; empty for a format of one file."""
     return next((entry.shard for entry in REGISTRY if entry.name == name), "")
 
 
-def candidates(probe: Probe) -> Iterator[Format]:
+def find_candidate_formats(probe: Probe) -> Iterator[Format]:
     """Yield the formats that a file or folder may have, judging by its first bytes."""
-    yield from folder_formats(probe)
+    yield from find_folder_formats(probe)
     zipped = probe.is_folder or probe.head.startswith(ZIP_MAGIC)
     indexed = probe.is_folder or probe.head.lstrip(JSON_SPACE).startswith(b"{")
     for entry in REGISTRY:
@@ -100,19 +100,19 @@ def candidates(probe: Probe) -> Iterator[Format]:
             yield entry.load()
 
 
-def folder_formats(probe: Probe) -> Iterator[Format]:
+def find_folder_formats(probe: Probe) -> Iterator[Format]:
     """Yield the formats of folders that a probe may have."""
     if probe.is_folder or _MEMBER.search(probe.path):
         yield from (entry.load() for entry in REGISTRY if entry.folder)
 
 
-def writer(name: str) -> WritableFormat:
+def load_writable_format(name: str) -> WritableFormat:
     """Return the format of single files with that name, if it can be written.
 
     Raises:
         UsageError: it cannot be written; the message lists those that can.
     """
-    known = format_of(name)
-    if isinstance(known, WritableFormat):
-        return known
+    loaded = load_format(name)
+    if isinstance(loaded, WritableFormat):
+        return loaded
     raise UsageError(f"{name!r} cannot be written; use --format with {', '.join(WRITABLE)}")

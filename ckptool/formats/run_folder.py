@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ckptool.errors import CheckpointError
 from ckptool.files.json_object import json_object
 from ckptool.formats.base import Probe
-from ckptool.formats.registry import candidates
+from ckptool.formats.registry import find_candidate_formats
 from ckptool.limits import DEFAULT_LIMITS
 
 _STEP = re.compile(r"checkpoint-(\d+)")
@@ -40,12 +40,12 @@ class Run(NamedTuple):
         )
 
 
-def run_in(folder: str, names: Iterable[str]) -> Run | None:
+def find_run(folder: str, names: Iterable[str]) -> Run | None:
     """Return the run with its checkpoints in a folder; None if there is no known one."""
     return _trainer(folder, names) or _lightning(folder, names)
 
 
-def trainer_state(folder: str) -> Mapping[str, Any]:
+def read_trainer_state(folder: str) -> Mapping[str, Any]:
     """Return the state that the Trainer of transformers saved in the folder of a step, or {}."""
     return json_object(os.path.join(folder, _STATE), _MOST_BYTES)
 
@@ -55,7 +55,7 @@ def _trainer(folder: str, names: Iterable[str]) -> Run | None:
     if not steps:
         return None
     last = max(steps)
-    path = trainer_state(os.path.join(folder, steps[last])).get("best_model_checkpoint")
+    path = read_trainer_state(os.path.join(folder, steps[last])).get("best_model_checkpoint")
     return Run("Trainer", steps[last], last, _named(path, [*steps.values()]))
 
 
@@ -88,7 +88,7 @@ def _root(path: str) -> Mapping[Any, Any]:
     with suppress(CheckpointError):
         probe = Probe(path, DEFAULT_LIMITS)
         try:
-            for known in candidates(probe):
+            for known in find_candidate_formats(probe):
                 if known.recognize(probe):
                     root = known.read(probe).root
                     return root if isinstance(root, dict) else {}

@@ -34,13 +34,13 @@ from ckptool.formats.safetensors_header import (
     Header,
     HeaderEntry,
     check_tiling,
-    header_bytes,
-    header_text,
+    encode_header,
+    encode_header_json,
+    extract_json_versions,
     is_unicode,
-    metadata_of,
-    plain_versions,
+    make_metadata,
     read_header,
-    restored,
+    restore_state_dict,
 )
 from ckptool.words import counted, listed, printable
 
@@ -159,7 +159,7 @@ def _true_ties(tensors: Mapping[str, TensorRef], taken: Iterable[str]) -> dict[s
     return ties
 
 
-def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
+def describe_losses(root: Mapping[Any, Any]) -> Iterator[str]:
     """Yield what the file will not have, one phrase each."""
     tensors = [value for value in root.values() if isinstance(value, TensorRef)]
     rest = {key: value for key, value in root.items() if not isinstance(value, TensorRef)}
@@ -186,7 +186,7 @@ def left_out(root: Mapping[Any, Any]) -> Iterator[str]:
             yield f"{what} of {counted(count, 'tensor')}"
 
 
-def remarks(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterator[str]:
+def describe_changes(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterator[str]:
     """Yield what changes without a loss."""
     if ties:
         pairs = listed(f"{name} = {kept}" for name, kept in ties.items())
@@ -199,14 +199,14 @@ def remarks(tensors: Mapping[str, TensorRef], ties: Mapping[str, str]) -> Iterat
         yield f"converted numpy arrays to tensors: {listed(arrays)}"
 
 
-def overlapping(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
+def describe_overlaps(tensors: Mapping[str, TensorRef]) -> Iterator[str]:
     """Yield a note on tensors with shared bytes, which get their own."""
-    shared = overlapping_names(tensors)
+    shared = find_overlapping_keys(tensors)
     if shared:
         yield f"gave tensors with shared memory their own bytes: {listed(shared)}"
 
 
-def overlapping_names(tensors: Mapping[str, TensorRef]) -> list[str]:
+def find_overlapping_keys(tensors: Mapping[str, TensorRef]) -> list[str]:
     """Return the names of the tensors that share bytes with another one."""
     groups: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
@@ -244,7 +244,7 @@ class Content:
         return {name: ref for name, ref in self.tensors.items() if name not in self.ties}
 
 
-def content_of(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
+def plan_content(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
     """Return the content of a file; `given` are the other entries of `__metadata__`.
 
     Raises:
@@ -252,13 +252,13 @@ def content_of(checkpoint: Checkpoint, given: Mapping[str, str]) -> Content:
     """
     tensors = _flat_tensors(checkpoint.root, checkpoint.path)
     ties = _true_ties(tensors, RESERVED | given.keys())
-    versions, lost = plain_versions(getattr(checkpoint.root, "attributes", {}))
+    versions, lost = extract_json_versions(getattr(checkpoint.root, "attributes", {}))
     attributes = (f"attributes: {listed(lost)}",) if lost else ()
     return Content(
         tensors,
         ties,
-        {**given, **metadata_of(ties, tensors, versions, given)},
-        (*left_out(checkpoint.root), *attributes),
+        {**given, **make_metadata(ties, tensors, versions, given)},
+        (*describe_losses(checkpoint.root), *attributes),
     )
 
 
@@ -333,10 +333,10 @@ class Safetensors(EditableFormat):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the state dict with its tied keys and `_metadata`."""
-        source = probe.opened()
+        source = probe.require_source()
         header = read_header(source, probe.limits, salvages=probe.salvages is not None)
         tensors = {entry.name: _tensor(entry, header) for entry in header.entries}
-        root, rest = restored(tensors, header.metadata)
+        root, rest = restore_state_dict(tensors, header.metadata)
         return Checkpoint(
             root,
             self.name,
@@ -354,13 +354,13 @@ class Safetensors(EditableFormat):
 
     def plan(self, checkpoint: Checkpoint) -> WritePlan:
         """Plan the file for a checkpoint with one flat state dict as its root."""
-        content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
+        content = plan_content(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
         written = content.written
         entries = _entries(written)
         pieces = list(_pieces(written[name] for name in entries))
         nbytes = sum(tensor.nbytes for tensor in written.values())
         shared = _shared(pieces, nbytes, checkpoint.sources)
-        head = header_bytes(
+        head = encode_header(
             (entries[name] for name in written),
             content.metadata,
             file=checkpoint.path,
@@ -379,7 +379,7 @@ class Safetensors(EditableFormat):
             self.name,
             (NewFile(len(head) + nbytes, write, checkpoint, shared=shared),),
             left_out=content.left_out,
-            notes=(*remarks(content.tensors, content.ties), *overlapping(written)),
+            notes=(*describe_changes(content.tensors, content.ties), *describe_overlaps(written)),
             tensors=len(content.tensors),
         )
 
@@ -394,7 +394,7 @@ class Safetensors(EditableFormat):
 
         if checkpoint.format != "safetensors" or len(checkpoint.sources) != 1:
             return None
-        content = content_of(checkpoint, checkpoint.details.header)
+        content = plan_content(checkpoint, checkpoint.details.header)
         if content.left_out:
             return None
         source = checkpoint.sources[0]
@@ -410,14 +410,14 @@ class Safetensors(EditableFormat):
             check_tiling(entries, source.size - begin)
         except CorruptFile:
             return None
-        text = header_text(entries, content.metadata)
+        text = encode_header_json(entries, content.metadata)
         if len(text) > length:
             return None
         return WritePlan(
             self.name,
             patch=Patch(0, LENGTH.pack(length) + text.ljust(length)),
             kept=source.size,
-            notes=tuple(remarks(content.tensors, content.ties)),
+            notes=tuple(describe_changes(content.tensors, content.ties)),
             tensors=len(content.tensors),
         )
 

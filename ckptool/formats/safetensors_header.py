@@ -19,7 +19,7 @@ from ckptool.errors import CorruptFile, NotRepresentable, TruncatedFile
 from ckptool.files import ByteRange, Source
 from ckptool.files.source import SHARED
 from ckptool.formats.base import check_limit
-from ckptool.formats.transfers import last_copy, salvage_command, text_fault
+from ckptool.formats.transfers import find_last_copy, salvage_command, text_transfer_error
 from ckptool.limits import Limits
 from ckptool.words import printable
 
@@ -82,9 +82,9 @@ def read_header(source: Source, limits: Limits, *, salvages: bool = False) -> He
         )
     raw = source.read(LENGTH.size, length)
     if salvages:
-        if fault := text_fault(source):
+        if fault := text_transfer_error(source):
             raise fault
-        begin += last_copy(source, LENGTH.pack(length) + raw)
+        begin += find_last_copy(source, LENGTH.pack(length) + raw)
     return _parse(raw, ByteRange(source, begin, source.size - begin), limits, salvages=salvages)
 
 
@@ -97,7 +97,7 @@ def _parse(raw: bytes, body: ByteRange, limits: Limits, *, salvages: bool) -> He
     if not isinstance(document, dict):
         raise CorruptFile("the header is not a JSON object")
     stated = document.pop(METADATA, None)
-    metadata = {} if stated is None else texts_of(stated, METADATA)
+    metadata = {} if stated is None else require_string_map(stated, METADATA)
     if "\\u" in text:
         _check_text(document, metadata)
     entries = tuple(_entry(name, fields, limits) for name, fields in document.items())
@@ -189,7 +189,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def texts_of(fields: Any, what: str) -> dict[str, str]:
+def require_string_map(fields: Any, what: str) -> dict[str, str]:
     """Return a JSON object, checked to have only strings.
 
     Raises:
@@ -269,7 +269,7 @@ def _describe(entry: HeaderEntry | None) -> str:
     return f"tensor '{printable(entry.name)}'" if entry else "the header"
 
 
-def header_bytes(
+def encode_header(
     entries: Iterable[HeaderEntry],
     metadata: Mapping[str, str],
     *,
@@ -283,7 +283,7 @@ def header_bytes(
     Raises:
         NotRepresentable: it is longer than readers accept.
     """
-    text = header_text(entries, metadata)
+    text = encode_header_json(entries, metadata)
     text += b" " * (-len(text) % LENGTH.size)
     if congruent is not None and congruent % LENGTH.size == 0:
         text += b" " * ((congruent - LENGTH.size - len(text)) % SHARED)
@@ -296,7 +296,7 @@ def header_bytes(
     return LENGTH.pack(len(text)) + text
 
 
-def header_text(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
+def encode_header_json(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
     """Return the JSON without length and padding."""
     document: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     for entry in entries:
@@ -313,7 +313,7 @@ RESERVED = frozenset({FORMAT, VERSIONS, PLACES})
 """Keys that are never tied names."""
 
 
-def restored(
+def restore_state_dict(
     tensors: Mapping[str, TensorRef],
     metadata: Mapping[str, str],
     known: Mapping[str, str] = MappingProxyType({}),
@@ -374,7 +374,7 @@ def _object(text: str | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def metadata_of(
+def make_metadata(
     ties: Mapping[str, str],
     names: Collection[str],
     versions: Any,
@@ -382,7 +382,7 @@ def metadata_of(
 ) -> dict[str, str]:
     """Return the entries for the ties (`dropped: kept`) of a state dict, and for its `_metadata`.
 
-    `names` are all its tensors in order; `versions` is plain (`plain_versions`) or empty; `free`
+    `names` are all its tensors in order; `versions` is plain (`extract_json_versions`) or empty; `free`
     are other entries, none of which may be mistaken for a tie.
     """
     entries = {VERSIONS: _text(versions)} if versions else {}
@@ -396,7 +396,7 @@ def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def plain_versions(attributes: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
+def extract_json_versions(attributes: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the part of a state dict's `_metadata` that fits JSON, and the names of the rest.
 
     The names are module paths of `_metadata`, or other attributes of the state dict.

@@ -8,7 +8,7 @@ from ckptool.limits import Limits
 from ckptool.words import printable
 
 
-def disagreement(source: Source, limits: Limits) -> str | None:
+def find_disagreement(source: Source, limits: Limits) -> str | None:
     """Return the first difference to what the library `safetensors` reads, or None.
 
     Keys, dtypes and shapes are compared. Returns None, too, if the library or numpy is not
@@ -30,7 +30,7 @@ def disagreement(source: Source, limits: Limits) -> str | None:
         with safe_open(source.path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             theirs = {
-                name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()
+                name: (view.get_dtype(), tuple(view.get_shape())) for name, view in slices.items()
             }
     except ImportError:
         return None
@@ -40,10 +40,12 @@ def disagreement(source: Source, limits: Limits) -> str | None:
         if ours.get(name) != theirs.get(name):
             return (
                 f"the library safetensors {__version__} reads {printable(name)} as "
-                f"{_describe(theirs.get(name))}, and ckptool as {_describe(ours.get(name))}"
+                f"{_describe_entry(theirs.get(name))}, and ckptool as "
+                f"{_describe_entry(ours.get(name))}"
             )
     return None
 
 
-def _describe(found: tuple[str, tuple[int, ...]] | None) -> str:
-    return "missing" if found is None else f"{found[0]} {list(found[1])}"
+def _describe_entry(entry: tuple[str, tuple[int, ...]] | None) -> str:
+    """Return dtype and shape of a tensor for the message."""
+    return "missing" if entry is None else f"{entry[0]} {list(entry[1])}"

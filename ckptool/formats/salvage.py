@@ -16,16 +16,16 @@ from ckptool.formats.archive import (
     STORED,
     LocalHeaders,
     ZipEntry,
-    began_again,
     check_names,
+    choose_folder,
     find_end,
-    folder_of,
+    is_second_copy,
+    make_record,
     read_directory,
-    record_of,
 )
 from ckptool.formats.base import Archive, Record, check_limit
 from ckptool.formats.registry import ZIP_MAGIC
-from ckptool.formats.transfers import last_copy, text_fault
+from ckptool.formats.transfers import find_last_copy, text_transfer_error
 from ckptool.limits import Limits
 
 _SIGNATURE = b"PK\x07\x08"
@@ -34,7 +34,7 @@ _NEEDED = ("data.pkl", "byteorder")
 """Records that are needed to read the others."""
 
 
-def whole_records(data: ByteRange, limits: Limits, sources: tuple[Source, ...]) -> Archive:
+def read_intact_records(data: ByteRange, limits: Limits, sources: tuple[Source, ...]) -> Archive:
     """Return the intact records of a zip; all of its bytes are read.
 
     They come from its directory, or, if that is missing or damaged, from the consecutive records at
@@ -44,26 +44,26 @@ def whole_records(data: ByteRange, limits: Limits, sources: tuple[Source, ...]) 
         CorruptFile: the pickle or the byte order is not among them.
         LimitExceeded: it has more records, or more inflation, than `limits` allows.
     """
-    if fault := text_fault(data.source):
+    if fault := text_transfer_error(data.source):
         raise fault
-    data = _last_copy(data)
-    entries = _entries(data, limits)
-    folder = folder_of(entries)
-    headers, found = LocalHeaders(data, data.length), list[Record]()
-    for entry in sorted(entries, key=lambda one: one.header):
+    data = _select_last_copy(data)
+    entries = _list_entries(data, limits)
+    folder = choose_folder(entries)
+    headers, candidates = LocalHeaders(data, data.length), list[Record]()
+    for entry in sorted(entries, key=lambda entry: entry.header):
         inner = entry.name.removeprefix(f"{folder}/") if folder else entry.name
         try:
-            offset = headers.payload(entry, data.length)
-            found.append(record_of(data, entry, offset, inner, limits))
+            offset = headers.find_payload(entry, data.length)
+            candidates.append(make_record(data, entry, offset, inner, limits))
         except LimitExceeded:
             raise
         except CheckpointError:  # a damaged header: the record is lost
             continue
-    sums = crc32s([one.data for one in found])
+    sums = crc32s([record.data for record in candidates])
     records = {
-        one.name: one
-        for one, crc in zip(found, sums, strict=True)
-        if one.crc32 in (None, crc)  # torch can be set to write none
+        record.name: record
+        for record, crc in zip(candidates, sums, strict=True)
+        if record.crc32 in (None, crc)  # torch can be set to write none
     }
     for entry in entries:
         name = entry.name.rpartition("/")[2]
@@ -72,18 +72,19 @@ def whole_records(data: ByteRange, limits: Limits, sources: tuple[Source, ...]) 
     return Archive(data.source.name, folder, records, sources, data.length, is_partial=True)
 
 
-def _last_copy(data: ByteRange) -> ByteRange:
+def _select_last_copy(data: ByteRange) -> ByteRange:
     """Return the last copy of a restarted download, if it is complete; else all bytes."""
     first = data.read(0, min(data.length, LOCAL.size + 64))
-    start = last_copy(data.source, first)
+    start = find_last_copy(data.source, first)
     with suppress(CorruptFile, UnsupportedFormat):
         copy = data.slice(start, data.length - start)
-        if start and began_again(data, start) and find_end(copy) is not None:
+        if start and is_second_copy(data, start) and find_end(copy) is not None:
             return copy
     return data
 
 
-def _entries(data: ByteRange, limits: Limits) -> list[ZipEntry]:
+def _list_entries(data: ByteRange, limits: Limits) -> list[ZipEntry]:
+    """Return the entries of the directory, or of consecutive records if it is damaged."""
     try:
         end = find_end(data)
         if end is not None:
@@ -93,14 +94,14 @@ def _entries(data: ByteRange, limits: Limits) -> list[ZipEntry]:
     except (CorruptFile, UnsupportedFormat):  # the directory is damaged
         pass
     entries = []
-    for entry in _from_the_beginning(data):
+    for entry in _scan_local_headers(data):
         entries.append(entry)
         check_limit("the zip has", len(entries), "records", limits.max_records)
     check_names(entries, exact=False)
     return entries
 
 
-def _from_the_beginning(data: ByteRange) -> Iterator[ZipEntry]:
+def _scan_local_headers(data: ByteRange) -> Iterator[ZipEntry]:
     """Yield an entry for each local header, as long as they are consecutive."""
     position = 0
     while position + LOCAL.size <= data.length:
@@ -112,10 +113,10 @@ def _from_the_beginning(data: ByteRange) -> Iterator[ZipEntry]:
         name = data.read(position + LOCAL.size, length)
         stop = payload + packed
         if flags & DESCRIPTOR:
-            behind = _behind(data, payload, stored=method == STORED)
-            if behind is None:
+            descriptor = _find_descriptor(data, payload, stored=method == STORED)
+            if descriptor is None:
                 return
-            crc, packed, size, stop = behind
+            crc, packed, size, stop = descriptor
         if stop > data.length:
             return
         text = name.decode("utf-8", "backslashreplace")
@@ -123,7 +124,9 @@ def _from_the_beginning(data: ByteRange) -> Iterator[ZipEntry]:
         position = stop
 
 
-def _behind(data: ByteRange, payload: int, *, stored: bool) -> tuple[int, int, int, int] | None:
+def _find_descriptor(
+    data: ByteRange, payload: int, *, stored: bool
+) -> tuple[int, int, int, int] | None:
     """Return CRC-32, packed size, size and end from the data descriptor of a record.
 
     It is the first one with a size that equals its distance from the start of the payload.

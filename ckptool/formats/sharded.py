@@ -20,10 +20,23 @@ from ckptool.files.place import place_of
 from ckptool.files.system import allow_open_files
 from ckptool.files.temporary import has_journal, journalled
 from ckptool.formats import identify
-from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, of_files
+from ckptool.formats.base import (
+    Format,
+    Probe,
+    Refusal,
+    add_error_context,
+    check_limit,
+    combine_details,
+)
 from ckptool.formats.identify import Identification
-from ckptool.formats.registry import candidates
-from ckptool.formats.safetensors_header import PLACES, VERSIONS, parse_json, restored, texts_of
+from ckptool.formats.registry import find_candidate_formats
+from ckptool.formats.safetensors_header import (
+    PLACES,
+    VERSIONS,
+    parse_json,
+    require_string_map,
+    restore_state_dict,
+)
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.quotes import quote
 from ckptool.words import are, counted, few, listed, printable, quoted, shell
@@ -55,11 +68,11 @@ class ShardIndex:
     shards: tuple[str, ...]
     """The file names, each once, in the order of their first tensors."""
 
-    def beside(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
         """Return the path of a file in the folder of the index."""
         return os.path.join(os.path.dirname(self.path), name)
 
-    def unnamed(self) -> Iterator[str]:
+    def find_unlisted_files(self) -> Iterator[str]:
         """Return files of the same set next to the index that it does not list."""
         series = {
             found.group(1, 3, 4) for name in self.shards if (found := NUMBERED.fullmatch(name))
@@ -87,7 +100,7 @@ def open_index(probe: Probe) -> ShardIndex | None:
         LimitExceeded: it is longer than `limits.max_json_bytes`.
     """
     if probe.source is not None:
-        with naming(probe.source.name):
+        with add_error_context(probe.source.name):
             return _index_of(probe.source, probe.limits)
     with ExitStack() as opened:
         found = []
@@ -96,7 +109,7 @@ def open_index(probe: Probe) -> ShardIndex | None:
         for path in (one for one in paths if probe.place.is_file(one) or has_journal(one)):
             inner = Probe(path, probe.limits)
             opened.callback(inner.close)
-            found.append(inner.ask(open_index))
+            found.append(inner.compute_once(open_index))
         indexes = [index for index in found if index is not None]
         _refuse_several(probe, indexes)
         if indexes:
@@ -104,7 +117,7 @@ def open_index(probe: Probe) -> ShardIndex | None:
         return indexes[0] if indexes else None
 
 
-def shards_named_by(path: str) -> tuple[str, ...]:
+def read_shard_names(path: str) -> tuple[str, ...]:
     """Return the files that an index lists before it is replaced; none if it is not an index."""
     with suppress(CheckpointError), closing(FileSource(path)) as source:
         index = _index_of(source, DEFAULT_LIMITS)
@@ -124,7 +137,7 @@ def _refuse_several(probe: Probe, indexes: list[ShardIndex]) -> None:
     if len(names) > 1:
         what = f"a folder with several checkpoints: {few(names)}"
         hint = f"give one: ckptool list {shell(os.path.join(probe.path, names[0]))}"
-        raise Identification(what, hint).error(probe.path)
+        raise Identification(what, hint).to_error(probe.path)
 
 
 def _complete_sets(names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -163,7 +176,7 @@ def _parse_index(raw: bytes, source: Source) -> ShardIndex | None:
         raise CorruptFile(f"the index is not UTF-8 at byte {error.start:,}") from error
     if _WEIGHT_MAP not in document:
         return None
-    weight_map = texts_of(document[_WEIGHT_MAP], f"the index's {_WEIGHT_MAP}")
+    weight_map = require_string_map(document[_WEIGHT_MAP], f"the index's {_WEIGHT_MAP}")
     for name in dict.fromkeys(weight_map.values()):
         if not _is_plain(name):
             raise CorruptFile(
@@ -196,10 +209,10 @@ def _join_shards(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> Ordered
     headers of the shards, or from the index, where huggingface_hub writes them. `_metadata` is
     merged from all shards.
     """
-    for name in index.unnamed():
+    for name in index.find_unlisted_files():
         raise CorruptFile(
             f"the index does not list {name!r}, which is next to it and belongs to the same set",
-            hint=f"check it with ckptool list {index.beside(name)}, and move it away if it does "
+            hint=f"check it with ckptool list {index.path_of(name)}, and move it away if it does "
             "not belong",
         )
     _check_roots(index, {file: shards[file].root for file in index.shards})
@@ -214,7 +227,9 @@ def _join_shards(index: ShardIndex, shards: Mapping[str, Checkpoint]) -> Ordered
         for key, text in index.metadata.items()
         if is_plain and isinstance(text, str) and key != VERSIONS
     }
-    root, _ = restored(entries, texts, {name: ties[name] for name in ties if name not in places})
+    root, _ = restore_state_dict(
+        entries, texts, {name: ties[name] for name in ties if name not in places}
+    )
     root.attributes = _attributes(shards.values())
     return root
 
@@ -230,7 +245,7 @@ def _check_roots(index: ShardIndex, roots: Mapping[str, Any]) -> None:
         raise CorruptFile(
             f"the shard {file!r} has none of the tensors that the index lists for it, but {what}",
             hint="each shard must be a part of one flat state dict: ckptool info "
-            f"{index.beside(file)}",
+            f"{index.path_of(file)}",
         )
 
 
@@ -289,7 +304,7 @@ _DERIVED = frozenset({"total_size", "total_parameters", PLACES})
 """Entries of an index that follow from the tensors."""
 
 
-def checkpoint_of(
+def make_checkpoint(
     index: ShardIndex, shards: Mapping[str, Checkpoint], format: str, path: str
 ) -> Checkpoint:
     """Return the checkpoint of all shards together.
@@ -298,7 +313,7 @@ def checkpoint_of(
         CorruptFile: a key is in two shards, in no shard, in another shard than the index lists, or
             not in the index; or the index does not list a file of the set.
     """
-    with naming(index.path):
+    with add_error_context(index.path):
         root = _join_shards(index, shards)
     every = [shard.details for shard in shards.values()]
     header, differing = _headers(details.header for details in every)
@@ -310,7 +325,7 @@ def checkpoint_of(
         _by_shard({file: getattr(shard.details, name) for file, shard in shards.items()})
         for name in ("notes", "left_behind", "unreferenced")
     )
-    return of_files(
+    return combine_details(
         list(shards.values()),
         Checkpoint(root, format, path),
         writer=f"{writers}, {count}" if writers else count,
@@ -319,7 +334,7 @@ def checkpoint_of(
         protocol=protocols.pop() if len(protocols) == 1 else None,
         notes=(
             *(() if index.weight_map else ("the index lists no tensors",)),
-            *total_size_notes(index, root),
+            *check_total_size(index, root),
             *notes,
         ),
         left_behind=(
@@ -358,7 +373,7 @@ def _by_shard(sentences: Mapping[str, Iterable[str]]) -> Iterator[str]:
         yield text if len(named) == len(sentences) else f"{listed(named, 3)}: {text}"
 
 
-def total_size_notes(index: ShardIndex, root: OrderedMap) -> Iterator[str]:
+def check_total_size(index: ShardIndex, root: OrderedMap) -> Iterator[str]:
     """Yield a note if the index states a size that no way of counting gives."""
     stated = index.metadata.get("total_size")
     every = [value for value in root.values() if isinstance(value, TensorRef)]
@@ -392,7 +407,7 @@ class Sharded(Format):
 
     def recognize(self, probe: Probe) -> bool:
         """Return whether it is an index, or a folder with one, to shards of these formats."""
-        index = probe.ask(open_index)
+        index = probe.compute_once(open_index)
         if index is None:
             return False
         if not index.shards:
@@ -407,25 +422,25 @@ class Sharded(Format):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return one state dict of all shards, in the order of the index."""
-        index = probe.ask(open_index)
+        index = probe.compute_once(open_index)
         if index is None:
             raise CorruptFile("this is not an index of shards")
         allow_open_files(len(index.shards))
-        place_of(index.path).expect([index.beside(name) for name in index.shards])
+        place_of(index.path).expect([index.path_of(name) for name in index.shards])
         with ExitStack() as opened:
             shards: dict[str, Checkpoint] = {}
             for name in index.shards:
                 shards[name] = self._read_shard(index, name, probe.limits)
                 opened.callback(shards[name].close)
             _check_still_there(index)
-            made = checkpoint_of(index, shards, self.name, index.path)
+            made = make_checkpoint(index, shards, self.name, index.path)
             opened.pop_all()
         details = replace(made.details, size=made.details.size + index.source.size)
         return replace(made, details=details, sources=(*made.sources, index.source))
 
     def _read_shard(self, index: ShardIndex, name: str, limits: Limits) -> Checkpoint:
         shard, known = _open_shard(index, name, limits)
-        with ExitStack() as opened, naming(shard.path):
+        with ExitStack() as opened, add_error_context(shard.path):
             opened.callback(shard.close)
             if known.name not in self.members:
                 raise _wrong_kind_error(shard.path, known, self.members)
@@ -449,7 +464,7 @@ def _wrong_kind_error(path: str, known: Format, wanted: tuple[str, ...]) -> Unsu
 def _open_shard(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Format]:
     """Return the probe of a shard, and its format."""
     try:
-        shard = Probe(index.beside(name), limits)
+        shard = Probe(index.path_of(name), limits)
     except FileMissing as error:
         raise _missing_error(index) from error
     except CheckpointError as error:
@@ -457,13 +472,13 @@ def _open_shard(index: ShardIndex, name: str, limits: Limits) -> tuple[Probe, Fo
             wanted = allow_open_files(len(index.shards))
             error.advise(f"allow more open files: ulimit -n {wanted}")
         raise
-    with ExitStack() as opened, naming(shard.path):
+    with ExitStack() as opened, add_error_context(shard.path):
         opened.callback(shard.close)
-        for known in candidates(shard):
+        for known in find_candidate_formats(shard):
             if not isinstance(known, Sharded) and known.recognize(shard):
                 opened.pop_all()
                 return shard, known
-        raise identify.explain(shard)
+        raise identify.unrecognized_error(shard)
 
 
 def _check_still_there(index: ShardIndex) -> None:
@@ -479,7 +494,7 @@ def _check_still_there(index: ShardIndex) -> None:
 
 def _missing_error(index: ShardIndex) -> FileMissing:
     place = place_of(index.path)
-    gone = [name for name in index.shards if not place.is_file(index.beside(name))]
+    gone = [name for name in index.shards if not place.is_file(index.path_of(name))]
     lack = f"{len(gone)} of {counted(len(index.shards), 'shard')} {are(len(gone))} missing"
     return FileMissing(
         f"{lack}: the folder of the index does not have {listed(map(repr, gone))}",

@@ -10,7 +10,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import NotRepresentable
 from ckptool.files import ByteRange, Source
 from ckptool.files.strided import swapped
-from ckptool.formats.base import NewFile, Probe, WritableFormat, WritePlan, pickled
+from ckptool.formats.base import NewFile, Probe, WritableFormat, WritePlan, details_from_pickle
 from ckptool.formats.legacy_stream import (
     COUNT,
     MACHINE,
@@ -19,8 +19,8 @@ from ckptool.formats.legacy_stream import (
     MAGIC_NUMBER,
     VERSION,
     LegacyStream,
+    find_second_copy,
     refuse_second_copy,
-    second_copy,
 )
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ class TorchLegacy(WritableFormat):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the checkpoint, over its pickles and the counts before its storages."""
-        source = probe.opened()
+        source = probe.require_source()
         salvages = probe.salvages is not None
         whole = ByteRange(source, 0, source.size)
-        start = second_copy(whole, probe.limits) if salvages else 0
+        start = find_second_copy(whole, probe.limits) if salvages else 0
         whole = whole.slice(start, whole.length - start)
         stream = LegacyStream(whole, probe.limits, salvages=salvages)
         if stream.end < whole.length and not salvages:
@@ -61,12 +61,12 @@ class TorchLegacy(WritableFormat):
         details = Details(
             size=source.size,
             writer=_writer(unpickled.globals),
-            **{**pickled(unpickled), "framed": stream.framed},
+            **{**details_from_pickle(unpickled), "framed": stream.framed},
             storage_bytes=sum(stored.whole.nbytes for stored in stream.stored.values()),
             dead_bytes=whole.length - stream.end,
             left_behind=(
                 *_left_before(start),
-                *stream.sources.left_behind(),
+                *stream.sources.describe(),
                 *_left_after(source, start + stream.end),
             ),
         )

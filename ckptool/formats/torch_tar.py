@@ -11,7 +11,14 @@ from ckptool.core.model import Storage, StorageRef, TensorRef
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, LimitExceeded
 from ckptool.files import ByteRange, Source
-from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, pickled
+from ckptool.formats.base import (
+    Format,
+    Probe,
+    Refusal,
+    add_error_context,
+    check_limit,
+    details_from_pickle,
+)
 from ckptool.formats.legacy_stream import COUNT, SourceTexts, unpickle_outer, unpickle_record
 from ckptool.limits import Limits
 from ckptool.quotes import quote
@@ -52,7 +59,7 @@ def read_members(source: Source, limits: Limits) -> dict[str, ByteRange]:
         kind, name, size = _parse(header, position)
         size = size if extra.size is None else extra.size
         name = extra.name or name
-        with naming(source.name, f"tar member {name!r:.80}"):
+        with add_error_context(source.name, f"tar member {name!r:.80}"):
             data = ByteRange(source, position + BLOCK, size)
         if kind in (_PAX, _LONG_NAME):
             extra = extra.with_record(kind, _small(data))
@@ -149,21 +156,21 @@ class TorchTar(Format):
         """Return whether it is a tar with torch's members."""
         if not is_tar(probe.head):
             return False
-        members = read_members(probe.opened(), probe.limits)
+        members = read_members(probe.require_source(), probe.limits)
         return all(name in members for name in _MEMBERS)
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the checkpoint; the bytes of its storages are not read."""
-        source = probe.opened()
+        source = probe.require_source()
         tar = _Tar(read_members(source, probe.limits), probe.limits)
         unpickled = tar.unpickled
         details = Details(
             size=source.size,
             writer="torch 0.1.1 to 0.1.9",
-            **pickled(unpickled),
+            **details_from_pickle(unpickled),
             storage_bytes=tar.storage_bytes,
             dead_bytes=tar.unread,
-            left_behind=tar.sources.left_behind(),
+            left_behind=tar.sources.describe(),
         )
         return Checkpoint(unpickled.root, self.name, probe.path, details, sources=(source,))
 
@@ -243,7 +250,7 @@ class _Tar:
     def _persistent(self, pid: Any) -> Any:
         match pid:
             case (cls, _, text):
-                return self.sources.take(cls, text)
+                return self.sources.remember_class(cls, text)
             case str() | int() if str(pid).isdecimal() and len(str(pid)) < 30:
                 key = int(pid)
                 if key in self.tensors:
@@ -259,7 +266,7 @@ def _view(root: StorageRef, key: int, offset: int, numel: int) -> StorageRef:
     """Return the part of `root` that a view shows, as a storage of its own."""
     itemsize = BY_NAME[root.dtype].itemsize
     length, data = numel * itemsize, root.storage.data
-    with naming(None, f"view {key} of storage {root.storage.key}"):
+    with add_error_context(None, f"view {key} of storage {root.storage.key}"):
         part = data and data.slice(offset * itemsize, length)
     storage = Storage(str(key), part, length, root.storage.device)
     return StorageRef(storage, root.dtype, root.untyped)
@@ -303,7 +310,7 @@ class _Member:
 
     def take(self, length: int) -> ByteRange:
         """Return the next `length` bytes."""
-        with naming(self.data.source.name, f"member {self.name!r}"):
+        with add_error_context(self.data.source.name, f"member {self.name!r}"):
             taken = self.data.slice(self.position, length)
         self.position += length
         return taken

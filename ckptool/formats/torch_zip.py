@@ -16,7 +16,7 @@ from ckptool.errors import CorruptFile, FileMissing, NotRepresentable
 from ckptool.files import ByteRange
 from ckptool.files.place import place_of
 from ckptool.files.strided import swapped
-from ckptool.formats.archive import find_end, open_archive, raw_entries, read_text, zip_archive
+from ckptool.formats.archive import find_end, open_archive, read_raw_entries, read_text, read_zip
 from ckptool.formats.base import (
     Archive,
     EditableFormat,
@@ -24,15 +24,15 @@ from ckptool.formats.base import (
     Probe,
     Record,
     WritePlan,
-    naming,
-    pickled,
+    add_error_context,
+    details_from_pickle,
 )
 from ckptool.formats.legacy_stream import unpickle_outer
 from ckptool.formats.zip_writer import (
     NewRecord,
     ZipPlace,
-    end_records,
-    literal,
+    literal_record,
+    pack_end_records,
     plan_sharing_zip,
     plan_zip,
 )
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 
 
-def _payload(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
-    """Return the record `data/INDEX` in little-endian bytes; `dtype` determines the swapping."""
+def _make_storage_record(index: int, storage: Storage, dtype: str, file: str) -> NewRecord:
+    """Return the record `data/INDEX` of a storage, in little-endian order for its `dtype`."""
     data = storage.data
     if data is None:
         raise NotRepresentable(
@@ -118,7 +118,7 @@ class Storages:
             raise CorruptFile(f"storage {parsed.key!r} has a view, which zip files do not support")
         storage = self.by_key.get(parsed.key)
         if storage is None:
-            storage = self.by_key[parsed.key] = self._find(parsed)
+            storage = self.by_key[parsed.key] = self._find_storage(parsed)
         elif storage.nbytes != parsed.nbytes or storage.device != parsed.device:
             raise CorruptFile(
                 f"storage {parsed.key!r} has {storage.nbytes:,} bytes on {storage.device} "
@@ -126,7 +126,8 @@ class Storages:
             )
         return StorageRef(storage, parsed.dtype, parsed.untyped)
 
-    def _find(self, pid: StoragePid) -> Storage:
+    def _find_storage(self, pid: StoragePid) -> Storage:
+        """Return the storage of a persistent id, with the bytes of its record."""
         for folder in self.folders:
             record = self.archive.find(f"{folder}{pid.key}")
             if record is not None:
@@ -158,8 +159,8 @@ def read_contents(archive: Archive, limits: Limits) -> ZipContents:
         CorruptFile: `data.pkl` is missing or damaged, or a storage has a wrong length.
         LimitExceeded: the pickle needs more than `limits` allows.
     """
-    facts = _facts(archive)
-    storages = Storages(archive, known_byteorder(facts.get("byteorder", "little")))
+    facts = _read_facts(archive)
+    storages = Storages(archive, check_byteorder(facts.get("byteorder", "little")))
     record = archive.find(PICKLE)
     if record is None:
         raise CorruptFile("the archive has no record 'data.pkl'")
@@ -167,12 +168,13 @@ def read_contents(archive: Archive, limits: Limits) -> ZipContents:
     return ZipContents(unpickled, storages, facts)
 
 
-def _facts(archive: Archive) -> dict[str, str]:
-    found = {name: archive.find(name) for name in _FACTS}
-    return {name: read_text(record, SHORT).strip() for name, record in found.items() if record}
+def _read_facts(archive: Archive) -> dict[str, str]:
+    """Return the text of each record with a fact, by its name."""
+    records = {name: archive.find(name) for name in _FACTS}
+    return {name: read_text(record, SHORT).strip() for name, record in records.items() if record}
 
 
-def known_byteorder(text: str) -> str:
+def check_byteorder(text: str) -> str:
     """Return the byte order of an archive from its record.
 
     Raises:
@@ -184,20 +186,20 @@ def known_byteorder(text: str) -> str:
     return text
 
 
-def stored_in(path: str, limits: Limits) -> Any:
-    """Return the content of one of thousands of torch.save files: each read opens it.
+def read_torch_file(path: str, limits: Limits) -> Any:
+    """Return the tree of one of thousands of torch.save files; each read opens the file.
 
     Raises:
         FileMissing: the file does not exist.
         CorruptFile: it is damaged.
         LimitExceeded: it needs more than `limits` allows.
     """
-    with naming(path):
-        return read_contents(zip_archive(member_of(path), limits), limits).unpickled.root
+    with add_error_context(path):
+        return read_contents(read_zip(open_member(path), limits), limits).unpickled.root
 
 
-def member_of(path: str) -> ByteRange:
-    """Return one of thousands of files in a folder, which is open only while it is read.
+def open_member(path: str) -> ByteRange:
+    """Return the bytes of one of thousands of files; it is open only during a read.
 
     Raises:
         FileMissing: the file does not exist.
@@ -210,14 +212,14 @@ def member_of(path: str) -> ByteRange:
     return ByteRange(place.member(path, size), 0, size)
 
 
-def contents_of(probe: Probe) -> ZipContents:
+def read_zip_contents(probe: Probe) -> ZipContents:
     """Return the contents of the torch zip of a probe.
 
     Raises:
         CorruptFile: the archive or its pickle is damaged, or a storage has a wrong length.
         LimitExceeded: it needs more than `probe.limits` allows.
     """
-    return read_contents(probe.ask(open_archive), probe.limits)
+    return read_contents(probe.compute_once(open_archive), probe.limits)
 
 
 class TorchZip(EditableFormat):
@@ -231,18 +233,18 @@ class TorchZip(EditableFormat):
 
     def recognize(self, probe: Probe) -> bool:
         """Return whether it has `data.pkl`, and not `constants.pkl`, which TorchScript has."""
-        archive = probe.ask(open_archive)
+        archive = probe.compute_once(open_archive)
         return archive.find(PICKLE) is not None and archive.find("constants.pkl") is None
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the checkpoint; read only the zip directory and the pickle."""
-        contents = probe.ask(contents_of)
+        contents = probe.compute_once(read_zip_contents)
         archive = contents.storages.archive
         return Checkpoint(
             contents.unpickled.root,
             self.name,
             probe.path,
-            _details(archive, contents, is_zip=not probe.is_folder),
+            _describe_file(archive, contents, is_zip=not probe.is_folder),
             sources=archive.sources,
         )
 
@@ -252,14 +254,16 @@ class TorchZip(EditableFormat):
 
         encoded = encode(checkpoint.root)
         records = [
-            literal("data.pkl", encoded.data),
-            literal(".format_version", b"1"),
-            literal(".storage_alignment", str(ALIGNMENT).encode()),
-            literal("byteorder", b"little"),
+            literal_record("data.pkl", encoded.data),
+            literal_record(".format_version", b"1"),
+            literal_record(".storage_alignment", str(ALIGNMENT).encode()),
+            literal_record("byteorder", b"little"),
         ]
         for index, storage in enumerate(encoded.storages):
-            records.append(_payload(index, storage, encoded.dtypes[index], checkpoint.path))
-        records.append(literal("version", b"3\n"))
+            records.append(
+                _make_storage_record(index, storage, encoded.dtypes[index], checkpoint.path)
+            )
+        records.append(literal_record("version", b"3\n"))
         folder = checkpoint.details.folder
         new = folder and plan_sharing_zip(folder, records, "data/0", ALIGNMENT)
         new = new or plan_zip("archive", records, ALIGNMENT)
@@ -283,18 +287,18 @@ class TorchZip(EditableFormat):
         if checkpoint.format != "torch-zip" or len(checkpoint.sources) != 1:
             return None
         data = ByteRange(checkpoint.sources[0], 0, checkpoint.sources[0].size)
-        archive = zip_archive(data, _UNLIMITED)  # the limits were checked when the file was opened
-        old = _pickle_of_torch(archive)
+        archive = read_zip(data, _UNLIMITED)  # the limits were checked when the file was opened
+        old = _find_editable_pickle(archive)
         if old is None:
             return None
         encoded = encode(checkpoint.root, key_of=attrgetter("key"))
-        used = _records_of(archive, encoded.storages)
+        used = _match_records(archive, encoded.storages)
         if used is None:
             return None
-        alignment = alignment_of(_facts(archive).get(".storage_alignment"))
-        is_computed = alignment is not None and not misplaced(archive, used, alignment)
+        alignment = parse_alignment(_read_facts(archive).get(".storage_alignment"))
+        is_computed = alignment is not None and not find_misplaced(archive, used, alignment)
         dropped = {_STALE, *(() if is_computed else _COMPUTING)}
-        added = _edited(data, f"{archive.folder}/", old, encoded.data, dropped)
+        added = _encode_edit(data, f"{archive.folder}/", old, encoded.data, dropped)
         if added is None:
             return None
         patch = Patch(data.length, added)
@@ -310,7 +314,8 @@ class TorchZip(EditableFormat):
 TORCH_ZIP = TorchZip()
 
 
-def _details(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Details:
+def _describe_file(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Details:
+    """Return the details of a torch zip: sizes, writer, unused records."""
     unpickled, used = contents.unpickled, contents.storages.used
     payloads = [record for name, record in archive.records.items() if name.startswith(_PAYLOADS)]
     unused = [record for record in payloads if record.name not in used]
@@ -319,22 +324,24 @@ def _details(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Detail
     extra = [n for n in names if n.lower() not in _OURS and not n.startswith(_PAYLOADS)]
     return Details(
         size=archive.size,
-        writer=_writer(archive, contents),
+        writer=_identify_writer(archive, contents),
         folder=archive.folder if is_zip and _PLAIN_FOLDER.fullmatch(archive.folder) else "",
         byteorder=contents.storages.byteorder,
-        **pickled(unpickled),
+        **details_from_pickle(unpickled),
         storage_bytes=sum(record.data.length for record in payloads),
         dead_bytes=archive.dead_bytes + unused_bytes,
-        notes=(*archive.notes, *_notes(archive, contents, is_zip=is_zip)),
-        left_behind=(f"{records_are(extra)} not part of a checkpoint",) if extra else (),
-        unreferenced=(f"{records_are([one.name for one in unused])} not used by the pickle",)
+        notes=(*archive.notes, *_describe_problems(archive, contents, is_zip=is_zip)),
+        left_behind=(f"{phrase_records(extra)} not part of a checkpoint",) if extra else (),
+        unreferenced=(
+            f"{phrase_records([record.name for record in unused])} not used by the pickle",
+        )
         if unused
         else (),
     )
 
 
-def refusals(archive: Archive, contents: ZipContents) -> Iterator[tuple[str, str, str]]:
-    """Yield why torch rejects a readable zip: kind of problem, record, and a clause."""
+def find_refusals(archive: Archive, contents: ZipContents) -> Iterator[tuple[str, str, str]]:
+    """Yield the reasons why torch rejects a readable zip: kind of problem, record, clause."""
     if not archive.folder:
         yield "folder", "", "its records are not in a folder"
     version = contents.facts.get("version")
@@ -344,16 +351,17 @@ def refusals(archive: Archive, contents: ZipContents) -> Iterator[tuple[str, str
         yield "version", "version", f"its version is {version!r}, expected 1 to 10"
 
 
-def _notes(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Iterator[str]:
+def _describe_problems(archive: Archive, contents: ZipContents, *, is_zip: bool) -> Iterator[str]:
+    """Yield a note for each reason why torch.load or its mmap cannot read the file."""
     records = archive.records
-    for _, _, text in refusals(archive, contents) if is_zip else ():
+    for _, _, text in find_refusals(archive, contents) if is_zip else ():
         yield f"{TORCH_REFUSES} {text}"
     if any(name.startswith("tensors/") for name in contents.storages.used):
         yield f"{TORCH_REFUSES} its tensors are in 'tensors/', as in torch 1.4"
     compressed = [name for name, record in records.items() if record.compressed]
     if compressed:
         yield (
-            f"{records_are(compressed)} compressed, which torch.load(mmap=True) reads as "
+            f"{phrase_records(compressed)} compressed, which torch.load(mmap=True) reads as "
             "garbage; rewrite the file to store them uncompressed"
         )
 
@@ -363,12 +371,12 @@ def _is_known_version(text: str) -> bool:
     return text.isdecimal() and 1 <= int(text) <= 10
 
 
-def records_are(names: list[str]) -> str:
+def phrase_records(names: list[str]) -> str:
     """Return the subject and verb of a sentence about records: `records 'a', 'b' are`."""
     return f"record{'s' if len(names) > 1 else ''} {few(names, 3)} {are(len(names))}"
 
 
-def _writer(archive: Archive, contents: ZipContents) -> str:
+def _identify_writer(archive: Archive, contents: ZipContents) -> str:
     """Return the torch versions that write this layout."""
     facts, keys = contents.facts, contents.storages.by_key
     if facts.get("version") == "1":
@@ -389,13 +397,13 @@ def _writer(archive: Archive, contents: ZipContents) -> str:
 # edited in place
 
 
-def alignment_of(stated: str | None) -> int | None:
+def parse_alignment(stated: str | None) -> int | None:
     """Return the number in `.storage_alignment`; None if torch cannot parse it."""
     text = str(ALIGNMENT) if stated is None else stated
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def misplaced(archive: Archive, used: Sequence[Record], alignment: int) -> list[Record]:
+def find_misplaced(archive: Archive, used: Sequence[Record], alignment: int) -> list[Record]:
     """Return the records that are not at the offsets that torch computes.
 
     `used` is the order in which the pickle first uses them. torch looks up the first, which must
@@ -403,43 +411,43 @@ def misplaced(archive: Archive, used: Sequence[Record], alignment: int) -> list[
     """
     if used and used[0].name != "data/0":
         return list(used)
-    wrong, header = [], 0
+    misplaced_records, header = [], 0
     for position, record in enumerate(used):
         name = f"{archive.folder}/{record.name}".encode("utf-8", "replace")
         header = header if position else record.header_offset
         place = ZipPlace(name, record.data.length, header, alignment)
         computed = place.payload if position else record.data.offset
         if computed != record.data.offset:
-            wrong.append(record)
+            misplaced_records.append(record)
         header = computed + place.size + place.descriptor_size
-    return wrong
+    return misplaced_records
 
 
-def _pickle_of_torch(archive: Archive) -> Record | None:
-    """Return the pickle of an archive that torch accepts: one folder, and a known version."""
-    is_whole = bool(archive.folder) and not archive.notes
-    is_known = _is_known_version(_facts(archive).get("version", ""))
+def _find_editable_pickle(archive: Archive) -> Record | None:
+    """Return the pickle of an archive that torch accepts; None for any other archive."""
+    has_one_folder = bool(archive.folder) and not archive.notes
+    is_known = _is_known_version(_read_facts(archive).get("version", ""))
     # torch would prefer the version in `.data/version`, if it knows it.
     return (
         archive.find(PICKLE)
-        if is_whole and is_known and not archive.find(".data/version")
+        if has_one_folder and is_known and not archive.find(".data/version")
         else None
     )
 
 
-def _records_of(archive: Archive, storages: Sequence[Storage]) -> list[Record] | None:
+def _match_records(archive: Archive, storages: Sequence[Storage]) -> list[Record] | None:
     """Return the record of each storage; None if a storage is not exactly one record."""
-    found = [archive.find(f"data/{storage.key}") for storage in storages]
+    candidates = [archive.find(f"data/{storage.key}") for storage in storages]
     records = [
         record
-        for record, storage in zip(found, storages, strict=True)
+        for record, storage in zip(candidates, storages, strict=True)
         if record is not None and record.data == storage.data
     ]
-    alone = {record.header_offset for record in records}
-    return records if len(alone) == len(storages) else None
+    distinct = {record.header_offset for record in records}
+    return records if len(distinct) == len(storages) else None
 
 
-def _edited(
+def _encode_edit(
     data: ByteRange, prefix: str, old: Record, pickle: bytes, dropped: Container[str]
 ) -> bytes | None:
     """Return the bytes to append to a zip: a new pickle, the directory, the end records.
@@ -449,16 +457,18 @@ def _edited(
     """
     end, crc = find_end(data), zlib.crc32(pickle)
     place = ZipPlace(f"{prefix}{old.name}".encode(), len(pickle), data.length, ALIGNMENT)
-    entries = dict(raw_entries(data, end)) if end else {}
+    entries = dict(read_raw_entries(data, end)) if end else {}
     if place.name not in entries:
         return None
-    entries[place.name] = place.entry(crc)
-    cut = len(prefix.encode())
+    entries[place.name] = place.pack_entry(crc)
+    prefix_length = len(prefix.encode())
     kept = [
-        raw for name, raw in entries.items() if name[cut:].decode("latin-1").lower() not in dropped
+        raw
+        for name, raw in entries.items()
+        if name[prefix_length:].decode("latin-1").lower() not in dropped
     ]
     directory = b"".join(kept)
     return b"".join((
-        place.local_header(), pickle, place.descriptor(crc), directory,
-        end_records(len(kept), place.end, len(directory)),
+        place.pack_local_header(), pickle, place.pack_descriptor(crc), directory,
+        pack_end_records(len(kept), place.end, len(directory)),
     ))  # fmt: skip

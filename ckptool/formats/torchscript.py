@@ -12,9 +12,16 @@ from ckptool.core.model import Global, Opaque, OrderedMap, Storage, TensorRef, f
 from ckptool.core.modules import Visits, holds_tensors
 from ckptool.core.sections import CONSTANT
 from ckptool.errors import CorruptFile, LimitExceeded, NotRepresentable
-from ckptool.formats.archive import count_of, counts_of, open_archive, read_json, read_text
-from ckptool.formats.base import OPAQUE_CONSTANTS, Archive, Format, Probe, Refusal, naming
-from ckptool.formats.torch_zip import Storages, read_contents, records_are
+from ckptool.formats.archive import open_archive, parse_count, parse_counts, read_json, read_text
+from ckptool.formats.base import (
+    OPAQUE_CONSTANTS,
+    Archive,
+    Format,
+    Probe,
+    Refusal,
+    add_error_context,
+)
+from ckptool.formats.torch_zip import Storages, phrase_records, read_contents
 from ckptool.limits import Limits
 from ckptool.quotes import quote
 from ckptool.symbolic import unpickle
@@ -31,7 +38,7 @@ _DTYPES = {
 def _read_model_json(archive: Archive, limits: Limits) -> tuple[OrderedMap, str]:
     """Return the weights by full name, and the writer of the archive."""
     document = read_json(archive.records["model.json"], limits)
-    with naming(archive.path, "record 'model.json'", rules_of="TorchScript"):
+    with add_error_context(archive.path, "record 'model.json'", rules_of="TorchScript"):
         model = _Model(archive, document, limits)
         model.collect(document["mainModule"], "", 0)
     version = document.get("producerVersion", "1.0")
@@ -55,14 +62,14 @@ class _Model:
         for item in sorted(module.get("parameters", []), key=lambda one: bool(one.get("isBuffer"))):
             self._add(prefix, item, item.get("tensorId", 0))
         for item in module.get("attributes", []):
-            match self.attributes[count_of(item.get("id", 0))]:
+            match self.attributes[parse_count(item.get("id", 0))]:
                 case Opaque(func=Global(name="build_tensor_from_id"), args=(number,)):
                     self._add(prefix, item, number)
         for child in module.get("submodules", []):
             self.collect(child, prefix + child["name"] + ".", depth + 1)
 
     def _add(self, prefix: str, item: Mapping[str, Any], number: Any) -> None:
-        self.names[prefix + item["name"]] = self.tensors[count_of(number)]
+        self.names[prefix + item["name"]] = self.tensors[parse_count(number)]
 
     def _tensor(self, item: Mapping[str, Any]) -> TensorRef:
         key, device = item["data"]["key"], item.get("device", "cpu")
@@ -74,9 +81,9 @@ class _Model:
             self.storages[key] = Storage(key, data, data.length, device, crc32=crc)
         return TensorRef(
             dtype=_DTYPES[item["dataType"]],
-            shape=counts_of(item.get("dims", []), self.limits),
-            stride=counts_of(item.get("strides", []), self.limits),
-            offset=count_of(item.get("offset", 0)),
+            shape=parse_counts(item.get("dims", []), self.limits),
+            stride=parse_counts(item.get("strides", []), self.limits),
+            offset=parse_count(item.get("offset", 0)),
             storage=self.storages[key],
             device=device,
             requires_grad=item.get("requiresGrad") is True,
@@ -112,14 +119,14 @@ class TorchScript(Format):
 
     def recognize(self, probe: Probe) -> bool:
         """Return whether it has `constants.pkl` and `data.pkl`, or `model.json` of 1.0."""
-        find = probe.ask(open_archive).find
+        find = probe.compute_once(open_archive).find
         if find("constants.pkl") is not None and find("data.pkl") is not None:
             return True
         return find("model.json") is not None and find("version") is not None
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the weights by full name; read only the directory, the pickle and the source."""
-        archive = probe.ask(open_archive)
+        archive = probe.compute_once(open_archive)
         if "model.json" in archive.records and "data.pkl" not in archive.records:
             root, writer = _read_model_json(archive, probe.limits)
             details = _details(archive, writer=writer)
@@ -321,4 +328,4 @@ def _left_behind(archive: Archive, weights: tuple[str, ...]) -> Iterator[str]:
         yield f"{len(constants):,} constants of the program (not listed)"
     rest = [name for name in names if not name.startswith(("code/", _CONSTANTS))]
     if rest:
-        yield f"{records_are(rest)} not part of the weights"
+        yield f"{phrase_records(rest)} not part of the weights"

@@ -21,7 +21,7 @@ _FEWEST_REPLACED = 8
 AS_TEXT_HINT = "transfer it again in binary mode, and compare the sizes"
 
 
-def text_fault(source: Source) -> CorruptFile | None:
+def text_transfer_error(source: Source) -> CorruptFile | None:
     """Return the error for a binary file that was transferred as text; None for any other file.
 
     The result is certain only for a file that does not open. A text has no zero bytes.
@@ -64,7 +64,7 @@ def salvage_command(file: str, root: Any = None) -> str:
     return f"ckptool convert --salvage {shell(file)} {shell(target)}{option}"
 
 
-def last_copy(source: Source, head: bytes) -> int:
+def find_last_copy(source: Source, head: bytes) -> int:
     """Return the offset of the last occurrence of `head`, the beginning of the file."""
     found, overlap = 0, len(head) - 1
     for start in range(0, source.size, BLOCK):

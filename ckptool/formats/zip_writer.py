@@ -49,7 +49,7 @@ class NewRecord:
     """The range that is copied unchanged; None if it is computed."""
 
 
-def literal(name: str, data: bytes) -> NewRecord:
+def literal_record(name: str, data: bytes) -> NewRecord:
     """Return a record with the given bytes."""
 
     def write(output: FileOutput) -> int:
@@ -85,7 +85,7 @@ class ZipPlace:
     @property
     def payload(self) -> int:
         """Offset of the first byte of content: the next multiple of the alignment."""
-        least = self.header + LOCAL.size + len(self.name) + len(self.wide_field(local=True))
+        least = self.header + LOCAL.size + len(self.name) + len(self.pack_zip64_field(local=True))
         least += _PADDING_HEADER.size
         if self.congruent is not None:
             return least + (self.congruent - least) % SHARED
@@ -103,7 +103,7 @@ class ZipPlace:
         """Offset of the next record."""
         return self.payload + self.size + self.descriptor_size
 
-    def wide_field(self, *, local: bool) -> bytes:
+    def pack_zip64_field(self, *, local: bool) -> bytes:
         """Return the zip64 field: sizes that do not fit (0 packed in a local header), offset."""
         values = []
         if self.size >= FAR:
@@ -114,9 +114,9 @@ class ZipPlace:
             return b""
         return struct.pack(f"<2H{len(values)}Q", ZIP64, 8 * len(values), *values)
 
-    def local_header(self) -> bytes:
+    def pack_local_header(self) -> bytes:
         """Return header, name and extra field, padded so that the payload is aligned."""
-        wide = self.wide_field(local=True)
+        wide = self.pack_zip64_field(local=True)
         fixed = self.header + LOCAL.size + len(self.name) + len(wide) + _PADDING_HEADER.size
         padding = self.payload - fixed
         extra = wide + _PADDING_HEADER.pack(b"FB", padding) + b"Z" * padding
@@ -126,16 +126,16 @@ class ZipPlace:
             + extra
         )
 
-    def descriptor(self, crc: int) -> bytes:
+    def pack_descriptor(self, crc: int) -> bytes:
         """Return the data descriptor; empty after an empty payload."""
         if not self.size:
             return b""
         layout = _DESCRIPTOR64 if self.wide else _DESCRIPTOR
         return layout.pack(b"PK\x07\x08", crc, self.size, self.size)
 
-    def entry(self, crc: int) -> bytes:
+    def pack_entry(self, crc: int) -> bytes:
         """Return the entry in the directory."""
-        wide = self.wide_field(local=False)
+        wide = self.pack_zip64_field(local=False)
         size, header = min(self.size, FAR), min(self.header, FAR)
         lengths = (len(self.name), len(wide), 0)
         fixed = (b"PK\x01\x02", 0, 0, self.flags, 0, 0, 0, crc, size, size)
@@ -161,21 +161,21 @@ class NewZip:
         start = output.tell()
         directory = []
         for record, place in self.records:
-            output.write(place.local_header())
+            output.write(place.pack_local_header())
             crc = record.write(output)
             if output.tell() != start + place.payload + place.size:
                 raise WriteError(
                     f"record {record.name!r} has {output.tell() - start - place.payload:,} "
                     f"bytes, expected {place.size:,}"
                 )
-            output.write(place.descriptor(crc))
-            directory.append(place.entry(crc))
+            output.write(place.pack_descriptor(crc))
+            directory.append(place.pack_entry(crc))
         offset = output.tell() - start
         content = b"".join(directory)
-        output.write(content + end_records(len(directory), offset, len(content)))
+        output.write(content + pack_end_records(len(directory), offset, len(content)))
 
 
-def end_records(entries: int, offset: int, length: int) -> bytes:
+def pack_end_records(entries: int, offset: int, length: int) -> bytes:
     """Return the end records for a directory of `length` bytes at `offset`."""
     end64 = offset + length
     return (
@@ -233,6 +233,6 @@ def plan_zip(
         place = ZipPlace(name, record.size, position, alignment, congruent)
         placed.append((record, place))
         position = place.end
-        directory += len(place.entry(0))
+        directory += len(place.pack_entry(0))
     size = position + directory + END64.size + LOCATOR.size + END.size
     return NewZip(tuple(placed), size)

@@ -15,12 +15,12 @@ from ckptool.core.sections import CONSTANT, MODEL_KINDS
 from ckptool.core.tree import everything
 from ckptool.dtypes import BY_NAME
 from ckptool.files.place import place_of
-from ckptool.formats import TORCH_ENDINGS, format_of, shard_of
+from ckptool.formats import TORCH_ENDINGS, load_format, shard_format_of
 from ckptool.formats.base import OPAQUE_CONSTANTS
 from ckptool.formats.distributed.dcp_safetensors import SHARDING_INFO
-from ckptool.formats.distributed.megatron import is_rank
-from ckptool.formats.distributed.ranks import FLAT, set_of
-from ckptool.formats.distributed.zero import is_part
+from ckptool.formats.distributed.megatron import is_rank_folder
+from ckptool.formats.distributed.ranks import FLAT, parse_rank_name
+from ckptool.formats.distributed.zero import is_step_file
 from ckptool.formats.torchscript import PACKED, PACKED_WEIGHTS, RUN_IT, has_packed_weights
 from ckptool.symbolic.encoder import blockers, blocking
 from ckptool.words import counted, printable, shell
@@ -98,7 +98,7 @@ def calls(checkpoint: Checkpoint) -> tuple[str, ...]:
 def misnamed(checkpoint: Checkpoint) -> str | None:
     """Return a sentence if the extension is that of another format, else None."""
     name = checkpoint.path.lower()
-    known = format_of(checkpoint.format)
+    known = load_format(checkpoint.format)
     if known.tensors_only and name.endswith(TORCH_ENDINGS):
         ending = os.path.splitext(name)[1]
         return f"it is a safetensors file, but its extension is {ending}, as for torch"
@@ -109,7 +109,7 @@ def misnamed(checkpoint: Checkpoint) -> str | None:
 
 def unnamed(checkpoint: Checkpoint) -> bool:
     """Return True if the header lacks the entry by which other libraries know the format."""
-    key = format_of(checkpoint.format).header_key
+    key = load_format(checkpoint.format).header_key
     return bool(key) and key not in checkpoint.details.header
 
 
@@ -132,7 +132,7 @@ def _packed(checkpoint: Checkpoint) -> Finding | None:
             "weights are missing: torch.jit.optimize_for_inference does not save those it packs",
             hint="save the model again before optimize_for_inference",
         )
-    if not format_of(checkpoint.format).is_program:
+    if not load_format(checkpoint.format).is_program:
         return None
     named = (*details.globals, *blockers(checkpoint.root))
     if has_packed_weights(checkpoint.root) or any(name.startswith(PACKED) for name in named):
@@ -156,7 +156,7 @@ def _placeholders(checkpoint: Checkpoint) -> Finding | None:
 
 def _gathered(path: str) -> str:
     """Return the hint about one DeepSpeed rank file, with its folder if known."""
-    folder = shell(os.path.dirname(path) or ".") if is_part(path) else "FOLDER"
+    folder = shell(os.path.dirname(path) or ".") if is_step_file(path) else "FOLDER"
     return PLACEHOLDERS.replace("FOLDER", folder)
 
 
@@ -179,7 +179,7 @@ def _rank(checkpoint: Checkpoint) -> Finding | None:
     """Detect one of several rank files by its content, its name or the files next to it."""
     folder, name = os.path.split(checkpoint.path.rstrip("/"))
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
-    if len(root) > 1 and all(map(is_rank, root)):
+    if len(root) > 1 and all(map(is_rank_folder, root)):
         remedy = f"ckptool convert {shell(checkpoint.path)} OUT --model-only --concat 'GLOB=DIM'"
         text = f"it has the parts of each matrix from {len(root)} ranks"
         return Finding("part", text, hint=f"join them with {remedy}")
@@ -192,12 +192,14 @@ def _rank(checkpoint: Checkpoint) -> Finding | None:
         return Finding("part", text, hint=_GATHER)
     if type(size) is int:
         return None
-    parts = set_of(name) and any(one.is_spread and not one.whole for _, one in checkpoint.tensors())
+    parts = parse_rank_name(name) and any(
+        one.is_spread and not one.whole for _, one in checkpoint.tensors()
+    )
     if parts or SHARDING_INFO in checkpoint.details.header:
         remedy = f"open its folder to join all ranks: {printable(folder or '.')}"
         return Finding("part", "it has one rank's part of each tensor", hint=remedy)
     total = _OF_TOTAL.search(name)
-    if total and not shard_of(checkpoint.format):
+    if total and not shard_format_of(checkpoint.format):
         count = int(total["n"] or total["n2"])
         if count > 1:
             remedy = "open its folder or the index of its shards, or gather all parts"
@@ -223,7 +225,7 @@ def layout_blockers(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield reasons in the layout why `torch.load(weights_only=True)` rejects the file."""
     if os.path.isdir(checkpoint.path):
         yield "torch.load cannot open a folder"
-    known = format_of(checkpoint.format)
+    known = load_format(checkpoint.format)
     if known.refusal is not None:
         yield known.refusal.what
     if known.tensors_only and (text := misnamed(checkpoint)):
@@ -243,7 +245,7 @@ def outdated_names(checkpoint: Checkpoint, objects: Collection[str]) -> tuple[st
     For example functions with which older torch created tensors: a rewrite uses the current ones.
     Empty if `objects` (of `symbolic.encoder.blockers`) are reported instead.
     """
-    if objects or format_of(checkpoint.format).refusal is not None:
+    if objects or load_format(checkpoint.format).refusal is not None:
         return ()
     return blocking(checkpoint.details.globals)
 

@@ -23,7 +23,7 @@ from ckptool.core.values import (
 )
 from ckptool.errors import AmbiguousName, NotFound, without_query
 from ckptool.files.source import Progress
-from ckptool.formats import Source, opened
+from ckptool.formats import Source, open_or_reuse
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.words import printable
 
@@ -182,7 +182,7 @@ def list_tensors(
     leaves: list[tuple[Path, TensorRef]] = []
     values: list[ValueRow] = []
     objects: list[tuple[Path, Any]] = []
-    with opened(source) as checkpoint:
+    with open_or_reuse(source) as checkpoint:
         if hash:  # it reads all bytes
             checkpoint = checkpoint.with_late_values()
         index = NameIndex(walk(checkpoint.root, limits), checkpoint.path)

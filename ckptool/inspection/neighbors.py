@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 
 from ckptool.core.checkpoint import Checkpoint
-from ckptool.formats.model_folder import ADAPTER_CONFIG, library_of
-from ckptool.formats.run_folder import trainer_state
+from ckptool.formats.model_folder import ADAPTER_CONFIG, identify_library
+from ckptool.formats.run_folder import read_trainer_state
 from ckptool.words import listed
 
 _TRAINING = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "scaler.pt",
@@ -18,7 +18,7 @@ _TRAINING = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "
 def neighbor_notes(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield notes on files next to the weights, if their name is that of a model folder."""
     path = checkpoint.path
-    if library_of(path) is None:
+    if identify_library(path) is None:
         return
     folder = os.path.dirname(path) or os.curdir
     try:
@@ -27,10 +27,10 @@ def neighbor_notes(checkpoint: Checkpoint) -> Iterator[str]:
         return
     training = [name for name in names if name.startswith(_TRAINING) and not name.endswith(".json")]
     if training:
-        step = trainer_state(folder).get("global_step")
+        step = read_trainer_state(folder).get("global_step")
         when = f"the training at step {step:,}" if type(step) is int else "the training"
         yield f"next to it is the state of {when}: {listed(training)}"
-    adapters = [name for name in names if library_of(name) == "peft"]
-    if adapters and library_of(path) != "peft":
+    adapters = [name for name in names if identify_library(name) == "peft"]
+    if adapters and identify_library(path) != "peft":
         files = listed([*adapters, *({ADAPTER_CONFIG} & {*names})])
         yield f"next to it is an adapter: {files}"

@@ -22,7 +22,7 @@ from ckptool.errors import CheckpointError, LimitExceeded, TruncatedFile, withou
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.inflated import InflatedSource, refuse_bomb
 from ckptool.files.place import is_address, place_of
-from ckptool.formats.archive import DEFLATED, REFUSED, STORED, zip_archive
+from ckptool.formats.archive import DEFLATED, REFUSED, STORED, read_zip
 from ckptool.formats.base import Record
 from ckptool.formats.foreign.npz import read_array_header
 from ckptool.formats.identify import MAGICS
@@ -427,7 +427,7 @@ class _Scanner:
         """Scan every record, and in an inconsistent zip also those that only headers point to."""
         records, is_odd = list[tuple[str, ByteRange]](), True
         try:
-            archive = zip_archive(data, self.limits)
+            archive = read_zip(data, self.limits)
             prefix = f"{archive.folder}/" if archive.folder else ""
             records = [(prefix + one.name, one.data) for one in archive.records.values()]
             is_odd = bool(archive.dead_bytes or archive.notes)  # of records outside the folder

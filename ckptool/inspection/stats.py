@@ -22,7 +22,7 @@ from ckptool.core.tree import distinct, is_within, name_of, walk
 from ckptool.core.values import documented, json_value, shape_text
 from ckptool.errors import NotFound, UnsupportedFormat, UsageError, without_query
 from ckptool.files.source import Progress
-from ckptool.formats import Source, opened
+from ckptool.formats import Source, open_or_reuse
 from ckptool.inspection.listing import TensorRow, tensor_rows
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.tensors.statistics import Histogram, Measurer, Measures, Moments, measurable
@@ -237,7 +237,7 @@ def stats(
     for given in (include, exclude):
         if isinstance(given, str):
             raise UsageError(f"expected a list of globs, not {given!r}", hint=f"[{given!r}]")
-    with opened(source) as checkpoint:
+    with open_or_reuse(source) as checkpoint:
         below: Path = () if key is None else resolve(checkpoint, key)[0]
         globs, unless = tuple(include), tuple(exclude)
         index = NameIndex(

@@ -40,19 +40,27 @@ from ckptool.errors import (
 from ckptool.files import ByteRange, FileSource, InflatedSource, Source
 from ckptool.files.checksums import crc32cs, crc32s
 from ckptool.files.source import BLOCK, Progress
-from ckptool.formats import candidates, checks, read_probe
+from ckptool.formats import checks, find_candidate_formats, read_probe
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Checksum, Findings, Probe
 from ckptool.formats.distributed.dcp import DCP
-from ckptool.formats.distributed.dcp_safetensors import DCP_SAFETENSORS, is_part_file, part_files
-from ckptool.formats.distributed.megatron import MEGATRON, rank_files as megatron_rank_files
-from ckptool.formats.distributed.ranks import FSDP_RANKS, of_model, rank_files
-from ckptool.formats.distributed.xla import XLA_FSDP, rank_files as xla_rank_files, tensor_files
-from ckptool.formats.distributed.zero import DEEPSPEED, is_part, is_step, step_files
+from ckptool.formats.distributed.dcp_safetensors import (
+    DCP_SAFETENSORS,
+    find_part_files,
+    is_part_file,
+)
+from ckptool.formats.distributed.megatron import MEGATRON, find_rank_files as megatron_rank_files
+from ckptool.formats.distributed.ranks import FSDP_RANKS, find_rank_files, is_model_rank_file
+from ckptool.formats.distributed.xla import (
+    XLA_FSDP,
+    find_rank_files as xla_rank_files,
+    find_tensor_files,
+)
+from ckptool.formats.distributed.zero import DEEPSPEED, find_step_files, is_step, is_step_file
 from ckptool.formats.foreign.tensorflow import is_index
 from ckptool.formats.identify import looks_like_checkpoint
-from ckptool.formats.model_folder import of_model_file
-from ckptool.formats.sharded import open_index, shards_named_by
+from ckptool.formats.model_folder import resolve_model_file
+from ckptool.formats.sharded import open_index, read_shard_names
 from ckptool.formats.torch_tar import BLOCK as TAR_BLOCK, is_tar
 from ckptool.inspection.blockers import missing_weights
 from ckptool.inspection.manifest import (
@@ -69,9 +77,9 @@ from ckptool.tensors.bytewise import is_floating, nonfinite
 from ckptool.words import are, counted, listed
 
 _SETS = (
-    (DCP_SAFETENSORS, part_files),
-    (FSDP_RANKS, rank_files),
-    (DEEPSPEED, step_files),
+    (DCP_SAFETENSORS, find_part_files),
+    (FSDP_RANKS, find_rank_files),
+    (DEEPSPEED, find_step_files),
     (XLA_FSDP, xla_rank_files),
     (MEGATRON, megatron_rank_files),
 )
@@ -114,12 +122,12 @@ def examine(
         opened.callback(probe.close)
         try:
             if probe.is_folder:
-                probe = of_model_file(probe)
+                probe = resolve_model_file(probe)
                 opened.callback(probe.close)
                 look.verdict = Verdict(probe.path)
-            index = probe.ask(open_index)
+            index = probe.compute_once(open_index)
             if index is not None:
-                shards = {name: index.beside(name) for name in index.shards}
+                shards = {name: index.path_of(name) for name in index.shards}
                 look.at_set(probe, index.path, shards)
             elif find := next((find for known, find in _SETS if known.recognize(probe)), None):
                 files = find(probe)
@@ -128,7 +136,7 @@ def examine(
                 look.at_set(probe, probe.path, shards)
             else:
                 look.check_file(probe)
-                for one in tensor_files(probe):
+                for one in find_tensor_files(probe):
                     look.check_shard(one, os.path.basename(one))
         except CheckpointError as error:
             look.blame(error)
@@ -152,7 +160,7 @@ class _FileCheck:
 
     def check_file(self, probe: Probe) -> None:
         """Check one file, or the files of an unzipped checkpoint."""
-        found = checks.structure(probe)
+        found = checks.check_structure(probe)
         self.take(found)
         self.at_name(probe)
         wrong = self.sum_up(found.checksums)
@@ -213,7 +221,7 @@ class _FileCheck:
         if not os.path.isfile(path):
             return False
         with closing(Probe(path, self.limits)) as probe:
-            if probe.ask(open_index) is not None:
+            if probe.compute_once(open_index) is not None:
                 return False
             look = _FileCheck(Verdict(path), self.limits, self.progress, is_shard=True)
             try:
@@ -249,7 +257,7 @@ class _FileCheck:
             )
         with checkpoint:
             self.add(problems=_damaged(wrong, checkpoint))
-            self.take(checks.content(checkpoint, probe))
+            self.take(checks.check_content(checkpoint, probe))
             part = None if self.is_shard else missing_weights(checkpoint)
             if part is not None:
                 self.add(notes=(f"{part.text}; {part.hint}",))
@@ -663,7 +671,7 @@ def checkpoints_in(folder: str, limits: Limits) -> list[str]:
             whole.append(path)
             continue
         if _INDEX.fullmatch(path):
-            for name in shards_named_by(path):
+            for name in read_shard_names(path):
                 with suppress(OSError):
                     shards.add(_identity(os.path.join(os.path.dirname(path), name)))
         known = files.get(identity)
@@ -722,12 +730,12 @@ def _part_of(folder: str, limits: Limits) -> Callable[[str], object] | None:
         if DCP_SAFETENSORS.recognize(probe):
             return is_part_file
         if FSDP_RANKS.recognize(probe):
-            return of_model
+            return is_model_rank_file
         if is_step(probe):
-            return is_part
-        archive = probe.ask(open_archive)
+            return is_step_file
+        archive = probe.compute_once(open_archive)
         if archive.records and os.path.realpath(archive.path) == os.path.realpath(folder):
-            is_unzipped = any(known.recognize(probe) for known in candidates(probe))
+            is_unzipped = any(known.recognize(probe) for known in find_candidate_formats(probe))
             return (lambda path: True) if is_unzipped else None
     return None
 

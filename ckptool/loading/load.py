@@ -31,7 +31,7 @@ from ckptool.core.names import N_AVERAGED
 from ckptool.core.sections import model_state_dict, values_inside, wrapped_names
 from ckptool.core.tree import name_of
 from ckptool.errors import LimitExceeded, UsageError, warn
-from ckptool.formats import opened
+from ckptool.formats import open_or_reuse
 from ckptool.loading.inert import InertObject
 from ckptool.renamed import renamed_arguments
 from ckptool.tensors import Materializer, is_one_part, only_a_part, set_attributes
@@ -87,7 +87,7 @@ def load(
 @contextmanager
 def open_with_warnings(path: str | os.PathLike[str] | Checkpoint) -> Iterator[Checkpoint]:
     """Open a checkpoint, and warn about values that its reader changed, such as a ZeRO-3 cast."""
-    with opened(path) as checkpoint:
+    with open_or_reuse(path) as checkpoint:
         if not isinstance(path, Checkpoint):
             for change in checkpoint.changes:
                 warn(f"{checkpoint.path}: {change.text}")

@@ -15,7 +15,7 @@ from ckptool.core.model import Global, Opaque, TensorRef
 from ckptool.core.tree import walk
 from ckptool.dtypes import NOT_IN_TORCH, PACKED
 from ckptool.errors import MatchError, NotFound, UsageError
-from ckptool.formats import format_of
+from ckptool.formats import load_format
 from ckptool.loading.load import unpickled
 from ckptool.loading.ranks import without_hidden
 from ckptool.loading.source import StateDict, open_state_dict
@@ -207,7 +207,7 @@ def plan_load(
         TorchMissing: if values have to be read, and torch is not installed.
         CorruptFile, DeviceError: if the values cannot be read.
     """
-    layout, choices = format_of(state.tree.format).layout, choices or TransposeRules()
+    layout, choices = load_format(state.tree.format).layout, choices or TransposeRules()
     kinds = target.kinds() if layout else None
     is_turned = bool(layout or choices.transpose)
     found = matched(

@@ -24,7 +24,7 @@ from ckptool.core.names import (
 from ckptool.core.sections import OF_THE_MODEL, is_extra_state, model_state_dict
 from ckptool.errors import AmbiguousName, NotFound, NotRepresentable, UsageError, WriteError, warn
 from ckptool.files.system import worded
-from ckptool.formats import format_of
+from ckptool.formats import load_format
 from ckptool.loading.ranks import Ranks, default_group, is_spread, sharded, ungathered
 from ckptool.tensors.live import frozen
 from ckptool.tensors.materialize import require_torch
@@ -184,7 +184,7 @@ def _write(
 ) -> Receipt:
     checkpoint = Compact()(frozen(tree, instead=instead, file=path))
     _mark(checkpoint, noted)
-    is_flat = format_of(target_format(checkpoint, path)).flat
+    is_flat = load_format(target_format(checkpoint, path)).flat
     left_out: tuple[str, ...] = ()
     if is_flat and tree.keys() == {"state_dict", N_AVERAGED}:
         checkpoint = checkpoint.with_root({"state_dict": checkpoint.root["state_dict"]})

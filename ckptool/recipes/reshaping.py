@@ -13,7 +13,7 @@ from ckptool.core.names import families
 from ckptool.core.sections import MODEL_KINDS, Section, named_tensors
 from ckptool.core.tree import name_of
 from ckptool.errors import UsageError
-from ckptool.formats.distributed.megatron import is_rank
+from ckptool.formats.distributed.megatron import is_rank_folder
 from ckptool.recipes.assembling import TensorMaker
 from ckptool.recipes.axes import Equation, Sum
 from ckptool.recipes.names import Pattern, Variable
@@ -198,7 +198,7 @@ class Concat(Step):
         """
         file, places = checkpoint.path, [_place(rule) for rule in self.rules]
         ranks = checkpoint.root if isinstance(checkpoint.root, dict) else {}
-        if not ranks or not all(map(is_rank, ranks)):
+        if not ranks or not all(map(is_rank_folder, ranks)):
             hint = "give the folder of one iteration, which has a folder mp_rank_00"
             raise UsageError("has no Megatron ranks to concatenate", file=file, hint=hint)
         trees = [root if isinstance(root, dict) else {} for root in ranks.values()]

@@ -11,7 +11,7 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import OrderedMap
 from ckptool.errors import FileMissing, NameCollision, NotFound, UsageError
 from ckptool.files.place import place_of
-from ckptool.formats.distributed.megatron import RANK_FILE, is_rank
+from ckptool.formats.distributed.megatron import RANK_FILE, is_rank_folder
 from ckptool.formats.several import open_by_key
 from ckptool.recipes.names import Pattern, first_missing
 from ckptool.recipes.recipe import Recipe
@@ -124,7 +124,7 @@ def split_files(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Checkpoint]
         UsageError: the recipe has no `files`, and the checkpoint is not of Megatron's ranks.
     """
     root = checkpoint.root
-    if recipe.files is None and isinstance(root, dict) and all(map(is_rank, root)):
+    if recipe.files is None and isinstance(root, dict) and all(map(is_rank_folder, root)):
         return {f"{key}/{RANK_FILE}": replace(checkpoint, root=node) for key, node in root.items()}
     pattern, before = _patterns(recipe)
     nodes: dict[str, Any] = {"": checkpoint.root}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckptool.errors import CheckpointError
-from ckptool.formats import format_of
+from ckptool.formats import load_format
 from ckptool.inspection.blockers import first_calls
 from ckptool.inspection.scan_calls import CANNOT_TELL, DATA, RUNS, VERDICTS
 from ckptool.render.table import table
@@ -40,7 +40,7 @@ def diagnosis_lines(
     verdict = verdict_text(diagnosis)
     yield f"{look.bold(name)}{' ' if verdict.startswith(_FAILS) else ': '}{verdict}"
     if not diagnosis.complaints:
-        if explain and (remark := format_of(diagnosis.format or "").remark):
+        if explain and (remark := load_format(diagnosis.format or "").remark):
             yield from _fact("why", remark, look)
         return
     if diagnosis.would_run:
@@ -68,7 +68,7 @@ def verdict_text(diagnosis: Diagnosis) -> str:
 
 
 def _loader(diagnosis: Diagnosis) -> str:
-    is_flat = format_of(diagnosis.format or "").tensors_only  # only new torch.load opens it
+    is_flat = load_format(diagnosis.format or "").tensors_only  # only new torch.load opens it
     return "safetensors.torch.load_file" if is_flat else "torch.load"
 
 

@@ -25,7 +25,7 @@ from ckptool.core.sections import (
 from ckptool.core.tree import everything, is_within, name_of, rebuild, walk, where
 from ckptool.errors import AmbiguousName, NotFound, UsageError
 from ckptool.files.source import MemorySource
-from ckptool.formats import format_of
+from ckptool.formats import load_format
 from ckptool.transforms.names import remaining_metadata
 from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
@@ -295,7 +295,7 @@ def plain_state_dict(checkpoint: Checkpoint, chosen: Section) -> OrderedMap:
     keeps its tensors as they were saved. A DTensor that is complete in the file becomes a plain
     tensor.
     """
-    of_module = chosen.kind == "module" or format_of(checkpoint.format).is_program
+    of_module = chosen.kind == "module" or load_format(checkpoint.format).is_program
     root = OrderedMap(chosen.node)
     for name, value in chosen.node.items():
         if isinstance(value, TensorRef):

@@ -21,7 +21,7 @@ from ckptool.core.optimizers import (
 from ckptool.core.sections import MODEL_KINDS, Section, named_tensors, optimizer_names
 from ckptool.core.tree import distinct as once
 from ckptool.errors import NotFound
-from ckptool.formats import format_of
+from ckptool.formats import load_format
 from ckptool.tensors.whole import Wholes, lerped
 from ckptool.transforms.names import distinct
 from ckptool.words import printable
@@ -34,7 +34,7 @@ def keeps_order(checkpoint: Checkpoint, names: list[str], metadata: object) -> b
     files made from these, are always sorted.
     """
     is_sorted = len(names) > 1 and metadata is None and names == sorted(names)
-    return (checkpoint.in_memory or format_of(checkpoint.format).keeps_order) and not is_sorted
+    return (checkpoint.in_memory or load_format(checkpoint.format).keeps_order) and not is_sorted
 
 
 def weights_for_evaluation(

@@ -13,9 +13,9 @@ from ckptool.errors import FileMissing
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.atomic import FileOutput
 from ckptool.files.place import place_of
-from ckptool.formats import format_of, shard_of
+from ckptool.formats import load_format, shard_format_of
 from ckptool.formats.base import NewFile, WritePlan
-from ckptool.formats.model_folder import ADAPTER_CONFIG, library_of
+from ckptool.formats.model_folder import ADAPTER_CONFIG, identify_library
 from ckptool.words import listed
 from ckptool.writing.configuration import Edited, edited
 
@@ -54,8 +54,8 @@ def folder_of_companions(checkpoint: Checkpoint) -> str | None:
     """Return the folder with these files for a checkpoint, or None."""
     root, format = checkpoint.path, checkpoint.format
     if not os.path.isdir(root):
-        names_others = shard_of(format) or format_of(format).index_name
-        if not (names_others or library_of(root)):
+        names_others = shard_format_of(format) or load_format(format).index_name
+        if not (names_others or identify_library(root)):
             return None
         root = os.path.dirname(root) or os.curdir
     folders = [one for name in _FOLDERS if os.path.isdir(one := os.path.join(root, name))]
@@ -92,7 +92,7 @@ def with_companions(
             names = sorted(entry.name for entry in entries if entry.is_file())
     except OSError as error:
         raise FileMissing("is not a readable folder", file=folder) from error
-    wanted = _companions(names, library_of(path) or "")
+    wanted = _companions(names, identify_library(path) or "")
     if not wanted:
         hint = f"give a folder with {listed(PATTERNS, 4)}"
         raise FileMissing("has no configuration or tokenizer file", file=folder, hint=hint)

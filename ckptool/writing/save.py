@@ -17,7 +17,7 @@ from ckptool.files import Source
 from ckptool.files.computed import ComputedSource
 from ckptool.files.place import is_address, place_of
 from ckptool.files.source import Progress, far_bytes
-from ckptool.formats import format_of, shard_of, writer
+from ckptool.formats import load_format, load_writable_format, shard_format_of
 from ckptool.formats.base import EditableFormat, FolderFormat, NewFile, WritePlan
 from ckptool.remedies import Remedy
 from ckptool.symbolic.encoder import blockers
@@ -143,19 +143,19 @@ def save(
         check_still_there(path, checkpoint.sources)
     check_target(checkpoint, path, overwrite=overwrite, in_place=in_place)
     name = target_format(checkpoint, path, format, sharded=max_shard_size is not None)
-    format_of(checkpoint.format).refuse_unusable(checkpoint)
-    if format_of(name).flat and apart is None:
+    load_format(checkpoint.format).refuse_unusable(checkpoint)
+    if load_format(name).flat and apart is None:
         checkpoint = _only_state_dict(checkpoint)
         refuse_placeholders(checkpoint)
     else:
         checkpoint = checkpoint.with_late_values()
-    if format_of(name).index_name and checkpoint.root is not checkpoint.original:
+    if load_format(name).index_name and checkpoint.root is not checkpoint.original:
         rewrite = False  # of such a folder only the index is written again
     anew = not own or rewrite or max_shard_size is not None
     if apart is not None:
         plan = _plan_apart(checkpoint, os.path.dirname(path), name, apart(checkpoint))
     else:
-        indexed = bool(format and shard_of(format))
+        indexed = bool(format and shard_format_of(format))
         plan = _plan(checkpoint, path, name, max_shard_size, anew=anew, indexed=indexed)
     job = Job(
         checkpoint,
@@ -179,7 +179,7 @@ def save(
     if found := placeholders_of(checkpoint):
         notes.append(f"{found.text}; {found.hint}")
     if all(change.kind != "fit" for change in checkpoint.changes):
-        notes += format_of(checkpoint.format).layout_notes(checkpoint)
+        notes += load_format(checkpoint.format).describe_layout(checkpoint)
     if any(source.is_far for source in checkpoint.sources):
         notes += _remote_notes(checkpoint, dry_run=dry_run)
     if (to_folder or plan.index) and apart is None and not is_far:
@@ -211,7 +211,7 @@ def _file_of(
     to_folder: bool,
 ) -> str | os.PathLike[str]:
     """Return the file to write: for a folder a file in it, for the source's own the index."""
-    if to_folder or format_of(format or "").index_name:
+    if to_folder or load_format(format or "").index_name:
         return target_file(checkpoint, path, format, to_folder=to_folder, files_from=files_from)
     index = target_file(checkpoint, path, checkpoint.format, to_folder=False)
     return index if _names_a_source(index, checkpoint.sources) else path
@@ -230,9 +230,9 @@ def _plan(
     plan = None if anew else _plan_in_place(checkpoint, path, format)
     if plan is not None:
         return plan
-    if shard_of(format):
+    if shard_format_of(format):
         plan = _plan_sharded(checkpoint, path, format, max_shard_size, indexed=indexed)
-    elif isinstance(known := writer(format), FolderFormat):
+    elif isinstance(known := load_writable_format(format), FolderFormat):
         if is_a_source(path, checkpoint.sources):
             raise NotRepresentable(
                 "a folder cannot be written over itself; --in-place can only change its index",
@@ -249,7 +249,10 @@ def _plan_apart(
     checkpoint: Checkpoint, folder: str, format: str, parts: Mapping[str, Checkpoint]
 ) -> WritePlan:
     """Return the plan with one file per part, by its name in the folder."""
-    plans = {os.path.join(folder, name): writer(format).plan(one) for name, one in parts.items()}
+    plans = {
+        os.path.join(folder, name): load_writable_format(format).plan(one)
+        for name, one in parts.items()
+    }
     every = plans.values()
     return WritePlan(
         format,
@@ -325,7 +328,7 @@ def _plan_in_place(
     if checkpoint.root is checkpoint.original and format == checkpoint.format:
         tensors, refused = sum(1 for _ in checkpoint.tensors()), blockers(checkpoint.root)
         return WritePlan(format, kept=checkpoint.details.size, tensors=tensors, blockers=refused)
-    known = format_of(format) if format == checkpoint.format else None
+    known = load_format(format) if format == checkpoint.format else None
     if not isinstance(known, EditableFormat) or not is_a_source(path, checkpoint.sources):
         return None
     if os.stat(path).st_nlink > 1:
@@ -372,22 +375,24 @@ def _plan_sharded(
     if not plan.index:
         return plan
     new = {os.path.basename(file.path) for file in plan.files}
-    from ckptool.formats.sharded import shards_named_by  # most writes have no index
+    from ckptool.formats.sharded import read_shard_names  # most writes have no index
 
-    gone = [name for name in shards_named_by(plan.index) if name not in new]
+    gone = [name for name in read_shard_names(plan.index) if name not in new]
     stays = f"kept shards that the new index does not list: {listed(gone)}"
     return replace(plan, notes=(*plan.notes, stays)) if gone else plan
 
 
 def _other_models(path: str | os.PathLike[str], plan: WritePlan) -> Iterator[str]:
     """Yield a note on weights in the target's folder that a library may read instead of it."""
-    from ckptool.formats.model_folder import library_of  # only for names that a library looks for
+    from ckptool.formats.model_folder import (
+        identify_library,
+    )  # only for names that a library looks for
 
     folder, name = os.path.split(plan.index or os.path.realpath(path))
-    library = library_of(name)
+    library = identify_library(name)
     if library is not None and os.path.isdir(folder):
         own = {name, *(os.path.basename(file.path) for file in plan.files)}
-        others = {one for one in os.listdir(folder) if library_of(one) == library} - own
+        others = {one for one in os.listdir(folder) if identify_library(one) == library} - own
         if others:
             yield f"kept {listed(sorted(others))} in the folder: {library} may read that instead"
 
@@ -460,7 +465,7 @@ def refuse_empty(checkpoint: Checkpoint, plan: WritePlan) -> None:
             "to leave it out",
         )
     empty = isinstance(checkpoint.root, (dict, list, tuple)) and not checkpoint.root
-    if not plan.tensors and (empty or format_of(plan.format).flat) and not checkpoint.in_memory:
+    if not plan.tensors and (empty or load_format(plan.format).flat) and not checkpoint.in_memory:
         was = replace(checkpoint, root=checkpoint.original)
         there = [*what_there_is(was), *plan.left_out]
         if not there:  # the copy of an empty file is complete
@@ -507,7 +512,7 @@ def _list_left_out(checkpoint: Checkpoint, target: str) -> Iterator[str]:
     yield from checkpoint.details.unreferenced
     yield from _left_out_by_transforms(checkpoint)
     entries = [key for key in checkpoint.details.header if key != "format"]
-    if entries and target != checkpoint.format and not format_of(target).header_key:
+    if entries and target != checkpoint.format and not load_format(target).header_key:
         yield f"header entries: {listed(entries)}"
 
 

@@ -20,9 +20,9 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Opaque, OrderedMap, Storage, StorageRef, TensorRef, find_tensors
 from ckptool.core.tree import everything
 from ckptool.errors import NotRepresentable, UsageError
-from ckptool.formats import format_of, shard_of, writer
+from ckptool.formats import load_format, load_writable_format, shard_format_of
 from ckptool.formats.base import NewFile, WritePlan
-from ckptool.formats.safetensors_header import FORMAT, metadata_of
+from ckptool.formats.safetensors_header import FORMAT, make_metadata
 from ckptool.writing.target import INDEX, split
 
 DEFAULT_SIZE = 5 * 10**9
@@ -86,14 +86,14 @@ def plan_shards(
     if limit < 1:
         raise UsageError(f"a shard cannot have {limit} bytes")
     names = _Names(os.fspath(path), format)
-    of_tensors = format_of(format).tensors_only
+    of_tensors = load_format(format).tensors_only
     parts = (_safetensors_parts if of_tensors else _torch_parts)(checkpoint)
     if same_files:
         placed = _by_file(checkpoint, parts.groups)
         return _plan_files(checkpoint, format, names.index, parts, placed)
     runs = _fill_shards(parts.groups, limit) or [[]]
     if not (indexed or names.indexed) and len(runs) == 1:
-        return writer(shard_of(format)).plan(checkpoint)
+        return load_writable_format(shard_format_of(format)).plan(checkpoint)
     files = {names.shard(number, len(runs)): run for number, run in enumerate(runs, 1)}
     return _plan_files(checkpoint, format, names.index, parts, files)
 
@@ -106,7 +106,7 @@ def _plan_files(
     files: Mapping[str, Sequence[str]],
 ) -> WritePlan:
     """Return the plan of `files`, each with its keys, and of their `index`."""
-    planned = writer(shard_of(format)).plan
+    planned = load_writable_format(shard_format_of(format)).plan
     plans = [planned(part) for part in _shards(checkpoint, files.values())]
     shards = [plan.files[0]._replace(path=file) for file, plan in zip(files, plans, strict=True)]
     places = {name: os.path.basename(file) for file, run in files.items() for name in run}
@@ -150,7 +150,7 @@ class _Names:
         stem, ending = split(whole)
         if ending.lower().removesuffix(".tar") not in _ENDINGS:
             stem, ending = whole, ""
-        self._stem, self._ending = stem, ending or format_of(format).shard_ending
+        self._stem, self._ending = stem, ending or load_format(format).shard_ending
 
     @property
     def index(self) -> str:
@@ -178,9 +178,9 @@ class _Parts:
 
 def _safetensors_parts(checkpoint: Checkpoint) -> _Parts:
     # Imported here: opening a file of another format does not need it.
-    from ckptool.formats.safetensors import content_of, overlapping, remarks
+    from ckptool.formats.safetensors import describe_changes, describe_overlaps, plan_content
 
-    content = content_of(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
+    content = plan_content(checkpoint, {FORMAT: "pt", **checkpoint.details.header})
     tensors, ties, written = content.tensors, content.ties, content.written
     anchors = {name: [ties.get(name, name)] for name in tensors}
     groups = [
@@ -190,9 +190,9 @@ def _safetensors_parts(checkpoint: Checkpoint) -> _Parts:
     return _Parts(
         groups,
         list(written),
-        metadata_of(ties, tensors, None),
+        make_metadata(ties, tensors, None),
         content.left_out,
-        (*remarks(tensors, ties), *overlapping(written)),
+        (*describe_changes(tensors, ties), *describe_overlaps(written)),
     )
 
 

@@ -11,7 +11,7 @@ from ckptool.core.checkpoint import Checkpoint
 from ckptool.errors import TargetExists, UsageError, WriteError
 from ckptool.files import Source as Bytes
 from ckptool.files.place import is_address, place_of
-from ckptool.formats import REGISTRY, WRITABLE, Source, format_of, shard_of
+from ckptool.formats import REGISTRY, WRITABLE, Source, load_format, shard_format_of
 from ckptool.words import shell
 
 INDEX_ENDING = re.compile(r"(\.[^./\\]+)?\.index(\.[^./\\]+)?\.json$", re.IGNORECASE)
@@ -28,7 +28,7 @@ def default_target(
     Raises:
         UsageError: if the source is `sharded`, and `format` is not a format of one file.
     """
-    if sharded and (format is None or shard_of(format)):
+    if sharded and (format is None or shard_format_of(format)):
         raise UsageError(
             "is a sharded checkpoint and needs a target",
             file=source,
@@ -105,7 +105,7 @@ def goes_to_folder(
         UsageError: if the source is a single file and the name could be a file or a folder.
     """
     name = os.fspath(target)
-    if name.endswith(os.sep) or format_of(format or "").index_name or os.path.isdir(name):
+    if name.endswith(os.sep) or load_format(format or "").index_name or os.path.isdir(name):
         return True
     if name in ("", "-") or _has_known_extension(name, source):
         return False
@@ -147,7 +147,7 @@ def _is_set(source: Source | Sequence[str | os.PathLike[str]]) -> bool:
     name = os.fspath(source)
     is_single = place_of(name).is_file(name) and not INDEX_ENDING.search(name)
     return not is_single or any(
-        os.path.basename(name) == format_of(one).index_name for one in WRITABLE
+        os.path.basename(name) == load_format(one).index_name for one in WRITABLE
     )
 
 
@@ -164,21 +164,25 @@ def target_file(
     For a format that is a folder, it is the file that lists the others. The library is that of the
     weights' name, else that of the folder with the configuration.
     """
-    name, index = os.fspath(path), format_of(format or "").index_name
+    name, index = os.fspath(path), load_format(format or "").index_name
     if index:
         return name if os.path.basename(name) == index else os.path.join(name, index)
     if not to_folder:
         return name
-    is_safe = format is None or format_of(shard_of(format) or format).tensors_only
-    from ckptool.formats.model_folder import library_in, library_of, model_file  # only for folders
+    is_safe = format is None or load_format(shard_format_of(format) or format).tensors_only
+    from ckptool.formats.model_folder import (
+        find_library,
+        identify_library,
+        weights_file_name,
+    )  # only for folders
 
-    library = library_of(checkpoint.path)
+    library = identify_library(checkpoint.path)
     if library is None:
         from ckptool.writing.companions import folder_of_companions  # a file needs no library
 
         folder = files_from or folder_of_companions(checkpoint)
-        library = library_in(folder) if folder and os.path.isdir(folder) else None
-    return os.path.join(name, model_file(library, safe=is_safe))
+        library = find_library(folder) if folder and os.path.isdir(folder) else None
+    return os.path.join(name, weights_file_name(library, safe=is_safe))
 
 
 def target_format(
@@ -207,7 +211,7 @@ def target_format(
     if format is None and checkpoint.format in WRITABLE and is_a_source(path, checkpoint.sources):
         format = checkpoint.format
     single = _single(checkpoint, name, format)
-    return _sharded(single, format) if sharded and not format_of(single).index_name else single
+    return _sharded(single, format) if sharded and not load_format(single).index_name else single
 
 
 def _single(checkpoint: Checkpoint, name: str, format: str | None) -> str:
@@ -224,7 +228,7 @@ def _single(checkpoint: Checkpoint, name: str, format: str | None) -> str:
 
 def _sharded(single: str, format: str | None) -> str:
     """Return the sharded form of the format `single`, unless `format` decides."""
-    wanted = format or (single if format_of(single).tensors_only else DEFAULT)
+    wanted = format or (single if load_format(single).tensors_only else DEFAULT)
     shards = {one.shard: one.name for one in REGISTRY if one.shard}
     if wanted in (*shards, *shards.values()):
         return shards.get(wanted, wanted)

@@ -19,10 +19,10 @@ from ckptool.files.checksums import crc32_of, crc32s
 from ckptool.files.source import Progress, Stated
 from ckptool.files.strided import swapped
 from ckptool.files.threads import in_order
-from ckptool.formats import format_of, open_checkpoint
-from ckptool.formats.archive import zip_archive
+from ckptool.formats import load_format, open_checkpoint
+from ckptool.formats.archive import read_zip
 from ckptool.formats.base import NewFile
-from ckptool.formats.safetensors_library import disagreement
+from ckptool.formats.safetensors_library import find_disagreement
 from ckptool.formats.torch_zip import TORCH_ZIP, read_contents
 from ckptool.limits import DEFAULT_LIMITS
 from ckptool.symbolic.encoder import Encoded, encode
@@ -88,7 +88,7 @@ def _check(records: list[Stated], has_ended: Callable[[], bool]) -> None:
 
 def _records_to_check(checkpoint: Checkpoint, format: str) -> list[Stated]:
     """Return the records that are copied into a file of `format` without their CRC-32."""
-    handed_on = format_of(format).hands_on_crc
+    handed_on = load_format(format).hands_on_crc
     starts: dict[int, list[int]] = {}
     for node in everything(checkpoint.root):
         storage = node.storage if isinstance(node, (TensorRef, StorageRef)) else None
@@ -162,10 +162,10 @@ def verify(
     except CheckpointError as error:
         raise _wrong(f"it cannot be read back ({error.message})") from error
     with found:
-        flat = format_of(found.format).tensors_only
+        flat = load_format(found.format).tensors_only
         runs = list((_tensor_runs if flat else _storage_runs)(expected, found))
         _compare(runs, streamed, progress)
-        if flat and (text := disagreement(found.sources[0], DEFAULT_LIMITS)):
+        if flat and (text := find_disagreement(found.sources[0], DEFAULT_LIMITS)):
             raise _wrong(text)
 
 
@@ -181,7 +181,7 @@ def verify_file(file: NewFile, output: FileOutput, progress: Progress | None) ->
             for one in file.members:
                 data = ByteRange(source, one.offset, one.length)
                 try:
-                    contents = read_contents(zip_archive(data, DEFAULT_LIMITS), DEFAULT_LIMITS)
+                    contents = read_contents(read_zip(data, DEFAULT_LIMITS), DEFAULT_LIMITS)
                 except CheckpointError as error:
                     raise _wrong(f"it cannot be read back ({error.message})") from error
                 found = replace(one.holds, root=contents.unpickled.root, format=TORCH_ZIP.name)
@@ -290,7 +290,7 @@ def _ends_match(found: ByteRange, wanted: ByteRange) -> bool:
 
 def _storage_runs(expected: Checkpoint, found: Checkpoint) -> Iterator[_Run]:
     """Yield every storage of two trees with equal pickles."""
-    legacy = format_of(found.format).legacy
+    legacy = load_format(found.format).legacy
     want, have = (encode(one.root, legacy=legacy) for one in (expected, found))
     if want.data != have.data or len(want.storages) != len(have.storages):
         raise _wrong("its keys, values or objects differ from what was written")

@@ -37,7 +37,7 @@ import ckptool  # noqa: E402
 from ckptool.core.checkpoint import Checkpoint  # noqa: E402
 from ckptool.core.model import TensorRef  # noqa: E402
 from ckptool.files.editing import apply_patch  # noqa: E402
-from ckptool.formats import EditableFormat, format_of  # noqa: E402
+from ckptool.formats import EditableFormat, load_format  # noqa: E402
 from ckptool.inspection.listing import list_tensors  # noqa: E402
 
 FIXTURES = ROOT / "fixtures"
@@ -123,7 +123,7 @@ def edit(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
     with ckptool.open(target) as checkpoint:
         changed = checkpoint.strip_module().remap({"*": "cpu"})
-        known = format_of(checkpoint.format)
+        known = load_format(checkpoint.format)
         plan = known.plan_edit(changed) if isinstance(known, EditableFormat) else None
         if checkpoint.format != "torch-zip" or not plan:
             raise ckptool.NotRepresentable("no torch zip that can be edited")

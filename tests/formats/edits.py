@@ -8,7 +8,7 @@ import torch
 
 from ckptool.core.model import OrderedMap
 from ckptool.core.tree import rebuild
-from ckptool.formats import format_of, open_checkpoint
+from ckptool.formats import load_format, open_checkpoint
 from ckptool.transforms import Strip, Wrap, remapping
 from tests.test_fixtures import judge
 from tests.test_written import offsets
@@ -45,7 +45,7 @@ def apply(path, patch):
 def edit(path, change):
     """Edit a file in place; the plan, or None where the format has none."""
     with open_checkpoint(path) as checkpoint:
-        plan = format_of(checkpoint.format).plan_edit(change(checkpoint))
+        plan = load_format(checkpoint.format).plan_edit(change(checkpoint))
     if plan is not None:
         apply(path, plan.patch)
         assert path.stat().st_size == plan.size

@@ -21,7 +21,7 @@ from ckptool.errors import (
 )
 from ckptool.formats import open_checkpoint
 from ckptool.formats.base import Probe
-from ckptool.formats.identify import FOLDER_KINDS, MAGICS, ZIP_KINDS, explain
+from ckptool.formats.identify import FOLDER_KINDS, MAGICS, ZIP_KINDS, unrecognized_error
 from ckptool.limits import DEFAULT_LIMITS
 from tests.formats.zips import tarred
 
@@ -29,7 +29,7 @@ from tests.formats.zips import tarred
 def explained(path):
     probe = Probe(path, DEFAULT_LIMITS)
     try:
-        error = explain(probe)
+        error = unrecognized_error(probe)
     finally:
         probe.close()
     assert str(error).startswith(f"{path} is ")

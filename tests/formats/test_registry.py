@@ -13,11 +13,11 @@ from ckptool.formats import (
     REGISTRY,
     WRITABLE,
     WritableFormat,
-    format_of,
+    load_format,
+    load_writable_format,
     open_checkpoint,
     opening,
-    shard_of,
-    writer,
+    shard_format_of,
 )
 from tests.sources import PROJECT
 
@@ -31,19 +31,19 @@ def test_an_entry_names_its_format_and_whether_it_can_be_written():
 
 
 def test_the_writable_ones_are_found_by_name():
-    single = [shard_of(name) or name for name in WRITABLE]
-    assert [writer(name).name for name in single] == single
+    single = [shard_format_of(name) or name for name in WRITABLE]
+    assert [load_writable_format(name).name for name in single] == single
     with pytest.raises(
         ckptool.UsageError,
         match="'pt2' cannot be written; use --format with torch-zip, safetensors,",
     ):
-        writer("pt2")
+        load_writable_format("pt2")
 
 
 def test_a_tree_in_memory_has_a_format_that_is_of_no_file():
-    assert format_of("memory").name == "memory"
-    assert not format_of("memory").by_torch
-    assert shard_of("memory") == ""
+    assert load_format("memory").name == "memory"
+    assert not load_format("memory").by_torch
+    assert shard_format_of("memory") == ""
 
 
 def test_a_torch_zip_imports_no_other_format(fixtures):
@@ -65,7 +65,7 @@ def changing(fixtures, tmp_path, monkeypatch):
 
     def change(times, *, error=None):
         reads = []
-        read = opening._read
+        read = opening._read_recognized
 
         def changed(probe):
             reads.append(probe)
@@ -76,7 +76,7 @@ def changing(fixtures, tmp_path, monkeypatch):
                     raise error
             return found
 
-        monkeypatch.setattr(opening, "_read", changed)
+        monkeypatch.setattr(opening, "_read_recognized", changed)
         return path, reads
 
     return change

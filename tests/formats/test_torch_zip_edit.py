@@ -21,10 +21,10 @@ from ckptool.errors import DeviceError, NotRepresentable
 from ckptool.files import ByteRange, FileSource, MemorySource
 from ckptool.files.computed import ComputedSource
 from ckptool.files.editing import Patch
-from ckptool.formats import EditableFormat, format_of, open_checkpoint
-from ckptool.formats.archive import find_end, raw_entries
+from ckptool.formats import EditableFormat, load_format, open_checkpoint
+from ckptool.formats.archive import find_end, read_raw_entries
 from ckptool.formats.torch_zip import TORCH_ZIP
-from ckptool.formats.zip_writer import literal, plan_zip
+from ckptool.formats.zip_writer import literal_record, plan_zip
 from ckptool.symbolic.encoder import encode
 from ckptool.transforms import Strip, Untie, Wrap, remapping
 from tests.formats.edits import (
@@ -59,7 +59,7 @@ def raw_directory(path):
     """The entries of the directory, byte for byte."""
     content = path.read_bytes()
     data = ByteRange(MemorySource(content, "test"), 0, len(content))
-    return raw_entries(data, find_end(data))
+    return read_raw_entries(data, find_end(data))
 
 
 def test_only_the_pickles_entry_changes_while_storages_keep_their_order(file):
@@ -94,7 +94,7 @@ def test_what_lets_torch_compute_offsets_stays_only_where_they_are_right(file, n
 def records_of(content, **changes):
     """The records of what torch saves, some changed or (None) left out."""
     records = all_records(saved(content)) | changes
-    return [literal(name, data) for name, data in records.items() if data is not None]
+    return [literal_record(name, data) for name, data in records.items() if data is not None]
 
 
 def in_folder(records, folder="archive"):
@@ -254,8 +254,8 @@ def test_an_unzipped_file_is_written_anew():
 
 
 def test_formats_that_can_be_edited():
-    assert format_of("torch-zip") is TORCH_ZIP
-    assert not isinstance(format_of("torch-legacy"), EditableFormat)
+    assert load_format("torch-zip") is TORCH_ZIP
+    assert not isinstance(load_format("torch-legacy"), EditableFormat)
 
 
 def test_what_cannot_be_pickled_is_an_error_as_in_a_new_file(file):

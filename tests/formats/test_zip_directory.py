@@ -7,7 +7,7 @@ import pytest
 
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource
-from ckptool.formats.archive import find_end, raw_entries, read_directory
+from ckptool.formats.archive import find_end, read_directory, read_raw_entries
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from tests.formats.zips import FAR, End, Entry, archive, build
 
@@ -176,7 +176,7 @@ def test_raw_entries_are_the_directory_byte_for_byte(fixtures):
     for data in (build(entries, End(comment=b"bye")), wide, build([])):
         source = whole(data)
         end = find_end(source)
-        raw = raw_entries(source, end)
+        raw = read_raw_entries(source, end)
         assert b"".join(part for _, part in raw) == source.read(end.offset, end.length)
         for (name, part), entry in zip(
             raw, read_directory(source, end, DEFAULT_LIMITS), strict=True

@@ -9,7 +9,7 @@ import torch.utils.serialization
 from ckptool.errors import WriteError
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Probe
-from ckptool.formats.zip_writer import NewRecord, literal, plan_zip
+from ckptool.formats.zip_writer import NewRecord, literal_record, plan_zip
 from ckptool.limits import DEFAULT_LIMITS
 from tests.formats.zips import Holes, Sink, archive, saved, written
 
@@ -20,7 +20,7 @@ def again(data, alignment=64):
     """The same records laid out by our own writer."""
     found = archive(data)
     ordered = sorted(found.records.values(), key=lambda record: record.header_offset)
-    records = [literal(record.name, record.data.read()) for record in ordered]
+    records = [literal_record(record.name, record.data.read()) for record in ordered]
     return written(plan_zip(found.folder, records, alignment))
 
 
@@ -63,13 +63,13 @@ def test_records_beyond_4_gib_are_laid_out_as_torch_does(tmp_path):
     with torch.serialization.skip_data():
         torch.save([torch.empty(size, dtype=torch.uint8) for size in sizes], theirs)
     source = Probe(theirs, DEFAULT_LIMITS)
-    found = source.ask(open_archive)
+    found = source.compute_once(open_archive)
     records = [
         NewRecord(
             name, record.data.length, lambda output, size=record.data.length: output.skip(size)
         )
         if name.startswith("data/")
-        else literal(name, record.data.read())
+        else literal_record(name, record.data.read())
         for name, record in found.records.items()
     ]
     plan = plan_zip(found.folder, records, 64)
@@ -79,7 +79,7 @@ def test_records_beyond_4_gib_are_laid_out_as_torch_does(tmp_path):
     mine = Probe(ours, DEFAULT_LIMITS)
     assert [
         (name, record.data.offset, record.data.length, record.header_offset)
-        for name, record in mine.ask(open_archive).records.items()
+        for name, record in mine.compute_once(open_archive).records.items()
     ] == [
         (name, record.data.offset, record.data.length, record.header_offset)
         for name, record in found.records.items()
@@ -96,7 +96,7 @@ def test_records_beyond_4_gib_are_laid_out_as_torch_does(tmp_path):
 
 
 def test_a_nested_archive_is_written_relative_to_its_own_start():
-    inner = plan_zip("x", [literal("a", b"12345")], 64)
+    inner = plan_zip("x", [literal_record("a", b"12345")], 64)
 
     sink = Sink()
     sink.write(b"something before")
@@ -106,7 +106,9 @@ def test_a_nested_archive_is_written_relative_to_its_own_start():
 
 
 def test_the_result_satisfies_zipfile():
-    data = written(plan_zip("archive", [literal("a", b"12345"), literal("b/c", b"")], 64))
+    data = written(
+        plan_zip("archive", [literal_record("a", b"12345"), literal_record("b/c", b"")], 64)
+    )
     with zipfile.ZipFile(io.BytesIO(data)) as judge:
         assert judge.testzip() is None
         assert judge.read("archive/a") == b"12345"
@@ -128,8 +130,8 @@ def test_an_empty_folder_is_a_zip_all_the_same():
 
 def test_a_probe_reads_what_was_written(tmp_path):
     path = tmp_path / "out.pth"
-    path.write_bytes(written(plan_zip("f", [literal("data.pkl", b"N.")], 64)))
+    path.write_bytes(written(plan_zip("f", [literal_record("data.pkl", b"N.")], 64)))
     probe = Probe(path, DEFAULT_LIMITS)
-    assert probe.ask(open_archive) is not None
-    assert probe.ask(open_archive).records["data.pkl"].data.offset == 64
+    assert probe.compute_once(open_archive) is not None
+    assert probe.compute_once(open_archive).records["data.pkl"].data.offset == 64
     probe.close()

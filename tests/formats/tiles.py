@@ -14,7 +14,15 @@ from ckptool.core.model import OrderedMap, Storage, TensorRef
 from ckptool.files import ByteRange, MemorySource
 from ckptool.files.tiled import Tile, late, tiled
 from ckptool.formats import registry
-from ckptool.formats.base import Checksum, Findings, Format, Probe, Refusal, check_limit, naming
+from ckptool.formats.base import (
+    Checksum,
+    Findings,
+    Format,
+    Probe,
+    Refusal,
+    add_error_context,
+    check_limit,
+)
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.quotes import quote
 
@@ -31,13 +39,13 @@ class Tiles(Format):
 
     def read(self, probe: Probe) -> Checkpoint:
         size = sum(probe.place.size(f"{probe.path}/{name}") for name in probe.entries)
-        with naming(probe.path, INDEX, rules_of="tiles"):
+        with add_error_context(probe.path, INDEX, rules_of="tiles"):
             index = self._index(probe)
             root = OrderedMap((name, self._tensor(probe, name, one)) for name, one in index.items())
         return Checkpoint(root, self.name, probe.path, Details(size=size, writer="a test"))
 
-    def findings(self, probe: Probe) -> Findings:
-        with naming(probe.path, INDEX, rules_of="tiles"):
+    def collect_findings(self, probe: Probe) -> Findings:
+        with add_error_context(probe.path, INDEX, rules_of="tiles"):
             every = [(name, t) for name, one in self._index(probe).items() for t in one["tiles"]]
             sums = [Checksum(name, self._data(probe, tile), tile["crc32"]) for name, tile in every]
             return Findings(checksums=tuple(sums))

@@ -12,7 +12,7 @@ import torch
 from ckptool.errors import CheckpointError
 from ckptool.files import ByteRange, MemorySource
 from ckptool.formats import WritePlan
-from ckptool.formats.archive import zip_archive
+from ckptool.formats.archive import read_zip
 from ckptool.formats.base import Probe
 from ckptool.limits import DEFAULT_LIMITS
 
@@ -122,7 +122,7 @@ def end_records(end, count, length, offset):
 
 def archive(data, limits=DEFAULT_LIMITS):
     """The archive in `data`."""
-    return zip_archive(ByteRange(MemorySource(data, "test.zip"), 0, len(data)), limits)
+    return read_zip(ByteRange(MemorySource(data, "test.zip"), 0, len(data)), limits)
 
 
 def read(form, path, limits=DEFAULT_LIMITS):

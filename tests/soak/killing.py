@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from ckptool.errors import CheckpointWarning, FileMissing
 from ckptool.files.editing import Edit
 from ckptool.files.journal import write_journal
-from ckptool.formats import format_of, open_checkpoint
+from ckptool.formats import load_format, open_checkpoint
 from ckptool.inspection.listing import list_tensors
 from ckptool.transforms import Strip
 from tests.soak.works import MIXED, MIXTURE, TENSORS, WORKS
@@ -139,7 +139,7 @@ class Killed:
         path = self.folder / self.work.target
         if self.patch is None:
             with open_checkpoint(path) as checkpoint:
-                self.patch = format_of("torch-zip").plan_edit(Strip()(checkpoint)).patch
+                self.patch = load_format("torch-zip").plan_edit(Strip()(checkpoint)).patch
         with open(path, "r+b", buffering=0) as file:
             edit = Edit.of(file.fileno(), self.patch)
             write_journal(str(path), edit.to_journal())

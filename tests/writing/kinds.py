@@ -20,7 +20,7 @@ from ckptool.errors import CheckpointWarning, FileMissing
 from ckptool.files import recovery
 from ckptool.files.editing import Edit
 from ckptool.files.journal import write_journal
-from ckptool.formats import format_of, open_checkpoint
+from ckptool.formats import load_format, open_checkpoint
 from ckptool.writing import save
 from tests.files.faults import Crash, crashes
 
@@ -234,7 +234,7 @@ def cut_short(folder):
     """Leave the file as a kill in the middle of stripping it in place does."""
     path = os.path.join(folder, "model.pth")
     with open_checkpoint(path) as checkpoint:
-        patch = format_of(checkpoint.format).plan_edit(strip(checkpoint)).patch
+        patch = load_format(checkpoint.format).plan_edit(strip(checkpoint)).patch
     with open(path, "r+b") as file:
         write_journal(path, Edit.of(file.fileno(), patch).to_journal())
         os.pwrite(file.fileno(), patch.data[: len(patch.data) // 2], patch.offset)

@@ -22,10 +22,12 @@ from ckptool.errors import (
     WriteDenied,
     WriteError,
 )
-from ckptool.formats import WRITABLE, format_of, open_checkpoint, shard_of
+from ckptool.formats import WRITABLE, load_format, open_checkpoint, shard_format_of
 from ckptool.writing import Receipt, save, target_format
 
-ONE_FILE = [name for name in WRITABLE if not (shard_of(name) or format_of(name).index_name)]
+ONE_FILE = [
+    name for name in WRITABLE if not (shard_format_of(name) or load_format(name).index_name)
+]
 
 TENSORS = {"w": torch.arange(50_000.0), "b": torch.ones(3)}
 OLD = b"the old content"

@@ -12,11 +12,19 @@ from ckptool.errors import CorruptFile, WriteError
 from ckptool.files.atomic import FileOutput
 from ckptool.files.computed import ComputedSource
 from ckptool.files.source import ByteRange
-from ckptool.formats import WRITABLE, format_of, open_checkpoint, shard_of, writer
+from ckptool.formats import (
+    WRITABLE,
+    load_format,
+    load_writable_format,
+    open_checkpoint,
+    shard_format_of,
+)
 from ckptool.transforms import single_state_dict
 from ckptool.writing.verification import verify
 
-ONE_FILE = [name for name in WRITABLE if not (shard_of(name) or format_of(name).index_name)]
+ONE_FILE = [
+    name for name in WRITABLE if not (shard_format_of(name) or load_format(name).index_name)
+]
 
 BIG = 70_000
 """Elements that are copied by the kernel, not gathered with their neighbors."""
@@ -33,7 +41,7 @@ def source(tmp_path):
 
 def written(checkpoint, format, path):
     """The streams of a file of `checkpoint` at `path`."""
-    plan = writer(format).plan(checkpoint)
+    plan = load_writable_format(format).plan(checkpoint)
     with open(path, "wb", buffering=0) as file:
         output = FileOutput(file.fileno(), plan.size)
         plan.files[0].write(output)

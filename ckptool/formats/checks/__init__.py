@@ -1,7 +1,10 @@
-"""What is right or wrong with a file beyond what its reader must know.
+"""Checks of a file that its reader does not need.
 
-`structure` looks at a file before it is opened, `content` at what has been opened. Checksums are
-named here and computed by who asks: that reads the whole file.
+`check_structure` looks at a file before it is opened, `check_content` at an opened checkpoint.
+Checksums are listed here; the caller computes them, because that reads the whole file.
 """
 
-from ckptool.formats.checks.contents import content as content, structure as structure
+from ckptool.formats.checks.contents import (
+    check_content as check_content,
+    check_structure as check_structure,
+)

@@ -1,4 +1,4 @@
-"""What readers pass over inside torch files, safetensors files and streams."""
+"""Check the bytes that readers skip inside torch files, safetensors files and streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.formats.archive import open_archive
 from ckptool.formats.base import Archive, Checksum, Findings, Probe
-from ckptool.formats.checks.zip_headers import header_problems
+from ckptool.formats.checks.zip_headers import find_header_problems
 from ckptool.formats.legacy_stream import (
     MACHINE,
     MAGIC,
@@ -22,18 +22,18 @@ from ckptool.formats.legacy_stream import (
     unpickle_outer,
     unpickle_record,
 )
-from ckptool.formats.registry import folder_formats
+from ckptool.formats.registry import find_folder_formats
 from ckptool.formats.safetensors_header import LENGTH
-from ckptool.formats.safetensors_library import disagreement
-from ckptool.formats.sharded import open_index, total_size_notes
+from ckptool.formats.safetensors_library import find_disagreement
+from ckptool.formats.sharded import check_total_size, open_index
 from ckptool.formats.torch_tar import BLOCK, read_members
 from ckptool.formats.torch_zip import (
     PICKLE,
     ZipContents,
-    alignment_of,
-    contents_of,
-    misplaced,
-    refusals,
+    find_misplaced,
+    find_refusals,
+    parse_alignment,
+    read_zip_contents,
 )
 from ckptool.limits import Limits
 from ckptool.symbolic.calls import RECOGNIZED
@@ -43,56 +43,58 @@ _BARE_PICKLES = ("torch-legacy", "torch-tar", "pickle")
 """Formats whose pickles have no checksum."""
 
 
-def structure(probe: Probe) -> Findings:
-    """Return what can be said of a file that may not be readable: zip headers and checksums."""
-    folder = next((known for known in folder_formats(probe) if known.recognize(probe)), None)
-    return _archive_findings(probe) if folder is None else folder.findings(probe)
+def check_structure(probe: Probe) -> Findings:
+    """Return the findings on a file that may not be readable: zip headers and checksums."""
+    folder_format = next(
+        (candidate for candidate in find_folder_formats(probe) if candidate.recognize(probe)), None
+    )
+    return _check_archive(probe) if folder_format is None else folder_format.collect_findings(probe)
 
 
-def content(checkpoint: Checkpoint, probe: Probe) -> Findings:
-    """Return what can be said of a file that has been read.
+def check_content(checkpoint: Checkpoint, probe: Probe) -> Findings:
+    """Return the findings on a file that has been read.
 
     Raises:
-        CheckpointError: the file is not what it was when it was read.
+        CheckpointError: the file has changed since it was read.
     """
     details, problems, limits = checkpoint.details, list[Finding](), probe.limits
     if checkpoint.format in _BARE_PICKLES or probe.is_folder:
-        problems += _pickle_problems(checkpoint)
+        problems += _find_pickle_problems(checkpoint)
     if not details.framed:
         text = (
             "a frame of the pickle does not end where stated: pickle reads past its end, or "
             "allocates all memory"
         )
         problems.append(Finding("pickle", text))
-    found = Findings(tuple(problems), details.unreferenced)
+    findings = Findings(tuple(problems), details.unreferenced)
     match checkpoint.format:
         case "torch-zip":
-            contents = probe.ask(contents_of)
-            found += Findings(notes=details.left_behind)
-            return found + _torch_zip_findings(contents, unzipped=probe.is_folder)
+            contents = probe.compute_once(read_zip_contents)
+            findings += Findings(notes=details.left_behind)
+            return findings + _check_torch_zip(contents, unzipped=probe.is_folder)
         case "fsdp-ranks":
-            return found + Findings(notes=details.left_behind)
-        case "safetensors-sharded" | "torch-sharded" if index := probe.ask(open_index):
-            texts = total_size_notes(index, checkpoint.root)
-            return found + Findings(tuple(Finding("total-size", text) for text in texts))
+            return findings + Findings(notes=details.left_behind)
+        case "safetensors-sharded" | "torch-sharded" if index := probe.compute_once(open_index):
+            texts = check_total_size(index, checkpoint.root)
+            return findings + Findings(tuple(Finding("total-size", text) for text in texts))
     if probe.source is None:
-        return found
+        return findings
     data = ByteRange(probe.source, 0, probe.source.size)
     end = data.length - details.dead_bytes
     match checkpoint.format:
         case "torch-legacy":
-            found += Findings(tuple(_machine_faults(data, limits)))
-            return found + _check_trailing(data, end, limits, MAGIC_BYTES)
+            findings += Findings(tuple(_find_machine_problems(data, limits)))
+            return findings + _check_trailing(data, end, limits, MAGIC_BYTES)
         case "pickle":
-            return found + _check_trailing(data, end, limits, 0)
+            return findings + _check_trailing(data, end, limits, 0)
         case "torch-tar":
-            return found + _tar_findings(checkpoint, probe.source, limits)
+            return findings + _check_tar(checkpoint, probe.source, limits)
         case "safetensors":
-            differs = disagreement(probe.source, limits)
-            if differs is not None:
-                found += Findings((Finding("library", differs),))
-            return found + _safetensors_findings(probe.source)
-    return found
+            difference = find_disagreement(probe.source, limits)
+            if difference is not None:
+                findings += Findings((Finding("library", difference),))
+            return findings + _check_safetensors(probe.source)
+    return findings
 
 
 _KNOWN = frozenset(
@@ -107,21 +109,21 @@ _MODULES = frozenset(
 _ARRAYS = frozenset({"ndarray", "matrix", "memmap", "recarray"})
 
 
-def _pickle_problems(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield what no pickler can have written, each function once."""
+def _find_pickle_problems(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield the traits of a pickle that no pickler writes, each function once."""
     if not checkpoint.details.tidy:
         text = "the pickle leaves gaps in its memo or objects on its stack, which no pickler does"
         yield Finding("pickle", text)
-    told: set[str] = set()
+    reported: set[str] = set()
     for node in everything(checkpoint.root):
         for name, fact in _find_odd_calls(node):
-            if name not in told:
-                told.add(name)
+            if name not in reported:
+                reported.add(name)
                 yield Finding("pickle", f"the pickle calls {printable(name)} {fact}")
 
 
 def _find_odd_calls(node: Any) -> Iterator[tuple[str, str]]:
-    """Functions that were called otherwise than anybody does, and how."""
+    """Yield the functions that no pickler calls in this way, with a phrase on the call."""
     if isinstance(node, TensorRef) and isinstance(node.hooks, Opaque):
         yield node.hooks.class_name, "where every tensor has an OrderedDict"
     if not isinstance(node, Opaque) or node.maker == "persid":
@@ -135,13 +137,15 @@ def _find_odd_calls(node: Any) -> Iterator[tuple[str, str]]:
     if name in _KNOWN:
         if own == "encode" or any(isinstance(arg, (StorageRef, TensorRef)) for arg in args):
             yield name, "with arguments that it does not accept"
-        elif own == "_reconstruct" and not (_is_array(args[:1]) and _is_array_state(node.state)):
+        elif own == "_reconstruct" and not (
+            _are_array_classes(args[:1]) and _is_array_state(node.state)
+        ):
             yield name, "for an object that is not an array"
     elif own in _NAMES or module in _MODULES:
         yield name, "(no such function)"
     elif any(isinstance(arg, StorageRef) for arg in args):
         yield name, "on an unknown storage"
-    elif name == "numpy.dtype" and not _is_dtype_made(args, node.state):
+    elif name == "numpy.dtype" and not _is_dtype_call(args, node.state):
         yield name, "for a type with a state that numpy does not write"
 
 
@@ -153,24 +157,24 @@ def _is_array_state(state: Any) -> bool:
     return False
 
 
-def _is_array(classes: Sequence[Any]) -> bool:
-    """Return whether it can be a class of arrays: numpy's own, or one derived from it elsewhere."""
+def _are_array_classes(classes: Sequence[Any]) -> bool:
+    """Return whether all can be classes of arrays: numpy's own, or derived elsewhere."""
     return all(
-        isinstance(one, Global)
-        and (one.module.startswith("numpy.") or (one.module == "numpy") is (one.name in _ARRAYS))
-        for one in classes
+        isinstance(cls, Global)
+        and (cls.module.startswith("numpy.") or (cls.module == "numpy") is (cls.name in _ARRAYS))
+        for cls in classes
     )
 
 
 def _is_dtype(node: Any) -> bool:
-    """Return whether it is an element type of numpy's, by its old class or one of the new ones."""
+    """Return whether it is a numpy dtype, by its old class or one of the new ones."""
     if not isinstance(node, Opaque):
         return False
     return node.class_name == "numpy.dtype" or node.class_name.startswith("numpy.dtypes.")
 
 
-def _is_dtype_made(args: tuple[Any, ...], state: Any) -> bool:
-    """Return whether it makes a `numpy.dtype`: a code, two flags, and the items of the version."""
+def _is_dtype_call(args: tuple[Any, ...], state: Any) -> bool:
+    """Return whether they make a numpy.dtype: code, two flags, and the version's items."""
     match args, state:
         case (str(), bool() | int(), bool() | int()), (int() as version, *items):
             return len(items) == version + 4
@@ -184,49 +188,49 @@ _MOST_BEHIND = 100
 _PART = 1 << 20
 
 
-def _machine_faults(data: ByteRange, limits: Limits) -> Iterator[Finding]:
-    """Yield what is wrong with the pickle between version and object, which every torch skips."""
+def _find_machine_problems(data: ByteRange, limits: Limits) -> Iterator[Finding]:
+    """Yield a finding if the facts about the writer's machine, which torch skips, are damaged."""
     magic = MAGIC.match(data.read(0, min(MAGIC_BYTES, data.length)))
     if magic is None:
         return
     start = unpickle_record(data, magic.end(), limits).end
     facts = unpickle_record(data, start, limits).root
-    if not _is_machine(facts):
+    if not _are_machine_facts(facts):
         yield Finding(
             "header", f"the facts about the writer's machine at offset {start:,} are damaged"
         )
 
 
-def _is_machine(facts: Any) -> bool:
-    """Return whether it is what torch writes there, as far as it is there."""
+def _are_machine_facts(facts: Any) -> bool:
+    """Return whether these are the facts that torch always writes; some may be missing."""
     order = facts.get("little_endian", True) if isinstance(facts, dict) else None
     return isinstance(order, bool) and {**facts, "little_endian": True}.items() <= MACHINE.items()
 
 
 def _check_trailing(data: ByteRange, end: int, limits: Limits, magic: int) -> Findings:
-    """Check what stands behind the first object: more of its kind, and nothing else."""
+    """Return the findings on the bytes after the first object: more objects, or other bytes."""
     position, more = end, 0
     try:
         while position < data.length and more < _MOST_BEHIND:
             position, more = _skip_object(data, position, limits, magic), more + 1
     except CheckpointError:
-        rest = data.length - position
+        unread = data.length - position
         where = f"at offset {position:,}, after its end,"
-        return Findings((Finding("trailing", f"{counted(rest, 'byte')} {where} are not read"),))
+        return Findings((Finding("trailing", f"{counted(unread, 'byte')} {where} are not read"),))
     if not more:
         return Findings()
-    what = "torch.save stream" if magic else "pickle"
+    kind = "torch.save stream" if magic else "pickle"
     least = "" if position == data.length else "at least "
     return Findings(
-        notes=(f"{least}{counted(more, f'more {what}')} after the first; only the first is read",)
+        notes=(f"{least}{counted(more, f'more {kind}')} after the first; only the first is read",)
     )
 
 
 def _skip_object(data: ByteRange, position: int, limits: Limits, magic: int) -> int:
-    """Return where the object ends that begins at `position`.
+    """Return the end of the object at `position`.
 
     Raises:
-        CheckpointError: none does.
+        CheckpointError: no object begins there.
     """
     rest = data.slice(position, data.length - position)
     if not magic:
@@ -236,8 +240,8 @@ def _skip_object(data: ByteRange, position: int, limits: Limits, magic: int) -> 
     return position + LegacyStream(rest, limits).end
 
 
-def _tar_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findings:
-    """Return what no member accounts for, and what stands behind the content of members."""
+def _check_tar(checkpoint: Checkpoint, source: Source, limits: Limits) -> Findings:
+    """Return the findings on unread bytes of a tar, and on padding that is not zero."""
     problems = []
     if checkpoint.details.dead_bytes:
         dead = checkpoint.details.dead_bytes
@@ -262,8 +266,8 @@ def _tar_findings(checkpoint: Checkpoint, source: Source, limits: Limits) -> Fin
     return Findings(tuple(problems))
 
 
-def _safetensors_findings(source: Source) -> Findings:
-    """Return what the format's README asks of a header, and no reader does."""
+def _check_safetensors(source: Source) -> Findings:
+    """Return the findings on header rules of the format that no reader enforces."""
     (length,) = LENGTH.unpack(source.read(0, LENGTH.size))
     text = source.read(LENGTH.size, length)
     problems = []
@@ -275,18 +279,18 @@ def _safetensors_findings(source: Source) -> Findings:
     return Findings(tuple(problems), () if length % LENGTH.size == 0 else (note,))
 
 
-def _archive_findings(probe: Probe) -> Findings:
-    """Return what can be said of a zip before it is known what it holds; nothing of a folder.
+def _check_archive(probe: Probe) -> Findings:
+    """Return the findings on the headers of a zip, and its checksums; none for a folder.
 
-    What the reader refuses is told by opening the file.
+    Errors of the reader are reported when the file is opened.
     """
     if probe.source is None:
         return Findings()
-    whole = ByteRange(probe.source, 0, probe.source.size)
+    data = ByteRange(probe.source, 0, probe.source.size)
     try:
-        archive = probe.ask(open_archive)
+        archive = probe.compute_once(open_archive)
     except UnsupportedFormat:
-        return Findings(header_problems(whole, refused=True))
+        return Findings(find_header_problems(data, refused=True))
     except CheckpointError:
         return Findings()
     if not archive.sources:
@@ -294,21 +298,22 @@ def _archive_findings(probe: Probe) -> Findings:
     stated = [record for record in archive.records.values() if record.crc32 is not None]
     foreign = tuple(Finding("foreign", text) for text in archive.notes)
     return Findings(
-        (*header_problems(whole), *foreign),
-        tuple(_notes(archive, len(archive.records) - len(stated))),
+        (*find_header_problems(data), *foreign),
+        tuple(_describe_gaps(archive, len(archive.records) - len(stated))),
         tuple(
-            Checksum(_place(archive, record.name), record.data, record.crc32 or 0)
+            Checksum(_record_path(archive, record.name), record.data, record.crc32 or 0)
             for record in stated
         ),
         len(archive.records),
     )
 
 
-def _place(archive: Archive, name: str) -> str:
+def _record_path(archive: Archive, name: str) -> str:
     return f"{archive.folder}/{name}" if archive.folder else name
 
 
-def _notes(archive: Archive, unstated: int) -> Iterator[str]:
+def _describe_gaps(archive: Archive, unstated: int) -> Iterator[str]:
+    """Yield notes on records without a CRC-32, and on unused bytes between the records."""
     if unstated:
         yield f"no CRC-32 for {counted(unstated, 'record')}, so their bytes cannot be checked"
     if archive.dead_bytes:
@@ -318,17 +323,17 @@ def _notes(archive: Archive, unstated: int) -> Iterator[str]:
         )
 
 
-def _torch_zip_findings(contents: ZipContents, *, unzipped: bool) -> Findings:
-    """Return what torch refuses, or reads otherwise, of a zip that reads well."""
+def _check_torch_zip(contents: ZipContents, *, unzipped: bool) -> Findings:
+    """Return the findings on a readable zip that torch rejects or reads differently."""
     archive, problems = contents.storages.archive, list[Finding]()
     record = archive.find(PICKLE)
     if record is not None and (rest := record.data.length - contents.unpickled.end):
         text = f"{counted(rest, 'byte')} after the end of the pickle are not read"
-        problems.append(Finding("trailing", text, (_place(archive, record.name),)))
+        problems.append(Finding("trailing", text, (_record_path(archive, record.name),)))
     if not unzipped:
         problems += [
-            Finding(kind, f"{text}: torch rejects it", (record and _place(archive, record),))
-            for kind, record, text in refusals(archive, contents)
+            Finding(kind, f"{text}: torch rejects it", (record and _record_path(archive, record),))
+            for kind, record, text in find_refusals(archive, contents)
         ]
         problems += _find_compressed(contents)
         problems += _find_misplaced(archive, contents)
@@ -336,6 +341,7 @@ def _torch_zip_findings(contents: ZipContents, *, unzipped: bool) -> Findings:
 
 
 def _find_compressed(contents: ZipContents) -> Iterator[Finding]:
+    """Yield a finding on compressed storages."""
     keys = [key for key, storage in contents.storages.by_key.items() if storage.compressed]
     if keys:
         yield Finding(
@@ -347,29 +353,31 @@ def _find_compressed(contents: ZipContents) -> Iterator[Finding]:
 
 
 def _find_misplaced(archive: Archive, contents: ZipContents) -> Iterator[Finding]:
-    """Find where `.format_version` makes torch compute other offsets than those of the records."""
+    """Yield a finding if torch computes wrong offsets because of `.format_version`."""
     is_far = any(source.is_far for source in archive.sources)  # no local header has been read
     if contents.facts.get(".format_version", "") < "1" or is_far:
         return
-    alignment = alignment_of(contents.facts.get(".storage_alignment"))
+    alignment = parse_alignment(contents.facts.get(".storage_alignment"))
     if alignment is None:
         yield Finding(
             "offsets",
             "it should be a number, the alignment from which torch computes the offsets of "
             "storages",
-            (_place(archive, ".storage_alignment"),),
+            (_record_path(archive, ".storage_alignment"),),
         )
         return
     storages = contents.storages.by_key
-    found = (archive.find(f"data/{key}") for key, one in storages.items() if one.data is not None)
-    used = [record for record in found if record is not None and not record.compressed]
-    wrong = misplaced(archive, used, alignment)
-    if wrong:
+    candidates = (
+        archive.find(f"data/{key}") for key, storage in storages.items() if storage.data is not None
+    )
+    used = [record for record in candidates if record is not None and not record.compressed]
+    elsewhere = find_misplaced(archive, used, alignment)
+    if elsewhere:
         yield Finding(
             "offsets",
             "torch computes the offsets of storages because of the record .format_version, "
-            f"but {len(wrong):,} of {counted(len(used), 'storage')} are elsewhere: "
+            f"but {len(elsewhere):,} of {counted(len(used), 'storage')} are elsewhere: "
             "torch.load(map_location='meta') and readers that compute offsets get wrong "
             "ones; rewrite the file to fix it",
-            (_place(archive, wrong[0].name),),
+            (_record_path(archive, elsewhere[0].name),),
         )

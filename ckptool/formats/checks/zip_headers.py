@@ -1,4 +1,4 @@
-"""What zip readers pass over: local headers against the directory."""
+"""Compare the local headers of a zip with its directory, which zip readers do not do."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ckptool.formats.archive import (
     STORED,
     ZIP64,
     End,
-    extra_fields,
     find_end,
-    raw_entries,
+    read_raw_entries,
+    split_extra_fields,
 )
 from ckptool.formats.registry import ZIP_MAGIC
 from ckptool.words import counted
@@ -38,7 +38,7 @@ _Fields = list[tuple[int, bytes]]
 
 
 class _Shared(NamedTuple):
-    """What both headers of a record state."""
+    """The facts that both headers of a record state."""
 
     needed: int
     """The version of the format that a reader must know."""
@@ -80,25 +80,25 @@ class _Local(NamedTuple):
     """Offset of the record's bytes."""
 
 
-def _directory_entries(data: ByteRange, end: End) -> Iterator[_Central]:
-    """Yield the entries of a directory, those left out whose 64-bit field is too short.
+def _parse_entries(data: ByteRange, end: End) -> Iterator[_Central]:
+    """Yield the entries of a directory, except those with a zip64 field that is too short.
 
     Raises:
-        CheckpointError: the directory lies outside the file.
+        CheckpointError: the directory is outside the file.
         struct.error: it ends within an entry.
     """
-    for name, raw in raw_entries(data, end):
+    for name, raw in read_raw_entries(data, end):
         fixed = CENTRAL.unpack_from(raw)
         _, made_by, *shared, crc, packed, size = fixed[:10]
         name_length, extra_length, _, disk, internal, external, header = fixed[10:]
-        rest = raw[CENTRAL.size + name_length :]
-        extra, comment = rest[:extra_length], rest[extra_length:]
+        tail = raw[CENTRAL.size + name_length :]
+        extra, comment = tail[:extra_length], tail[extra_length:]
         values = [size, packed, header]
-        fields = _extra_fields(extra)
-        wide = iter(_wide_values(fields))
+        fields = _parse_extra_fields(extra)
+        wide_values = iter(_parse_zip64_values(fields))
         for index, value in enumerate(values):
             if value == FAR:
-                values[index] = next(wide, -1)
+                values[index] = next(wide_values, -1)
         if -1 not in values:
             size, packed, header = values
             yield _Central(
@@ -107,39 +107,39 @@ def _directory_entries(data: ByteRange, end: End) -> Iterator[_Central]:
             )  # fmt: skip
 
 
-def _local_header(data: ByteRange, offset: int, name_length: int) -> _Local | None:
+def _read_local_header(data: ByteRange, offset: int, name_length: int) -> _Local | None:
     """Return the local header at `offset`; None if there is none inside the file."""
     try:
         raw = data.read(offset, min(LOCAL.size + name_length + _LIKELY, data.length - offset))
         signature, *shared, crc, packed, size, length, extra_length = LOCAL.unpack_from(raw)
-        whole = LOCAL.size + length + extra_length
-        if whole > len(raw):
-            raw = data.read(offset, whole)
+        header_size = LOCAL.size + length + extra_length
+        if header_size > len(raw):
+            raw = data.read(offset, header_size)
     except (CheckpointError, struct.error):
         return None
     if signature != ZIP_MAGIC:
         return None
-    name, extra = raw[LOCAL.size : LOCAL.size + length], raw[LOCAL.size + length : whole]
-    fields = _extra_fields(extra)
-    return _Local(_Shared(*shared), crc, packed, size, name, fields, offset + whole)
+    name, extra = raw[LOCAL.size : LOCAL.size + length], raw[LOCAL.size + length : header_size]
+    fields = _parse_extra_fields(extra)
+    return _Local(_Shared(*shared), crc, packed, size, name, fields, offset + header_size)
 
 
-def _extra_fields(extra: bytes) -> _Fields | None:
-    """Return the fields of an extra area by number; None where they do not fill it.
+def _parse_extra_fields(extra: bytes) -> _Fields | None:
+    """Return number and content of the fields of an extra area; None if they do not fill it.
 
     Up to three zero bytes may be left over, as some tools pad.
     """
-    fields = list(extra_fields(extra))
-    whole = b"".join(FIELD.pack(number, len(content)) + content for number, content in fields)
-    is_whole = extra.startswith(whole) and not extra[len(whole) :].strip(b"\0")
-    return fields if is_whole else None
+    fields = list(split_extra_fields(extra))
+    packed = b"".join(FIELD.pack(number, len(content)) + content for number, content in fields)
+    is_filled = extra.startswith(packed) and not extra[len(packed) :].strip(b"\0")
+    return fields if is_filled else None
 
 
-def _wide_values(fields: _Fields | None) -> list[int]:
-    """Return the numbers of the zip64 field, empty where there is none."""
+def _parse_zip64_values(fields: _Fields | None) -> list[int]:
+    """Return the numbers of the zip64 field; empty if there is no such field."""
     content = next((content for number, content in fields or () if number == ZIP64), b"")
-    whole = len(content) - len(content) % 8
-    return [value for (value,) in struct.iter_unpack("<Q", content[:whole])]
+    length = len(content) - len(content) % 8
+    return [value for (value,) in struct.iter_unpack("<Q", content[:length])]
 
 
 _END64_VERSIONS = struct.Struct("<12x2H")
@@ -162,17 +162,17 @@ _TORCHS_END = 0x031E
 """The version that torch's writer states in the 64-bit end record."""
 
 
-def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Finding, ...]:
-    """Yield every contradiction between the headers of a zip; none if its end is not found.
+def find_header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Finding, ...]:
+    """Return a finding for each contradiction between the headers of a zip that has an end record.
 
-    What the reader refuses is told by opening the file, and not looked for here. `refused`: only
-    some records of a kind that is not read, which may be so by damage alone.
+    Errors of the reader are reported when the file is opened. With `refused`, only some records of
+    an unsupported kind are checked: damage alone may have given them this kind.
     """
     try:
         end = find_end(data)
         if end is None:
             return ()
-        entries = list(_directory_entries(data, end))
+        entries = list(_parse_entries(data, end))
     except (CheckpointError, struct.error):
         return ()
     if refused:
@@ -181,33 +181,33 @@ def header_problems(data: ByteRange, *, refused: bool = False) -> tuple[Finding,
             for entry in entries
             if entry.shared.method not in (STORED, DEFLATED) or entry.shared.flags & REFUSED
         ][:_MOST_REFUSED]
-    headers = [_local_header(data, entry.header, len(entry.name)) for entry in entries]
-    by_torch = _is_torchs(entries, headers)
+    headers = [_read_local_header(data, entry.header, len(entry.name)) for entry in entries]
+    is_torch = _is_by_torch(entries, headers)
     problems = [
         Finding("header", text, (entry.name.decode("utf-8", "backslashreplace"),))
         for entry, local in zip(entries, headers, strict=True)
-        for text in _entry_faults(data, entry, local, by_torch)
+        for text in _find_entry_problems(data, entry, local, is_torch)
     ]
-    return (*problems, *_end_problems(data, end, by_torch))
+    return (*problems, *_find_end_problems(data, end, is_torch))
 
 
-def _is_torchs(entries: Sequence[_Central], headers: Sequence[_Local | None]) -> bool:
-    """Return whether most records are as torch's writer leaves them: then all should be."""
+def _is_by_torch(entries: Sequence[_Central], headers: Sequence[_Local | None]) -> bool:
+    """Return whether most records have the form that torch's writer gives to all."""
     plain = sum(
-        entry.made_by == 0 and local is not None and _is_padded(local)
+        entry.made_by == 0 and local is not None and _has_torch_padding(local)
         for entry, local in zip(entries, headers, strict=True)
     )
     return plain * 2 > len(entries)
 
 
-def _is_padded(local: _Local) -> bool:
+def _has_torch_padding(local: _Local) -> bool:
     return any(number == _PADDING for number, _ in local.fields or ())
 
 
-def _entry_faults(
+def _find_entry_problems(
     data: ByteRange, entry: _Central, local: _Local | None, by_torch: bool
 ) -> Iterator[str]:
-    """Yield what is wrong with one record's headers, a clause each."""
+    """Yield a clause for each problem in the headers of one record."""
     if entry.external & _FOLDER and not entry.name.endswith(b"/"):
         yield (
             "the directory marks it as a folder, so torch.load does not read its bytes and "
@@ -221,7 +221,7 @@ def _entry_faults(
         return  # told by the reader
     (needed, *stated), (known, *true) = local.shared, entry.shared
     is_known = needed == known or {needed, known} < _VERSIONS
-    if not is_known or stated != true or not _is_sized(entry, local):
+    if not is_known or stated != true or not _has_same_sizes(entry, local):
         yield "its own header contradicts the directory"
     if local.fields is None:
         yield "the extra field of its own header is damaged"
@@ -231,18 +231,18 @@ def _entry_faults(
         for number, content in local.fields
     ):
         yield "the padding before its bytes is damaged"
-    if local.shared.flags & DESCRIPTOR and not _is_described(data, entry, local):
+    if local.shared.flags & DESCRIPTOR and not _has_descriptor(data, entry, local):
         yield "the data descriptor after its bytes is missing or contradicts the directory"
-    if by_torch and (entry.made_by == 0 or _is_padded(local)):
-        yield from _torchs_faults(entry, local)
+    if by_torch and (entry.made_by == 0 or _has_torch_padding(local)):
+        yield from _find_odd_fields(entry, local)
 
 
-def _is_sized(entry: _Central, local: _Local) -> bool:
+def _has_same_sizes(entry: _Central, local: _Local) -> bool:
     """Return whether the local header has the checksum and sizes of the directory.
 
     All are 0 where a data descriptor has them.
     """
-    wide = _wide_values(local.fields)
+    wide = _parse_zip64_values(local.fields)
     described = bool(local.shared.flags & DESCRIPTOR)
     known = {entry.packed, entry.size, entry.header, *([0] if described else [])}
     if described and local.crc32 == 0 and {local.packed, local.size} <= ({0, FAR} if wide else {0}):
@@ -254,24 +254,24 @@ def _is_sized(entry: _Central, local: _Local) -> bool:
     )
 
 
-def _is_described(data: ByteRange, entry: _Central, local: _Local) -> bool:
+def _has_descriptor(data: ByteRange, entry: _Central, local: _Local) -> bool:
     """Return whether a data descriptor follows the bytes and agrees with the directory."""
     start = local.payload + entry.packed
     longest = _DESCRIPTORS[1][0].size + 4
     try:
-        found = data.read(start, max(min(longest, data.length - start), 0))
+        raw = data.read(start, max(min(longest, data.length - start), 0))
     except CheckpointError:
         return False
     facts = (entry.crc32, entry.packed, entry.size)
     return any(
-        found.startswith(signature + form.pack(*facts))
+        raw.startswith(signature + form.pack(*facts))
         for form, signature in _DESCRIPTORS
         if form.size > 12 or max(facts) <= FAR
     )
 
 
-def _torchs_faults(entry: _Central, local: _Local) -> Iterator[str]:
-    """Return where a record is not as torch's writer leaves every one (formats of miniz 3.0.2)."""
+def _find_odd_fields(entry: _Central, local: _Local) -> Iterator[str]:
+    """Yield a clause for each difference from the headers of torch's writer (miniz 3.0.2)."""
     needed = {STORED: 0, DEFLATED: 20}.get(entry.shared.method)
     odd = entry.made_by, entry.internal, entry.external & ~_FOLDER, len(entry.comment)
     if any(odd) or needed != entry.shared.needed == local.shared.needed:
@@ -279,23 +279,23 @@ def _torchs_faults(entry: _Central, local: _Local) -> Iterator[str]:
     for fields, known in ((entry.fields, (ZIP64,)), (local.fields, (ZIP64, _PADDING))):
         if any(number not in known for number, _ in fields or ()):
             yield "it has an extra field that torch does not write"
-    if not _is_padded(local) and local.fields is not None:
+    if not _has_torch_padding(local) and local.fields is not None:
         yield "the padding before its bytes is damaged"
 
 
-def _end_problems(data: ByteRange, end: End, by_torch: bool) -> Iterator[Finding]:
-    """Yield what is wrong with the records behind the directory, and behind them."""
+def _find_end_problems(data: ByteRange, end: End, by_torch: bool) -> Iterator[Finding]:
+    """Yield the findings on the end records, and on the bytes after them."""
     tail = data.read(end.start)
-    found = tail.rfind(b"PK\x05\x06", 0, len(tail) - END.size + 4)
-    _, disk, first_disk, _, _, _, _, comment = END.unpack_from(tail, found)
-    rest = len(tail) - found - END.size - comment
-    if rest > 0:
-        yield Finding("trailing", f"{counted(rest, 'byte')} after the end of the zip")
-    elif rest < 0:
-        yield Finding("end", f"the comment of {comment:,} bytes is {-rest:,} bytes too short")
-    if found == 0:
+    at = tail.rfind(b"PK\x05\x06", 0, len(tail) - END.size + 4)
+    _, disk, first_disk, _, _, _, _, comment = END.unpack_from(tail, at)
+    trailing = len(tail) - at - END.size - comment
+    if trailing > 0:
+        yield Finding("trailing", f"{counted(trailing, 'byte')} after the end of the zip")
+    elif trailing < 0:
+        yield Finding("end", f"the comment of {comment:,} bytes is {-trailing:,} bytes too short")
+    if at == 0:
         return
-    locator = LOCATOR.unpack_from(tail, found - LOCATOR.size)
+    locator = LOCATOR.unpack_from(tail, at - LOCATOR.size)
     if (disk, first_disk, locator[1], locator[3]) != (0, 0, 0, 1):
         yield Finding("end", "the end records give several disks")
     made_by, needed = _END64_VERSIONS.unpack_from(tail)

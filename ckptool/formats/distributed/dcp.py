@@ -22,7 +22,7 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, UnsupportedFormat
 from ckptool.files import ByteRange, MemorySource, Source
 from ckptool.files.tiled import Tile, late, tiled
-from ckptool.formats.archive import zip_archive
+from ckptool.formats.archive import read_zip
 from ckptool.formats.base import (
     Archive,
     Checksum,
@@ -31,14 +31,14 @@ from ckptool.formats.base import (
     Probe,
     Record,
     WritePlan,
+    add_error_context,
     check_limit,
-    naming,
-    needing,
-    of_many_files,
+    distributed_refusal,
+    require_package,
 )
 from ckptool.formats.distributed.placements import attributes_of, check_ranks, row_major_data
 from ckptool.formats.registry import ZIP_MAGIC
-from ckptool.formats.torch_zip import TORCH_ZIP, member_of, read_contents
+from ckptool.formats.torch_zip import TORCH_ZIP, open_member, read_contents
 from ckptool.limits import DEFAULT_LIMITS, Limits
 from ckptool.symbolic import unpickle
 from ckptool.words import counted, listed, printable
@@ -109,7 +109,7 @@ class Dcp(FolderFormat):
 
     name = "dcp"
     index_name = _METADATA
-    refusal = of_many_files(
+    refusal = distributed_refusal(
         "it is a folder of torch.distributed.checkpoint, written by several processes",
         "torch.distributed.checkpoint.load",
     )
@@ -120,7 +120,7 @@ class Dcp(FolderFormat):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the saved tree, from `.metadata` only."""
-        index = probe.ask(index_of)
+        index = probe.compute_once(read_index)
         folder = probe.path if probe.is_folder else os.path.dirname(probe.path)
         leaves = {
             **{name: _tensor(name, one, probe.limits) for name, one in index.tensors.items()},
@@ -166,21 +166,21 @@ class Dcp(FolderFormat):
 
     def plan_edit(self, checkpoint: Checkpoint) -> WritePlan:
         """Plan a new `.metadata` over the existing items."""
-        from ckptool.formats.distributed.dcp_writer import plan_edit, refused
+        from ckptool.formats.distributed.dcp_writer import plan_edit, unwritable_error
 
         source = checkpoint.sources[0]
         if checkpoint.details.left_behind:
-            raise refused(checkpoint, f"it has {listed(checkpoint.details.left_behind)}")
+            raise unwritable_error(checkpoint, f"it has {listed(checkpoint.details.left_behind)}")
         index = unpickle(ByteRange(source, 0, source.size), limits=DEFAULT_LIMITS).root
         return plan_edit(checkpoint, self, index)
 
-    def findings(self, probe: Probe) -> Findings:
+    def collect_findings(self, probe: Probe) -> Findings:
         """Return the checksums stated for each item, and the missing items.
 
         Errors of the index are reported when the folder is opened.
         """
         try:
-            index = probe.ask(index_of)
+            index = probe.compute_once(read_index)
         except CheckpointError:
             return Findings()
         problems, checksums, count = [], list[Checksum](), 0
@@ -222,7 +222,7 @@ def _read_extras(folder: str, probe: Probe) -> Checkpoint | None:
         return None
     inner = Probe(path, probe.limits)
     probe.on_close(inner.close)
-    with naming(path):
+    with add_error_context(path):
         found = TORCH_ZIP.read(inner) if TORCH_ZIP.recognize(inner) else None
     if found is None or not isinstance(found.root, dict):
         inner.close()
@@ -248,7 +248,7 @@ def _indexes(probe: Probe) -> list[str]:
     return [os.path.join(folder, one) for one in found]
 
 
-def index_of(probe: Probe) -> Index:
+def read_index(probe: Probe) -> Index:
     """Read the index of a folder.
 
     Raises:
@@ -301,7 +301,7 @@ def _read(source: Source, limits: Limits) -> Index:
             file=source.name,
             hint="load it with bytecheckpoint.load, or merge it into safetensors with its scripts",
         )
-    with naming(source.name, rules_of="DCP"):
+    with add_error_context(source.name, rules_of="DCP"):
         megatron = found.get("mcore_data") or {}
         reshaped = {name for name in described if _RESHAPED in (megatron.get(name) or ())}
         described = {name: one for name, one in described.items() if name not in reshaped}
@@ -389,7 +389,7 @@ def _tensor(name: str, one: _Tensor, limits: Limits) -> TensorRef:
 
     tiles = [Tile(chunk.offsets, chunk.sizes, partial(elements, chunk)) for chunk in one.chunks]
     file = one.chunks[0].item.path if one.chunks else name
-    with naming(None, f"tensor {printable(name)!r}", hint=_HINT):
+    with add_error_context(None, f"tensor {printable(name)!r}", hint=_HINT):
         data = tiled(file, one.shape, itemsize, tiles)
     return plain_tensor(name, one.dtype, one.shape, data)
 
@@ -421,13 +421,13 @@ def _elements(
 
 def _content(name: str, item: _Item, limits: Limits, archive: Archive | None = None) -> Any:
     """Return the object that torch.save wrote into an item."""
-    with naming(item.path, repr(printable(name))):
+    with add_error_context(item.path, repr(printable(name))):
         return read_contents(archive or _archive_of(item, limits), limits).unpickled.root
 
 
 def _archive_of(item: _Item, limits: Limits) -> Archive:
-    with naming(item.path, "an item of the index", hint=_HINT):
-        data = member_of(item.path).slice(item.offset, item.length)
+    with add_error_context(item.path, "an item of the index", hint=_HINT):
+        data = open_member(item.path).slice(item.offset, item.length)
     if data.source.is_far and data.length <= _AT_ONCE:  # one request, which also reads ahead
         data = ByteRange(MemorySource(data.read(), item.path), 0, data.length)
     if item.packed:
@@ -438,7 +438,7 @@ def _archive_of(item: _Item, limits: Limits) -> Archive:
             file=item.path,
             hint="load it with torch.distributed.checkpoint, or copy the folder again",
         )
-    return zip_archive(data, limits)
+    return read_zip(data, limits)
 
 
 def _decompress(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
@@ -449,7 +449,7 @@ def _decompress(data: ByteRange, item: _Item, limits: Limits) -> ByteRange:
             file=file,
             hint="load it with torch.distributed.checkpoint, and save it without an extension",
         )
-    with needing("zstandard", "is compressed with zstd", file):
+    with require_package("zstandard", "is compressed with zstd", file):
         import zstandard
     stated = min(item.elements, limits.max_repeated_bytes) + _AROUND
     most = max(data.length * limits.max_inflation, stated)

@@ -16,9 +16,15 @@ from ckptool.core.model import OrderedMap, TensorRef, plain_tensor
 from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, FileMissing
 from ckptool.files.tiled import Tile, tiled
-from ckptool.formats.base import Format, Probe, naming, of_files, of_many_files
-from ckptool.formats.distributed.placements import ONE_SAVE, sizes_of
-from ckptool.formats.opening import opened_together
+from ckptool.formats.base import (
+    Format,
+    Probe,
+    add_error_context,
+    combine_details,
+    distributed_refusal,
+)
+from ckptool.formats.distributed.placements import ONE_SAVE, parse_sizes
+from ckptool.formats.opening import open_together
 from ckptool.formats.safetensors_header import parse_json
 from ckptool.words import counted, printable
 
@@ -36,7 +42,7 @@ class DcpSafetensors(Format):
     name = "dcp-safetensors"
     flat = True
     tensors_only = True
-    refusal = of_many_files(
+    refusal = distributed_refusal(
         "it is a folder of safetensors files with parts of tensors (torch.distributed.checkpoint)",
         "torch.distributed.checkpoint.load with HuggingFaceStorageReader",
     )
@@ -47,13 +53,13 @@ class DcpSafetensors(Format):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return one state dict of complete tensors, from the headers of the files."""
-        with opened_together(part_files(probe), probe.limits, ("safetensors",)) as files:
+        with open_together(find_part_files(probe), probe.limits, ("safetensors",)) as files:
             parts: dict[str, list[tuple[Tile, TensorRef]]] = {}
             for one in files:
                 for name, part in _parts(one):
                     parts.setdefault(name, []).append(part)
             root = OrderedMap({name: _whole(name, found, files) for name, found in parts.items()})
-        return of_files(
+        return combine_details(
             files,
             Checkpoint(root, self.name, probe.path),
             writer="torch.distributed.checkpoint",
@@ -70,7 +76,7 @@ def is_part_file(path: str) -> bool:
     return _NAMES.fullmatch(os.path.basename(path)) is not None
 
 
-def part_files(probe: Probe) -> tuple[str, ...]:
+def find_part_files(probe: Probe) -> tuple[str, ...]:
     """Return the paths of the folder's files, in the order of the ranks.
 
     Raises:
@@ -87,7 +93,7 @@ def part_files(probe: Probe) -> tuple[str, ...]:
 
 
 def _parts(file: Checkpoint) -> Iterator[tuple[str, tuple[Tile, TensorRef]]]:
-    with naming(file.path):
+    with add_error_context(file.path):
         places = parse_json(file.details.header.get(SHARDING_INFO, "null"), SHARDING_INFO)
         for name, tensor in file.root.items():
             yield name, (Tile(_offsets(places, name, tensor), tensor.shape, tensor.data), tensor)
@@ -95,7 +101,7 @@ def _parts(file: Checkpoint) -> Iterator[tuple[str, tuple[Tile, TensorRef]]]:
 
 def _offsets(places: Any, name: str, tensor: TensorRef) -> tuple[int, ...]:
     found = places.get(name) if isinstance(places, dict) else None
-    offsets = sizes_of(found.get("saved_offsets") if isinstance(found, dict) else None)
+    offsets = parse_sizes(found.get("saved_offsets") if isinstance(found, dict) else None)
     if len(offsets) != len(tensor.shape):
         what = f"the header does not state where its part of {printable(name)!r} begins"
         raise CorruptFile(f"{what} ({SHARDING_INFO}: {printable(repr(found))})", hint=ONE_SAVE)
@@ -106,7 +112,7 @@ def _whole(
     name: str, parts: Sequence[tuple[Tile, TensorRef]], files: Sequence[Checkpoint]
 ) -> TensorRef:
     (_, first), folder = parts[0], os.path.dirname(files[0].path)
-    with naming(folder, f"tensor {printable(name)!r}", hint=ONE_SAVE):
+    with add_error_context(folder, f"tensor {printable(name)!r}", hint=ONE_SAVE):
         if {(one.dtype, len(one.shape)) for _, one in parts} != {(first.dtype, len(first.shape))}:
             raise CorruptFile("its dtype or dimensions differ between files")
         ends = [[at + n for at, n in zip(*tile[:2], strict=True)] for tile, _ in parts]

@@ -19,7 +19,7 @@ from ckptool.errors import NotRepresentable
 from ckptool.files.place import place_of
 from ckptool.formats.base import FolderFormat, Member, NewFile, WritePlan
 from ckptool.formats.distributed.placements import row_major_data
-from ckptool.formats.safetensors import left_out
+from ckptool.formats.safetensors import describe_losses
 from ckptool.formats.torch_zip import TORCH_ZIP
 from ckptool.symbolic.encoder import encode
 from ckptool.words import listed, printable
@@ -93,10 +93,10 @@ def plan_edit(checkpoint: Checkpoint, format: FolderFormat, index: Opaque) -> Wr
         old = known.old_name(path, leaf)
         name = known.new_name(old, path)
         if name in described:
-            raise refused(checkpoint, f"two entries would become {printable(name)!r}")
+            raise unwritable_error(checkpoint, f"two entries would become {printable(name)!r}")
         paths[name] = path
         if name != old and _OF_A_RUN in there:
-            raise refused(
+            raise unwritable_error(
                 checkpoint,
                 f"{_OF_A_RUN}, which is not rewritten, also contains the parameter names",
             )
@@ -126,7 +126,7 @@ def _flat(
 ) -> dict[str, tuple[Path, Any]]:
     """Return the path and content of each item by its flat name in torch."""
     if not isinstance(checkpoint.root, dict):
-        raise refused(checkpoint, "the root must be a dict")
+        raise unwritable_error(checkpoint, "the root must be a dict")
     entries: dict[str, tuple[Path, Any]] = {}
     todo: list[tuple[Path, Any]] = [((), checkpoint.root)]
     while todo:
@@ -134,7 +134,7 @@ def _flat(
         is_list = isinstance(node, list) and not _is_terminal(node)
         if path and (is_item(path, node) or not (isinstance(node, dict) or is_list)):
             if _join_path(path) in entries:
-                raise refused(
+                raise unwritable_error(
                     checkpoint, f"two entries would become {printable(_join_path(path))!r}"
                 )
             entries[_join_path(path)] = path, node
@@ -235,7 +235,9 @@ class _Known:
         if isinstance(leaf, TensorRef):
             if id(leaf) not in self._tensors:
                 what = printable(name_of(path))
-                raise refused(self._checkpoint, f"{what} differs from the tensor in the folder")
+                raise unwritable_error(
+                    self._checkpoint, f"{what} differs from the tensor in the folder"
+                )
             return self._tensors[id(leaf)]
         content, at = _content(leaf), self._at.get(path)
         if at in self._values and _content(self._values[at]) == content:
@@ -252,7 +254,9 @@ class _Known:
         if at is not None and (old in (None, at) or at in self._values):
             return at
         if old is not None and old != _join_path(self._paths[old]):
-            raise refused(self._checkpoint, f"the name {printable(old)!r} does not match its path")
+            raise unwritable_error(
+                self._checkpoint, f"the name {printable(old)!r} does not match its path"
+            )
         return _join_path(path)
 
     def _leaf(self, path: Path) -> Any:
@@ -268,7 +272,7 @@ class _Known:
         kept = {key for key in keys & now.keys() if _content(was[key]) == _content(now[key])}
         if keys - kept:
             what = listed(sorted(printable(str(key)) for key in keys - kept))
-            raise refused(
+            raise unwritable_error(
                 self._checkpoint, f"{what} is in a file of its own, which is not rewritten"
             )
         return keys
@@ -280,7 +284,7 @@ def _content(node: Any) -> tuple[bytes, tuple[int, ...]]:
     return encoded.data, tuple(map(id, encoded.storages))
 
 
-def refused(checkpoint: Checkpoint, why: str) -> NotRepresentable:
+def unwritable_error(checkpoint: Checkpoint, why: str) -> NotRepresentable:
     """Return the error for content that a DCP folder cannot store."""
     return NotRepresentable(
         f"cannot be written as a DCP folder: {why}",
@@ -306,7 +310,7 @@ def _plain(name: str, tensor: TensorRef, file: str) -> TensorRef:
 
 def _left_out(root: Mapping[Any, Any], entries: Mapping[str, tuple[Path, Any]]) -> Iterator[str]:
     """Yield the content that is left out of the folder, as phrases."""
-    yield from left_out(
+    yield from describe_losses(
         {name: leaf for name, (_, leaf) in entries.items() if isinstance(leaf, TensorRef)}
     )
     dicts = [node for node in everything(root) if isinstance(node, dict)]

@@ -10,9 +10,9 @@ import re
 
 from ckptool.core.checkpoint import Checkpoint
 from ckptool.core.model import Opaque
-from ckptool.formats.base import Format, Probe, of_files, of_many_files
+from ckptool.formats.base import Format, Probe, combine_details, distributed_refusal
 from ckptool.formats.distributed.placements import check_ranks
-from ckptool.formats.opening import TORCH_FILES, opened_together
+from ckptool.formats.opening import TORCH_FILES, open_together
 from ckptool.words import counted
 
 _RANK = re.compile(r"mp_rank_(\d{2,9})", re.ASCII)
@@ -26,38 +26,40 @@ class Megatron(Format):
 
     name = "megatron"
     resumes = False
-    refusal = of_many_files(
+    refusal = distributed_refusal(
         "it is a folder of Megatron ranks: each has a part of every matrix", "Megatron-LM"
     )
 
     def recognize(self, probe: Probe) -> bool:
         """Return True if each rank's folder has a file, and there are no pipeline ranks."""
-        return bool(rank_files(probe))
+        return bool(find_rank_files(probe))
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return a dict of the trees of all ranks, by folder name."""
-        files = rank_files(probe)
-        with opened_together(files, probe.limits, TORCH_FILES) as ranks:
+        files = find_rank_files(probe)
+        with open_together(files, probe.limits, TORCH_FILES) as ranks:
             roots = {os.path.basename(os.path.dirname(one.path)): one.root for one in ranks}
             made = Checkpoint(roots, self.name, probe.path)
             held = [int(name.removeprefix("mp_rank_")) for name in roots]
             world = max(_world(ranks[0]), len(files))
             check_ranks(held, world, "mp_rank_{rank:02d}", probe.path, "copy it as well")
             what = f"{counted(len(files), 'Megatron rank')}"
-            return of_files(ranks, made, notes=(what, *ranks[0].details.notes))
+            return combine_details(ranks, made, notes=(what, *ranks[0].details.notes))
 
 
 MEGATRON = Megatron()
 
 
-def is_rank(name: object) -> bool:
+def is_rank_folder(name: object) -> bool:
     """Return True if a key is the name of a rank's folder."""
     return isinstance(name, str) and _RANK.fullmatch(name) is not None
 
 
-def rank_files(probe: Probe) -> list[str]:
+def find_rank_files(probe: Probe) -> list[str]:
     """Return the files of the ranks in order; empty if a folder has none."""
-    folders = [os.path.join(probe.path, name) for name in sorted(filter(is_rank, probe.entries))]
+    folders = [
+        os.path.join(probe.path, name) for name in sorted(filter(is_rank_folder, probe.entries))
+    ]
     found = [os.path.join(folder, name) for folder in folders for name in _FILES]
     files = [path for path in found if probe.place.is_file(path)]
     return files if len(files) == len(folders) else []

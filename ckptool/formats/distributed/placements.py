@@ -52,7 +52,7 @@ class LocalShard(NamedTuple):
     local: TensorRef
     rows: Rows
 
-    def tiles(self, file: str) -> Iterator[Tile]:
+    def cut_tiles(self, file: str) -> Iterator[Tile]:
         """Yield the boxes of the full tensor that the part fills.
 
         Raises:
@@ -75,7 +75,7 @@ class LocalShard(NamedTuple):
             yield Tile(starts, size, row_major_data(view, "its part", file))
 
 
-def parts_of(every: Sequence[TensorRef]) -> list[list[LocalShard]]:
+def find_local_shards(every: Sequence[TensorRef]) -> list[list[LocalShard]]:
     """Return the parts of one tensor in each rank, in order.
 
     Raises:
@@ -91,7 +91,7 @@ def parts_of(every: Sequence[TensorRef]) -> list[list[LocalShard]]:
     sizes = [max(axis) + 1 for axis in zip(*(place for _, _, place in specs), strict=True)]
     shape = every[0].sizes
     return [
-        [LocalShard(local, owned_rows(shape, zip(steps, sizes, place, strict=True)))]
+        [LocalShard(local, find_owned_rows(shape, zip(steps, sizes, place, strict=True)))]
         for local, _, place in specs
     ]
 
@@ -103,7 +103,7 @@ def _spec(one: TensorRef, rank: int) -> tuple[TensorRef, list[tuple[str, Any]], 
             mesh, steps = attributes_of(spec.attributes.get("mesh")), spec.attributes["placements"]
         case _:
             raise UnsupportedFormat("its DTensor has an unknown form")
-    place = sizes_of(mesh.get("_coordinate_on_dim"))
+    place = parse_sizes(mesh.get("_coordinate_on_dim"))
     if not isinstance(steps, tuple) or len(place) != len(steps):
         raise UnsupportedFormat(f"the position of rank {rank} in its mesh is missing")
     if mesh.get("_rank", rank) != rank:
@@ -120,7 +120,10 @@ def _shards(one: TensorRef) -> Iterator[LocalShard]:
             raise UnsupportedFormat("its ShardedTensor has an unknown form")
     for shard in held:
         place, local = attributes_of(shard.get("metadata")), shard.get("tensor")
-        offsets, sizes = sizes_of(place.get("shard_offsets")), sizes_of(place.get("shard_sizes"))
+        offsets, sizes = (
+            parse_sizes(place.get("shard_offsets")),
+            parse_sizes(place.get("shard_sizes")),
+        )
         if not isinstance(local, TensorRef) or not len(offsets) == len(sizes) == len(one.shape):
             raise UnsupportedFormat("its ShardedTensor has an unknown form")
         yield LocalShard(
@@ -128,7 +131,7 @@ def _shards(one: TensorRef) -> Iterator[LocalShard]:
         )
 
 
-def owned_rows(
+def find_owned_rows(
     shape: Sequence[int], steps: Iterable[tuple[tuple[str, dict[Any, Any]], int, int]]
 ) -> Rows:
     """Return the rows along each axis that a rank has of a tensor.
@@ -145,7 +148,7 @@ def owned_rows(
         kind = name.rpartition(".")[2]
         if kind == "Replicate":
             continue
-        where = sizes_of((found.get("dim"), found.get("split_factor", 1)))
+        where = parse_sizes((found.get("dim"), found.get("split_factor", 1)))
         axis, factor = where or (len(shape), 1)
         is_known = kind in ("Shard", "_StridedShard") and axis < len(shape)
         if not is_known or not 1 <= factor <= _MOST_RUNS:
@@ -175,7 +178,7 @@ def attributes_of(node: Any) -> dict[Any, Any]:
     return node.attributes if isinstance(node, Opaque) else {}
 
 
-def sizes_of(value: Any) -> tuple[int, ...]:
+def parse_sizes(value: Any) -> tuple[int, ...]:
     """Return a list of sizes as a tuple; empty for anything else, or too many."""
     if not isinstance(value, (list, tuple)) or len(value) > DEFAULT_LIMITS.max_dimensions:
         return ()

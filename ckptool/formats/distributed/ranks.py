@@ -16,9 +16,14 @@ from ckptool.core.model import Storage, TensorRef, remade, row_major_strides
 from ckptool.core.tree import name_of, rebuild, walk
 from ckptool.errors import CheckpointError, CorruptFile, UnsupportedFormat
 from ckptool.files.tiled import Tile, tiled
-from ckptool.formats.base import Format, Probe, of_files, of_many_files
-from ckptool.formats.distributed.placements import ONE_SAVE, LocalShard, check_ranks, parts_of
-from ckptool.formats.opening import TORCH_FILES, opened_together
+from ckptool.formats.base import Format, Probe, combine_details, distributed_refusal
+from ckptool.formats.distributed.placements import (
+    ONE_SAVE,
+    LocalShard,
+    check_ranks,
+    find_local_shards,
+)
+from ckptool.formats.opening import TORCH_FILES, open_together
 from ckptool.words import counted, few, listed, printable, shell
 
 _NAMES = re.compile(
@@ -39,15 +44,17 @@ class FsdpRanks(Format):
     """The format `fsdp-ranks`."""
 
     name = "fsdp-ranks"
-    refusal = of_many_files("it is a folder of FSDP rank files: each has a part of every tensor")
+    refusal = distributed_refusal(
+        "it is a folder of FSDP rank files: each has a part of every tensor"
+    )
 
     def recognize(self, probe: Probe) -> bool:
         """Return True for a folder with rank files of a model or an optimizer."""
-        return any(map(set_of, probe.entries))
+        return any(map(parse_rank_name, probe.entries))
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the tree of rank 0, each tensor joined from the files of all ranks."""
-        with opened_together(rank_files(probe), probe.limits, TORCH_FILES) as ranks:
+        with open_together(find_rank_files(probe), probe.limits, TORCH_FILES) as ranks:
             root, differing = _join_ranks(ranks, probe.path)
         joined = {os.path.basename(one.path) for one in ranks}
         others = sorted(set(filter(_OTHERS.fullmatch, probe.entries)) - joined)
@@ -57,7 +64,7 @@ class FsdpRanks(Format):
         what = (
             f"joined {counted(len(ranks), 'rank file')}; plain tensors and values are from rank 0"
         )
-        return of_files(
+        return combine_details(
             ranks,
             Checkpoint(root, self.name, probe.path),
             notes=(what, *ranks[0].details.notes),
@@ -68,7 +75,7 @@ class FsdpRanks(Format):
 FSDP_RANKS = FsdpRanks()
 
 
-def set_of(path: str) -> tuple[str, int] | None:
+def parse_rank_name(path: str) -> tuple[str, int] | None:
     """Return the pattern of a rank file, `model_world_size_4_rank_{rank}.pt`, and its rank.
 
     None: it is not the name of a rank file.
@@ -78,12 +85,12 @@ def set_of(path: str) -> tuple[str, int] | None:
     return found and (f"{found[1]}{{rank}}{name[found.end('rank') :]}", int(found["rank"]))
 
 
-def of_model(path: str) -> bool:
+def is_model_rank_file(path: str) -> bool:
     """Return True if a file has the name of a model's rank file, not of an optimizer's."""
-    return set_of(path) is not None and not os.path.basename(path).startswith("optim")
+    return parse_rank_name(path) is not None and not os.path.basename(path).startswith("optim")
 
 
-def rank_files(probe: Probe) -> tuple[str, ...]:
+def find_rank_files(probe: Probe) -> tuple[str, ...]:
     """Return the paths of a folder's rank files, in the order of the ranks: the model's, if any.
 
     Raises:
@@ -92,9 +99,9 @@ def rank_files(probe: Probe) -> tuple[str, ...]:
         UnsupportedFormat: if there are several sets.
     """
     sets: dict[str, dict[int, str]] = {}
-    wanted = set(filter(of_model, probe.entries)) or probe.entries
+    wanted = set(filter(is_model_rank_file, probe.entries)) or probe.entries
     for name in wanted:
-        if (found := set_of(name)) is not None:
+        if (found := parse_rank_name(name)) is not None:
             sets.setdefault(found[0], {})[found[1]] = os.path.join(probe.path, name)
     if len(sets) > 1:
         what = f"has {len(sets)} sets of rank files: {listed(sorted(sets))}"
@@ -130,7 +137,7 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[Any, list[str
             every = [found[path] for found in leaves]
             copies: list[tuple[Any, TensorRef]] = [((), one) for one in every]
             if first.is_spread:
-                parts = parts_of(every)
+                parts = find_local_shards(every)
                 copies = [(one.rows, one.local) for held in parts for one in held]
                 whole[id(first)] = _join_tensor(ranks, first, parts, storages)
             if _differ(copies):
@@ -190,7 +197,7 @@ def _join_tensor(
                 raise CorruptFile(what, file=one.path)
             if local.numel:
                 seen.append((id(local.storage), local.offset, local.stride, part.rows))
-            for tile in part.tiles(one.path):  # the rows of a replica are the same
+            for tile in part.cut_tiles(one.path):  # the rows of a replica are the same
                 tiles.setdefault((tile.offsets, tile.sizes), tile)
     key = tuple(seen)
     if key not in storages:

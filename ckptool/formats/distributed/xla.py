@@ -19,10 +19,22 @@ from ckptool.core.model import Opaque, OrderedMap, TensorRef, find_tensors, plai
 from ckptool.core.tree import everything, rebuild
 from ckptool.errors import CheckpointError, CorruptFile
 from ckptool.files.computed import joined
-from ckptool.formats.base import Format, Probe, Refusal, naming, of_files, of_many_files
-from ckptool.formats.distributed.placements import ONE_SAVE, check_ranks, row_major_data, sizes_of
-from ckptool.formats.opening import TORCH_FILES, opened_together
-from ckptool.formats.torch_zip import TORCH_ZIP, stored_in
+from ckptool.formats.base import (
+    Format,
+    Probe,
+    Refusal,
+    add_error_context,
+    combine_details,
+    distributed_refusal,
+)
+from ckptool.formats.distributed.placements import (
+    ONE_SAVE,
+    check_ranks,
+    parse_sizes,
+    row_major_data,
+)
+from ckptool.formats.opening import TORCH_FILES, open_together
+from ckptool.formats.torch_zip import TORCH_ZIP, read_torch_file
 from ckptool.limits import Limits
 from ckptool.quotes import quote
 from ckptool.words import counted, listed, printable
@@ -81,7 +93,7 @@ def _is_reference(node: Any) -> bool:
 
 
 def _read_tensor(path: str, limits: Limits) -> TensorRef:
-    found = stored_in(path, limits)
+    found = read_torch_file(path, limits)
     if not isinstance(found, TensorRef) or found.storage is None:
         raise CorruptFile(
             "does not contain a tensor, as expected from the file that refers to it", file=path
@@ -94,17 +106,17 @@ class XlaFsdp(Format):
     """The format `xla-fsdp`: a folder of rank files, each with `model` and `shard_metadata`."""
 
     name = "xla-fsdp"
-    refusal = of_many_files(
+    refusal = distributed_refusal(
         "it is a folder of torch_xla FSDP rank files: each has a part of every parameter"
     )
 
     def recognize(self, probe: Probe) -> bool:
         """Return True for a folder of rank files, the first of which describes the sharding."""
-        paths = rank_files(probe)
+        paths = find_rank_files(probe)
         if not paths:
             return False
         try:
-            with opened_together(paths[:1], probe.limits, TORCH_FILES) as (first,):
+            with open_together(paths[:1], probe.limits, TORCH_FILES) as (first,):
                 first.close()
                 return isinstance(first.root, dict) and first.root.keys() >= _KEYS
         except CheckpointError:
@@ -112,26 +124,26 @@ class XlaFsdp(Format):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the tree of rank 0 with full parameters under the keys of the unwrapped model."""
-        paths = rank_files(probe)
-        rules = naming(probe.path, hint=ONE_SAVE, rules_of="torch_xla")
-        with opened_together(paths, probe.limits, TORCH_FILES) as ranks, rules:
+        paths = find_rank_files(probe)
+        rules = add_error_context(probe.path, hint=ONE_SAVE, rules_of="torch_xla")
+        with open_together(paths, probe.limits, TORCH_FILES) as ranks, rules:
             root, notes = _join_ranks(ranks, probe.path)
         what = f"joined {counted(len(ranks), 'torch_xla FSDP rank file')}"
         made = Checkpoint(root, self.name, probe.path)
-        return of_files(ranks, made, notes=(what, *notes))
+        return combine_details(ranks, made, notes=(what, *notes))
 
 
 XLA_XSER, XLA_FSDP = XlaXser(), XlaFsdp()
 
 
-def tensor_files(probe: Probe) -> list[str]:
+def find_tensor_files(probe: Probe) -> list[str]:
     """Return the tensor files next to a file, in the order of their names."""
     folder = f"{probe.path}.tensors"
     names = probe.place.names(folder) if probe.place.is_folder(folder) else ()
     return [os.path.join(folder, name) for name in sorted(names) if name.endswith(".pt")]
 
 
-def rank_files(probe: Probe) -> list[str]:
+def find_rank_files(probe: Probe) -> list[str]:
     """Return the rank files of a folder, in the order of the ranks."""
     found = [one for name in probe.entries if (one := _RANK.fullmatch(name))]
     found.sort(key=lambda one: int(one["rank"]))
@@ -166,7 +178,7 @@ def _join_ranks(ranks: Sequence[Checkpoint], folder: str) -> tuple[dict[Any, Any
         parts = [(one.root["model"].get(name), one.path) for one in ranks]
         full = f"{prefix}.{info['_orig_name']}" if prefix else info["_orig_name"]
         flat = books[0]["flatten_info"].get(full)
-        for key, one in _parameters(full, sizes_of(info["_orig_size"]), flat, parts):
+        for key, one in _parameters(full, parse_sizes(info["_orig_size"]), flat, parts):
             (model if flat is None else unflattened)[_bare(key)] = one
     root = {key: one for key, one in ranks[0].root.items() if key != "shard_metadata"}
     notes = []
@@ -202,7 +214,7 @@ def _parameters(
     named = [(name, shape)]
     if flat is not None:
         paths = (f"{below}.{one}" if below else one for one in flat[0])
-        named = list(zip(paths, map(sizes_of, flat[1]), strict=True))
+        named = list(zip(paths, map(parse_sizes, flat[1]), strict=True))
     held, start = whole.length // first.itemsize, 0
     if prod(shape) != sum(prod(one) for _, one in named) or prod(shape) > held:
         what = f"{printable(name)!r} of shape {list(shape)} has {held:,} elements in all ranks"

@@ -26,16 +26,22 @@ from ckptool.files import ByteRange
 from ckptool.files.computed import joined
 from ckptool.files.place import place_of
 from ckptool.files.tiled import late
-from ckptool.formats.base import Format, Probe, naming, of_files, of_many_files
+from ckptool.formats.base import (
+    Format,
+    Probe,
+    add_error_context,
+    combine_details,
+    distributed_refusal,
+)
 from ckptool.formats.distributed.placements import (
     ONE_SAVE,
     attributes_of,
     check_ranks,
+    parse_sizes,
     row_major_data,
-    sizes_of,
 )
-from ckptool.formats.opening import TORCH_FILES, opened_together
-from ckptool.formats.torch_zip import stored_in
+from ckptool.formats.opening import TORCH_FILES, open_together
+from ckptool.formats.torch_zip import read_torch_file
 from ckptool.limits import Limits
 from ckptool.symbolic.encoder import encode
 from ckptool.words import counted, few, listed, printable, shell
@@ -123,27 +129,27 @@ class DeepSpeed(Format):
 
     name = "deepspeed"
     resumes = False
-    refusal = of_many_files(
+    refusal = distributed_refusal(
         "it is a DeepSpeed folder: the file of each rank has slices of the parameters",
         "load_checkpoint of DeepSpeed",
     )
 
     def recognize(self, probe: Probe) -> bool:
         """Return True for the folder of a DeepSpeed run, or of one step."""
-        return probe.ask(_folder) is not None
+        return probe.compute_once(_folder) is not None
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the tree of rank 0 with full tensors."""
         step = _step(probe)
         own = (step.models[0], *step.optims)
-        with opened_together(own, probe.limits, TORCH_FILES) as (first, *optims):
+        with open_together(own, probe.limits, TORCH_FILES) as (first, *optims):
             frozen = isinstance(first.root, dict) and first.root.get("frozen_param_shapes")
             rest = step.models[1:] if frozen else ()  # these have nothing else
-            with opened_together(rest, probe.limits, TORCH_FILES) as others:
+            with open_together(rest, probe.limits, TORCH_FILES) as others:
                 models, files = [first, *others], [first, *others, *optims]
-                with naming(step.folder, hint=ONE_SAVE, rules_of="DeepSpeed"):
+                with add_error_context(step.folder, hint=ONE_SAVE, rules_of="DeepSpeed"):
                     made = _join_files(step, models, optims, probe.limits)
-        return of_files(
+        return combine_details(
             files,
             replace(made, path=probe.path),
             size=sum(map(probe.place.size, step.files)),
@@ -174,16 +180,16 @@ def _folder(probe: Probe) -> str | None:
 
 def is_step(probe: Probe) -> bool:
     """Return True for the folder of one DeepSpeed step."""
-    return probe.ask(_folder) == probe.path
+    return probe.compute_once(_folder) == probe.path
 
 
-def is_part(path: str) -> bool:
+def is_step_file(path: str) -> bool:
     """Return True if a file in the folder of a step is part of the checkpoint."""
     name = os.path.basename(path)
     return name == _UNIVERSAL or bool(_MODEL.fullmatch(name) or _OPTIM.fullmatch(name))
 
 
-def step_files(probe: Probe) -> tuple[str, ...]:
+def find_step_files(probe: Probe) -> tuple[str, ...]:
     """Return the paths of the files of all ranks (universal folder: of all parameters).
 
     Raises:
@@ -205,7 +211,7 @@ def _files_of(folder: str) -> list[str]:
 
 
 def _step(probe: Probe) -> _Step:
-    folder = probe.ask(_folder) or probe.path
+    folder = probe.compute_once(_folder) or probe.path
     names = sorted(probe.place.names(folder))
     found = {name: m for name in names if (m := _MODEL.fullmatch(name) or _OPTIM.fullmatch(name))}
     apart = [name for name in names if _APART.fullmatch(name)]
@@ -256,7 +262,7 @@ def _join_files(
     files = [one.path for one in optims]
     if step.is_universal:
         path = os.path.join(step.folder, _UNIVERSAL, "optimizer_state.pt")
-        own, files = [_mapping(stored_in(path, limits), path)], [path]
+        own, files = [_mapping(read_torch_file(path, limits), path)], [path]
     if not own:
         no_optimizer = ("the folder has no optimizer file",)
         return _with_notes(first, () if first.get("optimizer") else no_optimizer)
@@ -588,7 +594,7 @@ def _universal(folder: str, groups: Sequence[_Group], limits: Limits) -> dict[st
 
 
 def _stored(name: str, path: str, shape: tuple[int, ...], limits: Limits) -> Any:
-    found = stored_in(path, limits)
+    found = read_torch_file(path, limits)
     if isinstance(found, dict):
         found = found.get("param")
     if not isinstance(found, TensorRef):
@@ -615,7 +621,7 @@ def _shapes(groups: Any) -> list[dict[str, tuple[int, ...]]]:
     """Return the names and shapes in `param_shapes`: one dict per group, or a single one."""
     found = [dict(group) for group in (groups if isinstance(groups, list) else [groups])]
     for name, shape in (item for group in found for item in group.items()):
-        if not isinstance(name, str) or sizes_of(shape) != shape:
+        if not isinstance(name, str) or parse_sizes(shape) != shape:
             raise CorruptFile(f"has no valid shape of the parameter {printable(repr(name))}")
     return found
 

@@ -23,7 +23,7 @@ class Cursor:
         self._end = limits.max_header_bytes if is_header else source.size
         self._window, self._start = b"", 0
 
-    def count(self, cost: int) -> None:
+    def charge(self, cost: int) -> None:
         """Count a value with a cost relative to an entry of a zip directory.
 
         Raises:
@@ -48,7 +48,7 @@ class Cursor:
         check_limit("the header has", self.position, "bytes", self._end)
         return begin
 
-    def take(self, length: int) -> bytes:
+    def read_bytes(self, length: int) -> bytes:
         """Return the next bytes.
 
         Raises:
@@ -63,6 +63,6 @@ class Cursor:
             self._window = self.source.read(self._start, size)
         return self._window[begin : begin + length]
 
-    def numbers(self, layout: str) -> tuple[Any, ...]:
+    def read_numbers(self, layout: str) -> tuple[Any, ...]:
         """Return the numbers in a `struct` layout."""
-        return struct.unpack(layout, self.take(struct.calcsize(layout)))
+        return struct.unpack(layout, self.read_bytes(struct.calcsize(layout)))

@@ -64,7 +64,7 @@ class Flax(Format):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return one state dict with dotted keys; for a TrainState also its other entries."""
-        source = probe.opened()
+        source = probe.require_source()
         reader = _Reader(source, probe.limits)
         tree = reader.value(0)
         if reader.position != source.size:
@@ -130,15 +130,15 @@ class _Reader(Cursor):
 
     def value(self, depth: int) -> Any:
         """Return the next value: dicts for maps and lists, a TensorRef for an array."""
-        self.count(_WEIGHT)
+        self.charge(_WEIGHT)
         check_limit("values are nested", depth, "deep", self.limits.max_depth)
-        code = self.take(1)[0]
+        code = self.read_bytes(1)[0]
         if code in _CONSTANTS:
             return _CONSTANTS[code]
         if code <= 0x7F or code >= 0xE0:
             return code - 256 * (code >= 0xE0)
         if code in _NUMBERS:
-            return self.numbers(_NUMBERS[code])[0]
+            return self.read_numbers(_NUMBERS[code])[0]
         if code <= 0xBF:
             kind = "map" if code <= 0x8F else "list" if code <= 0x9F else "text"
             return self._of_length(kind, code & (0x1F if kind == "text" else 0x0F), depth)
@@ -147,11 +147,11 @@ class _Reader(Cursor):
         if code not in _LENGTHS:
             raise self._damaged_error(f"byte {code:#x} does not begin a value")
         kind, layout = _LENGTHS[code]
-        return self._of_length(kind, self.numbers(layout)[0], depth)
+        return self._of_length(kind, self.read_numbers(layout)[0], depth)
 
     def _of_length(self, kind: str, length: int, depth: int) -> Any:
         if kind in ("text", "bytes"):
-            raw = self.take(length)
+            raw = self.read_bytes(length)
             return raw.decode("utf-8", "replace") if kind == "text" else raw
         if kind == "extension":
             return self._extension(length, depth)
@@ -166,7 +166,7 @@ class _Reader(Cursor):
         return self._whole(found) if found.get(_CHUNKED) is True else found
 
     def _extension(self, length: int, depth: int) -> Any:
-        code = self.take(1)[0]
+        code = self.read_bytes(1)[0]
         end = self.position + length
         if code not in (*_ARRAYS, _COMPLEX):
             self.skip(length)
@@ -184,13 +184,13 @@ class _Reader(Cursor):
         return found
 
     def _array(self, depth: int) -> Any:
-        if self.take(1) != b"\x93":
+        if self.read_bytes(1) != b"\x93":
             raise self._damaged_error("an array does not consist of a shape, a type and bytes")
         shape, dtype = self._shape(self.value(depth + 1)), self.value(depth + 1)
-        kind, layout = _LENGTHS.get(self.take(1)[0], ("", ""))
+        kind, layout = _LENGTHS.get(self.read_bytes(1)[0], ("", ""))
         if kind != "bytes":
             raise self._damaged_error("an array has no bytes")
-        (length,) = self.numbers(layout)
+        (length,) = self.read_numbers(layout)
         begin = self.skip(length)
         if dtype not in BY_NAME:
             text = f"array of type {printable(str(dtype))} is not a tensor"

@@ -19,7 +19,14 @@ from ckptool.dtypes import BY_NAME
 from ckptool.errors import CorruptFile, UnsupportedFormat
 from ckptool.files import ByteRange, Source
 from ckptool.files.computed import ComputedSource
-from ckptool.formats.base import Format, Probe, Refusal, check_limit, naming, needing
+from ckptool.formats.base import (
+    Format,
+    Probe,
+    Refusal,
+    add_error_context,
+    check_limit,
+    require_package,
+)
 from ckptool.formats.foreign.cursor import Cursor
 from ckptool.quotes import quote
 from ckptool.words import counted, listed, printable
@@ -91,7 +98,7 @@ class Gguf(Format):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the tensors by name, from the header only, with shapes in torch's order."""
-        source = probe.opened()
+        source = probe.require_source()
         header = _Header(source, probe.limits, is_header=True)
         facts, entries = header.read()
         alignment = facts.get(_ALIGNMENT, 32)
@@ -126,38 +133,38 @@ class _Header(Cursor):
 
     def read(self) -> tuple[dict[str, Any], list[_Entry]]:
         """Return the metadata by key, without lists, and the tensors."""
-        version = self.numbers("<4sI")[1]
+        version = self.read_numbers("<4sI")[1]
         if version not in _VERSIONS:
             turned = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
             what = "is big-endian" if turned else f"is of version {version}"
             raise UnsupportedFormat(f"{what}, which is not supported")
-        tensors, pairs = self.numbers("<QQ")
+        tensors, pairs = self.read_numbers("<QQ")
         facts = {}
         for _ in range(pairs):
             key = self._text()
-            value = self._value(*self.numbers("<I"))
+            value = self._value(*self.read_numbers("<I"))
             if value is not None:
                 facts[key] = value
         return facts, [self._entry() for _ in range(tensors)]
 
     def _entry(self) -> _Entry:
-        self.count(_WEIGHT)
+        self.charge(_WEIGHT)
         name = self._text()
-        (count,) = self.numbers("<I")
+        (count,) = self.read_numbers("<I")
         check_limit(f"{printable(name)!r} has", count, "dimensions", self.limits.max_dimensions)
-        sizes = self.numbers(f"<{count}Q")
-        return _Entry(name, tuple(reversed(sizes)), *self.numbers("<IQ"))
+        sizes = self.read_numbers(f"<{count}Q")
+        return _Entry(name, tuple(reversed(sizes)), *self.read_numbers("<IQ"))
 
     def _value(self, type: int, depth: int = 0) -> Any:
         """Return a value; None for a list, which is skipped."""
-        self.count(1)
+        self.charge(1)
         if type in _SCALARS:
-            return self.numbers(_SCALARS[type])[0]
+            return self.read_numbers(_SCALARS[type])[0]
         if type == _STRING:
             return self._text()
         if type != _ARRAY or depth > 1:
             raise CorruptFile(f"an entry has the unknown type {type}")
-        inner, count = self.numbers("<IQ")
+        inner, count = self.read_numbers("<IQ")
         if inner in _SCALARS:
             self.skip(count * struct.calcsize(_SCALARS[inner]))
         else:
@@ -166,8 +173,8 @@ class _Header(Cursor):
         return None
 
     def _text(self) -> str:
-        (length,) = self.numbers("<Q")
-        return self.take(length).decode("utf-8", "replace")
+        (length,) = self.read_numbers("<Q")
+        return self.read_bytes(length).decode("utf-8", "replace")
 
 
 def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
@@ -181,7 +188,7 @@ def _tensor(source: Source, start: int, one: _Entry) -> TensorRef:
             f"{block}"
         )
         raise CorruptFile(what)
-    with naming(source.name, f"tensor {printable(one.name)!r}"):
+    with add_error_context(source.name, f"tensor {printable(one.name)!r}"):
         data = ByteRange(source, start + one.offset, elements // block * size)
     if plain is None:
         fill = partial(_dequantize_into, data, str(name), block, size)
@@ -208,7 +215,7 @@ def _dequantize_into(
     data: ByteRange, name: str, block: int, size: int, offset: int, buffer: memoryview
 ) -> None:
     """Fill `buffer` with float32 values from byte `offset`, reading the blocks that it needs."""
-    with needing("gguf", f"its tensors are quantized ({name})", data.source.name):
+    with require_package("gguf", f"its tensors are quantized ({name})", data.source.name):
         import numpy
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize

@@ -24,7 +24,7 @@ from ckptool.errors import CheckpointError, CorruptFile, LimitExceeded, Unsuppor
 from ckptool.files import ByteRange, MemorySource, Source
 from ckptool.files.tiled import late
 from ckptool.formats.archive import open_archive
-from ckptool.formats.base import Format, Probe, Refusal, check_limit, needing
+from ckptool.formats.base import Format, Probe, Refusal, check_limit, require_package
 from ckptool.limits import Limits
 from ckptool.quotes import quote
 from ckptool.words import listed, printable
@@ -56,7 +56,7 @@ class Hdf5(Format):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the datasets by path, with those of an optimizer in a separate section."""
-        source = probe.opened()
+        source = probe.require_source()
         whole = ByteRange(source, 0, source.size)
         return _read(probe, self.name, whole, (source,), source.size)
 
@@ -68,11 +68,11 @@ class Keras(Hdf5):
 
     def recognize(self, probe: Probe) -> bool:
         """Return True for a zip with the configuration and weights of a model."""
-        return {_WEIGHTS, _CONFIG} <= probe.ask(open_archive).records.keys()
+        return {_WEIGHTS, _CONFIG} <= probe.compute_once(open_archive).records.keys()
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the datasets by path, like `Hdf5.read`."""
-        archive = probe.ask(open_archive)
+        archive = probe.compute_once(open_archive)
         data = archive.records[_WEIGHTS].data
         return _read(probe, self.name, data, archive.sources, archive.size)
 
@@ -111,7 +111,7 @@ class _Stream(io.RawIOBase):
 def _open_hdf5(data: ByteRange) -> Iterator[Any]:
     """Open the file with h5py, and translate its errors."""
     file = data.source.name
-    with needing("h5py", "is HDF5", file):
+    with require_package("h5py", "is HDF5", file):
         import h5py
     try:
         with h5py.File(_Stream(data), "r") as found:

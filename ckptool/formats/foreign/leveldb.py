@@ -23,18 +23,18 @@ _WIDTHS = {1: 8, 5: 4}
 """The size of fixed-size numbers by wire type."""
 
 
-def masked(crc: int) -> int:
+def mask_crc(crc: int) -> int:
     """Return a CRC-32C as LevelDB stores it: rotated, plus a constant."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def unmasked(stored: int) -> int:
+def unmask_crc(stored: int) -> int:
     """Return the CRC-32C for the stored form."""
     turned = (stored - 0xA282EAD8) & 0xFFFFFFFF
     return (turned >> 17 | turned << 15) & 0xFFFFFFFF
 
 
-def varint(raw: bytes, at: int) -> tuple[int, int]:
+def read_varint(raw: bytes, at: int) -> tuple[int, int]:
     """Return the number at offset `at`, with seven bits per byte, and its end.
 
     Raises:
@@ -61,12 +61,12 @@ class Message(dict[int, list[int | bytes]]):
         super().__init__()
         at = 0
         while at < len(raw):
-            tag, at = varint(raw, at)
+            tag, at = read_varint(raw, at)
             value: int | bytes
             if tag & 7 == 0:
-                value, at = varint(raw, at)
+                value, at = read_varint(raw, at)
             elif tag & 7 == 2:
-                size, at = varint(raw, at)
+                size, at = read_varint(raw, at)
                 value, at = raw[at : at + size], at + size
             elif width := _WIDTHS.get(tag & 7):
                 value, at = int.from_bytes(raw[at : at + width], "little"), at + width
@@ -116,7 +116,7 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
     if len(raw) < _FOOTER or not raw.endswith(MAGIC):
         raise CorruptFile("the end of the index is missing")
     footer = raw[-_FOOTER:]
-    at = varint(footer, varint(footer, 0)[1])[1]  # after a table of no use
+    at = read_varint(footer, read_varint(footer, 0)[1])[1]  # after a table of no use
     entries: dict[bytes, bytes] = {}
     last, end = b"", 0
     for _, handle in _entries(_block(raw, footer[at:], 0, most)[0]):
@@ -134,15 +134,15 @@ def read_table(source: Source, limits: Limits) -> dict[bytes, bytes]:
 
 def _block(raw: bytes, handle: bytes, start: int, most: int) -> tuple[bytes, int]:
     """Return the block of a handle, and its end; it must be after `start`."""
-    offset, at = varint(handle, 0)
-    size = varint(handle, at)[0]
+    offset, at = read_varint(handle, 0)
+    size = read_varint(handle, at)[0]
     end = offset + size + _TRAILER
     if offset < start or end > len(raw) - _FOOTER:
         raise CorruptFile(
             f"a block of {size:,} bytes at {offset:,} is outside the index of {len(raw):,} bytes"
         )
     stated = int.from_bytes(raw[end - 4 : end], "little")
-    if masked(crc32c(raw[offset : end - 4])) != stated:
+    if mask_crc(crc32c(raw[offset : end - 4])) != stated:
         raise CorruptFile(f"the block at {offset:,} of the index is damaged (checksum mismatch)")
     block, kind = raw[offset : offset + size], raw[end - _TRAILER]
     if kind not in (_PLAIN, _SNAPPY):
@@ -157,9 +157,9 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         raise CorruptFile("a block of the index has no restart list")
     key, at = b"", 0
     while at < end:
-        shared, at = varint(block, at)
-        own, at = varint(block, at)
-        length, at = varint(block, at)
+        shared, at = read_varint(block, at)
+        own, at = read_varint(block, at)
+        length, at = read_varint(block, at)
         if shared > len(key) or at + own + length > end:
             raise CorruptFile("an entry of the index reaches past its block")
         key = key[:shared] + block[at : at + own]
@@ -169,7 +169,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 def _decompress_snappy(raw: bytes, most: int) -> bytes:
     """Return the decompressed content of a snappy block."""
-    size, at = varint(raw, 0)
+    size, at = read_varint(raw, 0)
     check_limit("a block of the index inflates to", size, "bytes", most)
     out = bytearray()
     while at < len(raw) and len(out) <= size:

@@ -117,12 +117,12 @@ class NumpyArchive(Format):
 
     def recognize(self, probe: Probe) -> bool:
         """Return True for a zip in which every record has the name of an array."""
-        names = probe.ask(open_archive).records
+        names = probe.compute_once(open_archive).records
         return not probe.is_folder and bool(names) and all(one.endswith(ARRAY) for one in names)
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the arrays by name, from the directory and the header of each."""
-        archive = probe.ask(open_archive)
+        archive = probe.compute_once(open_archive)
         root, pickles, others = OrderedMap(), list[Unpickled](), list[str]()
         for record in archive.records.values():
             name = record.name.removesuffix(ARRAY)

@@ -34,11 +34,18 @@ from ckptool.formats.base import (
     Format,
     Probe,
     Refusal,
+    add_error_context,
     check_limit,
-    naming,
-    needing,
+    require_package,
 )
-from ckptool.formats.foreign.leveldb import MAGIC, Message, masked, read_table, unmasked, varint
+from ckptool.formats.foreign.leveldb import (
+    MAGIC,
+    Message,
+    mask_crc,
+    read_table,
+    read_varint,
+    unmask_crc,
+)
 from ckptool.limits import Limits
 from ckptool.words import listed, printable, shell
 
@@ -121,7 +128,7 @@ class TensorFlow(Format):
 
     def read(self, probe: Probe) -> Checkpoint:
         """Return the variables by name, from the index; those of an optimizer are a section."""
-        index, data = probe.ask(_index_of), probe.ask(_data_of)
+        index, data = probe.compute_once(_index_of), probe.compute_once(_data_of)
         model, optimizer = OrderedMap(), OrderedMap()
         others: list[str] = []
         names = {_name(key): key for key in index.entries if not key.startswith(b"\0")}
@@ -155,13 +162,13 @@ class TensorFlow(Format):
             sources=(index.source, *data.sources),
         )
 
-    def findings(self, probe: Probe) -> Findings:
+    def collect_findings(self, probe: Probe) -> Findings:
         """Return the CRC-32C that the index states of each variable.
 
         Errors of the index are reported when it is opened.
         """
         try:
-            data = probe.ask(_data_of)
+            data = probe.compute_once(_data_of)
         except CheckpointError:
             return Findings()
         found = list(data.checksums())
@@ -242,8 +249,8 @@ def _index_of(probe: Probe) -> _Index:
         source = probe.place.open(paths[0])
         probe.on_close(source.close)
     with (
-        needing("google-crc32c", "is a TensorFlow index with checksums", source.name),
-        naming(source.name, hint=_HINT),
+        require_package("google-crc32c", "is a TensorFlow index with checksums", source.name),
+        add_error_context(source.name, hint=_HINT),
     ):
         table = read_table(source, probe.limits)
         header = Message(table.pop(b"", b""))
@@ -275,7 +282,7 @@ def _shown(key: bytes) -> str:
 
 
 def _data_of(probe: Probe) -> _Data:
-    return _Data(probe, probe.ask(_index_of))
+    return _Data(probe, probe.compute_once(_index_of))
 
 
 class _Data:
@@ -318,7 +325,7 @@ class _Data:
         if dtype is None:
             return None
         order = self._index.byteorder
-        with naming(self._index.path, hint=_HINT):
+        with add_error_context(self._index.path, hint=_HINT):
             data = self._join_parts(key, entry, dtype) if entry.slices else self._run(entry)
             return plain_tensor(_name(key), dtype, entry.shape, data, byteorder=order)
 
@@ -328,7 +335,7 @@ class _Data:
 
     def _join_parts(self, key: bytes, entry: _Entry, dtype: str) -> ByteRange:
         tiles = []
-        with naming(None, f"variable {_shown(key)}"):
+        with add_error_context(None, f"variable {_shown(key)}"):
             for place in entry.slices:
                 offsets = tuple(first for first, _ in place)
                 axes = zip(place, entry.shape, strict=True)
@@ -344,7 +351,7 @@ class _Data:
     def _texts(self, key: bytes, entry: _Entry) -> Any:
         """Return the texts of a variable, in lists by its shape; bytes if they are not UTF-8."""
         lengths, summed = self._strings(key, entry)
-        if masked(crc32c(summed)) != entry.crc32c:
+        if mask_crc(crc32c(summed)) != entry.crc32c:
             what = f"variable {_shown(key)} is damaged (checksum mismatch)"
             raise CorruptFile(what, file=self._files[entry.shard].name, hint=_HINT)
         nodes: list[Any] = []
@@ -365,7 +372,7 @@ class _Data:
         raw, at, lengths = data.read(), 0, list[int]()
         if prod(entry.shape) <= len(raw):
             for _ in range(prod(entry.shape)):
-                length, at = varint(raw, at)
+                length, at = read_varint(raw, at)
                 lengths.append(length)
         if len(lengths) != prod(entry.shape) or at + 4 + sum(lengths) != len(raw):
             what = f"variable {_shown(key)} has strings that do not match their lengths"
@@ -386,7 +393,7 @@ class _Data:
             except CheckpointError as error:
                 yield Finding("corrupt", error.message, (_shown(key),), hint=error.hint)
                 continue
-            yield Checksum(_shown(key), data, unmasked(entry.crc32c), castagnoli=True)
+            yield Checksum(_shown(key), data, unmask_crc(entry.crc32c), castagnoli=True)
 
 
 def _text(raw: bytes) -> str | bytes:

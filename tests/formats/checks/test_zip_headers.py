@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptool.files import ByteRange, MemorySource
-from ckptool.formats.checks.zip_headers import header_problems
+from ckptool.formats.checks.zip_headers import find_header_problems
 from tests.formats.zips import End, Entry, build
 
 OWN, BOTH = (
@@ -27,7 +27,7 @@ LOCAL = {
 
 
 def problems(data):
-    return header_problems(ByteRange(MemorySource(bytes(data), "test.zip"), 0, len(data)))
+    return find_header_problems(ByteRange(MemorySource(bytes(data), "test.zip"), 0, len(data)))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import ckptool
 from ckptool.errors import CorruptFile, FileMissing, UnsupportedFormat
 from ckptool.formats import open_checkpoint
-from ckptool.formats.distributed.placements import owned_rows
+from ckptool.formats.distributed.placements import find_owned_rows
 from ckptool.inspection.verify import checkpoints_in
 from ckptool.limits import DEFAULT_LIMITS
 from tests.formats.contract import FormatContract
@@ -59,7 +59,7 @@ def test_the_rows_of_a_rank_are_those_that_torch_gives_it(mesh):
         whole = torch.arange(prod(shape)).view(shape)
         placements = [any_placement(rng, len(shape)) for _ in mesh]
         for place in product(*map(range, mesh)):
-            rows = owned_rows(shape, zip(map(step_of, placements), mesh, place, strict=True))
+            rows = find_owned_rows(shape, zip(map(step_of, placements), mesh, place, strict=True))
             ours = whole
             for axis, runs in enumerate(rows):
                 held = [row for start, stop in runs for row in range(start, stop)]
@@ -69,9 +69,9 @@ def test_the_rows_of_a_rank_are_those_that_torch_gives_it(mesh):
 
 def test_rows_of_a_strided_shard_are_pieces_of_each_part():
     steps = [(("_StridedShard", {"dim": 0, "split_factor": 2}), 2, 0)]
-    assert owned_rows((8, 3), steps) == (((0, 2), (4, 6)), ((0, 3),))
+    assert find_owned_rows((8, 3), steps) == (((0, 2), (4, 6)), ((0, 3),))
     uneven = [(("_StridedShard", {"dim": 0, "split_factor": 2}), 2, 1)]
-    assert owned_rows((5,), uneven) == (((2, 3), (4, 5)),)
+    assert find_owned_rows((5,), uneven) == (((2, 3), (4, 5)),)
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_the_file_of_one_rank_under_the_name_of_another_is_refused(folder):
 def test_placements_that_are_not_read_are_refused(name, why):
     steps = [((name, {"dim": axis, "split_factor": 100}), 2, 0) for axis in range(2)]
     with pytest.raises(UnsupportedFormat, match=why):
-        owned_rows((1 << 40, 1 << 40), steps)
+        find_owned_rows((1 << 40, 1 << 40), steps)
 
 
 def test_flat_parameters_are_refused_in_one_sentence(fixtures):

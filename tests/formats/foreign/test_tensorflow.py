@@ -20,7 +20,7 @@ from ckptool.errors import (
 from ckptool.files.checksums import crc32c
 from ckptool.formats import open_checkpoint
 from ckptool.formats.foreign import leveldb
-from ckptool.formats.foreign.leveldb import MAGIC, _decompress_snappy, masked, unmasked
+from ckptool.formats.foreign.leveldb import MAGIC, _decompress_snappy, mask_crc, unmask_crc
 from ckptool.formats.foreign.tensorflow import _ordered
 from ckptool.limits import Limits
 from tests.formats.contract import FormatContract
@@ -67,7 +67,7 @@ def block_of(entries):
 
 def stored(block, kind=0):
     block += bytes((kind,))
-    return block + masked(crc32c(block)).to_bytes(4, "little")
+    return block + mask_crc(crc32c(block)).to_bytes(4, "little")
 
 
 def table_of(blocks, handles=()):
@@ -272,8 +272,8 @@ def test_data_that_is_not_there(tensorflow):
 def test_every_bit_of_an_index_counts(tensorflow, name):
     path = tensorflow / f"{name}.index"
     whole = path.read_bytes()
-    start, at = leveldb.varint(whole[-48:], 0)
-    size, _ = leveldb.varint(whole[-48:], at)
+    start, at = leveldb.read_varint(whole[-48:], 0)
+    size, _ = leveldb.read_varint(whole[-48:], at)
     footer = range(len(whole) - 48, len(whole) - 8)
     for at in {*range(len(whole))} - {*range(start, start + size + 5)} - {*footer}:
         raw = bytearray(whole)
@@ -438,8 +438,8 @@ def test_a_bomb(written):
 
 
 def test_masks():
-    assert masked(crc32c(b"foo")) != crc32c(b"foo")
-    assert all(unmasked(masked(crc)) == crc for crc in (0, 1, 0xE3069283, 0xFFFFFFFF))
+    assert mask_crc(crc32c(b"foo")) != crc32c(b"foo")
+    assert all(unmask_crc(mask_crc(crc)) == crc for crc in (0, 1, 0xE3069283, 0xFFFFFFFF))
 
 
 def test_the_package_that_checksums_need_is_named(tensorflow, monkeypatch):
