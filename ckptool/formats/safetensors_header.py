@@ -382,8 +382,8 @@ def make_metadata(
 ) -> dict[str, str]:
     """Return the entries for the ties (`dropped: kept`) of a state dict, and for its `_metadata`.
 
-    `names` are all its tensors in order; `versions` is plain (`extract_json_versions`) or empty; `free`
-    are other entries, none of which may be mistaken for a tie.
+    `names` are all its tensors in order; `versions` comes from `extract_json_versions`; `free` are
+    other entries, none of which may be mistaken for a tie.
     """
     entries = {VERSIONS: _text(versions)} if versions else {}
     if ties or _candidates(set(names) - ties.keys(), free):
