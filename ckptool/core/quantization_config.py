@@ -1,10 +1,10 @@
-"""What a configuration, or the header of a file, states about the quantization of its weights."""
+"""The quantization of weights as stated by a configuration file or by the header of a file."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ckptool.core.checkpoint import Checkpoint
@@ -13,6 +13,8 @@ from ckptool.files.place import is_address
 from ckptool.words import printable
 
 _CONFIG = "config.json"
+SEPARATE_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""The files of AutoGPTQ and AutoAWQ next to a `config.json` without it; by name, their method."""
 _KEYS = ("quantization", "quantization_config")
 """The keys in a configuration: of MLX (which may keep that of its source), of transformers."""
 _BITS = ("bits", "w_bit", "num_bits", "nbits")
@@ -27,7 +29,7 @@ class QuantizationConfig(NamedTuple):
     method: str = ""
     """The name of the method; empty if there is no configuration with one."""
     where: str = ""
-    """`config.json`, `the file` or `the metadata`."""
+    """`config.json` or another file, `the file` or `the metadata`."""
     entries: Mapping[str, Any] = {}
     """The object with the method, bits, group sizes and so on."""
     model_type: str = ""
@@ -42,8 +44,7 @@ class QuantizationConfig(NamedTuple):
         match entries.get("config_groups"):  # of compressed-tensors
             case {"group_0": {"weights": {**weights}}}:
                 entries = weights
-        bits = next((entries[key] for key in _BITS if _is_size(entries.get(key))), None)
-        group = next((entries[key] for key in _GROUP if _is_size(entries.get(key))), None)
+        bits, group = (_first_size(entries, keys) for keys in (_BITS, _GROUP))
         return (
             *([f"{bits} bits"] if bits is not None else []),
             *([f"groups of {group}"] if group is not None else []),
@@ -54,17 +55,24 @@ def quantization_config(checkpoint: Checkpoint) -> QuantizationConfig:
     """Return the quantization stated next to a checkpoint, in its tree, or in its header."""
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     header = {key: _parse_json(text) for key, text in checkpoint.details.header.items()}
+    own = _read_json(checkpoint.path, _CONFIG)
     for where, config in (
-        (_CONFIG, _read_config(checkpoint.path)),
+        (_CONFIG, own),
         ("the file", root),
         ("the file", root.get("config")),
         ("the metadata", header),
         ("the metadata", header.get("config")),
     ):
-        method, entries = _method(config)
+        method, entries = _find_method(config)
         if method and isinstance(config, Mapping):
             model_type = str(config.get("model_type", ""))
             return QuantizationConfig(printable(method), where, entries, model_type, header)
+    for name, method in SEPARATE_CONFIGS.items():
+        entries = _read_json(checkpoint.path, name)
+        bits, group = (_first_size(entries, keys) for keys in (_BITS, _GROUP))
+        if bits is not None:
+            entries = {**entries, "bits": bits, "group_size": group or entries.get("group_size")}
+            return QuantizationConfig(method, name, entries, str(own.get("model_type", "")), header)
     if header.get("format") == "mlx":
         return QuantizationConfig("MLX", "the metadata", header=header)
     return QuantizationConfig(header=header)
@@ -81,33 +89,40 @@ def plain_header(header: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value > 0
+def _first_size(entries: Mapping[str, Any], keys: Iterable[str]) -> int | None:
+    """Return the first positive integer among the entries `keys`, or None."""
+    sizes = (entries.get(key) for key in keys)
+    return next((size for size in sizes if type(size) is int and size > 0), None)
 
 
-def _method(config: Any) -> tuple[str, Mapping[str, Any]]:
+def _find_method(config: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the name of the quantization method of a model's configuration, and its entries.
+
+    Both are empty if the configuration does not state one.
+    """
     for key in _KEYS if isinstance(config, Mapping) else ():
-        found = config.get(key)
-        if isinstance(found, Mapping):
-            method = found.get("quant_method")
+        entries = config.get(key)
+        if isinstance(entries, Mapping):
+            method = entries.get("quant_method")
             if isinstance(method, str):
-                return method, found
-            if any(str(one).startswith("load_in_") for one in found):
-                return "bitsandbytes", found
-            if {"bits", "group_size"} <= found.keys():
-                return ("MLX" if key == "quantization" else ""), found
+                return method, entries
+            if any(str(entry).startswith("load_in_") for entry in entries):
+                return "bitsandbytes", entries
+            if {"bits", "group_size"} <= entries.keys():
+                return ("MLX" if key == "quantization" else ""), entries
     return "", {}
 
 
-def _read_config(path: str) -> Mapping[str, Any]:
-    """Return the `config.json` in the folder of a file; empty if it cannot be read."""
+def _read_json(path: str, name: str) -> Mapping[str, Any]:
+    """Return the JSON object in the file `name` next to a checkpoint; empty if there is none."""
     if not path or is_address(path):
         return {}
     folder = path if os.path.isdir(path) else os.path.dirname(path)
-    return json_object(os.path.join(folder, _CONFIG))
+    return json_object(os.path.join(folder, name))
 
 
 def _parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

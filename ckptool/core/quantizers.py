@@ -14,9 +14,10 @@ and of MLX (`QuantizedLinear`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from math import prod
 from typing import Any, NamedTuple
 
@@ -31,10 +32,10 @@ class Quantizer:
     """The usual name of the scheme."""
     weight: str = ""
     """The ending of the key of the quantized weight."""
-    sign: str = ""
+    companion: str = ""
     """The ending of the companion that identifies the scheme; empty if only a class does."""
-    others: tuple[str, ...] = ()
-    """The endings of further companions, which are optional."""
+    optional: tuple[str, ...] = ()
+    """The endings of further companions."""
     dtypes: str | tuple[str, ...] = ""
     """The start of the dtype of the quantized weight, if keys are not sufficient."""
     library: str = ""
@@ -43,6 +44,8 @@ class Quantizer:
     """The ending of the key of the plain weight. None: that of the quantized weight."""
     classes: tuple[str, ...] = ()
     """The start of the qualified names of its classes (modules, tensors and objects)."""
+    same_width: bool = False
+    """True if the weight and the companion have the same last dimension."""
 
 
 QUANTIZERS = (
@@ -102,6 +105,10 @@ QUANTIZERS = (
         "GPTQ", "qweight", "g_idx", ("qzeros", "scales"), library="gptqmodel or vLLM",
         plain="weight",
     ),
+    Quantizer(  # The word of AWQ has eight columns of scales, that of GPTQ has one.
+        "GPTQ", "qweight", "scales", ("qzeros",), library="gptqmodel or vLLM", plain="weight",
+        same_width=True,
+    ),
     Quantizer(
         "AWQ", "qweight", "qzeros", ("scales",), library="autoawq or vLLM", plain="weight",
     ),
@@ -146,14 +153,16 @@ QUANTIZERS = (
 )  # fmt: skip
 """Tried in this order: the first match wins."""
 
-_BY_NAME = tuple(quantizer for quantizer in QUANTIZERS if quantizer.sign)
-_SIGNS = tuple(quantizer.sign for quantizer in _BY_NAME)
+_BY_KEY = tuple(quantizer for quantizer in QUANTIZERS if quantizer.companion)
+_COMPANIONS = tuple(quantizer.companion for quantizer in _BY_KEY)
+_CODES_ONLY = ("qweight", "weight_packed", "W_q", "weight._data", "_qdata")
+"""The endings of keys that only quantized weights have."""
 
 
 LIBRARIES: dict[str, str] = {}
 """The library that loads a scheme; the first of several with the same name."""
-for _one in QUANTIZERS:
-    LIBRARIES.setdefault(_one.scheme, _one.library)
+for _quantizer in QUANTIZERS:
+    LIBRARIES.setdefault(_quantizer.scheme, _quantizer.library)
 
 LOOKS_QUANTIZED = "looks quantized"
 """The scheme of weights that are recognized only by shapes and dtypes."""
@@ -196,26 +205,50 @@ def find_quantized(state: Mapping[Any, Any], *, by_shape: bool = True) -> dict[s
         scheme = class_scheme(value)
         if scheme is not None:
             found[name] = Quantized(scheme, ())
-    signs = [name for name in state if isinstance(name, str) and name.endswith(_SIGNS)]
-    for quantizer in _BY_NAME if signs else ():
-        for name in signs:
-            stem = name.removesuffix(quantizer.sign)
+    candidates = [name for name in state if isinstance(name, str) and name.endswith(_COMPANIONS)]
+    for quantizer in _BY_KEY if candidates else ():
+        for name in candidates:
+            stem = name.removesuffix(quantizer.companion)
             weight = stem + quantizer.weight
-            if stem == name or weight in found or not _is_weight(quantizer, state.get(weight)):
+            if stem == name or weight in found:
                 continue
-            endings = (quantizer.sign, *quantizer.others)
-            beside = (one for end in endings if (one := stem + end) != weight and one in state)
-            found[weight] = Quantized(quantizer.scheme, tuple(beside))
+            if _recognizes(quantizer, state.get(weight), state[name]):
+                keys = (stem + ending for ending in (quantizer.companion, *quantizer.optional))
+                present = (key for key in keys if key != weight and key in state)
+                found[weight] = Quantized(quantizer.scheme, tuple(present))
     if not by_shape:
         return found
-    named = {*found, *(one for known in found.values() for one in known.companions)}
-    looking = dict(_find_scaled({name: one for name, one in state.items() if name not in named}))
-    scales = {one for companions in looking.values() for one in companions}
-    for name, companions in looking.items():
+    known = {*found, *(key for quantized in found.values() for key in quantized.companions)}
+    scaled = dict(_find_scaled({name: one for name, one in state.items() if name not in known}))
+    scales = {key for companions in scaled.values() for key in companions}
+    for name, companions in scaled.items():
         if name not in scales:  # fp8 scales of 4-bit codes may have a scale of their own
-            more = (far for one in companions for far in looking.get(one, ()))
-            found[name] = Quantized(LOOKS_QUANTIZED, tuple(dict.fromkeys((*companions, *more))))
+            outer = (key for scale in companions for key in scaled.get(scale, ()))
+            found[name] = Quantized(LOOKS_QUANTIZED, tuple(dict.fromkeys((*companions, *outer))))
     return found
+
+
+def find_incomplete(state: Mapping[Any, Any], found: Collection[str]) -> Iterator[str]:
+    """Yield the keys of codes without their companions, except the weights `found`."""
+    for name, value in state.items():
+        if (
+            isinstance(name, str)
+            and name.endswith(_CODES_ONLY)
+            and name not in found
+            and isinstance(value, TensorRef)
+            and _CODES.fullmatch(value.dtype)
+        ):
+            yield name
+
+
+def rival_scales(state: Mapping[Any, Any], name: str, scheme: str) -> list[str]:
+    """Return the keys of all entries that would scale the weight `name` by a rule of `scheme`."""
+    keys = (
+        name.removesuffix(quantizer.weight) + quantizer.companion
+        for quantizer in _BY_KEY
+        if quantizer.scheme == scheme and name.endswith(quantizer.weight)
+    )
+    return [key for key in dict.fromkeys(keys) if key in state]
 
 
 def plain_key(scheme: str, name: str) -> str:
@@ -245,31 +278,32 @@ def _find_scaled(state: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[str, ...
             floats[parent].append(name)
     nested = any("." in name for name in tensors)
     for name in codes:
-        own, parent = tensors[name], name.rpartition(".")[0]
-        beside = [
-            one
-            for one in floats[parent]
-            if tensors[one].dtype != own.dtype  # otherwise it is another weight
+        weight, parent = tensors[name], name.rpartition(".")[0]
+        siblings = [
+            key
+            for key in floats[parent]
+            if tensors[key].dtype != weight.dtype  # otherwise it is another weight
             # At the root of a model, or in a file of images, the keys must match too.
-            and (parent or _common_words(name, one) or not (nested or len(own.shape) > 2))
+            and (parent or _common_length(name, key) or not (nested or len(weight.shape) > 2))
         ]
-        if any(tensors[one].shape == own.shape for one in beside):
+        if any(tensors[key].shape == weight.shape for key in siblings):
             continue
-        fitting = [one for one in beside if _is_scale(one, tensors[one], own)]
-        scales = [one for one in fitting if "bias" not in one.rpartition(".")[2].lower()]
+        fitting = [key for key in siblings if _is_scale(key, tensors[key], weight)]
+        scales = [key for key in fitting if "bias" not in key.rpartition(".")[2].lower()]
         if scales:
-            nearest = max(_common_words(name, one) for one in scales)
+            nearest = max(_common_length(name, key) for key in scales)
             yield (
                 name,
                 tuple(
-                    one
-                    for one in fitting
-                    if not one.endswith("bias") and _common_words(name, one) >= nearest
+                    key
+                    for key in fitting
+                    if not key.endswith("bias") and _common_length(name, key) >= nearest
                 ),
             )
 
 
 def _may_be_codes(name: str, tensor: TensorRef) -> bool:
+    """Return True if the key, dtype and shape of a tensor suit the codes of a weight."""
     shape, last = tensor.shape, name.rpartition(".")[2]
     if len(shape) < 2 or not _CODES.fullmatch(tensor.dtype):
         return False
@@ -278,36 +312,37 @@ def _may_be_codes(name: str, tensor: TensorRef) -> bool:
     return not (_NO_CODES.search(last) or any(map(OF_OPTIMIZERS.fullmatch, name.split("."))))
 
 
-def _common_words(name: str, other: str) -> int:
-    """Return the length of the common start of two names, up to its last `_`."""
-    name, other = f"{name}_", f"{other}_"
-    pairs = enumerate(zip(name, other, strict=False))
-    same = next((at for at, (one, another) in pairs if one != another), len(name))
-    return name.rfind("_", 0, same) + 1
+def _common_length(name: str, other: str) -> int:
+    """Return the length of the common start of two keys, up to its last `_`."""
+    pairs = zip(f"{name}_", f"{other}_", strict=False)
+    common = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return common.rfind("_") + 1
 
 
 def _is_scale(name: str, scale: TensorRef, codes: TensorRef) -> bool:
     """Return True if `scale` has the shape of rows, columns or groups of codes."""
-    whole, own = codes.sizes, scale.sizes
+    shape, sizes = codes.sizes, scale.sizes
     is_byte = codes.itemsize == 1
-    if prod(own) == 1:
+    if prod(sizes) == 1:
         return is_byte and (codes.dtype.startswith("float8_") or _SCALE in name.lower())
-    if not prod(own) or prod(own) * _FEWEST > prod(whole):
+    if not prod(sizes) or prod(sizes) * _FEWEST > prod(shape):
         return False
-    while len(own) > len(whole) and own[-1] == 1:
-        own = own[:-1]
-    bare = own
-    while bare[-1] == 1:
-        bare = bare[:-1]
-    if bare == whole[: len(bare)] or own == whole[-1:]:  # rows; columns in one dimension
+    while len(sizes) > len(shape) and sizes[-1] == 1:
+        sizes = sizes[:-1]
+    trimmed = sizes
+    while trimmed[-1] == 1:
+        trimmed = trimmed[:-1]
+    if trimmed == shape[: len(trimmed)] or sizes == shape[-1:]:  # rows; columns in one dimension
         return True
-    if len(own) != len(whole):
+    if len(sizes) != len(shape):
         return False
-    if [pair for pair in zip(own, whole, strict=True) if pair[0] != 1] == [(bare[-1], bare[-1])]:
+    if [pair for pair in zip(sizes, shape, strict=True) if pair[0] != 1] == [
+        (trimmed[-1], trimmed[-1])
+    ]:
         return True  # columns, as in [1, n]
-    if own[:-2] != whole[:-2]:
+    if sizes[:-2] != shape[:-2]:
         return False
-    (rows, columns), (all_rows, all_columns) = own[-2:], whole[-2:]
+    (rows, columns), (all_rows, all_columns) = sizes[-2:], shape[-2:]
     if rows in (1, all_rows):
         return all_columns % columns == 0 and (rows != 1 or columns == all_columns)
     if columns == all_columns:
@@ -317,10 +352,15 @@ def _is_scale(name: str, scale: TensorRef, codes: TensorRef) -> bool:
     return is_byte and (rows, columns) == (-(-all_rows // block), -(-all_columns // block))
 
 
-def _is_weight(quantizer: Quantizer, value: Any) -> bool:
-    if quantizer.weight == quantizer.sign:  # the packed parameters: a tuple, or an object
-        return next(find_tensors(value), None) is not None
-    return isinstance(value, TensorRef) and value.dtype.startswith(quantizer.dtypes)
+def _recognizes(quantizer: Quantizer, weight: Any, companion: Any) -> bool:
+    """Return True if `weight` next to `companion` is one of the weights of `quantizer`."""
+    if quantizer.weight == quantizer.companion:  # the packed parameters: a tuple, or an object
+        return next(find_tensors(weight), None) is not None
+    if not isinstance(weight, TensorRef) or not weight.dtype.startswith(quantizer.dtypes):
+        return False
+    return not quantizer.same_width or (
+        isinstance(companion, TensorRef) and companion.sizes[-1:] == weight.sizes[-1:]
+    )
 
 
 def class_scheme(node: Any) -> str | None:
@@ -332,4 +372,7 @@ def class_scheme(node: Any) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _scheme_of(class_name: str) -> str | None:
-    return next((one.scheme for one in QUANTIZERS if class_name.startswith(one.classes)), None)
+    """Return the scheme with classes that start like `class_name`, or None."""
+    return next(
+        (known.scheme for known in QUANTIZERS if class_name.startswith(known.classes)), None
+    )

@@ -184,7 +184,8 @@ def _summary(checkpoint: Checkpoint, known: _Verdicts) -> Info:
         notes.append(text)
     for found in quantizations(checkpoint):
         steps, target = (Cast(dequantize="bfloat16"),), default_target(checkpoint.path, "plain")
-        plain = f"; {convert_command(checkpoint.path, target, steps)} dequantizes them"
+        them = "it" if len(found.names) == 1 else "them"
+        plain = f"; {convert_command(checkpoint.path, target, steps)} dequantizes {them}"
         notes.append(f"{found}{plain if found.is_known else ''}")
     notes += _layout_notes(checkpoint, only_model(likely_models(checkpoint)))
     for section in sections:

@@ -1,7 +1,7 @@
-"""The layouts of quantizers whose codes are plain tensors: each makes what its library makes.
+"""The layouts of quantizers with codes in plain tensors; each result is that of the library.
 
 A function takes the `Parts` of a weight and returns its numbers in float32, or raises
-`UnknownLayout`. `fixtures/make/quantizers.py` names the version of each library.
+`UnknownLayout`. `fixtures/make/quantizers.py` has the version of each library.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptool.core.model import TensorRef
-from ckptool.core.quantization_config import QuantizationConfig
+from ckptool.core.quantization_config import SEPARATE_CONFIGS, QuantizationConfig
 from ckptool.errors import NotRepresentable
 from ckptool.tensors.materialize import torch_dtype
 from ckptool.tensors.unpacking import (
@@ -19,16 +19,16 @@ from ckptool.tensors.unpacking import (
     Parts,
     UnknownLayout,
     block_sizes,
-    checked_index,
+    check_group_index,
     compute_blocks,
     compute_rows,
     compute_tensor,
     decode_fp4,
+    expand_blocks,
     powers_of_two,
     read_planes,
     read_rows,
-    rearranged,
-    spread,
+    rearrange,
     unpack_bits,
 )
 from ckptool.words import printable
@@ -36,11 +36,11 @@ from ckptool.words import printable
 if TYPE_CHECKING:
     import torch
 
-_OF_ACTIVATIONS = {"input_scale", "output_scale"}
+_ACTIVATION_SCALES = {"input_scale", "output_scale"}
 _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """Families of transformers with layers (`Conv1D`) that keep their weights as [in, out]."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which four bits of a word of AWQ, counted from the lowest, are those of each of its rows."""
+"""The four bits of a word of AWQ, counted from the lowest, that each of its eight rows has."""
 _HQQ_SHIFTS: dict[str, tuple[int, Sequence[int]]] = {
     "8bit_u8": (8, (0,)),
     "4bit_u8": (4, (4, 0)),
@@ -48,58 +48,69 @@ _HQQ_SHIFTS: dict[str, tuple[int, Sequence[int]]] = {
     "2bit_u8": (2, (6, 4, 2, 0)),
     "1bit_u8": (1, range(7, -1, -1)),
 }
-"""The bits of a code, and where those of each tenth, half, ... of the rows are, by `packing`."""
+"""By `packing`: the bits of a code, and the shifts of each tenth, half, ... of the rows."""
 _HQQ_TYPES = ("float16", "bfloat16", "float32")
+_COMPRESSED_FORMATS = {
+    "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized",
+    "naive-quantized", "nvfp4-pack-quantized", "pack-quantized",
+}  # fmt: skip
+"""Each `format` of compressed-tensors with a layout that is known here."""
 
 
-def of_quanto(parts: Parts) -> TensorRef:
-    """Return what `dequantize` of optimum-quanto makes: codes times their scale, less a shift.
+def dequantize_quanto(parts: Parts) -> TensorRef:
+    """Dequantize as optimum-quanto does: codes times their scale, minus a shift.
 
-    Packed codes are rows of groups, the first rows in the low bits. Their file states the shape of
-    the weight only by a bias, which has an element for each row of a linear layer.
+    Packed codes are rows of groups, the first rows in the low bits. Only a bias shows the shape of
+    their weight: it has an element for each row of a linear layer.
     """
     weight, scale, shift = parts.weight, parts["_scale"], parts.get("_shift")
     if not parts.name.endswith("._data._data"):
         block = block_sizes(weight.sizes, scale.sizes)
-        if weight.dtype == "uint8" or len(parts.beside.keys() - _OF_ACTIVATIONS) > 1 or not block:
+        if (
+            weight.dtype == "uint8"
+            or len(parts.companions.keys() - _ACTIVATION_SCALES) > 1
+            or not block
+        ):
             raise UnknownLayout
         return compute_blocks(weight, scale, None, block)
     groups, bias = scale.sizes[0] if scale.shape else 0, parts.state.get(parts.stem + "bias")
-    bits = [one for one in (2, 4) if weight.sizes[:1] == (-(-groups * one // 8),)]
+    bits = [width for width in (2, 4) if weight.sizes[:1] == (-(-groups * width // 8),)]
     if len(bits) != 1 or len(weight.shape) != 2 or shift is None or weight.dtype != "uint8":
         raise UnknownLayout
     if not {scale.sizes, shift.sizes} == {(groups, 1)} or scale.dtype != shift.dtype:
         raise UnknownLayout
     rows = bias.numel if isinstance(bias, TensorRef) and len(bias.shape) == 1 else 0
     if not rows or groups % rows:
-        raise UnknownLayout("its shape is not known: it has no bias, which would tell its rows")
+        raise UnknownLayout("its shape is not known: it has no bias, which would show its rows")
     size, shifts = weight.sizes[1], range(0, 8, bits[0])
 
     def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         first, last = start // size, -(-stop // size)
-        own, less = (
-            one[first:last].repeat_interleave(size)[start - first * size : stop - first * size]
-            for one in tables
+        factors, offsets = (
+            table[first:last].repeat_interleave(size)[start - first * size : stop - first * size]
+            for table in tables
         )
-        return own * read_planes(weight, start, stop, shifts, bits[0]) - less
+        return factors * read_planes(weight, start, stop, shifts, bits[0]) - offsets
 
     return compute_tensor(weight, (rows, groups * size // rows), (scale, shift), numbers)
 
 
-def of_mlx(parts: Parts) -> TensorRef:
-    """Return what `dequantize` of MLX makes of its affine mode: codes times a scale plus a bias."""
+def dequantize_mlx(parts: Parts) -> TensorRef:
+    """Dequantize as MLX does in its affine mode: codes times a scale plus a bias."""
     weight, scales, biases = parts.weight, parts["scales"], parts["biases"]
     stated = parts.config.entries
     own = stated.get(parts.stem.removesuffix("."))
     stated = {**stated, **own} if isinstance(own, Mapping) else stated
-    bits, size = (parts.stated(key, stated) for key in ("bits", "group_size"))
-    for layer, other in () if own else stated.items():  # shapes tell only bits times group size
-        match other:
-            case {"bits": int(one), "group_size": int(of)} if (
-                one * of == bits * size and one != bits and f"{layer}.scales" not in parts.state
+    bits, size = (parts.require_size(key, stated) for key in ("bits", "group_size"))
+    for layer, entries in () if own else stated.items():  # shapes show only bits * group size
+        match entries:
+            case {"bits": int(other_bits), "group_size": int(other_size)} if (
+                other_bits * other_size == bits * size
+                and other_bits != bits
+                and f"{layer}.scales" not in parts.state
             ):
                 raise UnknownLayout(
-                    f"config.json has {one} bits for {layer}, which may be this layer"
+                    f"config.json has {other_bits} bits for {layer}, which may be this layer"
                 )
     *outer, words = weight.sizes
     columns = words * 32 // bits
@@ -115,65 +126,59 @@ def of_mlx(parts: Parts) -> TensorRef:
     def rows(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         codes = unpack_bits(read_rows(weight, prod(outer), first, last), bits)
         scale, bias = (
-            one.view(prod(outer), -1)[first:last].repeat_interleave(size, 1) for one in tables
+            table.view(prod(outer), -1)[first:last].repeat_interleave(size, 1) for table in tables
         )
         return scale * codes + bias
 
     return compute_rows(weight, (*outer, columns), (scales, biases), rows)
 
 
-def of_whole_bytes(parts: Parts) -> TensorRef:
-    """Return codes less `weight_zero_point`, times `weight_scale`, as compressed-tensors does."""
-    if "comfy_quant" in parts.beside:
+def dequantize_int8(parts: Parts) -> TensorRef:
+    """Dequantize int8 as compressed-tensors does: codes minus a zero point, times a scale."""
+    if "comfy_quant" in parts.companions:
         raise UnknownLayout
     scale = parts["weight_scale"]
+    refuse_other_scheme(parts, parts.weight.sizes, scale.sizes, 8, "int")
     block = block_sizes(parts.weight.sizes, scale.sizes)
     return compute_blocks(parts.weight, scale, parts.get("weight_zero_point"), block)
 
 
-def of_compressed_tensors(parts: Parts) -> TensorRef:
-    """Return what compressed-tensors makes of `weight_packed`: of int32, or of pairs of fp4.
+def dequantize_compressed_tensors(parts: Parts) -> TensorRef:
+    """Dequantize `weight_packed` as compressed-tensors does: packed integers, or pairs of fp4.
 
-    Integers are streams of bits along a row, zero points along a column, both shifted to be
-    positive. Of a bit width that does not divide 32 its versions write other layouts.
+    Integers are bit streams along a row, zero points along a column, both shifted to be positive.
+    For a bit width that does not divide 32 its versions write different layouts.
     """
     packed, scale = parts.weight, parts["weight_scale"]
-    whole = parts.get("weight_global_scale")
-    if packed.dtype == "uint8" and scale.dtype == "uint8":  # MXFP4
-        return _of_pairs(parts, (scale,), 32, powers_of_two)
-    if packed.dtype == "uint8":  # NVFP4
-        if whole is None:
-            raise UnknownLayout("weight_global_scale is missing next to it")
+    if packed.dtype == "uint8":
+        if len(packed.shape) == 2:
+            unpacked = (packed.sizes[0], packed.sizes[1] * 2)
+            refuse_other_scheme(parts, unpacked, scale.sizes, 4, "float")
+        if scale.dtype == "uint8":  # MXFP4
+            return _multiply_fp4(parts, (scale,), 32, powers_of_two)
+        whole = parts["weight_global_scale"]  # NVFP4
         if whole.sizes != (1,):
             raise UnknownLayout
-        return _of_pairs(parts, (scale, whole), 16, lambda one, other: one.float() / other.float())
-    shape = tuple(parts.small("weight_shape"))
+        return _multiply_fp4(parts, (scale, whole), 16, lambda own, all: own.float() / all.float())
+    shape = tuple(parts.read_integers("weight_shape"))
     rows, columns = shape if len(shape) == 2 else (0, 0)
     fitting = [
-        one for one in (2, 4, 8) if packed.sizes == (rows, -(-columns * one // 32)) and columns
+        bits for bits in (2, 4, 8) if packed.sizes == (rows, -(-columns * bits // 32)) and columns
     ]
     if packed.dtype != "int32" or len(fitting) != 1:
         raise UnknownLayout("weight_shape does not fit weight_packed with 2, 4 or 8 bits")
     [bits], groups = fitting, scale.sizes[1] if len(scale.shape) == 2 else 1
     zero, order, offset = parts.get("weight_zero_point"), parts.get("weight_g_idx"), 1 << bits - 1
-    if not any(
-        weights.get("num_bits", bits) == bits
-        and weights.get("type", "int") == "int"
-        and weights.get("group_size") in (None, -1, columns // max(groups, 1))
-        and (zero is not None or weights.get("symmetric", True))
-        and (order is not None or weights.get("actorder") not in ("group", "dynamic"))
-        for weights in _stated_groups(parts.config)
-    ):
-        parts.refuse_contradiction()
+    refuse_other_scheme(parts, (rows, columns), scale.sizes, bits, "int")
     if scale.sizes not in ((rows, groups), (1,)) or columns % max(groups, 1):
         raise UnknownLayout
     if zero is not None and zero.sizes != (-(-rows * bits // 32), groups):
         raise UnknownLayout
     if order is not None and order.sizes != (columns,):
         raise UnknownLayout
-    others = [one for one in (zero, order) if one is not None]
+    tables = [scale, *(one for one in (zero, order) if one is not None)]
 
-    def prepared(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def prepare(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         import torch
 
         scales, *more = tables
@@ -185,7 +190,7 @@ def of_compressed_tensors(parts: Parts) -> TensorRef:
             words = more.pop(0).view(-1, groups).t().contiguous()
             zeros = unpack_bits(words.view(torch.uint8), bits)[:, :rows].t()
         if order is not None and bool((more[0] >= 0).all()):  # else it is not in use
-            index = checked_index(more[0], groups)
+            index = check_group_index(parts, more[0], groups)
         return scales.view(-1, groups).expand(rows, -1), zeros.expand(rows, groups), index
 
     def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -194,27 +199,68 @@ def of_compressed_tensors(parts: Parts) -> TensorRef:
         less = zeros[first:last].index_select(1, index)
         return (codes - less) * scales[first:last].float().index_select(1, index)
 
-    return compute_rows(packed, shape, (scale, *others), numbers, prepared=prepared)
+    return compute_rows(packed, (rows, columns), tables, numbers, prepare=prepare)
 
 
-def _stated_groups(config: QuantizationConfig) -> list[Mapping[str, Any]]:
-    """Return how each group of layers was quantized, as compressed-tensors states it."""
-    match config.entries:
-        case {"config_groups": {**groups}} if config.method.lower() == "compressed-tensors":
-            found = (one.get("weights") for one in groups.values() if isinstance(one, Mapping))
-            return [one for one in found if isinstance(one, Mapping)]
-    return [{}]
+def refuse_other_scheme(
+    parts: Parts, shape: tuple[int, ...], scales: tuple[int, ...], bits: int, number: str
+) -> None:
+    """Refuse a weight that contradicts the configuration of compressed-tensors next to it.
+
+    `number` is `int` or `float`. A configuration has one scheme or several, each for some layers.
+
+    Raises:
+        UnknownLayout: if no scheme of the configuration has these bits and scales.
+    """
+    match parts.config.entries:
+        case {"config_groups": {**groups}} if parts.config.method.lower() == "compressed-tensors":
+            schemes = [group for group in groups.values() if isinstance(group, Mapping)]
+        case _:
+            return
+    for name in (entries.get("format") for entries in (parts.config.entries, *schemes)):
+        if name is not None and name not in _COMPRESSED_FORMATS:
+            raise UnknownLayout(f"format {printable(str(name))} is not known")
+    stated = [one for scheme in schemes if isinstance(one := scheme.get("weights"), Mapping)]
+    if not any(
+        weights.get("num_bits", bits) == bits
+        and weights.get("type", number) == number
+        and ("weight_zero_point" in parts.companions or weights.get("symmetric", True))
+        and (
+            "weight_g_idx" in parts.companions
+            or weights.get("actorder") not in ("group", "dynamic")
+        )
+        and _fits_strategy(weights, shape, scales)
+        for weights in stated
+    ):
+        parts.refuse_contradiction()
 
 
-def _of_pairs(
+def _fits_strategy(
+    weights: Mapping[str, Any], shape: tuple[int, ...], scales: tuple[int, ...]
+) -> bool:
+    """Return True if the `strategy` of compressed-tensors gives a weight scales of this shape."""
+    match weights:
+        case {"strategy": "tensor"}:
+            return prod(scales) == 1
+        case {"strategy": "channel"}:
+            return scales in (shape[:1], (*shape[:1], 1))
+        case {"strategy": "block", "block_structure": [*block]} if len(block) == len(shape):
+            return scales == tuple(-(-size // of) for size, of in zip(shape, block, strict=True))
+        case {"group_size": int(size)} if size > 0:
+            return scales == (*shape[:-1], shape[-1] // size)
+        case _:
+            return True
+
+
+def _multiply_fp4(
     parts: Parts,
     scales: Sequence[TensorRef],
     size: int,
     factors_of: Callable[..., torch.Tensor],
 ) -> TensorRef:
-    """Return pairs of fp4 numbers, the first one in the low bits, times those of their group.
+    """Return pairs of fp4 numbers, the first one in the low bits, times the factor of their group.
 
-    The first of `scales` are those of groups of `size`; `factors_of` makes numbers of them all.
+    `scales[0]` has an element for each group of `size`; `factors_of` combines all `scales`.
     """
     packed = parts.weight
     if len(packed.shape) != 2 or packed.dtype != "uint8" or packed.sizes[1] * 2 % size:
@@ -233,16 +279,18 @@ def _of_pairs(
     return compute_rows(packed, (rows, 2 * half), scales, numbers)
 
 
-def of_gptq(parts: Parts) -> TensorRef:
-    """Return what `dequantize_weight` of gptqmodel makes: scale times codes less zero points.
+def dequantize_gptq(parts: Parts) -> TensorRef:
+    """Dequantize as gptqmodel does: codes minus zero points, times scales.
 
-    Codes are streams of bits along the columns of `qweight`, which are the rows of a linear layer,
-    zero points along the rows of `qzeros`. The first version of the format states these less one.
+    Codes are bit streams along the columns of `qweight`, which are the rows of a linear layer; zero
+    points along the rows of `qzeros`. The first version of the format stores zero points minus one.
     """
     weight, scales, qzeros = parts.weight, parts["scales"], parts["qzeros"]
     order, config = parts.get("g_idx"), parts.config
     if config.method.lower() != "gptq" or config.model_type in _TRANSPOSED:
-        raise _unstated(config, "gptq")
+        raise _unstated_error(config, "gptq")
+    if config.where in SEPARATE_CONFIGS and not config.model_type:
+        raise UnknownLayout("no config.json next to it states model_type", hint=CONFIG_HINT)
     version = config.entries.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2") or config.entries.get("is_marlin_format"):
         raise UnknownLayout(f"checkpoint_format {printable(str(version))} is not known")
@@ -251,20 +299,20 @@ def of_gptq(parts: Parts) -> TensorRef:
     if not len(weight.shape) == len(scales.shape) == len(qzeros.shape) == 2:
         raise UnknownLayout
     (words, rows), (groups, width) = weight.sizes, scales.sizes
-    bits = parts.stated("bits")
+    bits = parts.require_size("bits")
     columns = words * 32 // bits if order is None else order.numel
     if order is not None and "dynamic" in config.entries:  # other bits for some layers
         bits = words * 32 // max(columns, 1)
     if bits not in (2, 3, 4, 8) or {weight.dtype, qzeros.dtype} != {"int32"}:
         raise UnknownLayout
-    size = columns if config.entries.get("group_size") == -1 else parts.stated("group_size")
+    size = columns if config.entries.get("group_size") == -1 else parts.require_size("group_size")
     fits = width == rows and qzeros.sizes == (groups, -(-rows * bits // 32))
     fits = fits and (order is not None or groups == -(-columns // size))
     if not fits or words != -(-columns * bits // 32) or (bits == 3 and (rows % 32 or words % 3)):
         parts.refuse_contradiction()
-    turned = rearranged(weight, (rows, words), (1, rows))
+    transposed = rearrange(weight, (rows, words), (1, rows))
 
-    def prepared(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def prepare(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         import torch
 
         zeros = unpack_bits(tables[1].view(groups, -1).view(torch.uint8), bits)[:, :rows]
@@ -273,57 +321,60 @@ def of_gptq(parts: Parts) -> TensorRef:
             if bool((zeros >> bits).any()):
                 raise NotRepresentable(
                     f"{printable(parts.name)!r}: a zero point is 0, which the first version of "
-                    "GPTQ cannot state: libraries differ in what they read"
+                    "GPTQ cannot state: libraries differ in what they read",
+                    file=parts.file,
                 )
-        index = torch.arange(columns, device="cpu") // size
-        own = index if order is None else checked_index(tables[2], groups)
-        if config.entries.get("desc_act") is False and not torch.equal(own, index):
+        in_order = torch.arange(columns, device="cpu") // size
+        index = in_order if order is None else check_group_index(parts, tables[2], groups)
+        if config.entries.get("desc_act") is False and not torch.equal(index, in_order):
             raise NotRepresentable(
                 f"{printable(parts.name)!r}: its g_idx has columns in another order than they are "
-                f"in, but {config.where} states desc_act false: libraries differ in what they read"
+                f"in, but {config.where} states desc_act false: libraries differ in what they read",
+                file=parts.file,
             )
-        return tables[0].view(groups, rows), zeros, own
+        return tables[0].view(groups, rows), zeros, index
 
     def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         scale, zeros, index = tables
-        codes = unpack_bits(read_rows(turned, rows, first, last), bits)[:, :columns]
-        less, factors = (one[:, first:last].index_select(0, index).t() for one in (zeros, scale))
-        return (codes - less) * factors.float()
+        codes = unpack_bits(read_rows(transposed, rows, first, last), bits)[:, :columns]
+        offsets, factors = (
+            table[:, first:last].index_select(0, index).t() for table in (zeros, scale)
+        )
+        return (codes - offsets) * factors.float()
 
     return compute_rows(
         weight,
         (rows, columns),
         (scales, qzeros, *([] if order is None else [order])),
         numbers,
-        prepared=prepared,
+        prepare=prepare,
         checked_only=[weight],
     )
 
 
-def of_awq(parts: Parts) -> TensorRef:
-    """Return what `dequantize_gemm` of autoawq makes: codes less zero points, times a scale.
+def dequantize_awq(parts: Parts) -> TensorRef:
+    """Dequantize as autoawq does (`dequantize_gemm`): codes minus zero points, times scales.
 
-    A word has eight rows of a linear layer at one column, in the order of `_AWQ_ORDER`. Files of
-    GPTQ without `g_idx` have the same names, and other shapes.
+    A word has eight rows of a linear layer at one column, in the order of `_AWQ_ORDER`.
     """
     weight, scales, qzeros = parts.weight, parts["scales"], parts["qzeros"]
-    if parts.config.method.lower() != "awq" or len(weight.shape) != 2 or len(scales.shape) != 2:
-        if scales.sizes[1:] == weight.sizes[1:]:
-            return of_gptq(parts)
-        raise _unstated(parts.config, "awq")
+    if parts.config.method.lower() != "awq":
+        raise _unstated_error(parts.config, "awq")
+    if len(weight.shape) != 2 or len(scales.shape) != 2:
+        raise UnknownLayout
     (columns, words), (groups, rows) = weight.sizes, scales.sizes
     version = parts.config.entries.get("version", "gemm")
     if {weight.dtype, qzeros.dtype} != {"int32"} or str(version).lower() != "gemm":
         raise UnknownLayout(f"version {printable(str(version))} is not known")
-    size = parts.stated("group_size") if groups > 1 else columns
+    size = parts.require_size("group_size") if groups > 1 else columns
     if parts.config.entries.get("bits", 4) != 4 or groups * size != columns:
         parts.refuse_contradiction()
     if rows != words * 8 or qzeros.sizes != (groups, words):
         parts.refuse_contradiction()
-    turned = rearranged(weight, (words, columns), (1, words))
+    transposed = rearrange(weight, (words, columns), (1, words))
     shifts = [4 * at for at in _AWQ_ORDER]
 
-    def prepared(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def prepare(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         import torch
 
         packed = (
@@ -336,9 +387,9 @@ def of_awq(parts: Parts) -> TensorRef:
     def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch
 
-        packed = read_rows(turned, words, first // 8, last // 8).view(torch.int32)
+        packed = read_rows(transposed, words, first // 8, last // 8).view(torch.int32)
         codes = torch.stack([packed >> shift & 15 for shift in shifts], 1).view(-1, columns)
-        scale, zeros = (one[:, first:last].t().repeat_interleave(size, 1) for one in tables)
+        scale, zeros = (table[:, first:last].t().repeat_interleave(size, 1) for table in tables)
         return (codes - zeros) * scale.float()
 
     return compute_rows(
@@ -346,45 +397,45 @@ def of_awq(parts: Parts) -> TensorRef:
         (rows, columns),
         (scales, qzeros),
         numbers,
-        per=8,
-        prepared=prepared,
+        row_multiple=8,
+        prepare=prepare,
         checked_only=[weight],
     )
 
 
-def of_nvfp4(parts: Parts) -> TensorRef:
-    """Return what NVIDIA's ModelOpt makes: pairs of fp4 numbers times two scales.
+def dequantize_nvfp4(parts: Parts) -> TensorRef:
+    """Dequantize as NVIDIA's ModelOpt does: pairs of fp4 numbers times two scales.
 
-    ComfyUI has the same names, and its scales in tiles of a GPU.
+    ComfyUI uses the same keys, but stores the scales in tiles for a GPU.
     """
     scale, whole = parts["weight_scale"], parts["weight_scale_2"]
-    if "comfy_quant" in parts.beside or whole.numel != 1:
+    if "comfy_quant" in parts.companions or whole.numel != 1:
         raise UnknownLayout
-    return _of_pairs(parts, (scale, whole), 16, lambda one, other: one.float() * other.float())
+    return _multiply_fp4(parts, (scale, whole), 16, lambda own, all: own.float() * all.float())
 
 
-def of_mxfp4(parts: Parts) -> TensorRef:
-    """Return what `convert_moe_packed_tensors` of transformers makes of blocks of pairs of fp4.
+def dequantize_mxfp4(parts: Parts) -> TensorRef:
+    """Dequantize as transformers does (`convert_moe_packed_tensors`): pairs of fp4 numbers.
 
     Blocks [experts, rows, groups, 16] and the exponents of groups become [experts, columns, rows].
     """
-    blocks, [scales] = parts.weight, parts.beside.values()
+    blocks, [scales] = parts.weight, parts.companions.values()
     if parts.config.method.lower() != "mxfp4":
-        raise _unstated(parts.config, "mxfp4")
+        raise _unstated_error(parts.config, "mxfp4")
     if len(blocks.shape) != 4 or blocks.sizes != (*scales.sizes, 16) or scales.dtype != "uint8":
         raise UnknownLayout
     experts, rows, groups, _ = blocks.sizes
     half = groups * 16
-    turned = rearranged(blocks, (experts, half, rows), (rows * half, 1, half))
+    transposed = rearrange(blocks, (experts, half, rows), (rows * half, 1, half))
 
-    def prepared(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def prepare(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         exponents = tables[0].view(experts, rows, groups).transpose(1, 2)
         return (exponents.reshape(experts * groups, rows),)
 
     def numbers(first: int, last: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch
 
-        pairs = read_rows(turned, experts * half, first // 2, last // 2)
+        pairs = read_rows(transposed, experts * half, first // 2, last // 2)
         codes = torch.stack((pairs & 15, pairs >> 4), 1).view(-1, rows)
         index = torch.arange(first, last, device="cpu") // 32
         return decode_fp4(codes) * powers_of_two(tables[0].index_select(0, index))
@@ -394,44 +445,52 @@ def of_mxfp4(parts: Parts) -> TensorRef:
         (experts, 2 * half, rows),
         (scales,),
         numbers,
-        per=2,
-        prepared=prepared,
+        row_multiple=2,
+        prepare=prepare,
         checked_only=[blocks],
     )
 
 
-def of_hqq(parts: Parts) -> TensorRef:
-    """Return what `Quantizer.dequantize` of HQQ makes: codes less zeros, times scales.
+def dequantize_hqq(parts: Parts) -> TensorRef:
+    """Dequantize as HQQ does (`Quantizer.dequantize`): codes minus zeros, times scales.
 
-    Of packed codes the first rows are in the highest bits. Zeros and scales are those of rows, or
-    of columns, of the matrix of groups, which `shape` makes the weight of.
+    The highest bits of packed codes are the first rows. Zeros and scales belong to the rows, or the
+    columns, of the matrix of groups; `shape` is the shape of the weight.
     """
     weight, zero, scale = parts.weight, parts["zero"], parts["scale"]
-    shape, packing = tuple(parts.small("shape")), parts.text("packing")
-    dtype = parts.text("compute_dtype").removeprefix("torch.")
-    if any(parts.small(one) != [0] for one in ("view_as_float", "quant_scale", "quant_zero")):
+    shape, packing = tuple(parts.read_integers("shape")), parts.read_text("packing")
+    dtype = parts.read_text("compute_dtype").removeprefix("torch.")
+    if any(
+        parts.read_integers(one) != [0] for one in ("view_as_float", "quant_scale", "quant_zero")
+    ):
         raise UnknownLayout
     if packing not in _HQQ_SHIFTS or len(weight.shape) != 2 or dtype not in _HQQ_TYPES:
         raise UnknownLayout(f"packing {printable(packing)} as {printable(dtype)} is not known")
     bits, shifts = _HQQ_SHIFTS[packing]
-    held, columns = weight.sizes
-    rows, rest = divmod(prod(shape), max(columns, 1))
-    if rest or weight.dtype != ("int32" if bits == 3 else "uint8") or zero.sizes != scale.sizes:
+    packed_rows, columns = weight.sizes
+    rows, remainder = divmod(prod(shape), max(columns, 1))
+    if (
+        remainder
+        or weight.dtype != ("int32" if bits == 3 else "uint8")
+        or zero.sizes != scale.sizes
+    ):
         raise UnknownLayout
     block = block_sizes((rows, columns), scale.sizes)
-    if not block or not 0 <= held * len(shifts) - rows < len(shifts) or not shape:
+    if not block or not 0 <= packed_rows * len(shifts) - rows < len(shifts) or not shape:
         raise UnknownLayout
 
     def numbers(start: int, stop: int, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         codes = read_planes(weight, start, stop, shifts, bits).to(torch_dtype(dtype))
-        less, factors = (spread(one, (rows, columns), block, start, stop) for one in tables)
-        return (codes - less) * factors
+        zeros, factors = (
+            expand_blocks(table, (rows, columns), block, start, stop) for table in tables
+        )
+        return (codes - zeros) * factors
 
     return compute_tensor(weight, shape, (zero, scale), numbers)
 
 
-def _unstated(config: QuantizationConfig, method: str) -> UnknownLayout:
-    """Return the error for weights whose layout only a configuration with a method tells."""
+def _unstated_error(config: QuantizationConfig, method: str) -> UnknownLayout:
+    """Return the error for a layout that is known only if a configuration states `method`."""
     if config.model_type in _TRANSPOSED:
         fact = f"the layers of a {config.model_type} model may have their weights transposed"
         return UnknownLayout(fact)

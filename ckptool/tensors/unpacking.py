@@ -16,12 +16,12 @@ from ckptool.errors import CorruptFile, NotRepresentable
 from ckptool.files.computed import computed
 from ckptool.tensors.casting import CHUNK, checked, chunks
 from ckptool.tensors.materialize import require_torch, torch_dtype
-from ckptool.words import listed
+from ckptool.words import listed, printable
 
 if TYPE_CHECKING:
     import torch
 
-_MOST_SMALL = 64
+_MAX_INTEGERS = 64
 """Integers in a tensor that states a shape or a word."""
 _FP4 = [sign * one for sign in (1.0, -1.0) for one in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 """The numbers of e2m1, by their codes."""
@@ -34,22 +34,25 @@ class UnknownLayout(NotRepresentable):
     def __init__(
         self, fact: str = "ckptool does not know this layout", *, hint: str | None = None
     ) -> None:
-        """Say what is missing, and what helps."""
+        """Create the error; `fact` continues a sentence about the weight."""
         super().__init__(fact, hint=hint)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A quantized weight and what it needs."""
+    """A quantized weight with its companions."""
 
     name: str
+    """The key of the codes."""
     state: Mapping[Any, Any]
     weight: TensorRef
-    beside: Mapping[str, TensorRef]
+    companions: Mapping[str, TensorRef]
     """The companions, by the last parts of their keys."""
     plain: str
     """The key of the plain weight."""
     config: QuantizationConfig
+    file: str
+    """The path of the file, for errors."""
 
     @property
     def stem(self) -> str:
@@ -60,49 +63,49 @@ class Parts:
         """Return a companion.
 
         Raises:
-            UnknownLayout: it is not there.
+            UnknownLayout: if the file does not have it.
         """
-        if ending not in self.beside:
+        if ending not in self.companions:
             raise UnknownLayout(f"{ending} is missing next to it")
-        return self.beside[ending]
+        return self.companions[ending]
 
     def get(self, ending: str) -> TensorRef | None:
         """Return a companion, or None."""
-        return self.beside.get(ending)
+        return self.companions.get(ending)
 
-    def stated(self, key: str, entries: Mapping[str, Any] | None = None) -> int:
-        """Return a positive number that the configuration states.
+    def require_size(self, key: str, entries: Mapping[str, Any] | None = None) -> int:
+        """Return a positive integer of the configuration, or of `entries` in it.
 
         Raises:
-            UnknownLayout: it does not.
+            UnknownLayout: if it has no positive integer `key`.
         """
         value = (self.config.entries if entries is None else entries).get(key)
         if not (is_count(value) and value):
             raise UnknownLayout(f"no config.json next to it states {key}", hint=CONFIG_HINT)
         return int(value)
 
-    def small(self, ending: str) -> list[int]:
-        """Return the integers of a companion with a few of them, such as a shape.
+    def read_integers(self, ending: str) -> list[int]:
+        """Return the integers of a small companion, such as a shape.
 
         Raises:
-            UnknownLayout: it has others.
+            UnknownLayout: if it is large, or has elements that are not counts.
         """
         tensor = self[ending]
-        if tensor.dtype not in ("uint8", "int32", "int64") or tensor.numel > _MOST_SMALL:
+        if tensor.dtype not in ("uint8", "int32", "int64") or tensor.numel > _MAX_INTEGERS:
             raise UnknownLayout
         size, raw = tensor.itemsize, tensor.read()
-        parts = (raw[at : at + size] for at in range(0, len(raw), size))
-        found = [int.from_bytes(one, "little", signed=size > 1) for one in parts]
-        if not all(map(is_count, found)):
+        elements = (raw[at : at + size] for at in range(0, len(raw), size))
+        integers = [int.from_bytes(one, "little", signed=size > 1) for one in elements]
+        if not all(map(is_count, integers)):
             raise UnknownLayout
-        return found
+        return integers
 
-    def text(self, ending: str) -> str:
-        """Return the text of a companion that has its characters."""
-        return "".join(map(chr, self.small(ending)))
+    def read_text(self, ending: str) -> str:
+        """Return the text of a companion with its characters as integers."""
+        return "".join(map(chr, self.read_integers(ending)))
 
     def refuse_contradiction(self) -> NoReturn:
-        """Raise `UnknownLayout`: shapes and configuration differ."""
+        """Raise `UnknownLayout` because shapes and configuration differ."""
         block = self.config.entries.get("weight_block_size")
         stated = listed([*self.config.sizes, *([f"blocks of {block}"] if block else [])])
         raise UnknownLayout(f"its tensors contradict {self.config.where} ({stated})")
@@ -139,21 +142,21 @@ def read_rows(tensor: TensorRef, count: int, first: int, last: int) -> torch.Ten
 def read_planes(
     weight: TensorRef, start: int, stop: int, shifts: Sequence[int], bits: int
 ) -> torch.Tensor:
-    """Return codes, of which each element of `weight` has one for each shift.
+    """Return the codes from `start` up to `stop` of a tensor whose elements have several each.
 
-    Those with the first shift are the first ones, in the order of the elements.
+    The first codes are those at `shifts[0]` in every element, then those at `shifts[1]`.
     """
     import torch
 
-    count, found = weight.numel, []
+    count, planes = weight.numel, []
     for plane in range(start // count, -(-stop // count)):
         first, last = max(start - plane * count, 0), min(stop - plane * count, count)
-        found.append(read_elements(weight, first, last) >> shifts[plane] & ((1 << bits) - 1))
-    return torch.cat(found)
+        planes.append(read_elements(weight, first, last) >> shifts[plane] & ((1 << bits) - 1))
+    return torch.cat(planes)
 
 
 def unpack_bits(raw: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes in rows of bytes as int32: a stream of bits, the lowest ones first."""
+    """Return rows of codes as int32 from rows of bytes: a bit stream, the lowest bits first."""
     import torch
 
     size = bits // gcd(bits, 8)
@@ -169,7 +172,7 @@ def unpack_bits(raw: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def decode_fp4(codes: torch.Tensor) -> torch.Tensor:
-    """Return the fp4 numbers (e2m1) of their codes."""
+    """Return the fp4 numbers (e2m1) with these codes."""
     import torch
 
     values = torch.tensor(_FP4, device="cpu")
@@ -177,25 +180,26 @@ def decode_fp4(codes: torch.Tensor) -> torch.Tensor:
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Return two to the power of exponents that have a bias of 127 (e8m0)."""
+    """Return the powers of two with these exponents, stored with a bias of 127 (e8m0)."""
     import torch
 
     return torch.exp2(exponents.view(torch.uint8).float() - 127)
 
 
-def checked_index(index: torch.Tensor, count: int) -> torch.Tensor:
-    """Return indexes of groups.
+def check_group_index(parts: Parts, index: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the group of each column of a weight, as int64.
 
     Raises:
-        CorruptFile: there is no such group.
+        CorruptFile: if one is not below `count`, the number of groups.
     """
     if not bool(((index >= 0) & (index < count)).all()):
-        raise CorruptFile(f"g_idx of a quantized weight leads to groups beyond its {count:,}")
+        fact = f"{printable(parts.name)!r}: its g_idx has groups beyond the {count:,} of its scales"
+        raise CorruptFile(fact, file=parts.file)
     return index.long()
 
 
 def block_sizes(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sizes of the blocks of a tensor that have one scale each; () if it cannot be."""
+    """Return the shape of the blocks with one scale each; () if the shapes do not divide."""
     if prod(scales) == 1:
         return shape
     if len(scales) != len(shape) or not all(scales):
@@ -206,10 +210,10 @@ def block_sizes(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, .
     )
 
 
-def spread(
+def expand_blocks(
     table: torch.Tensor, shape: Sequence[int], block: Sequence[int], start: int, stop: int
 ) -> torch.Tensor:
-    """Return for each element from `start` up to `stop` of a tensor the entry of its block.
+    """Return the entry in `table` of the block of each element from `start` up to `stop`.
 
     Unlike `table[index]` torch's `index_select` does not wait for other threads.
     """
@@ -217,16 +221,16 @@ def spread(
 
     dtype = torch.int32 if prod(shape) < 1 << 31 else torch.int64
     left = torch.arange(start, stop, dtype=dtype, device="cpu")
-    at = torch.zeros_like(left)
-    for size, own, step in zip(shape, block, row_major_strides(tuple(shape)), strict=True):
+    blocks = torch.zeros_like(left)
+    for size, length, step in zip(shape, block, row_major_strides(tuple(shape)), strict=True):
         index = left // step
         left = left - index * step
-        at = at * -(-size // own) + index // own
-    return torch.index_select(table, 0, at)
+        blocks = blocks * -(-size // length) + index // length
+    return torch.index_select(table, 0, blocks)
 
 
-def rearranged(weight: TensorRef, shape: tuple[int, ...], stride: tuple[int, ...]) -> TensorRef:
-    """Return a view of a weight with other dimensions, gathered as it is read."""
+def rearrange(weight: TensorRef, shape: tuple[int, ...], stride: tuple[int, ...]) -> TensorRef:
+    """Return a view of a weight with another shape and stride, gathered when it is read."""
     view = replace(weight, shape=shape, stride=stride)
     data = view.row_major
     if weight.storage is None:
@@ -242,31 +246,31 @@ def compute_blocks(
     block: tuple[int, ...],
     whole: TensorRef | None = None,
 ) -> TensorRef:
-    """Return codes less a zero point, times a scale, each for a block of the tensor.
+    """Return codes minus a zero point, times a scale, each for a block of the tensor.
 
-    `whole` is the quantized tensor that the codes were taken from.
+    `whole` is the quantized tensor with the codes, if its elements are in another order.
     """
     if not is_plain(codes) or len(block) != len(codes.shape):
         raise UnknownLayout
     shape = codes.sizes
     pairs = list(zip(block, shape, strict=True))
-    if not all(is_count(own) and own and not size % own for own, size in pairs):
+    if not all(is_count(length) and length and not size % length for length, size in pairs):
         raise UnknownLayout
-    blocks = prod(size // own for own, size in pairs)
+    blocks = prod(size // length for length, size in pairs)
     tables = [one for one in (scale, zero) if one is not None and not isinstance(one, (float, int))]
     if not all(is_plain(one) and one.numel == blocks for one in tables):
         raise UnknownLayout
 
-    def numbers(start: int, stop: int, found: Sequence[torch.Tensor]) -> torch.Tensor:
+    def numbers(start: int, stop: int, loaded: Sequence[torch.Tensor]) -> torch.Tensor:
         import torch
 
         elements = read_elements(codes, start, stop)
         if isinstance(scale, float):
             shifted = elements.int() - zero if isinstance(zero, int) else elements
             return shifted * torch.tensor(scale, dtype=torch.float32, device="cpu")
-        factors, *less = (spread(one, shape, block, start, stop) for one in found)
+        factors, *zeros = (expand_blocks(table, shape, block, start, stop) for table in loaded)
         wide = torch.float64 if scale.dtype == "float64" else torch.float32
-        return (elements.float() - (less[0].float() if less else 0)) * factors.to(wide)
+        return (elements.float() - (zeros[0].float() if zeros else 0)) * factors.to(wide)
 
     others = [] if whole is None or whole.is_contiguous else [whole]
     return compute_tensor(codes, shape, tables, numbers, others)
@@ -278,13 +282,13 @@ def compute_rows(
     parts: Sequence[TensorRef],
     rows: Callable[[int, int, Sequence[torch.Tensor]], torch.Tensor],
     *,
-    per: int = 1,
-    prepared: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tuple,
+    row_multiple: int = 1,
+    prepare: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tuple,
     checked_only: Sequence[TensorRef] = (),
 ) -> TensorRef:
-    """Like `compute_tensor`, but `rows` computes whole rows, in multiples of `per`."""
+    """Like `compute_tensor`, but `rows` computes whole rows, a multiple of `row_multiple`."""
     columns = shape[-1]
-    unit = per * columns
+    unit = row_multiple * columns
     if not unit:
         raise UnknownLayout
 
@@ -292,7 +296,7 @@ def compute_rows(
         return rows(start // columns, stop // columns, tables).flatten()
 
     step = max(CHUNK // unit, 1) * unit
-    return compute_tensor(weight, shape, parts, numbers, checked_only, step=step, prepared=prepared)
+    return compute_tensor(weight, shape, parts, numbers, checked_only, step=step, prepare=prepare)
 
 
 def compute_tensor(
@@ -303,45 +307,45 @@ def compute_tensor(
     checked_only: Sequence[TensorRef] = (),
     *,
     step: int = CHUNK,
-    prepared: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tuple,
+    prepare: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tuple,
 ) -> TensorRef:
-    """Return a tensor of float32 in the place of a weight, of elements that `numbers` makes.
+    """Return a float32 tensor in place of a weight, with elements computed when they are read.
 
-    Give it the elements of `parts`, which are in memory from the first to the last of the weight,
-    and a range of elements that begins at a multiple of `step`. Each is made once if they are read
-    in order. `prepared` makes once for all ranges what they need of the parts. Parts and
-    `checked_only` are checked by their CRC-32.
+    `numbers(start, stop, tables)` computes the elements from `start`, a multiple of `step`, up to
+    `stop`; each once if they are read in order. `prepare` makes the `tables` from the elements of
+    `parts`, once for all ranges; they stay in memory until the last element was read. The CRC-32 of
+    `parts` and of `checked_only` is verified.
     """
-    held, data, count = weight.storage, weight.data, prod(shape)
-    beside = {id(one.storage): one.storage for one in (*parts, *checked_only)}.values()
-    checks = [checked(one, one.data) for one in beside if one is not None and one.data is not None]
+    old, data, count = weight.storage, weight.data, prod(shape)
+    storages = {id(one.storage): one.storage for one in (*parts, *checked_only)}.values()
+    checks = [checked(one, one.data) for one in storages if one and one.data is not None]
     tables: Sequence[torch.Tensor] = ()
-    last, made, lock = -1, bytearray(), Lock()
-    if held is None or (count and not all(one.numel for one in parts)):
+    last_start, chunk, lock = -1, bytearray(), Lock()
+    if old is None or (count and not all(one.numel for one in parts)):
         raise UnknownLayout
 
     def fill(offset: int, buffer: memoryview) -> None:
         require_torch()
         import torch
 
-        nonlocal tables, last, made
+        nonlocal tables, last_start, chunk
         if not buffer:
             return
         with lock:
             for check in checks:
                 check.check()
-            tables = tables or prepared([read_elements(one, 0, one.numel) for one in parts])
+            tables = tables or prepare([read_elements(one, 0, one.numel) for one in parts])
             for start, stop, room, skipped in chunks(offset, buffer, 4, count, step):
-                if start != last:
-                    made = bytearray((stop - start) * 4)
-                    elements = torch.frombuffer(made, dtype=torch.float32)
+                if start != last_start:
+                    chunk = bytearray((stop - start) * 4)
+                    elements = torch.frombuffer(chunk, dtype=torch.float32)
                     elements.copy_(numbers(start, stop, tables))
-                    last = start
-                room[:] = made[skipped : skipped + len(room)]
+                    last_start = start
+                room[:] = chunk[skipped : skipped + len(room)]
             if offset + len(buffer) == count * 4:
-                tables, last, made = (), -1, bytearray()
+                tables, last_start, chunk = (), -1, bytearray()
 
     source = computed((data,), count * 4, fill)
-    storage = Storage(held.key, source, source.length, held.device, sys.byteorder, whole=held.data)
+    storage = Storage(old.key, source, source.length, old.device, sys.byteorder, whole=old.data)
     stride = row_major_strides(shape)
     return replace(weight, dtype="float32", shape=shape, stride=stride, storage=storage, offset=0)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
 
 from ckptool.core.addressing import NameIndex, unmatched_error
 from ckptool.core.checkpoint import Change, Checkpoint, Gather
@@ -25,14 +25,21 @@ from ckptool.core.model import (
 from ckptool.core.modules import held_apart, modules_below, own_tensors
 from ckptool.core.placeholders import refuse_placeholders
 from ckptool.core.quantization_config import plain_header, quantization_config
-from ckptool.core.quantizers import MARKERS, OF_OPTIMIZERS, Quantized, find_quantized, plain_key
+from ckptool.core.quantizers import (
+    MARKERS,
+    OF_OPTIMIZERS,
+    Quantized,
+    find_incomplete,
+    find_quantized,
+    plain_key,
+)
 from ckptool.core.sections import MODEL_KINDS, only_its_class
 from ckptool.core.tree import everything as every_node, is_within, name_of, rebuild, walk
 from ckptool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptool.errors import NotFound, NotRepresentable, UsageError
 from ckptool.files.computed import ReadAhead
 from ckptool.tensors.casting import FLOATS, Caster, Losses
-from ckptool.tensors.dequantizing import PACKED, can_dequantize, dequantized
+from ckptool.tensors.dequantizing import PACKED, can_dequantize, dequantize
 from ckptool.tensors.unpacking import UnknownLayout
 from ckptool.transforms.step import Step
 from ckptool.words import counted, listed, printable, shell
@@ -425,17 +432,18 @@ class _Plan:
         plain: dict[int, dict[str, dict[str, TensorRef]]] = {}
         nodes = {id(node) for node in every_node(self.checkpoint.root)}
         known, config = set[int](), quantization_config(self.checkpoint)
-        states = dict[int, dict[Any, Any]]()
         for state, name, found in _find_quantized_weights(self.checkpoint, alone=True):
             if id(state) not in nodes and id(state[name]) in known:
                 continue  # in a pickled module, and done already
             known.add(id(state[name]))
             parts = (id(state[name]), *(id(state[one]) for one in found.companions))
-            own, states[id(state)] = plain.setdefault(id(state), {}), state
+            own = plain.setdefault(id(state), {})
             try:
                 if parts not in made and id(state) not in nodes:
                     raise UnknownLayout
-                new = made.get(parts) or dequantized(state, name, found, config)
+                new = made.get(parts) or dequantize(
+                    state, name, found, config, self.checkpoint.path
+                )
                 stem = plain_key(found.scheme, name).removesuffix(PACKED)
                 named = {stem + end: one for end, one in new.items()}
             except UnknownLayout as error:
@@ -453,10 +461,16 @@ class _Plan:
             left_out = (*found.companions, *marks)
             self.gone.update(dict.fromkeys(left_out))
             own.update({name: named} | {one: {} for one in left_out})
+        for node in every_node(self.checkpoint.root):
+            if isinstance(node, dict):
+                self._refuse_incomplete(node, plain.get(id(node), {}))
         if not plain:
-            raise NotFound("the file has no quantized weights", file=self.checkpoint.path)
-        for identity, state in states.items():
-            self._refuse_incomplete(state, plain[identity])
+            floats = any(one.dtype.startswith("float8_") for _, one in self.checkpoint.tensors())
+            raise NotFound(
+                "the file has no quantized weights",
+                file=self.checkpoint.path,
+                hint=f"cast float8 weights without scales with --dtype {dtype}" if floats else None,
+            )
 
         def mapping(old: dict[Any, Any]) -> dict[Any, Any]:
             own = plain.get(id(old), {})
@@ -478,15 +492,29 @@ class _Plan:
     def _refuse_incomplete(
         self, state: Mapping[Any, Any], made: Mapping[str, Mapping[str, TensorRef]]
     ) -> None:
-        """Refuse a state dict with codes that lack the tensors that other codes come with.
+        """Refuse a state dict with quantized weights that lack their companions.
+
+        `made` has the new entries of each dequantized weight. Weights without companions have a key
+        that only codes have, or the last part of their key and the dtype of a dequantized weight.
 
         Raises:
-            NotRepresentable: the result would still have quantized weights.
+            NotRepresentable: if the result would still have quantized weights.
         """
 
-        def look(name: Any, one: TensorRef) -> tuple[str, str, str]:
+        def refuse(name: object, fact: str) -> NoReturn:
+            raise NotRepresentable(
+                f"{printable(str(name))!r} is {fact}, but the tensors that it needs are missing",
+                file=self.checkpoint.path,
+                hint="get all shards of the model, or leave it out with --exclude",
+            )
+
+        def looks(name: Any, one: TensorRef) -> tuple[str, str, str]:
             return str(name).rpartition(".")[2], one.dtype, one.kind
 
+        for name in find_incomplete(state, made.keys()):
+            refuse(name, "quantized, judging by its key")
+        if not made:
+            return
         # Codes may be stored as bfloat16, in which the weights of ordinary layers are, too.
         coded = {
             name: one
@@ -495,18 +523,13 @@ class _Plan:
             and (one.dtype not in FLOATING or BY_NAME[one.dtype].itemsize == 1)
         }
         codes = {
-            look(name, coded[name]): name for name, new in made.items() if new and name in coded
+            looks(name, coded[name]): name for name, new in made.items() if new and name in coded
         }
         for name, one in coded.items():
             if name not in made:
-                alike = codes.get(look(name, one))
+                alike = codes.get(looks(name, one))
                 if alike is not None:
-                    raise NotRepresentable(
-                        f"{printable(str(name))!r} is {one.dtype}, like the quantized "
-                        f"{printable(alike)!r}, but the tensors that it needs are missing",
-                        file=self.checkpoint.path,
-                        hint="get all shards of the model, or leave it out with --exclude",
-                    )
+                    refuse(name, f"{one.dtype}, like the quantized {printable(alike)!r}")
 
     def choose(self, spared: set[Path]) -> None:
         """Choose the dtype of every tensor of the checkpoint, except at the paths `spared`."""

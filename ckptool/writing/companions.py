@@ -9,6 +9,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from ckptool.core.checkpoint import Change, Checkpoint
+from ckptool.core.quantization_config import SEPARATE_CONFIGS
 from ckptool.errors import FileMissing
 from ckptool.files import ByteRange, FileSource
 from ckptool.files.atomic import FileOutput
@@ -44,6 +45,7 @@ PATTERNS = (
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
+    *SEPARATE_CONFIGS,
 )
 """Names of the files that are copied: neither weights nor code."""
 _FOLDERS = ("", "huggingface", "hf")
@@ -97,7 +99,9 @@ def with_companions(
         hint = f"give a folder with {listed(PATTERNS, 4)}"
         raise FileMissing("has no configuration or tokenizer file", file=folder, hint=hint)
     taken = {one for one in wanted if keeps and place_of(target).exists(os.path.join(target, one))}
-    copied = [name for name in wanted if name not in taken]
+    is_plain = any(change.kind == "dequantize" for change in checkpoint.changes)
+    outdated = {name for name in wanted if name in SEPARATE_CONFIGS and is_plain}
+    copied = [name for name in wanted if name not in taken | outdated]
     weights = plan.files if plan.index else (plan.files[0]._replace(path=path),)
     is_copied = _CONFIG in copied
     config = edited(os.path.join(folder, _CONFIG), checkpoint) if is_copied else Edited()
@@ -107,7 +111,7 @@ def with_companions(
         else _copy(folder, name, target)
         for name in copied
     )
-    notes = (*_notes(os.fspath(folder), names, copied, taken), *config.notes)
+    notes = (*_notes(os.fspath(folder), names, copied, taken, outdated), *config.notes)
     return replace(plan, files=(*new, *weights), notes=(*plan.notes, *notes)), config.warnings
 
 
@@ -127,12 +131,19 @@ def _copy(folder: str | os.PathLike[str], name: str, target: str) -> NewFile:
 
 
 def _notes(
-    folder: str, names: Iterable[str], copied: Collection[str], taken: Iterable[str]
+    folder: str,
+    names: Iterable[str],
+    copied: Collection[str],
+    taken: Iterable[str],
+    outdated: Collection[str],
 ) -> Iterator[str]:
+    """Yield the notes on the files of `folder` that were copied or skipped."""
     if copied:
         yield f"copied {listed(copied)} from {folder}"
     if taken:
         yield f"kept {listed(sorted(taken))} of the target (not copied from {folder})"
+    if outdated:
+        yield f"skipped {listed(sorted(outdated))} of {folder} (the weights are dequantized)"
     code = [name for name in names if name.endswith(".py")]
     if code:
         yield f"skipped code of {folder}: {listed(code)}"

@@ -126,7 +126,7 @@ def test_a_tensor_of_a_class_of_torchao_is_called_that(tmp_path):
     ("names", "weight", "scheme", "companions"),
     [
         ("l.qweight l.qzeros l.scales l.g_idx l.bias", "l.qweight", "GPTQ", "g_idx qzeros scales"),
-        ("l.qweight l.qzeros l.scales", "l.qweight", "AWQ", "qzeros scales"),
+        ("l.qweight l.qzeros l.scales", "l.qweight", "GPTQ", "scales qzeros"),
         ("l.weight l.weight_scale_inv", "l.weight", "fp8 with scales", "weight_scale_inv"),
         ("l.up_proj l.up_proj_scale_inv", "l.up_proj", "fp8 with scales", "up_proj_scale_inv"),
         ("l.weight l.weight_scale", "l.weight", "fp8 with scales", "weight_scale"),

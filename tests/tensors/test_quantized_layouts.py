@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.diagnosis.info import info
-from ckptool.errors import CheckpointError, CorruptFile, NotRepresentable
+from ckptool.errors import CheckpointError, CorruptFile, NotFound, NotRepresentable
 from ckptool.tensors.unpacking import CONFIG_HINT
 from ckptool.words import counted
 from tests.sources import PROJECT
@@ -25,7 +25,7 @@ SCHEMES = {
     "compressed-int8": "int8 with scales (8 bits, compressed-tensors according to config.json)",
     "compressed-fp8": "fp8 with scales (8 bits, compressed-tensors according to config.json)",
     "compressed-packed": "compressed-tensors (4 bits, groups of 32)",
-    "gptq-v2-no-index": "AWQ (4 bits, groups of 32",
+    "gptq-v2-no-index": "GPTQ (4 bits, groups of 32)",
     "gptq": "GPTQ (4 bits, groups of 32)",
     "awq": "AWQ (4 bits, groups of 64)",
     "nvfp4": "NVFP4 (4 bits, groups of 16, modelopt according to config.json)",
@@ -203,7 +203,7 @@ def test_mlx_whose_configuration_does_not_tell_is_refused(stated, reason, tmp_pa
         ("int8", {"layers__1__weight_zero_point": torch.ones(8, 1).byte()}, "does not know"),
         ("int8", {"layers__0__comfy_quant": torch.ones(9).byte()}, "ckptool does not know"),
         ("fp8", {"layers__2__weight_scale": torch.ones(9, 3)}, "ckptool does not know"),
-        ("nvfp4", {"layers__0__weight_global_scale": None}, "weight_global_scale is missing"),
+        ("nvfp4", {"layers__0__weight_global_scale": None}, "weight_global_scale is missing next"),
         ("nvfp4", {"layers__0__weight_global_scale": torch.ones(9)}, "ckptool does not know"),
         ("mxfp4", {"layers__0__weight_scale": torch.ones(9, 4).byte()}, "ckptool does not know"),
     ],
@@ -214,13 +214,40 @@ def test_compressed_tensors_whose_parts_do_not_fit_are_refused(layout, tensors, 
 
 @pytest.mark.parametrize(
     "weights",
-    [{"num_bits": 8}, {"group_size": 64}, {"type": "float"}, {"actorder": "group"}],
+    [
+        {"num_bits": 8},
+        {"group_size": 64},
+        {"type": "float"},
+        {"actorder": "group"},
+        {"strategy": "channel"},
+        {"strategy": "tensor"},
+    ],
 )
 def test_compressed_tensors_that_contradict_their_configuration_are_refused(weights, tmp_path):
     groups = {"group_0": {"weights": {"num_bits": 4, "group_size": 32, **weights}}}
     stated = {"quant_method": "compressed-tensors", "config_groups": groups}
     path = changed_file("compressed-packed", tmp_path, config={"quantization_config": stated})
     refused(path, "its tensors contradict config.json")
+
+
+def test_columns_with_scales_are_not_the_channels_of_a_configuration(tmp_path):
+    state = {"a.weight": torch.ones(8, 8).char(), "a.weight_scale": torch.ones(1, 8)}
+    save_file(state, tmp_path / "m.safetensors")
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    stated = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": stated}))
+    refused(tmp_path / "m.safetensors", "its tensors contradict config.json")
+
+
+@pytest.mark.parametrize("layout", ["packed", "int8", "fp8", "nvfp4"])
+@pytest.mark.parametrize("in_group", [False, True])
+def test_a_format_of_compressed_tensors_that_is_not_known_is_refused(layout, in_group, tmp_path):
+    folder = FOLDERS / f"compressed-{layout}"
+    config = json.loads((folder / "config.json").read_text())
+    stated = config["quantization_config"]
+    (stated["config_groups"]["group_0"] if in_group else stated)["format"] = "marlin-24"
+    path = changed_file(f"compressed-{layout}", tmp_path, config=config)
+    refused(path, "format marlin-24 is not known")
 
 
 def test_weights_without_the_scales_that_others_have_are_refused(tmp_path):
@@ -251,6 +278,10 @@ def test_blocks_that_contradict_the_configuration_are_refused(tmp_path):
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+ONE_LAYER = {
+    f"layers__1__{part}": None for part in ("qweight", "qzeros", "scales", "g_idx", "bias")
+}
+"""Leaves only the layer of `gptq-v1-order` that has the bits of `GPTQ`."""
 
 
 @pytest.mark.parametrize(
@@ -264,15 +295,91 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
         ({"quant_method": "gptq"}, {}, "no config.json next to it states bits"),
         (GPTQ, {"layers__0__scales": torch.ones(2, 31)}, "its tensors contradict config.json"),
         (GPTQ, {"layers__0__qzeros": torch.ones(2, 5).int()}, "its tensors contradict config"),
-        (GPTQ, {"layers__0__g_idx": torch.zeros(63).int()}, "its tensors contradict config.json"),
+        (GPTQ, {"layers__0__g_idx": torch.zeros(56).int()}, "its tensors contradict config.json"),
         (GPTQ, {"layers__0__g_idx": None, "layers__0__scales": torch.ones(3, 32)}, "contradict"),
+        (GPTQ, {"layers__0__scales": None}, "scales is missing next to it"),
     ],
 )
 def test_gptq_whose_layout_is_not_stated_or_contradicted_is_refused(
     stated, tensors, reason, tmp_path
 ):
     config = {} if stated is None else {"quantization_config": stated}
-    refused(changed_file("gptq-v1-order", tmp_path, config=config, **tensors), reason)
+    path = changed_file("gptq-v1-order", tmp_path, config=config, **ONE_LAYER, **tensors)
+    refused(path, reason)
+
+
+def test_gptq_of_which_nothing_is_changed_is_not_refused(tmp_path):
+    config = {"quantization_config": GPTQ}
+    path = changed_file("gptq-v1-order", tmp_path, config=config, **ONE_LAYER)
+    made, _ = dequantized(path, tmp_path / "o.safetensors", "float32")
+    assert made["layers.0.weight"].shape == (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "entries"),
+    [
+        ("gptq-v2-no-index", "quantize_config.json", {"checkpoint_format": "gptq_v2"}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 64, "version": "GEMM"}),
+    ],
+)
+def test_the_separate_configuration_of_a_quantizer_is_read(layout, name, entries, tmp_path):
+    """AutoGPTQ and AutoAWQ wrote it next to a `config.json` without the quantization."""
+    path = changed_file(layout, tmp_path, config={"model_type": "llama"})
+    if "w_bit" not in entries:
+        entries = {**entries, "bits": 4, "group_size": 32, "desc_act": False}
+    (tmp_path / name).write_text(json.dumps(entries))
+    assert any(f"({entries.get('bits', 4)} bits, groups of" in one for one in info(path).notes)
+    made, _ = dequantized(path, tmp_path / "o.safetensors", "float32")
+    for key, wanted in load_file(FOLDERS / layout / "plain.safetensors").items():
+        assert torch.equal(made[key].to(wanted.dtype), wanted)
+    for steps, is_kept in ([], True), ([ckptool.Cast(dequantize="float32")], False):
+        target = f"{tmp_path}/{is_kept}/"
+        receipt = ckptool.convert(path, target, *steps, files_from=tmp_path)
+        assert (tmp_path / f"{is_kept}" / name).exists() is is_kept
+        assert any(one.startswith(f"skipped {name}") for one in receipt.notes) is not is_kept
+    (tmp_path / "config.json").unlink()
+    if "gptq" in layout:
+        refused(path, "no config.json next to it states model_type")
+
+
+@pytest.mark.parametrize(
+    ("layout", "part"),
+    [
+        ("awq", "qzeros"),
+        ("gptq-v2-no-index", "scales"),
+        ("compressed-packed", "weight_scale"),
+        ("hqq-float16", "packing"),
+        ("quanto-float32", "weight._scale"),
+    ],
+)
+@pytest.mark.parametrize("all_layers", [False, True])
+def test_codes_without_their_companions_are_refused_by_key(layout, part, all_layers, tmp_path):
+    keys = [key for key in load_file(FOLDERS / layout / "model.safetensors") if key.endswith(part)]
+    if (FOLDERS / layout / "config.json").exists():
+        shutil.copy(FOLDERS / layout / "config.json", tmp_path / "config.json")
+    gone = {key.replace(".", "__"): None for key in (keys if all_layers else keys[:1])}
+    path = changed_file(layout, tmp_path, **gone)
+    with pytest.raises(NotRepresentable, match=r"layers\.\d\..*(needs are|is) missing"):
+        dequantized(path, tmp_path / "o.safetensors", "float32")
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+def test_a_weight_with_two_scales_is_refused(tmp_path):
+    state = {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}
+    for key in ("a.weight_scale", "a.weight_scale_inv"):
+        state[key] = torch.ones(1)
+    save_file(state, tmp_path / "m.safetensors")
+    refused(tmp_path / "m.safetensors", "two scales for it: a.weight_scale, a.weight_scale_inv")
+
+
+def test_float8_weights_without_scales_are_cast(tmp_path):
+    path = tmp_path / "m.safetensors"
+    save_file({"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}, path)
+    with pytest.raises(NotFound, match="no quantized weights") as caught:
+        dequantized(path, tmp_path / "o.safetensors", "bfloat16")
+    assert caught.value.hint == "cast float8 weights without scales with --dtype bfloat16"
+    ckptool.convert(path, tmp_path / "o.safetensors", ckptool.Cast("bfloat16"))
+    assert load_file(tmp_path / "o.safetensors")["a.weight"].eq(1).all()
 
 
 def test_gptq_without_the_order_that_it_states_is_refused(tmp_path):
@@ -293,14 +400,18 @@ def test_gptq_of_a_model_with_transposed_layers_is_refused(tmp_path):
     [
         ({}, "but config.json states desc_act false"),
         ({"layers__0__qzeros": torch.full((2, 4), -1).int()}, "a zero point is 0, which the first"),
-        ({"layers__0__g_idx": torch.full((64,), 2).int()}, "leads to groups beyond its 2"),
+        (
+            {"layers__0__g_idx": torch.full((64,), 2).int()},
+            "'layers.0.qweight': its g_idx has groups beyond the 2",
+        ),
     ],
 )
 def test_values_of_gptq_without_a_meaning_are_refused_when_they_are_read(tensors, error, tmp_path):
     config = {"quantization_config": {**GPTQ, "dynamic": {}, "desc_act": False}}
     path = changed_file("gptq-v1-order", tmp_path, config=config, **tensors)
-    with pytest.raises(CheckpointError, match=error):
+    with pytest.raises(CheckpointError, match=error) as caught:
         ckptool.convert(path, tmp_path / "o.safetensors", ckptool.Cast(dequantize="float32"))
+    assert caught.value.file == str(path)
     assert not (tmp_path / "o.safetensors").exists()
 
 
